@@ -429,7 +429,6 @@ def _rope_heads(
     kept, moved = real & decode[:, None], real & (placed & (decode == 0))[:, None]
     rotated = (d < turned)[None, :]
     column, apart = pair_columns(d[None, :], rotated, PAIRS, INTERLEAVED, HALF)
-    dtype: tl.constexpr = y_rows.dtype.element_ty
     HALVES: tl.constexpr = in_halves(PAIRS, INTERLEAVED, HALF)
     END: tl.constexpr = HALF if HALVES else 2 * HALF
     if not LOOPED:
@@ -454,10 +453,8 @@ def _rope_heads(
         second = second.to(tl.float32) + scale * delta_second
         new_first, new_second = norm_and_rotate(
             (first, second), norm_ptr + (h * 2 * HALF + column), apart,
-            (rotated, epsilon, 1.0), angles, rotated, HALF, NORM,
+            (rotated, epsilon, 1.0), angles, rotated & (decode == 0)[:, None], HALF, NORM,
         )  # fmt: skip
-        new_first = tl.where(decode[:, None], first, new_first).to(dtype)
-        new_second = tl.where(decode[:, None], second, new_second).to(dtype)
         # A choice between addresses would cost the vectors.
         tl.store(source, new_first, mask=kept)
         tl.store(source + apart, new_second, mask=kept)

@@ -54,10 +54,6 @@ class QkNorm:
     all_heads: bool = False
 
 
-# Without a norm, of each head, of all heads.
-NO_NORM, OF_HEADS, OF_ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
 def norm_arguments(
     norm: QkNorm | None, qkv: torch.Tensor, factors: torch.Tensor | None
 ) -> tuple[torch.Tensor, float, torch.Tensor]:
@@ -67,10 +63,10 @@ def norm_arguments(
 
 
 def norm_switch(norm: QkNorm | None) -> int:
-    """The constant NORM of kernels."""
+    """The constant NORM of kernels: 0 = without, 1 = of each head, 2 = of all heads."""
     if norm is None:
-        return NO_NORM.value
-    return OF_ALL.value if norm.all_heads else OF_HEADS.value
+        return 0
+    return 2 if norm.all_heads else 1
 
 
 def norm_factors(

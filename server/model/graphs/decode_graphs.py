@@ -150,13 +150,15 @@ class DecodeGraphs:
         logits, sampled = self._logits[:size], self._sampled[:size]
         rows = self._rows
         work = DecodeItems(parts.items(packed), parts.piece(packed))
-        view = DecodeBatchView(columns[ROW], positions, rows.page_table, work)
-        plan = CudaPlan(positions, None, Attention(slice(size), view, slice(0), None))
 
         def step() -> None:
             gather_inputs(columns, rows.tokens, rows.page_table, token_ids, positions)
             if lora is not None:
                 self._ops.route(lora)
+            turns = self._ops.rotations.turns(positions, columns[ROW], rows.long_rows)
+            view = DecodeBatchView(columns[ROW], positions, rows.page_table, work, turns)
+            attention = Attention(slice(size), view, slice(0), None)
+            plan = CudaPlan(positions, None, attention, turns=turns)
             normed = self._decoder.forward(token_ids, plan, lora)
             self._decoder.logits(normed, lora, out=logits)
             greedy_append(

@@ -16,6 +16,7 @@ from server.kernels.attention.decode_attention import (
     decode_attention,
     max_items,
 )
+from server.kernels.attention.rotation import QkNorm, Rotation
 from server.kernels.lora.pending import PendingDelta
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.prompt_attention import PromptAttention
@@ -61,12 +62,12 @@ class PagedAttention:
         self._programmatic_launch = capability >= (9, 0)
         self._prompts = PromptAttention(model, cache, prefill_backend)
 
-    def plan(self, layout: StepLayout) -> Attention:
-        """Of a step outside graphs: decodes are its first tokens."""
+    def plan(self, layout: StepLayout, turns: torch.Tensor | None) -> Attention:
+        """Of a step outside graphs: decodes are its first tokens. turns: see `Rotations.turns`."""
         n = layout.num_decodes
         decode = prefill = None
         if n:
-            decode = self._plan_decodes(layout, n)
+            decode = self._plan_decodes(layout, n, turns)
         if n < len(layout.num_new):
             prefill = self._prompts
             prefill.plan(layout)
@@ -78,21 +79,21 @@ class PagedAttention:
         layer: int,
         qkv: torch.Tensor,
         pending: PendingDelta | None,
-        rotation: tuple[torch.Tensor, torch.Tensor | None],
+        rotation: tuple[Rotation, QkNorm | None],
         out: torch.Tensor,
     ) -> None:
-        """rotation: cosines and sines, and the weights of q's and k's norm; the rest as in
-        `decode_attention`."""
-        cos_sin, weights = rotation
+        """rotation: behind the norm of q and k; the rest as in `decode_attention`."""
         pages = (self.cache.k[layer], self.cache.v[layer])
-        norm = (weights, self.model.layers[layer].attention.qk_epsilon)
-        context = (batch, pages, cos_sin, norm, self._scratch, out)
+        context = (batch, pages, *rotation, self._scratch, out)
         decode_attention(qkv, pending, *context, programmatic_launch=self._programmatic_launch)
 
-    def _plan_decodes(self, layout: StepLayout, decodes: int) -> DecodeBatchView:
+    def _plan_decodes(
+        self, layout: StepLayout, decodes: int, turns: torch.Tensor | None
+    ) -> DecodeBatchView:
         packed = np.zeros((3, max_items(decodes)), dtype=np.int32)
         packed[2, 0] = cut_contexts(layout.starts[:decodes] + 1, packed[:2])
         work = to_device(packed, self.device)
         rows = to_device(layout.seq_rows[:decodes].astype(np.int32), self.device)
         items = DecodeItems(work[:2], work[2, :1])
-        return DecodeBatchView(rows, layout.positions[:decodes], layout.page_table, items)
+        turns = None if turns is None else turns[:decodes]
+        return DecodeBatchView(rows, layout.positions[:decodes], layout.page_table, items, turns)

@@ -40,6 +40,7 @@ class GraphAttention:
         self._most_decodes = most_decodes
         device = ops.device
         self._positions = torch.zeros(most_tokens, dtype=torch.int64, device=device)
+        self._turns = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self._kv_slots = torch.full((most_tokens,), -1, dtype=torch.int64, device=device)
         # What pads a step reads what earlier ones left.
         q_size, dtype = ops.model.q_size, ops.cache.k.dtype
@@ -52,15 +53,20 @@ class GraphAttention:
         rows, items, piece = self._parts(self._packed, size)
         positions = self._positions[:size]
         work = DecodeItems(items.view(2, -1), piece)
-        view = DecodeBatchView(rows, positions, self._page_table, work)
+        turns = self._turns[:size] if self._ops.rotations.has_long else None
+        view = DecodeBatchView(rows, positions, self._page_table, work, turns)
         attention = Attention(_ALL, view, _ALL, self._prompts)
-        return CudaPlan(positions, self._kv_slots[:size], attention, self.attended[:size])
+        slots, attended = self._kv_slots[:size], self.attended[:size]
+        return CudaPlan(positions, slots, attention, attended, turns)
 
     def fill(self, size: int, layout: StepLayout) -> None:
         """For the next replay of that graph."""
         n, tokens = layout.num_decodes, len(layout.positions)
         first = tokens - n
         self._positions[:tokens].copy_(layout.positions.roll(-n))
+        turns = self._ops.rotations.turns(layout.positions, layout.token_rows, layout.long_rows)
+        if turns is not None:
+            self._turns[:tokens].copy_(turns.roll(-n))
         self._kv_slots[:first].copy_(self._ops.kv_slots(layout)[n:])
         self._kv_slots[first:size].fill_(-1)
         packed = np.zeros(len(self._packed), dtype=np.int32)

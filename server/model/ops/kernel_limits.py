@@ -4,7 +4,7 @@ Pure."""
 from math import isclose
 
 from server.model.moe_spec import MoeSpec
-from server.model.spec import LayerSpec, ModelSpec, RopeSpec
+from server.model.spec import LayerSpec, ModelSpec
 
 # Head sizes are multiples of the one, up to the other.
 _HEAD_DIM_STEP, _WIDEST_HEAD = 16, 256
@@ -29,7 +29,7 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
             "sliding windows are left to the reference attention; with a --max-context of at most"
             f" {min(windows)} the model has none"
         )
-    return next(filter(None, map(_other_maths, set(model.layers))), _other_ropes(model))
+    return next(filter(None, map(_other_maths, set(model.layers))), None)
 
 
 def _other_maths(layer: LayerSpec) -> str | None:
@@ -39,32 +39,6 @@ def _other_maths(layer: LayerSpec) -> str | None:
         return "a soft cap on attention's scores is left to the reference attention"
     if not isclose(attention.scale, attention.head_dim**-0.5):
         return f"attention's scale of {attention.scale:g} is left to the reference attention"
-    if attention.norms_all_heads:
-        return "norms of q and k over all heads are left to the reference attention"
-    if attention.q_scale is not None:
-        return "a scale of q by position is left to the reference attention"
     if isinstance(layer.mlp, MoeSpec):
         return "experts are left to the reference operations"
-    return None
-
-
-def _other_ropes(model: ModelSpec) -> str | None:
-    ropes = {layer.attention.rope for layer in model.layers}
-    if len(ropes) > 1 or None in ropes:
-        return "rotation that differs between layers is left to the reference attention"
-    return next(filter(None, map(_other_rope, ropes)), None)
-
-
-def _other_rope(rope: RopeSpec | None) -> str | None:
-    if rope is None:
-        return None
-    if rope.rotary_dim is not None:
-        return "rotation of a part of each head is left to the reference attention"
-    if rope.interleaved:
-        return "rotation of neighbouring pairs is left to the reference attention"
-    if rope.long_factors:
-        return (
-            "rotation by the length of a sequence is left to the reference attention; with a"
-            f" --max-context of at most {rope.original_context} the model has none"
-        )
     return None

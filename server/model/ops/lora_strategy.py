@@ -85,6 +85,15 @@ STRATEGIES: MappingProxyType[Regime, Strategies] = MappingProxyType(
 )
 
 
+def strategies_of(regime: Regime, *, norms_all_heads: bool) -> Strategies:
+    """norms_all_heads: q and k have norms over all heads, which need the sum before the rotation
+    begins: that expands no LoRA then."""
+    found = STRATEGIES[regime]
+    if norms_all_heads and found["qkv"] is Strategy.DEFER:
+        return MappingProxyType({**found, "qkv": Strategy.IN_PLACE})
+    return found
+
+
 def regime_of(tokens: int, *, decodes: bool, captured: bool) -> Regime:
     """The regime of a batch that no fused kernel takes, before its adapters' ranks are known.
 

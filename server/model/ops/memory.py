@@ -63,7 +63,7 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     row = context * 4 + -(-context // engine.page_size) * 8
     records = engine.adapter_slots * model.num_sites * 64
     tables = engine.max_running * row + LOGITS_ROWS * context * 4
-    tables += context * model.head_dim * 4 + records
+    tables += _rotation_bytes(model, context) + records
     return _FIXED_WORKSPACE + 2 * activations + logits + masks + pieces + tables
 
 
@@ -74,6 +74,15 @@ def _inner_width(layer: LayerSpec, hidden: int) -> int:
     if isinstance(layer.mlp, MoeSpec):
         return layer.mlp.top_k * (width + 2 * hidden)
     return width
+
+
+def _rotation_bytes(model: ModelSpec, context: int) -> int:
+    """Cosines and sines of every position, of each rotation that layers have, and of its long
+    factors."""
+    ropes = {layer.attention.rope for layer in model.layers}
+    turned = sum(rope.rotary_dim or model.head_dim for rope in ropes if rope is not None)
+    forms = 1 if model.within(context).short_context is None else 2
+    return forms * context * turned * 4
 
 
 def split_prompts_bytes(model: ModelSpec, processors: int) -> int:

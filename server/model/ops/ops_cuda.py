@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
+from server.kernels.attention.rotation import QkNorm
 from server.kernels.launch.configs import KernelConfigs, load_configs
 from server.kernels.pointwise.add_norm import add_norm, rms_norm
 from server.kernels.pointwise.gated import gated
@@ -30,7 +31,7 @@ from server.model.ops.lora_linear import (
 )
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.products import Products
-from server.model.ops.rope import cos_sin, inverse_frequencies
+from server.model.ops.rotations import Rotations
 from server.model.spec import Activation, ModelSpec
 from server.model.weights import Norm
 
@@ -39,12 +40,18 @@ from server.model.weights import Norm
 class CudaPlan:
     """positions, slots (`CudaOps.kv_slots`; -1 = a token that is no prompt's): int64 `[tokens]`;
     captured steps of decodes have no slots. attended: `[tokens, heads * head_dim]`, where the
-    result is to lie; None: anywhere."""
+    result is to lie; None: anywhere. turns: see `Rotations.turns`."""
 
     positions: torch.Tensor
     slots: torch.Tensor | None
     attention: Attention
     attended: torch.Tensor | None = None
+    turns: torch.Tensor | None = None
+
+    @property
+    def angles(self) -> torch.Tensor:
+        """Rows of the rotations' tables, int64 `[tokens]`."""
+        return self.positions if self.turns is None else self.turns
 
 
 class CudaOps:
@@ -67,13 +74,10 @@ class CudaOps:
         self.device = cache.k.device
         self._configs: KernelConfigs = load_configs(self.device)
         self.products = Products(self._configs)
-        rope = model.layers[0].attention.rope
-        assert rope is not None  # `unsupported` says so
-        inv_freq = inverse_frequencies(rope, model.head_dim, self.device)
-        places = torch.arange(max_context, device=self.device)
-        angles = cos_sin(places, inv_freq, rope.attention_factor)
-        self._cos_sin = torch.cat(angles, dim=-1).squeeze(1).contiguous()
-        self._batches = LoraBatches(self._configs, table, cache.k.dtype, self.device, max_tokens)
+        self.rotations = Rotations(model, max_context, self.device)
+        context = (self._configs, table, cache.k.dtype, self.device, max_tokens)
+        all_heads = any(layer.attention.norms_all_heads for layer in model.layers)
+        self._batches = LoraBatches(*context, norms_all_heads=all_heads)
         self._lora_linear = LoraLinear(
             self._configs, table.device_table, self.products, self.device
         )
@@ -81,7 +85,9 @@ class CudaOps:
     # ---- once a step
 
     def plan(self, layout: StepLayout) -> CudaPlan:
-        return CudaPlan(layout.positions, self.kv_slots(layout), self._attention.plan(layout))
+        positions, slots = layout.positions, self.kv_slots(layout)
+        turns = self.rotations.turns(positions, layout.token_rows, layout.long_rows)
+        return CudaPlan(positions, slots, self._attention.plan(layout, turns), turns=turns)
 
     def kv_slots(self, layout: StepLayout) -> torch.Tensor:
         """int64 `[tokens]`: page * page_size + offset of each token's keys and values."""
@@ -186,7 +192,7 @@ class CudaOps:
             case _:
                 assert_never(qkv)
         if attention.decode is not None:
-            rotation = (self._cos_sin, qk_norm)
+            rotation = (self.rotations[layer], self._norm(layer, qk_norm))
             batch, rows = attention.decode, attention.decodes
             self._attention.decode(batch, layer, y[rows], delta, rotation, heads[rows])
         if attention.prefill is not None and q is not None:
@@ -203,12 +209,16 @@ class CudaOps:
     ) -> torch.Tensor:
         """Queries of prompts, whose keys and values go to their pages."""
         prompts = plan.attention.prompts
-        places = (plan.positions[prompts], slots[prompts])
-        pages, epsilon = (self.cache.k[layer], self.cache.v[layer]), self._qk_epsilon(layer)
-        return rope_append(qkv[prompts], self._cos_sin, *places, *pages, qk_norm, epsilon)
+        places = (plan.angles[prompts], slots[prompts])
+        pages, norm = (self.cache.k[layer], self.cache.v[layer]), self._norm(layer, qk_norm)
+        return rope_append(qkv[prompts], self.rotations[layer], *places, *pages, norm)
 
-    def _qk_epsilon(self, layer: int) -> float:
-        return self.model.layers[layer].attention.qk_epsilon
+    def _norm(self, layer: int, weights: torch.Tensor | None) -> QkNorm | None:
+        """Of q and k."""
+        if weights is None:
+            return None
+        spec = self.model.layers[layer].attention
+        return QkNorm(weights, spec.qk_epsilon, spec.norms_all_heads)
 
     def _expand_and_rotate(
         self, plan: CudaPlan, layer: int, qkv: Deferred, qk_norm: torch.Tensor | None
@@ -217,8 +227,8 @@ class CudaOps:
         if plan.slots is None:
             raise TypeError("a step of decodes alone defers no LoRA of qkv")
         y, prompts = qkv.y, plan.attention.prompts
-        pages, epsilon = (self.cache.k[layer], self.cache.v[layer]), self._qk_epsilon(layer)
-        context = (self._cos_sin, plan.positions, plan.slots, *pages, qk_norm, epsilon)
+        pages, norm = (self.cache.k[layer], self.cache.v[layer]), self._norm(layer, qk_norm)
+        context = (self.rotations[layer], plan.angles, plan.slots, *pages, norm)
         return rope_append_lora(y, qkv.lora, prompts.start, *context, self._configs.rope(len(y)))
 
     def gated(self, gate_up: LinearOutput, activation: Activation) -> torch.Tensor:

@@ -37,13 +37,15 @@ def wide(name: str) -> NormSpec:
     ("attention", "rope", "reason"),
     [
         ({}, {}, None),
-        ({"q_norm": wide("q"), "k_norm": wide("k")}, {}, "norms of q and k over all heads"),
-        ({"q_scale": PositionScale(0.1, 16)}, {}, "scale of q by position"),
-        ({"rope": None}, {}, "differs between layers"),
-        ({}, {"rotary_dim": 32}, "part of each head"),
-        ({}, {"interleaved": True}, "neighbouring pairs"),
+        ({"q_norm": wide("q"), "k_norm": wide("k")}, {}, None),
+        ({"q_scale": PositionScale(0.1, 16)}, {}, None),
+        ({"rope": None}, {}, None),
+        ({}, {"rotary_dim": 32}, None),
+        ({}, {"interleaved": True}, None),
         ({}, {"short_factors": (1.0,) * 32, "attention_factor": 1.2}, None),
-        ({}, {"long_factors": (1.0,) * 32, "original_context": 64}, "--max-context of at most 64"),
+        ({}, {"long_factors": (1.0,) * 32, "original_context": 64}, None),
+        ({"softcap": 30.0}, {}, "soft cap"),
+        ({"scale": 0.1}, {}, "scale of 0.1"),
     ],
 )
 def test_other_maths_is_named(

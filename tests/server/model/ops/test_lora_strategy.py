@@ -11,6 +11,7 @@ from server.model.ops.lora_strategy import (
     phase_of,
     regime_of,
     shares_tiles,
+    strategies_of,
 )
 
 DEFERRED = {Strategy.DEFER, Strategy.DEFER_AND_SHRINK_NEXT}
@@ -27,6 +28,14 @@ def test_consumers_get_what_they_can_finish(regime: Regime) -> None:
     assert row["o"] not in DEFERRED  # the norm adds a delta, and expands nothing
     assert row["down"] not in DEFERRED
     assert row["qkv"] is not Strategy.DEFER_AND_SHRINK_NEXT  # attention shrinks for no site
+
+
+@pytest.mark.parametrize("regime", Regime)
+def test_a_norm_over_all_heads_gets_the_whole_sum(regime: Regime) -> None:
+    plain, row = (strategies_of(regime, norms_all_heads=norms) for norms in (False, True))
+    assert plain == STRATEGIES[regime]
+    assert row["qkv"] not in DEFERRED
+    assert {**row, "qkv": plain["qkv"]} == plain
 
 
 @pytest.mark.parametrize("regime", Regime)

@@ -114,8 +114,7 @@ def decode_attention(
     """
     if len(qkv) > len(scratch.done) or batch.work.items.shape[1] > len(scratch.sums):
         raise ValueError(f"scratch is for {len(scratch.done)} sequences, the batch has {len(qkv)}")
-    k_pages, v_pages = cache
-    page_size, kv_heads, head_dim = k_pages.shape[1:]
+    page_size, kv_heads, head_dim = cache[0].shape[1:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     sizes = (heads * head_dim, kv_heads * head_dim)
     factors = norm_factors(qkv, pending, norm, sizes, programmatic_launch=programmatic_launch)
@@ -126,9 +125,8 @@ def decode_attention(
         *delta_arguments(qkv, pending),
         out,
         rotation.tables,
-        *norm_arguments(norm, qkv, factors),
-        k_pages,
-        v_pages,
+        norm_arguments(norm, qkv, factors),
+        cache,
         batch.rows,
         batch.positions,
         batch.positions if batch.turns is None else batch.turns,
@@ -136,9 +134,7 @@ def decode_attention(
         batch.page_table.stride(0),
         batch.work.items,
         batch.work.piece,
-        scratch.sums,
-        scratch.weights,
-        scratch.done,
+        (scratch.sums, scratch.weights, scratch.done),
         head_dim**-0.5 * 1.4426950408889634,
         GROUP=group,
         KV_HEADS=kv_heads,
@@ -176,7 +172,7 @@ def _shape(programs: int, group: int, head_dim: int) -> tuple[int, int]:
 
 # What is read one number at a time may begin anywhere in an upload: no kernel for each alignment.
 @triton.jit(
-    do_not_specialize=["epsilon", "stride_pages", "site", "num_sites"],
+    do_not_specialize=["stride_pages", "site", "num_sites"],
     do_not_specialize_on_alignment=[
         *("slots_ptr", "rows_ptr", "positions_ptr", "turns_ptr", "items_ptr", "piece_ptr")
     ],
@@ -190,11 +186,8 @@ def _decode_attention_kernel(
     num_sites: tl.tensor,
     out_ptr: tl.tensor,
     tables: tl.tuple,
-    norm_ptr: tl.tensor,
-    epsilon: tl.tensor,
-    factors_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
+    norm: tl.tuple,
+    cache: tl.tuple,
     rows_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     turns_ptr: tl.tensor,
@@ -202,9 +195,7 @@ def _decode_attention_kernel(
     stride_pages: tl.tensor,
     items_ptr: tl.tensor,
     piece_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    done_ptr: tl.tensor,
+    scratch: tl.tuple,
     scale_log2: tl.tensor,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -224,29 +215,27 @@ def _decode_attention_kernel(
     """A program takes one piece of one sequence for the query heads of one kv head."""
     follow(PDL)
     kv_head, item = tl.program_id(0), tl.program_id(1)
-    HEADS: tl.constexpr = GROUP * KV_HEADS
     seq = tl.load(items_ptr + item)
     if seq >= 0:
         number, piece = tl.load(items_ptr + tl.num_programs(1) + item), tl.load(piece_ptr)
         position = tl.load(positions_ptr + seq).to(tl.int32)
         pages_ptr = page_table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * stride_pages
         slot = tl.load(slots_ptr + seq) if LORA else seq * 0 - 1
-        row = seq.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
-        ranks_ptr = ranks_at(ints_ptr, record_of(slot, site, num_sites))
+        row = seq.to(tl.int64) * ((GROUP + 2) * KV_HEADS * HEAD_DIM)
         turn = tl.load(turns_ptr + seq) if TURNS else position.to(tl.int64)
         token = _new_token(
-            qkv_ptr + row, delta_ptr + row, ranks_ptr, slot, kv_head,
-            (norm_ptr, epsilon, factors_ptr + seq.to(tl.int64) * 2), tables, turn,
+            qkv_ptr + row, delta_ptr + row, ranks_at(ints_ptr, record_of(slot, site, num_sites)),
+            slot, kv_head, (norm[0], norm[1], norm[2] + seq.to(tl.int64) * 2), tables, turn,
             GROUP, KV_HEADS, HEAD_DIM, BLOCK_Q, BLOCK_H, NORM, LORA, PAIRS, INTERLEAVED, SCALED,
         )  # fmt: skip
         so_far = _attend_piece(
-            token, number * piece, piece, position, pages_ptr, k_ptr, v_ptr, kv_head, scale_log2,
-            KV_HEADS, HEAD_DIM, PAGE_SIZE, max(16, BLOCK_Q), BLOCK_N, BLOCK_H,
+            token, number * piece, piece, position, pages_ptr, cache[0], cache[1], kv_head,
+            scale_log2, KV_HEADS, HEAD_DIM, PAGE_SIZE, max(16, BLOCK_Q), BLOCK_N, BLOCK_H,
         )  # fmt: skip
         _write(
             so_far, item, number, position // piece + 1, kv_head,
-            out_ptr + seq.to(tl.int64) * (HEADS * HEAD_DIM), sums_ptr, weights_ptr,
-            done_ptr + seq * HEADS, GROUP, HEADS, HEAD_DIM, max(16, BLOCK_Q), BLOCK_H,
+            out_ptr + seq.to(tl.int64) * (GROUP * KV_HEADS * HEAD_DIM), scratch,
+            seq * (GROUP * KV_HEADS), GROUP, GROUP * KV_HEADS, HEAD_DIM, max(16, BLOCK_Q), BLOCK_H,
         )  # fmt: skip
 
 
@@ -543,9 +532,8 @@ def _write(
     pieces: tl.tensor,
     kv_head: tl.tensor,
     out_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    done_ptr: tl.tensor,
+    scratch: tl.tuple,
+    done_at: tl.tensor,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -554,6 +542,8 @@ def _write(
 ) -> None:
     """Write the result, or this piece's, and then all pieces' if the others are done."""
     HALF: tl.constexpr = HEAD_DIM // 2
+    sums_ptr, weights_ptr, done_ptr = scratch
+    done_ptr += done_at
     top, total, acc_a, acc_b = so_far
     g = tl.arange(0, BLOCK_G)
     h = tl.arange(0, BLOCK_H)[None, :]

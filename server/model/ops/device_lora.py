@@ -12,7 +12,7 @@ from server.kernels.lora.table import RANK_BLOCKS, LoraTable
 from server.kernels.lora.workspace import Workspace, allocate_workspace
 from server.model.lora.lora import AdapterTable, any_adapter
 from server.model.ops import lora_strategy
-from server.model.ops.lora_strategy import Regime, Strategies, strategies_of
+from server.model.ops.lora_strategy import Consumers, Regime, Strategies
 from server.model.ops.transfers import to_device
 
 # Parts of the activation's columns whose sums for down's LoRA are kept apart.
@@ -88,12 +88,10 @@ class LoraBatches:
         dtype: torch.dtype,
         device: torch.device,
         max_tokens: int,
-        *,
-        norms_all_heads: bool,
+        consumers: Consumers,
     ) -> None:
-        """max_tokens: the most of a step, padding included. norms_all_heads: see
-        `strategies_of`."""
-        self._norms_all_heads = norms_all_heads
+        """max_tokens: the most of a step, padding included."""
+        self._consumers = consumers
         self._configs, self._table, self._dtype, self._device = configs, table, dtype, device
         mixed = lora_strategy.MIXED_TOKENS
         self._workspaces = self._allocate_workspaces("decode", mixed)
@@ -154,14 +152,11 @@ class LoraBatches:
         sites = self._table.device_table.num_sites
         kernel = fused_kernel(configs, tokens, sites, self._dtype, self._device)
         if kernel is not None:
-            strategies = self._strategies(Regime.FUSED)
+            strategies = self._consumers.strategies(Regime.FUSED)
             return FusedLora(slots, segments, workspace, phase, strategies, model_sites, kernel)
         regime = lora_strategy.regime_of(tokens, decodes=decodes, captured=captured)
-        strategies = self._strategies(regime)
+        strategies = self._consumers.strategies(regime)
         return DeviceLora(slots, segments, workspace, phase, strategies, model_sites)
-
-    def _strategies(self, regime: Regime) -> Strategies:
-        return strategies_of(regime, norms_all_heads=self._norms_all_heads)
 
     def _segments(self, tokens: int, phase: Phase) -> Segments:
         known, size = self._table.device_table.num_slots, self._configs.tile_rows(phase, tokens)
@@ -175,7 +170,7 @@ class LoraBatches:
             lora.segments,
             lora.workspace,
             lora.phase,
-            self._strategies(Regime.SHRINKING_PREFILL),
+            self._consumers.strategies(Regime.SHRINKING_PREFILL),
             lora.model_sites,
             self._down[block],
         )

@@ -5,11 +5,13 @@ takes o and down, the activation takes gate_up. A consumer can do a part of LoRA
 because it reads the whole output in any case.
 """
 
+from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
 
 from adapters.base import SiteKind
 from server.kernels.launch.configs import Phase
+from server.model.spec import ModelSpec
 
 # Up to so many tokens a delta of gate_up beside its linear costs less than expanding in the
 # activation, and tiles are shared out among programs.
@@ -85,13 +87,36 @@ STRATEGIES: MappingProxyType[Regime, Strategies] = MappingProxyType(
 )
 
 
-def strategies_of(regime: Regime, *, norms_all_heads: bool) -> Strategies:
-    """norms_all_heads: q and k have norms over all heads, which need the sum before the rotation
-    begins: that expands no LoRA then."""
-    found = STRATEGIES[regime]
-    if norms_all_heads and found["qkv"] is Strategy.DEFER:
-        return MappingProxyType({**found, "qkv": Strategy.IN_PLACE})
-    return found
+@dataclass(frozen=True, slots=True)
+class Consumers:
+    """What keeps a model's consumers from a part of LoRA.
+
+    whole: sites of one module, of whose output the consumer takes parts: kernels finish LoRA by the
+    ranks of each part. norms_all_heads: norms of q and k over all heads need the sum before the
+    rotation begins, so that this expands nothing.
+    """
+
+    whole: frozenset[SiteKind] = frozenset()
+    norms_all_heads: bool = False
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> "Consumers":
+        layer = model.layers[0]
+        takes_parts = (layer.qkv, layer.gate_up)
+        whole = frozenset(linear.kind for linear in takes_parts if len(linear.parts) == 1)
+        return cls(whole, any(layer.attention.norms_all_heads for layer in model.layers))
+
+    def strategies(self, regime: Regime) -> Strategies:
+        """The row of STRATEGIES, with IN_PLACE for what a consumer cannot finish."""
+        row = dict(STRATEGIES[regime])
+        if self.norms_all_heads and row["qkv"] is Strategy.DEFER:
+            row["qkv"] = Strategy.IN_PLACE
+        for kind in self.whole:
+            if row[kind] is not Strategy.FUSED:
+                row[kind] = Strategy.IN_PLACE
+        if row["gate_up"] is Strategy.IN_PLACE and row["down"] is Strategy.DELTA_OF_SHRUNK:
+            row["down"] = Strategy.DELTA
+        return MappingProxyType(row)
 
 
 def regime_of(tokens: int, *, decodes: bool, captured: bool) -> Regime:

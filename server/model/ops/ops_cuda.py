@@ -29,6 +29,7 @@ from server.model.ops.lora_linear import (
     Ready,
     WithDelta,
 )
+from server.model.ops.lora_strategy import Consumers
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.products import Products
 from server.model.ops.rotations import Rotations
@@ -76,8 +77,7 @@ class CudaOps:
         self.products = Products(self._configs)
         self.rotations = Rotations(model, max_context, self.device)
         context = (self._configs, table, cache.k.dtype, self.device, max_tokens)
-        all_heads = any(layer.attention.norms_all_heads for layer in model.layers)
-        self._batches = LoraBatches(*context, norms_all_heads=all_heads)
+        self._batches = LoraBatches(*context, Consumers.of(model))
         self._lora_linear = LoraLinear(
             self._configs, table.device_table, self.products, self.device
         )

@@ -6,12 +6,12 @@ from server.model.ops.lora_strategy import (
     FEW_TOKENS,
     MIXED_TOKENS,
     STRATEGIES,
+    Consumers,
     Regime,
     Strategy,
     phase_of,
     regime_of,
     shares_tiles,
-    strategies_of,
 )
 
 DEFERRED = {Strategy.DEFER, Strategy.DEFER_AND_SHRINK_NEXT}
@@ -32,10 +32,19 @@ def test_consumers_get_what_they_can_finish(regime: Regime) -> None:
 
 @pytest.mark.parametrize("regime", Regime)
 def test_a_norm_over_all_heads_gets_the_whole_sum(regime: Regime) -> None:
-    plain, row = (strategies_of(regime, norms_all_heads=norms) for norms in (False, True))
+    plain = Consumers().strategies(regime)
+    row = Consumers(norms_all_heads=True).strategies(regime)
     assert plain == STRATEGIES[regime]
     assert row["qkv"] not in DEFERRED
     assert {**row, "qkv": plain["qkv"]} == plain
+
+
+@pytest.mark.parametrize("regime", Regime)
+def test_one_module_for_several_parts_is_complete(regime: Regime) -> None:
+    """Its consumers would take the ranks of parts that no adapter has."""
+    row = Consumers(whole=frozenset({"qkv", "gate_up"})).strategies(regime)
+    assert {row["qkv"], row["gate_up"]} <= {Strategy.FUSED, Strategy.IN_PLACE}
+    assert row["down"] is not Strategy.DELTA_OF_SHRUNK
 
 
 @pytest.mark.parametrize("regime", Regime)

@@ -1,0 +1,66 @@
+"""Families whose maths is not Llama's by the GPU's kernels, in Triton's interpreter.
+
+In decode graphs and in steps with prompts, with adapters and without: as the reference operations,
+which parity's table holds to transformers.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.model import fake_flashinfer
+from tests.server.model.adapter_zoo import zoo_of
+from tests.server.model.families.parity import GREEDY
+from tests.server.model.families.variants import VARIANTS
+from tests.server.model.gpu_pair import Pair, answer
+from tests.server.model.hub_models import make_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    # Infinity is meant.
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
+    ),
+]
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+# A row of parity's table and the backend of FlashInfer -> what differs from the row and from SMALL.
+SERVED: dict[tuple[str, str], dict[str, Any]] = {
+    ("gemma2-uncapped", "fa3"): {"layer_types": ["full_attention"] * 2},
+    ("glm4", "fa3"): {"head_dim": 16},
+    ("ministral3", "fa2"): {},
+    ("olmo2", "fa3"): {},
+    ("olmo2", "fa2"): {},
+    ("phi3-long", "fa3"): {"hidden_size": 64, "original_max_position_embeddings": 8},
+    ("phi3-long", "fa2"): {"hidden_size": 64, "original_max_position_embeddings": 8},
+    ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
+}
+
+
+@pytest.fixture(params=SERVED, ids="-".join)
+def pair(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pair]:
+    name, backend = request.param
+    model = make_model(name, **{**SMALL, **SERVED[request.param]})
+    zoo = zoo_of(VARIANTS[name])
+    adapters = {each: zoo[each] for each in ("rank64_everything", "rank3_rslora")}
+    options: dict[str, Any] = {"few_tokens": 8, "mixed_tokens": 16, "most_tokens": 32}
+    found = Pair(model, adapters, tmp_path, monkeypatch, backend=backend, max_running=4, **options)
+    yield found
+    found.close()
+    fake_flashinfer.forget()
+
+
+def test_same_as_the_reference(pair: Pair) -> None:
+    slots = [0, -1, 1, 1]
+    for chunk in (4, 64):
+        found, expected = (answer(d, slots, GREEDY, chunk) for d in (pair.gpu, pair.reference))
+        assert [s.output for s in found] == [s.output for s in expected]
+        for ours, theirs in zip(found, expected, strict=True):
+            for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
+                assert dict(a.top) == pytest.approx(dict(b.top), abs=1e-4)
+    assert pair.graphs

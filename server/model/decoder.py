@@ -70,7 +70,7 @@ class Decoder(Generic[P, L, Y]):
         last = len(self.weights.layers) - 1
         for layer, weights in enumerate(self.weights.layers):
             qkv = self.ops.linear(normed, weights.qkv, lora, self.sites.layers[layer].qkv)
-            attended = self.ops.attend(plan, layer, qkv, weights.qk_norm)
+            attended = self.ops.attend(plan, layer, qkv, weights.qk_norm, weights.sinks)
             if meanwhile is not None:
                 meanwhile()
             if layer < last:

@@ -128,11 +128,16 @@ class LinearSpec(msgspec.Struct, frozen=True):
         }
 
 
+# The tensor of a layer's sinks.
+SINKS = "self_attn.sinks"
+
+
 class AttentionSpec(msgspec.Struct, frozen=True):
     """Attention of one layer. scale: of `q k^T`. rope: None = positions do not turn q and k.
     window: a token sees that many latest tokens, itself included; None = all. softcap: scores
     become `softcap * tanh(score / softcap)`. q_norm, k_norm: before the rotation, over each
-    head or, where their size says so, all heads together; both or none. q_scale: of rotated q."""
+    head or, where their size says so, all heads together; both or none. q_scale: of rotated q.
+    sinks: each head has a further score beside those of the tokens, which gives no value."""
 
     num_heads: int
     num_kv_heads: int
@@ -144,6 +149,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     q_norm: NormSpec | None = None
     k_norm: NormSpec | None = None
     q_scale: PositionScale | None = None
+    sinks: bool = False
 
     @property
     def q_size(self) -> int:
@@ -207,6 +213,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
         if isinstance(self.mlp, MoeSpec):
             yield from self.mlp.router_tensors(self.gate_up.in_features)
         norms, attention = self.norms, self.attention
+        if attention.sinks:
+            yield SINKS, (attention.num_heads,)
         of_blocks = (norms.pre_attention, norms.post_attention, norms.pre_mlp, norms.post_mlp)
         for norm in (*of_blocks, attention.q_norm, attention.k_norm):
             if norm is not None:

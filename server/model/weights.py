@@ -17,6 +17,7 @@ from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import ExpertsLinear, MoeWeights
 from server.model.moe_spec import MoeSpec
 from server.model.spec import (
+    SINKS,
     AttentionSpec,
     LayerSpec,
     LinearSpec,
@@ -49,7 +50,8 @@ class MlpWeights:
 class LayerWeights:
     """One layer, as `server.model.spec.LayerSpec` names its parts. mlp: as its `mlp` says.
 
-    qk_norm: `[heads + kv_heads, head_dim]`, one row a head of q, then of k.
+    qk_norm: `[heads + kv_heads, head_dim]`, one row a head of q, then of k. sinks: float32
+    `[heads]`.
     """
 
     qkv: DenseLinear
@@ -60,6 +62,7 @@ class LayerWeights:
     post_attention: Norm | None
     post_mlp: Norm | None
     qk_norm: torch.Tensor | None
+    sinks: torch.Tensor | None = None
 
     @property
     def linears(self) -> tuple[DenseLinear, ...]:
@@ -186,6 +189,7 @@ def _load_layer(source: _Source, model: ModelSpec, index: int) -> LayerWeights:
         post_attention=optional(norms.post_attention),
         post_mlp=optional(norms.post_mlp),
         qk_norm=_qk_norm(source, spec.attention, index),
+        sinks=source.get(layer_path(index, SINKS)).float() if spec.attention.sinks else None,
     )
 
 

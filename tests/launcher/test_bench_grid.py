@@ -24,6 +24,7 @@ from launcher.bench.engine.grid import (
     adapter_bytes,
     copy_bandwidth,
     engine_for,
+    matrix_parameters,
     matrix_rate,
     step_bytes,
 )
@@ -32,8 +33,10 @@ from launcher.bench.engine.made_tokenizer import tokenizer_json
 from launcher.bench.engine.offline import SHIPPED, EngineSizes, Load, OfflineEngine, model_folder
 from launcher.bench.engine.throughput import Engine, MeasuredRun, adapters_of, measure
 from launcher.bench.load.workload import Call, Lengths, Workload
+from launcher.families.known_models import served_families
 from server.engine.executor import Masks
 from server.engine.messages import EngineStats, SequenceEvent, StepOutput, StepWork
+from server.model.families.registry import read_model
 from server.model.sampling.results import StepTicket
 from server.protocol import TokenEvent
 
@@ -379,3 +382,13 @@ def test_llama_8b_by_name() -> None:
     base = step_bytes(grid, (8, 0, 16))
     assert base == pytest.approx(15.01e9 + 8 * 208 * (128 << 10), rel=1e-3)
     assert step_bytes(grid, (8, 8, 16)) == base + 8 * (80 << 20)
+
+
+def test_experts_that_some_rows_read() -> None:
+    """Mixtral 8x7B: 2 of 8 experts for one token, nearly all for many."""
+    model = read_model(served_families()["mixtral"].config)
+    expert = 32 * 3 * 4096 * 14336
+    attention = 32 * (2 * 4096 + 2 * 1024) * 4096
+    assert matrix_parameters(model) == pytest.approx(attention + 2 * expert)
+    assert matrix_parameters(model, 2) == pytest.approx(attention + 3.5 * expert)
+    assert matrix_parameters(model, 256) == pytest.approx(attention + 8 * expert)

@@ -17,7 +17,8 @@ from launcher.bench.errors import BenchError
 from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
 from server.model.lora.lora import DTYPES
-from server.model.spec import ModelSpec
+from server.model.moe_spec import MoeSpec
+from server.model.spec import LayerSpec, LinearSpec, ModelSpec
 from server.protocol import SamplingParams
 
 # Of the shorter of the two runs whose difference is a step's time.
@@ -189,20 +190,27 @@ def adapter_bytes(grid: Grid, lora_rank: int) -> int:
     return base.num_layers * features * lora_rank * ITEM_BYTES[grid.dtype]
 
 
-def matrix_parameters(model: ModelSpec) -> int:
-    """Weights of the layers' matrices: what a prompt's token is multiplied with."""
+def matrix_parameters(model: ModelSpec, rows: int = 1) -> float:
+    """Weights of the layers' matrices that some tokens are multiplied with."""
     return sum(
-        linear.out_features * linear.in_features
+        linear.out_features * linear.in_features * _matrices(layer, linear, rows)
         for layer in model.layers
         for linear in layer.linears
     )
+
+
+def _matrices(layer: LayerSpec, linear: LinearSpec, rows: int) -> float:
+    """Of experts those that some of `rows` tokens have, where each is as likely as another."""
+    if linear.experts == 1 or not isinstance(layer.mlp, MoeSpec):
+        return 1
+    return linear.experts * (1 - (1 - layer.mlp.top_k / linear.experts) ** rows)
 
 
 def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
     """Read by one decode step in the middle of the measured stretch."""
     batch, distinct, lora_rank = point
     model = read_config(grid.folder)
-    weights = matrix_parameters(model) + model.vocab_size * model.hidden_size
+    weights = matrix_parameters(model, batch) + model.vocab_size * model.hidden_size
     context = grid.prompt_tokens + (SHORT_OUTPUT + grid.output_tokens) / 2
     adapters = distinct * adapter_bytes(grid, lora_rank)
     cache = batch * context * token_bytes(model, grid.dtype)

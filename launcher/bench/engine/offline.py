@@ -114,6 +114,7 @@ class _RandomWeights:
             post_attention=self._optional(norms.post_attention),
             post_mlp=self._optional(norms.post_mlp),
             qk_norm=self._ones(heads, attention.head_dim) if attention.q_norm else None,
+            sinks=self._ones(attention.num_heads).float() if attention.sinks else None,
         )
 
     def _mlp(self, spec: LayerSpec) -> MlpWeights | MoeWeights:

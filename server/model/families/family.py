@@ -41,10 +41,12 @@ Reader = Callable[[Fields, Mapping[str, Any]], ModelSpec]
 
 class Family(NamedTuple):
     """architecture: the class that `config.json` names. read: makes a ModelSpec of `config.json`
-    and `generation_config.json`; what is malformed or unsupported it refuses (`Fields.refuse`)."""
+    and `generation_config.json`; what is malformed or unsupported it refuses (`Fields.refuse`).
+    quantised: the `quant_method` of weights that are read."""
 
     architecture: str
     read: Reader
+    quantised: str | None = None
 
 
 class Biases(NamedTuple):

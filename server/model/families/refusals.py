@@ -24,10 +24,16 @@ def other_family(config: Mapping[str, Any], families: Collection[str]) -> str | 
     return f"model type {shown(model_type)} is not served{because}"
 
 
-def other_forms(config: Mapping[str, Any], architecture: str) -> list[str]:
+def other_forms(
+    config: Mapping[str, Any], architecture: str, quantised: str | None = None
+) -> list[str]:
     """Reasons of a model of a served type: another head, quantised weights, code of its own.
-    architecture: the class that is served."""
-    reasons = (_head(config, architecture), _quantised(config), _own_code(config, architecture))
+    architecture: the class that is served. quantised: the method of weights that are read."""
+    reasons = (
+        _head(config, architecture),
+        _quantised(config, quantised),
+        _own_code(config, architecture),
+    )
     return [reason for reason in reasons if reason is not None]
 
 
@@ -41,12 +47,14 @@ def _head(config: Mapping[str, Any], served: str) -> str | None:
     return f"architectures: {shown(found)} is no model that writes text; served is {served}"
 
 
-def _quantised(config: Mapping[str, Any]) -> str | None:
+def _quantised(config: Mapping[str, Any], served: str | None) -> str | None:
     for key in _QUANTISED:
         table = config.get(key)
         if table:
             names = table if isinstance(table, Mapping) else {}
             method = names.get("quant_method") or names.get("quant_algo") or "unnamed"
+            if method == served:
+                continue
             return f"{key}: quantised weights ({shown(method)}) are not served; serve the original"
     return None
 

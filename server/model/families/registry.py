@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from server.model.families import (
     gemma,
     glm,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family("GemmaForCausalLM", gemma.read_gemma),
     "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2),
     "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3),
+    "gpt_oss": Family("GptOssForCausalLM", gpt_oss.read, quantised="mxfp4"),
     "granite": Family("GraniteForCausalLM", granite.read),
     "glm": Family("GlmForCausalLM", glm.read_glm),
     "glm4": Family("Glm4ForCausalLM", glm.read_glm4),
@@ -73,7 +75,8 @@ def read_model(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
     text = Text(model_type, dict(config)) if composite is None else text_of(config)
     family, fields = FAMILIES[text.family], Fields(text.config)
     architecture = family.architecture if composite is None else composite.architecture
-    for reason in other_forms({**text.config, "architectures": None, **config}, architecture):
+    whole = {**text.config, "architectures": None, **config}
+    for reason in other_forms(whole, architecture, family.quantised):
         fields.refuse(reason)
     model = family.read(fields, generation or {})
     if fields.problems:

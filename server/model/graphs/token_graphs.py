@@ -129,7 +129,7 @@ class TokenGraphs:
         layers = self._decoder.weights.layers
         for layer, (weights, graph) in enumerate(zip(layers, graphs, strict=True)):
             graph.replay()
-            self._ops.attend(plan, layer, qkv, weights.qk_norm)
+            self._ops.attend(plan, layer, qkv, weights.qk_norm, weights.sinks)
 
     def _lora(self, size: int, with_adapters: bool) -> DeviceLora | None:
         if not with_adapters:

@@ -39,6 +39,8 @@ def _other_maths(layer: LayerSpec) -> str | None:
         return "a soft cap on attention's scores is left to the reference attention"
     if not isclose(attention.scale, attention.head_dim**-0.5):
         return f"attention's scale of {attention.scale:g} is left to the reference attention"
+    if attention.sinks:
+        return "attention's sinks are left to the reference attention"
     if isinstance(layer.mlp, MoeSpec):
         return "experts are left to the reference operations"
     return None

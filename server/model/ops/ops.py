@@ -113,12 +113,19 @@ class Ops(Protocol[P, L, Y]):
         sum twice. Both tensors may be overwritten."""
         ...
 
-    def attend(self, plan: P, layer: int, qkv: Y, qk_norm: torch.Tensor | None) -> torch.Tensor:
+    def attend(
+        self,
+        plan: P,
+        layer: int,
+        qkv: Y,
+        qk_norm: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Attention as the layer's AttentionSpec says: norm and rotate q and k, write k and v into
         their pages, and attend over the pages, causally: -> `[tokens, heads * head_dim]`.
 
         qkv `[tokens, (heads + 2 kv_heads) * head_dim]`, may be overwritten; qk_norm `[heads +
-        kv_heads, head_dim]`, None = without.
+        kv_heads, head_dim]`, sinks float32 `[heads]`; None = without.
         """
         ...
 

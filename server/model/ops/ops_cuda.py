@@ -173,8 +173,14 @@ class CudaOps:
         return hidden if norm is None else delta.y, hidden
 
     def attend(
-        self, plan: CudaPlan, layer: int, qkv: LinearOutput, qk_norm: torch.Tensor | None
+        self,
+        plan: CudaPlan,
+        layer: int,
+        qkv: LinearOutput,
+        qk_norm: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        """Of decodes without sinks: `unsupported` refuses models with them."""
         y, attention, model = qkv.y, plan.attention, self.model
         out = y.new_empty(len(y), model.q_size) if plan.attended is None else plan.attended
         heads = out.view(len(y), model.num_heads, model.head_dim)
@@ -196,7 +202,7 @@ class CudaOps:
             batch, rows = attention.decode, attention.decodes
             self._attention.decode(batch, layer, y[rows], delta, rotation, heads[rows])
         if attention.prefill is not None and q is not None:
-            attention.prefill.run(layer, q, heads[attention.prompts])
+            attention.prefill.run(layer, q, heads[attention.prompts], sinks)
         return out
 
     def _rotate(

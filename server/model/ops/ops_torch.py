@@ -205,9 +205,14 @@ class TorchOps:
         return hidden if norm is None else self.rms_norm(hidden, norm), hidden
 
     def attend(
-        self, plan: TorchPlan, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
+        self,
+        plan: TorchPlan,
+        layer: int,
+        qkv: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self._attention(plan, layer, self._rotate_store(plan, layer, qkv, qk_norm))
+        return self._attention(plan, layer, self._rotate_store(plan, layer, qkv, qk_norm), sinks)
 
     def _rotate_store(
         self, plan: TorchPlan, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
@@ -245,19 +250,23 @@ class TorchOps:
             cache.index_fill_(0, plan.fresh_pages, 0)
         cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, new)
 
-    def _attention(self, plan: TorchPlan, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def _attention(
+        self, plan: TorchPlan, layer: int, q: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         spec = self.model.layers[layer].attention
         k, v = self.cache.k[layer], self.cache.v[layer]
         heads, head_dim = q.shape[1:]
         grouped = q.reshape(len(q), k.shape[2], heads // k.shape[2], head_dim)
         out = torch.empty_like(grouped)
+        if sinks is not None:
+            sinks = sinks.view(*grouped.shape[1:3], 1)
         for group in plan.decodes:
             keys, values = _gather(k, group.pages), _gather(v, group.pages)
             mask = group.masks[spec.window]
-            out[group.tokens] = _attended(spec, grouped[group.tokens], keys, values, mask)
+            out[group.tokens] = _attended(spec, grouped[group.tokens], keys, values, mask, sinks)
         for chunk in plan.chunks:
             out[chunk.begin : chunk.end] = self._attend_chunk(
-                spec, grouped[chunk.begin : chunk.end], k, v, chunk
+                spec, grouped[chunk.begin : chunk.end], k, v, chunk, sinks
             )
         return out.view(len(q), heads * head_dim)
 
@@ -268,8 +277,10 @@ class TorchOps:
         k: torch.Tensor,
         v: torch.Tensor,
         chunk: PrefillChunk,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """q `[n, kv_heads, group, head_dim]`: kv heads are the batch, the group shares k and v."""
+        """q `[n, kv_heads, group, head_dim]`: kv heads are the batch, the group shares k and v.
+        sinks `[kv_heads, group, 1]`."""
         group = q.shape[2]
         keys, values = (
             _gather(cache, chunk.pages[None])[0, :, : chunk.context]
@@ -278,7 +289,9 @@ class TorchOps:
             for cache in (k, v)
         )
         mask = chunk.masks[spec.window]
-        attended = _attended(spec, q.permute(1, 2, 0, 3), keys, values, mask)
+        if sinks is not None:
+            sinks = sinks.unsqueeze(-1)
+        attended = _attended(spec, q.permute(1, 2, 0, 3), keys, values, mask, sinks)
         return attended.permute(2, 0, 1, 3)
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -334,17 +347,24 @@ def _attended(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """q `[a, b, n, head_dim]`, keys and values `[a, b, m, head_dim]`; mask: True = seen, to be
-    broadcast to `[a, b, n, m]`; None = plainly causal, and n is m."""
-    if spec.softcap is None:
+    broadcast to `[a, b, n, m]`; None = plainly causal, and n is m. sinks: to be broadcast to
+    `[a, b, n, 1]`."""
+    if spec.softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=mask is None, scale=spec.scale
         )
     if mask is None:
         mask = q.new_ones(q.shape[-2], keys.shape[-2], dtype=torch.bool).tril()
-    scores = torch.tanh(q @ keys.transpose(-1, -2) * (spec.scale / spec.softcap)) * spec.softcap
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+    scores = q @ keys.transpose(-1, -2) * spec.scale
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores.float(), sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : keys.shape[-2]]
     return weights.to(q.dtype) @ values
 
 

@@ -22,7 +22,7 @@ _FLASHINFER_HEADS = (64, 128, 256)
 
 def prompt_kernel(attention: AttentionSpec) -> PromptKernel:
     """Which computes a layer's attention of prompts."""
-    is_plain = attention.window is None and attention.softcap is None
+    is_plain = attention.window is None and attention.softcap is None and not attention.sinks
     if is_plain and attention.head_dim in _FLASHINFER_HEADS:
         return "FlashInfer"
     return "Triton"

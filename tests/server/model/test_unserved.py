@@ -30,11 +30,6 @@ OF_OTHER_CODE = ("plamo2", "deepseek_vl_v2", "kimi_k2", "stripedhyena")
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_head": 12, "n_layer": 12},
     "gpt_neox": {"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.25, "hidden_act": "gelu"},
-    "gpt_oss": {
-        "architectures": ["GptOssForCausalLM"],
-        "quantization_config": {"quant_method": "mxfp4"},
-        "rope_scaling": {"rope_type": "yarn", "factor": 32.0},
-    },
     "bert": {"architectures": ["BertForMaskedLM"], "hidden_act": "gelu", "type_vocab_size": 2},
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},

@@ -19,6 +19,8 @@ from transformers import (
     Glm4ForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     Idefics3ForConditionalGeneration,
@@ -121,6 +123,20 @@ _EXPERTS: dict[str, Any] = {"experts_implementation": "eager", "num_experts_per_
 _MIXTRAL = Variant(
     MixtralConfig, MixtralForCausalLM, {**_EXPERTS, "num_local_experts": 5}, targets=SEVEN[:4]
 )
+# Windows in the first and the last layer; the rotation reaches beyond its first context.
+_GPT_OSS = Variant(
+    GptOssConfig,
+    GptOssForCausalLM,
+    {
+        **_EXPERTS,
+        "num_local_experts": 5,
+        "head_dim": 24,
+        "sliding_window": 7,
+        "rope_parameters": {**YARN_ROPE, "truncate": False},
+        "attn_implementation": "eager",
+    },
+    targets=SEVEN[:4],
+)
 _QWEN3_MOE = Variant(
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -217,6 +233,9 @@ VARIANTS: dict[str, Variant] = {
     "mistral": _of(_MISTRAL, sliding_window=None, is_adapted=False),
     "mistral-window": _of(_MISTRAL, sliding_window=7),
     "mistral-head-dim": _of(_MISTRAL, head_dim=32, sliding_window=None, is_adapted=False),
+    "gpt-oss": _GPT_OSS,
+    # Wide enough that activations are clamped.
+    "gpt-oss-clamped": _of(_GPT_OSS, attention_bias=False, initializer_range=0.6, is_adapted=False),
     "mixtral": _of(_MIXTRAL, sliding_window=None),
     "mixtral-window": _of(_MIXTRAL, sliding_window=7, is_adapted=False),
     "qwen3-moe": _QWEN3_MOE._replace(targets=SEVEN[:4]),

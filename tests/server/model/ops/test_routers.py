@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -17,6 +18,7 @@ from tests.server.model.hub_models import SIZES
 
 EXPERTS, TOP_K = 12, 3
 ROUTERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gpt-oss": (GptOssConfig, GptOssTopKRouter, {"num_local_experts": EXPERTS}),
     "mixtral": (MixtralConfig, MixtralTopKRouter, {"num_local_experts": EXPERTS}),
     "qwen3": (Qwen3MoeConfig, Qwen3MoeTopKRouter, {"num_experts": EXPERTS}),
     "qwen3, normed": (

@@ -1,0 +1,86 @@
+"""gpt-oss: experts with biases in every layer, sinks, windows in every other layer. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from server.model.families import experts, family
+from server.model.families.fields import Fields
+from server.model.families.rope import RopeRules, read_table, rope_table
+from server.model.moe_spec import (
+    MXFP4_BLOCK,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    ExpertStorage,
+    MoeSpec,
+)
+from server.model.spec import LayerSpec, LinearSpec, ModelSpec
+
+_KV_HEADS, _HEAD_DIM = 8, 64
+_EPSILON = 1e-5
+_WINDOW = 128
+_ROPE = RopeRules(theta=150_000.0)
+# Where `config.json` says nothing of the rotation but its theta.
+_YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_NAMES = experts.ExpertNames("mlp.experts.{}", gate="gate_proj", up="up_proj", down="down_proj")
+
+
+def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    family.refuse_other_maths(fields)
+    experts.refuse_other_routing(fields)
+    config = fields.config
+    sizes = family.read_sizes(fields, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, epsilon=_EPSILON)
+    rope, max_context = read_table(fields, rope_table(fields) or _YARN, sizes, _ROPE)
+    bias = bool(config.get("attention_bias", True))
+    moe = _read_moe(fields, sizes)
+    windows = family.read_windows(
+        fields, sizes, config.get("sliding_window", _WINDOW), lambda layer: layer % 2 == 0
+    )
+    layers = []
+    for window in windows:
+        of = replace(family.attention(sizes, rope, window), sinks=True)
+        dense = family.layer(sizes, of, family.Biases(qkv=bias, o=bias))
+        layers.append(_with_biases(experts.sparse(dense, moe, _NAMES)))
+    eos = family.read_eos(fields, generation, sizes)
+    return family.model(fields, sizes, layers, max_context, eos)
+
+
+def _read_moe(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:
+    for key, served in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        if fields.number(fields.config, key, served) != served:
+            fields.refuse(f"{key} must be {served:g}, got {fields.config[key]!r}")
+    if fields.config.get("quantization_config") and sizes.is_sound:
+        for key, size in (("hidden_size", sizes.hidden), ("intermediate_size", sizes.inner)):
+            if size % MXFP4_BLOCK:
+                fields.refuse(f"{key} must be a multiple of {MXFP4_BLOCK} in MXFP4, got {size}")
+    count, top_k = experts.read_counts(fields, default=128, default_of_token=4)
+    return MoeSpec(
+        experts=count,
+        top_k=top_k,
+        size=sizes.inner,
+        router="mlp.router",
+        rule="top_k_softmax",
+        router_bias=True,
+        activation="clamped_swiglu",
+    )
+
+
+def _with_biases(layer: LayerSpec) -> LayerSpec:
+    """Of experts, whose weights lie as this family stores them."""
+
+    def stored(linear: LinearSpec, *, interleaved: bool) -> LinearSpec:
+        assert linear.stored is not None
+        storage = ExpertStorage(linear.stored.path, "stacked", interleaved, transposed=True)
+        return replace(linear, bias=True, stored=storage)
+
+    return replace(
+        layer,
+        gate_up=stored(layer.gate_up, interleaved=True),
+        down=stored(layer.down, interleaved=False),
+    )

@@ -39,8 +39,8 @@ def test_one_tensor_for_all_experts(name: str, tmp_path: Path) -> None:
 
 def mxfp4_model(folder: Path, **changes: Any) -> PreTrainedModel:
     """A gpt-oss checkpoint whose experts are MXFP4, and the model of its values."""
-    model = make_model("gpt-oss", intermediate_size=96)
-    layers: Any = model.get_decoder().layers
+    model: Any = make_model("gpt-oss", intermediate_size=96)
+    layers = model.get_decoder().layers
     generator = torch.Generator().manual_seed(7)
     packed: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):

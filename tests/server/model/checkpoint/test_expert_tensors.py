@@ -39,11 +39,11 @@ def test_one_tensor_for_all_experts(name: str, tmp_path: Path) -> None:
 
 def mxfp4_model(folder: Path, **changes: Any) -> PreTrainedModel:
     """A gpt-oss checkpoint whose experts are MXFP4, and the model of its values."""
-    model: Any = make_model("gpt-oss", intermediate_size=96)
-    layers = model.get_decoder().layers
+    model = make_model("gpt-oss", intermediate_size=96)
+    decoder: Any = model.get_submodule("model")
     generator = torch.Generator().manual_seed(7)
     packed: dict[str, torch.Tensor] = {}
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(decoder.layers):
         for name in ("gate_up_proj", "down_proj"):
             weight = getattr(layer.mlp.experts, name)  # [experts, in, out]
             experts, inputs, outputs = weight.shape

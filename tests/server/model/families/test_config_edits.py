@@ -61,7 +61,7 @@ def oracle(name: str, folder: Path) -> PreTrainedModel | None:
         made = AutoConfig.from_pretrained(folder, **EAGER)
         # A Mistral with `layer_types` becomes a Ministral.
         is_usual = made.model_type == written(name)["model_type"]
-        build = row.model if is_usual else AutoModelForCausalLM.from_config
+        build: Any = row.model if is_usual else AutoModelForCausalLM.from_config
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in build(made).parameters())
         if size > MOST_PARAMETERS:
@@ -76,7 +76,8 @@ def oracle(name: str, folder: Path) -> PreTrainedModel | None:
 def save_weights(model: PreTrainedModel, folder: Path) -> None:
     """Beside them stands a config.json that means nothing, to be written over."""
     made, model.config = model.config, type(model.config)()
-    model.generation_config = GenerationConfig()
+    generation: Any = GenerationConfig
+    model.generation_config = generation()
     model.save_pretrained(folder)
     model.config = made
 

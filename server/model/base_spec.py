@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from adapters.base import BaseSpec, ModuleShape
+from adapters.base import BaseSpec, ExpertWeight, ModuleShape
 from server.model.moe_spec import MoeSpec
 from server.model.spec import LinearSpec, ModelSpec
 
@@ -40,11 +40,8 @@ def base_spec(
         embedding_digests=dict(embedding_digests or {}),
         tokens=tokens,
         eos_token_ids=eos_token_ids,
-        routers=tuple(
-            dict.fromkeys(
-                layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoeSpec)
-            )
-        ),
+        expert_weights=tuple(_expert_weight(linear) for linear in linears if linear.stored),
+        routers=_routers(model),
     )
 
 
@@ -54,9 +51,26 @@ def _adapted(model: ModelSpec) -> dict[LinearSpec, tuple[int, ...] | None]:
     found: dict[LinearSpec, list[int]] = {}
     for index, layer in enumerate(model.layers):
         for linear in layer.linears:
-            if linear.experts == 1:
-                found.setdefault(linear, []).append(index)
+            found.setdefault(linear, []).append(index)
     return {
         linear: None if len(layers) == model.num_layers else tuple(layers)
         for linear, layers in found.items()
     }
+
+
+def _expert_weight(linear: LinearSpec) -> ExpertWeight:
+    assert linear.stored is not None
+    stored = linear.stored
+    return ExpertWeight(stored.path, linear.names, stored.interleaved, stored.transposed)
+
+
+def _routers(model: ModelSpec) -> tuple[str, ...]:
+    """Where transformers has them now, and beside modules of each expert."""
+    found: dict[str, None] = {}
+    for layer in model.layers:
+        stored = layer.gate_up.stored
+        if isinstance(layer.mlp, MoeSpec) and stored is not None:
+            name = layer.mlp.router.rpartition(".")[2]
+            blocks = stored.path.rsplit(".", 2)[0], layer.gate_up.parts[0].path.rsplit(".", 3)[0]
+            found.update((f"{block}.{name}", None) for block in blocks)
+    return tuple(found)

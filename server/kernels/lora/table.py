@@ -25,8 +25,12 @@ class LoraTable:
 
     A record, by 8-byte words: 0 = address of the stacked A `[sum(ranks), in_features]`; 1-3 =
     addresses of B `[out_features, rank]`, one for each projection; 4-5 = int32 ranks of the
-    projections and their sum; 6-7 = float32 scales. Ranks of zero = the adapter does not touch the
-    site. The last half word of a slot's first record is the largest rank of any of its projections.
+    projections and the rows of A; 6-7 = float32 scales. Ranks of zero = the adapter does not touch
+    the site. The last half word of a slot's first record is the largest rank of any of its
+    projections.
+
+    Of experts A and B are those of the first; those of the others follow, each of the same size. A
+    has fewer rows than the sum of the ranks where all projections read the same rows.
 
     `write` and `clear` change the host's copy; `upload` copies a slot's records to the device on
     the current stream. A slot must not be written again before its last upload ran, and not
@@ -55,12 +59,14 @@ class LoraTable:
         b_ptrs: ArrayLike,
         ranks: ArrayLike,
         scales: ArrayLike,
+        a_ranks: ArrayLike | None = None,
     ) -> None:
         """Set the records of some of the slot's sites, or of one.
 
         sites, a_ptrs: `[n]`, or a number. b_ptrs, ranks, scales: `[n, p]`, or `[p]`, for 1 to 3
-        projections; a site that has fewer has rank 0 in the others. Addresses are device addresses
-        of tensors aligned to 16 bytes; those of a projection of rank 0 are ignored.
+        projections; a site that has fewer has rank 0 in the others. a_ranks: `[n]`, or a number:
+        rows of A; None = the sums of the ranks. Addresses are device addresses of tensors aligned
+        to 16 bytes; those of a projection of rank 0 are ignored.
         Raises ValueError for a slot, site, rank or address out of range, and then changes nothing.
         """
         self._check_slot(slot)
@@ -72,7 +78,10 @@ class LoraTable:
         rank_of = np.atleast_2d(np.asarray(ranks, dtype=np.int64))
         scale_of = np.atleast_2d(np.asarray(scales, dtype=np.float32))
         _check_shapes(rows, a_of, b_of, rank_of, scale_of)
-        self._records[slot, rows] = _pack(a_of, b_of, rank_of, scale_of)
+        rows_of_a = rank_of.sum(axis=1) if a_ranks is None else np.atleast_1d(np.asarray(a_ranks))
+        if rows_of_a.shape != rows.shape:
+            raise ValueError(f"expected {len(rows)} ranks of A, got {rows_of_a.shape}")
+        self._records[slot, rows] = _pack(a_of, b_of, rank_of, scale_of, rows_of_a)
         ints = self._records[slot].view(np.int32)
         ints[0, WIDEST] = ints[:, INT32_RANKS : INT32_RANKS + MAX_PROJECTIONS].max()
 
@@ -116,14 +125,17 @@ def _check_shapes(
 
 
 def _pack(
-    a_ptrs: np.ndarray, b_ptrs: np.ndarray, ranks: np.ndarray, scales: np.ndarray
+    a_ptrs: np.ndarray,
+    b_ptrs: np.ndarray,
+    ranks: np.ndarray,
+    scales: np.ndarray,
+    a_ranks: np.ndarray,
 ) -> np.ndarray:
     """int64 `[n, 8]`."""
     projections = ranks.shape[1]
     for row in ranks[((ranks < 0) | (ranks > MAX_RANK)).any(axis=1)][:1].tolist():
         raise ValueError(f"ranks {row} are not all in 0..{MAX_RANK}")
-    totals = ranks.sum(axis=1)
-    used = np.column_stack((totals, ranks)) > 0
+    used = np.column_stack((ranks.sum(axis=1), ranks)) > 0
     pointers = np.where(used, np.column_stack((a_ptrs, b_ptrs)), 0)
     wrong = used & ((pointers <= 0) | (pointers % POINTER_ALIGNMENT != 0))
     for row in pointers[wrong.any(axis=1)][:1].tolist():
@@ -132,7 +144,7 @@ def _pack(
     records[:, : 1 + projections] = pointers
     ints, floats = records.view(np.int32), records.view(np.float32)
     ints[:, INT32_RANKS : INT32_RANKS + projections] = ranks
-    ints[:, INT32_RANKS + MAX_PROJECTIONS] = totals
+    ints[:, INT32_RANKS + MAX_PROJECTIONS] = a_ranks
     floats[:, FLOAT32_SCALES : FLOAT32_SCALES + projections] = np.where(
         used[:, :1], scales, np.float32(0)
     )

@@ -3,6 +3,7 @@
 Owns where an adapter's bytes lie and what they mean; which adapter lies where is the scheduler's.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,8 +34,8 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class SiteWeights:
-    """a_t: A transposed, `[in_features, sum(ranks)]`. All tensors are views into the arena; at a
-    site of experts each has the experts in front."""
+    """a_t: A transposed, `[in_features, sum(ranks)]`, or of the one rank that all projections share.
+    All tensors are views into the arena; at a site of experts each has the experts in front."""
 
     a_t: torch.Tensor
     projections: tuple[Projection, ...]
@@ -59,28 +60,36 @@ class Adapter:
     @cached_property
     def weights(self) -> dict[int, SiteWeights]:
         placed = self.placed
-        columns = (placed.sites, placed.a, placed.b, placed.ranks, placed.scales)
+        columns = (
+            placed.sites,
+            placed.a,
+            placed.b,
+            placed.ranks,
+            placed.scales,
+            placed.a_ranks,
+        )
         return {
             number: self._site_weights(self._sites[number], *found)
             for number, *found in zip(*(column.tolist() for column in columns), strict=True)
         }
 
     def _site_weights(
-        self, site: Site, a: int, b: list[int], ranks: list[int], scales: list[float]
+        self, site: Site, a: int, b: list[int], ranks: list[int], scales: list[float], a_rank: int
     ) -> SiteWeights:
-        total = sum(ranks)
-        columns = list(accumulate((0, *ranks)))
+        shares_a = a_rank < sum(ranks)
+        columns = [0] * len(ranks) if shares_a else list(accumulate((0, *ranks)))
         outputs = list(accumulate((0, *site.out_features)))
+        experts = (site.experts,) if site.experts else ()
         if site.kind == "embed_tokens":  # stored transposed
-            a_t = self._view(a, (site.in_features, total))
+            a_t = self._view(a, (site.in_features, a_rank))
         else:
-            a_t = self._view(a, (total, site.in_features)).T
+            a_t = self._view(a, (*experts, a_rank, site.in_features)).mT
         projections = tuple(
             Projection(
-                b_t=self._view(b[i], (width, ranks[i])).T,
+                b_t=self._view(b[i], (*experts, width, ranks[i])).mT,
                 scale=scales[i],
                 rank_begin=columns[i],
-                rank_end=columns[i + 1],
+                rank_end=columns[i] + ranks[i],
                 out_begin=outputs[i],
                 out_end=outputs[i + 1],
             )
@@ -89,8 +98,8 @@ class Adapter:
         )
         return SiteWeights(a_t, projections)
 
-    def _view(self, begin: int, shape: tuple[int, int]) -> torch.Tensor:
-        end = begin + shape[0] * shape[1] * self._dtype.itemsize
+    def _view(self, begin: int, shape: tuple[int, ...]) -> torch.Tensor:
+        end = begin + math.prod(shape) * self._dtype.itemsize
         return self._arena[begin:end].view(self._dtype).view(shape)
 
 
@@ -143,7 +152,13 @@ class AdapterTable:
         start = self.arena.data_ptr()
         self.device_table.clear(slot)
         self.device_table.write(
-            slot, placed.sites, start + placed.a, start + placed.b, placed.ranks, placed.scales
+            slot,
+            placed.sites,
+            start + placed.a,
+            start + placed.b,
+            placed.ranks,
+            placed.scales,
+            placed.a_ranks,
         )
         return Adapter(placed, self.sites, self.arena, self.dtype)
 
@@ -153,8 +168,8 @@ class AdapterTable:
         self._slots[slot] = adapter
         placed = adapter.placed
         self._changes_model[slot] = self.sites.outside[placed.sites].any()
-        ranks = placed.ranks
-        self._widest[slot] = MAX_RANK if (ranks % 8).any() else ranks.max()
+        ranks = placed.ranks[~self.sites.of_experts[placed.sites]]
+        self._widest[slot] = MAX_RANK if (ranks % 8).any() else ranks.max(initial=0)
 
     def changes_model(self, token_slots: np.ndarray) -> bool:
         """Whether some adapter of a batch changes the embedding or the head."""

@@ -21,7 +21,8 @@ class Site:
     """One fused product of the base, which adapters may change.
 
     number: its record in the device's table. layer: 0-based, -1 outside the layers. out_features:
-    of its projections, side by side in the output.
+    of its projections, side by side in the output. experts: how many such products there are; 0 =
+    it is an ordinary one.
     """
 
     number: int
@@ -29,6 +30,7 @@ class Site:
     kind: SiteKind
     in_features: int
     out_features: tuple[int, ...]
+    experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class Sites:
     """All sites of a model, numbered layer by layer, then `embed_tokens`, then `lm_head`.
 
     in_features: int64 `[sites]`. out_features: int64 `[sites, 3]`, 0 = no such projection.
-    outside: bool `[sites]`, True for the embedding and the head.
+    outside: bool `[sites]`, True for the embedding and the head. products: int64 `[sites]`, how
+    many there are, one for each expert. of_experts: bool `[sites]`.
     """
 
     def __init__(self, model: ModelSpec) -> None:
@@ -63,14 +66,22 @@ class Sites:
         for site in self._all:
             self.out_features[site.number, : len(site.out_features)] = site.out_features
         self.outside = np.array([site.layer < 0 for site in self._all])
+        self.of_experts = np.array([site.experts > 0 for site in self._all])
+        self.products = np.array([max(site.experts, 1) for site in self._all])
 
     def _add(self, layer: int, linear: LinearSpec) -> Site:
-        return self._new(layer, linear.kind, linear.in_features, linear.widths)
+        experts = linear.experts if linear.stored is not None else 0
+        return self._new(layer, linear.kind, linear.in_features, linear.widths, experts)
 
     def _new(
-        self, layer: int, kind: SiteKind, in_features: int, out_features: tuple[int, ...]
+        self,
+        layer: int,
+        kind: SiteKind,
+        in_features: int,
+        out_features: tuple[int, ...],
+        experts: int = 0,
     ) -> Site:
-        self._all.append(Site(len(self._all), layer, kind, in_features, out_features))
+        self._all.append(Site(len(self._all), layer, kind, in_features, out_features, experts))
         return self._all[-1]
 
     def __len__(self) -> int:
@@ -96,7 +107,9 @@ class PlacedAdapter:
 
     sites: int64 `[n]`, those that it changes. a: int64 `[n]`, bytes from the arena's start.
     b: int64 `[n, 3]`, the same of each projection. ranks: int64 `[n, 3]`; scales: float64 `[n, 3]`.
-    What has rank 0 has no B.
+    What has rank 0 has no B. a_ranks: int64 `[n]`, rows of A: the sum of the ranks, or their
+    largest where all projections share one A. At a site of experts each matrix is followed by those
+    of the other experts.
     """
 
     sites: np.ndarray
@@ -104,6 +117,7 @@ class PlacedAdapter:
     b: np.ndarray
     ranks: np.ndarray
     scales: np.ndarray
+    a_ranks: np.ndarray
 
 
 def place(
@@ -127,9 +141,12 @@ def place(
     find = _Runs(layout, extents, arena_bytes).find
     used = ranks != 0
     b = np.zeros_like(b_offsets)
-    a = find(a_offsets, ranks.sum(axis=1) * known.in_features[sites] * item_bytes)
-    b[used] = find(b_offsets[used], (ranks * outputs)[used] * item_bytes)
-    return PlacedAdapter(sites, a, b, ranks, scales)
+    shares_a = np.array([site.shares_a for site in layout.sites], dtype=bool)
+    a_ranks = np.where(shares_a, ranks.max(axis=1, initial=0), ranks.sum(axis=1))
+    of_one = known.products[sites] * item_bytes
+    a = find(a_offsets, a_ranks * known.in_features[sites] * of_one)
+    b[used] = find(b_offsets[used], (ranks * outputs * of_one[:, None])[used])
+    return PlacedAdapter(sites, a, b, ranks, scales, a_ranks)
 
 
 class _Runs:

@@ -34,8 +34,9 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class SiteWeights:
-    """a_t: A transposed, `[in_features, sum(ranks)]`, or of the one rank that all projections share.
-    All tensors are views into the arena; at a site of experts each has the experts in front."""
+    """a_t: A transposed, `[in_features, sum(ranks)]`, or of the one rank that all projections
+    share. All tensors are views into the arena; at a site of experts each has the experts in
+    front."""
 
     a_t: torch.Tensor
     projections: tuple[Projection, ...]

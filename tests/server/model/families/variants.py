@@ -76,6 +76,23 @@ def no_others() -> Mapping[str, LoraConfig]:
     return {}
 
 
+def on_experts() -> Mapping[str, LoraConfig]:
+    """PEFT wants the same tensors in all adapters of a model."""
+    tensors = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return {
+        "experts": LoraConfig(r=3, lora_alpha=5, target_modules=[], target_parameters=tensors),
+        "experts_and_attention": LoraConfig(
+            r=8,
+            lora_alpha=3,
+            use_rslora=True,
+            target_modules=["q_proj", "o_proj"],
+            target_parameters=tensors,
+            rank_pattern={"experts.down_proj": 2, r"layers\.0\..*gate_up_proj": 1},
+            alpha_pattern={r"layers\.2\..*gate_up_proj": 7},
+        ),
+    }
+
+
 class Variant(NamedTuple):
     """config, model: transformers' classes. settings: what differs from `hub_models.SIZES`.
 
@@ -121,7 +138,11 @@ _GEMMA2 = Variant(Gemma2Config, Gemma2ForCausalLM)
 # The other ways to compute experts know no float64.
 _EXPERTS: dict[str, Any] = {"experts_implementation": "eager", "num_experts_per_tok": 3}
 _MIXTRAL = Variant(
-    MixtralConfig, MixtralForCausalLM, {**_EXPERTS, "num_local_experts": 5}, targets=SEVEN[:4]
+    MixtralConfig,
+    MixtralForCausalLM,
+    {**_EXPERTS, "num_local_experts": 5},
+    SEVEN[:4],
+    others=on_experts,
 )
 # Windows in the first and the last layer; the rotation reaches beyond its first context.
 _GPT_OSS = Variant(
@@ -238,7 +259,7 @@ VARIANTS: dict[str, Variant] = {
     "gpt-oss-clamped": _of(_GPT_OSS, attention_bias=False, initializer_range=0.6, is_adapted=False),
     "mixtral": _of(_MIXTRAL, sliding_window=None),
     "mixtral-window": _of(_MIXTRAL, sliding_window=7, is_adapted=False),
-    "qwen3-moe": _QWEN3_MOE._replace(targets=SEVEN[:4]),
+    "qwen3-moe": _QWEN3_MOE._replace(targets=SEVEN[:4], others=on_experts),
     # Experts in the first and the last layer alone. PEFT would target them under the names of the
     # dense layer's modules.
     "qwen3-moe-dense-layer": _of(

@@ -77,11 +77,11 @@ def no_others() -> Mapping[str, LoraConfig]:
 
 
 def on_experts() -> Mapping[str, LoraConfig]:
-    """PEFT wants the same tensors in all adapters of a model."""
+    """PEFT wants the same tensors in all adapters of a model, and no name that a module has."""
     tensors = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     return {
-        "experts": LoraConfig(r=3, lora_alpha=5, target_modules=[], target_parameters=tensors),
-        "experts_and_attention": LoraConfig(
+        "sparse": LoraConfig(r=3, lora_alpha=5, target_modules=[], target_parameters=tensors),
+        "sparse_and_attention": LoraConfig(
             r=8,
             lora_alpha=3,
             use_rslora=True,

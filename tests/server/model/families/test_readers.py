@@ -8,6 +8,7 @@ import torch
 from msgspec.structs import replace
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from adapters.base import BaseSpec, ExpertWeight
 from server.model.base_spec import base_spec
 from server.model.families.registry import read_model
 from server.model.ops.rope import inverse_frequencies
@@ -43,6 +44,16 @@ def refusal(**changes: Any) -> str:
     return str(caught.value)
 
 
+def stacked_shape(spec: BaseSpec, stored: ExpertWeight) -> tuple[int, int, int]:
+    """[experts, out, in], or as `stored` turns it."""
+    parts = [spec.layer_modules[part] for part in stored.parts]
+    ((experts, in_features),) = {(part.experts, part.in_features) for part in parts}
+    out_features = sum(part.out_features for part in parts)
+    if stored.transposed:
+        return experts, in_features, out_features
+    return experts, out_features, in_features
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
     model: Any = make_model(name)
@@ -51,15 +62,23 @@ def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
     decoder = model.get_decoder()
     modules = dict(decoder.named_modules())
     assert spec.num_layers == config.num_layers == 3
-    assert set(spec.layer_modules) == set(VARIANTS[name].targets)
+    of_experts = {part for weight in spec.expert_weights for part in weight.parts}
+    assert set(spec.layer_modules) == {*VARIANTS[name].targets, *of_experts}
     for layer in range(spec.num_layers):
         for short, shape in spec.layer_modules.items():
+            if shape.is_of_experts:
+                continue
             assert shape.is_in(layer) == (f"layers.{layer}.{shape.path}" in modules)
             if not shape.is_in(layer):
                 continue
             weight: Any = modules[f"layers.{layer}.{shape.path}"].weight
             assert shape.path.endswith(short)
             assert tuple(weight.shape) == (shape.out_features, shape.in_features)
+        for stored in spec.expert_weights:
+            if not spec.layer_modules[stored.parts[0]].is_in(layer):
+                continue
+            tensor = decoder.get_parameter(f"layers.{layer}.{stored.path}")
+            assert tuple(tensor.shape) == stacked_shape(spec, stored)
     embed, head = spec.model_modules["embed_tokens"], spec.model_modules["lm_head"]
     embedding: Any = decoder.embed_tokens.weight
     output: Any = model.get_output_embeddings().weight

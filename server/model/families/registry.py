@@ -8,7 +8,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from server.model.families import (
+from server.model.families.family import Family
+from server.model.families.fields import Fields
+from server.model.families.readers import (
     gemma,
     glm,
     gpt_oss,
@@ -23,9 +25,7 @@ from server.model.families import (
     qwen3_moe,
     smollm,
 )
-from server.model.families.composite import COMPOSITES, Text, text_of
-from server.model.families.family import Family
-from server.model.families.fields import Fields
+from server.model.families.readers.composite import COMPOSITES, Text, text_of
 from server.model.families.refusals import other_family, other_forms
 from server.model.spec import ModelSpec
 

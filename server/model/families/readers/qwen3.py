@@ -5,7 +5,7 @@ from typing import Any
 
 from server.model.families import family
 from server.model.families.fields import Fields
-from server.model.families.qwen2 import read_windows
+from server.model.families.readers.qwen2 import read_windows
 from server.model.families.rope import read_rope
 from server.model.spec import ModelSpec
 

@@ -52,13 +52,15 @@ class RedisLink:
         self._ping = f"{prefix}:ping"
         self._tripped = asyncio.Event()
         self._fault = ""
+        self._closed = False
+        self._working: set[asyncio.Task[Any]] = set()
 
     async def call(self, work: Callable[[], Awaitable[T]], least_s: float = 0.0) -> T:
         """least_s: that it may take in any case. Raises StoreDown."""
         if not self.is_up:
             raise StoreDown("Redis does not answer")
         try:
-            return await bounded(_awaited(work), max(self.timeout_s, least_s))
+            return await bounded(self._work(work), max(self.timeout_s, least_s))
         except (RedisError, OSError, TimeoutError) as error:
             self._trip(error)
             raise StoreDown("Redis does not answer") from error
@@ -73,6 +75,15 @@ class RedisLink:
             logger.info("Redis answers again")
 
     async def close(self) -> None:
+        """After `run`. Calls that have begun end first, each within its time; later calls fail.
+
+        The client closes the connections that it has. A call that is still connecting would
+        leave its connection open, and a call after this would make a new one.
+        """
+        self._closed = True
+        if self._working:
+            # A call that was cancelled may go on until the client's own limit.
+            await asyncio.wait(self._working, timeout=self.timeout_s + 2 * _SOCKET_TIMEOUT_S)
         with contextlib.suppress(RedisError, OSError, TimeoutError):
             await bounded(self.client.aclose(), _SOCKET_TIMEOUT_S)
 
@@ -81,7 +92,7 @@ class RedisLink:
         while True:
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
             try:
-                await bounded(_awaited(self._write), max(self.timeout_s, delay / 2))
+                await bounded(self._work(self._write), max(self.timeout_s, delay / 2))
                 return
             except (RedisError, OSError, TimeoutError) as error:
                 fault = _kind(error)
@@ -89,6 +100,17 @@ class RedisLink:
                     logger.warning("Redis is still not back (%s)", fault)
                 logged = fault
                 delay = min(2 * delay, _LONGEST_DELAY_S)
+
+    async def _work(self, work: Callable[[], Awaitable[T]]) -> T:
+        """In a task of its own, which may outlive its caller. Raises StoreDown after `close`."""
+        if self._closed:
+            raise StoreDown("the connection to Redis is closed")
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        self._working.add(task)
+        try:
+            return await work()
+        finally:
+            self._working.discard(task)
 
     async def _write(self) -> None:
         """A replica, or one that is loading, is there to be read only: it is not back yet."""
@@ -107,10 +129,6 @@ def _kind(error: BaseException) -> str:
     """Of the error only that: messages may hold addresses and credentials. What kept a connection
     from being made stands behind one of the library's own."""
     return type(error.__cause__ or error).__name__
-
-
-async def _awaited(work: Callable[[], Awaitable[T]]) -> T:
-    return await work()
 
 
 def _client(url: str, password: str | None) -> Redis:

@@ -1,6 +1,7 @@
 """A link that was lost comes back."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -51,3 +52,21 @@ async def test_a_reason_is_reported_once(caplog: pytest.LogCaptureFixture) -> No
         await poll(reported)
         assert "does not answer (OSError)" in caplog.text
         assert caplog.text.count("still not back") == 1
+
+
+async def test_close_leaves_no_connection_open() -> None:
+    """However far a call is: not begun, connecting, in the handshake, waiting for its answer."""
+    async with running_redis() as server:
+        for steps in range(40):
+            link = RedisLink(server.url, 5.0)
+            pinging = asyncio.create_task(link.call(link.client.ping))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            await link.close()
+            with contextlib.suppress(StoreDown):  # it had not begun
+                assert await pinging is True
+            with pytest.raises(StoreDown):
+                await link.call(link.client.ping)
+            pool = link.client.connection_pool
+            made = [*pool._available_connections, *pool._in_use_connections]
+            assert not any(connection.is_connected for connection in made), steps

@@ -19,13 +19,12 @@ from triton.backends.compiler import GPUTarget
 
 from server.kernels.attention.decode_attention import (
     DecodeBatchView,
-    DecodeItems,
     DecodeScratch,
-    cut_contexts,
+    LayerScores,
     decode_attention,
-    max_items,
 )
 from server.kernels.attention.decode_inputs import gather_inputs, gather_pages
+from server.kernels.attention.decode_work import WorkLayout
 from server.kernels.attention.prompt_attention import prompt_attention, tile_shape
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
@@ -51,6 +50,9 @@ from server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_appe
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
+# Scores of a layer with nothing beside a scale, and with all that a layer may have.
+PLAIN = LayerScores(ScoreRule(1.0))
+FULL = LayerScores(ScoreRule(1.0, 50.0, 4096), 0, torch.zeros(8))
 WIDTHS = (512, 128, 128)
 HALVES, NONE = Rotation(torch.zeros(8, 64)), Rotation(torch.zeros(8, 0))
 PART = Rotation(torch.zeros(8, 48), q_scale=torch.zeros(8))
@@ -131,6 +133,7 @@ def attentions(rows: int, delta: PendingDelta, early: bool) -> None:
     for all_heads, rotation in ((False, PART), (True, NEIGHBOURS), (True, NONE)):
         attention(rows, delta, QkNorm(weights, 1e-5, all_heads), rotation, early)
     attention(1, None, None, HALVES, early)
+    attention(rows, None, None, HALVES, early, FULL)
 
 
 def many_tokens(
@@ -165,12 +168,18 @@ def products(configs: KernelConfigs) -> None:
 
 
 def attention(
-    rows: int, pending: PendingDelta | None, norm: QkNorm | None, rotation: Rotation, early: bool
+    rows: int,
+    pending: PendingDelta | None,
+    norm: QkNorm | None,
+    rotation: Rotation,
+    early: bool,
+    scores: LayerScores = PLAIN,
 ) -> None:
     heads, kv_heads, head_dim = 8, 2, 64
-    items = np.zeros((2, max_items(rows)), dtype=np.int32)
-    piece = cut_contexts(np.ones(rows, dtype=np.int64), items)
-    work = DecodeItems(torch.from_numpy(items), torch.tensor([piece], dtype=torch.int32))
+    layout = WorkLayout((scores.rule.window,), rows)
+    packed = np.zeros(layout.length, dtype=np.int32)
+    layout.cut(np.ones(rows, dtype=np.int64), packed)
+    work = layout.items(torch.from_numpy(packed))
     view = DecodeBatchView(
         torch.zeros(rows, dtype=torch.int32),
         torch.zeros(rows, dtype=torch.int64),
@@ -181,22 +190,22 @@ def attention(
     scratch = DecodeScratch(rows, heads, head_dim, CPU)
     qkv = torch.zeros(rows, (heads + 2 * kv_heads) * head_dim, dtype=DTYPE)
     out = torch.zeros(rows, heads, head_dim, dtype=DTYPE)
-    context = (view, (pages[0], pages[1]), rotation, norm, scratch, out)
+    context = (view, (pages[0], pages[1]), rotation, norm, scores, scratch, out)
     decode_attention(qkv, pending, *context, programmatic_launch=early)
 
 
 def prompts(capability: int, every_form: bool) -> None:
     """Of every padded head size, with and without a window, a soft cap and sinks."""
     table, tiles = torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int32)
-    rules = ((ScoreRule(1.0, 50.0, 4096), torch.zeros(8)), (ScoreRule(1.0), None))
     for head_dim in (64, 96, 256):
         q, pages = (
             torch.zeros(8, 8, head_dim, dtype=DTYPE),
             torch.zeros(4, 16, 2, head_dim).to(DTYPE),
         )
         shape = tile_shape(4, head_dim, divmod(capability, 10))
-        for rule, sinks in rules if every_form else rules[:1]:
-            prompt_attention(q, (pages, pages), table, tiles, shape, rule, sinks, q.clone())
+        for scores in (FULL, PLAIN) if every_form else (FULL,):
+            context = (table, tiles, shape, scores.rule, scores.sinks, q.clone())
+            prompt_attention(q, (pages, pages), *context)
 
 
 def step() -> None:

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from server.kernels.attention import decode_attention as module
 from server.kernels.attention.decode_attention import (
     DecodeBatchView,
-    DecodeItems,
     DecodeScratch,
+    LayerScores,
     _shape,
-    cut_contexts,
     decode_attention,
-    max_items,
     rows_of_each_shape,
 )
+from server.kernels.attention.decode_work import WorkLayout, cut_contexts, max_items
 from server.kernels.attention.rotation import QkNorm
+from server.kernels.attention.scores import ScoreRule
 from server.kernels.lora.pending import PendingDelta
 from server.kernels.lora.table import LoraTable
 from tests.grids import sparse
@@ -44,9 +44,14 @@ class Case:
         page_size: int = 16,
         turn: Turn = TURNS["halves"],
         norm: bool | None = None,
+        scores: tuple[ScoreRule, bool] | None = None,
     ) -> None:
-        """norm: over all heads, over each, None = without."""
+        """norm: over all heads, over each, None = without. scores: of the layer, and whether it has
+        sinks."""
         torch.manual_seed(len(contexts))
+        rule, has_sinks = scores or (ScoreRule(shape[2] ** -0.5), False)
+        sinks = 2 * torch.randn(shape[0]).to(device) if has_sinks else None
+        self.scores = LayerScores(rule, 1, sinks)
         self.page_size = page_size
         self.contexts, (self.heads, self.kv_heads, self.head_dim) = contexts, shape
         self.device, self.dtype = device, dtype
@@ -67,21 +72,27 @@ class Case:
         self.rotation = turn.rotation(self.head_dim, longest, device)
         weights = torch.randn(self.heads + self.kv_heads, self.head_dim).to(device, dtype)
         self.norm = None if norm is None else QkNorm(weights, EPSILON, all_heads=norm)
-        for row, n in enumerate(contexts):  # what lies beyond a context must not be read
+        for row, n in enumerate(contexts):  # what is not seen must not be read
             pages = self.page_table[batch - row, : counts[row]]
+            first = self.first_seen(n)
             for cache in (self.k, self.v):
                 flat = cache[pages].flatten(0, 1)
-                flat[n - 1 :] = float("nan")
+                flat[n - 1 :] = flat[:first] = float("nan")
                 cache[pages] = flat.view(-1, *size[1:])
+        self.known_pages = self.page_table.clone()
+        for row, n in enumerate(contexts):
+            self.page_table[batch - row, : self.first_seen(n) // page_size] = 10**6
+
+    def first_seen(self, context: int) -> int:
+        window = self.scores.rule.window
+        return 0 if window is None else max(0, context - window)
 
     def view(self) -> DecodeBatchView:
         batch = len(self.contexts)
-        items = np.zeros((2, max_items(batch)), dtype=np.int32)
-        piece = cut_contexts(np.array(self.contexts), items)
-        work = DecodeItems(
-            torch.from_numpy(items).to(self.device),
-            torch.tensor([piece], dtype=torch.int32, device=self.device),
-        )
+        layout = WorkLayout((7, self.scores.rule.window), batch)
+        packed = np.full(layout.length, 10**6, dtype=np.int32)
+        layout.cut(np.array(self.contexts), packed)
+        work = layout.items(torch.from_numpy(packed).to(self.device))
         rows = torch.arange(batch, 0, -1, dtype=torch.int32, device=self.device)
         positions = torch.tensor(self.contexts, device=self.device) - 1
         return DecodeBatchView(rows, positions, self.page_table, work)
@@ -94,7 +105,7 @@ class Case:
             (batch, self.heads, self.head_dim), 7.0, dtype=self.dtype, device=self.device
         )
         for _ in range(2):  # the scratch must be as new after a launch
-            context = (view, (self.k, self.v), self.rotation, self.norm, scratch, out)
+            context = (view, (self.k, self.v), self.rotation, self.norm, self.scores, scratch, out)
             early = self.device.type == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
             decode_attention(self.qkv, pending, *context, programmatic_launch=early)
         assert not bool(scratch.done.any())
@@ -112,16 +123,27 @@ class Case:
         qk = as_cached(qk, self.rotation)
         results = []
         for row, n in enumerate(self.contexts):
-            pages = self.page_table[len(self.contexts) - row, : -(-n // self.page_size)]
-            k, v = (c[pages].flatten(0, 1)[: n - 1].double().cpu() for c in (self.k, self.v))
+            pages = self.known_pages[len(self.contexts) - row, : -(-n // self.page_size)]
+            seen = slice(self.first_seen(n), n - 1)
+            k, v = (c[pages].flatten(0, 1)[seen].double().cpu() for c in (self.k, self.v))
             k = torch.cat((k, qk[row, self.heads :][None]))
             v = torch.cat((v, new_v[row][None]))
             group = self.heads // self.kv_heads
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-            scores = torch.einsum("hd,nhd->hn", qk[row, : self.heads], k) * self.head_dim**-0.5
-            results.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), v))
+            products = torch.einsum("hd,nhd->hn", qk[row, : self.heads], k)
+            results.append(torch.einsum("hn,nhd->hd", self.weights(products), v))
         self.new_k, self.new_v = qk[:, self.heads :], new_v
         return results
+
+    def weights(self, products: torch.Tensor) -> torch.Tensor:
+        """Of tokens, `[heads, tokens]`."""
+        rule, sinks = self.scores.rule, self.scores.sinks
+        scores = products * rule.scale
+        if rule.softcap is not None:
+            scores = rule.softcap * (scores / rule.softcap).tanh()
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().cpu()[:, None]), dim=1)
+        return scores.softmax(-1)[:, : products.shape[1]]
 
     def check(self, out: torch.Tensor, expected: list[torch.Tensor]) -> None:
         exact = self.dtype == torch.float32
@@ -130,7 +152,7 @@ class Case:
             out.double().cpu(), torch.stack(expected), atol=tolerance, rtol=tolerance
         )
         for row, n in enumerate(self.contexts):
-            page = self.page_table[len(self.contexts) - row, (n - 1) // self.page_size]
+            page = self.known_pages[len(self.contexts) - row, (n - 1) // self.page_size]
             for cache, new in ((self.k, self.new_k), (self.v, self.new_v)):
                 written = cache[page, (n - 1) % self.page_size].double().cpu()
                 torch.testing.assert_close(written, new[row], atol=tolerance, rtol=tolerance)
@@ -157,6 +179,41 @@ def test_every_rotation(
 ) -> None:
     """Cached keys lie in their pages as the rotation leaves them."""
     case = Case([1, 17, 40], shape, device, torch.float32, 16, TURNS[turn], norm)
+    expected = case.expected()
+    case.check(case.run(), expected)
+
+
+SCORES = {
+    "scale": (ScoreRule(0.3), False),
+    "cap": (ScoreRule(0.2, softcap=3.0), False),
+    "window": (ScoreRule(0.2, window=100), False),
+    "window of one": (ScoreRule(0.2, window=1), True),
+    "long window": (ScoreRule(0.2, window=700), False),
+    "sinks": (ScoreRule(0.2), True),
+    "all": (ScoreRule(0.2, 2.0, 290), True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size", "shape"),
+    sparse(list(SCORES), [16, 1, 24, 64, 256], [(4, 2, 64), (14, 2, 32), (3, 3, 48)]),
+)
+def test_scores_of_other_layers(
+    device: torch.device, name: str, page_size: int, shape: tuple[int, int, int]
+) -> None:
+    """Windows that begin anywhere in a page, a tile and a piece; no page behind them is looked
+    up."""
+    contexts = [1, 17, 100, 101, 163, 300, 1100, 2500]
+    case = Case(contexts, shape, device, torch.float32, page_size, scores=SCORES[name])
+    expected = case.expected()
+    case.check(case.run(), expected)
+
+
+@pytest.mark.parametrize("sink", [-1000.0, 1000.0])
+def test_sinks_of_any_size(device: torch.device, sink: float) -> None:
+    case = Case([1, 40, 700], (4, 2, 64), device, torch.float32, scores=SCORES["sinks"])
+    assert case.scores.sinks is not None
+    case.scores.sinks.fill_(sink)
     expected = case.expected()
     case.check(case.run(), expected)
 
@@ -204,6 +261,27 @@ def test_half_precision(batch: int, dtype: torch.dtype, shape: tuple[int, int, i
     case.check(case.run(), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 70, 256])
+@pytest.mark.parametrize(
+    ("shape", "scores"),
+    [
+        ((16, 8, 256), (ScoreRule(0.0625, 50.0, 4096), False)),
+        ((64, 8, 64), (ScoreRule(0.125, window=128), True)),
+        ((32, 32, 96), (ScoreRule(96**-0.5, window=2047), False)),
+    ],
+)
+def test_half_precision_of_other_layers(
+    batch: int, shape: tuple[int, int, int], scores: tuple[ScoreRule, bool]
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    contexts = [1 + 97 * i % 700 for i in range(batch - 1)] + [9000]
+    case = Case(contexts, shape, torch.device("cuda"), torch.bfloat16, scores=scores)
+    expected = case.expected()
+    case.check(case.run(), expected)
+
+
 @pytest.mark.parametrize("ranks", [(3, 0, 5), (0, 2, 0), (1, 1, 1)])
 @pytest.mark.parametrize("norm", [None, True])
 def test_delta_is_added_where_an_adapter_touches(
@@ -226,16 +304,20 @@ def test_delta_is_added_where_an_adapter_touches(
     case.check(case.run(PendingDelta(table, 1, slots, delta)), expected)
 
 
-def test_pieces_cover_every_context_once() -> None:
+@pytest.mark.parametrize("window", [None, 1, 64, 1000])
+def test_pieces_cover_what_every_context_sees_once(window: int | None) -> None:
     rng = np.random.default_rng(7)
     for batch in (1, 3, 64, 256):
         for top in (1, 300, 20_000, 131_072):
             contexts = rng.integers(1, top + 1, batch)
             items = np.zeros((2, max_items(batch)), dtype=np.int32)
-            piece = cut_contexts(contexts, items)
+            piece = cut_contexts(contexts, items, window)
             used = items[:, items[0] >= 0]
+            begins = np.zeros(batch, dtype=np.int64)
+            if window is not None:
+                begins = np.maximum(contexts - window, 0) // 64 * 64
             assert sorted(map(tuple, used.T.tolist())) == [
-                (i, j) for i, n in enumerate(contexts) for j in range(-(-int(n) // piece))
+                (i, j) for i, n in enumerate(contexts - begins) for j in range(-(-int(n) // piece))
             ]
             assert (items[0, used.shape[1] :] == -1).all()
 

@@ -16,13 +16,13 @@ from launcher.bench.engine.grid import copy_bandwidth
 from launcher.bench.errors import BenchError
 from server.kernels.attention.decode_attention import (
     DecodeBatchView,
-    DecodeItems,
     DecodeScratch,
-    cut_contexts,
+    LayerScores,
     decode_attention,
-    max_items,
 )
+from server.kernels.attention.decode_work import WorkLayout
 from server.kernels.attention.rotation import Rotation
+from server.kernels.attention.scores import ScoreRule
 from server.kernels.launch.configs import KernelConfigs, load_configs
 from server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
 from server.kernels.linear.stack import stack_rows
@@ -219,11 +219,10 @@ class _Attention:
     """Over contexts of one page."""
 
     def __init__(self, batch: int) -> None:
-        items = np.zeros((2, max_items(batch)), dtype=np.int32)
-        piece = cut_contexts(np.full(batch, PAGE), items)
-        work = DecodeItems(
-            torch.from_numpy(items).cuda(), torch.tensor([piece], dtype=torch.int32, device="cuda")
-        )
+        layout = WorkLayout((None,), batch)
+        packed = np.zeros(layout.length, dtype=np.int32)
+        layout.cut(np.full(batch, PAGE), packed)
+        work = layout.items(torch.from_numpy(packed).cuda())
         rows = torch.arange(batch, dtype=torch.int32, device="cuda")
         positions = torch.full((batch,), PAGE - 1, device="cuda")
         self.view = DecodeBatchView(rows, positions, rows[:, None].long(), work)
@@ -238,7 +237,8 @@ class _Attention:
         self.out = torch.empty(batch, HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
 
     def run(self, qkv: torch.Tensor, pending: PendingDelta | None, early: bool) -> None:
-        context = (self.view, self.cache, self.rotation, None, self.scratch, self.out)
+        scores = LayerScores(ScoreRule(HEAD_DIM**-0.5))
+        context = (self.view, self.cache, self.rotation, None, scores, self.scratch, self.out)
         decode_attention(qkv, pending, *context, programmatic_launch=early)
 
 

@@ -9,11 +9,11 @@ piece merges them, in order, so that results do not depend on who is last.
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from server.kernels.attention.decode_work import PIECE_STEP, DecodeItems, max_items
 from server.kernels.attention.rotation import (
     QkNorm,
     Rotation,
@@ -24,49 +24,15 @@ from server.kernels.attention.rotation import (
     norm_switch,
     pair_columns,
 )
+from server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped
 from server.kernels.launch.launch import follow
 from server.kernels.lora.pending import PendingDelta, delta_arguments
 from server.kernels.lora.record import ranks_at, record_of
 
-# Below so many tokens a piece costs more than it saves.
-MIN_PIECE = 256
-# Pieces of contexts begin at multiples of so many tokens.
-PIECE_STEP = tl.constexpr(64)
 # Programs, from which on they are some, or many.
 _SOME, _MANY = 512, 768
 # What one warp has registers for.
 _SUMS_OF_A_WARP = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeItems:
-    """Pieces of contexts, one program for each and each kv head.
-
-    items: int32 `[2, max_items]`: sequence (-1 = no work) and which piece of it; those of one
-    sequence are neighbours. piece: int32 `[1]`, tokens of a piece.
-    """
-
-    items: torch.Tensor
-    piece: torch.Tensor
-
-
-def max_items(batch: int) -> int:
-    """Programs a kv head in a batch: one a sequence, and some for pieces of long contexts."""
-    return batch + 32 + batch // 2
-
-
-def cut_contexts(contexts: np.ndarray, items: np.ndarray) -> int:
-    """contexts: int `[batch]`, tokens that each sequence attends to, its new one included. Fills
-    items, int32 `[2, max_items(batch)]` as in DecodeItems, and returns the tokens of a piece."""
-    spare = items.shape[1] - len(contexts)
-    piece = max(MIN_PIECE, -(-int(contexts.sum()) // spare))
-    piece = -(-piece // PIECE_STEP.value) * PIECE_STEP.value
-    pieces = -(-contexts // piece)
-    total = int(pieces.sum())
-    items[0, :total] = np.repeat(np.arange(len(contexts)), pieces)
-    items[1, :total] = np.arange(total) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    items[0, total:] = -1
-    return int(piece)
 
 
 class DecodeScratch:
@@ -85,14 +51,26 @@ class DecodeScratch:
 @dataclass(frozen=True, slots=True)
 class DecodeBatchView:
     """Where a batch's sequences stand. rows: int32 `[batch]`, rows of the page table; positions:
-    int64 `[batch]` of the new tokens; page_table: int64 `[rows, pages a row]`. turns: int64
-    `[batch]`, rows of the rotation's tables, where these are not the positions."""
+    int64 `[batch]` of the new tokens; page_table: int64 `[rows, pages a row]`. work: of each window
+    of the model. turns: int64 `[batch]`, rows of the rotation's tables, where these are not the
+    positions."""
 
     rows: torch.Tensor
     positions: torch.Tensor
     page_table: torch.Tensor
-    work: DecodeItems
+    work: tuple[DecodeItems, ...]
     turns: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerScores:
+    """What one layer makes of `q k^T`. window: which of the batch's `work` is of the rule's window.
+    sinks: float32 `[heads]`, a further score of each softmax, neither scaled nor capped, that
+    weighs no value; None = without."""
+
+    rule: ScoreRule
+    window: int = 0
+    sinks: torch.Tensor | None = None
 
 
 def decode_attention(
@@ -102,6 +80,7 @@ def decode_attention(
     cache: tuple[torch.Tensor, torch.Tensor],
     rotation: Rotation,
     norm: QkNorm | None,
+    scores: LayerScores,
     scratch: DecodeScratch,
     out: torch.Tensor,
     *,
@@ -112,7 +91,8 @@ def decode_attention(
     lie as `rotation.py` says. out: `[batch, heads, head_dim]`. One kernel, two with a norm over all
     heads. Raises ValueError on a mismatch, and where scratch has no room for the batch.
     """
-    if len(qkv) > len(scratch.done) or batch.work.items.shape[1] > len(scratch.sums):
+    rule, work = scores.rule, batch.work[scores.window]
+    if len(qkv) > len(scratch.done) or work.items.shape[1] > len(scratch.sums):
         raise ValueError(f"scratch is for {len(scratch.done)} sequences, the batch has {len(qkv)}")
     page_size, kv_heads, head_dim = cache[0].shape[1:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -120,7 +100,7 @@ def decode_attention(
     factors = norm_factors(qkv, pending, norm, sizes, programmatic_launch=programmatic_launch)
     group = heads // kv_heads
     block_n, num_warps = _shape(kv_heads * len(qkv), group, head_dim)
-    _decode_attention_kernel[(kv_heads, batch.work.items.shape[1])](
+    _decode_attention_kernel[(kv_heads, work.items.shape[1])](
         qkv,
         *delta_arguments(qkv, pending),
         out,
@@ -132,10 +112,13 @@ def decode_attention(
         batch.positions if batch.turns is None else batch.turns,
         batch.page_table,
         batch.page_table.stride(0),
-        batch.work.items,
-        batch.work.piece,
+        work.items,
+        work.piece,
         (scratch.sums, scratch.weights, scratch.done),
-        head_dim**-0.5 * 1.4426950408889634,
+        qkv if scores.sinks is None else scores.sinks,
+        rule.inner,
+        rule.outer,
+        rule.window or 0,
         GROUP=group,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -146,6 +129,9 @@ def decode_attention(
         NORM=norm_switch(norm),
         TURNS=batch.turns is not None,
         LORA=pending is not None,
+        CAPPED=rule.softcap is not None,
+        WINDOWED=rule.window is not None,
+        SINKS=scores.sinks is not None,
         PDL=programmatic_launch,
         num_warps=num_warps,
         launch_pdl=programmatic_launch,
@@ -172,9 +158,10 @@ def _shape(programs: int, group: int, head_dim: int) -> tuple[int, int]:
 
 # What is read one number at a time may begin anywhere in an upload: no kernel for each alignment.
 @triton.jit(
-    do_not_specialize=["stride_pages", "site", "num_sites"],
+    do_not_specialize=["stride_pages", "site", "num_sites", "inner", "outer", "window"],
     do_not_specialize_on_alignment=[
-        *("slots_ptr", "rows_ptr", "positions_ptr", "turns_ptr", "items_ptr", "piece_ptr")
+        *("slots_ptr", "rows_ptr", "positions_ptr", "turns_ptr", "items_ptr", "piece_ptr"),
+        "sinks_ptr",
     ],
 )
 def _decode_attention_kernel(
@@ -196,7 +183,10 @@ def _decode_attention_kernel(
     items_ptr: tl.tensor,
     piece_ptr: tl.tensor,
     scratch: tl.tuple,
-    scale_log2: tl.tensor,
+    sinks_ptr: tl.tensor,
+    inner: tl.tensor,
+    outer: tl.tensor,
+    window: tl.tensor,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -207,6 +197,9 @@ def _decode_attention_kernel(
     NORM: tl.constexpr,
     TURNS: tl.constexpr,
     LORA: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -228,12 +221,15 @@ def _decode_attention_kernel(
             slot, kv_head, (norm[0], norm[1], norm[2] + seq.to(tl.int64) * 2), tables, turn,
             GROUP, KV_HEADS, HEAD_DIM, BLOCK_Q, BLOCK_H, NORM, LORA, PAIRS, INTERLEAVED, SCALED,
         )  # fmt: skip
+        seen = tl.maximum(position + 1 - window, 0) if WINDOWED else position * 0
+        origin = seen // PIECE_STEP * PIECE_STEP
         so_far = _attend_piece(
-            token, number * piece, piece, position, pages_ptr, cache[0], cache[1], kv_head,
-            scale_log2, KV_HEADS, HEAD_DIM, PAGE_SIZE, max(16, BLOCK_Q), BLOCK_N, BLOCK_H,
+            token, origin + number * piece, piece, position, seen, pages_ptr, cache[0], cache[1],
+            sinks_ptr, kv_head, (inner, outer), GROUP, KV_HEADS, HEAD_DIM, PAGE_SIZE,
+            max(16, BLOCK_Q), BLOCK_N, BLOCK_H, CAPPED, WINDOWED, SINKS,
         )  # fmt: skip
         _write(
-            so_far, item, number, position // piece + 1, kv_head,
+            so_far, item, number, (position - origin) // piece + 1, kv_head,
             out_ptr + seq.to(tl.int64) * (GROUP * KV_HEADS * HEAD_DIM), scratch,
             seq * (GROUP * KV_HEADS), GROUP, GROUP * KV_HEADS, HEAD_DIM, max(16, BLOCK_Q), BLOCK_H,
         )  # fmt: skip
@@ -359,20 +355,26 @@ def _attend_piece(
     begin: tl.tensor,
     piece: tl.tensor,
     position: tl.tensor,
+    seen: tl.tensor,
     pages_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     kv_head: tl.tensor,
-    scale_log2: tl.tensor,
+    factors: tl.tuple,
+    GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> Any:
-    """The piece's cached tokens; the last piece has the new token too, and keeps it. Returns what
-    `_attend` does."""
+    """The piece's cached tokens from `seen` on; the last piece has the new token too, and the sink,
+    and keeps the token. Returns what `_attend` does."""
     q, new_k, new_v = token
     STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -384,11 +386,15 @@ def _attend_piece(
     kept = tl.where(is_last, HALF, 0)
     _store_halves(k_ptr + place, new_k, kept, HALF, BLOCK_H)
     _store_halves(v_ptr + place, new_v, kept, HALF, BLOCK_H)
+    so_far = _first_scores(q, new_k, new_v, is_last, factors, BLOCK_G, BLOCK_H, CAPPED)
+    if SINKS:
+        g = tl.arange(0, BLOCK_G)
+        sink = tl.load(sinks_ptr + kv_head * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32)
+        so_far = _with_sink(so_far, tl.where(is_last, sink * LOG2_E, NO_SCORE))
     return _attend(
-        (_padded(q[0], BLOCK_G), _padded(q[1], BLOCK_G)),
-        _first_scores(q, new_k, new_v, is_last, scale_log2, BLOCK_G, BLOCK_H),
-        begin, tl.minimum(begin + piece, position), pages_ptr, k_ptr, v_ptr, scale_log2,
-        STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_H,
+        (_padded(q[0], BLOCK_G), _padded(q[1], BLOCK_G)), so_far,
+        begin, tl.minimum(begin + piece, position), seen, pages_ptr, k_ptr, v_ptr, factors,
+        STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_H, CAPPED, WINDOWED,
     )  # fmt: skip
 
 
@@ -412,21 +418,34 @@ def _first_scores(
     k: tl.tuple,
     v: tl.tuple,
     is_last: tl.tensor,
-    scale_log2: tl.tensor,
+    factors: tl.tuple,
     BLOCK_G: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    CAPPED: tl.constexpr,
 ) -> tuple[Any, Any, Any, Any]:
     """The running softmax after the new token, or before any: largest score and sum, `[BLOCK_G]`,
     and halves of weighted v, `[BLOCK_G, BLOCK_H]`."""
     products = q[0].to(tl.float32) * k[0].to(tl.float32) + q[1].to(tl.float32) * k[1].to(tl.float32)
     score = tl.sum(products, axis=1)[None, :]
     score = tl.reshape(tl.broadcast_to(score, BLOCK_G // score.shape[1], score.shape[1]), BLOCK_G)
-    top = tl.where(is_last, score * scale_log2, float("-inf"))
+    if CAPPED:
+        score = capped(score, factors[0])
+    top = tl.where(is_last, score * factors[1], NO_SCORE)
     total = tl.zeros((BLOCK_G,), tl.float32) + tl.where(is_last, 1.0, 0.0)
     nothing = tl.zeros((BLOCK_G, BLOCK_H), tl.float32)
     acc_a = nothing + tl.where(is_last, v[0].to(tl.float32), 0.0)
     acc_b = nothing + tl.where(is_last, v[1].to(tl.float32), 0.0)
     return top, total, acc_a, acc_b
+
+
+@triton.jit
+def _with_sink(so_far: tl.tuple, sink: tl.tensor) -> tuple[Any, Any, Any, Any]:
+    """The running softmax with one more score, `[BLOCK_G]`, of no value."""
+    top, total, acc_a, acc_b = so_far
+    higher = tl.maximum(top, sink)
+    decay = tl.exp2(top - higher)
+    total = total * decay + tl.where(sink > NO_SCORE, tl.exp2(sink - higher), 0.0)
+    return higher, total, acc_a * decay[:, None], acc_b * decay[:, None]
 
 
 @triton.jit
@@ -444,42 +463,52 @@ def _attend(
     so_far: tl.tuple,
     begin: tl.tensor,
     end: tl.tensor,
+    seen: tl.tensor,
     pages_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
-    scale_log2: tl.tensor,
+    factors: tl.tuple,
     STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ) -> tuple[Any, Any, Any, Any]:
-    """Cached tokens begin .. end into the running softmax (arXiv:1805.02867), two tiles of BLOCK_N
-    at a time."""
+    """Cached tokens begin .. end, but those before `seen`, into the running softmax
+    (arXiv:1805.02867), two tiles of BLOCK_N at a time. factors: inner and outer of the rule."""
     HALF: tl.constexpr = HEAD_DIM // 2
     n = tl.arange(0, BLOCK_N)
     h = tl.arange(0, BLOCK_H)[None, :]
     at = n[:, None] * STRIDE + h
     inside = h < HALF
+    inner, outer = factors
     top, total, acc_a, acc_b = so_far
     for first in tl.range(begin, end, 2 * BLOCK_N, num_stages=2):
         x_live = n < end - first
         y_live = n < end - first - BLOCK_N
-        x = _tile_start(pages_ptr, first, end, PAGE_SIZE, BLOCK_N) * STRIDE
+        if WINDOWED:
+            x_live = x_live & (n >= seen - first)
+            y_live = y_live & (n >= seen - first - BLOCK_N)
+        x = _tile_start(pages_ptr, first, end, seen, PAGE_SIZE, BLOCK_N, WINDOWED) * STRIDE
         # Where the second tile would begin behind the end, the first is read in its place.
         second = tl.where(end - first > BLOCK_N, first + BLOCK_N, first)
-        y = _tile_start(pages_ptr, second, end, PAGE_SIZE, BLOCK_N) * STRIDE
-        # Keys of tokens behind the end may be anything, as their scores are not taken.
+        y = _tile_start(pages_ptr, second, end, seen, PAGE_SIZE, BLOCK_N, WINDOWED) * STRIDE
+        # Keys of tokens that are not seen may be anything, as their scores are not taken.
         kx_a = tl.load((k_ptr + x) + at, mask=inside, other=0.0)
         kx_b = tl.load((k_ptr + x) + (at + HALF), mask=inside, other=0.0)
         ky_a = tl.load((k_ptr + y) + at, mask=inside, other=0.0)
         ky_b = tl.load((k_ptr + y) + (at + HALF), mask=inside, other=0.0)
-        of_x = tl.where(x_live[None, :], _qk(q, kx_a, kx_b), float("-inf"))
-        of_y = tl.where(y_live[None, :], _qk(q, ky_a, ky_b), float("-inf"))
-        higher = tl.maximum(top, tl.max(tl.maximum(of_x, of_y), axis=1) * scale_log2)
+        of_x, of_y = _qk(q, kx_a, kx_b), _qk(q, ky_a, ky_b)
+        if CAPPED:
+            of_x, of_y = capped(of_x, inner), capped(of_y, inner)
+        of_x = tl.where(x_live[None, :], of_x, float("-inf"))
+        of_y = tl.where(y_live[None, :], of_y, float("-inf"))
+        higher = tl.maximum(top, tl.max(tl.maximum(of_x, of_y), axis=1) * outer)
         decay = tl.exp2(top - higher)
-        of_x = tl.exp2(of_x * scale_log2 - higher[:, None])
-        of_y = tl.exp2(of_y * scale_log2 - higher[:, None])
+        of_x = tl.exp2(of_x * outer - higher[:, None])
+        of_y = tl.exp2(of_y * outer - higher[:, None])
         total = total * decay + tl.sum(of_x + of_y, axis=1)
         vx_a = tl.load((v_ptr + x) + at, mask=x_live[:, None] & inside, other=0.0)
         vx_b = tl.load((v_ptr + x) + (at + HALF), mask=x_live[:, None] & inside, other=0.0)
@@ -496,16 +525,21 @@ def _tile_start(
     pages_ptr: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
+    seen: tl.tensor,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ) -> Any:
     """Where a tile's tokens lie: less its number, that of each, int64 `[BLOCK_N, 1]`; or one for
-    all, where no tile is in two pages."""
+    all, where no tile is in two pages. No page is looked up of which no token is seen."""
     if PAGE_SIZE % BLOCK_N == 0 and PIECE_STEP % BLOCK_N == 0:
-        start = tl.load(pages_ptr + first // PAGE_SIZE) * PAGE_SIZE + first % PAGE_SIZE
+        known = tl.maximum(first, seen) if WINDOWED else first
+        start = tl.load(pages_ptr + known // PAGE_SIZE) * PAGE_SIZE + first % PAGE_SIZE
     else:
         n = tl.arange(0, BLOCK_N)
         token = tl.minimum(first + n, end - 1)
+        if WINDOWED:
+            token = tl.maximum(token, seen)
         of_page = tl.load(pages_ptr + token // PAGE_SIZE) * PAGE_SIZE
         start = (of_page + token % PAGE_SIZE - n)[:, None]
     return start

@@ -14,12 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.attention.scores import LOG2_E, ScoreRule, capped
+from server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped
 
 TILE_COLUMNS = 4
 _WIDEST_HEAD = 256
-# Below every score, and finite: what no key was seen for yet decays to nothing.
-_NO_SCORE = tl.constexpr(-1e30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +167,7 @@ def _prompt_attention_kernel(
         row = (tl.load(tile_ptr + 1) + token).to(tl.int64) * (GROUP * KV_HEADS) + head
         at = row[:, None] * HEAD_DIM + d
         q = tl.load(q_ptr + at, mask=d < HEAD_DIM, other=0.0)
-        top = tl.full((BLOCK_M,), _NO_SCORE, tl.float32)
+        top = tl.full((BLOCK_M,), NO_SCORE, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         if SINKS:
             top = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Below every score, and finite: what no key was seen for yet decays to nothing.
+NO_SCORE = tl.constexpr(-1e30)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,11 @@ A graph reads one packed upload, so it is valid for any sequences, contexts, ada
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 
-from server.kernels.attention.decode_attention import (
-    DecodeBatchView,
-    DecodeItems,
-    cut_contexts,
-    max_items,
-)
+from server.kernels.attention.decode_attention import DecodeBatchView
 from server.kernels.attention.decode_inputs import gather_inputs
 from server.kernels.sampling.greedy import GreedyScratch, greedy_append
 from server.model.decoder import Decoder
@@ -30,10 +24,6 @@ from server.model.steps.rows import Rows
 
 # One more than uploads that can be on their way while the next is written.
 _UPLOADS = 4
-_ALIGNMENT = 64
-
-
-T = TypeVar("T", np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +33,6 @@ class GraphStep:
 
     logits: torch.Tensor
     token_ids: torch.Tensor
-
-
-class _Packed:
-    """Where the parts of an upload of `size` rows lie, on the host and on the device alike."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.num_items = size, max_items(size)
-        self._items = _align(NUM_COLUMNS * size)
-        self._piece = _align(self._items + 2 * self.num_items)
-        self.end = self._piece + 1
-
-    def columns(self, packed: T) -> T:
-        return packed[: NUM_COLUMNS * self.size].reshape(NUM_COLUMNS, self.size)
-
-    def items(self, packed: T) -> T:
-        return packed[self._items : self._items + 2 * self.num_items].reshape(2, self.num_items)
-
-    def piece(self, packed: T) -> T:
-        return packed[self._piece : self.end]
 
 
 class DecodeGraphs:
@@ -84,7 +55,8 @@ class DecodeGraphs:
             torch.zeros(most, dtype=torch.int64, device=device) for _ in range(2)
         )
         self._scratch = GreedyScratch(most, device)
-        widest = _Packed(most).end
+        self._work = {size: ops.decode_work(size) for size in sizes}
+        widest = NUM_COLUMNS * most + self._work[most].length
         self._uploads = torch.zeros(_UPLOADS, widest, dtype=torch.int32, pin_memory=True)
         self._launched = 0
         self._packed = {s: torch.zeros(widest, dtype=torch.int32, device=device) for s in sizes}
@@ -125,31 +97,33 @@ class DecodeGraphs:
 
     def _upload(self, size: int, batch: DecodeBatch) -> None:
         """Fill up with rows that compute nothing of use, on a row and a page of their own."""
-        n, parts = len(batch), _Packed(size)
+        n, used = len(batch), NUM_COLUMNS * size
         self._launched += 1
         upload = self._uploads[self._launched % _UPLOADS]
         host = upload.numpy()
-        columns = parts.columns(host)
+        columns = host[:used].reshape(NUM_COLUMNS, size)
         columns[:, :n] = batch.columns
         columns[:, n:] = self._padding()
         contexts = np.ones(size, dtype=np.int64)
         contexts[:n] = batch.contexts
-        parts.piece(host)[0] = cut_contexts(contexts, parts.items(host))
-        self._packed[size][: parts.end].copy_(upload[: parts.end], non_blocking=True)
+        work = self._work[size]
+        work.cut(contexts, host[used:])
+        end = used + work.length
+        self._packed[size][:end].copy_(upload[:end], non_blocking=True)
 
     def _padding(self) -> np.ndarray:
         return np.array([[self._rows.scratch], [0], [-1], [0], [-1], [-1], [-1]], dtype=np.int32)
 
     def _step(self, size: int, with_adapters: bool) -> Callable[[], None]:
-        parts, packed = _Packed(size), self._packed[size]
-        columns = parts.columns(packed)
+        packed, used = self._packed[size], NUM_COLUMNS * size
+        columns = packed[:used].view(NUM_COLUMNS, size)
         token_ids, positions = self._token_ids[:size], self._positions[:size]
         lora = None
         if with_adapters:
             lora = self._loras[size] = self._ops.captured_lora(columns[SLOT], decodes=True)
         logits, sampled = self._logits[:size], self._sampled[:size]
         rows = self._rows
-        work = DecodeItems(parts.items(packed), parts.piece(packed))
+        work = self._work[size].items(packed[used:])
 
         def step() -> None:
             gather_inputs(columns, rows.tokens, rows.page_table, token_ids, positions)
@@ -166,7 +140,3 @@ class DecodeGraphs:
             )
 
         return step
-
-
-def _align(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT

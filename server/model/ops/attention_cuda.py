@@ -3,23 +3,23 @@
 A plan is made on the host from lengths that the host knows; page lists are gathered on the device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from server.kernels.attention.decode_attention import (
     DecodeBatchView,
-    DecodeItems,
     DecodeScratch,
-    cut_contexts,
+    LayerScores,
     decode_attention,
-    max_items,
 )
+from server.kernels.attention.decode_work import WorkLayout
 from server.kernels.attention.rotation import QkNorm, Rotation
 from server.kernels.lora.pending import PendingDelta
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.prompt_attention import PromptAttention
+from server.model.ops.score_rules import distinct_windows, score_rules
 from server.model.ops.transfers import to_device
 from server.model.spec import ModelSpec
 
@@ -61,6 +61,14 @@ class PagedAttention:
         capability = torch.cuda.get_device_capability(self.device)
         self._programmatic_launch = capability >= (9, 0)
         self._prompts = PromptAttention(model, cache, prefill_backend)
+        self._windows = distinct_windows(model)
+        self._scores = [
+            LayerScores(rule, self._windows.index(rule.window)) for rule in score_rules(model)
+        ]
+
+    def work(self, batch: int) -> WorkLayout:
+        """Of at most so many decodes."""
+        return WorkLayout(self._windows, batch)
 
     def plan(self, layout: StepLayout, turns: torch.Tensor | None) -> Attention:
         """Of a step outside graphs: decodes are its first tokens. turns: see `Rotations.turns`."""
@@ -80,20 +88,22 @@ class PagedAttention:
         qkv: torch.Tensor,
         pending: PendingDelta | None,
         rotation: tuple[Rotation, QkNorm | None],
+        sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """rotation: behind the norm of q and k; the rest as in `decode_attention`."""
         pages = (self.cache.k[layer], self.cache.v[layer])
-        context = (batch, pages, *rotation, self._scratch, out)
+        scores = replace(self._scores[layer], sinks=sinks)
+        context = (batch, pages, *rotation, scores, self._scratch, out)
         decode_attention(qkv, pending, *context, programmatic_launch=self._programmatic_launch)
 
     def _plan_decodes(
         self, layout: StepLayout, decodes: int, turns: torch.Tensor | None
     ) -> DecodeBatchView:
-        packed = np.zeros((3, max_items(decodes)), dtype=np.int32)
-        packed[2, 0] = cut_contexts(layout.starts[:decodes] + 1, packed[:2])
-        work = to_device(packed, self.device)
+        work = self.work(decodes)
+        packed = np.zeros(work.length, dtype=np.int32)
+        work.cut(layout.starts[:decodes] + 1, packed)
+        items = work.items(to_device(packed, self.device))
         rows = to_device(layout.seq_rows[:decodes].astype(np.int32), self.device)
-        items = DecodeItems(work[:2], work[2, :1])
         turns = None if turns is None else turns[:decodes]
         return DecodeBatchView(rows, layout.positions[:decodes], layout.page_table, items, turns)

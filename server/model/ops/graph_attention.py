@@ -4,24 +4,17 @@ In such a step prompts come before decodes, the other way round than outside gra
 first token is always a prompt's.
 """
 
-from typing import TypeVar
-
 import numpy as np
 import torch
 
-from server.kernels.attention.decode_attention import (
-    DecodeBatchView,
-    DecodeItems,
-    cut_contexts,
-    max_items,
-)
+from server.kernels.attention.decode_attention import DecodeBatchView
+from server.kernels.attention.decode_work import WorkLayout
 from server.model.ops.attention_cuda import Attention
 from server.model.ops.ops import StepLayout
 from server.model.ops.ops_cuda import CudaOps, CudaPlan
 from server.model.ops.prompt_attention import PromptAttention
 
 _ALL = slice(0, None)
-T = TypeVar("T", np.ndarray, torch.Tensor)
 
 
 class GraphAttention:
@@ -45,14 +38,13 @@ class GraphAttention:
         # What pads a step reads what earlier ones left.
         q_size, dtype = ops.model.q_size, ops.cache.k.dtype
         self.attended = torch.zeros(most_tokens, q_size, dtype=dtype, device=device)
-        widest = most_tokens + 2 * max_items(most_decodes) + 1
+        widest = most_tokens + ops.decode_work(most_decodes).length
         self._packed = torch.zeros(widest, dtype=torch.int32, device=device)
 
     def plan(self, size: int) -> CudaPlan:
         """Of a graph of `size` tokens, whatever they are."""
-        rows, items, piece = self._parts(self._packed, size)
-        positions = self._positions[:size]
-        work = DecodeItems(items.view(2, -1), piece)
+        rows, positions = self._packed[:size], self._positions[:size]
+        work = self._work(size).items(self._packed[size:])
         turns = self._turns[:size] if self._ops.rotations.has_long else None
         view = DecodeBatchView(rows, positions, self._page_table, work, turns)
         attention = Attention(_ALL, view, _ALL, self._prompts)
@@ -70,18 +62,12 @@ class GraphAttention:
         self._kv_slots[:first].copy_(self._ops.kv_slots(layout)[n:])
         self._kv_slots[first:size].fill_(-1)
         packed = np.zeros(len(self._packed), dtype=np.int32)
-        rows, items, piece = self._parts(packed, size)
-        rows[first:tokens] = layout.seq_rows[:n]
-        items = items.reshape(2, -1)
-        items[0] = -1
-        if n:
-            piece[0] = cut_contexts(layout.starts[:n] + 1, items)
-            items[0, items[0] >= 0] += first
+        packed[first:tokens] = layout.seq_rows[:n]
+        self._work(size).cut(layout.starts[:n] + 1, packed[size:], first)
         upload = torch.from_numpy(packed).pin_memory()
         self._packed.copy_(upload, non_blocking=True)
         self._prompts.plan(layout)
 
-    def _parts(self, packed: T, size: int) -> tuple[T, T, T]:
-        """rows `[size]`, items and `[1]` tokens of a piece."""
-        items = size + 2 * max_items(min(size, self._most_decodes))
-        return packed[:size], packed[size:items], packed[items : items + 1]
+    def _work(self, size: int) -> WorkLayout:
+        """Of a graph of `size` tokens: the upload has their rows first, then this."""
+        return self._ops.decode_work(min(size, self._most_decodes))

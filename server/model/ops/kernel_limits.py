@@ -1,10 +1,8 @@
 """Which models the GPU's kernels compute, and why others are left to the reference operations.
 Pure."""
 
-from math import isclose
-
 from server.model.moe_spec import MoeSpec
-from server.model.spec import LayerSpec, ModelSpec
+from server.model.spec import ModelSpec
 
 # Head sizes are multiples of the one, up to the other.
 _HEAD_DIM_STEP, _WIDEST_HEAD = 16, 256
@@ -23,24 +21,6 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
             f"the kernels' head sizes are multiples of {_HEAD_DIM_STEP} up to {_WIDEST_HEAD}, the"
             f" model's is {model.head_dim}"
         )
-    windows = [window for window in model.windows if window is not None]
-    if windows:
-        return (
-            "sliding windows are left to the reference attention; with a --max-context of at most"
-            f" {min(windows)} the model has none"
-        )
-    return next(filter(None, map(_other_maths, set(model.layers))), None)
-
-
-def _other_maths(layer: LayerSpec) -> str | None:
-    """What of a layer the kernels do not compute."""
-    attention = layer.attention
-    if attention.softcap is not None:
-        return "a soft cap on attention's scores is left to the reference attention"
-    if not isclose(attention.scale, attention.head_dim**-0.5):
-        return f"attention's scale of {attention.scale:g} is left to the reference attention"
-    if attention.sinks:
-        return "attention's sinks are left to the reference attention"
-    if isinstance(layer.mlp, MoeSpec):
+    if any(isinstance(layer.mlp, MoeSpec) for layer in model.layers):
         return "experts are left to the reference operations"
     return None

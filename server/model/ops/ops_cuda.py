@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from server.kernels.attention.decode_work import WorkLayout
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
 from server.kernels.attention.rotation import QkNorm
@@ -106,6 +107,10 @@ class CudaOps:
         """See `LoraBatches.to_warm`."""
         return self._batches.to_warm(tokens)
 
+    def decode_work(self, batch: int) -> WorkLayout:
+        """See `PagedAttention.work`."""
+        return self._attention.work(batch)
+
     def route(self, lora: DeviceLora) -> None:
         """Again, as its slots are now; in a captured step at its beginning."""
         lora.route(self.table.device_table)
@@ -180,7 +185,6 @@ class CudaOps:
         qk_norm: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Of decodes without sinks: `unsupported` refuses models with them."""
         y, attention, model = qkv.y, plan.attention, self.model
         out = y.new_empty(len(y), model.q_size) if plan.attended is None else plan.attended
         heads = out.view(len(y), model.num_heads, model.head_dim)
@@ -200,7 +204,7 @@ class CudaOps:
         if attention.decode is not None:
             rotation = (self.rotations[layer], self._norm(layer, qk_norm))
             batch, rows = attention.decode, attention.decodes
-            self._attention.decode(batch, layer, y[rows], delta, rotation, heads[rows])
+            self._attention.decode(batch, layer, y[rows], delta, rotation, sinks, heads[rows])
         if attention.prefill is not None and q is not None:
             attention.prefill.run(layer, q, heads[attention.prompts], sinks)
         return out

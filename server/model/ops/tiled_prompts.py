@@ -10,8 +10,8 @@ from server.kernels.attention.prompt_attention import (
     prompt_attention,
     tile_shape,
 )
-from server.kernels.attention.scores import ScoreRule
 from server.model.ops.ops import KVCache, StepLayout
+from server.model.ops.score_rules import score_rules
 from server.model.ops.sizes import MAX_PROMPTS, PromptRoom
 from server.model.ops.transfers import to_device
 from server.model.spec import ModelSpec
@@ -26,8 +26,7 @@ class TiledPrompts:
         group = model.num_heads // model.num_kv_heads
         capability = torch.cuda.get_device_capability(self._device)
         self._shape = tile_shape(group, model.head_dim, capability)
-        attentions = [layer.attention for layer in model.layers]
-        self._rules = [ScoreRule(each.scale, each.softcap, each.window) for each in attentions]
+        self._rules = score_rules(model)
         self._captured = captured is not None
         room = self._most_tiles(captured.tokens) if captured is not None else 0
         self._tiles = torch.zeros(room, TILE_COLUMNS, dtype=torch.int32, device=self._device)

@@ -27,20 +27,39 @@ pytestmark = [
     ),
 ]
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+BOTH = ["sliding_attention", "full_attention"]
 # A row of parity's table and the backend of FlashInfer -> what differs from the row and from SMALL.
 SERVED: dict[tuple[str, str], dict[str, Any]] = {
+    ("gemma2", "fa3"): {"head_dim": 16, "sliding_window": 5},
     ("gemma2-uncapped", "fa3"): {"layer_types": ["full_attention"] * 2},
+    ("gemma3", "fa3"): {"head_dim": 16, "layer_types": BOTH},
+    ("gemma3-capped", "fa2"): {"head_dim": 16, "layer_types": BOTH},
     ("glm4", "fa3"): {"head_dim": 16},
+    ("granite", "fa3"): {"hidden_size": 64},
     ("ministral3", "fa2"): {},
+    ("mistral-window", "fa3"): {"hidden_size": 64, "sliding_window": 5},
     ("olmo2", "fa3"): {},
     ("olmo2", "fa2"): {},
+    ("olmo3", "fa3"): {"hidden_size": 64, "layer_types": BOTH},
+    ("phi3", "fa3"): {"hidden_size": 64},
     ("phi3-long", "fa3"): {"hidden_size": 64, "original_max_position_embeddings": 8},
     ("phi3-long", "fa2"): {"hidden_size": 64, "original_max_position_embeddings": 8},
+    ("qwen2-window", "fa3"): {"hidden_size": 64, "sliding_window": 5},
     ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
 }
+# These rows have no part that another row lacks.
+ONLY_WITH_ALL = {"gemma3-capped", "phi3", "qwen2-window", "mistral-window"}
 
 
-@pytest.fixture(params=SERVED, ids="-".join)
+def rows() -> list[Any]:
+    long = [[pytest.mark.exhaustive] if row[0] in ONLY_WITH_ALL else [] for row in SERVED]
+    return [
+        pytest.param(row, marks=marks, id="-".join(row))
+        for row, marks in zip(SERVED, long, strict=True)
+    ]
+
+
+@pytest.fixture(params=rows())
 def pair(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Pair]:

@@ -5,12 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from peft import LoraConfig
 
-from server.model.ops.kernel_limits import unsupported
 from server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import EVERY_LOGPROB
@@ -196,17 +194,3 @@ def test_a_failed_product_leaves_nothing_running_beside(
     with pytest.raises(RuntimeError, match="out of memory"):
         answer(pair.gpu, [0], PLAIN, 64)
     assert waits[-1] is ops._lora_linear._side
-
-
-@pairs(BIASED)
-def test_models_with_windows_are_told_how_to_do_without(pair: Pair) -> None:
-    spec = pair.gpu.executor._decoder.spec
-    layer = spec.layers[0]
-    attentions = (
-        msgspec.structs.replace(layer.attention, head_dim=64, scale=0.125, window=window)
-        for window in (None, 4096)
-    )
-    layers = tuple(msgspec.structs.replace(layer, attention=a) for a in attentions)
-    config = msgspec.structs.replace(spec, layers=layers)
-    assert "--max-context of at most 4096" in str(unsupported(config, "bfloat16", (9, 0)))
-    assert unsupported(config.within(4096), "bfloat16", (9, 0)) is None

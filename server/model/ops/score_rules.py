@@ -1,0 +1,15 @@
+"""From a model's description to the rules by which kernels make scores. Pure."""
+
+from server.kernels.attention.scores import ScoreRule
+from server.model.spec import ModelSpec
+
+
+def score_rules(model: ModelSpec) -> list[ScoreRule]:
+    """Of each layer."""
+    attentions = [layer.attention for layer in model.layers]
+    return [ScoreRule(each.scale, each.softcap, each.window) for each in attentions]
+
+
+def distinct_windows(model: ModelSpec) -> tuple[int | None, ...]:
+    """In the order of the layers that have them first."""
+    return tuple(dict.fromkeys(model.windows))

@@ -24,7 +24,8 @@ _KNOWN = """
 ## On a GPU
 
 One known model of each family, in bfloat16, on a GPU of compute capability 9.0. What the kernels do
-not compute is computed by torch, on the GPU, too: right, and slower. Keys and values are those of
+not compute is computed by torch, on the GPU, too: right, and slower. One missing part leaves the
+whole model to torch, with LoRA and sampling, and without CUDA graphs. Keys and values are those of
 one token; GB are 10^9 bytes.
 
 | model | weights | keys and values | computed by |

@@ -116,9 +116,7 @@ def decode_attention(
         work.piece,
         (scratch.sums, scratch.weights, scratch.done),
         qkv if scores.sinks is None else scores.sinks,
-        rule.inner,
-        rule.outer,
-        rule.window or 0,
+        *rule.arguments,
         GROUP=group,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -129,13 +127,12 @@ def decode_attention(
         NORM=norm_switch(norm),
         TURNS=batch.turns is not None,
         LORA=pending is not None,
-        CAPPED=rule.softcap is not None,
-        WINDOWED=rule.window is not None,
         SINKS=scores.sinks is not None,
         PDL=programmatic_launch,
         num_warps=num_warps,
         launch_pdl=programmatic_launch,
         **rotation.switches(head_dim),
+        **rule.switches,
     )
 
 

@@ -104,9 +104,7 @@ def prompt_attention(
         page_table.stride(0),
         tiles,
         q if sinks is None else sinks,
-        rule.inner,
-        rule.outer,
-        rule.window or 0,
+        *rule.arguments,
         GROUP=group,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -115,11 +113,10 @@ def prompt_attention(
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        CAPPED=rule.softcap is not None,
-        WINDOWED=rule.window is not None,
         SINKS=sinks is not None,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        **rule.switches,
     )
 
 

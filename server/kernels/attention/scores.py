@@ -32,6 +32,16 @@ class ScoreRule:
         factor = self.scale if self.softcap is None else self.softcap
         return factor * float(LOG2_E.value)
 
+    @property
+    def arguments(self) -> tuple[float, float, int]:
+        """Of a kernel: inner, outer, window."""
+        return self.inner, self.outer, self.window or 0
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """Of a kernel."""
+        return {"CAPPED": self.softcap is not None, "WINDOWED": self.window is not None}
+
 
 @triton.jit
 def capped(products: tl.tensor, inner: tl.tensor) -> Any:

@@ -89,8 +89,7 @@ def decode_attention(
     """qkv: `[batch, (heads + 2 kv_heads) * head_dim]`, contiguous; pending: LoRA of it, computed
     beside it. cache: k and v, `[pages, page_size, kv_heads, head_dim]`, contiguous; features of k
     lie as `rotation.py` says. out: `[batch, heads, head_dim]`. One kernel, two with a norm over all
-    heads. Raises ValueError on a mismatch, and where scratch has no room for the batch.
-    """
+    heads. Raises ValueError on a mismatch, and where scratch has no room for the batch."""
     rule, work = scores.rule, batch.work[scores.window]
     if len(qkv) > len(scratch.done) or work.items.shape[1] > len(scratch.sums):
         raise ValueError(f"scratch is for {len(scratch.done)} sequences, the batch has {len(qkv)}")

@@ -41,8 +41,13 @@ from server.kernels.lora.segments import allocate_segments, route
 from server.kernels.lora.shrink import gather_embedding, shrink
 from server.kernels.lora.table import RANK_BLOCKS, LoraTable
 from server.kernels.lora.workspace import allocate_workspace
+from server.kernels.moe.choose import choose_experts
+from server.kernels.moe.combine import combine_experts
+from server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
+from server.kernels.moe.grouped import grouped_product, grouped_shape, tokens_of_each_shape
+from server.kernels.moe.tiles import expert_tiles
 from server.kernels.pointwise.add_norm import add_norm, rms_norm
-from server.kernels.pointwise.gated import Activation, gated
+from server.kernels.pointwise.gated import Activation, GatedActivation, gated
 from server.kernels.pointwise.gated_lora import gated_lora
 from server.kernels.sampling.draw import DrawRows, draw_append
 from server.kernels.sampling.draw_columns import DRAW_COLUMNS
@@ -50,6 +55,7 @@ from server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_appe
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
+ACTIVATION_OF_EXPERTS: GatedActivation = "clamped_swiglu"
 # Scores of a layer with nothing beside a scale, and with all that a layer may have.
 PLAIN = LayerScores(ScoreRule(1.0))
 FULL = LayerScores(ScoreRule(1.0, 50.0, 4096), 0, torch.zeros(8))
@@ -208,6 +214,23 @@ def prompts(capability: int, every_form: bool) -> None:
             prompt_attention(q, (pages, pages), *context)
 
 
+def experts(every_form: bool) -> None:
+    """Products of few rows and of many, with and without an activation; LoRA."""
+    table, slots = LoraTable(2, 8, CPU), torch.zeros(4, dtype=torch.int32)
+    chosen, weights = choose_experts(torch.zeros(4, 8).to(DTYPE), 2, of_chosen=True, rounded=True)
+    of_experts = torch.zeros(8, 512, 256, dtype=DTYPE)
+    bias = of_experts[:, :, 0].contiguous()
+    for tokens in tokens_of_each_shape(2, 8):
+        shape = grouped_shape(tokens, 2, 8)
+        tiles = expert_tiles(chosen, 8, shape.tile_rows)
+        x = torch.zeros(4, 256, dtype=DTYPE)
+        for activation in (ACTIVATION_OF_EXPERTS, None) if every_form else (None,):
+            grouped_product(x, of_experts, bias, tiles, shape, activation)
+        y = grouped_product(x, of_experts, bias, tiles, shape, ACTIVATION_OF_EXPERTS)
+        add_expert_lora(x, y, (128, 128), tiles, ExpertLora(table, 0, slots))
+    combine_experts(y, weights)
+
+
 def step() -> None:
     columns = torch.zeros(7, 4, dtype=torch.int32)
     tokens = torch.zeros(4, 8, dtype=torch.int32)
@@ -240,6 +263,7 @@ def main() -> None:
             lora(configs, "mixed", 300, every_form)
         lora(configs, "prefill", 300, every_form)
         prompts(capability, every_form)
+        experts(every_form)
         step()
         products(configs)
     print(*sorted(set(compiled)))

@@ -373,6 +373,18 @@ def test_sampling(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert point["B"] == 1
 
 
+def test_known_models_by_name() -> None:
+    """Of experts the floor has those that some token has; made-up adapters change none."""
+    folder = model_folder("mixtral-8x7b")
+    grid = Grid(folder, "cpu", "bfloat16", (1,), (0, 1), (16,), 128, 144, 8192)
+    attention = 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024)) * 16 * 2
+    assert adapter_bytes(grid, 16) == attention
+    one, many = step_bytes(grid, (1, 0, 16)), step_bytes(grid, (512, 0, 16))
+    experts = 32 * 8 * 3 * 4096 * 14336 * 2
+    cache = 208 * (128 << 10)
+    assert many - 511 * cache - one == pytest.approx(experts * 3 / 4, rel=1e-3)
+
+
 def test_llama_8b_by_name() -> None:
     """The design's figures: 15.0 GB of weights, 5 MiB a rank, 128 KiB a token."""
     grid = Grid(

@@ -11,7 +11,14 @@ import torch
 
 from adapters.manifest import ITEM_BYTES, SlabDtype
 from launcher.bench.engine.made_schemas import endless_json
-from launcher.bench.engine.offline import GREEDY, EngineSizes, Load, OfflineEngine, token_bytes
+from launcher.bench.engine.offline import (
+    GREEDY,
+    EngineSizes,
+    Load,
+    OfflineEngine,
+    adapted_modules,
+    token_bytes,
+)
 from launcher.bench.engine.step_times import StepTimes
 from launcher.bench.errors import BenchError
 from server.model.base_spec import base_spec
@@ -186,8 +193,11 @@ def prefill(grid: Grid) -> Iterator[PrefillRate]:
 def adapter_bytes(grid: Grid, lora_rank: int) -> int:
     """Of its matrices, without what extents leave free."""
     base = base_spec(read_config(grid.folder), "0" * 64, ("base",))
-    features = sum(m.in_features + m.out_features for m in base.layer_modules.values())
-    return base.num_layers * features * lora_rank * ITEM_BYTES[grid.dtype]
+    features = sum(
+        (module.in_features + module.out_features) * len(module.layers or range(base.num_layers))
+        for module in adapted_modules(base).values()
+    )
+    return features * lora_rank * ITEM_BYTES[grid.dtype]
 
 
 def matrix_parameters(model: ModelSpec, rows: int = 1) -> float:

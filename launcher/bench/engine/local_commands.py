@@ -32,7 +32,7 @@ def add_config(parser: Parser) -> None:
         "--config",
         required=True,
         metavar="FOLDER",
-        help="folder with a config.json, or a name that ships with the project (llama-3.1-8b)",
+        help="folder with a config.json, or a known model (llama-3.1-8b, gemma-2-9b)",
     )
 
 

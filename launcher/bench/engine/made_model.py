@@ -19,6 +19,7 @@ import torch
 
 from adapters.base import BaseSpec
 from launcher.bench.engine.made_tokenizer import tokenizer_json
+from launcher.bench.engine.offline import adapted_modules
 from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
 from server.model.checkpoint.model_files import CONFIG_FILE, INDEX_FILE
@@ -99,7 +100,7 @@ class Maker:
             "base_model_name_or_path": base,
             "r": lora_rank,
             "lora_alpha": lora_rank,
-            "target_modules": sorted(self.base.layer_modules),
+            "target_modules": sorted(adapted_modules(self.base)),
         }
 
         def write(name: str) -> int:
@@ -164,7 +165,9 @@ def _lora_shapes(base: BaseSpec, lora_rank: int) -> dict[str, tuple[int, ...]]:
     """As PEFT names them: A `[lora_rank, in_features]`, B `[out_features, lora_rank]`."""
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(base.num_layers):
-        for module in base.layer_modules.values():
+        for module in adapted_modules(base).values():
+            if not module.is_in(layer):
+                continue
             stem = f"base_model.model.model.layers.{layer}.{module.path}"
             shapes[f"{stem}.lora_A.weight"] = (lora_rank, module.in_features)
             shapes[f"{stem}.lora_B.weight"] = (module.out_features, lora_rank)

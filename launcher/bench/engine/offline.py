@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import msgspec
 import torch
 
-from adapters.base import BaseSpec
+from adapters.base import BaseSpec, ModuleShape
 from adapters.grammar.vocabulary import Vocabulary, make_vocabulary
 from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
 from adapters.peft.config import parse_config
@@ -22,6 +23,7 @@ from adapters.slab.layout import make_layout
 from adapters.violations import Findings
 from launcher.bench.engine.made_tokenizer import tokenizer_json
 from launcher.bench.errors import BenchError
+from launcher.families.known_models import served_families
 from server.config import EngineConfig
 from server.constraints.build import make_constraints
 from server.engine.loop import EngineLoop
@@ -39,6 +41,7 @@ from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
+from server.model.checkpoint.model_files import CONFIG_FILE
 from server.model.executor import TorchExecutor
 from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import ExpertsLinear, MoeWeights
@@ -54,6 +57,7 @@ EXTENT_BYTES = 512 << 10
 GREEDY = SamplingParams(temperature=0.0)
 PAGE_SIZE = 16
 ADAPTER_SLOTS = 256  # as many as a server has
+_FOLDERS: dict[str, "TemporaryDirectory[str]"] = {}
 Note = Callable[[StepOutput], None]
 _STD = 0.02
 _IDLE_S = 1e-4
@@ -61,9 +65,24 @@ _SPARE_KV = 64 << 20
 
 
 def model_folder(text: str) -> Path:
-    """A folder with a config.json, or the name of one that ships with the project."""
+    """A folder with a config.json, or the name of one that ships with the project, or of a family's
+    known model (`gemma-2-9b`)."""
     path = Path(text)
-    return path if path.is_dir() or not (SHIPPED / text).is_dir() else SHIPPED / text
+    if path.is_dir():
+        return path
+    if (SHIPPED / text).is_dir():
+        return SHIPPED / text
+    configs = {known.example.lower(): known.config for known in served_families().values()}
+    return _written(text, configs) if configs.get(text) else path
+
+
+def _written(name: str, configs: dict[str, dict[str, Any]]) -> Path:
+    """A folder for as long as the process runs."""
+    if name not in _FOLDERS:
+        _FOLDERS[name] = TemporaryDirectory()
+        path = Path(_FOLDERS[name].name, CONFIG_FILE)
+        path.write_bytes(msgspec.json.encode(configs[name]))
+    return Path(_FOLDERS[name].name)
 
 
 def require_cuda(advice: str) -> None:
@@ -140,9 +159,15 @@ class _RandomWeights:
         return torch.ones(shape, dtype=self.dtype, device=self.device)
 
 
+def adapted_modules(base: BaseSpec) -> dict[str, ModuleShape]:
+    """What made-up adapters change: in every layer the projections of all tokens, so no experts."""
+    return {name: of for name, of in base.layer_modules.items() if not of.is_of_experts}
+
+
 def lora_layout(base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype) -> SlabLayout:
-    """An adapter of one rank on all projections of all layers."""
-    names = sorted(base.layer_modules)
+    """An adapter of one rank on all of `adapted_modules`."""
+    modules_of = adapted_modules(base)
+    names = sorted(modules_of)
     peft = {"peft_type": "LORA", "r": lora_rank, "lora_alpha": lora_rank, "target_modules": names}
     findings = Findings()
     config = parse_config(msgspec.json.encode(peft), findings)
@@ -153,6 +178,7 @@ def lora_layout(base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype) -
         ModuleLora(layer, name, lora_rank, 1.0, nowhere, nowhere)
         for layer in range(base.num_layers)
         for name in names
+        if modules_of[name].is_in(layer)
     )
     return make_layout(LoraTensors(config, modules), base, digest, dtype, EXTENT_BYTES)
 

@@ -11,14 +11,17 @@ from server.kernels.lora.pending import PendingDelta, delta_arguments
 from server.kernels.lora.record import ranks_at, record_of
 
 Activation = Literal["silu", "gelu_tanh"]
+# With that of experts whose gate and up are clamped (`server.model.moe_spec` says how).
+GatedActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 _BLOCK = 1024
+_ALPHA, _LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)
 
 
 def gated(
     gate_up: torch.Tensor,
     pending: PendingDelta | None,
-    activation: Activation,
+    activation: GatedActivation,
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
@@ -80,13 +83,18 @@ def _gated_kernel(
 @triton.jit
 def activated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> Any:
     """`gate / (1 + e^-x) * up`: with x = gate that is silu's, with `x = sqrt(8 / pi) * (gate +
-    0.044715 gate^3)` that of gelu by its tanh (arXiv:1606.08415).
+    0.044715 gate^3)` that of gelu by its tanh (arXiv:1606.08415); "clamped_swiglu" clamps both.
 
     A square root's reciprocal, squared, and a power of 2 are an instruction each on a GPU; division
     and e's power take five, for numbers that do not come.
     """
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, _LIMIT)
+        up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT) + 1.0
     x = gate
-    if ACTIVATION == "gelu_tanh":
+    if ACTIVATION == "clamped_swiglu":
+        x = _ALPHA * gate
+    elif ACTIVATION == "gelu_tanh":
         x = 1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate))
     else:
         tl.static_assert(ACTIVATION == "silu")

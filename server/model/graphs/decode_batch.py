@@ -60,7 +60,3 @@ class DecodeBatch:
         """Tokens that each sequence attends to."""
         contexts: np.ndarray = self.columns[POSITION] + 1
         return contexts
-
-    @property
-    def has_adapters(self) -> bool:
-        return bool(self.columns[SLOT].max() >= 0)

@@ -14,6 +14,7 @@ from server.kernels.attention.decode_inputs import gather_inputs
 from server.kernels.sampling.greedy import GreedyScratch, greedy_append
 from server.model.decoder import Decoder
 from server.model.graphs.decode_batch import APPEND, NUM_COLUMNS, ROW, SLOT, DecodeBatch
+from server.model.lora.lora import Reach
 from server.model.ops.attention_cuda import Attention
 from server.model.ops.capture import record
 from server.model.ops.device_lora import DeviceLora
@@ -61,39 +62,39 @@ class DecodeGraphs:
         self._launched = 0
         self._packed = {s: torch.zeros(widest, dtype=torch.int32, device=device) for s in sizes}
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, Reach], torch.cuda.CUDAGraph] = {}
         # Kept since graphs write to their tensors.
-        self._loras: dict[int, DeviceLora] = {}
+        self._loras: dict[tuple[int, Reach], DeviceLora] = {}
 
-    def rehearse(self, with_adapters: bool) -> None:
+    def rehearse(self, reach: Reach) -> None:
         """What the graphs of one family will do, outside of any."""
         for size in reversed(self.sizes):
             self._upload(size, DecodeBatch(np.zeros((NUM_COLUMNS, 0), np.int32), ()))
-            self._step(size, with_adapters)()
+            self._step(size, reach)()
             torch.cuda.synchronize()  # uploads are in memory that comes round again
 
-    def capture(self, with_adapters: bool) -> None:
+    def capture(self, reach: Reach) -> None:
         """The graphs of one family, largest first so that the others fit in its memory. Others of
         as many rows were rehearsed."""
         for size in reversed(self.sizes):
-            step = self._step(size, with_adapters)
-            self._graphs[size, with_adapters] = record(step, self._pool)
+            step = self._step(size, reach)
+            self._graphs[size, reach] = record(step, self._pool)
 
     def takes(self, batch: DecodeBatch) -> bool:
         """Whether the batch can run in a graph."""
         if len(batch) > self.sizes[-1]:
             return False
-        if not batch.has_adapters:
-            return True
-        known = (self.sizes[0], True) in self._graphs
-        return known and not self._ops.table.changes_model(batch.columns[SLOT])
+        return (self.sizes[0], self._reach(batch)) in self._graphs
 
     def launch(self, batch: DecodeBatch) -> GraphStep:
         n = len(batch)
         size = padded_size(self.sizes, n)
         self._upload(size, batch)
-        self._graphs[size, batch.has_adapters].replay()
+        self._graphs[size, self._reach(batch)].replay()
         return GraphStep(self._logits[:n], self._sampled[:n])
+
+    def _reach(self, batch: DecodeBatch) -> Reach:
+        return self._ops.table.reach(batch.columns[SLOT])
 
     def _upload(self, size: int, batch: DecodeBatch) -> None:
         """Fill up with rows that compute nothing of use, on a row and a page of their own."""
@@ -114,13 +115,15 @@ class DecodeGraphs:
     def _padding(self) -> np.ndarray:
         return np.array([[self._rows.scratch], [0], [-1], [0], [-1], [-1], [-1]], dtype=np.int32)
 
-    def _step(self, size: int, with_adapters: bool) -> Callable[[], None]:
+    def _step(self, size: int, reach: Reach) -> Callable[[], None]:
         packed, used = self._packed[size], NUM_COLUMNS * size
         columns = packed[:used].view(NUM_COLUMNS, size)
         token_ids, positions = self._token_ids[:size], self._positions[:size]
         lora = None
-        if with_adapters:
-            lora = self._loras[size] = self._ops.captured_lora(columns[SLOT], decodes=True)
+        if reach is not Reach.NONE:
+            lora = self._loras[size, reach] = self._ops.captured_lora(
+                columns[SLOT], reach, decodes=True
+            )
         logits, sampled = self._logits[:size], self._sampled[:size]
         rows = self._rows
         work = self._work[size].items(packed[used:])

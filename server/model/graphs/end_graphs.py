@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from server.model.decoder import Decoder
-from server.model.lora.lora import any_adapter
+from server.model.lora.lora import Reach
 from server.model.ops.capture import record
 from server.model.ops.device_lora import DeviceLora
 from server.model.ops.lora_linear import LinearOutput
@@ -39,23 +39,23 @@ class EndGraphs:
         # Rows, then slots: one upload.
         self._packed = torch.zeros(2 * sizes[-1], dtype=torch.int32, device=ops.device)
         self._normed = torch.zeros_like(begun[1])
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, Reach], torch.cuda.CUDAGraph] = {}
         # Kept since graphs write to their tensors.
-        self._loras: dict[int, DeviceLora] = {}
+        self._loras: dict[tuple[int, Reach], DeviceLora] = {}
 
-    def rehearse(self, with_adapters: bool) -> None:
+    def rehearse(self, reach: Reach) -> None:
         """What the graphs of one family will do, outside of any."""
         for size in reversed(self.sizes):
             self._upload(size, _NOBODY, _NOBODY)
-            self._step(size, with_adapters)()
+            self._step(size, reach)()
 
-    def capture(self, with_adapters: bool) -> None:
+    def capture(self, reach: Reach) -> None:
         """One family, largest first so that the others fit in its memory. Others of as many tokens
         were rehearsed."""
         for size in reversed(self.sizes):
-            graph = record(self._step(size, with_adapters), self._pool)
+            graph = record(self._step(size, reach), self._pool)
             graph.replay()  # the first time takes longer
-            self._graphs[size, with_adapters] = graph
+            self._graphs[size, reach] = graph
 
     def forward(self, rows: np.ndarray, slots: np.ndarray) -> torch.Tensor:
         """rows: int64 `[n]`, of what steps left; slots: their adapters' -> normed `[n, hidden]`,
@@ -64,7 +64,7 @@ class EndGraphs:
         if n:
             size = padded_size(self.sizes, n)
             self._upload(size, rows, slots)
-            self._graphs[size, any_adapter(slots)].replay()
+            self._graphs[size, self._ops.table.reach(slots)].replay()
         return self._normed[:n]
 
     def _upload(self, size: int, rows: np.ndarray, slots: np.ndarray) -> None:
@@ -75,11 +75,11 @@ class EndGraphs:
         upload = torch.from_numpy(packed).view(-1).pin_memory()
         self._packed[: 2 * size].copy_(upload, non_blocking=True)
 
-    def _step(self, size: int, with_adapters: bool) -> Callable[[], None]:
+    def _step(self, size: int, reach: Reach) -> Callable[[], None]:
         rows, slots = self._packed[: 2 * size].view(2, size)
         lora = None
-        if with_adapters:
-            lora = self._loras[size] = self._ops.captured_lora(slots, decodes=False)
+        if reach is not Reach.NONE:
+            lora = self._loras[size, reach] = self._ops.captured_lora(slots, reach, decodes=False)
 
         def step() -> None:
             if lora is not None:

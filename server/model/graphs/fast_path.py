@@ -1,7 +1,7 @@
 """The GPU's operations at start: everything that steps launch is compiled, warm and captured."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,8 @@ from server.model.graphs.start_phases import StartPhases
 from server.model.graphs.token_graphs import TokenGraphs
 from server.model.graphs.warm_up import prompts_of, run_steps
 from server.model.linear.dense import DenseLinear
+from server.model.linear.experts import MoeWeights
+from server.model.lora.lora import Reach
 from server.model.ops.attention_cuda import PagedAttention, prompt_backend
 from server.model.ops.device_lora import DeviceLora
 from server.model.ops.graph_attention import GraphAttention
@@ -85,7 +87,7 @@ class _Start:
         limits, rows = parts.limits, parts.rows
         most_decodes = min(limits.max_rows, limits.max_step_tokens)
         sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
-        prompt_sizes = _prompt_sizes(limits, parts.weights.layers[0].linears)
+        prompt_sizes = _prompt_sizes(limits, parts.weights.layers)
         backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
         captured = prompt_sizes if prompts_in_graphs(parts.model, backend) else ()
         most = max(limits.max_rows + MOST_PADDING, sizes[-1])
@@ -104,9 +106,13 @@ class _Start:
         return " and ".join(names).replace("FlashInfer", f"FlashInfer ({self.backend})")
 
     @property
-    def families(self) -> tuple[bool, ...]:
-        """Graphs without adapters, and with them where they are."""
-        return (False, True) if self.parts.limits.adapter_slots else (False,)
+    def families(self) -> tuple[Reach, ...]:
+        """What graphs have: no adapters, and where there are some, those that change layers; those
+        of experts, which cost every layer more, apart."""
+        if not self.parts.limits.adapter_slots:
+            return (Reach.NONE,)
+        has_experts = self.parts.table.sites.of_experts.any()
+        return (Reach.NONE, Reach.LAYERS, *((Reach.EXPERTS,) if has_experts else ()))
 
     def decoder(self, layers: Sequence[LayerWeights]) -> CudaDecoder:
         weights = replace(self.parts.weights, layers=tuple(layers))
@@ -137,15 +143,15 @@ class _Start:
         """What graphs will launch, outside of any: a kernel is loaded at its first launch, which a
         capture does not allow."""
         graphs, token_graphs = self._graphs(decoder)
-        for with_adapters in self.families:
-            graphs.rehearse(with_adapters)
+        for reach in self.families:
+            graphs.rehearse(reach)
             if token_graphs is not None:
-                token_graphs.rehearse(with_adapters, self._example)
+                token_graphs.rehearse(reach, self._example)
 
     def load_products(self) -> None:
         """Of steps that no graph has: those of all tokens, and of rows that want logits."""
         weights, sizes = self.parts.weights, self.row_sizes
-        self.ops.products.load(sizes, weights.layers[0].linears)
+        self.ops.products.load(sizes, [linear for linear, *_ in _by_shape(weights.layers)])
         most_logits = max(self.parts.limits.max_rows, LOGITS_ROWS)
         self.ops.products.load(sizes_up_to(sizes, most_logits), [weights.lm_head])
 
@@ -155,18 +161,17 @@ class _Start:
 
     def capture(self, decoder: CudaDecoder) -> tuple[DecodeGraphs, TokenGraphs | None]:
         graphs, token_graphs = self._graphs(decoder)
-        for with_adapters in self.families:
-            graphs.capture(with_adapters)
+        for reach in self.families:
+            graphs.capture(reach)
             if token_graphs is not None:
-                token_graphs.capture(with_adapters, self._example)
+                token_graphs.capture(reach, self._example)
         torch.cuda.synchronize()
         return graphs, token_graphs
 
     def _products(self) -> Iterator[tuple[Sequence[int], list[list[DenseLinear]]]]:
-        """Numbers of rows, and for each product that has them its matrix in every layer."""
+        """Numbers of rows, and for each shape of a product that has them its matrices."""
         weights = self.parts.weights
-        by_layer = zip(*(layer.linears for layer in weights.layers), strict=True)
-        yield sorted({*self.sizes, *self.prompt_sizes}), [list(layers) for layers in by_layer]
+        yield sorted({*self.sizes, *self.prompt_sizes}), _by_shape(weights.layers)
         # Of steps with prompts no graph has the head.
         yield self.sizes, [[weights.lm_head]]
 
@@ -189,12 +194,30 @@ class _Start:
         return prompts_of(self.parts.rows, self.parts.limits.max_context, tokens)
 
 
-def _prompt_sizes(limits: ExecutorLimits, layer: Sequence[DenseLinear]) -> tuple[int, ...]:
+def _by_shape(layers: Iterable[LayerWeights]) -> list[list[DenseLinear]]:
+    """What every token is multiplied with, of all layers."""
+    found: dict[tuple[int, int], list[DenseLinear]] = {}
+    for layer in layers:
+        for linear in layer.linears:
+            found.setdefault((linear.out_features, linear.in_features), []).append(linear)
+    return list(found.values())
+
+
+def _prompt_sizes(limits: ExecutorLimits, layers: Iterable[LayerWeights]) -> tuple[int, ...]:
     """Tokens of the graphs of steps with prompts."""
     # In a context of one token there are none: slices of one token are decodes.
     most = MAX_PROMPTS * limits.max_context if limits.max_context > 1 else 0
-    weights = sum(linear.out_features * linear.in_features for linear in layer)
-    return token_sizes(limits.max_step_tokens, weights, most)
+    return token_sizes(limits.max_step_tokens, max(map(_weights_of_token, layers)), most)
+
+
+def _weights_of_token(layer: LayerWeights) -> int:
+    """How many of a layer's a token is multiplied with."""
+    weights = sum(linear.out_features * linear.in_features for linear in layer.linears)
+    if isinstance(layer.mlp, MoeWeights):
+        experts = (layer.mlp.gate_up, layer.mlp.down)
+        each = sum(linear.out_features * linear.in_features for linear in experts)
+        weights += layer.mlp.spec.top_k * each
+    return weights
 
 
 def _tell_of_late_kernels() -> None:

@@ -15,7 +15,7 @@ import torch
 from server.engine.plan import StepPlan
 from server.model.decoder import Decoder
 from server.model.graphs.end_graphs import EndGraphs
-from server.model.lora.lora import any_adapter
+from server.model.lora.lora import Reach
 from server.model.ops.capture import record
 from server.model.ops.device_lora import DeviceLora
 from server.model.ops.graph_attention import GraphAttention
@@ -61,29 +61,29 @@ class TokenGraphs:
         else:
             self._attended = attention.attended
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[tuple[int, bool], _Captured] = {}
+        self._captured: dict[tuple[int, Reach], _Captured] = {}
         begun = (self._attended, self._hidden)
         self.ends = EndGraphs(decoder, ops, sizes, begun, self._pool)
 
-    def rehearse(self, with_adapters: bool, example: Callable[[int], StepLayout]) -> None:
+    def rehearse(self, reach: Reach, example: Callable[[int], StepLayout]) -> None:
         """What the graphs of one family will do, outside of any; otherwise as `capture`."""
         for size in reversed(self.sizes):
-            for piece in self._prepared(size, self._lora(size, with_adapters), example):
+            for piece in self._prepared(size, self._lora(size, reach), example):
                 piece()
             torch.cuda.synchronize()  # plans are uploaded from memory that comes round again
-        self.ends.rehearse(with_adapters)
+        self.ends.rehearse(reach)
 
-    def capture(self, with_adapters: bool, example: Callable[[int], StepLayout]) -> None:
+    def capture(self, reach: Reach, example: Callable[[int], StepLayout]) -> None:
         """One family, largest first so that the others fit in its memory. Others of as many tokens
         were rehearsed. example: of prompts with so many tokens in all."""
         for size in reversed(self.sizes):
-            lora = self._lora(size, with_adapters)
+            lora = self._lora(size, reach)
             pieces = self._prepared(size, lora, example)
             graphs = [record(piece, self._pool) for piece in pieces]
             for graph in graphs:
                 graph.replay()  # the first time takes longer
-            self._captured[size, with_adapters] = _Captured(graphs, lora)
-        self.ends.capture(with_adapters)
+            self._captured[size, reach] = _Captured(graphs, lora)
+        self.ends.capture(reach)
 
     def takes(self, plan: StepPlan) -> bool:
         if plan.num_tokens > self.sizes[-1]:
@@ -92,10 +92,7 @@ class TokenGraphs:
         if self._attention is not None and prompts > MAX_PROMPTS:
             return False
         slots = np.array([piece.adapter_slot for piece in plan.slices])
-        if not any_adapter(slots):
-            return True
-        known = (self.sizes[0], True) in self._captured
-        return known and not self._ops.table.changes_model(slots)
+        return (self.sizes[0], self._ops.table.reach(slots)) in self._captured
 
     def forward(
         self,
@@ -107,7 +104,7 @@ class TokenGraphs:
         """As `Decoder.forward`, of the tokens wanted (int64 `[rows]`, on the host)."""
         tokens, first = len(token_ids), 0
         size = padded_size(self.sizes, tokens)
-        captured = self._captured[size, any_adapter(token_slots)]
+        captured = self._captured[size, self._ops.table.reach(token_slots)]
         if self._attention is not None:
             first = layout.num_decodes  # they go to the end
             self._attention.fill(size, layout)
@@ -131,10 +128,10 @@ class TokenGraphs:
             graph.replay()
             self._ops.attend(plan, layer, qkv, weights.qk_norm, weights.sinks)
 
-    def _lora(self, size: int, with_adapters: bool) -> DeviceLora | None:
-        if not with_adapters:
+    def _lora(self, size: int, reach: Reach) -> DeviceLora | None:
+        if reach is Reach.NONE:
             return None
-        return self._ops.captured_lora(self._slots[:size], decodes=False)
+        return self._ops.captured_lora(self._slots[:size], reach, decodes=False)
 
     def _prepared(
         self, size: int, lora: DeviceLora | None, example: Callable[[int], StepLayout]

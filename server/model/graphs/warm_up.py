@@ -1,5 +1,6 @@
 """Steps on the scratch row, which is no sequence's: what they launch is warm then."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -7,10 +8,13 @@ import torch
 
 from server.engine.executor import ExecutorLimits
 from server.kernels.attention.decode_attention import rows_of_each_shape
+from server.kernels.moe.grouped import tokens_of_each_shape
 from server.model.decoder import Decoder
+from server.model.moe_spec import MoeSpec
 from server.model.ops.memory import LOGITS_ROWS
 from server.model.ops.ops import StepLayout
 from server.model.ops.sizes import MOST_PADDING
+from server.model.spec import ModelSpec
 from server.model.steps.rows import Rows
 
 # Token counts that between them use every kernel of steps outside graphs.
@@ -20,7 +24,8 @@ _WARM_TOKENS = (3, 40, 300, 600, 2100)
 def run_steps(decoder: Decoder[Any, Any, Any], rows: Rows, limits: ExecutorLimits) -> None:
     """As many tokens as use every kernel; with adapters as well, where some may come."""
     context, adapters = limits.max_context, limits.adapter_slots > 0
-    for tokens in warm_sizes(min(limits.max_step_tokens, limits.max_rows * context)):
+    most = min(limits.max_step_tokens, limits.max_rows * context)
+    for tokens in warm_sizes(most, _of_experts(decoder.spec)):
         run_step(decoder, rows, tokens, context, adapters)
     for decodes in warm_decodes(decoder.spec.num_kv_heads, limits):
         layout = _on_scratch(rows, np.array([1] * decodes + [2]))
@@ -36,10 +41,16 @@ def warm_decodes(kv_heads: int, limits: ExecutorLimits) -> list[int]:
     return rows_of_each_shape(kv_heads, most)
 
 
-def warm_sizes(max_step_tokens: int) -> list[int]:
-    """Tokens of steps, the most first: the allocator has then asked the device for all that any
-    step takes, and what is too much is said at start."""
-    sizes = {min(tokens, max_step_tokens) for tokens in _WARM_TOKENS}
+def _of_experts(model: ModelSpec) -> set[int]:
+    """Tokens that between them use every kernel of experts."""
+    specs = {layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)}
+    return {n for spec in specs for n in tokens_of_each_shape(spec.top_k, spec.experts)}
+
+
+def warm_sizes(max_step_tokens: int, others: Iterable[int] = ()) -> list[int]:
+    """Tokens of steps, with `others`, the most first: the allocator has then asked the device for
+    all that any step takes, and what is too much is said at start."""
+    sizes = {min(tokens, max_step_tokens) for tokens in (*_WARM_TOKENS, *others)}
     return sorted(sizes | {max_step_tokens}, reverse=True)
 
 

@@ -6,6 +6,7 @@ Owns where an adapter's bytes lie and what they mean; which adapter lies where i
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -104,6 +105,16 @@ class Adapter:
         return self._arena[begin:end].view(self._dtype).view(shape)
 
 
+class Reach(Enum):
+    """What the adapters of a batch change: nothing, as there are none; linears of layers; experts
+    of layers as well; the embedding or the head as well."""
+
+    NONE = auto()
+    LAYERS = auto()
+    EXPERTS = auto()
+    MODEL = auto()
+
+
 def any_adapter(token_slots: np.ndarray) -> bool:
     """token_slots: int64 `[tokens]`, adapter slots, -1 = the base."""
     return bool(token_slots.size) and int(token_slots.max()) >= 0
@@ -133,6 +144,7 @@ class AdapterTable:
         self.device_table = LoraTable(len(sites), slots, device)
         self._slots: list[Adapter | None] = [None] * slots
         self._changes_model = np.zeros(slots, dtype=bool)
+        self._changes_experts = np.zeros(slots, dtype=bool)
         self._widest = np.zeros(slots, dtype=np.int64)
 
     def prepare(self, slot: int, layout: SlabLayout, device_extents: Sequence[int]) -> Adapter:
@@ -169,6 +181,7 @@ class AdapterTable:
         self._slots[slot] = adapter
         placed = adapter.placed
         self._changes_model[slot] = self.sites.outside[placed.sites].any()
+        self._changes_experts[slot] = self.sites.of_experts[placed.sites].any()
         ranks = placed.ranks[~self.sites.of_experts[placed.sites]]
         self._widest[slot] = MAX_RANK if (ranks % 8).any() else ranks.max(initial=0)
 
@@ -176,6 +189,19 @@ class AdapterTable:
         """Whether some adapter of a batch changes the embedding or the head."""
         used = token_slots[token_slots >= 0]
         return bool(self._changes_model[used].any())
+
+    def changes_experts(self, token_slots: np.ndarray) -> bool:
+        """Whether some adapter of a batch changes experts."""
+        used = token_slots[token_slots >= 0]
+        return bool(self._changes_experts[used].any())
+
+    def reach(self, token_slots: np.ndarray) -> Reach:
+        """token_slots: int `[n]`, -1 = no adapter."""
+        if not any_adapter(token_slots):
+            return Reach.NONE
+        if self.changes_model(token_slots):
+            return Reach.MODEL
+        return Reach.EXPERTS if self.changes_experts(token_slots) else Reach.LAYERS
 
     def rank_block(self, token_slots: np.ndarray) -> int | None:
         """The smallest of RANK_BLOCKS for all ranks of a batch's adapters; None: some rank is

@@ -10,7 +10,7 @@ from server.kernels.linear.stack import Stack, allocate_stack, stack_rows
 from server.kernels.lora.segments import Segments, allocate_segments, route
 from server.kernels.lora.table import RANK_BLOCKS, LoraTable
 from server.kernels.lora.workspace import Workspace, allocate_workspace
-from server.model.lora.lora import AdapterTable, any_adapter
+from server.model.lora.lora import AdapterTable, Reach, any_adapter
 from server.model.ops import lora_strategy
 from server.model.ops.lora_strategy import Consumers, Regime, Strategies
 from server.model.ops.transfers import to_device
@@ -25,7 +25,8 @@ class DeviceLora:
 
     slots: int32 `[tokens]`, -1 = no adapter. segments: the tiles. workspace: what shrink leaves for
     expand. phase: which launch parameters apply. strategies: the regime's, by kind of site.
-    model_sites: whether an adapter changes the embedding or the head.
+    model_sites: whether an adapter changes the embedding or the head. expert_sites: whether one may
+    change experts.
     """
 
     slots: torch.Tensor
@@ -34,6 +35,7 @@ class DeviceLora:
     phase: Phase
     strategies: Strategies
     model_sites: bool
+    expert_sites: bool
 
     def route(self, table: LoraTable) -> None:
         """Find the tiles of the slots as they are now. A captured step begins with this."""
@@ -116,16 +118,21 @@ class LoraBatches:
         if not any_adapter(token_slots):
             return None
         slots = to_device(token_slots.astype(np.int32), self._device)
-        lora = self._allocate(slots, model_sites=self._table.changes_model(token_slots))
+        lora = self._allocate(
+            slots,
+            model_sites=self._table.changes_model(token_slots),
+            expert_sites=self._table.changes_experts(token_slots),
+        )
         lora.route(self._table.device_table)
         block = self._table.rank_block(token_slots) if _can_shrink(lora) else None
         return lora if block is None else self._shrinking(lora, block)
 
-    def captured(self, slots: torch.Tensor, *, decodes: bool) -> DeviceLora:
+    def captured(self, slots: torch.Tensor, reach: Reach, *, decodes: bool) -> DeviceLora:
         """LoRA of a graph, which routes it. slots: int32 `[tokens]`, filled before each replay.
-        decodes: every token is a decode. No adapter of a graph changes the embedding or the head.
-        """
-        return self._allocate(slots, decodes=decodes, captured=True)
+        reach: the most that its adapters change, which is neither the embedding nor the head.
+        decodes: every token is a decode."""
+        expert_sites = reach is Reach.EXPERTS
+        return self._allocate(slots, expert_sites=expert_sites, decodes=decodes, captured=True)
 
     def to_warm(self, tokens: int) -> list[DeviceLora]:
         """LoRA of so many tokens in each regime that a step outside graphs can have, the plain one
@@ -142,6 +149,7 @@ class LoraBatches:
         slots: torch.Tensor,
         *,
         model_sites: bool = False,
+        expert_sites: bool = True,
         decodes: bool = False,
         captured: bool = False,
     ) -> DeviceLora:
@@ -153,10 +161,12 @@ class LoraBatches:
         kernel = fused_kernel(configs, tokens, sites, self._dtype, self._device)
         if kernel is not None:
             strategies = self._consumers.strategies(Regime.FUSED)
-            return FusedLora(slots, segments, workspace, phase, strategies, model_sites, kernel)
+            reach = (strategies, model_sites, expert_sites)
+            return FusedLora(slots, segments, workspace, phase, *reach, kernel)
         regime = lora_strategy.regime_of(tokens, decodes=decodes, captured=captured)
         strategies = self._consumers.strategies(regime)
-        return DeviceLora(slots, segments, workspace, phase, strategies, model_sites)
+        reach = (strategies, model_sites, expert_sites)
+        return DeviceLora(slots, segments, workspace, phase, *reach)
 
     def _segments(self, tokens: int, phase: Phase) -> Segments:
         known, size = self._table.device_table.num_slots, self._configs.tile_rows(phase, tokens)
@@ -172,6 +182,7 @@ class LoraBatches:
             lora.phase,
             self._consumers.strategies(Regime.SHRINKING_PREFILL),
             lora.model_sites,
+            lora.expert_sites,
             self._down[block],
         )
 

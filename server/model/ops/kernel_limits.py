@@ -1,7 +1,6 @@
 """Which models the GPU's kernels compute, and why others are left to the reference operations.
 Pure."""
 
-from server.model.moe_spec import MoeSpec
 from server.model.spec import ModelSpec
 
 # Head sizes are multiples of the one, up to the other.
@@ -21,6 +20,4 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
             f"the kernels' head sizes are multiples of {_HEAD_DIM_STEP} up to {_WIDEST_HEAD}, the"
             f" model's is {model.head_dim}"
         )
-    if any(isinstance(layer.mlp, MoeSpec) for layer in model.layers):
-        return "experts are left to the reference operations"
     return None

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from adapters.base import SiteKind
 from server.kernels.launch.configs import Phase
+from server.model.moe_spec import MoeSpec
 from server.model.spec import ModelSpec
 
 # Up to so many tokens a delta of gate_up beside its linear costs less than expanding in the
@@ -101,8 +102,8 @@ class Consumers:
 
     @classmethod
     def of(cls, model: ModelSpec) -> "Consumers":
-        layer = model.layers[0]
-        takes_parts = (layer.qkv, layer.gate_up)
+        takes_parts = {layer.qkv for layer in model.layers}
+        takes_parts |= {x.gate_up for x in model.layers if not isinstance(x.mlp, MoeSpec)}
         whole = frozenset(linear.kind for linear in takes_parts if len(linear.parts) == 1)
         return cls(whole, any(layer.attention.norms_all_heads for layer in model.layers))
 

@@ -17,10 +17,11 @@ from server.kernels.pointwise.gated import gated
 from server.kernels.pointwise.gated_lora import gated_lora
 from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import MoeWeights
-from server.model.lora.lora import AdapterTable
+from server.model.lora.lora import AdapterTable, Reach
 from server.model.lora.sites import LayerSites, Site
 from server.model.ops.attention_cuda import Attention, PagedAttention
 from server.model.ops.device_lora import DeviceLora, LoraBatches
+from server.model.ops.experts_cuda import Experts
 from server.model.ops.lora_linear import (
     Deferred,
     DeferredShrinkNext,
@@ -76,6 +77,7 @@ class CudaOps:
         self.device = cache.k.device
         self._configs: KernelConfigs = load_configs(self.device)
         self.products = Products(self._configs)
+        self._experts = Experts(self.products, table)
         self.rotations = Rotations(model, max_context, self.device)
         context = (self._configs, table, cache.k.dtype, self.device, max_tokens)
         self._batches = LoraBatches(*context, Consumers.of(model))
@@ -99,9 +101,9 @@ class CudaOps:
     def lora(self, token_slots: np.ndarray) -> DeviceLora | None:
         return self._batches.eager(token_slots)
 
-    def captured_lora(self, slots: torch.Tensor, *, decodes: bool) -> DeviceLora:
+    def captured_lora(self, slots: torch.Tensor, reach: Reach, *, decodes: bool) -> DeviceLora:
         """See `LoraBatches.captured`."""
-        return self._batches.captured(slots, decodes=decodes)
+        return self._batches.captured(slots, reach, decodes=decodes)
 
     def loras_to_warm(self, tokens: int) -> list[DeviceLora]:
         """See `LoraBatches.to_warm`."""
@@ -261,4 +263,4 @@ class CudaOps:
     def moe(
         self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: LayerSites
     ) -> LinearOutput:
-        raise TypeError("`unsupported` refuses models with experts")
+        return Ready(self._experts.run(x, weights, lora, sites))

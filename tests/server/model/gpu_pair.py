@@ -15,6 +15,7 @@ from peft import LoraConfig
 from server.kernels.launch.configs import read_configs
 from server.model import executor as executor_module
 from server.model.graphs.decode_batch import DecodeBatch
+from server.model.lora.lora import Reach
 from server.model.ops.ops import StepLayout
 from server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
@@ -93,16 +94,16 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     taken: list[int] = []
 
     def capture_tokens(
-        self: token_graphs.TokenGraphs, with_adapters: bool, example: Callable[[int], StepLayout]
+        self: token_graphs.TokenGraphs, reach: Reach, example: Callable[[int], StepLayout]
     ) -> None:
         for size in reversed(self.sizes):
-            lora = self._lora(size, with_adapters)
+            lora = self._lora(size, reach)
             if self._attention is not None:
                 self._attention.fill(size, example(size))
             graphs: Any = [fake_flashinfer.Replay(piece) for piece in self._pieces(size, lora)]
-            self._captured[size, with_adapters] = token_graphs._Captured(graphs, lora)
-            end: Any = fake_flashinfer.Replay(self.ends._step(size, with_adapters))
-            self.ends._graphs[size, with_adapters] = end
+            self._captured[size, reach] = token_graphs._Captured(graphs, lora)
+            end: Any = fake_flashinfer.Replay(self.ends._step(size, reach))
+            self.ends._graphs[size, reach] = end
 
     forward = token_graphs.TokenGraphs.forward
 
@@ -115,10 +116,10 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr(token_graphs.TokenGraphs, "capture", capture_tokens)
     patch.setattr(token_graphs.TokenGraphs, "forward", noted_tokens)
 
-    def capture(self: decode_graphs.DecodeGraphs, with_adapters: bool) -> None:
+    def capture(self: decode_graphs.DecodeGraphs, reach: Reach) -> None:
         for size in self.sizes:
-            step: Any = fake_flashinfer.Replay(self._step(size, with_adapters))
-            self._graphs[size, with_adapters] = step
+            step: Any = fake_flashinfer.Replay(self._step(size, reach))
+            self._graphs[size, reach] = step
 
     launch = decode_graphs.DecodeGraphs.launch
 
@@ -133,7 +134,7 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
         raise AssertionError(message) from sys.exception()
 
     patch.setattr(fast_path.log, "warning", warned)
-    patch.setattr(warm_up, "warm_sizes", lambda _: ())
+    patch.setattr(warm_up, "warm_sizes", lambda *_: ())
     patch.setattr(warm_up, "warm_decodes", lambda *_: ())
     patch.setattr(fast_path._Start, "rehearse", lambda *_: None)
     patch.setattr(products, "_times", lambda ways, *_: dict.fromkeys(ways, 1.0))

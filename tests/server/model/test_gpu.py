@@ -1,7 +1,4 @@
-"""The GPU path in bfloat16 is as near to the float32 reference as bfloat16 allows.
-
-Its error is compared with that of the reference ops in bfloat16, which are known to be right.
-"""
+"""The GPU path in bfloat16 is as near to the float32 reference as bfloat16 allows."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.manifest import SlabLayout
 from server.engine.executor import CopyUsable
 from server.protocol import SamplingParams
-from tests.server.model.adapter_zoo import ZOO, with_zoo
-from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
-from tests.server.model.hub_models import VOCAB, make_model, save_model
-from tests.server.model.slabs import pack
+from tests.server.model.adapter_zoo import ZOO
+from tests.server.model.gpu_trio import Trio, answer, assert_near, logprobs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "initializer_range": 0.06}
 # family -> what differs from SIZES
 MODELS: dict[str, dict[str, Any]] = {
     "llama3": {},
@@ -32,122 +25,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 128},
 }
-PROMPTS = (1, 5, 16, 17, 33, 47)
-STEPS = 20
-# How much farther from float32 than the reference ops in bfloat16, in root mean square.
-SLACK = 1.5
-# Stronger ones make a random model chaotic: then rounding alone changes everything.
-ADAPTER_STRENGTH = 0.1
 # Of the GPU's clock: a few tenths of a second.
 HELD_UP_CYCLES = 500_000_000
-
-
-def forced(token: int) -> SamplingParams:
-    """Always the same token, so that all runs see the same contexts; logprobs are the raw ones."""
-    return SamplingParams(
-        temperature=0.0,
-        logit_bias={token: 1e4},
-        logprobs=EVERY_LOGPROB,
-        prompt_logprobs=0,
-    )
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
-
-
-class Trio:
-    """The same model and adapters in float32 and bfloat16 on the CPU, and on the GPU."""
-
-    def __init__(self, name: str, folder: Path, max_running: int = 72) -> None:
-        base = make_model(name, **{**SIZES, **MODELS[name]})
-        save_model(base, folder)
-        oracle = with_zoo(base)
-        with torch.no_grad():
-            for parameter_name, parameter in oracle.named_parameters():
-                if "lora_B" in parameter_name or "lora_embedding_B" in parameter_name:
-                    parameter.mul_(ADAPTER_STRENGTH)
-        common: dict[str, Any] = {
-            "page_size": 16,
-            "kv_memory": max_running << 20,
-            "adapter_memory": 64 << 20,
-        }
-        common |= {"host_arena_bytes": 16 << 20, "extent_bytes": 4096, "max_step_tokens": 2048}
-        common |= {"max_running": max_running}
-        self.exact = Driver(folder, **common)
-        self.rough = Driver(folder, dtype="bfloat16", **common)
-        self.gpu = Driver(folder, dtype="bfloat16", device="cuda", **common)
-        self.slots: dict[str | None, int] = {None: -1}
-        self.slabs: dict[str, tuple[SlabLayout, bytes]] = {}  # the GPU's
-        self.next_extent = 0
-        for slot, adapter in enumerate(ZOO):
-            extents = 0
-            for driver in (self.exact, self.rough, self.gpu):
-                layout, slab = pack(oracle, adapter, dtype=driver.config.dtype)
-                assert driver.load(slot, layout, slab, self.next_extent).error is None
-                extents = max(extents, sum(layout.runs))
-            self.slots[adapter] = slot
-            self.slabs[adapter] = layout, slab
-            self.next_extent += extents
-
-    def close(self) -> None:
-        for driver in (self.exact, self.rough, self.gpu):
-            driver.close()
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def trio(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Trio]:
-    found = Trio(request.param, tmp_path_factory.mktemp("base"))
+    found = Trio(request.param, MODELS[request.param], tmp_path_factory.mktemp("base"))
     yield found
     found.close()
-
-
-def answer(
-    driver: Driver, slots: list[int], chunk: int, sampling: SamplingParams | None = None
-) -> list[Stream]:
-    streams = [
-        Stream(
-            driver,
-            row,
-            prompt(PROMPTS[row % len(PROMPTS)], row),
-            slot=slot,
-            sampling=sampling or forced(3 + row % 90),
-        )
-        for row, slot in enumerate(slots)
-    ]
-    generate(driver, streams, STEPS, chunk)
-    for stream in streams:
-        stream.free()
-    return streams
-
-
-def logprobs(streams: list[Stream]) -> torch.Tensor:
-    """Of the prompts' tokens, and of the whole vocabulary at every decoded place."""
-    values: list[float] = []
-    for stream in streams:
-        values += [found.logprob or 0.0 for found in stream.prompt_logprobs]
-        for found in stream.logprobs:
-            values += [value for _, value in sorted(found.top)]
-    return torch.tensor(values)
-
-
-def assert_near(trio: Trio, slots: list[int], chunk: int) -> None:
-    exact, rough, gpu = (
-        logprobs(answer(driver, slots, chunk)) for driver in (trio.exact, trio.rough, trio.gpu)
-    )
-    error = _rms(rough, exact)
-    assert torch.isfinite(gpu).all()
-    assert _rms(gpu, exact) < SLACK * error + 1e-3
-    if max(slots) >= 0:  # rounding is not what tells an adapter from none
-        base = logprobs(answer(trio.exact, [-1] * len(slots), chunk))
-        assert error < 0.6 * _rms(base, exact)
-
-
-def _rms(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).square().mean().sqrt())
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
@@ -217,7 +105,7 @@ def test_hundreds_of_decodes(tmp_path: Path) -> None:
 
     Sequences of one token of prompt still run when the longest prompts are in.
     """
-    found = Trio("llama3", tmp_path, 530)
+    found = Trio("llama3", {}, tmp_path, 530)
     names = ["rank1", "rank3_rslora", "rank24_patterns", None]
     try:
         assert_near(found, [found.slots[names[row % 4]] for row in range(530)], 3)
@@ -234,7 +122,7 @@ def test_steps_of_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(lora_strategy, "MIXED_TOKENS", 32)
     monkeypatch.setattr(sizes, "_MOST_TOKENS", 32)
     monkeypatch.setattr(sizes, "_MOST_WORK", 0)
-    found = Trio("llama3", tmp_path, 24)
+    found = Trio("llama3", {}, tmp_path, 24)
     try:
         for names in (["rank16", "rank8_one_layer", None], [*ZOO, None]):
             assert_near(found, [found.slots[names[row % len(names)]] for row in range(20)], 64)
@@ -250,7 +138,7 @@ def test_graphs_of_many_tokens(tmp_path: Path, mixed: int, monkeypatch: pytest.M
 
     monkeypatch.setattr(lora_strategy, "FEW_TOKENS", 32)
     monkeypatch.setattr(lora_strategy, "MIXED_TOKENS", mixed)
-    found = Trio("llama3", tmp_path, 24)
+    found = Trio("llama3", {}, tmp_path, 24)
     try:
         for names in (["rank16", "rank8_one_layer", None], ["rank1", "rank3_rslora", None]):
             assert_near(found, [found.slots[names[row % len(names)]] for row in range(20)], 64)
@@ -263,7 +151,7 @@ def test_attention_between_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from server.model.ops import attention_cuda
 
     monkeypatch.setattr(attention_cuda, "prompt_backend", lambda capability: "fa2")
-    found = Trio("llama3", tmp_path, 24)
+    found = Trio("llama3", {}, tmp_path, 24)
     try:
         names = ["rank16", "rank3_rslora", None]
         assert_near(found, [found.slots[names[row % 3]] for row in range(20)], 64)

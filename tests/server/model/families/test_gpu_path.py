@@ -20,6 +20,8 @@ from tests.server.model.hub_models import make_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    # PEFT compares patterns with modules alone, though they hold for parameters too.
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
     # Infinity is meant.
     pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
     pytest.mark.skipif(
@@ -35,8 +37,11 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("gemma3", "fa3"): {"head_dim": 16, "layer_types": BOTH},
     ("gemma3-capped", "fa2"): {"head_dim": 16, "layer_types": BOTH},
     ("glm4", "fa3"): {"head_dim": 16},
+    ("gpt-oss", "fa3"): {"head_dim": 16, "layer_types": BOTH},
     ("granite", "fa3"): {"hidden_size": 64},
     ("ministral3", "fa2"): {},
+    ("mixtral", "fa3"): {},
+    ("mixtral", "fa2"): {},
     ("mistral-window", "fa3"): {"hidden_size": 64, "sliding_window": 5},
     ("olmo2", "fa3"): {},
     ("olmo2", "fa2"): {},
@@ -44,6 +49,8 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("phi3", "fa3"): {"hidden_size": 64},
     ("phi3-long", "fa3"): {"hidden_size": 64, "original_max_position_embeddings": 8},
     ("phi3-long", "fa2"): {"hidden_size": 64, "original_max_position_embeddings": 8},
+    ("qwen3-moe", "fa3"): {"head_dim": 16},
+    ("qwen3-moe-dense-layer", "fa2"): {"head_dim": 16},
     ("qwen2-window", "fa3"): {"hidden_size": 64, "sliding_window": 5},
     ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
 }
@@ -66,7 +73,8 @@ def pair(
     name, backend = request.param
     model = make_model(name, **{**SMALL, **SERVED[request.param]})
     zoo = zoo_of(VARIANTS[name])
-    adapters = {each: zoo[each] for each in ("rank64_everything", "rank3_rslora")}
+    on_experts = VARIANTS[name].others()
+    adapters = on_experts or {each: zoo[each] for each in ("rank64_everything", "rank3_rslora")}
     options: dict[str, Any] = {"few_tokens": 8, "mixed_tokens": 16, "most_tokens": 32}
     found = Pair(model, adapters, tmp_path, monkeypatch, backend=backend, max_running=4, **options)
     yield found

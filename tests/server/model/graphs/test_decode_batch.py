@@ -40,7 +40,6 @@ def test_columns() -> None:
     assert (columns[PAGE, 1], columns[PAGE_PLACE].tolist()) == (40, [-1, 1, -1])
     assert [grant.seq_row for grant in batch.grants] == [4, 50]
     assert batch.contexts.tolist() == [31, 17, 4]
-    assert batch.has_adapters
     assert columns.dtype == np.int32
 
 

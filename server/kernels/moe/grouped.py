@@ -1,0 +1,177 @@
+"""The product of each row with its expert's matrix, in one launch for all experts.
+
+Rows lie where they are: a tile gathers those of one expert. With few rows the time is that of
+reading the matrices, each once a tile; a matrix of an expert that no row has is not read.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.moe.tiles import ExpertTiles
+from server.kernels.pointwise.gated import GatedActivation, activated
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedShape:
+    """tile_rows: rows of a program, 16 at least; block_n, block_k: output features (of gate and up
+    each, where both are computed) and input features of a step."""
+
+    tile_rows: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# By the rows that an expert has if all have as many: most, and the shape.
+_SHAPES = (
+    (8, GroupedShape(16, 64, 128, 4, 3)),
+    (20, GroupedShape(32, 64, 64, 4, 5)),
+    (48, GroupedShape(64, 128, 64, 4, 4)),
+    (None, GroupedShape(128, 128, 64, 8, 4)),
+)
+# Tiles that are computed side by side, so that they read the same matrices at the same time.
+_TILES_ABREAST = tl.constexpr(8)
+
+
+def grouped_shape(tokens: int, top_k: int, experts: int) -> GroupedShape:
+    """Of a batch of so many tokens."""
+    each = tokens * top_k / experts
+    return next(shape for most, shape in _SHAPES if most is None or each <= most)
+
+
+def tokens_of_each_shape(top_k: int, experts: int) -> list[int]:
+    """Numbers of tokens that between them take every shape; the last may be more than a step's."""
+    bounds = [most for most, _ in _SHAPES if most is not None]
+    most = [max(1, bound * experts // top_k) for bound in bounds]
+    return [*most, most[-1] + 1]
+
+
+def grouped_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tiles: ExpertTiles,
+    shape: GroupedShape,
+    activation: GatedActivation | None = None,
+) -> torch.Tensor:
+    """x: `[tokens, in]`, or `[rows, in]`, contiguous; weight: `[experts, out, in]`; bias:
+    `[experts, out]` -> `[rows, out]`, float32 inside. activation: of gate and up, the halves of
+    what is `out`: `[rows, out / 2]`. tiles: of these rows and of the shape's `tile_rows`. One
+    kernel. Raises ValueError on a mismatch."""
+    rows, (_, out, features) = len(tiles.order), weight.shape
+    share = rows // len(x)
+    if tiles.tile_rows != shape.tile_rows or share not in (1, tiles.top_k):
+        raise ValueError(f"tiles of {tiles.tile_rows} rows of {rows}, {len(x)} inputs, {shape}")
+    width = out if activation is None else out // 2
+    y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    _grouped_kernel[(triton.cdiv(width, shape.block_n) * len(tiles.tiles),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        y,
+        tiles.order,
+        tiles.tiles,
+        len(tiles.tiles),
+        SHARE=share,
+        WIDTH=width,
+        IN=features,
+        BLOCK_M=shape.tile_rows,
+        BLOCK_N=shape.block_n,
+        BLOCK_K=shape.block_k,
+        BIAS=bias is not None,
+        ACTIVATION=activation,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _grouped_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    num_tiles: tl.tensor,
+    SHARE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """A program takes some output features of a tile. SHARE: rows with the same input."""
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    place = tl.program_id(0) % (_TILES_ABREAST * BLOCKS)
+    first_tile = tl.program_id(0) // (_TILES_ABREAST * BLOCKS) * _TILES_ABREAST
+    abreast = tl.minimum(num_tiles - first_tile, _TILES_ABREAST)
+    tile_ptr = tiles_ptr + (first_tile + place % abreast) * 3
+    count = tl.load(tile_ptr + 2)
+    if count > 0:
+        expert = tl.load(tile_ptr).to(tl.int64)
+        m = tl.arange(0, BLOCK_M)
+        n = place // abreast * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = tl.load(order_ptr + tl.load(tile_ptr + 1) + tl.minimum(m, count - 1)).to(tl.int64)
+        of_x = x_ptr + (row // SHARE) * IN
+        HALVES: tl.constexpr = 1 if ACTIVATION is None else 2
+        # Behind the last feature, and the last row, the last one is computed again.
+        feature = expert * (HALVES * WIDTH) + tl.minimum(n, WIDTH - 1)
+        gate, up = _products(
+            of_x, weight_ptr + feature * IN, WIDTH * IN, IN, BLOCK_M, BLOCK_N, BLOCK_K, HALVES,
+            PRECISION,
+        )  # fmt: skip
+        if BIAS:
+            gate += tl.load(bias_ptr + feature).to(tl.float32)[None, :]
+        if HALVES == 2:
+            if BIAS:
+                up += tl.load(bias_ptr + feature + WIDTH).to(tl.float32)[None, :]
+            gate = activated(gate, up, ACTIVATION)
+        at = y_ptr + row[:, None] * WIDTH + n[None, :]
+        live = (m < count)[:, None] & (n < WIDTH)[None, :]
+        tl.store(at, gate.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _products(
+    of_x: tl.tensor,
+    of_weight: tl.tensor,
+    half: tl.tensor,
+    IN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HALVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple[Any, Any]:
+    """Products of rows with features, and with those `half` numbers further on, float32 `[BLOCK_M,
+    BLOCK_N]`. Weights are the left operand, of which tensor cores take 64 rows at once."""
+    k = tl.arange(0, BLOCK_K)[None, :]
+    first = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    second = first
+    for step in tl.range(0, IN, BLOCK_K):
+        if IN % BLOCK_K == 0:
+            x = tl.load(of_x[:, None] + (step + k))
+            w = tl.load(of_weight[:, None] + (step + k))
+        else:
+            live = step + k < IN
+            x = tl.load(of_x[:, None] + (step + k), mask=live, other=0.0)
+            w = tl.load(of_weight[:, None] + (step + k), mask=live, other=0.0)
+        first = tl.dot(w, tl.trans(x), first, input_precision=PRECISION)
+        if HALVES == 2:
+            if IN % BLOCK_K == 0:
+                w = tl.load(of_weight[:, None] + (half + step + k))
+            else:
+                w = tl.load(of_weight[:, None] + (half + step + k), mask=step + k < IN, other=0.0)
+            second = tl.dot(w, tl.trans(x), second, input_precision=PRECISION)
+    return tl.trans(first), tl.trans(second)

@@ -1,0 +1,114 @@
+"""Known models' real widths, few layers and tokens of the vocabulary, on a GPU in bfloat16.
+
+The error against float32 is held to that of transformers in bfloat16, on the same GPU.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from launcher.families.known_models import served_families
+from server.protocol import SamplingParams
+from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore"),
+]
+LAYERS, VOCAB, STEPS, WINDOW = 3, 2048, 8, 32
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+LENGTHS = (1, 7, 40, 100, 200, 300)
+# Their text part is another family's.
+SAME_TEXT = {"gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm"}
+NAMES = [n for n, known in served_families().items() if known.config and n not in SAME_TEXT]
+# Of transformers' root mean square: what a sum in another order may change.
+SLACK = 1.15
+
+
+def made(name: str) -> PreTrainedModel:
+    """In bfloat16, with windows that contexts leave."""
+    known = dict(served_families()[name].config)
+    changes: dict[str, Any] = {"num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    if known.get("sliding_window") is not None:
+        changes |= {"sliding_window": WINDOW, "layer_types": KINDS}
+    changes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = AutoConfig.for_model(**{**known, **changes, "initializer_range": 0.03})
+    torch.manual_seed(1)
+    with torch.device("cuda"):
+        made_of: Any = AutoModelForCausalLM
+        model: PreTrainedModel = made_of.from_config(
+            config, attn_implementation="eager", experts_implementation="eager"
+        )
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.train(False)
+    return cast(model, torch.bfloat16)
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Parameters alone: transformers keeps the rotation's frequencies in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model
+
+
+def prompt(row: int) -> list[int]:
+    generator = torch.Generator().manual_seed(row)
+    return torch.randint(3, VOCAB, (LENGTHS[row],), generator=generator).tolist()
+
+
+def forced(row: int) -> int:
+    return 3 + row
+
+
+def by_transformers(model: PreTrainedModel) -> torch.Tensor:
+    """Log-probabilities `[sequences * STEPS, vocabulary]`."""
+    found = []
+    with torch.inference_mode():
+        for row, length in enumerate(LENGTHS):
+            ids = torch.tensor([prompt(row) + [forced(row)] * (STEPS - 1)], device="cuda")
+            logits = model(ids).logits[0, length - 1 :]
+            found.append(logits.float().log_softmax(-1).cpu())
+    return torch.cat(found)
+
+
+def by_the_gpu_path(folder: Path) -> torch.Tensor:
+    memory: dict[str, Any] = {"kv_memory": 256 << 20, "adapter_memory": 16 << 20, "page_size": 16}
+    driver = Driver(folder, device="cuda", dtype="bfloat16", max_context=1024, **memory)
+    assert driver.executor._graphs is not None
+    streams = [
+        Stream(
+            driver,
+            row,
+            prompt(row),
+            sampling=SamplingParams(
+                temperature=0.0, logit_bias={forced(row): 1e4}, logprobs=EVERY_LOGPROB
+            ),
+        )
+        for row in range(len(LENGTHS))
+    ]
+    generate(driver, streams, STEPS, 64)
+    driver.close()
+    rows = [found.top for stream in streams for found in stream.logprobs]
+    return torch.tensor([[value for _, value in sorted(row)] for row in rows])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_error_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    model = made(name)
+    model.save_pretrained(tmp_path)
+    rough = by_transformers(model)
+    exact = by_transformers(cast(model, torch.float32))
+    del model
+    torch.cuda.empty_cache()
+    found = by_the_gpu_path(tmp_path)
+    error, theirs = (float((x - exact).square().mean().sqrt()) for x in (found, rough))
+    print(f"{name}: error {error:.5f}, of transformers {theirs:.5f}, of {exact.std():.3f}")
+    assert error <= SLACK * theirs

@@ -6,22 +6,33 @@ from router.parts.parts import PartsReader
 from router.parts.scan import Scan, Steps, StepsReader
 
 _NEWLINES = "\r\n"
+# Tokens of gpt-oss.
+START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+CONSTRAIN, CALL, RETURN = "<|constrain|>", "<|call|>", "<|return|>"
+TOKENS = (START, CHANNEL, MESSAGE, END, CONSTRAIN, CALL, RETURN)
 
 
 class Reasoning(msgspec.Struct, frozen=True):
     """How a family of models marks its reasoning. opens, closes: spellings that models use.
 
-    The first of each is what templates write.
+    The first of each is what templates write. header: what stands before the answer, and turn:
+    what stands before that if there was reasoning.
     """
 
     name: str
     opens: tuple[str, ...]
     closes: tuple[str, ...]
+    turn: str = ""
+    header: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens."""
         return self.opens + self.closes
+
+    def shown_by(self, template_source: str) -> bool:
+        """Whether a template writes the markers, or strips them from earlier turns."""
+        return any(close in template_source for close in self.closes)
 
     def begun(self, prompt: str) -> bool:
         """Whether the prompt has opened the reasoning, so that the answer begins inside."""
@@ -57,7 +68,60 @@ def _back_to_first_line(scan: Scan) -> Steps[None]:
     yield from _drop_newlines(scan)
 
 
+class Channels(Reasoning, frozen=True):
+    """An answer in messages, each of a channel. Those of `analysis` are reasoning. Those with a
+    recipient are calls, which stay as they are; of others the text is the answer's."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return TOKENS
+
+    def shown_by(self, template_source: str) -> bool:
+        return self.opens[0] in template_source
+
+    def _steps(self, scan: Scan, begun: bool) -> Steps[None]:
+        if begun:
+            yield from self._reasoning(scan)
+        elif not (yield from self._addressed_at_once(scan)):
+            scan.at = scan.start
+        while word := (yield from scan.until((START, CHANNEL, END), scan.text)):
+            if word == END:
+                scan.drop()
+            elif not (yield from scan.until((MESSAGE,), lambda: None)):
+                scan.drop()  # the answer ends within a header
+            elif " to=" in scan.since(0):
+                scan.text()
+            elif f"{CHANNEL}analysis" in scan.since(0):
+                yield from self._reasoning(scan)
+            else:
+                scan.drop()
+
+    def _addressed_at_once(self, scan: Scan) -> Steps[bool]:
+        """Whether the answer begins with the recipient of a call; reads the header if so."""
+        yield from scan.spaces()
+        if not (yield from scan.literal("to=")):
+            return False
+        yield from scan.until((MESSAGE,), lambda: None)
+        scan.text()
+        return True
+
+    def _reasoning(self, scan: Scan) -> Steps[None]:
+        """Reads a message up to its end."""
+        scan.drop()
+        yield from scan.until((END, START), scan.reasoning)
+        if scan.since(0) == START:
+            scan.at = scan.start
+        scan.drop()
+
+
 _FAMILIES = (
+    Channels(
+        "channels",
+        (f"{CHANNEL}analysis{MESSAGE}",),
+        (END,),
+        turn=f"{START}assistant",
+        header=f"{CHANNEL}final{MESSAGE}",
+    ),
     # DeepSeek-R1, Qwen 3, GLM 4.5, OLMo 3 and most others
     Reasoning("think", ("<think>",), ("</think>",)),
     Reasoning("mistral", ("[THINK]",), ("[/THINK]",)),
@@ -77,6 +141,6 @@ REASONING = {family.name: family for family in _FAMILIES}
 def detect_reasoning(template_source: str) -> Reasoning | None:
     """The family whose markers a chat template writes or strips from earlier turns."""
     for family in _FAMILIES:
-        if any(close in template_source for close in family.closes):
+        if family.shown_by(template_source):
             return family
     return None

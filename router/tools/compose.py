@@ -51,6 +51,8 @@ def grammar_of(shape: Shape | None, frame: Frame = _TEXT) -> str:
 def _reasoning(reasoning: Reasoning, begun: bool, writer: Lark) -> str:
     """Up to the answer. What the model has not begun, it may leave out."""
     inside = f"{free_text_before(writer, reasoning.closes[0])} {_NEWLINES}"
+    if reasoning.turn:
+        inside = f"{inside} {writer.literal(reasoning.turn)}"
     return inside if begun else f"({writer.literal(reasoning.opens[0])} {inside})?"
 
 
@@ -58,12 +60,18 @@ def _answer(shape: Shape | None, frame: Frame, writer: Lark) -> str:
     tools, tool_format = frame.tools, frame.tool_format
     if tools is None or tool_format is None:
         assert shape is not None
-        return rules(shape, writer)
+        return _text_of(shape, frame, writer)
     exact = _exact(tools)
     if shape is None or tools.mode == "required":
         return tool_format.rules(exact, writer)
     calls = tool_format.rules(msgspec.structs.replace(exact, mode="required"), writer)
-    return writer.either((calls, rules(shape, writer)))
+    return writer.either((calls, _text_of(shape, frame, writer)))
+
+
+def _text_of(shape: Shape, frame: Frame, writer: Lark) -> str:
+    """What stands before the answer's text, and the text."""
+    header = "" if frame.reasoning is None else frame.reasoning.header
+    return f"{writer.literal(header)} {rules(shape, writer)}" if header else rules(shape, writer)
 
 
 def _exact(tools: Tools) -> Tools:

@@ -5,6 +5,7 @@ from router.tools.formats.format import ToolFormat
 from router.tools.formats.functionary import FUNCTIONARY, FUNCTIONARY_V3
 from router.tools.formats.glm import GLM
 from router.tools.formats.granite import GRANITE
+from router.tools.formats.harmony import HARMONY
 from router.tools.formats.hermes import HERMES
 from router.tools.formats.llama3_json import LLAMA3_JSON
 from router.tools.formats.mistral import MISTRAL, MISTRAL_IDS, MISTRAL_LIST
@@ -27,6 +28,7 @@ _ALL: tuple[ToolFormat, ...] = (
     QWEN3_CODER,
     GLM,
     PYTHONIC,
+    HARMONY,
 )
 FORMATS = {tool_format.name: tool_format for tool_format in _ALL}
 
@@ -47,6 +49,7 @@ _SIGNS: tuple[tuple[ToolFormat, tuple[str, ...], tuple[str, ...]], ...] = (
     (DEEPSEEK_V31, ("<｜tool▁calls▁begin｜>",), ()),
     (HERMES, ("<tool_call>", "</tool_call>", '"name":', '"arguments":'), _OTHERS_IN_TAGS),
     (GRANITE, ("<|start_of_role|>", "tools<|end_of_role|>"), ("</tool_call>",)),
+    (HARMONY, ("<|channel|>", "to=functions."), ()),
     (PHI4_MINI, ("<|tool|>", "<|/tool|>"), ()),
     (PHI4_MINI, ("functools[",), ()),
     (PYTHONIC, ("[func_name1(",), ()),

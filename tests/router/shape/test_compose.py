@@ -5,6 +5,7 @@ import pytest
 from router.parts.reasoning import REASONING
 from router.shape.shape import Choice, Grammar, Shape
 from router.tools.compose import Frame, grammar_of
+from router.tools.formats.harmony import HARMONY
 from router.tools.formats.hermes import HERMES
 from router.tools.tools import Tool, ToolMode, Tools
 from tests.router.shape.test_rules import accepts
@@ -80,3 +81,34 @@ def test_one_call_where_one_was_named() -> None:
     assert accepts(grammar, call("place"))
     assert not accepts(grammar, call("any"))
     assert not accepts(grammar, f"{call('place')}\n{call('place')}")
+
+
+_THOUGHT = "<|channel|>analysis<|message|>so<|end|><|start|>assistant"
+_SAID = "<|channel|>final<|message|>"
+_CALLED = "<|channel|>commentary to=functions.place <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape", "text", "is_accepted"),
+    [
+        (None, YES, f"{_SAID}yes", True),
+        (None, YES, f"{_THOUGHT}{_SAID}yes", True),
+        (None, YES, "yes", False),
+        (None, YES, f"{_THOUGHT}yes", False),
+        (None, YES, f"{_SAID}no", False),
+        ("required", None, f'{_THOUGHT}{_CALLED}{{"n": 1}}<|call|>', True),
+        ("required", None, f'{_CALLED}{{"n": 1}}', True),
+        ("required", None, f"{_SAID}text", False),
+        ("required", None, f'{_CALLED}{{"n": "x"}}', False),
+        ("auto", None, f"{_THOUGHT}{_SAID}text", True),
+        ("auto", YES, f"{_THOUGHT}{_SAID}yes", True),
+        ("auto", YES, f'{_CALLED}{{"n": 1}}', True),
+        ("auto", YES, f"{_SAID}no", False),
+    ],
+)
+def test_messages_in_channels(
+    mode: ToolMode | None, shape: Shape | None, text: str, is_accepted: bool
+) -> None:
+    tools = None if mode is None else Tools((PLACE, ANY), mode)
+    frame = Frame(REASONING["channels"], False, tools, None if tools is None else HARMONY)
+    assert accepts(grammar_of(shape, frame), text) is is_accepted

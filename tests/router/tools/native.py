@@ -188,6 +188,21 @@ def _pythonic(calls: Sequence[Call]) -> str:
     return f"[{listed}]"
 
 
+def _harmony(calls: Sequence[Call]) -> str:
+    header = " <|constrain|>json<|message|>"
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name}{header}{_json(args)}<|call|>"
+        for name, args in calls
+    )
+
+
+def _harmony_of_templates(calls: Sequence[Call]) -> str:
+    return "<|start|>assistant".join(
+        f" to=functions.{name}<|channel|>commentary json<|message|>{_json(args)}<|call|>"
+        for name, args in calls
+    )
+
+
 # The format's name, and what sets one of its forms apart.
 NATIVE = {
     "hermes": Native(_hermes),
@@ -235,5 +250,9 @@ NATIVE = {
     "qwen3_coder": Native(_qwen3_coder, any_values=False),
     "glm": Native(_glm, any_values=False),
     "glm on one line": Native(lambda calls: _glm(calls, ""), any_values=False),
+    "harmony": Native(_harmony, before=False, after=False, begin="<|channel|>final<|message|>"),
+    "harmony as templates write it": Native(
+        _harmony_of_templates, before=False, after=False, begin="<|channel|>final<|message|>"
+    ),
     "pythonic": Native(_pythonic, before=False, after=False),
 }

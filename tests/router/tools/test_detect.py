@@ -75,7 +75,7 @@ def test_a_template_shows_its_format(source: str, name: str | None) -> None:
 @pytest.mark.parametrize(
     ("file", "name"),
     [
-        ("channels", None),
+        ("channels", "harmony"),
         ("turns", None),
         ("documents", None),
         ("tags", None),

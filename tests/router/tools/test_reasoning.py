@@ -36,6 +36,34 @@ CASES = [
     ("granite", False, "Here is my answer: 4", "", "Here is my answer: 4"),
     ("seed", False, "<seed:think>ä😀</seed:think>ö", "ä😀", "ö"),
     ("cohere", False, "<|START_THINKING|>a<|END_THINKING|>b", "a", "b"),
+    (
+        "channels",
+        False,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>4\n",
+        "Hm.",
+        "4\n",
+    ),
+    ("channels", False, "<|channel|>final<|message|>It is <|x|>", "", "It is <|x|>"),
+    ("channels", True, "Hm.<|end|><|start|>assistant<|channel|>final<|message|>4", "Hm.", "4"),
+    ("channels", False, "<|channel|>analysis<|message|>a<|start|>assistant<|channel|>fin", "a", ""),
+    ("channels", False, "Plain.", "", "Plain."),
+    (
+        "channels",
+        False,
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>b"
+        "<|end|><|start|>assistant<|channel|>analysis<|message|>c<|end|><|start|>assistant"
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
+        "ac",
+        "b<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
+        "<|call|>",
+    ),
+    (
+        "channels",
+        False,
+        " to=functions.f<|channel|>commentary json<|message|>{}<|call|>",
+        "",
+        " to=functions.f<|channel|>commentary json<|message|>{}<|call|>",
+    ),
 ]
 
 
@@ -93,3 +121,30 @@ def test_calls_are_read_in_what_follows_the_reasoning() -> None:
         assert said + answer.feed("", is_last=True).text == "So:"
         assert answer.reasoning == f"Should I say {call}? Yes."
         assert answer.calls == (ToolCall("id", "f", '{"a": 1}'),)
+
+
+def test_messages_in_channels_are_reasoning_text_and_calls() -> None:
+    turn = "<|start|>assistant"
+    text = (
+        f"<|channel|>analysis<|message|>Look it up.<|end|>{turn}"
+        f"<|channel|>commentary<|message|>One moment.<|end|>{turn}"
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    )
+    tools = Tools((Tool("f"),))
+    division = Division(
+        (lambda: REASONING["channels"].reader(), lambda: FORMATS["harmony"].reader(tools))
+    )
+    for pieces in ([text], text, *([text[:i], text[i:]] for i in range(1, len(text)))):
+        answer = DividedAnswer(division, lambda: "id")
+        said = "".join(answer.feed(piece, is_last=False).text for piece in pieces)
+        assert said + answer.feed("", is_last=True).text == "One moment."
+        assert answer.reasoning == "Look it up."
+        assert answer.calls == (ToolCall("id", "f", '{"a": 1}'),)
+
+
+def test_a_template_of_channels_is_no_other_one() -> None:
+    """`<|end|>` ends turns of Phi, too."""
+    phi = "{{ '<|user|>' + m.content + '<|end|>' }}"
+    channels = "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}"
+    assert detect_reasoning(phi) is None
+    assert detect_reasoning(channels) is REASONING["channels"]

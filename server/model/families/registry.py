@@ -11,11 +11,13 @@ from msgspec.structs import replace
 from server.model.families.family import Family
 from server.model.families.fields import Fields
 from server.model.families.readers import (
+    exaone,
     gemma,
     glm,
     gpt_oss,
     granite,
     llama,
+    llama_kin,
     mistral,
     mixtral,
     olmo,
@@ -31,6 +33,8 @@ from server.model.spec import ModelSpec
 
 # By `model_type`. A new family is a reader and a line here.
 FAMILIES: dict[str, Family] = {
+    "ernie4_5": Family("Ernie4_5ForCausalLM", llama_kin.read_ernie),
+    "exaone4": Family("Exaone4ForCausalLM", exaone.read),
     "gemma": Family("GemmaForCausalLM", gemma.read_gemma),
     "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2),
     "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3),
@@ -38,6 +42,7 @@ FAMILIES: dict[str, Family] = {
     "granite": Family("GraniteForCausalLM", granite.read),
     "glm": Family("GlmForCausalLM", glm.read_glm),
     "glm4": Family("Glm4ForCausalLM", glm.read_glm4),
+    "helium": Family("HeliumForCausalLM", llama_kin.read_helium),
     "llama": Family("LlamaForCausalLM", llama.read),
     "ministral3": Family("Ministral3ForCausalLM", mistral.read_ministral3),
     "mistral": Family("MistralForCausalLM", mistral.read),
@@ -48,6 +53,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qwen2.read),
     "qwen3": Family("Qwen3ForCausalLM", qwen3.read),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe.read),
+    "seed_oss": Family("SeedOssForCausalLM", llama_kin.read_seed_oss),
     "smollm3": Family("SmolLM3ForCausalLM", smollm.read),
 }
 

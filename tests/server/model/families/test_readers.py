@@ -97,7 +97,8 @@ def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
         prefix = f"{decoder.config.layer_types[index]}_" if by_kind else ""
         rope = layer.attention.rope
         if rope is None:
-            assert not decoder.config.no_rope_layers[index]
+            of = decoder.config
+            assert of.layer_types[index] == "full_attention" or not of.no_rope_layers[index]
             continue
         expected = getattr(rotary, f"{prefix}inv_freq")
         assert torch.equal(inverse_frequencies(rope, config.head_dim), expected)
@@ -247,6 +248,8 @@ MINISTRAL: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "llama_4_scalin
         ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters"),
         ("olmo3", {"rope_theta": 1e4}, "rope_theta"),
         ("olmo3", {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate"),
+        ("helium", {"head_dim": 8}, "hidden_size"),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),

@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 
 from peft import LoraConfig
 from transformers import (
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -23,6 +27,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
@@ -47,6 +53,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3VLForConditionalGeneration,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     SmolVLMForConditionalGeneration,
@@ -127,6 +135,10 @@ _PHI3 = Variant(
     ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
 )
 _SMOLLM3 = Variant(SmolLM3Config, SmolLM3ForCausalLM, {"pad_token_id": 0})
+_ERNIE = Variant(Ernie4_5Config, Ernie4_5ForCausalLM, {"head_dim": 16})
+_EXAONE = Variant(Exaone4Config, Exaone4ForCausalLM)
+_HELIUM = Variant(HeliumConfig, HeliumForCausalLM, {"head_dim": 16})
+_SEED_OSS = Variant(SeedOssConfig, SeedOssForCausalLM, {"head_dim": 24})
 _QWEN2 = Variant(Qwen2Config, Qwen2ForCausalLM)
 _QWEN3 = Variant(Qwen3Config, Qwen3ForCausalLM)
 _GEMMA = Variant(GemmaConfig, GemmaForCausalLM)
@@ -204,6 +216,19 @@ _LONG_ROPE: dict[str, Any] = {
 }
 
 VARIANTS: dict[str, Variant] = {
+    "ernie": _of(_ERNIE),
+    "ernie-biases": _of(_ERNIE, use_bias=True, tie_word_embeddings=False, is_adapted=False),
+    "exaone": _of(
+        _EXAONE,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "exaone-full": _of(
+        _EXAONE, sliding_window=None, layer_types=["full_attention"] * 3, is_adapted=False
+    ),
+    "helium": _of(_HELIUM, attention_bias=True),
+    "seed-oss": _of(_SEED_OSS, attention_out_bias=True, mlp_bias=True),
+    "seed-oss-plain": _of(_SEED_OSS, attention_bias=False, is_adapted=False),
     "gemma": _of(_GEMMA, head_dim=24, num_key_value_heads=1),
     "gemma-biases": _of(
         _GEMMA,

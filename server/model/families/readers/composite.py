@@ -55,6 +55,12 @@ _MISTRAL_TEXT: dict[str, Any] = {
     "intermediate_size": 14336,
     "max_position_embeddings": 131072,
 }
+_MINISTRAL3_TEXT: dict[str, Any] = {
+    **_MISTRAL_TEXT,
+    "vocab_size": 131072,
+    "num_hidden_layers": 34,
+    "max_position_embeddings": 262144,
+}
 
 
 class TextPart(NamedTuple):
@@ -85,7 +91,10 @@ COMPOSITES: dict[str, Composite] = {
     "idefics3": _LLAMA._replace(architecture="Idefics3ForConditionalGeneration"),
     "mistral3": Composite(
         "Mistral3ForConditionalGeneration",
-        {"mistral": TextPart("mistral", _MISTRAL_TEXT)},
+        {
+            "mistral": TextPart("mistral", _MISTRAL_TEXT),
+            "ministral3": TextPart("ministral3", _MINISTRAL3_TEXT),
+        },
     ),
     "qwen2_5_vl": Composite(
         "Qwen2_5_VLForConditionalGeneration",

@@ -181,6 +181,15 @@ def _of(family: Variant, *, is_adapted: bool = True, **settings: Any) -> Variant
     return family._replace(settings={**family.settings, **settings}, is_adapted=is_adapted)
 
 
+_MINISTRAL3_ROPE: dict[str, Any] = {
+    **YARN_ROPE,
+    "original_max_position_embeddings": 8,
+    "factor": 32.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
 # Other attention than "eager" leaves soft caps out.
 _CAPPED: dict[str, Any] = {
     "head_dim": 24,
@@ -305,17 +314,7 @@ VARIANTS: dict[str, Variant] = {
         rope_parameters={**YARN_ROPE, "partial_rotary_factor": 0.25},
         is_adapted=False,
     ),
-    "ministral3": _of(
-        _MINISTRAL3,
-        rope_parameters={
-            **YARN_ROPE,
-            "original_max_position_embeddings": 8,
-            "factor": 32.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
-    ),
+    "ministral3": _of(_MINISTRAL3, rope_parameters=_MINISTRAL3_ROPE),
     "olmo2": _of(_OLMO2, num_key_value_heads=2),
     "olmo2-biases": _of(_OLMO2, num_key_value_heads=4, attention_bias=True, is_adapted=False),
     "olmo3": _of(
@@ -389,5 +388,12 @@ VARIANTS: dict[str, Variant] = {
         Mistral3ForConditionalGeneration,
         {"sliding_window": 7},
         excluded=OF_IMAGES,
+    ),
+    "mistral3-ministral3": Variant(
+        text_parts.mistral3,
+        Mistral3ForConditionalGeneration,
+        {"model_type": "ministral3", "head_dim": 16, "rope_parameters": _MINISTRAL3_ROPE},
+        excluded=OF_IMAGES,
+        is_adapted=False,
     ),
 }

@@ -16,7 +16,7 @@ class Reasoning(msgspec.Struct, frozen=True):
     """How a family of models marks its reasoning. opens, closes: spellings that models use.
 
     The first of each is what templates write. header: what stands before the answer, and turn:
-    what stands before that if there was reasoning.
+    what stands before that if there was reasoning. footer: what may stand behind the answer.
     """
 
     name: str
@@ -24,6 +24,7 @@ class Reasoning(msgspec.Struct, frozen=True):
     closes: tuple[str, ...]
     turn: str = ""
     header: str = ""
+    footer: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -54,6 +55,10 @@ class Reasoning(msgspec.Struct, frozen=True):
             yield from _back_to_first_line(scan)
         if (yield from scan.until(self.closes, scan.reasoning, _NEWLINES)):
             yield from _drop_newlines(scan)
+            if self.turn and (yield from scan.literal(self.turn)):
+                yield from _drop_newlines(scan)
+                yield from scan.until((self.footer,), scan.text, _NEWLINES)
+                scan.drop()
 
 
 def _drop_newlines(scan: Scan) -> Steps[None]:
@@ -66,6 +71,13 @@ def _back_to_first_line(scan: Scan) -> Steps[None]:
     """Of the space that was read only leading newlines are dropped."""
     scan.at = scan.start
     yield from _drop_newlines(scan)
+
+
+class _Response(Reasoning, frozen=True):
+    """Granite 3.3: the answer behind reasoning stands between `turn` and `footer`."""
+
+    def shown_by(self, template_source: str) -> bool:
+        return super().shown_by(template_source) and self.footer in template_source
 
 
 class Channels(Reasoning, frozen=True):
@@ -122,6 +134,7 @@ _FAMILIES = (
         turn=f"{START}assistant",
         header=f"{CHANNEL}final{MESSAGE}",
     ),
+    _Response("response", ("<think>",), ("</think>",), turn="<response>", footer="</response>"),
     # DeepSeek-R1, Qwen 3, GLM 4.5, OLMo 3 and most others
     Reasoning("think", ("<think>",), ("</think>",)),
     Reasoning("mistral", ("[THINK]",), ("[/THINK]",)),

@@ -69,9 +69,13 @@ def _answer(shape: Shape | None, frame: Frame, writer: Lark) -> str:
 
 
 def _text_of(shape: Shape, frame: Frame, writer: Lark) -> str:
-    """What stands before the answer's text, and the text."""
-    header = "" if frame.reasoning is None else frame.reasoning.header
-    return f"{writer.literal(header)} {rules(shape, writer)}" if header else rules(shape, writer)
+    """What stands before the answer's text, the text, and what may stand behind."""
+    text, reasoning = rules(shape, writer), frame.reasoning
+    if reasoning is not None and reasoning.header:
+        text = f"{writer.literal(reasoning.header)} {text}"
+    if reasoning is not None and reasoning.footer:
+        text = f"{text} ({writer.literal(reasoning.footer)})?"
+    return text
 
 
 def _exact(tools: Tools) -> Tools:

@@ -9,6 +9,7 @@ from router.tools.formats.harmony import HARMONY
 from router.tools.formats.hermes import HERMES
 from router.tools.formats.llama3_json import LLAMA3_JSON
 from router.tools.formats.mistral import MISTRAL, MISTRAL_IDS, MISTRAL_LIST
+from router.tools.formats.olmo3 import OLMO3
 from router.tools.formats.phi4_mini import PHI4_MINI
 from router.tools.formats.pythonic import PYTHONIC
 from router.tools.formats.qwen3_coder import QWEN3_CODER
@@ -29,6 +30,7 @@ _ALL: tuple[ToolFormat, ...] = (
     GLM,
     PYTHONIC,
     HARMONY,
+    OLMO3,
 )
 FORMATS = {tool_format.name: tool_format for tool_format in _ALL}
 
@@ -49,6 +51,7 @@ _SIGNS: tuple[tuple[ToolFormat, tuple[str, ...], tuple[str, ...]], ...] = (
     (DEEPSEEK_V31, ("<｜tool▁calls▁begin｜>",), ()),
     (HERMES, ("<tool_call>", "</tool_call>", '"name":', '"arguments":'), _OTHERS_IN_TAGS),
     (GRANITE, ("<|start_of_role|>", "tools<|end_of_role|>"), ("</tool_call>",)),
+    (OLMO3, ("<function_calls>",), ()),
     (HARMONY, ("<|channel|>", "to=functions."), ()),
     (PHI4_MINI, ("<|tool|>", "<|/tool|>"), ()),
     (PHI4_MINI, ("functools[",), ()),

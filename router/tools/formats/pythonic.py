@@ -35,7 +35,9 @@ class Pythonic:
         return StepsReader(lambda scan: _steps(scan, names))
 
     def rules(self, tools: Tools, lark: Lark) -> str:
-        bodies = {tool.name: lark.rule("body", _body(tools, tool, lark)) for tool in tools.allowed}
+        bodies = {
+            tool.name: lark.rule("body", body_of_call(tools, tool, lark)) for tool in tools.allowed
+        }
         firsts = [f"{json.dumps(f'[{name}(')} {body}" for name, body in bodies.items()]
         more = [f"{json.dumps(f'{name}(')} {body}" for name, body in bodies.items()]
         following = "" if one_call_alone(tools) else f"({_COMMA} {lark.either(more)})*"
@@ -53,11 +55,12 @@ PYTHONIC = Pythonic()
 # Grammar
 
 
-def _body(tools: Tools, tool: Tool, lark: Lark) -> str:
-    """The arguments of a call, and the bracket that ends them."""
+def body_of_call(tools: Tools, tool: Tool, lark: Lark, *, json_words: bool = False) -> str:
+    """The arguments of a call, and the bracket that ends them. json_words: `true`, `false` and
+    `null` stand beside Python's words."""
     schema = arguments_schema(tools, tool)
     if not keeps_schema(tools, tool):
-        one = f'/[A-Za-z_][A-Za-z0-9_]*/ "=" {_value(lark, True)}'
+        one = f'/[A-Za-z_][A-Za-z0-9_]*/ "=" {_value(lark, True, json_words)}'
         return lark.either((f'({one} ({_COMMA} {one})*)? ")"', _in_one(lark, schema)))
     separate = separate_arguments(schema)
     if separate is None or not all(map(_IDENTIFIER.fullmatch, separate)):
@@ -65,7 +68,8 @@ def _body(tools: Tools, tool: Tool, lark: Lark) -> str:
     required = schema.get("required", ())
     first = later = '")"'  # the arguments that follow, as the first ones and after others
     for name, sub in reversed(separate.items()):
-        here = lark.rule("argument", f'"{name}=" {_value(lark, sub)} {later}')
+        value = _value(lark, sub, json_words)
+        here = lark.rule("argument", f'"{name}=" {value} {later}')
         comma = f"{_COMMA} {here}"
         if name in required:
             first, later = here, lark.rule("later", comma)
@@ -79,13 +83,14 @@ def _in_one(lark: Lark, schema: Schema) -> str:
     return f'"**" {lark.json(schema)} ")"'
 
 
-def _value(lark: Lark, schema: Schema) -> str:
+def _value(lark: Lark, schema: Schema, json_words: bool) -> str:
     python = {"boolean": ("True", "False"), "null": ("None",)}
     kind = one_type(schema)
     if kind in ("boolean", "null") and isinstance(schema, dict) and _is_plain(schema):
-        return lark.either(f'"{word}"' for word in python[kind])
-    words = ('"True"', '"False"', '"None"') if schema is True else ()
-    return lark.either((*words, lark.json(schema)))
+        words = [f'"{word}"' for word in python[kind]]
+        return lark.either([*words, lark.json(schema)] if json_words else words)
+    any_words = ('"True"', '"False"', '"None"') if schema is True else ()
+    return lark.either((*any_words, lark.json(schema)))
 
 
 def _is_plain(schema: dict[str, Any]) -> bool:
@@ -104,8 +109,8 @@ def _steps(scan: Scan, names: Collection[str]) -> Steps[None]:
         if not name or not (yield from scan.literal("(")):
             return
         scan.open_call(name)
-        if not (yield from _arguments(scan)):
-            yield from _rest_of_broken(scan)
+        if not (yield from read_arguments(scan)):
+            yield from read_rest(scan)
             return
         yield from scan.spaces()
         sign = yield from scan.one_of((",", "]"))
@@ -115,7 +120,7 @@ def _steps(scan: Scan, names: Collection[str]) -> Steps[None]:
         begun = sign == ","
 
 
-def _arguments(scan: Scan) -> Steps[bool]:
+def read_arguments(scan: Scan) -> Steps[bool]:
     """Reads up to the closing bracket; False where that does not come."""
     yield from scan.spaces()
     if (yield from scan.literal("**")):
@@ -154,7 +159,7 @@ def _object(scan: Scan) -> Steps[bool]:
     return True
 
 
-def _rest_of_broken(scan: Scan) -> Steps[None]:
+def read_rest(scan: Scan) -> Steps[None]:
     """A value that is cut off is dropped; what is no value belongs to the arguments as it is."""
     if not (yield from scan.peek()):
         scan.drop()

@@ -112,3 +112,17 @@ def test_messages_in_channels(
     tools = None if mode is None else Tools((PLACE, ANY), mode)
     frame = Frame(REASONING["channels"], False, tools, None if tools is None else HARMONY)
     assert accepts(grammar_of(shape, frame), text) is is_accepted
+
+
+@pytest.mark.parametrize(
+    ("text", "is_accepted"),
+    [
+        ("yes", True),
+        ("<think>so</think>\n<response>yes</response>", True),
+        ("<think>so</think><response>yes", True),
+        ("<think>so</think>yes", False),
+        ("<think>so</think><response>no</response>", False),
+    ],
+)
+def test_answers_between_tags(text: str, is_accepted: bool) -> None:
+    assert accepts(grammar_of(YES, Frame(REASONING["response"])), text) is is_accepted

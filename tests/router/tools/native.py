@@ -177,15 +177,24 @@ def _glm(calls: Sequence[Call], line: str = "\n") -> str:
     )
 
 
-def _pythonic(calls: Sequence[Call]) -> str:
-    def text(value: Any) -> str:
-        return repr(value) if value is None or isinstance(value, bool) else _json(value)
+def _as_python(value: Any) -> str:
+    return repr(value) if value is None or isinstance(value, bool) else _json(value)
 
-    listed = ", ".join(
+
+def _pythonic(calls: Sequence[Call]) -> str:
+    return f"[{', '.join(_python_calls(calls, _as_python))}]"
+
+
+def _python_calls(calls: Sequence[Call], text: Callable[[Any], str]) -> list[str]:
+    return [
         f"{name}({', '.join(f'{key}={text(value)}' for key, value in arguments.items())})"
         for name, arguments in calls
-    )
-    return f"[{listed}]"
+    ]
+
+
+def _olmo3(calls: Sequence[Call], text: Callable[[Any], str]) -> str:
+    lines = "\n".join(_python_calls(calls, text))
+    return f"<function_calls>{lines}</function_calls>"
 
 
 def _harmony(calls: Sequence[Call]) -> str:
@@ -250,6 +259,8 @@ NATIVE = {
     "qwen3_coder": Native(_qwen3_coder, any_values=False),
     "glm": Native(_glm, any_values=False),
     "glm on one line": Native(lambda calls: _glm(calls, ""), any_values=False),
+    "olmo3": Native(lambda calls: _olmo3(calls, _json)),
+    "olmo3 with Python's words": Native(lambda calls: _olmo3(calls, _as_python)),
     "harmony": Native(_harmony, before=False, after=False, begin="<|channel|>final<|message|>"),
     "harmony as templates write it": Native(
         _harmony_of_templates, before=False, after=False, begin="<|channel|>final<|message|>"

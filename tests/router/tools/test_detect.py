@@ -61,6 +61,7 @@ SOURCES = {
     ),
     "Phi-4-mini": ("{{ '<|tool|>' + m['tools'] + '<|/tool|>' }}", "phi4_mini"),
     "Phi-4-mini of vLLM": ('as functools[{"name": [function name]}]', "phi4_mini"),
+    "OLMo 3": ("within <function_calls></function_calls> tags{{ m.function_calls }}", "olmo3"),
     "no tools": ("{{ m.content }}", None),
     "text of tools": ("{{ tools | tojson }}{{ m.tool_calls | tojson }}", None),
 }

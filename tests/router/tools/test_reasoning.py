@@ -36,6 +36,10 @@ CASES = [
     ("granite", False, "Here is my answer: 4", "", "Here is my answer: 4"),
     ("seed", False, "<seed:think>ä😀</seed:think>ö", "ä😀", "ö"),
     ("cohere", False, "<|START_THINKING|>a<|END_THINKING|>b", "a", "b"),
+    ("response", False, "<think>a</think>\n<response>\n4\n</response>", "a", "4"),
+    ("response", False, "<think>a</think>4</response>", "a", "4</response>"),
+    ("response", False, "<think>a</think><response>4 </resp", "a", "4 </resp"),
+    ("response", False, "<response>4</response>", "", "<response>4</response>"),
     (
         "channels",
         False,
@@ -144,6 +148,8 @@ def test_messages_in_channels_are_reasoning_text_and_calls() -> None:
 
 def test_a_template_of_channels_is_no_other_one() -> None:
     """`<|end|>` ends turns of Phi, too."""
+    granite = "<think></think> and <response></response>{{ m.content.split('</think>')[1] }}"
+    assert detect_reasoning(granite) is REASONING["response"]
     phi = "{{ '<|user|>' + m.content + '<|end|>' }}"
     channels = "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}"
     assert detect_reasoning(phi) is None

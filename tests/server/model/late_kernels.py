@@ -1,7 +1,7 @@
 """Which kernels steps need that no start asks for: `python -m tests.server.model.late_kernels fa3`.
 
-As on an H100 or H200, or (`fa2`) on an A100, or (`windows`) on an H100 with windows in all layers
-but the first, with tensors of the CPU: kernels are asked for, and none is compiled or launched, so
+As on an H100 or H200, or (`fa2`) on an A100, or on an H100 with windows in all layers but the first
+(`windows`) or with experts (`experts`), with tensors of the CPU: kernels are asked for, and none is compiled or launched, so
 that steps compute nothing of use. Prints how many the start asks for, then each case with those
 that it asks for in addition.
 """
@@ -57,6 +57,7 @@ GPUS = {
     "fa3": ("sm90", 132, "fa3", "llama3"),
     "fa2": ("sm80", 108, "fa2", "llama3"),
     "windows": ("sm90", 132, "fa3", "qwen2-window"),
+    "experts": ("sm90", 132, "fa3", "mixtral"),
 }
 asked: set[str] = set()
 

@@ -1,9 +1,9 @@
 """Which kernels steps need that no start asks for: `python -m tests.server.model.late_kernels fa3`.
 
 As on an H100 or H200, or (`fa2`) on an A100, or on an H100 with windows in all layers but the first
-(`windows`) or with experts (`experts`), with tensors of the CPU: kernels are asked for, and none is compiled or launched, so
-that steps compute nothing of use. Prints how many the start asks for, then each case with those
-that it asks for in addition.
+(`windows`) or with experts (`experts`), with tensors of the CPU: kernels are asked for, and none is
+compiled or launched, so that steps compute nothing of use. Prints how many the start asks for, then
+each case with those that it asks for in addition.
 """
 
 import os

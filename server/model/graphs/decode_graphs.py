@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one for each padded batch size, without and with adapters.
+"""CUDA graphs of decode steps: one for each padded batch size and reach of its adapters.
 
 A graph reads one packed upload, so it is valid for any sequences, contexts, adapters and ranks.
 """

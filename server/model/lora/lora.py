@@ -6,7 +6,7 @@ Owns where an adapter's bytes lie and what they mean; which adapter lies where i
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
+from enum import IntEnum, auto
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -105,19 +105,14 @@ class Adapter:
         return self._arena[begin:end].view(self._dtype).view(shape)
 
 
-class Reach(Enum):
-    """What the adapters of a batch change: nothing, as there are none; linears of layers; experts
-    of layers as well; the embedding or the head as well."""
+class Reach(IntEnum):
+    """The most that the adapters of a batch may change: nothing, as there are none; linears of
+    layers; experts of layers as well; the embedding or the head as well."""
 
-    NONE = auto()
+    NONE = 0
     LAYERS = auto()
     EXPERTS = auto()
     MODEL = auto()
-
-
-def any_adapter(token_slots: np.ndarray) -> bool:
-    """token_slots: int64 `[tokens]`, adapter slots, -1 = the base."""
-    return bool(token_slots.size) and int(token_slots.max()) >= 0
 
 
 class AdapterTable:
@@ -143,8 +138,9 @@ class AdapterTable:
         self.arena = torch.zeros(extents * extent_bytes, dtype=torch.uint8, device=device)
         self.device_table = LoraTable(len(sites), slots, device)
         self._slots: list[Adapter | None] = [None] * slots
-        self._changes_model = np.zeros(slots, dtype=bool)
-        self._changes_experts = np.zeros(slots, dtype=bool)
+        # Of each slot; the last is that of slot -1.
+        self._reaches = np.full(slots + 1, Reach.LAYERS)
+        self._reaches[-1] = Reach.NONE
         self._widest = np.zeros(slots, dtype=np.int64)
 
     def prepare(self, slot: int, layout: SlabLayout, device_extents: Sequence[int]) -> Adapter:
@@ -180,28 +176,23 @@ class AdapterTable:
         self.device_table.upload(slot)
         self._slots[slot] = adapter
         placed = adapter.placed
-        self._changes_model[slot] = self.sites.outside[placed.sites].any()
-        self._changes_experts[slot] = self.sites.of_experts[placed.sites].any()
+        self._reaches[slot] = self._reach(placed.sites)
         ranks = placed.ranks[~self.sites.of_experts[placed.sites]]
         self._widest[slot] = MAX_RANK if (ranks % 8).any() else ranks.max(initial=0)
 
-    def changes_model(self, token_slots: np.ndarray) -> bool:
-        """Whether some adapter of a batch changes the embedding or the head."""
-        used = token_slots[token_slots >= 0]
-        return bool(self._changes_model[used].any())
-
-    def changes_experts(self, token_slots: np.ndarray) -> bool:
-        """Whether some adapter of a batch changes experts."""
-        used = token_slots[token_slots >= 0]
-        return bool(self._changes_experts[used].any())
+    def _reach(self, sites: np.ndarray) -> Reach:
+        """Of an adapter that changes these."""
+        if self.sites.outside[sites].any():
+            return Reach.MODEL
+        return Reach.EXPERTS if self.sites.of_experts[sites].any() else Reach.LAYERS
 
     def reach(self, token_slots: np.ndarray) -> Reach:
         """token_slots: int `[n]`, -1 = no adapter."""
-        if not any_adapter(token_slots):
-            return Reach.NONE
-        if self.changes_model(token_slots):
-            return Reach.MODEL
-        return Reach.EXPERTS if self.changes_experts(token_slots) else Reach.LAYERS
+        return Reach(int(self._reaches[token_slots].max(initial=Reach.NONE)))
+
+    def changes_model(self, token_slots: np.ndarray) -> bool:
+        """Whether some adapter of a batch changes the embedding or the head."""
+        return self.reach(token_slots) is Reach.MODEL
 
     def rank_block(self, token_slots: np.ndarray) -> int | None:
         """The smallest of RANK_BLOCKS for all ranks of a batch's adapters; None: some rank is
@@ -212,7 +203,7 @@ class AdapterTable:
     def batch(self, token_slots: np.ndarray) -> "LoraBatch | None":
         """token_slots: int64 `[tokens]`, -1 = the base; equal neighbours form one segment.
         None where no token has an adapter."""
-        if not any_adapter(token_slots):
+        if self.reach(token_slots) is Reach.NONE:
             return None
         changes = np.flatnonzero(np.diff(token_slots)) + 1
         borders = [0, *changes.tolist(), len(token_slots)]

@@ -10,7 +10,7 @@ from server.kernels.linear.stack import Stack, allocate_stack, stack_rows
 from server.kernels.lora.segments import Segments, allocate_segments, route
 from server.kernels.lora.table import RANK_BLOCKS, LoraTable
 from server.kernels.lora.workspace import Workspace, allocate_workspace
-from server.model.lora.lora import AdapterTable, Reach, any_adapter
+from server.model.lora.lora import AdapterTable, Reach
 from server.model.ops import lora_strategy
 from server.model.ops.lora_strategy import Consumers, Regime, Strategies
 from server.model.ops.transfers import to_device
@@ -24,9 +24,8 @@ class DeviceLora:
     """Adapters of a batch, for kernels that go through tiles of rows with one adapter.
 
     slots: int32 `[tokens]`, -1 = no adapter. segments: the tiles. workspace: what shrink leaves for
-    expand. phase: which launch parameters apply. strategies: the regime's, by kind of site.
-    model_sites: whether an adapter changes the embedding or the head. expert_sites: whether one may
-    change experts.
+    expand. phase: which launch parameters apply. strategies: the regime's, by kind of site. reach:
+    the most that the adapters may change.
     """
 
     slots: torch.Tensor
@@ -34,8 +33,17 @@ class DeviceLora:
     workspace: Workspace
     phase: Phase
     strategies: Strategies
-    model_sites: bool
-    expert_sites: bool
+    reach: Reach
+
+    @property
+    def model_sites(self) -> bool:
+        """Whether an adapter may change the embedding or the head."""
+        return self.reach is Reach.MODEL
+
+    @property
+    def expert_sites(self) -> bool:
+        """Whether an adapter may change experts."""
+        return self.reach >= Reach.EXPERTS
 
     def route(self, table: LoraTable) -> None:
         """Find the tiles of the slots as they are now. A captured step begins with this."""
@@ -115,14 +123,11 @@ class LoraBatches:
     def eager(self, token_slots: np.ndarray) -> DeviceLora | None:
         """Routed LoRA of a step outside graphs. token_slots: int64 `[tokens]`, -1 = the base. None
         where no token has an adapter."""
-        if not any_adapter(token_slots):
+        reach = self._table.reach(token_slots)
+        if reach is Reach.NONE:
             return None
         slots = to_device(token_slots.astype(np.int32), self._device)
-        lora = self._allocate(
-            slots,
-            model_sites=self._table.changes_model(token_slots),
-            expert_sites=self._table.changes_experts(token_slots),
-        )
+        lora = self._allocate(slots, reach)
         lora.route(self._table.device_table)
         block = self._table.rank_block(token_slots) if _can_shrink(lora) else None
         return lora if block is None else self._shrinking(lora, block)
@@ -131,14 +136,13 @@ class LoraBatches:
         """LoRA of a graph, which routes it. slots: int32 `[tokens]`, filled before each replay.
         reach: the most that its adapters change, which is neither the embedding nor the head.
         decodes: every token is a decode."""
-        expert_sites = reach is Reach.EXPERTS
-        return self._allocate(slots, expert_sites=expert_sites, decodes=decodes, captured=True)
+        return self._allocate(slots, reach, decodes=decodes, captured=True)
 
     def to_warm(self, tokens: int) -> list[DeviceLora]:
         """LoRA of so many tokens in each regime that a step outside graphs can have, the plain one
         first. All tokens have slot 0, whose adapter may change the embedding and the head."""
         slots = torch.zeros(tokens, dtype=torch.int32, device=self._device)
-        plain = self._allocate(slots, model_sites=True)
+        plain = self._allocate(slots, Reach.MODEL)
         plain.route(self._table.device_table)
         if not _can_shrink(plain):
             return [plain]
@@ -147,9 +151,8 @@ class LoraBatches:
     def _allocate(
         self,
         slots: torch.Tensor,
+        reach: Reach,
         *,
-        model_sites: bool = False,
-        expert_sites: bool = True,
         decodes: bool = False,
         captured: bool = False,
     ) -> DeviceLora:
@@ -161,12 +164,10 @@ class LoraBatches:
         kernel = fused_kernel(configs, tokens, sites, self._dtype, self._device)
         if kernel is not None:
             strategies = self._consumers.strategies(Regime.FUSED)
-            reach = (strategies, model_sites, expert_sites)
-            return FusedLora(slots, segments, workspace, phase, *reach, kernel)
+            return FusedLora(slots, segments, workspace, phase, strategies, reach, kernel)
         regime = lora_strategy.regime_of(tokens, decodes=decodes, captured=captured)
         strategies = self._consumers.strategies(regime)
-        reach = (strategies, model_sites, expert_sites)
-        return DeviceLora(slots, segments, workspace, phase, *reach)
+        return DeviceLora(slots, segments, workspace, phase, strategies, reach)
 
     def _segments(self, tokens: int, phase: Phase) -> Segments:
         known, size = self._table.device_table.num_slots, self._configs.tile_rows(phase, tokens)
@@ -181,8 +182,7 @@ class LoraBatches:
             lora.workspace,
             lora.phase,
             self._consumers.strategies(Regime.SHRINKING_PREFILL),
-            lora.model_sites,
-            lora.expert_sites,
+            lora.reach,
             self._down[block],
         )
 

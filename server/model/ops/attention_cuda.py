@@ -93,7 +93,9 @@ class PagedAttention:
     ) -> None:
         """rotation: behind the norm of q and k; the rest as in `decode_attention`."""
         pages = (self.cache.k[layer], self.cache.v[layer])
-        scores = replace(self._scores[layer], sinks=sinks)
+        scores = self._scores[layer]
+        if sinks is not None:
+            scores = replace(scores, sinks=sinks)
         context = (batch, pages, *rotation, scores, self._scratch, out)
         decode_attention(qkv, pending, *context, programmatic_launch=self._programmatic_launch)
 

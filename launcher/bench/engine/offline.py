@@ -5,10 +5,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
@@ -57,7 +57,6 @@ EXTENT_BYTES = 512 << 10
 GREEDY = SamplingParams(temperature=0.0)
 PAGE_SIZE = 16
 ADAPTER_SLOTS = 256  # as many as a server has
-_FOLDERS: dict[str, "TemporaryDirectory[str]"] = {}
 Note = Callable[[StepOutput], None]
 _STD = 0.02
 _IDLE_S = 1e-4
@@ -72,17 +71,17 @@ def model_folder(text: str) -> Path:
         return path
     if (SHIPPED / text).is_dir():
         return SHIPPED / text
-    configs = {known.example.lower(): known.config for known in served_families().values()}
-    return _written(text, configs) if configs.get(text) else path
+    examples = {known.example.lower() for known in served_families().values()}
+    return Path(_folder_of_known(text).name) if text and text in examples else path
 
 
-def _written(name: str, configs: dict[str, dict[str, Any]]) -> Path:
-    """A folder for as long as the process runs."""
-    if name not in _FOLDERS:
-        _FOLDERS[name] = TemporaryDirectory()
-        path = Path(_FOLDERS[name].name, CONFIG_FILE)
-        path.write_bytes(msgspec.json.encode(configs[name]))
-    return Path(_FOLDERS[name].name)
+@cache
+def _folder_of_known(example: str) -> "TemporaryDirectory[str]":
+    """With a config.json, for as long as the process runs."""
+    known = {known.example.lower(): known for known in served_families().values()}[example]
+    folder = TemporaryDirectory()
+    Path(folder.name, CONFIG_FILE).write_bytes(msgspec.json.encode(known.config))
+    return folder
 
 
 def require_cuda(advice: str) -> None:

@@ -199,9 +199,10 @@ def _part(
     tile_ptr = tiles_ptr + tl.program_id(0) // PARTS * 3
     begin = tl.program_id(0) % PARTS * _ROWS
     m = begin + tl.arange(0, _ROWS)
-    live = m < tl.load(tile_ptr + 2)
+    count = tl.load(tile_ptr + 2)
+    live = m < count
     # What a tile without rows holds besides is not known.
-    first = tl.where(tl.load(tile_ptr + 2) > 0, tl.load(tile_ptr + 1), 0)
+    first = tl.where(count > 0, tl.load(tile_ptr + 1), 0)
     row = tl.load(order_ptr + first + m, mask=live, other=0).to(tl.int64)
     slot = tl.load(slots_ptr + row // TOP_K, mask=live, other=-1)
     return tl.load(tile_ptr).to(tl.int64), row, slot

@@ -41,12 +41,12 @@ from server.kernels.lora.segments import allocate_segments, route
 from server.kernels.lora.shrink import gather_embedding, shrink
 from server.kernels.lora.table import RANK_BLOCKS, LoraTable
 from server.kernels.lora.workspace import allocate_workspace
-from server.kernels.moe.choose import choose_experts
-from server.kernels.moe.combine import combine_experts
+from server.kernels.moe.choose import assign_experts
 from server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
 from server.kernels.moe.grouped import grouped_product, grouped_shape, tokens_of_each_shape
-from server.kernels.moe.tiles import expert_tiles
-from server.kernels.pointwise.add_norm import add_norm, rms_norm
+from server.kernels.moe.row_lora import add_row_lora, gated_row_lora
+from server.kernels.moe.tiles import ExpertTiles
+from server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
 from server.kernels.pointwise.gated import Activation, GatedActivation, gated
 from server.kernels.pointwise.gated_lora import gated_lora
 from server.kernels.sampling.draw import DrawRows, draw_append
@@ -214,21 +214,36 @@ def prompts(capability: int, every_form: bool) -> None:
             prompt_attention(q, (pages, pages), *context)
 
 
-def experts(every_form: bool) -> None:
+def experts(early: bool, every_form: bool) -> None:
     """Products of few rows and of many, with and without an activation; LoRA."""
     table, slots = LoraTable(2, 8, CPU), torch.zeros(4, dtype=torch.int32)
-    chosen, weights = choose_experts(torch.zeros(4, 8).to(DTYPE), 2, of_chosen=True, rounded=True)
+    both = ExpertLora(table, 0, (128, 128), slots)
     of_experts = torch.zeros(8, 512, 256, dtype=DTYPE)
     bias = of_experts[:, :, 0].contiguous()
+    x, logits = torch.zeros(4, 256, dtype=DTYPE), torch.zeros(200, 8, dtype=DTYPE)
+    for tokens in (4, len(logits)):
+        tiles, weights = assign(logits[:tokens], 16, early)
     for tokens in tokens_of_each_shape(2, 8):
         shape = grouped_shape(tokens, 2, 8)
-        tiles = expert_tiles(chosen, 8, shape.tile_rows)
-        x = torch.zeros(4, 256, dtype=DTYPE)
+        tiles, weights = assign(logits[:4], shape.tile_rows, early)
         for activation in (ACTIVATION_OF_EXPERTS, None) if every_form else (None,):
-            grouped_product(x, of_experts, bias, tiles, shape, activation)
-        y = grouped_product(x, of_experts, bias, tiles, shape, ACTIVATION_OF_EXPERTS)
-        add_expert_lora(x, y, (128, 128), tiles, ExpertLora(table, 0, slots))
-    combine_experts(y, weights)
+            grouped_product(
+                x, of_experts, bias, tiles, shape, activation, programmatic_launch=early
+            )
+        y = grouped_product(
+            x, of_experts, bias, tiles, shape, ACTIVATION_OF_EXPERTS, programmatic_launch=early
+        )
+        add_expert_lora(x, y, tiles, both, programmatic_launch=early)
+    gated_row_lora(x, y, tiles, both, ACTIVATION_OF_EXPERTS, programmatic_launch=early)
+    one = ExpertLora(table, 0, (256,), slots)
+    add_row_lora(x, y, tiles, one, programmatic_launch=early)
+    hidden, norm = torch.zeros(4, 256, dtype=DTYPE), (torch.zeros(256, dtype=DTYPE), 1e-5)
+    add_experts_norm(y, weights, hidden, norm, programmatic_launch=early)
+
+
+def assign(logits: torch.Tensor, tile_rows: int, early: bool) -> tuple[ExpertTiles, torch.Tensor]:
+    rule = {"of_chosen": True, "rounded": True, "programmatic_launch": early}
+    return assign_experts(logits, 2, tile_rows, **rule)
 
 
 def step() -> None:
@@ -263,7 +278,7 @@ def main() -> None:
             lora(configs, "mixed", 300, every_form)
         lora(configs, "prefill", 300, every_form)
         prompts(capability, every_form)
-        experts(every_form)
+        experts(configs.programmatic_launch, every_form)
         step()
         products(configs)
     print(*sorted(set(compiled)))

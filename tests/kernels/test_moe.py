@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional
 
 from server.kernels.lora.table import LoraTable
-from server.kernels.moe.choose import choose_experts
-from server.kernels.moe.combine import combine_experts
+from server.kernels.moe.choose import assign_experts, choose_experts
 from server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
 from server.kernels.moe.grouped import (
     GroupedShape,
@@ -14,7 +13,9 @@ from server.kernels.moe.grouped import (
     grouped_shape,
     tokens_of_each_shape,
 )
+from server.kernels.moe.row_lora import add_row_lora, gated_row_lora
 from server.kernels.moe.tiles import ExpertTiles, expert_tiles
+from server.kernels.pointwise.add_norm import add_experts_norm
 from tests.grids import sparse
 
 SMALL = GroupedShape(16, 32, 32, 4, 2)
@@ -38,7 +39,9 @@ def test_the_largest_logits_choose(
 ) -> None:
     torch.manual_seed(experts)
     logits = torch.randn(tokens, experts).to(device) * 3
-    chosen, weights = choose_experts(logits, top_k, of_chosen=of_chosen, rounded=False)
+    chosen, weights = choose_experts(
+        logits, top_k, of_chosen=of_chosen, rounded=False, programmatic_launch=False
+    )
     expected = logits.topk(top_k)
     assert torch.equal(chosen.long(), expected.indices)
     shares = logits.softmax(-1).gather(1, expected.indices)
@@ -49,9 +52,9 @@ def test_the_largest_logits_choose(
 
 def test_weights_are_rounded_as_the_logits(device: torch.device) -> None:
     logits = torch.randn(4, 8).to(device, torch.float16)
-    _, weights = choose_experts(logits, 3, of_chosen=True, rounded=True)
+    _, weights = choose_experts(logits, 3, of_chosen=True, rounded=True, programmatic_launch=False)
     assert torch.equal(weights, weights.half().float())
-    _, wide = choose_experts(logits, 3, of_chosen=True, rounded=False)
+    _, wide = choose_experts(logits, 3, of_chosen=True, rounded=False, programmatic_launch=False)
     assert not torch.equal(wide, weights)
 
 
@@ -62,7 +65,7 @@ def test_logits_that_are_not_finite_choose_experts_that_are_there(
     logits = torch.randn(3, 6).to(device)
     logits[1, ::2] = value
     logits[2] = value
-    chosen, _ = choose_experts(logits, 4, of_chosen=True, rounded=False)
+    chosen, _ = choose_experts(logits, 4, of_chosen=True, rounded=False, programmatic_launch=False)
     for row in chosen.tolist():
         assert len(set(row)) == 4
         assert set(row) <= set(range(6))
@@ -76,7 +79,7 @@ def test_every_row_is_in_one_tile_of_its_expert(
     device: torch.device, tile_rows: int, tokens: int, top_k: int, experts: int
 ) -> None:
     chosen = chosen_of(tokens, top_k, experts, device)
-    tiles = expert_tiles(chosen, experts, tile_rows)
+    tiles = expert_tiles(chosen, experts, tile_rows, programmatic_launch=False)
     of_row, seen = chosen.flatten().tolist(), list[int]()
     ended = False
     for expert, first, count in tiles.tiles.tolist():
@@ -98,7 +101,7 @@ def test_shapes_are_of_numbers_of_tokens() -> None:
 
 
 def tiles_of(chosen: torch.Tensor, experts: int, shape: GroupedShape) -> ExpertTiles:
-    return expert_tiles(chosen, experts, shape.tile_rows)
+    return expert_tiles(chosen, experts, shape.tile_rows, programmatic_launch=False)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +118,7 @@ def test_rows_meet_their_experts(
     tiles = tiles_of(chosen, experts, shape)
     for x in (torch.randn(tokens, features), torch.randn(tokens * top_k, features)):
         x = x.to(device)
-        y = grouped_product(x, weight, biases, tiles, shape)
+        y = grouped_product(x, weight, biases, tiles, shape, programmatic_launch=False)
         each = x.repeat_interleave(tokens * top_k // len(x), 0)
         of = chosen.flatten().long()
         expected = torch.einsum("rk,rnk->rn", each, weight[of])
@@ -133,8 +136,10 @@ def test_gate_and_up_are_activated(device: torch.device, activation: str, bias: 
     x, weight = torch.randn(20, 48).to(device) * 2, torch.randn(4, 80, 48).to(device)
     biases = torch.randn(4, 80).to(device) if bias else None
     tiles = tiles_of(chosen, 4, SMALL)
-    found = grouped_product(x, weight, biases, tiles, SMALL, activation)  # type: ignore[arg-type]
-    gate, up = grouped_product(x, weight, biases, tiles, SMALL).chunk(2, dim=-1)
+    found = grouped_product(x, weight, biases, tiles, SMALL, activation, programmatic_launch=False)  # type: ignore[arg-type]
+    gate, up = grouped_product(x, weight, biases, tiles, SMALL, programmatic_launch=False).chunk(
+        2, dim=-1
+    )
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
         expected = gate * torch.sigmoid(1.702 * gate) * up
@@ -161,7 +166,7 @@ def test_half_precision(experts: int, top_k: int, sizes: tuple[int, int], tokens
     x = torch.randn(tokens, hidden, device=device).bfloat16()
     weight = torch.randn(experts, 2 * inner, hidden, device=device).bfloat16() * 0.02
     bias = torch.randn(experts, 2 * inner, device=device).bfloat16()
-    found = grouped_product(x, weight, bias, tiles, shape)
+    found = grouped_product(x, weight, bias, tiles, shape, programmatic_launch=False)
     expected = torch.empty_like(found)
     for expert in range(experts):
         rows = (chosen.flatten() == expert).nonzero()[:, 0]
@@ -176,15 +181,46 @@ def test_tiles_of_another_shape_are_refused() -> None:
             torch.zeros(2, 16),
             torch.zeros(2, 16, 16),
             None,
-            ExpertTiles(order, tiles, 16, 2),
+            ExpertTiles(order, order, tiles, 16, 2),
             LARGE,
+            programmatic_launch=False,
         )
 
 
-def test_results_are_summed_by_weight(device: torch.device) -> None:
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 8, 128), (5, 2, 8), (16, 8, 32)])
+@pytest.mark.parametrize("tile_rows", [4, 16])
+def test_a_few_tokens_are_assigned_as_many(
+    device: torch.device, tile_rows: int, tokens: int, top_k: int, experts: int
+) -> None:
+    logits = torch.randn(tokens, experts).to(device)
+    logits[:, 1] += 2  # one has many rows
+    rule = {"of_chosen": True, "rounded": False, "programmatic_launch": False}
+    tiles, weights = assign_experts(logits, top_k, tile_rows, **rule)
+    chosen, expected = choose_experts(logits, top_k, **rule)
+    separate = expert_tiles(chosen, experts, tile_rows, programmatic_launch=False)
+    torch.testing.assert_close(weights, expected)
+    assert torch.equal(tiles.order, separate.order)
+    counts = separate.tiles[:, 2]
+    assert torch.equal(tiles.tiles[:, 2], counts)
+    assert torch.equal(tiles.tiles[counts > 0], separate.tiles[counts > 0])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_results_are_summed_by_weight(device: torch.device, normed: bool) -> None:
     results, weights = torch.randn(3 * 4, 1100).to(device), torch.rand(3, 4).to(device)
-    expected = (results.view(3, 4, 1100) * weights[..., None]).sum(1)
-    torch.testing.assert_close(combine_experts(results, weights), expected)
+    hidden, scale = torch.randn(3, 1100).to(device), torch.rand(1100).to(device)
+    total = hidden + 0.5 * (results.view(3, 4, 1100) * weights[..., None]).sum(1)
+    norm = (scale, 1e-5) if normed else None
+    y = add_experts_norm(results, weights, hidden, norm, None, 0.5, programmatic_launch=False)
+    torch.testing.assert_close(hidden, total)
+    expected = functional.rms_norm(total, (1100,), scale, 1e-5) if normed else total
+    torch.testing.assert_close(y, expected)
+
+
+def test_results_of_other_rows_are_refused() -> None:
+    results, weights, hidden = torch.zeros(5, 8), torch.zeros(2, 2), torch.zeros(2, 8)
+    with pytest.raises(ValueError, match=r"\[5, 8\]"):
+        add_experts_norm(results, weights, hidden, None, programmatic_launch=False)
 
 
 class _Adapter:
@@ -218,6 +254,8 @@ class _Adapter:
         return torch.cat([s * b[expert] @ bridge[i : i + r] for b, i, r, s in parts])
 
 
+# Infinity is meant.
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 @pytest.mark.parametrize(
     ("widths", "tokens", "tile_rows", "of_rows"),
     sparse([(40, 40), (150,), (48, 24)], [1, 30], [16, 64], [False, True]),
@@ -239,7 +277,7 @@ def test_each_row_gets_the_lora_of_its_adapter_and_expert(
     for slot, adapter in adapters.items():
         adapter.write(table, slot, site)
     slots = torch.tensor([(3, 0, -1, 1, 2, 4)[i % 6] for i in range(tokens)], dtype=torch.int32)
-    tiles = expert_tiles(chosen, experts, tile_rows)
+    tiles = expert_tiles(chosen, experts, tile_rows, programmatic_launch=False)
     x = torch.randn(tokens * top_k if of_rows else tokens, features).to(device)
     y = torch.randn(tokens * top_k, sum(widths)).to(device)
     expected = y.clone()
@@ -247,13 +285,35 @@ def test_each_row_gets_the_lora_of_its_adapter_and_expert(
         slot = int(slots[row // top_k])
         if slot in adapters:
             expected[row] += adapters[slot].delta(expert, x[row if of_rows else row // top_k])
-    add_expert_lora(x, y, widths, tiles, ExpertLora(table, site, slots.to(device)))
+    of = (tiles, ExpertLora(table, site, widths, slots.to(device)))
+    if len(set(widths)) == 1:
+        inner = gated_row_lora(x, y, *of, "silu", programmatic_launch=False)
+        gate, up = expected.chunk(2, dim=-1)
+        torch.testing.assert_close(inner, functional.silu(gate) * up, atol=1e-2, rtol=1e-3)
+    by_row = y.clone()
+    add_expert_lora(x, y, *of, programmatic_launch=False)
     torch.testing.assert_close(y, expected, atol=1e-3, rtol=1e-3)
+    if parts == 1:
+        add_row_lora(x, by_row, *of, programmatic_launch=False)
+        torch.testing.assert_close(by_row, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_lora_of_other_features_is_refused() -> None:
     table = LoraTable(1, 1, "cpu")
-    tiles = ExpertTiles(torch.zeros(4).int(), torch.zeros(4, 3).int(), 16, 2)
-    lora = ExpertLora(table, 0, torch.zeros(2, dtype=torch.int32))
+    tiles = ExpertTiles(torch.zeros(4).int(), torch.zeros(4).int(), torch.zeros(4, 3).int(), 16, 2)
+    lora = ExpertLora(table, 0, (4, 4), torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="features"):
-        add_expert_lora(torch.zeros(2, 8), torch.zeros(4, 9), (4, 4), tiles, lora)
+        add_expert_lora(
+            torch.zeros(2, 8), torch.zeros(4, 9), tiles, lora, programmatic_launch=False
+        )
+
+
+def test_rows_take_projections_of_one_form() -> None:
+    table = LoraTable(1, 1, "cpu")
+    tiles = ExpertTiles(torch.zeros(4).int(), torch.zeros(4).int(), torch.zeros(4, 3).int(), 16, 2)
+    lora = ExpertLora(table, 0, (4, 2), torch.zeros(2, dtype=torch.int32))
+    x, y = torch.zeros(2, 8), torch.zeros(4, 6)
+    with pytest.raises(ValueError, match="as wide as each other"):
+        gated_row_lora(x, y, tiles, lora, "silu", programmatic_launch=False)
+    with pytest.raises(ValueError, match="more than one projection"):
+        add_row_lora(x, y, tiles, lora, programmatic_launch=False)

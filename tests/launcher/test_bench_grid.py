@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -378,7 +379,12 @@ def test_known_models_by_name() -> None:
     folder = model_folder("mixtral-8x7b")
     grid = Grid(folder, "cpu", "bfloat16", (1,), (0, 1), (16,), 128, 144, 8192)
     attention = 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024)) * 16 * 2
-    assert adapter_bytes(grid, 16) == attention
+    assert adapter_bytes(grid, 16, 1) == attention
+    of_experts = replace(grid, adapt_experts=True)
+    expert = 32 * 3 * (4096 + 14336) * 16 * 2
+    assert adapter_bytes(of_experts, 16, 1) == pytest.approx(attention + 2 * expert)
+    assert attention + 2 * expert < adapter_bytes(of_experts, 16, 2) < attention + 4 * expert
+    assert adapter_bytes(of_experts, 16, 9999) == pytest.approx(attention + 8 * expert)
     one, many = step_bytes(grid, (1, 0, 16)), step_bytes(grid, (512, 0, 16))
     experts = 32 * 8 * 3 * 4096 * 14336 * 2
     cache = 208 * (128 << 10)
@@ -390,7 +396,7 @@ def test_llama_8b_by_name() -> None:
     grid = Grid(
         model_folder("llama-3.1-8b"), "cpu", "bfloat16", (8,), (0, 8), (16,), 128, 144, 8192
     )
-    assert adapter_bytes(grid, 16) == 80 << 20
+    assert adapter_bytes(grid, 16, 1) == 80 << 20
     base = step_bytes(grid, (8, 0, 16))
     assert base == pytest.approx(15.01e9 + 8 * 208 * (128 << 10), rel=1e-3)
     assert step_bytes(grid, (8, 8, 16)) == base + 8 * (80 << 20)

@@ -25,7 +25,7 @@ from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
 from server.model.lora.lora import DTYPES
 from server.model.moe_spec import MoeSpec
-from server.model.spec import LayerSpec, LinearSpec, ModelSpec
+from server.model.spec import LayerSpec, ModelSpec
 from server.protocol import SamplingParams
 
 # Of the shorter of the two runs whose difference is a step's time.
@@ -41,7 +41,8 @@ _REPEATS = 10
 class Grid:
     """batches x adapters x ranks; a point with more adapters than sequences is left out.
     step_tokens: the most of a step. constrained: for each point, sequences that write JSON of a
-    schema each, all different; more than there are sequences are left out."""
+    schema each, all different; more than there are sequences are left out. adapt_experts: adapters
+    change experts too."""
 
     folder: Path
     device: Literal["cpu", "cuda"]
@@ -54,6 +55,7 @@ class Grid:
     step_tokens: int
     sampling: SamplingParams = GREEDY
     constrained: tuple[int, ...] = (0,)
+    adapt_experts: bool = False
 
     def points(self) -> Iterator[tuple[int, int, int]]:
         for lora_rank in self.ranks:
@@ -117,9 +119,10 @@ def engine_for(grid: Grid) -> OfflineEngine:
         max_running=most,
         max_waiting=2 * most,
         step_tokens=grid.step_tokens,
+        adapt_experts=grid.adapt_experts,
     )
     config = sizes.config(grid.folder, grid.device, grid.dtype)
-    return OfflineEngine(grid.folder, config, grid.batches)
+    return OfflineEngine(grid.folder, config, grid.batches, adapt_experts=grid.adapt_experts)
 
 
 def decode(grid: Grid) -> Iterator[StepTime]:
@@ -190,12 +193,15 @@ def prefill(grid: Grid) -> Iterator[PrefillRate]:
 # ---- bytes and ceilings
 
 
-def adapter_bytes(grid: Grid, lora_rank: int) -> int:
-    """Of its matrices, without what extents leave free."""
-    base = base_spec(read_config(grid.folder), "0" * 64, ("base",))
+def adapter_bytes(grid: Grid, lora_rank: int, rows: int) -> float:
+    """Of its matrices that so many of its tokens read, without what extents leave free."""
+    model = read_config(grid.folder)
+    base = base_spec(model, "0" * 64, ("base",))
+    modules = adapted_modules(base, experts=grid.adapt_experts).values()
     features = sum(
-        (module.in_features + module.out_features) * len(module.layers or range(base.num_layers))
-        for module in adapted_modules(base).values()
+        (of.in_features + of.out_features) * _read(model.layers[layer], of.experts, rows)
+        for of in modules
+        for layer in of.layers or range(base.num_layers)
     )
     return features * lora_rank * ITEM_BYTES[grid.dtype]
 
@@ -203,17 +209,18 @@ def adapter_bytes(grid: Grid, lora_rank: int) -> int:
 def matrix_parameters(model: ModelSpec, rows: int = 1) -> float:
     """Weights of the layers' matrices that some tokens are multiplied with."""
     return sum(
-        linear.out_features * linear.in_features * _matrices(layer, linear, rows)
+        linear.out_features * linear.in_features * _read(layer, linear.experts, rows)
         for layer in model.layers
         for linear in layer.linears
     )
 
 
-def _matrices(layer: LayerSpec, linear: LinearSpec, rows: int) -> float:
-    """Of experts those that some of `rows` tokens have, where each is as likely as another."""
-    if linear.experts == 1 or not isinstance(layer.mlp, MoeSpec):
+def _read(layer: LayerSpec, experts: int, rows: int) -> float:
+    """Matrices, of as many as there are experts, that so many tokens read, where each expert is as
+    likely as another."""
+    if experts == 1 or not isinstance(layer.mlp, MoeSpec):
         return 1
-    return linear.experts * (1 - (1 - layer.mlp.top_k / linear.experts) ** rows)
+    return experts * (1 - (1 - layer.mlp.top_k / experts) ** rows)
 
 
 def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
@@ -222,7 +229,7 @@ def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
     model = read_config(grid.folder)
     weights = matrix_parameters(model, batch) + model.vocab_size * model.hidden_size
     context = grid.prompt_tokens + (SHORT_OUTPUT + grid.output_tokens) / 2
-    adapters = distinct * adapter_bytes(grid, lora_rank)
+    adapters = distinct * adapter_bytes(grid, lora_rank, batch // max(distinct, 1))
     cache = batch * context * token_bytes(model, grid.dtype)
     return weights * ITEM_BYTES[grid.dtype] + adapters + cache
 

@@ -22,6 +22,7 @@ from adapters.safetensors.header import TensorInfo
 from adapters.slab.layout import make_layout
 from adapters.violations import Findings
 from launcher.bench.engine.made_tokenizer import tokenizer_json
+from launcher.bench.engine.random_weights import STD, random_weights
 from launcher.bench.errors import BenchError
 from launcher.families.known_models import served_families
 from server.config import EngineConfig
@@ -43,13 +44,9 @@ from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
 from server.model.checkpoint.model_files import CONFIG_FILE
 from server.model.executor import TorchExecutor
-from server.model.linear.dense import DenseLinear
-from server.model.linear.experts import ExpertsLinear, MoeWeights
 from server.model.lora.lora import DTYPES
-from server.model.moe_spec import MoeSpec
-from server.model.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
+from server.model.spec import ModelSpec
 from server.model.tokenizer.grammar_vocabulary import read_vocabulary
-from server.model.weights import LayerWeights, MlpWeights, ModelWeights, Norm
 from server.protocol import GenerateRequest, SamplingParams
 
 SHIPPED = Path(__file__).parent / "configs"
@@ -58,7 +55,6 @@ GREEDY = SamplingParams(temperature=0.0)
 PAGE_SIZE = 16
 ADAPTER_SLOTS = 256  # as many as a server has
 Note = Callable[[StepOutput], None]
-_STD = 0.02
 _IDLE_S = 1e-4
 _SPARE_KV = 64 << 20
 
@@ -96,76 +92,18 @@ def check_device(device: str) -> None:
         require_cuda("--device cpu needs none")
 
 
-def random_weights(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Every tensor of `dtype` on `device`, in the shapes of `model`: matrices of N(0, 0.02^2),
-    biases of zeros, norms of ones."""
-    make = _RandomWeights(dtype, device)
-    embed = make.matrix(model.vocab_size, model.hidden_size)
-    head = DenseLinear(embed) if model.head.tied else make.linear(model.head.linear)
-    return ModelWeights(embed, tuple(map(make.layer, model.layers)), make.norm(model.norm), head)
+def adapted_modules(base: BaseSpec, *, experts: bool = False) -> dict[str, ModuleShape]:
+    """What made-up adapters change: in every layer the projections of all tokens, and experts where
+    that is asked for."""
+    modules = base.layer_modules.items()
+    return {name: of for name, of in modules if experts or not of.is_of_experts}
 
 
-@dataclass(frozen=True, slots=True)
-class _RandomWeights:
-    dtype: torch.dtype
-    device: torch.device
-
-    def matrix(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=_STD)
-
-    def linear(self, spec: LinearSpec) -> DenseLinear:
-        weight = self.matrix(spec.out_features, spec.in_features)
-        return DenseLinear(weight, self._bias(spec.out_features) if spec.bias else None)
-
-    def norm(self, spec: NormSpec) -> Norm:
-        return Norm(self._ones(spec.size), spec.epsilon)
-
-    def layer(self, spec: LayerSpec) -> LayerWeights:
-        norms, attention = spec.norms, spec.attention
-        heads = attention.num_heads + attention.num_kv_heads
-        return LayerWeights(
-            qkv=self.linear(spec.qkv),
-            o=self.linear(spec.o),
-            mlp=self._mlp(spec),
-            pre_attention=self._optional(norms.pre_attention),
-            pre_mlp=self._optional(norms.pre_mlp),
-            post_attention=self._optional(norms.post_attention),
-            post_mlp=self._optional(norms.post_mlp),
-            qk_norm=self._ones(heads, attention.head_dim) if attention.q_norm else None,
-            sinks=self._ones(attention.num_heads).float() if attention.sinks else None,
-        )
-
-    def _mlp(self, spec: LayerSpec) -> MlpWeights | MoeWeights:
-        moe, gate_up, down = spec.mlp, spec.gate_up, spec.down
-        if not isinstance(moe, MoeSpec):
-            return MlpWeights(moe, self.linear(gate_up), self.linear(down))
-        bias = self._bias(moe.experts) if moe.router_bias else None
-        router = DenseLinear(self.matrix(moe.experts, gate_up.in_features), bias)
-        return MoeWeights(moe, router, self._experts(gate_up), self._experts(down))
-
-    def _experts(self, spec: LinearSpec) -> ExpertsLinear:
-        weight = self.matrix(spec.experts, spec.out_features, spec.in_features)
-        bias = self._bias(spec.experts, spec.out_features) if spec.bias else None
-        return ExpertsLinear(weight, bias)
-
-    def _optional(self, spec: NormSpec | None) -> Norm | None:
-        return None if spec is None else self.norm(spec)
-
-    def _bias(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
-    def _ones(self, *shape: int) -> torch.Tensor:
-        return torch.ones(shape, dtype=self.dtype, device=self.device)
-
-
-def adapted_modules(base: BaseSpec) -> dict[str, ModuleShape]:
-    """What made-up adapters change: in every layer the projections of all tokens, so no experts."""
-    return {name: of for name, of in base.layer_modules.items() if not of.is_of_experts}
-
-
-def lora_layout(base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype) -> SlabLayout:
+def lora_layout(
+    base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype, *, experts: bool = False
+) -> SlabLayout:
     """An adapter of one rank on all of `adapted_modules`."""
-    modules_of = adapted_modules(base)
+    modules_of = adapted_modules(base, experts=experts)
     names = sorted(modules_of)
     peft = {"peft_type": "LORA", "r": lora_rank, "lora_alpha": lora_rank, "target_modules": names}
     findings = Findings()
@@ -182,9 +120,9 @@ def lora_layout(base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype) -
     return make_layout(LoraTensors(config, modules), base, digest, dtype, EXTENT_BYTES)
 
 
-def slab_bytes(model: ModelSpec, dtype: SlabDtype, lora_rank: int) -> int:
+def slab_bytes(model: ModelSpec, dtype: SlabDtype, lora_rank: int, *, experts: bool) -> int:
     base = base_spec(model, "0" * 64, ("base",))
-    return lora_layout(base, "0" * 64, lora_rank, dtype).nbytes
+    return lora_layout(base, "0" * 64, lora_rank, dtype, experts=experts).nbytes
 
 
 def token_bytes(model: ModelSpec, dtype: SlabDtype) -> int:
@@ -197,7 +135,7 @@ class EngineSizes:
     """An engine's capacity: `adapters` of rank `lora_rank` on the device, sequences of up to
     `tokens` tokens, prompt and output. max_running: sequences computed at once. cached: sequences
     in the KV cache at once, None = as many as the rest of a GPU holds. step_tokens: the most of a
-    step."""
+    step. adapt_experts: adapters change experts too."""
 
     adapters: int
     lora_rank: int
@@ -206,6 +144,7 @@ class EngineSizes:
     max_running: int
     max_waiting: int
     step_tokens: int
+    adapt_experts: bool = False
 
     def config(
         self, folder: Path, device: Literal["cpu", "cuda"], dtype: SlabDtype
@@ -217,7 +156,7 @@ class EngineSizes:
         kv_memory = 0
         if self.cached is not None:  # every sequence at full length, and as much again
             kv_memory = 2 * self.cached * context * token_bytes(model, dtype) + _SPARE_KV
-        slab = slab_bytes(model, dtype, self.lora_rank)
+        slab = slab_bytes(model, dtype, self.lora_rank, experts=self.adapt_experts)
         return EngineConfig(
             model_path=str(folder),
             device=device,
@@ -285,15 +224,23 @@ class OfflineEngine:
     the run's dtype. Each has its own place on the device.
     """
 
-    def __init__(self, folder: Path, config: EngineConfig, batches: Sequence[int] | None) -> None:
-        """batches: padded batch sizes that decode graphs are captured for; None = a server's."""
-        self.config = config
+    def __init__(
+        self,
+        folder: Path,
+        config: EngineConfig,
+        batches: Sequence[int] | None,
+        *,
+        adapt_experts: bool = False,
+    ) -> None:
+        """batches: padded batch sizes that decode graphs are captured for; None = a server's.
+        adapt_experts: as the sizes that config was made of."""
+        self.config, self._adapt_experts = config, adapt_experts
         model = read_config(folder)
         self.base = base_spec(model, "0" * 64, ("base",))
         self.vocab_size = model.vocab_size
         dtype = DTYPES[config.dtype]
         arena = torch.empty(config.host_arena_bytes // dtype.itemsize, dtype=dtype)
-        arena.normal_(std=_STD)
+        arena.normal_(std=STD)
         self._arena = memoryview(arena.view(torch.uint8).numpy())  # type: ignore[arg-type]
         self.executor = TorchExecutor(
             config, self._arena, weights=random_weights, graph_batches=batches
@@ -347,7 +294,10 @@ class OfflineEngine:
 
     def _staged(self, digest: str, rank: int) -> SlabStaged:
         if rank not in self._layouts:
-            self._layouts[rank] = lora_layout(self.base, digest, rank, self.config.dtype)
+            experts = self._adapt_experts
+            self._layouts[rank] = lora_layout(
+                self.base, digest, rank, self.config.dtype, experts=experts
+            )
         layout = msgspec.structs.replace(self._layouts[rank], digest=digest)
         places = fit(bytearray([FREE]) * sum(layout.runs), layout.runs)
         assert places is not None

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from server.kernels.launch.launch import follow
 from server.kernels.lora.record import a_at, b_at, ranks_at, record_of, scales_at, total_rank_at
 from server.kernels.lora.table import MAX_RANK, LoraTable
 from server.kernels.moe.tiles import ExpertTiles
@@ -26,23 +27,28 @@ _BLOCK_N, _BLOCK_K = 128, 128
 
 @dataclass(frozen=True, slots=True)
 class ExpertLora:
-    """slots: int32 `[tokens]`, -1 = no adapter. site: of experts, a number of the table."""
+    """site: of experts, a number of the table. widths: output features of its projections. slots:
+    int32 `[tokens]`, -1 = no adapter."""
 
     table: LoraTable
     site: int
+    widths: tuple[int, ...]
     slots: torch.Tensor
 
 
 def add_expert_lora(
-    x: torch.Tensor, y: torch.Tensor, widths: tuple[int, ...], tiles: ExpertTiles, lora: ExpertLora
+    x: torch.Tensor,
+    y: torch.Tensor,
+    tiles: ExpertTiles,
+    lora: ExpertLora,
+    *,
+    programmatic_launch: bool,
 ) -> None:
     """x: `[tokens, in]`, or `[rows, in]`; y: `[rows, sum(widths)]`, one or two projections side by
     side; both contiguous, of the adapters' dtype. Adapters whose ranks are 0 at the site change
     nothing. Raises ValueError on a mismatch."""
-    rows, top_k = len(tiles.order), tiles.top_k
-    if len(widths) > 2 or y.shape != (rows, sum(widths)) or len(lora.slots) * top_k != rows:
-        raise ValueError(f"y {list(y.shape)} is not of {rows} rows and features {widths}")
-    lora.table.check_site(lora.site)
+    check_expert_lora(y, tiles, lora)
+    rows, top_k, widths = len(tiles.order), tiles.top_k, lora.widths
     stride = len(widths) * MAX_RANK
     bridge = torch.empty(rows, stride, dtype=x.dtype, device=x.device)
     parts = len(tiles.tiles) * (tiles.tile_rows // _ROWS.value)
@@ -60,7 +66,9 @@ def add_expert_lora(
         IN=x.shape[1],
         BLOCK_K=_BLOCK_K,
         PRECISION=precision,
+        PDL=programmatic_launch,
         num_warps=4,
+        launch_pdl=programmatic_launch,
     )
     blocks = [triton.cdiv(width, _BLOCK_N) for width in widths]
     _expand_experts_kernel[(parts, sum(blocks), splits)](
@@ -72,8 +80,22 @@ def add_expert_lora(
         SECOND=sum(widths[1:]),
         BLOCK_N=_BLOCK_N,
         PRECISION=precision,
+        PDL=programmatic_launch,
         num_warps=4,
+        launch_pdl=programmatic_launch,
     )
+
+
+def check_expert_lora(y: torch.Tensor, tiles: ExpertTiles, lora: ExpertLora) -> None:
+    """Raises ValueError where they do not fit each other."""
+    rows, widths = len(tiles.order), lora.widths
+    if (
+        not 1 <= len(widths) <= 2
+        or y.shape != (rows, sum(widths))
+        or len(lora.slots) * tiles.top_k != rows
+    ):
+        raise ValueError(f"y {list(y.shape)} is not of {rows} rows and features {widths}")
+    lora.table.check_site(lora.site)
 
 
 @triton.jit(do_not_specialize=["site", "num_sites"], do_not_specialize_on_alignment=["slots_ptr"])
@@ -93,8 +115,10 @@ def _shrink_experts_kernel(
     IN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """bridge: `[rows, STRIDE]`, a row's `A x` first."""
+    follow(PDL)
     words_ptr, ints_ptr, _ = table
     expert, row, slot = _part(slots_ptr, order_ptr, tiles_ptr, TILE_ROWS, TOP_K)
     now = _next_of_mine(slot, 1 << 30, tl.program_id(2))
@@ -136,9 +160,11 @@ def _expand_experts_kernel(
     SECOND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """FIRST, SECOND: features of the projections. Blocks of the second follow those of the
     first."""
+    follow(PDL)
     words_ptr, ints_ptr, floats_ptr = table
     BLOCKS: tl.constexpr = (FIRST + BLOCK_N - 1) // BLOCK_N
     expert, row, slot = _part(slots_ptr, order_ptr, tiles_ptr, TILE_ROWS, TOP_K)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from server.kernels.launch.launch import follow
 from server.kernels.moe.tiles import ExpertTiles
 from server.kernels.pointwise.gated import GatedActivation, activated
 
@@ -58,6 +59,8 @@ def grouped_product(
     tiles: ExpertTiles,
     shape: GroupedShape,
     activation: GatedActivation | None = None,
+    *,
+    programmatic_launch: bool,
 ) -> torch.Tensor:
     """x: `[tokens, in]`, or `[rows, in]`, contiguous; weight: `[experts, out, in]`; bias:
     `[experts, out]` -> `[rows, out]`, float32 inside. activation: of gate and up, the halves of
@@ -86,8 +89,10 @@ def grouped_product(
         BIAS=bias is not None,
         ACTIVATION=activation,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=programmatic_launch,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        launch_pdl=programmatic_launch,
     )
     return y
 
@@ -110,8 +115,10 @@ def _grouped_kernel(
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """A program takes some output features of a tile. SHARE: rows with the same input."""
+    follow(PDL)
     BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     place = tl.program_id(0) % (_TILES_ABREAST * BLOCKS)
     first_tile = tl.program_id(0) // (_TILES_ABREAST * BLOCKS) * _TILES_ABREAST

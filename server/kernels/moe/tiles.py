@@ -9,15 +9,19 @@ import torch
 import triton
 import triton.language as tl
 
+from server.kernels.launch.launch import follow
+
 _MOST_ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """order: int32 `[rows]`, rows by expert, those of one in ascending order. tiles: int32
-    `[max_tiles, 3]`: expert, first position in `order`, and how many of at most `tile_rows` rows
-    there are, 0 = none: such tiles come last. top_k: rows of a token."""
+    """experts: int32 `[rows]`, of each row. order: int32 `[rows]`, rows by expert, those of one in
+    ascending order. tiles: int32 `[max_tiles, 3]`: expert, first position in `order`, and how many
+    of at most `tile_rows` rows there are, 0 = none: such tiles come last. top_k: rows of a token.
+    """
 
+    experts: torch.Tensor
     order: torch.Tensor
     tiles: torch.Tensor
     tile_rows: int
@@ -29,7 +33,9 @@ def max_tiles(rows: int, tile_rows: int, experts: int) -> int:
     return rows // tile_rows + min(rows, experts)
 
 
-def expert_tiles(chosen: torch.Tensor, experts: int, tile_rows: int) -> ExpertTiles:
+def expert_tiles(
+    chosen: torch.Tensor, experts: int, tile_rows: int, *, programmatic_launch: bool
+) -> ExpertTiles:
     """chosen: int32 `[tokens, top_k]`, at least one, contiguous; `experts` is how many there are.
     The result is the same for the same choice; nothing waits for the device."""
     rows, device = chosen.numel(), chosen.device
@@ -46,9 +52,11 @@ def expert_tiles(chosen: torch.Tensor, experts: int, tile_rows: int) -> ExpertTi
         TILE_ROWS=tile_rows,
         CHUNK=chunk,
         BLOCK_E=triton.next_power_of_2(experts + 1),
+        PDL=programmatic_launch,
         num_warps=4 if chunk < _MOST_ROWS_AT_ONCE else 8,
+        launch_pdl=programmatic_launch,
     )
-    return ExpertTiles(order, tiles, tile_rows, chosen.shape[1])
+    return ExpertTiles(chosen.view(-1), order, tiles, tile_rows, chosen.shape[1])
 
 
 @triton.jit(do_not_specialize=["rows", "most_tiles"])
@@ -61,8 +69,10 @@ def _tiles_kernel(
     TILE_ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """A program takes an expert: it counts the rows of all, then places its own."""
+    follow(PDL)
     mine = tl.program_id(0)
     e, i = tl.arange(0, BLOCK_E), tl.arange(0, CHUNK)
     counts = tl.zeros((BLOCK_E,), tl.int32)

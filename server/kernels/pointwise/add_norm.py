@@ -13,6 +13,7 @@ from server.kernels.lora.record import ranks_at, record_of
 
 # Weight `[features]` and epsilon.
 RmsNorm = tuple[torch.Tensor, float]
+_Delta = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 
 
 def add_norm(
@@ -33,15 +34,41 @@ def add_norm(
     """
     _check(y, hidden, post, norm)
     delta, lora = delta_arguments(y, pending), pending is not None
-    _launch(y, delta, hidden, post, factor, norm, ADD=True, LORA=lora, PDL=programmatic_launch)
+    terms = (y, None, delta)
+    _launch(y, terms, hidden, post, factor, norm, ADD=True, LORA=lora, PDL=programmatic_launch)
+
+
+def add_experts_norm(
+    results: torch.Tensor,
+    weights: torch.Tensor,
+    hidden: torch.Tensor,
+    norm: RmsNorm | None,
+    post: RmsNorm | None = None,
+    factor: float = 1.0,
+    *,
+    programmatic_launch: bool,
+) -> torch.Tensor:
+    """As `add_norm` with y = the weighted sum of what a row's experts give, and no delta -> the
+    normed rows, in a tensor of their own; without norm hidden itself.
+
+    results: `[rows * top_k, features]`, contiguous; weights: float32 `[rows, top_k]`. The sum is in
+    the order of the weights, so a row's result does not depend on the batch. One kernel.
+    """
+    y = hidden if norm is None else torch.empty_like(hidden)
+    _check(y, hidden, post, norm)
+    if results.shape != (weights.numel(), y.shape[1]) or len(weights) != len(y):
+        raise ValueError(f"{list(results.shape)} of {list(weights.shape)} for {list(y.shape)}")
+    terms = (results, weights, delta_arguments(results, None))
+    _launch(y, terms, hidden, post, factor, norm, ADD=True, LORA=False, PDL=programmatic_launch)
+    return y
 
 
 def rms_norm(hidden: torch.Tensor, norm: RmsNorm, *, programmatic_launch: bool) -> torch.Tensor:
     """The norm of `[rows, features]`, contiguous, in a tensor of its own; as in `add_norm`."""
     y = torch.empty_like(hidden)
     _check(y, hidden, norm)
-    delta = delta_arguments(y, None)
-    _launch(y, delta, hidden, None, 1.0, norm, ADD=False, LORA=False, PDL=programmatic_launch)
+    terms = (y, None, delta_arguments(y, None))
+    _launch(y, terms, hidden, None, 1.0, norm, ADD=False, LORA=False, PDL=programmatic_launch)
     return y
 
 
@@ -55,8 +82,8 @@ def _check(y: torch.Tensor, hidden: torch.Tensor, *norms: RmsNorm | None) -> Non
 
 
 def _launch(
-    y: torch.Tensor,
-    delta: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int],
+    out: torch.Tensor,
+    terms: tuple[torch.Tensor, torch.Tensor | None, _Delta],
     hidden: torch.Tensor,
     post: RmsNorm | None,
     factor: float,
@@ -65,11 +92,15 @@ def _launch(
     PDL: bool,
     **switches: bool,
 ) -> None:
-    rows, features = y.shape
+    """terms: what is added, in parts of these weights, and its delta."""
+    rows, features = out.shape
     if rows == 0:
         return
+    y, weights, delta = terms
     _add_norm_kernel[(rows,)](
+        out,
         y,
+        y if weights is None else weights,
         *delta,
         hidden,
         *(post or (hidden, 0.0)),
@@ -77,6 +108,7 @@ def _launch(
         *(norm or (hidden, 0.0)),
         FEATURES=features,
         BLOCK=triton.next_power_of_2(features),
+        PARTS=0 if weights is None else weights.shape[1],
         POST=post is not None,
         SCALED=factor != 1.0,
         NORM=norm is not None,
@@ -92,7 +124,9 @@ def _launch(
     do_not_specialize_on_alignment=["slots_ptr"],
 )
 def _add_norm_kernel(
+    out_ptr: tl.tensor,
     y_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     ints_ptr: tl.tensor,
@@ -106,6 +140,7 @@ def _add_norm_kernel(
     epsilon: tl.tensor,
     FEATURES: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     POST: tl.constexpr,
     SCALED: tl.constexpr,
     NORM: tl.constexpr,
@@ -113,13 +148,14 @@ def _add_norm_kernel(
     LORA: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """PARTS: rows of y that are summed to one, 0 = a row of y is one of the result."""
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     inside = n < FEATURES
     at = row * FEATURES + n
     if ADD:
-        y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        y = _term(y_ptr, weights_ptr, row, n, inside, FEATURES, PARTS)
     hidden = tl.load(hidden_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         weight = tl.load(weight_ptr + n, mask=inside, other=0.0).to(tl.float32)
@@ -140,7 +176,29 @@ def _add_norm_kernel(
         tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
     if NORM:
         normed = _normed(hidden, weight, epsilon, FEATURES)
-        tl.store(y_ptr + at, normed.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _term(
+    y_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    row: tl.tensor,
+    n: tl.tensor,
+    inside: tl.tensor,
+    FEATURES: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> Any:
+    """What is added to a row, float32, 0 beyond its features."""
+    if PARTS == 0:
+        y = tl.load(y_ptr + row * FEATURES + n, mask=inside, other=0.0).to(tl.float32)
+    else:
+        y = n * 0.0
+        for i in tl.static_range(PARTS):
+            part = row * PARTS + i
+            result = tl.load(y_ptr + part * FEATURES + n, mask=inside, other=0.0)
+            y += tl.load(weights_ptr + part) * result.to(tl.float32)
+    return y
 
 
 @triton.jit

@@ -1,60 +1,90 @@
-"""A layer of experts on a GPU: choice, two products with LoRA between, and the weighted sum."""
+"""A layer of experts on a GPU: choice, and two products with LoRA between."""
 
 import torch
 
-from server.kernels.moe.choose import choose_experts
-from server.kernels.moe.combine import combine_experts
+from server.kernels.launch.configs import KernelConfigs
+from server.kernels.moe.choose import assign_experts
 from server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
 from server.kernels.moe.grouped import GroupedShape, grouped_product, grouped_shape
-from server.kernels.moe.tiles import ExpertTiles, expert_tiles
-from server.kernels.pointwise.gated import gated
+from server.kernels.moe.row_lora import MOST_ROWS, add_row_lora, gated_row_lora
+from server.kernels.moe.tiles import ExpertTiles
+from server.kernels.pointwise.gated import GatedActivation, gated
 from server.model.linear.experts import ExpertsLinear, MoeWeights
 from server.model.lora.lora import AdapterTable
 from server.model.lora.sites import LayerSites, Site
 from server.model.ops.device_lora import DeviceLora
+from server.model.ops.lora_linear import ByExperts
 from server.model.ops.products import Products
 
 
 class Experts:
     """For any layer. A captured step stays valid for any choice, and for any adapters."""
 
-    def __init__(self, products: Products, table: AdapterTable) -> None:
+    def __init__(self, configs: KernelConfigs, products: Products, table: AdapterTable) -> None:
         self._products, self._table = products, table.device_table
+        self._early = configs.programmatic_launch
 
     def run(
         self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: LayerSites
-    ) -> torch.Tensor:
+    ) -> ByExperts:
         """As `Ops.moe`."""
         spec = weights.spec
         logits = self._products.linear(x, weights.router)
-        chosen, shares = choose_experts(
+        shape = grouped_shape(len(x), spec.top_k, spec.experts)
+        tiles, shares = assign_experts(
             logits,
             spec.top_k,
+            shape.tile_rows,
             of_chosen=spec.rule != "softmax_top_k",
             rounded=not spec.wide_weights,
+            programmatic_launch=self._early,
         )
-        shape = grouped_shape(len(x), spec.top_k, spec.experts)
-        tiles = expert_tiles(chosen, spec.experts, shape.tile_rows)
-        gate_up, down, activation = weights.gate_up, weights.down, spec.activation
+        cut, activation = (tiles, shape), spec.activation
         if lora is None or not lora.expert_sites:
-            inner = grouped_product(x, gate_up.weight, gate_up.bias, tiles, shape, activation)
-            return combine_experts(
-                grouped_product(inner, down.weight, down.bias, tiles, shape), shares
-            )
-        both = self._adapted(x, gate_up, (tiles, shape), lora, sites.gate_up)
-        inner = gated(both, None, activation, programmatic_launch=False)
-        return combine_experts(self._adapted(inner, down, (tiles, shape), lora, sites.down), shares)
+            inner = self._product(x, weights.gate_up, cut, activation)
+            return ByExperts(self._product(inner, weights.down, cut), shares)
+        of_gate_up, of_down = self._lora_at(sites.gate_up, lora), self._lora_at(sites.down, lora)
+        inner = self._gated_adapted(x, weights.gate_up, cut, of_gate_up, activation)
+        return ByExperts(self._adapted(inner, weights.down, cut, of_down), shares)
+
+    def _lora_at(self, site: Site, lora: DeviceLora) -> ExpertLora:
+        return ExpertLora(self._table, site.number, site.out_features, lora.slots)
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        linear: ExpertsLinear,
+        cut: tuple[ExpertTiles, GroupedShape],
+        activation: GatedActivation | None = None,
+    ) -> torch.Tensor:
+        return grouped_product(
+            x, linear.weight, linear.bias, *cut, activation, programmatic_launch=self._early
+        )
+
+    def _gated_adapted(
+        self,
+        x: torch.Tensor,
+        linear: ExpertsLinear,
+        cut: tuple[ExpertTiles, GroupedShape],
+        lora: ExpertLora,
+        activation: GatedActivation,
+    ) -> torch.Tensor:
+        """The activation of the product of gate and up with its LoRA."""
+        y, early = self._product(x, linear, cut), self._early
+        if len(y) <= MOST_ROWS:
+            return gated_row_lora(x, y, cut[0], lora, activation, programmatic_launch=early)
+        add_expert_lora(x, y, cut[0], lora, programmatic_launch=early)
+        return gated(y, None, activation, programmatic_launch=early)
 
     def _adapted(
         self,
         x: torch.Tensor,
         linear: ExpertsLinear,
         cut: tuple[ExpertTiles, GroupedShape],
-        lora: DeviceLora,
-        site: Site,
+        lora: ExpertLora,
     ) -> torch.Tensor:
         """The product with its LoRA."""
-        y = grouped_product(x, linear.weight, linear.bias, *cut)
-        of_site = ExpertLora(self._table, site.number, lora.slots)
-        add_expert_lora(x, y, site.out_features, cut[0], of_site)
+        y = self._product(x, linear, cut)
+        add = add_row_lora if len(y) <= MOST_ROWS else add_expert_lora
+        add(x, y, cut[0], lora, programmatic_launch=self._early)
         return y

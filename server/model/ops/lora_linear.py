@@ -55,8 +55,17 @@ class DeferredShrinkNext:
     shrunk: Workspace
 
 
-# What a linear leaves to the operation that takes its output.
-LinearOutput = Ready | WithDelta | Deferred | DeferredShrinkNext
+@dataclass(frozen=True, slots=True)
+class ByExperts:
+    """y: `[tokens * top_k, out]`, of each token's experts; weights: float32 `[tokens, top_k]`, by
+    which its consumer sums them."""
+
+    y: torch.Tensor
+    weights: torch.Tensor
+
+
+# What a linear, or a layer's experts, leave to the operation that takes the output.
+LinearOutput = Ready | WithDelta | Deferred | DeferredShrinkNext | ByExperts
 
 
 class Gemm(NamedTuple):

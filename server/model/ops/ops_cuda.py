@@ -12,7 +12,7 @@ from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
 from server.kernels.attention.rotation import QkNorm
 from server.kernels.launch.configs import KernelConfigs, load_configs
-from server.kernels.pointwise.add_norm import add_norm, rms_norm
+from server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
 from server.kernels.pointwise.gated import gated
 from server.kernels.pointwise.gated_lora import gated_lora
 from server.model.linear.dense import DenseLinear
@@ -23,6 +23,7 @@ from server.model.ops.attention_cuda import Attention, PagedAttention
 from server.model.ops.device_lora import DeviceLora, LoraBatches
 from server.model.ops.experts_cuda import Experts
 from server.model.ops.lora_linear import (
+    ByExperts,
     Deferred,
     DeferredShrinkNext,
     Gemm,
@@ -77,7 +78,7 @@ class CudaOps:
         self.device = cache.k.device
         self._configs: KernelConfigs = load_configs(self.device)
         self.products = Products(self._configs)
-        self._experts = Experts(self.products, table)
+        self._experts = Experts(self._configs, self.products, table)
         self.rotations = Rotations(model, max_context, self.device)
         context = (self._configs, table, cache.k.dtype, self.device, max_tokens)
         self._batches = LoraBatches(*context, Consumers.of(model))
@@ -166,17 +167,20 @@ class CudaOps:
         factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """In place."""
+        pending, early = None, self._configs.programmatic_launch
+        rule = (hidden, norm, post, factor)
         match delta:
             case Ready():
-                pending = None
+                pass
             case WithDelta():
                 pending = delta.delta
+            case ByExperts(y, weights):
+                return add_experts_norm(y, weights, *rule, programmatic_launch=early), hidden
             case Deferred() | DeferredShrinkNext():
                 raise TypeError("the norm expands no LoRA")
             case _:
                 assert_never(delta)
-        early = self._configs.programmatic_launch
-        add_norm(delta.y, pending, hidden, norm, post, factor, programmatic_launch=early)
+        add_norm(delta.y, pending, *rule, programmatic_launch=early)
         return hidden if norm is None else delta.y, hidden
 
     def attend(
@@ -199,8 +203,8 @@ class CudaOps:
                 delta = qkv.delta
             case Deferred():  # decodes read the sum that the rotation leaves in y
                 q = self._expand_and_rotate(plan, layer, qkv, qk_norm)
-            case DeferredShrinkNext():
-                raise TypeError("attention shrinks for no site")
+            case DeferredShrinkNext() | ByExperts():
+                raise TypeError("attention shrinks for no site, and sums nothing")
             case _:
                 assert_never(qkv)
         if attention.decode is not None:
@@ -257,10 +261,12 @@ class CudaOps:
             case DeferredShrinkNext():
                 config = configs.fused_shrink(len(y))
                 return gated_lora(y, gate_up.lora, config, activation, gate_up.shrunk)
+            case ByExperts():
+                raise TypeError("an activation sums nothing")
             case _:
                 assert_never(gate_up)
 
     def moe(
         self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: LayerSites
     ) -> LinearOutput:
-        return Ready(self._experts.run(x, weights, lora, sites))
+        return self._experts.run(x, weights, lora, sites)

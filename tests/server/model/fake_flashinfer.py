@@ -86,7 +86,7 @@ def forget() -> None:
     """Of the modules that bound FlashInfer's names when they were imported, and what tests set."""
     of_ops = (
         *("attention_cuda", "prompt_attention", "flashinfer_prompts", "graph_attention"),
-        *("lora_strategy", "device_lora", "lora_linear", "ops_cuda"),
+        *("lora_strategy", "device_lora", "lora_linear", "experts_cuda", "ops_cuda"),
     )
     of_graphs = ("decode_graphs", "token_graphs", "end_graphs", "fast_path")
     for room, names in ((ops, of_ops), (graphs, of_graphs)):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from launcher.bench.engine.offline import SHIPPED, random_weights
+from launcher.bench.engine.offline import SHIPPED
+from launcher.bench.engine.random_weights import random_weights
 from server.engine.plan import SliceResult, StepPlan
 from server.protocol import SamplingParams
 from tests.server.model.driver import Driver, Stream

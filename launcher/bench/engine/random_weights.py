@@ -1,0 +1,75 @@
+"""A model's tensors with random numbers, made on its device."""
+
+from dataclasses import dataclass
+
+import torch
+
+from server.model.linear.dense import DenseLinear
+from server.model.linear.experts import ExpertsLinear, MoeWeights
+from server.model.moe_spec import MoeSpec
+from server.model.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
+from server.model.weights import LayerWeights, MlpWeights, ModelWeights, Norm
+
+STD = 0.02
+
+
+def random_weights(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Every tensor of `dtype` on `device`, in the shapes of `model`: matrices of N(0, 0.02^2),
+    biases of zeros, norms of ones."""
+    make = _RandomWeights(dtype, device)
+    embed = make.matrix(model.vocab_size, model.hidden_size)
+    head = DenseLinear(embed) if model.head.tied else make.linear(model.head.linear)
+    return ModelWeights(embed, tuple(map(make.layer, model.layers)), make.norm(model.norm), head)
+
+
+@dataclass(frozen=True, slots=True)
+class _RandomWeights:
+    dtype: torch.dtype
+    device: torch.device
+
+    def matrix(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=STD)
+
+    def linear(self, spec: LinearSpec) -> DenseLinear:
+        weight = self.matrix(spec.out_features, spec.in_features)
+        return DenseLinear(weight, self._bias(spec.out_features) if spec.bias else None)
+
+    def norm(self, spec: NormSpec) -> Norm:
+        return Norm(self._ones(spec.size), spec.epsilon)
+
+    def layer(self, spec: LayerSpec) -> LayerWeights:
+        norms, attention = spec.norms, spec.attention
+        heads = attention.num_heads + attention.num_kv_heads
+        return LayerWeights(
+            qkv=self.linear(spec.qkv),
+            o=self.linear(spec.o),
+            mlp=self._mlp(spec),
+            pre_attention=self._optional(norms.pre_attention),
+            pre_mlp=self._optional(norms.pre_mlp),
+            post_attention=self._optional(norms.post_attention),
+            post_mlp=self._optional(norms.post_mlp),
+            qk_norm=self._ones(heads, attention.head_dim) if attention.q_norm else None,
+            sinks=self._ones(attention.num_heads).float() if attention.sinks else None,
+        )
+
+    def _mlp(self, spec: LayerSpec) -> MlpWeights | MoeWeights:
+        moe, gate_up, down = spec.mlp, spec.gate_up, spec.down
+        if not isinstance(moe, MoeSpec):
+            return MlpWeights(moe, self.linear(gate_up), self.linear(down))
+        bias = self._bias(moe.experts) if moe.router_bias else None
+        router = DenseLinear(self.matrix(moe.experts, gate_up.in_features), bias)
+        return MoeWeights(moe, router, self._experts(gate_up), self._experts(down))
+
+    def _experts(self, spec: LinearSpec) -> ExpertsLinear:
+        weight = self.matrix(spec.experts, spec.out_features, spec.in_features)
+        bias = self._bias(spec.experts, spec.out_features) if spec.bias else None
+        return ExpertsLinear(weight, bias)
+
+    def _optional(self, spec: NormSpec | None) -> Norm | None:
+        return None if spec is None else self.norm(spec)
+
+    def _bias(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def _ones(self, *shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=self.dtype, device=self.device)

@@ -21,6 +21,8 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     max_guesses: tokens that a decode slice may compute beyond the row's last sample.
     short_context: a sequence of more tokens has other keys and values, from its first token on.
     A row is of one kind, that of the tokens it was started with; None = there is one kind.
+    page_windows: of each group of layers, which has pages of its own, the tokens that its layers
+    see at most; None = all. Pages wholly behind the window of every token to come are never read.
     """
 
     num_pages: int
@@ -35,6 +37,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     extent_bytes: int
     max_guesses: int = 0
     short_context: int | None = None
+    page_windows: tuple[int | None, ...] = (None,)
 
 
 class Masks(NamedTuple):

@@ -26,11 +26,13 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):
-    """Pages appended to a row's page table from position `first` on."""
+    """Pages of one group of layers (`ExecutorLimits.page_windows`), appended to a row's page table
+    from position `first` on."""
 
     seq_row: int
     first: int
     pages: list[int]
+    group: int = 0
 
 
 class SeqSlice(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,64 @@
+"""Layers of a model in groups that share pages."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.families.known_models import served_families
+from server.model.families.registry import read_model
+from server.model.page_groups import page_groups
+from server.model.spec import ModelSpec
+
+
+class _Model:
+    """What a grouping looks at."""
+
+    def __init__(self, *windows: int | None, max_context: int = 4096) -> None:
+        self.windows, self.max_context = windows, max_context
+
+
+def groups_of(*windows: int | None, max_context: int = 4096):  # type: ignore[no-untyped-def]
+    return page_groups(_Model(*windows, max_context=max_context))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected", "places"),
+    [
+        ((None,) * 4, (None,), 4),
+        ((512,) * 3, (512,), 3),
+        ((512, None) * 3, (None, 512), 3),
+        (((512,) * 5 + (None,)) * 2, (None, *(512,) * 5), 2),
+        (((512,) * 4 + (None,)) * 2 + (512,), (None, *(512,) * 5), 2),  # one place stays empty
+        ((None,) * 6 + (512,) * 2, (None,), 8),  # four would stay empty
+        ((9999,) * 3, (None,), 3),  # no context is so long
+        ((512, 128) * 2, (128, 512), 2),
+    ],
+)
+def test_layers_of_one_window_share_pages(
+    windows: tuple[int | None, ...], expected: tuple[int | None, ...], places: int
+) -> None:
+    groups = groups_of(*windows)
+    assert (groups.windows, groups.places) == (expected, places)
+
+
+@given(st.lists(st.sampled_from([None, 128, 512]), min_size=1, max_size=40))
+def test_every_layer_has_a_place_of_its_own(windows: list[int | None]) -> None:
+    groups = groups_of(*windows)
+    assert len(set(groups.layers)) == len(windows)
+    assert Counter(group for group, _ in groups.layers).keys() == set(range(len(groups.windows)))
+    for layer, (group, place) in enumerate(groups.layers):
+        assert 0 <= place < groups.places
+        of_group, own = groups.windows[group], windows[layer]
+        assert of_group is None or (own is not None and own <= of_group)
+    assert len(windows) >= 0.75 * len(groups.windows) * groups.places
+    assert None not in groups.windows[1:]
+
+
+@pytest.mark.parametrize(
+    ("family", "groups"), [("gemma2", 2), ("gemma3_text", 7), ("gpt_oss", 2), ("olmo3", 4)]
+)
+def test_known_models(family: str, groups: int) -> None:
+    model: ModelSpec = read_model(served_families()[family].config)
+    assert len(page_groups(model).windows) == groups

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from server.engine.executor import ExecutorLimits
+from server.engine.memory.room import pages_held, tokens_that_fit
 from server.protocol import ErrorCode, GenerateRequest, SamplingParams
 
 MAX_TOP_LOGPROBS = 128
@@ -132,9 +133,10 @@ def _too_long(request: GenerateRequest, limits: ExecutorLimits) -> Refusal | Non
             "invalid_request",
             f"accepted_ids: expected at most {limit - prompt_len} tokens, got {output_len}",
         )
-    capacity = limits.num_pages * limits.page_size
     inputs = max(limit - 1, prompt_len)
-    if inputs > capacity:
+    size, windows = limits.page_size, limits.page_windows
+    if pages_held(inputs, size, windows) > limits.num_pages:
+        capacity = tokens_that_fit(limits.num_pages, size, windows)
         return Refusal(
             "context_length",
             f"prompt and max_tokens need a KV cache of {inputs} tokens; this worker has {capacity}",

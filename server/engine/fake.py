@@ -7,13 +7,13 @@ plans promise.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from hashlib import blake2b
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
 from server.constraints.rules import mask_words
+from server.engine.certificates import CertifyOptions, Mark, certified_token, next_mark, root_mark
 from server.engine.executor import (
     AdapterCopy,
     CopyNews,
@@ -27,71 +27,9 @@ from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepP
 from server.engine.witness import SlabWitness
 from server.protocol import TokenLogprob
 
-_Mark = bytes
-
 
 class ContractError(AssertionError):
     """A plan or copy that no executor could carry out correctly."""
-
-
-class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """eos_percent: how often a token is the first end-of-sequence id (0 = never).
-
-    step_s: seconds that a step takes. copy_polls: calls of `poll_copies` until a copy is usable.
-    ending_polls: calls from then on until the copy is over (0 = at once).
-    check_bytes: slabs are read when a copy starts, is usable and is over. Their bytes must be the
-    same as before.
-    max_guesses: as in ExecutorLimits. right_percent: how often a guess is right.
-    """
-
-    vocab_size: int = 512
-    eos_token_ids: tuple[int, ...] = (2,)
-    eos_percent: int = 0
-    step_s: float = 0.0
-    copy_polls: int = 1
-    ending_polls: int = 0
-    check_bytes: bool = False
-    max_guesses: int = 0
-    right_percent: int = 50
-
-
-def _root(adapter: str | None) -> _Mark:
-    return blake2b(b"base" if adapter is None else b"lora" + adapter.encode()).digest()
-
-
-def _next_mark(mark: _Mark, token_id: int) -> _Mark:
-    return blake2b(mark + token_id.to_bytes(8, "little"), digest_size=16).digest()
-
-
-def _token_of(mark: _Mark, options: CertifyOptions, may_stop: bool = True) -> int:
-    number = int.from_bytes(mark, "little")
-    if may_stop and options.eos_token_ids and number % 100 < options.eos_percent:
-        return options.eos_token_ids[0]
-    token_id = (number >> 8) % options.vocab_size
-    while token_id in options.eos_token_ids:
-        token_id = (token_id + 1) % options.vocab_size
-    return token_id
-
-
-def certified_output(
-    adapter: str | None,
-    prompt_ids: Sequence[int],
-    count: int,
-    options: CertifyOptions,
-    min_tokens: int = 0,
-) -> list[int]:
-    """The right output for a prompt: at most `count` tokens, ending after an end-of-sequence id.
-
-    adapter: digest, or None for the base.
-    """
-    mark = _root(adapter)
-    for token_id in prompt_ids:
-        mark = _next_mark(mark, token_id)
-    output: list[int] = []
-    while len(output) < count and not (output and output[-1] in options.eos_token_ids):
-        output.append(_token_of(mark, options, len(output) >= min_tokens))
-        mark = _next_mark(mark, output[-1])
-    return output
 
 
 def next_allowed(mask: np.ndarray, token_id: int, vocab_size: int) -> int:
@@ -121,10 +59,11 @@ class _Row:
         short, size = limits.short_context, len(start.token_ids)
         self.kind = b"long" if short is not None and size > short else b""
         self.most_tokens = limits.max_context if self.kind or short is None else short
-        self.pages: list[int] = []
+        # Of each group of layers, by place in the page table.
+        self.pages: list[dict[int, int]] = [{} for _ in limits.page_windows]
         self.num_computed = -1  # unknown before the first slice
         self.adapter: str | None = None
-        self.marks: list[_Mark] = []  # after each computed token
+        self.marks: list[Mark] = []  # after each computed token
 
 
 def _check(condition: bool, message: str) -> None:
@@ -147,7 +86,7 @@ class CertifyingExecutor:
         self._witness: SlabWitness | None = None
         if self.options.check_bytes and host_arena is not None:
             self._witness = SlabWitness(host_arena)
-        empty: list[_Mark | None] = [None] * limits.page_size
+        empty: list[Mark | None] = [None] * limits.page_size
         self._kv = [list(empty) for _ in range(limits.num_pages)]
         self._holders: list[set[int]] = [set() for _ in range(limits.num_pages)]
         self._rows: dict[int, _Row] = {}
@@ -203,6 +142,8 @@ class CertifyingExecutor:
         if self.options.step_s:
             time.sleep(self.options.step_s)
         self._in_flight.popleft()
+        for piece, result in zip(ticket.plan.slices, ticket.results, strict=True):
+            self._leave_behind(piece, result)
         return ticket.results
 
     def close(self) -> None:
@@ -215,19 +156,35 @@ class CertifyingExecutor:
         assert row is not None
         busy = {piece.seq_row for t in self._in_flight for piece in t.plan.slices}
         _check(seq_row not in busy, f"row {seq_row} freed under a step in flight")
-        for page in row.pages:
-            self._holders[page].discard(seq_row)
+        for pages in row.pages:
+            for page in pages.values():
+                self._holders[page].discard(seq_row)
 
     def _grant(self, grant: PageGrant) -> None:
         row = self._rows.get(grant.seq_row)
         _check(row is not None, f"pages for no row {grant.seq_row}")
         assert row is not None
-        _check(grant.first == len(row.pages), f"pages of row {grant.seq_row} leave a gap")
-        for page in grant.pages:
+        pages = row.pages[grant.group]
+        follows = not pages or grant.first == max(pages) + 1
+        _check(follows, f"pages of row {grant.seq_row} leave a gap")
+        for place, page in enumerate(grant.pages, grant.first):
             _check(0 <= page < self.limits.num_pages, f"no page {page}")
-            _check(page not in row.pages, f"page {page} twice in row {grant.seq_row}")
+            _check(grant.seq_row not in self._holders[page], f"page {page} twice in one row")
             self._holders[page].add(grant.seq_row)
-            row.pages.append(page)
+            pages[place] = page
+
+    def _leave_behind(self, piece: SeqSlice, result: SliceResult) -> None:
+        """No token after those of a collected slice sees the pages before its windows."""
+        row = self._rows[piece.seq_row]
+        many = piece.num_new if piece.kind == "prompt" else max(1, len(result.token_ids))
+        for pages, window in zip(row.pages, self.limits.page_windows, strict=True):
+            first = self._first_seen(window, piece.start + many)
+            for place in [place for place in pages if place < first]:
+                self._holders[pages.pop(place)].discard(piece.seq_row)
+
+    def _first_seen(self, window: int | None, position: int) -> int:
+        """The first page that the token at `position` sees."""
+        return 0 if window is None else max(0, position - window + 1) // self.limits.page_size
 
     # ---- a slice
 
@@ -240,10 +197,10 @@ class CertifyingExecutor:
         self._check_inputs(row, piece, known, end)
         self._check_adapter(row, piece)
         self._read_prefix(row, piece.start)
-        mark = row.marks[-1] if row.marks else _root(row.adapter)
+        mark = row.marks[-1] if row.marks else root_mark(row.adapter)
         scored = []
         for position in range(piece.start, known):
-            mark = _next_mark(mark, row.tokens[position])
+            mark = next_mark(mark, row.tokens[position])
             self._write(row, piece.seq_row, position, mark)
             row.marks.append(mark)
             if piece.prompt_logprobs and position + 1 < row.start.prompt_len:
@@ -258,7 +215,7 @@ class CertifyingExecutor:
         return SliceResult(tuple(token_ids), tuple(logprobs), prompt_logprobs)
 
     def _draw(
-        self, row: _Row, piece: SeqSlice, mark: _Mark, end: int
+        self, row: _Row, piece: SeqSlice, mark: Mark, end: int
     ) -> tuple[list[int], list[TokenLogprob]]:
         """One token, and one more for each leading guess that is right. Wrong guesses leave wrong
         values in the KV places up to `end`."""
@@ -267,7 +224,7 @@ class CertifyingExecutor:
         count = row.start.sampling.logprobs
         for position in range(row.num_computed, end + 1):
             index = len(row.tokens) - row.start.prompt_len
-            token_id = _token_of(mark, self.options, index >= row.start.eos_suppressed_until)
+            token_id = certified_token(mark, self.options, index >= row.start.eos_suppressed_until)
             row.tokens.append(token_id)
             token_ids.append(token_id)
             if count is not None:
@@ -276,15 +233,15 @@ class CertifyingExecutor:
                 break
             if mark[1] % 100 >= self.options.right_percent:
                 for place in range(position, end):
-                    self._write(row, piece.seq_row, place, _root("a wrong guess"))
+                    self._write(row, piece.seq_row, place, root_mark("a wrong guess"))
                 break
-            mark = _next_mark(mark, token_id)
+            mark = next_mark(mark, token_id)
             self._write(row, piece.seq_row, position, mark)
             row.marks.append(mark)
             row.num_computed = position + 1
         return token_ids, logprobs
 
-    def _logprob(self, mark: _Mark, token_id: int, count: int) -> TokenLogprob:
+    def _logprob(self, mark: Mark, token_id: int, count: int) -> TokenLogprob:
         """Made up from the mark alone, so that it certifies as much as the token."""
         best = -(mark[0] + 1) / 256
         top = tuple(
@@ -299,7 +256,8 @@ class CertifyingExecutor:
         _check(piece.num_new > 0, "an empty slice")
         _check(known <= len(row.tokens) and end - known <= most, "tokens that are not there")
         _check(end <= row.most_tokens, "tokens beyond the context, or of another kind")
-        _check(len(row.pages) * self.limits.page_size >= end, "tokens without pages")
+        last = (end - 1) // self.limits.page_size
+        _check(all(last in pages for pages in row.pages), "tokens without pages")
         if row.num_computed >= 0:
             _check(piece.start == row.num_computed, "a gap or an overlap in computed tokens")
         if piece.kind == "decode":
@@ -319,21 +277,36 @@ class CertifyingExecutor:
         _check(row.adapter == digest, f"row {piece.seq_row} changed its adapter")
 
     def _read_prefix(self, row: _Row, start: int) -> None:
-        mark = row.marks[-1] if row.marks else _root(row.adapter)
+        mark = row.marks[-1] if row.marks else root_mark(row.adapter)
         for token_id in row.tokens[len(row.marks) : start]:  # reused pages, before the first slice
-            mark = _next_mark(mark, token_id)
+            mark = next_mark(mark, token_id)
             row.marks.append(mark)
-        size = self.limits.page_size
-        for i in range(-(-start // size)):
-            places = range(i * size, min(start, (i + 1) * size))
-            expected = [row.marks[place] + row.kind for place in places]
-            found = self._kv[row.pages[i]][: len(expected)]
-            _check(found == expected, f"page {row.pages[i]} holds another prefix")
+        for group, window in enumerate(self.limits.page_windows):
+            self._read_group(row, group, self._first_seen(window, start), start)
 
-    def _write(self, row: _Row, seq_row: int, position: int, mark: _Mark) -> None:
-        page = row.pages[position // self.limits.page_size]
-        _check(self._holders[page] == {seq_row}, f"page {page} is written while it is shared")
-        self._kv[page][position % self.limits.page_size] = mark + row.kind
+    def _read_group(self, row: _Row, group: int, first: int, start: int) -> None:
+        """The pages of one group, from its first that the token at `start` sees."""
+        size = self.limits.page_size
+        for i in range(first, -(-start // size)):
+            places = range(i * size, min(start, (i + 1) * size))
+            expected = [self._content(row, group, row.marks[place]) for place in places]
+            page = row.pages[group].get(i)
+            _check(page is not None, f"a page of row {row.start.seq_row} is gone")
+            assert page is not None
+            found = self._kv[page][: len(expected)]
+            _check(found == expected, f"page {page} holds another prefix")
+
+    def _write(self, row: _Row, seq_row: int, position: int, mark: Mark) -> None:
+        place, offset = divmod(position, self.limits.page_size)
+        for group, pages in enumerate(row.pages):
+            page = pages[place]
+            _check(self._holders[page] == {seq_row}, f"page {page} is written while it is shared")
+            self._kv[page][offset] = self._content(row, group, mark)
+
+    @staticmethod
+    def _content(row: _Row, group: int, mark: Mark) -> Mark:
+        """What a place of a group's page holds."""
+        return mark + row.kind + bytes((group,))
 
     def wait_idle(self) -> None:
         self._in_flight.clear()

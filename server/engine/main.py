@@ -25,9 +25,10 @@ from adapters.grammar.deep_threads import run_deep
 from server.config import ConfigError, EngineConfig
 from server.constraints.build import make_constraints
 from server.constraints.constraints import Constraints
+from server.engine.certificates import CertifyOptions
 from server.engine.channel import WorkerChannel, WorkerGone
 from server.engine.executor import Executor, ExecutorLimits
-from server.engine.fake import CertifyingExecutor, CertifyOptions
+from server.engine.fake import CertifyingExecutor
 from server.engine.loop import EngineLoop, ExecutorLost
 from server.engine.messages import EngineFailed, EngineReady
 from server.engine.scheduling.scheduler import Scheduler

@@ -13,7 +13,7 @@ import httpx
 from tokenizers import Tokenizer
 
 from launcher.demo import adapter_paths, model_path
-from server.engine.fake import CertifyOptions, certified_output
+from server.engine.certificates import CertifyOptions, certified_output
 from tests.chaos.processes import Process
 
 TIMEOUT_S = 60.0

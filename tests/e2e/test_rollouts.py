@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from launcher.demo import adapter_paths
-from server.engine.fake import certified_output
+from server.engine.certificates import certified_output
 from tests.chaos.load import DIGEST_HEADER, Certifier
 from tests.chaos.processes import Fleet, Process, Shape
 from tests.grids import beyond

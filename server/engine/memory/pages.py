@@ -1,5 +1,7 @@
 """KV pages: which sequences hold them, and which full pages a later prompt can read. Pure.
 
+Layers are in groups (`ExecutorLimits.page_windows`), and a page is of one group.
+
 A page's content is named by a SHA-256 chain over salt, adapter digest (or base), whether its
 sequence is long, and all tokens up to its end. Only full pages are shared and nobody writes to a
 full page, so nothing is ever copied.
@@ -8,6 +10,7 @@ full page, so nothing is ever copied.
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 PageHash = bytes
@@ -24,6 +27,24 @@ def root_hash(salt: str, adapter: str | None, is_long: bool = False) -> PageHash
 def page_hash(parent: PageHash, token_ids: Sequence[int]) -> PageHash:
     """The hash of a full page of `token_ids` after the pages that `parent` stands for."""
     return sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+def group_key(digest: PageHash, group: int) -> PageHash:
+    """What names the page of a group of layers. digest: of its content."""
+    return digest + bytes((group,)) if group else digest
+
+
+@dataclass(slots=True)
+class GroupPages:
+    """Pages that a sequence holds in one group: its page number `first`, and those that follow. The
+    pages before that lie behind the group's window."""
+
+    first: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.pages)
 
 
 class PagePool:

@@ -38,11 +38,20 @@ class Batch:
                 eos_suppressed_until=request.sampling.min_tokens,
             )
         )
-        self.plan.grants.append(PageGrant(sequence.seq_row, 0, list(sequence.pages)))
+        for number, group in enumerate(sequence.pages):
+            if group.pages:
+                self._grant(sequence, number, group.first, list(group.pages))
 
-    def grant(self, sequence: Sequence, pages: list[int]) -> None:
-        self.plan.grants.append(PageGrant(sequence.seq_row, len(sequence.pages), pages))
-        sequence.pages += pages
+    def grant(self, sequence: Sequence, pages: list[list[int]]) -> None:
+        """pages: for each group, those that follow the ones it has; none = for no group."""
+        for number, more in enumerate(pages):
+            if more:
+                group = sequence.pages[number]
+                self._grant(sequence, number, group.end, more)
+                group.pages += more
+
+    def _grant(self, sequence: Sequence, group: int, first: int, pages: list[int]) -> None:
+        self.plan.grants.append(PageGrant(sequence.seq_row, first, pages, group))
 
     def constraints(self, slices: list[int]) -> list[Constraint | None]:
         """Constraints of the sequences at these places; None = the sequence has ended."""
@@ -50,9 +59,10 @@ class Batch:
         return [s.constraint if s.state is State.RUNNING else None for s in sequences]
 
     def add(self, sequence: Sequence) -> None:
-        """Compute as many of the tokens that the sequence wants as the budget allows."""
+        """Compute as many of the tokens that the sequence wants as the budget and its pages
+        allow."""
         start = sequence.num_computed
-        num_new = min(self.budget, sequence.num_wanted)
+        num_new = min(self.budget, sequence.num_wanted, sequence.room(self._page_size))
         end = start + num_new
         sample = end == sequence.num_tokens and end < sequence.limit
         # A token that was sampled on this row is on the device, and may not be known here yet.
@@ -84,7 +94,7 @@ class Batch:
         sequence has none."""
         if sequence.constraint is not None:
             return 0
-        room = len(sequence.pages) * self._page_size - sequence.num_computed - 1
+        room = sequence.room(self._page_size) - 1
         if self._short_context is not None and not sequence.is_long:
             room = min(room, self._short_context - sequence.num_computed - 1)
         guesses = min(self._max_guesses, self._guesses_left, room, sequence.remaining - 1)

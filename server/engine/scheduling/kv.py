@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from server.engine.memory.pages import PageHash, PagePool
+from server.engine.executor import ExecutorLimits
+from server.engine.memory.pages import GroupPages, PageHash, PagePool, group_key
 from server.engine.scheduling.sequence import Sequence
 
 # A prompt waits for another sequence's prefill of the same tokens if that saves at least this many.
@@ -14,16 +15,26 @@ HASHED_PER_PLAN = 256
 
 
 class SequencePages:
-    """The page pool, as sequences use it. short_context: see `ExecutorLimits`."""
+    """The page pool, as sequences use it.
 
-    def __init__(self, num_pages: int, page_size: int, short_context: int | None = None) -> None:
-        self.pool = PagePool(num_pages, page_size)
+    A sequence has pages of each group of layers. In a group whose layers see all it has those of
+    all known tokens from the start. In a group with a window it has those of the window, and of the
+    tokens that a step or two compute; it gives them up as the window leaves them.
+    """
+
+    def __init__(self, limits: ExecutorLimits) -> None:
+        page_size = limits.page_size
+        self.pool = PagePool(limits.num_pages, page_size)
+        self.windows = limits.page_windows
+        # Whether sequences give up pages as they go on.
+        self.has_windows = any(window is not None for window in self.windows)
+        self._step_tokens = limits.max_step_tokens
         # Full prompt pages that are being computed: the next pages of each sequence, enough to
         # decide whether another sequence waits for them.
         self._computing: dict[PageHash, Sequence] = {}
         self._next_pages = -(-SHARE_WORTH_TOKENS // page_size)
         self._budget = HASHED_PER_PLAN
-        self._short_context = short_context
+        self._short_context = limits.short_context
 
     def begin_plan(self) -> None:
         self._budget = HASHED_PER_PLAN
@@ -66,24 +77,50 @@ class SequencePages:
         return False
 
     def take(self, sequence: Sequence, reserve: int) -> bool:
-        """Take pages for all its tokens, cached pages first. False unless `reserve` pages are left
-        for other sequences."""
-        cached = self.pool.match(self._readable(sequence))
-        missing = self.pool.pages_for(len(sequence.tokens)) - len(cached)
-        if self.pool.available < missing + reserve:
-            self.pool.release(cached)
+        """Take pages, cached pages first: for all its tokens, and with a window for some. False
+        unless `reserve` pages a group are left for other sequences."""
+        cached = self._reusable(sequence)
+        sequence.pages = [self._cached(sequence, group, cached) for group in range(self._groups)]
+        sequence.num_computed = cached * self.pool.page_size
+        spare = self.pool.available - reserve * self._groups
+        pages = self._more(sequence, spare, len(sequence.tokens))
+        if pages is None:
+            self._give_up(sequence)
             return False
-        fresh = self.pool.allocate(missing)
-        assert fresh is not None
-        sequence.pages = cached + fresh
-        sequence.num_published = len(cached)
-        sequence.num_computed = len(cached) * self.pool.page_size
+        for group, more in zip(sequence.pages, pages, strict=True):
+            group.pages += more
+        sequence.num_published = cached
         self._computes_next(sequence)
         return True
 
-    def missing(self, sequence: Sequence) -> int:
-        """Pages that the sequence lacks for one more token."""
-        return self.pool.pages_for(sequence.num_computed + 1) - len(sequence.pages)
+    def grow(self, sequence: Sequence) -> list[list[int]] | None:
+        """More pages of each group, so that at least one more token can be computed; [] = it needs
+        none, None = there are not enough."""
+        soon = min(max(1, sequence.num_wanted), self._step_tokens)
+        if sequence.room(self.pool.page_size) >= soon:
+            return []
+        return self._more(sequence, self.pool.available, sequence.num_computed + 1)
+
+    def _more(self, sequence: Sequence, spare: int, tokens: int) -> list[list[int]] | None:
+        """Pages of each group that a sequence lacks: with a window for a token at least, and for a
+        step where there are as many; else for so many tokens. Takes at most `spare`; None = there
+        are not enough."""
+        needed, wanted = list[int](), list[int]()
+        one = sequence.num_computed + 1
+        step = max(one, min(len(sequence.tokens), sequence.num_computed + self._step_tokens))
+        for window, group in zip(self.windows, sequence.pages, strict=True):
+            least, most = (tokens, tokens) if window is None else (one, step)
+            needed.append(max(0, self.pool.pages_for(least) - group.end))
+            wanted.append(max(0, self.pool.pages_for(most) - group.end))
+        left = spare - sum(needed)
+        if left < 0:
+            return None
+        each = left // len(self.windows)
+        counts = [min(most, least + each) for least, most in zip(needed, wanted, strict=True)]
+        pages = self.pool.allocate(sum(counts))
+        assert pages is not None
+        found = iter(pages)
+        return [list(islice(found, count)) for count in counts]
 
     def outgrown(self, sequence: Sequence) -> bool:
         """Whether its next token makes it long, so that all its tokens must be computed again."""
@@ -91,25 +128,81 @@ class SequencePages:
         return limit is not None and not sequence.is_long and sequence.num_computed >= limit
 
     def publish(self, sequence: Sequence, num_computed: int) -> None:
-        """Offer its full pages for reuse. Its first `num_computed` tokens are accepted, and their
-        keys and values are valid."""
+        """Offer its full pages for reuse, and give up those behind windows. Its first
+        `num_computed` tokens are accepted, and their keys and values are valid."""
         num_full = num_computed // self.pool.page_size
         if num_full <= sequence.num_published:
             return
         for i in range(sequence.num_published, num_full):
             digest = sequence.page_hash(self.pool.page_size, i)
-            self.pool.publish(sequence.pages[i], digest)
+            for number, group in enumerate(sequence.pages):
+                self.pool.publish(group.pages[i - group.first], group_key(digest, number))
             self._no_longer_computes(sequence, digest)
         sequence.num_published = num_full
+        for window, group in zip(self.windows, sequence.pages, strict=True):
+            if window is not None:
+                self._leave_behind(group, self._first_seen(window, num_computed))
         self._computes_next(sequence)
+
+    def _leave_behind(self, group: GroupPages, first: int) -> None:
+        """Steps in flight compute later tokens, so they read no page before `first` either."""
+        count = first - group.first
+        if count > 0:
+            self.pool.release(group.pages[:count])
+            del group.pages[:count]
+            group.first = first
 
     def release(self, sequence: Sequence) -> None:
         for digest in sequence.hashes[sequence.num_published :]:
             self._no_longer_computes(sequence, digest)
-        self.pool.release(sequence.pages)
-        sequence.pages = []
+        self._give_up(sequence)
         sequence.num_published = 0
+
+    def forget(self, sequence: Sequence) -> None:
+        """No further sequence may read the content of its pages."""
+        for group in sequence.pages:
+            self.pool.forget(group.pages)
+
+    def _give_up(self, sequence: Sequence) -> None:
+        for group in sequence.pages:
+            self.pool.release(group.pages)
+        sequence.pages = []
         sequence.rewind(0)
+
+    @property
+    def _groups(self) -> int:
+        return len(self.windows)
+
+    def _first_seen(self, window: int | None, position: int) -> int:
+        """The first page that the token at `position` sees."""
+        return 0 if window is None else max(0, position - window + 1) // self.pool.page_size
+
+    def _reusable(self, sequence: Sequence) -> int:
+        """How many leading pages need not be computed: in each group those are cached that the next
+        token sees, and in the first group all."""
+        count = 0
+        for digest in self._readable(sequence):
+            if not self.pool.knows(digest):
+                break
+            count += 1
+        while (gap := self._gap(sequence, count)) is not None:
+            count = gap
+        return count
+
+    def _gap(self, sequence: Sequence, count: int) -> int | None:
+        """A page that the token behind `count` pages sees in some group, and that is not cached."""
+        position = count * self.pool.page_size
+        for group, window in enumerate(self.windows[1:], start=1):
+            for page in range(count - 1, self._first_seen(window, position) - 1, -1):
+                if not self.pool.knows(group_key(sequence.hashes[page], group)):
+                    return page
+        return None
+
+    def _cached(self, sequence: Sequence, group: int, count: int) -> GroupPages:
+        """Of a group, the cached pages that the token behind `count` pages sees."""
+        first = self._first_seen(self.windows[group], count * self.pool.page_size)
+        keys = (group_key(digest, group) for digest in sequence.hashes[first:count])
+        return GroupPages(first, self.pool.match(keys))
 
     def _readable(self, sequence: Sequence, first: int = 0) -> Iterator[PageHash]:
         """Full pages that the sequence may read instead of computing, hashed one by one.

@@ -39,7 +39,7 @@ class Scheduler:
     def __init__(self, limits: ExecutorLimits, config: SchedulerConfig) -> None:
         self.limits = limits
         self.config = config
-        self.pages = SequencePages(limits.num_pages, limits.page_size, limits.short_context)
+        self.pages = SequencePages(limits)
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
         self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
         self.grammars = GrammarWaits()
@@ -116,7 +116,7 @@ class Scheduler:
         for sequence in [*self._running, *self._departing]:
             sequence.in_flight = sequence.pending = 0
             if sequence in lost:
-                self.pages.pool.forget(sequence.pages)
+                self.pages.forget(sequence)
             if sequence.state is State.RUNNING:
                 self._fail(sequence, code, message)
             else:
@@ -199,7 +199,7 @@ class Scheduler:
                 batch.add(sequence)
         for sequence in (s for s in longer if s.can_run):
             self._admit(batch, sequence.precedence.priority)  # between two chunks: nothing is cut
-            if batch.budget:
+            if batch.budget and self._grow(batch, sequence):
                 batch.add(sequence)
         self._admit(batch)
         self._ask()
@@ -233,18 +233,18 @@ class Scheduler:
             self._fail(self._sequences[first[1]], "deadline", "the deadline passed")
 
     def _grow(self, batch: Batch, sequence: Sequence) -> bool:
-        """Get a missing page for one more token. If none is free, preempt the youngest."""
+        """Get missing pages for one more token. If too few are free, preempt the youngest."""
         if sequence.can_run and self.pages.outgrown(sequence):
             self._preempt(sequence)
-        while sequence.can_run and (missing := self.pages.missing(sequence)) > 0:
-            pages = self.pages.pool.allocate(missing)
+        while sequence.can_run:
+            pages = self.pages.grow(sequence)
             if pages is not None:
                 batch.grant(sequence, pages)
                 return True
-            if self._departing:
+            if self._departing or (sequence.in_flight and self.pages.has_windows):
                 return False  # pages come free at a commit
             self._preempt(self._running[-1])
-        return sequence.can_run
+        return False
 
     def _preempt(self, sequence: Sequence) -> None:
         self._preemptions += 1
@@ -317,7 +317,7 @@ class Scheduler:
 
     def _apply(self, sequence: Sequence, piece: SeqSlice, result: SliceResult) -> None:
         if result.failed:
-            self.pages.pool.forget(sequence.pages)
+            self.pages.forget(sequence)
             self._fail(sequence, "internal", not_finite(sequence.adapter))
             return
         if piece.prompt_logprobs:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from server.constraints.constraint import Constraint
-from server.engine.memory.pages import PageHash, page_hash, root_hash
+from server.engine.memory.pages import GroupPages, PageHash, page_hash, root_hash
 from server.protocol import GenerateRequest, TokenLogprob
 
 
@@ -47,6 +47,7 @@ class Sequence:
     guesses in flight, so no further step is planned before their result is known.
     in_flight: launched steps, not yet collected, that contain this sequence.
     pending: slices in flight that draw; each gives at least one token.
+    pages: of each group of layers.
     leaving: the sequence is preempted as soon as no step in flight uses what it holds.
     is_long: whether its keys and values are those of more tokens than
     `ExecutorLimits.short_context`.
@@ -70,7 +71,7 @@ class Sequence:
     seq_row: int = -1
     row_tokens: int = 0  # tokens known when the row was taken; later tokens were sampled on it
     adapter_slot: int = -1
-    pages: list[int] = field(default_factory=list)
+    pages: list[GroupPages] = field(default_factory=list)
     num_published: int = 0
     hashes: list[PageHash] = field(default_factory=list)
     cached_tokens: int | None = None
@@ -140,6 +141,10 @@ class Sequence:
 
     def _root_hash(self) -> PageHash:
         return root_hash(self.request.salt, self.adapter, self.is_long)
+
+    def room(self, page_size: int) -> int:
+        """Tokens beyond the computed ones that its pages in every group can take."""
+        return min(group.end for group in self.pages) * page_size - self.num_computed
 
     def page_hash(self, page_size: int, page: int) -> PageHash:
         """The hash of page number `page`, which is full of known tokens. Hashes are kept."""

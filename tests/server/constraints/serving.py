@@ -14,9 +14,10 @@ import msgspec
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from server.constraints.constraints import Constraints
+from server.engine.certificates import CertifyOptions
 from server.engine.channel import WorkerChannel, WorkerGone
 from server.engine.executor import Executor
-from server.engine.fake import CertifyingExecutor, CertifyOptions
+from server.engine.fake import CertifyingExecutor
 from server.engine.loop import EngineLoop
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.scheduler_config import SchedulerConfig

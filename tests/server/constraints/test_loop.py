@@ -10,7 +10,7 @@ import pytest
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary
 from server.constraints.constraints import Constraints
-from server.engine.fake import certified_output
+from server.engine.certificates import certified_output
 from server.engine.messages import AbortSequence
 from tests.server.constraints.serving import (
     EOS,

@@ -12,8 +12,9 @@ from server.constraints.constraint import Constraint
 from server.constraints.constraints import Constraints
 from server.constraints.rules import TokenRules
 from server.constraints.wishes import ConstraintNews
+from server.engine.certificates import CertifyOptions
 from server.engine.executor import AdapterCopy, ExecutorLimits, Masks
-from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
+from server.engine.fake import CertifyingExecutor, FakeTicket
 from server.engine.messages import AdapterSettled, SlabStaged
 from server.engine.plan import SliceResult, StepPlan
 from server.engine.scheduling.scheduler import Scheduler

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from server.engine.certificates import CertifyOptions, certified_output
 from server.engine.executor import AdapterCopy, CopyOver, CopyUsable
-from server.engine.fake import CertifyingExecutor, CertifyOptions, ContractError, certified_output
+from server.engine.fake import CertifyingExecutor, ContractError
 from server.engine.plan import PageGrant, RowStart, SeqSlice, StepPlan
 from server.protocol import SamplingParams
 from tests.server.engine.harness import LIMITS, layout

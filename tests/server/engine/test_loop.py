@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from server.engine.certificates import CertifyOptions, certified_output
 from server.engine.channel import WorkerChannel, WorkerGone
 from server.engine.executor import AdapterCopy, CopyNews, CopyUsable
-from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket, certified_output
+from server.engine.fake import CertifyingExecutor, FakeTicket
 from server.engine.loop import (
     MAX_FAILURES_IN_A_ROW,
     EngineLoop,

@@ -15,7 +15,7 @@ import pytest
 
 from adapters.grammar.limits import ServedGrammarLimits
 from server.config import EngineConfig
-from server.engine.fake import CertifyOptions, certified_output
+from server.engine.certificates import CertifyOptions, certified_output
 from server.engine.messages import EngineFailed, EngineReady, Shutdown
 from tests.server.constraints.serving import DEMO, text
 from tests.server.engine.harness import make_request

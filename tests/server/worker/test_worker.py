@@ -12,7 +12,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from server import protocol
-from server.engine.fake import CertifyOptions, certified_output
+from server.engine.certificates import CertifyOptions, certified_output
 from server.model.checkpoint.checkpoint import base_digest
 from tests.server.worker.worker_process import (
     LONG,

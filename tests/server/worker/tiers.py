@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
 from adapters.slab.file import SlabFile, SlabSource
+from server.engine.certificates import CertifyOptions
 from server.engine.executor import AdapterCopy, CopyNews, CopyOver, ExecutorLimits
-from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
+from server.engine.fake import CertifyingExecutor, FakeTicket
 from server.engine.loop import EngineLoop
 from server.engine.memory.residency import AdapterArena, Placement
 from server.engine.messages import (

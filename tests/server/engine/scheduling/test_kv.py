@@ -28,7 +28,7 @@ class Walks(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pages = SequencePages(PAGES, PAGE)
+        self.pages = SequencePages(limits(num_pages=PAGES, page_size=PAGE))
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
 
@@ -102,7 +102,7 @@ TestWalks.settings = settings(max_examples=60, stateful_step_count=40)
 
 def test_a_burst_is_hashed_no_further_than_it_can_be_read() -> None:
     """A thousand long prompts behind one that runs: a page or what is worth the wait, each."""
-    pages = SequencePages(4000, PAGE)
+    pages = SequencePages(limits(num_pages=4000, page_size=PAGE))
     first = sequence([5] * 4000)
     assert pages.take(first, 0)
     alike = [sequence([5] * 4000) for _ in range(10)]
@@ -123,7 +123,7 @@ def test_a_prompt_waits_for_what_is_left_to_compute_of_another(
     shared: int, length: int, chunks: list[int]
 ) -> None:
     """As if all that the other will compute were known: its pages are named as it comes to them."""
-    pages = SequencePages(PAGES, PAGE)
+    pages = SequencePages(limits(num_pages=PAGES, page_size=PAGE))
     first = sequence([5] * (40 * PAGE + 1))
     assert pages.take(first, 0)
     second = sequence([5] * (min(shared, length) * PAGE) + [6] * (length * PAGE + 1))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from server.engine.fake import CertifyOptions, certified_output
+from server.engine.certificates import CertifyOptions, certified_output
 from server.engine.messages import AdapterSettled
 from server.engine.scheduling.loading import AdapterLoads
 from server.engine.scheduling.scheduler_config import SchedulerConfig

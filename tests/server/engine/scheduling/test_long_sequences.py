@@ -5,7 +5,7 @@ The certifying executor refuses to read keys and values of the other kind.
 
 import pytest
 
-from server.engine.fake import certified_output
+from server.engine.certificates import certified_output
 from tests.server.engine.harness import Harness, limits, make_request
 
 SHORT = 10

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.fake import certified_output
+from server.engine.certificates import certified_output
 from server.engine.messages import SlabStaged
 from server.engine.plan import SliceResult
 from server.engine.scheduling.scheduler_config import SchedulerConfig

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from server.engine.fake import CertifyOptions, certified_output
+from server.engine.certificates import CertifyOptions, certified_output
 from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.protocol import GenerateRequest
 from tests.server.engine.harness import Harness, limits, make_request
@@ -51,6 +51,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "max_step_tokens": st.integers(2, 20),
                 "max_guesses": st.sampled_from([0, 0, 3]),
                 "short_context": st.sampled_from([None, None, 1, 9, 24]),
+                "page_windows": st.sampled_from(
+                    [(None,), (None,), (None, 5), (None, 9, 9), (6,), (3, 12)]
+                ),
             }
         ),
         eos_percent=st.sampled_from([0, 5, 30]),

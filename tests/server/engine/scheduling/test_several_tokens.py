@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from server.constraints.constraint import Constraint
 from server.constraints.rules import TokenRules
-from server.engine.fake import CertifyOptions, certified_output
+from server.engine.certificates import CertifyOptions, certified_output
 from server.engine.plan import SeqSlice, SliceResult
 from server.engine.scheduling.events import drawn_events
 from server.engine.scheduling.sequence import Precedence, Sequence

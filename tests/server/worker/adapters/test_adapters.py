@@ -10,7 +10,7 @@ import pytest
 
 from adapters.ref import AdapterRef
 from server import protocol
-from server.engine.fake import CertifyOptions, certified_output
+from server.engine.certificates import CertifyOptions, certified_output
 from tests.adapter_folders import write_adapter
 from tests.server.worker.worker_process import (
     TIMEOUT_S,

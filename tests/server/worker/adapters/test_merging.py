@@ -18,7 +18,7 @@ from adapters.ref import AdapterRef
 from adapters.sources.local import LocalSource
 from adapters.store.store import AdapterStore
 from server import protocol
-from server.engine.fake import CertifyOptions, certified_output
+from server.engine.certificates import CertifyOptions, certified_output
 from server.worker.adapters.merging import MERGE_MODULE, Merger
 from tests.adapter_folders import write_adapter
 from tests.adapters.refusals import refusal

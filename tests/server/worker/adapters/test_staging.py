@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from server.engine.fake import CertifyOptions, certified_output
+from server.engine.certificates import CertifyOptions, certified_output
 from server.engine.memory.residency import Placement
 from server.engine.messages import NeedSlab, SlabReleased, SlabStaged, Submit, ToEngine
 from server.protocol import ModelCard

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from server.engine.fake import CertifyOptions, certified_output
+from server.engine.certificates import CertifyOptions, certified_output
 from server.protocol import GenerateRequest, OrderAction
 from tests.server.engine.harness import limits, make_request
 from tests.server.worker.slabs import EXTENT

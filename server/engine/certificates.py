@@ -1,0 +1,69 @@
+"""Tokens that certify their origin: each is a function of the adapter's digest and all tokens
+before it. Pure."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import msgspec
+
+Mark = bytes
+
+
+class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """eos_percent: how often a token is the first end-of-sequence id (0 = never).
+
+    step_s: seconds that a step takes. copy_polls: calls of `poll_copies` until a copy is usable.
+    ending_polls: calls from then on until the copy is over (0 = at once).
+    check_bytes: slabs are read when a copy starts, is usable and is over. Their bytes must be the
+    same as before.
+    max_guesses: as in ExecutorLimits. right_percent: how often a guess is right.
+    """
+
+    vocab_size: int = 512
+    eos_token_ids: tuple[int, ...] = (2,)
+    eos_percent: int = 0
+    step_s: float = 0.0
+    copy_polls: int = 1
+    ending_polls: int = 0
+    check_bytes: bool = False
+    max_guesses: int = 0
+    right_percent: int = 50
+
+
+def root_mark(adapter: str | None) -> Mark:
+    return blake2b(b"base" if adapter is None else b"lora" + adapter.encode()).digest()
+
+
+def next_mark(mark: Mark, token_id: int) -> Mark:
+    return blake2b(mark + token_id.to_bytes(8, "little"), digest_size=16).digest()
+
+
+def certified_token(mark: Mark, options: CertifyOptions, may_stop: bool = True) -> int:
+    number = int.from_bytes(mark, "little")
+    if may_stop and options.eos_token_ids and number % 100 < options.eos_percent:
+        return options.eos_token_ids[0]
+    token_id = (number >> 8) % options.vocab_size
+    while token_id in options.eos_token_ids:
+        token_id = (token_id + 1) % options.vocab_size
+    return token_id
+
+
+def certified_output(
+    adapter: str | None,
+    prompt_ids: Sequence[int],
+    count: int,
+    options: CertifyOptions,
+    min_tokens: int = 0,
+) -> list[int]:
+    """The right output for a prompt: at most `count` tokens, ending after an end-of-sequence id.
+
+    adapter: digest, or None for the base.
+    """
+    mark = root_mark(adapter)
+    for token_id in prompt_ids:
+        mark = next_mark(mark, token_id)
+    output: list[int] = []
+    while len(output) < count and not (output and output[-1] in options.eos_token_ids):
+        output.append(certified_token(mark, options, len(output) >= min_tokens))
+        mark = next_mark(mark, output[-1])
+    return output

@@ -11,6 +11,7 @@ from adapters.base import BaseSpec
 from adapters.manifest import SlabDtype
 from launcher.demo import model_path
 from server.config import ConfigError, EngineConfig, WorkerConfig
+from server.engine.memory.room import tokens_together
 from server.model.base_spec import base_spec
 from server.model.ops.kernel_limits import unsupported
 from server.model.ops.memory import (
@@ -20,6 +21,7 @@ from server.model.ops.memory import (
     page_bytes,
     weights_bytes,
 )
+from server.model.page_groups import page_groups
 from server.model.spec import ModelSpec
 from server.worker.process.device import ChosenDevice, choose_device, cuda_devices, torch_build
 from server.worker.process.model_source import describe_model
@@ -34,8 +36,9 @@ _GIB = 1 << 30
 class Needs(msgspec.Struct, frozen=True):
     """On this machine. weights, kv_memory: bytes. kv_bytes: keys and values of one token.
 
-    kv_tokens: of all sequences together. max_context: tokens of one. problem: why the model does
-    not fit, or None; then kv_tokens and max_context are 0.
+    kv_tokens: of all sequences together, where these are short; long_tokens: where each has
+    max_context tokens, since pages behind a window come free. max_context: tokens of one sequence.
+    problem: why the model does not fit, or None; then these are 0.
     """
 
     device: str
@@ -44,6 +47,7 @@ class Needs(msgspec.Struct, frozen=True):
     kv_bytes: int
     kv_memory: int
     kv_tokens: int
+    long_tokens: int
     max_context: int
     problem: str | None = None
 
@@ -130,14 +134,15 @@ def _needs(
     config: WorkerConfig, device: ChosenDevice, model: ModelSpec, base: BaseSpec, dtype: SlabDtype
 ) -> Needs:
     engine = engine_config(config, device, Path(config.model), base, dtype)
-    weights = weights_bytes(model, dtype)
+    weights, windows = weights_bytes(model, dtype), page_groups(model).windows
     found = Needs(
         device=device.kind,
         dtype=dtype,
         weights=weights,
-        kv_bytes=page_bytes(model, engine) // engine.page_size,
+        kv_bytes=page_bytes(model, engine) * len(windows) // engine.page_size,
         kv_memory=engine.kv_memory,
         kv_tokens=0,
+        long_tokens=0,
         max_context=0,
     )
     try:
@@ -145,10 +150,12 @@ def _needs(
         limits = executor_limits(model, engine)
     except ConfigError as error:
         return msgspec.structs.replace(found, problem=str(error))
+    room = (limits.num_pages, limits.page_size, limits.page_windows)
     return msgspec.structs.replace(
         found,
         kv_memory=engine.kv_memory,
-        kv_tokens=limits.num_pages * limits.page_size,
+        kv_tokens=tokens_together(*room, each=limits.page_size),
+        long_tokens=tokens_together(*room, each=limits.max_context),
         max_context=limits.max_context,
     )
 
@@ -178,5 +185,7 @@ def _need_rows(needs: Needs) -> list[tuple[str, str]]:
     if needs.problem is None:
         of_each = f"of one sequence at most {needs.max_context:,}"
         in_all = f"{needs.kv_tokens:,} tokens in {needs.kv_memory / _GIB:.2f} GiB"
+        if needs.long_tokens > needs.kv_tokens:
+            of_each += f", and {needs.long_tokens:,} in sequences so long"
         rows.append(("cache", f"{in_all}; {of_each}"))
     return rows

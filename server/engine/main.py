@@ -30,6 +30,7 @@ from server.engine.channel import WorkerChannel, WorkerGone
 from server.engine.executor import Executor, ExecutorLimits
 from server.engine.fake import CertifyingExecutor
 from server.engine.loop import EngineLoop, ExecutorLost
+from server.engine.memory.room import tokens_together
 from server.engine.messages import EngineFailed, EngineReady
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.scheduler_config import SchedulerConfig
@@ -148,13 +149,23 @@ def _ready(executor: Executor[Any], config: EngineConfig) -> EngineReady:
         device=config.device,
         adapter_slots=limits.adapter_slots,
         summary=(
-            f"KV cache: {limits.num_pages * limits.page_size} tokens "
-            f"({limits.num_pages} pages of {limits.page_size})",
+            _cache_line(limits),
             f"adapters: {arena_bytes / 2**20:.0f} MiB, at most {limits.adapter_slots} at once",
             f"a step: at most {limits.max_rows} sequences, {limits.max_step_tokens} tokens",
             *executor.summary,
         ),
     )
+
+
+def _cache_line(limits: ExecutorLimits) -> str:
+    """How much the KV cache holds, for a person."""
+    pages, size, windows = limits.num_pages, limits.page_size, limits.page_windows
+    whole = tokens_together(pages, size, windows, each=size)
+    line = f"KV cache: {whole} tokens ({pages} pages of {size}"
+    if len(windows) > 1:
+        line += f", {len(windows)} for the same tokens"
+    long = tokens_together(pages, size, windows, each=limits.max_context)
+    return f"{line}; {long} in sequences of {limits.max_context})" if long > whole else f"{line})"
 
 
 def _certifying(text: str, config: EngineConfig, arena: memoryview) -> CertifyingExecutor:

@@ -35,6 +35,7 @@ from server.model.ops.memory import (
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.sizes import padded, padded_size
 from server.model.ops.transfers import to_device, to_host
+from server.model.page_groups import page_groups
 from server.model.sampling.masks import MaskMemory
 from server.model.sampling.results import Held, PromptLogprobs, StepTicket
 from server.model.sampling.row_sampling import RowSampling
@@ -97,7 +98,9 @@ class TorchExecutor:
         if not plan.slices:
             self._rows.grant(plan.grants)
             return StepTicket([], [], None, (), (), None)
-        batch = None if self._graphs is None else DecodeBatch.of(plan)
+        batch = (
+            None if self._graphs is None else DecodeBatch.of(plan, len(self.limits.page_windows))
+        )
         if batch is not None and self._graphs.takes(batch):
             self._rows.grant(batch.grants)
             return self._replay(batch, plan.slices)
@@ -292,10 +295,11 @@ def _build_parts(
         config = fill_device(model, config, DeviceMemory(total, free, now))
         summary = estimate_lines(model, config, free - now)
     limits = executor_limits(model, config)
+    groups = page_groups(model)
     model = model.within(limits.max_context)
     # One page more than the scheduler has: padding of batches is written there.
     shape = (limits.num_pages + 1, config.page_size, model.num_kv_heads, model.head_dim)
-    k, v = (torch.zeros(model.num_layers, *shape, dtype=dtype, device=device) for _ in "kv")
+    k, v = (torch.zeros(groups.places, *shape, dtype=dtype, device=device) for _ in "kv")
     table = AdapterTable(
         Sites(model),
         slots=max(config.adapter_slots, 1),
@@ -305,9 +309,10 @@ def _build_parts(
         device=device,
     )
     size = (limits.max_rows, limits.max_context, config.page_size)
-    rows = Rows(*size, device, limits.short_context)
+    rows = Rows(*size, device, limits.short_context, len(groups.windows))
     parameters = RowSampling(limits.max_rows, model.vocab_size, model.eos_token_ids, device)
-    return Parts(model, weights, KVCache(k, v), table, rows, parameters, limits, summary)
+    cache = KVCache(k, v, groups)
+    return Parts(model, weights, cache, table, rows, parameters, limits, summary)
 
 
 def _host_arena_made(memory: memoryview, device: torch.device) -> AbstractContextManager[None]:

@@ -247,11 +247,11 @@ def assign(logits: torch.Tensor, tile_rows: int, early: bool) -> tuple[ExpertTil
 
 
 def step() -> None:
-    columns = torch.zeros(7, 4, dtype=torch.int32)
+    columns = torch.zeros(9, 4, dtype=torch.int32)
     tokens = torch.zeros(4, 8, dtype=torch.int32)
     page_table = torch.zeros(4, 4, dtype=torch.int64)
     ids, positions = (torch.zeros(4, dtype=torch.int64) for _ in range(2))
-    gather_inputs(columns, tokens, page_table, ids, positions)
+    gather_inputs(columns, tokens, page_table.expand(2, 4, 4), ids, positions)
     gather_pages(ids, torch.zeros(5, dtype=torch.int32), page_table, torch.zeros(8).int())
     logits = torch.zeros(4, 2048, dtype=DTYPE)
     greedy_append(logits, columns[0], columns[1], tokens, columns[2], GreedyScratch(4, CPU))

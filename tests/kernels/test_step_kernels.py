@@ -49,9 +49,12 @@ def test_rope_append(
 
 def test_gather_inputs(device: torch.device) -> None:
     tokens = torch.arange(50, dtype=torch.int32, device=device).view(5, 10)
-    page_table = torch.arange(100, 115, device=device).view(5, 3)
+    page_table = torch.arange(100, 130, device=device).view(2, 5, 3)
     columns = torch.tensor(
-        [[3, 0, 4, 4], [8, 5, 0, 0], [-1, 77, -1, -1], [9, 0, 0, 0], [2, -1, -1, -1]],
+        [
+            *([3, 0, 4, 4], [8, 5, 0, 0], [-1, 77, -1, -1], [0] * 4, [0] * 4),
+            *([9, 0, 0, 0], [2, -1, -1, -1], [0, 8, 0, 0], [-1, 1, -1, -1]),
+        ],
         dtype=torch.int32,
         device=device,
     )
@@ -60,7 +63,10 @@ def test_gather_inputs(device: torch.device) -> None:
     assert ids.tolist() == [38, 77, 40, 40]
     assert int(tokens[0, 5]) == 77
     assert positions.tolist() == [8, 5, 0, 0]
-    assert page_table[3].tolist() == [109, 110, 9]
+    assert page_table[0, 3].tolist() == [109, 110, 9]
+    assert page_table[1, 0].tolist() == [115, 8, 117]
+    others = page_table.flatten().tolist()
+    assert [n for i, n in enumerate(others, 100) if n != i] == [9, 8]
 
 
 def test_gather_pages(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """`loraplex info MODEL`: what a model needs on this machine, from its config.json alone."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from launcher import model_info
 from launcher.__main__ import main
+from launcher.bench.engine.offline import model_folder
 from server.worker.process.device import CudaDevice, TorchBuild
 
 LLAMA_8B = Path("launcher/bench/engine/configs/llama-3.1-8b/config.json")
@@ -76,6 +78,19 @@ def test_windows_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path.write_text(json.dumps(config))
     main(["info", str(path)])
     assert "  windows     4,096 tokens in 20 layers\n" in capsys.readouterr().out
+
+
+def test_long_sequences_have_more_room_behind_windows(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["info", str(model_folder("gemma-3-12b") / "config.json"), "--kv-memory", "8GiB"])
+    printed = capsys.readouterr().out
+    # 48 layers of 2 x 8 x 256 numbers, in 6 groups of 8 layers.
+    assert f"  a token     {48 * 2 * 8 * 256 * 2:,} bytes of keys and values\n" in printed
+    whole = (8 << 30) // (8 * 16 * 2 * 8 * 256 * 2) * 16 // 6
+    found = re.search(r"cache +([\d,]+) tokens in 8.00 GiB; .*, and ([\d,]+) in", printed)
+    assert found is not None
+    short, long = (int(text.replace(",", "")) for text in found.groups())
+    assert short == whole
+    assert long > 4 * short
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from server.model.checkpoint.checkpoint import read_config
 from server.model.checkpoint.model_files import CONFIG_FILE
 from server.model.executor import TorchExecutor
 from server.model.lora.lora import DTYPES
+from server.model.page_groups import page_groups
 from server.model.spec import ModelSpec
 from server.model.tokenizer.grammar_vocabulary import read_vocabulary
 from server.protocol import GenerateRequest, SamplingParams
@@ -155,7 +156,10 @@ class EngineSizes:
         context = min((-(-self.tokens // PAGE_SIZE) + 1) * PAGE_SIZE, model.max_context)
         kv_memory = 0
         if self.cached is not None:  # every sequence at full length, and as much again
-            kv_memory = 2 * self.cached * context * token_bytes(model, dtype) + _SPARE_KV
+            groups = page_groups(model)
+            empty = len(groups.windows) * groups.places / model.num_layers
+            tokens = 2 * self.cached * context
+            kv_memory = int(tokens * empty * token_bytes(model, dtype)) + _SPARE_KV
         slab = slab_bytes(model, dtype, self.lora_rank, experts=self.adapt_experts)
         return EngineConfig(
             model_path=str(folder),

@@ -14,13 +14,13 @@ def gather_inputs(
     token_ids: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
-    """columns: int32 `[5 or more, batch]`: a sequence's row, its position, its token (-1 =
-    `tokens[row, position]`), a page granted in this step and its place in the row's page table
-    (-1 = none).
+    """columns: int32 `[5 + 2 * groups, batch]`: a sequence's row, its position, its token (-1 =
+    `tokens[row, position]`), two that are not read; then of each group of layers a page granted in
+    this step, and its place in the row's page table (-1 = none).
 
     Writes tokens and pages that came along to `tokens` (int32 `[rows, n]`) and `page_table` (int64
-    `[rows, n]`), and what the step computes on to token_ids and positions, int64 `[batch]`. A row
-    must not appear twice with something to write.
+    `[groups, rows, n]`, contiguous), and what the step computes on to token_ids and positions,
+    int64 `[batch]`. A row must not appear twice with something to write.
     """
     batch = columns.shape[1]
     _gather_inputs_kernel[(triton.cdiv(batch, _SEQUENCES),)](
@@ -32,7 +32,9 @@ def gather_inputs(
         columns.stride(0),
         tokens.stride(0),
         page_table.stride(0),
+        page_table.stride(1),
         batch,
+        GROUPS=len(page_table),
         BLOCK=_SEQUENCES,
         num_warps=2,
     )
@@ -51,7 +53,9 @@ def gather_pages(
         )
 
 
-@triton.jit(do_not_specialize=["stride_column", "stride_tokens", "stride_pages", "batch"])
+@triton.jit(
+    do_not_specialize=["stride_column", "stride_tokens", "stride_group", "stride_pages", "batch"]
+)
 def _gather_inputs_kernel(
     columns_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
@@ -60,8 +64,10 @@ def _gather_inputs_kernel(
     positions_ptr: tl.tensor,
     stride_column: tl.tensor,
     stride_tokens: tl.tensor,
+    stride_group: tl.tensor,
     stride_pages: tl.tensor,
     batch: tl.tensor,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -69,15 +75,18 @@ def _gather_inputs_kernel(
     row = tl.load(columns_ptr + b, mask=live, other=0).to(tl.int64)
     position = tl.load(columns_ptr + stride_column + b, mask=live, other=0)
     given = tl.load(columns_ptr + 2 * stride_column + b, mask=live, other=-1)
-    granted = tl.load(columns_ptr + 3 * stride_column + b, mask=live, other=0).to(tl.int64)
-    at = tl.load(columns_ptr + 4 * stride_column + b, mask=live, other=-1)
     token_ptr = tokens_ptr + row * stride_tokens + position
     token = tl.load(token_ptr, mask=live & (given < 0), other=0)
     token = tl.where(given >= 0, given, token)
     tl.store(token_ptr, token, mask=live & (given >= 0))
     tl.store(token_ids_ptr + b, token.to(tl.int64), mask=live)
     tl.store(positions_ptr + b, position.to(tl.int64), mask=live)
-    tl.store(page_table_ptr + row * stride_pages + at, granted, mask=live & (at >= 0))
+    for group in tl.static_range(GROUPS):
+        granted_ptr = columns_ptr + (5 + 2 * group) * stride_column + b
+        granted = tl.load(granted_ptr, mask=live, other=0).to(tl.int64)
+        at = tl.load(granted_ptr + stride_column, mask=live, other=-1)
+        to = page_table_ptr + group * stride_group + row * stride_pages + at
+        tl.store(to, granted, mask=live & (at >= 0))
 
 
 @triton.jit(do_not_specialize=["stride_pages"])

@@ -6,22 +6,33 @@ import numpy as np
 
 from server.engine.plan import PageGrant, StepPlan
 
-NUM_COLUMNS = 7
-ROW, POSITION, TOKEN, PAGE, PAGE_PLACE, APPEND, SLOT = range(NUM_COLUMNS)
+_FIRST_PAGE = 5
+ROW, POSITION, TOKEN, APPEND, SLOT = range(_FIRST_PAGE)
+
+
+def num_columns(groups: int) -> int:
+    """For so many groups of layers."""
+    return _FIRST_PAGE + 2 * groups
+
+
+def page_column(group: int) -> int:
+    """A page granted to a group of layers; the next column is the page's place."""
+    return _FIRST_PAGE + 2 * group
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """columns: int32 `[7, slices]`, in the plan's order: row, position, token (-1 = the row's own),
-    a page granted and its place in the row's list (-1 = none), where the sample goes in the row
-    (-1 = nowhere), adapter slot. grants: those that found no place here.
+    """columns: int32 `[num_columns, slices]`, in the plan's order: row, position, token (-1 = the
+    row's own), where the sample goes in the row (-1 = nowhere), adapter slot; of each group of
+    layers a page granted and its place in the row's list (-1 = none). grants: those that found no
+    place here.
     """
 
     columns: np.ndarray
     grants: tuple[PageGrant, ...]
 
     @classmethod
-    def of(cls, plan: StepPlan) -> "DecodeBatch | None":
+    def of(cls, plan: StepPlan, groups: int = 1) -> "DecodeBatch | None":
         """None for a step with a slice of several tokens. A prompt slice of one token is taken as
         a decode slice is, unless its prompt is scored. Decode slices have no guesses."""
         slices = plan.slices
@@ -34,22 +45,20 @@ class DecodeBatch:
                 [s.seq_row for s in slices],
                 [s.start for s in slices],
                 [s.token_ids[0] if s.token_ids else -1 for s in slices],
-                [0] * len(slices),
-                [-1] * len(slices),
                 [s.start + 1 if s.sample else -1 for s in slices],
                 [s.adapter_slot for s in slices],
+                *([[0] * len(slices), [-1] * len(slices)] * groups),
             ],
             dtype=np.int32,
         )
         place = {s.seq_row: i for i, s in enumerate(slices)}
         others = []
         for grant in plan.grants:
-            i = place.get(grant.seq_row)
-            if i is None or len(grant.pages) != 1 or columns[PAGE_PLACE, i] >= 0:
+            i, page = place.get(grant.seq_row), page_column(grant.group)
+            if i is None or len(grant.pages) != 1 or columns[page + 1, i] >= 0:
                 others.append(grant)
             else:
-                columns[PAGE, i] = grant.pages[0]
-                columns[PAGE_PLACE, i] = grant.first
+                columns[page : page + 2, i] = grant.pages[0], grant.first
         return cls(columns, tuple(others))
 
     def __len__(self) -> int:

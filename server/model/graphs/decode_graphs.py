@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from server.kernels.attention.decode_attention import DecodeBatchView
 from server.kernels.attention.decode_inputs import gather_inputs
 from server.kernels.sampling.greedy import GreedyScratch, greedy_append
 from server.model.decoder import Decoder
-from server.model.graphs.decode_batch import APPEND, NUM_COLUMNS, ROW, SLOT, DecodeBatch
+from server.model.graphs.decode_batch import APPEND, ROW, SLOT, DecodeBatch, num_columns
 from server.model.lora.lora import Reach
-from server.model.ops.attention_cuda import Attention
+from server.model.ops.attention_cuda import Attention, decode_views
 from server.model.ops.capture import record
 from server.model.ops.device_lora import DeviceLora
 from server.model.ops.lora_linear import LinearOutput
@@ -57,7 +56,10 @@ class DecodeGraphs:
         )
         self._scratch = GreedyScratch(most, device)
         self._work = {size: ops.decode_work(size) for size in sizes}
-        widest = NUM_COLUMNS * most + self._work[most].length
+        groups = len(rows.page_table)
+        self._columns = num_columns(groups)
+        self._padding = np.array([[rows.scratch], [0], [-1], [-1], [-1], *[[0], [-1]] * groups])
+        widest = self._columns * most + self._work[most].length
         self._uploads = torch.zeros(_UPLOADS, widest, dtype=torch.int32, pin_memory=True)
         self._launched = 0
         self._packed = {s: torch.zeros(widest, dtype=torch.int32, device=device) for s in sizes}
@@ -69,7 +71,7 @@ class DecodeGraphs:
     def rehearse(self, reach: Reach) -> None:
         """What the graphs of one family will do, outside of any."""
         for size in reversed(self.sizes):
-            self._upload(size, DecodeBatch(np.zeros((NUM_COLUMNS, 0), np.int32), ()))
+            self._upload(size, DecodeBatch(np.zeros((self._columns, 0), np.int32), ()))
             self._step(size, reach)()
             torch.cuda.synchronize()  # uploads are in memory that comes round again
 
@@ -98,13 +100,13 @@ class DecodeGraphs:
 
     def _upload(self, size: int, batch: DecodeBatch) -> None:
         """Fill up with rows that compute nothing of use, on a row and a page of their own."""
-        n, used = len(batch), NUM_COLUMNS * size
+        n, used = len(batch), self._columns * size
         self._launched += 1
         upload = self._uploads[self._launched % _UPLOADS]
         host = upload.numpy()
-        columns = host[:used].reshape(NUM_COLUMNS, size)
+        columns = host[:used].reshape(self._columns, size)
         columns[:, :n] = batch.columns
-        columns[:, n:] = self._padding()
+        columns[:, n:] = self._padding
         contexts = np.ones(size, dtype=np.int64)
         contexts[:n] = batch.contexts
         work = self._work[size]
@@ -112,12 +114,9 @@ class DecodeGraphs:
         end = used + work.length
         self._packed[size][:end].copy_(upload[:end], non_blocking=True)
 
-    def _padding(self) -> np.ndarray:
-        return np.array([[self._rows.scratch], [0], [-1], [0], [-1], [-1], [-1]], dtype=np.int32)
-
     def _step(self, size: int, reach: Reach) -> Callable[[], None]:
-        packed, used = self._packed[size], NUM_COLUMNS * size
-        columns = packed[:used].view(NUM_COLUMNS, size)
+        packed, used = self._packed[size], self._columns * size
+        columns = packed[:used].view(self._columns, size)
         token_ids, positions = self._token_ids[:size], self._positions[:size]
         lora = None
         if reach is not Reach.NONE:
@@ -133,8 +132,8 @@ class DecodeGraphs:
             if lora is not None:
                 self._ops.route(lora)
             turns = self._ops.rotations.turns(positions, columns[ROW], rows.long_rows)
-            view = DecodeBatchView(columns[ROW], positions, rows.page_table, work, turns)
-            attention = Attention(slice(size), view, slice(0), None)
+            views = decode_views(columns[ROW], positions, rows.page_table, work, turns)
+            attention = Attention(slice(size), views, slice(0), None)
             plan = CudaPlan(positions, None, attention, turns=turns)
             normed = self._decoder.forward(token_ids, plan, lora)
             self._decoder.logits(normed, lora, out=logits)

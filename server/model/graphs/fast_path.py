@@ -48,7 +48,7 @@ CudaDecoder = Decoder[CudaPlan, DeviceLora, LinearOutput]
 
 def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases) -> Built:
     """As `gpu_path.build`, on a device that has all that it needs."""
-    parts.rows.page_table[parts.rows.scratch] = parts.limits.num_pages
+    parts.rows.page_table[:, parts.rows.scratch] = parts.limits.num_pages
     start = _Start.of(parts, graph_batches)
     decoder = start.decoder(parts.weights.layers)
     # The first layer of each kind has the kernels of all.
@@ -184,7 +184,7 @@ class _Start:
         parts, inside = self.parts, None
         if prompts_in_graphs(parts.model, self.backend):
             page_table, most = parts.rows.page_table, self.prompt_sizes[-1]
-            room = PromptRoom(most, MAX_PROMPTS * page_table.shape[1])
+            room = PromptRoom(most, MAX_PROMPTS * page_table.shape[-1])
             prompts = PromptAttention(parts.model, parts.cache, self.backend, room)
             most_decodes = min(most, parts.limits.max_rows)
             inside = GraphAttention(self.ops, prompts, page_table, most, most_decodes)

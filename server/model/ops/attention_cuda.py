@@ -14,7 +14,7 @@ from server.kernels.attention.decode_attention import (
     LayerScores,
     decode_attention,
 )
-from server.kernels.attention.decode_work import WorkLayout
+from server.kernels.attention.decode_work import DecodeItems, WorkLayout
 from server.kernels.attention.rotation import QkNorm, Rotation
 from server.kernels.lora.pending import PendingDelta
 from server.model.ops.ops import KVCache, StepLayout
@@ -31,11 +31,12 @@ def prompt_backend(capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """decodes, prompts: which tokens of the flat batch they are; None where a step has none. In
-    steps with prompts that a graph computes both are all, and what is planned says which."""
+    """decodes, prompts: which tokens of the flat batch they are; None where a step has none.
+    decode: for each group of layers. In steps with prompts that a graph computes both are all, and
+    what is planned says which."""
 
     decodes: slice
-    decode: DecodeBatchView | None
+    decode: tuple[DecodeBatchView, ...] | None
     prompts: slice
     prefill: PromptAttention | None
 
@@ -83,7 +84,7 @@ class PagedAttention:
 
     def decode(
         self,
-        batch: DecodeBatchView,
+        batch: tuple[DecodeBatchView, ...],
         layer: int,
         qkv: torch.Tensor,
         pending: PendingDelta | None,
@@ -91,21 +92,34 @@ class PagedAttention:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """rotation: behind the norm of q and k; the rest as in `decode_attention`."""
-        pages = (self.cache.k[layer], self.cache.v[layer])
+        """batch: for each group of layers. rotation: behind the norm of q and k; the rest as in
+        `decode_attention`."""
         scores = self._scores[layer]
         if sinks is not None:
             scores = replace(scores, sinks=sinks)
-        context = (batch, pages, *rotation, scores, self._scratch, out)
+        view = batch[self.cache.groups.group(layer)]
+        context = (view, self.cache.of(layer), *rotation, scores, self._scratch, out)
         decode_attention(qkv, pending, *context, programmatic_launch=self._programmatic_launch)
 
     def _plan_decodes(
         self, layout: StepLayout, decodes: int, turns: torch.Tensor | None
-    ) -> DecodeBatchView:
+    ) -> tuple[DecodeBatchView, ...]:
         work = self.work(decodes)
         packed = np.zeros(work.length, dtype=np.int32)
         work.cut(layout.starts[:decodes] + 1, packed)
         items = work.items(to_device(packed, self.device))
         rows = to_device(layout.seq_rows[:decodes].astype(np.int32), self.device)
         turns = None if turns is None else turns[:decodes]
-        return DecodeBatchView(rows, layout.positions[:decodes], layout.page_table, items, turns)
+        return decode_views(rows, layout.positions[:decodes], layout.page_table, items, turns)
+
+
+def decode_views(
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    page_table: torch.Tensor,
+    work: tuple[DecodeItems, ...],
+    turns: torch.Tensor | None,
+) -> tuple[DecodeBatchView, ...]:
+    """One for each group of layers. page_table: int64 `[groups, rows, pages a row]`; the rest as of
+    `DecodeBatchView`."""
+    return tuple(DecodeBatchView(rows, positions, table, work, turns) for table in page_table)

@@ -71,7 +71,9 @@ class FlashInferPrompts:
         # Real pages even where kernels are compiled and not launched.
         pages = torch.zeros(int(counts.sum()), dtype=torch.int32, device=self._device)
         rows = to_device(seq_rows, self._device)
-        gather_pages(rows, indptr.to(self._device, non_blocking=True), layout.page_table, pages)
+        # Layers that see all are in the first group.
+        table = layout.page_table[0]
+        gather_pages(rows, indptr.to(self._device, non_blocking=True), table, pages)
         self._plans += 1
         # Its upload goes by way of pinned memory that no plan in flight uses.
         wrapper = self._wrapper
@@ -97,7 +99,7 @@ class FlashInferPrompts:
         if sinks is not None:
             raise ValueError("FlashInfer's module has no sinks")
         scale = self._model.layers[layer].attention.scale
-        pages = (self._cache.k[layer], self._cache.v[layer])
+        pages = self._cache.of(layer)
         self._wrapper.run(q, pages, out=out, q_scale=scale)
 
 

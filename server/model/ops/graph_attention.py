@@ -7,9 +7,8 @@ first token is always a prompt's.
 import numpy as np
 import torch
 
-from server.kernels.attention.decode_attention import DecodeBatchView
 from server.kernels.attention.decode_work import WorkLayout
-from server.model.ops.attention_cuda import Attention
+from server.model.ops.attention_cuda import Attention, decode_views
 from server.model.ops.ops import StepLayout
 from server.model.ops.ops_cuda import CudaOps, CudaPlan
 from server.model.ops.prompt_attention import PromptAttention
@@ -34,7 +33,8 @@ class GraphAttention:
         device = ops.device
         self._positions = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self._turns = torch.zeros(most_tokens, dtype=torch.int64, device=device)
-        self._kv_slots = torch.full((most_tokens,), -1, dtype=torch.int64, device=device)
+        slots = (len(page_table), most_tokens)
+        self._kv_slots = torch.full(slots, -1, dtype=torch.int64, device=device)
         # What pads a step reads what earlier ones left.
         q_size, dtype = ops.model.q_size, ops.cache.k.dtype
         self.attended = torch.zeros(most_tokens, q_size, dtype=dtype, device=device)
@@ -46,9 +46,9 @@ class GraphAttention:
         rows, positions = self._packed[:size], self._positions[:size]
         work = self._work(size).items(self._packed[size:])
         turns = self._turns[:size] if self._ops.rotations.has_long else None
-        view = DecodeBatchView(rows, positions, self._page_table, work, turns)
-        attention = Attention(_ALL, view, _ALL, self._prompts)
-        slots, attended = self._kv_slots[:size], self.attended[:size]
+        views = decode_views(rows, positions, self._page_table, work, turns)
+        attention = Attention(_ALL, views, _ALL, self._prompts)
+        slots, attended = self._kv_slots[:, :size], self.attended[:size]
         return CudaPlan(positions, slots, attention, attended, turns)
 
     def fill(self, size: int, layout: StepLayout) -> None:
@@ -59,8 +59,8 @@ class GraphAttention:
         turns = self._ops.rotations.turns(layout.positions, layout.token_rows, layout.long_rows)
         if turns is not None:
             self._turns[:tokens].copy_(turns.roll(-n))
-        self._kv_slots[:first].copy_(self._ops.kv_slots(layout)[n:])
-        self._kv_slots[first:size].fill_(-1)
+        self._kv_slots[:, :first].copy_(self._ops.kv_slots(layout)[:, n:])
+        self._kv_slots[:, first:size].fill_(-1)
         packed = np.zeros(len(self._packed), dtype=np.int32)
         packed[first:tokens] = layout.seq_rows[:n]
         self._work(size).cut(layout.starts[:n] + 1, packed[size:], first)

@@ -7,8 +7,10 @@ import msgspec
 from adapters.manifest import ITEM_BYTES, SlabDtype
 from server.config import ConfigError, EngineConfig
 from server.engine.executor import ExecutorLimits
+from server.engine.memory.room import pages_held, tokens_that_fit
 from server.model.moe_spec import MoeSpec
 from server.model.ops.sizes import MOST_PADDING
+from server.model.page_groups import page_groups
 from server.model.spec import LayerSpec, ModelSpec
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
@@ -39,8 +41,8 @@ def weights_bytes(model: ModelSpec, dtype: SlabDtype) -> int:
 
 
 def page_bytes(model: ModelSpec, engine: EngineConfig) -> int:
-    """Keys and values of one page in all layers."""
-    tokens = model.num_layers * engine.page_size
+    """Keys and values of one page, in the layers of a group."""
+    tokens = page_groups(model).places * engine.page_size
     return 2 * tokens * model.kv_size * ITEM_BYTES[engine.dtype]
 
 
@@ -60,7 +62,8 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     context = engine.max_context or model.max_context
     # Of each row its tokens, of rows with penalties once more, and its pages; the rotation of each
     # position; adapters' records.
-    row = context * 4 + -(-context // engine.page_size) * 8
+    groups = len(page_groups(model).windows)
+    row = context * 4 + groups * -(-context // engine.page_size) * 8
     records = engine.adapter_slots * model.num_sites * 64
     tables = engine.max_running * row + LOGITS_ROWS * context * 4
     tables += _rotation_bytes(model, context) + records
@@ -141,17 +144,17 @@ def estimate_lines(model: ModelSpec, engine: EngineConfig, weights: int) -> tupl
 def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
     """Raises ConfigError naming the option that is too small, with the value that would do."""
     page = page_bytes(model, engine)
-    num_pages = engine.kv_memory // page
-    if num_pages < 1:
-        raise ConfigError(f"--kv-memory is {engine.kv_memory} bytes; one page alone takes {page}")
-    room = num_pages * engine.page_size
+    windows = page_groups(model).windows
+    num_pages, least = engine.kv_memory // page, page * len(windows)
+    if num_pages < len(windows):
+        raise ConfigError(f"--kv-memory is {engine.kv_memory} bytes; one page alone takes {least}")
     extents = engine.adapter_memory // engine.extent_bytes
     if engine.adapter_slots > 0 and extents < 1:
         raise ConfigError(
             f"--adapter-memory is {engine.adapter_memory} bytes; at least {engine.extent_bytes}"
             " (one extent) are needed"
         )
-    max_context = _max_context(model, engine, room, page)
+    max_context = _max_context(model, engine, num_pages, page)
     return ExecutorLimits(
         num_pages=num_pages,
         page_size=engine.page_size,
@@ -164,11 +167,14 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
         arena_extents=extents,
         extent_bytes=engine.extent_bytes,
         short_context=model.within(max_context).short_context,
+        page_windows=windows,
     )
 
 
-def _max_context(model: ModelSpec, engine: EngineConfig, room: int, page: int) -> int:
-    """What was asked for must fit; what was not asked for is cut to what fits."""
+def _max_context(model: ModelSpec, engine: EngineConfig, num_pages: int, page: int) -> int:
+    """What was asked for must fit; what was not asked for is cut to what fits. page: its bytes."""
+    of_pages = (engine.page_size, page_groups(model).windows)
+    room = tokens_that_fit(num_pages, *of_pages)
     if engine.max_context is None:
         return min(model.max_context, room)
     if engine.max_context > model.max_context:
@@ -176,7 +182,7 @@ def _max_context(model: ModelSpec, engine: EngineConfig, room: int, page: int) -
             f"--max-context is {engine.max_context}; the model reaches {model.max_context} tokens"
         )
     if engine.max_context > room:
-        needed = -(-engine.max_context // engine.page_size) * page
+        needed = pages_held(engine.max_context, *of_pages) * page
         raise ConfigError(
             f"--kv-memory is {engine.kv_memory} bytes, enough for {room} tokens; --max-context"
             f" {engine.max_context} takes {needed}"

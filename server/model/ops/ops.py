@@ -12,20 +12,28 @@ import torch
 from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import MoeWeights
 from server.model.lora.sites import LayerSites, Site
+from server.model.page_groups import PageGroups
 from server.model.spec import Activation
 from server.model.weights import Norm
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of every layer, `[layers, pages, page_size, kv_heads, head_dim]` each."""
+    """Keys and values of every layer, `[places, pages, page_size, kv_heads, head_dim]` each.
+    groups: which layer has which place of which pages."""
 
     k: torch.Tensor
     v: torch.Tensor
+    groups: PageGroups
 
     @property
     def page_size(self) -> int:
         return self.k.shape[2]
+
+    def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v of one layer, `[pages, page_size, kv_heads, head_dim]`."""
+        _, place = self.groups.layers[layer]
+        return self.k[place], self.v[place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +44,9 @@ class StepLayout:
     token each and computed as decodes: decode slices, prompt slices of one token, and padding.
     seq_rows, starts, num_new: int64 `[slices]`, on the host: the slice computes tokens
     `start .. start + num_new`.
-    token_rows, positions: int64 `[tokens]`, on the device. page_table: int64 `[rows, pages a row]`,
-    on the device; entries beyond a sequence's own pages are stale and must not be followed.
+    token_rows, positions: int64 `[tokens]`, on the device. page_table: int64 `[groups, rows, pages
+    a row]`, on the device; entries beyond a sequence's own pages, and those behind a group's window
+    of the first token, are stale and must not be followed.
     long_rows: int64 `[rows]`, on the device: 1 = the row's sequence takes its rotation's long
     factors (`ModelSpec.short_context`), else 0.
     """

@@ -42,7 +42,7 @@ from server.model.weights import Norm
 
 @dataclass(frozen=True, slots=True)
 class CudaPlan:
-    """positions, slots (`CudaOps.kv_slots`; -1 = a token that is no prompt's): int64 `[tokens]`;
+    """positions: int64 `[tokens]`; slots: `CudaOps.kv_slots`, -1 = a token that is no prompt's;
     captured steps of decodes have no slots. attended: `[tokens, heads * head_dim]`, where the
     result is to lie; None: anywhere. turns: see `Rotations.turns`."""
 
@@ -94,9 +94,9 @@ class CudaOps:
         return CudaPlan(positions, slots, self._attention.plan(layout, turns), turns=turns)
 
     def kv_slots(self, layout: StepLayout) -> torch.Tensor:
-        """int64 `[tokens]`: page * page_size + offset of each token's keys and values."""
+        """int64 `[groups, tokens]`: page * page_size + offset of each token's keys and values."""
         size = self.cache.page_size
-        pages = layout.page_table[layout.token_rows, layout.positions // size]
+        pages = layout.page_table[:, layout.token_rows, layout.positions // size]
         return pages * size + layout.positions % size
 
     def lora(self, token_slots: np.ndarray) -> DeviceLora | None:
@@ -225,8 +225,8 @@ class CudaOps:
     ) -> torch.Tensor:
         """Queries of prompts, whose keys and values go to their pages."""
         prompts = plan.attention.prompts
-        places = (plan.angles[prompts], slots[prompts])
-        pages, norm = (self.cache.k[layer], self.cache.v[layer]), self._norm(layer, qk_norm)
+        places = (plan.angles[prompts], slots[self.cache.groups.group(layer), prompts])
+        pages, norm = self.cache.of(layer), self._norm(layer, qk_norm)
         return rope_append(qkv[prompts], self.rotations[layer], *places, *pages, norm)
 
     def _norm(self, layer: int, weights: torch.Tensor | None) -> QkNorm | None:
@@ -243,8 +243,9 @@ class CudaOps:
         if plan.slots is None:
             raise TypeError("a step of decodes alone defers no LoRA of qkv")
         y, prompts = qkv.y, plan.attention.prompts
-        pages, norm = (self.cache.k[layer], self.cache.v[layer]), self._norm(layer, qk_norm)
-        context = (self.rotations[layer], plan.angles, plan.slots, *pages, norm)
+        pages, norm = self.cache.of(layer), self._norm(layer, qk_norm)
+        slots = plan.slots[self.cache.groups.group(layer)]
+        context = (self.rotations[layer], plan.angles, slots, *pages, norm)
         return rope_append_lora(y, qkv.lora, prompts.start, *context, self._configs.rope(len(y)))
 
     def gated(self, gate_up: LinearOutput, activation: Activation) -> torch.Tensor:

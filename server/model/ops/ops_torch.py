@@ -24,8 +24,8 @@ Masks = dict[int | None, torch.Tensor | None]
 class DecodeGroup:
     """Decodes of similar context, padded to the longest of them.
 
-    tokens: int64 `[n]`, their places in the batch. pages: `[n, p]`. masks: by window, True = seen,
-    `[n, 1, 1, p * page_size]`.
+    tokens: int64 `[n]`, their places in the batch. pages: `[groups, n, p]`. masks: by window, True
+    = seen, `[n, 1, 1, p * page_size]`.
     """
 
     tokens: torch.Tensor
@@ -36,7 +36,8 @@ class DecodeGroup:
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Tokens begin .. end of the batch, the last ones of a context of `context` tokens.
-    pages: `[p]`. masks: by window, `[end - begin, context]`, or None = plainly causal."""
+    pages: `[groups, 1, p]`. masks: by window, `[end - begin, context]`, or None = plainly
+    causal."""
 
     begin: int
     end: int
@@ -48,8 +49,8 @@ class PrefillChunk:
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
     """rope: cos and sin, `[tokens, 1, rotary_dim / 2]`, of each rotation. q_scales: `[tokens, 1,
-    1]`. slot_mapping: int64 `[tokens]`, page * page_size + offset. fresh_pages: those whose first
-    token is written in this step."""
+    1]`. slot_mapping: int64 `[groups, tokens]`, page * page_size + offset. fresh_pages: `[groups,
+    n]`, those whose first token is written in this step."""
 
     rope: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
     q_scales: dict[PositionScale, torch.Tensor]
@@ -68,6 +69,9 @@ class TorchOps:
         self.table = table
         self.windows = tuple(set(model.windows))
         self.device = cache.k.device
+        # `[groups, 1, 1]`
+        windows = [model.max_context if w is None else w for w in cache.groups.windows]
+        self._page_windows = torch.tensor(windows, device=self.device)[:, None, None]
         attentions = {layer.attention for layer in model.layers}
         self._inv_freq = {a.rope: self._inverse_frequencies(a.rope) for a in attentions if a.rope}
         self._q_scales = {a.q_scale for a in attentions if a.q_scale}
@@ -84,13 +88,13 @@ class TorchOps:
 
     def plan(self, layout: StepLayout) -> TorchPlan:
         size = self.cache.page_size
-        pages = layout.page_table[layout.token_rows, layout.positions // size]
+        pages = layout.page_table[:, layout.token_rows, layout.positions // size]
         offsets = layout.positions % size
         return TorchPlan(
             rope={rope: self._turns(rope, layout) for rope in self._inv_freq},
             q_scales={scale: self._q_scale(scale, layout) for scale in self._q_scales},
             slot_mapping=pages * size + offsets,
-            fresh_pages=pages[offsets == 0],
+            fresh_pages=pages[:, offsets == 0],
             decodes=self._decode_groups(layout, layout.num_decodes),
             chunks=self._chunks(layout, layout.num_decodes),
         )
@@ -123,10 +127,8 @@ class TorchOps:
         width = int(counts[members].max())
         rows = self._tensor(layout.seq_rows[members])
         context = self._tensor(contexts[members])[:, None]
-        own = torch.arange(width, device=self.device) < self._tensor(counts[members])[:, None]
-        table = layout.page_table[rows, :width]
-        # Never read another sequence's page: masked-out values still enter sums as 0 * value.
-        pages = torch.where(own, table, table[:, :1])
+        table = layout.page_table[:, rows, :width]
+        pages = self._own_pages(table, context - 1, self._tensor(counts[members])[:, None])
         seen = torch.arange(width * self.cache.page_size, device=self.device)
         masks: Masks = {}
         for window in self.windows:
@@ -136,6 +138,17 @@ class TorchOps:
             masks[window] = mask[:, None, None, :]
         return DecodeGroup(self._tensor(members), pages, masks)
 
+    def _own_pages(
+        self, table: torch.Tensor, position: torch.Tensor, count: torch.Tensor
+    ) -> torch.Tensor:
+        """The last page in place of pages that are not a sequence's own: masked-out values still
+        enter sums as 0 * value. table: `[groups, n, p]`; position, count: `[n, 1]`, the first token
+        that attends, and pages."""
+        place = torch.arange(table.shape[-1], device=self.device)
+        first = (position - self._page_windows + 1).clamp(min=0) // self.cache.page_size
+        last = table.gather(2, (count - 1).expand(len(table), -1, 1))
+        return torch.where((place >= first) & (place < count), table, last)
+
     def _chunks(self, layout: StepLayout, decodes: int) -> tuple[PrefillChunk, ...]:
         chunks = []
         begin = decodes
@@ -144,7 +157,10 @@ class TorchOps:
             context = start + count
             width = -(-context // self.cache.page_size)
             masks = {window: self._chunk_mask(start, count, window) for window in self.windows}
-            pages = layout.page_table[int(layout.seq_rows[i]), :width]
+            row = int(layout.seq_rows[i])
+            table = layout.page_table[:, row : row + 1, :width]
+            of_row = (torch.tensor([[n]], device=self.device) for n in (start, width))
+            pages = self._own_pages(table, *of_row)
             chunks.append(PrefillChunk(begin, begin + count, context, pages, masks))
             begin += count
         return tuple(chunks)
@@ -226,8 +242,9 @@ class TorchOps:
             qk = self._qk_normed(spec, qk, qk_norm)
         if spec.rope is not None:
             qk = rotate(qk, *plan.rope[spec.rope], spec.rope)
-        self._store(plan, self.cache.k[layer], qk[:, num_heads:])
-        self._store(plan, self.cache.v[layer], v)
+        k_pages, v_pages = self.cache.of(layer)
+        self._store(plan, layer, k_pages, qk[:, num_heads:])
+        self._store(plan, layer, v_pages, v)
         q = qk[:, :num_heads]
         return q if spec.q_scale is None else q * plan.q_scales[spec.q_scale]
 
@@ -244,55 +261,36 @@ class TorchOps:
         ]
         return torch.cat(normed, dim=1)
 
-    def _store(self, plan: TorchPlan, cache: torch.Tensor, new: torch.Tensor) -> None:
+    def _store(self, plan: TorchPlan, layer: int, cache: torch.Tensor, new: torch.Tensor) -> None:
+        group = self.cache.groups.group(layer)
         # A reused page may hold another sequence's NaN behind the last token written.
         if plan.fresh_pages.numel():
-            cache.index_fill_(0, plan.fresh_pages, 0)
-        cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, new)
+            cache.index_fill_(0, plan.fresh_pages[group], 0)
+        cache.flatten(0, 1).index_copy_(0, plan.slot_mapping[group], new)
 
     def _attention(
         self, plan: TorchPlan, layer: int, q: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         spec = self.model.layers[layer].attention
-        k, v = self.cache.k[layer], self.cache.v[layer]
+        k, v = self.cache.of(layer)
+        of_pages = self.cache.groups.group(layer)
         heads, head_dim = q.shape[1:]
         grouped = q.reshape(len(q), k.shape[2], heads // k.shape[2], head_dim)
         out = torch.empty_like(grouped)
         if sinks is not None:
             sinks = sinks.view(*grouped.shape[1:3], 1)
         for group in plan.decodes:
-            keys, values = _gather(k, group.pages), _gather(v, group.pages)
+            keys, values = (_gather(cache, group.pages[of_pages]) for cache in (k, v))
             mask = group.masks[spec.window]
             out[group.tokens] = _attended(spec, grouped[group.tokens], keys, values, mask, sinks)
         for chunk in plan.chunks:
-            out[chunk.begin : chunk.end] = self._attend_chunk(
-                spec, grouped[chunk.begin : chunk.end], k, v, chunk, sinks
+            keys, values = (
+                _gather(cache, chunk.pages[of_pages])[0, :, : chunk.context] for cache in (k, v)
             )
+            tokens = slice(chunk.begin, chunk.end)
+            mask = chunk.masks[spec.window]
+            out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, sinks)
         return out.view(len(q), heads * head_dim)
-
-    def _attend_chunk(
-        self,
-        spec: AttentionSpec,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        chunk: PrefillChunk,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """q `[n, kv_heads, group, head_dim]`: kv heads are the batch, the group shares k and v.
-        sinks `[kv_heads, group, 1]`."""
-        group = q.shape[2]
-        keys, values = (
-            _gather(cache, chunk.pages[None])[0, :, : chunk.context]
-            .unsqueeze(1)
-            .expand(-1, group, -1, -1)
-            for cache in (k, v)
-        )
-        mask = chunk.masks[spec.window]
-        if sinks is not None:
-            sinks = sinks.unsqueeze(-1)
-        attended = _attended(spec, q.permute(1, 2, 0, 3), keys, values, mask, sinks)
-        return attended.permute(2, 0, 1, 3)
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -339,6 +337,24 @@ def route(x: torch.Tensor, weights: MoeWeights) -> tuple[torch.Tensor, torch.Ten
     if spec.rule == "softmax_top_k_normed":
         shares = shares / shares.sum(-1, keepdim=True)
     return chosen, shares if spec.wide_weights else shares.to(x.dtype)
+
+
+def _attend_chunk(
+    spec: AttentionSpec,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """q `[n, kv_heads, group, head_dim]`; keys, values `[kv_heads, context, head_dim]`, which the
+    group shares; sinks `[kv_heads, group, 1]`."""
+    group = q.shape[2]
+    keys, values = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in (keys, values))
+    if sinks is not None:
+        sinks = sinks.unsqueeze(-1)
+    attended = _attended(spec, q.permute(1, 2, 0, 3), keys, values, mask, sinks)
+    return attended.permute(2, 0, 1, 3)
 
 
 def _attended(

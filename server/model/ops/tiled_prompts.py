@@ -30,7 +30,7 @@ class TiledPrompts:
         self._captured = captured is not None
         room = self._most_tiles(captured.tokens) if captured is not None else 0
         self._tiles = torch.zeros(room, TILE_COLUMNS, dtype=torch.int32, device=self._device)
-        self._page_table = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
+        self._page_table = torch.zeros(0, 0, 0, dtype=torch.int64, device=self._device)
 
     def _most_tiles(self, tokens: int) -> int:
         """Of a captured step."""
@@ -53,6 +53,6 @@ class TiledPrompts:
         tiles = self._tiles
         if self._captured:
             tiles = tiles[: self._most_tiles(len(q))]
-        pages = (self._cache.k[layer], self._cache.v[layer])
-        context = (self._page_table, tiles, self._shape, self._rules[layer], sinks)
-        prompt_attention(q, pages, *context, out)
+        page_table = self._page_table[self._cache.groups.group(layer)]
+        context = (page_table, tiles, self._shape, self._rules[layer], sinks)
+        prompt_attention(q, self._cache.of(layer), *context, out)

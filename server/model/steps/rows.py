@@ -14,8 +14,8 @@ Write = tuple[int, int, Sequence[int]]
 
 class Rows:
     """tokens: int32 `[rows + 1, max_context + 1]`, prompt first; a sample is written behind its
-    input, so the next step's input never visits the host. page_table: int64 `[rows + 1, pages a
-    row]`. long_rows: int64 `[rows + 1]`, 1 where a row was started with more tokens than
+    input, so the next step's input never visits the host. page_table: int64 `[groups, rows + 1,
+    pages a row]`. long_rows: int64 `[rows + 1]`, 1 where a row was started with more tokens than
     `short_context`. scratch: the last row, which is no sequence's: batches are padded with it."""
 
     def __init__(
@@ -25,14 +25,17 @@ class Rows:
         page_size: int,
         device: torch.device,
         short_context: int | None = None,
+        groups: int = 1,
     ) -> None:
-        """short_context: see `ModelSpec`."""
+        """short_context: see `ModelSpec`. groups: of layers, see `PageGroups`."""
         self.device = device
         self._short_context = short_context
         self.scratch = max_rows
         self.tokens = torch.zeros(max_rows + 1, max_context + 1, dtype=torch.int32, device=device)
-        pages = -(-max_context // page_size)
-        self.page_table = torch.zeros(max_rows + 1, pages, dtype=torch.int64, device=device)
+        # An even number: each group's part begins at a multiple of 16 bytes.
+        pages = -(-max_context // (2 * page_size)) * 2
+        shape = (groups, max_rows + 1, pages)
+        self.page_table = torch.zeros(shape, dtype=torch.int64, device=device)
         self.long_rows = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.prompt_len = np.zeros(max_rows, dtype=np.int64)
 
@@ -47,7 +50,9 @@ class Rows:
             self.long_rows[packed[0]] = packed[1]
 
     def grant(self, grants: Iterable[PageGrant]) -> None:
-        self._scatter(self.page_table, [(g.seq_row, g.first, g.pages) for g in grants])
+        _, rows, pages = self.page_table.shape
+        writes: list[Write] = [(g.group * rows + g.seq_row, g.first, g.pages) for g in grants]
+        self._scatter(self.page_table.view(-1, pages), writes)
 
     def write_inputs(self, slices: Iterable[SeqSlice]) -> None:
         """Slices may bring their inputs; those without have them here already."""

@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from adapters.manifest import SlabLayout
 from server.config import EngineConfig
 from server.engine.executor import AdapterCopy, CopyNews, CopyOver, Masks
+from server.engine.memory.pages import GroupPages
 from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
 from server.model.executor import TorchExecutor, WeightsLoader
 from server.protocol import SamplingParams, TokenLogprob
@@ -55,6 +57,14 @@ class Driver:
 
     def close(self) -> None:
         self.executor.close()
+
+    def give_back(self, pages: list[int]) -> None:
+        """They are the next that are taken, and hold NaN until somebody writes there."""
+        ops: Any = self.executor._decoder.ops
+        with torch.inference_mode():
+            for part in (ops.cache.k, ops.cache.v):
+                part[:, pages] = float("nan")
+        self.free_pages += pages
 
     def load(self, slot: int, layout: SlabLayout, slab: bytes, first: int) -> CopyOver:
         self.begin_load(slot, layout, slab, first)
@@ -136,7 +146,7 @@ class Stream:
         self.prompt_len = len(prompt)
         self.tokens = [*prompt, *accepted]
         self.computed = 0
-        self.pages: list[int] = []
+        self.pages = [GroupPages() for _ in driver.executor.limits.page_windows]
         self.sampling = sampling or SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB)
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -170,13 +180,24 @@ class Stream:
         ]
 
     def grant(self, count: int) -> list[PageGrant]:
-        needed = -(-(self.computed + count) // self.driver.config.page_size) - len(self.pages)
-        if needed <= 0:
-            return []
-        first = len(self.pages)
-        pages = [self.driver.free_pages.pop() for _ in range(needed)]
-        self.pages += pages
-        return [PageGrant(self.row, first, pages)]
+        grants = []
+        for number, group in enumerate(self.pages):
+            needed = -(-(self.computed + count) // self.driver.config.page_size) - group.end
+            if needed > 0:
+                pages = [self.driver.free_pages.pop() for _ in range(needed)]
+                grants.append(PageGrant(self.row, group.end, pages, number))
+                group.pages += pages
+        return grants
+
+    def leave_behind(self) -> None:
+        """The pages that no further token sees; others find them full of NaN."""
+        windows = self.driver.executor.limits.page_windows
+        for window, group in zip(windows, self.pages, strict=True):
+            seen = 0 if window is None else max(0, self.computed - window + 1)
+            count = max(0, seen // self.driver.config.page_size - group.first)
+            self.driver.give_back(group.pages[:count])
+            del group.pages[:count]
+            group.first += count
 
     def slice(self, count: int, *, inline: bool = False) -> SeqSlice:
         last = self.computed + count == len(self.tokens)
@@ -197,14 +218,16 @@ class Stream:
 
     def take(self, count: int, result: SliceResult) -> None:
         self.computed += count
+        self.leave_behind()
         self.failed |= result.failed
         self.tokens += result.token_ids
         self.logprobs += result.logprobs
         self.prompt_logprobs += result.prompt_logprobs or []
 
     def free(self) -> None:
-        self.driver.free_pages += self.pages
-        self.pages = []
+        for group in self.pages:
+            self.driver.give_back(group.pages)
+            group.first, group.pages = 0, []
 
 
 def step(driver: Driver, work: Sequence[tuple[Stream, int]]) -> None:

@@ -305,11 +305,11 @@ def test_broken_adapter_fails_alone_and_leaves_nothing_behind(
     generate(driver, [neighbour, bad], 8, 5)
     assert (bad.failed, bad.output, neighbour.failed) == (True, [], False)
     assert neighbour.output == expected[0]
-    used = set(bad.pages)
+    used = set(bad.pages[0].pages)
     bad.free()
     after = Stream(driver, 2, ids[1], sampling=GREEDY)
     generate(driver, [after], 8, 4)
-    assert used & set(after.pages)
+    assert used & set(after.pages[0].pages)
     assert after.output == expected[1]
 
 
@@ -326,7 +326,7 @@ def test_padding_never_follows_a_former_sequence_s_pages(
     generate(driver, [bad], 1, 64)
     streams = [Stream(driver, row, ids, sampling=GREEDY) for row, ids in ((5, short), (6, long))]
     generate(driver, streams, 3, 64)
-    assert not set(bad.pages) & {page for s in streams for page in s.pages}
+    assert not set(bad.pages[0].pages) & {page for s in streams for page in s.pages[0].pages}
     assert [s.output for s in streams] == expected
 
 

@@ -5,13 +5,13 @@ import numpy as np
 from server.engine.plan import PageGrant, SeqSlice, StepPlan
 from server.model.graphs.decode_batch import (
     APPEND,
-    PAGE,
-    PAGE_PLACE,
     POSITION,
     ROW,
     SLOT,
     TOKEN,
     DecodeBatch,
+    num_columns,
+    page_column,
 )
 
 
@@ -37,10 +37,21 @@ def test_columns() -> None:
     assert columns[TOKEN].tolist() == [-1, -1, 99]
     assert columns[APPEND].tolist() == [31, 17, -1]
     assert columns[SLOT].tolist() == [-1, 5, -1]
-    assert (columns[PAGE, 1], columns[PAGE_PLACE].tolist()) == (40, [-1, 1, -1])
+    page = page_column(0)
+    assert (columns[page, 1], columns[page + 1].tolist()) == (40, [-1, 1, -1])
     assert [grant.seq_row for grant in batch.grants] == [4, 50]
     assert batch.contexts.tolist() == [31, 17, 4]
     assert columns.dtype == np.int32
+
+
+def test_each_group_of_layers_has_columns_of_its_own() -> None:
+    grants = [PageGrant(1, 9, [5]), PageGrant(1, 9, [6], 1), PageGrant(1, 10, [7], 1)]
+    batch = DecodeBatch.of(plan([SeqSlice("decode", 1, 144, 1, [], -1, True)], grants), 3)
+    assert batch is not None
+    assert len(batch.columns) == num_columns(3)
+    pages = batch.columns[page_column(0) :, 0].tolist()
+    assert pages == [5, 9, 6, 9, 0, -1]
+    assert batch.grants == (grants[2],)
 
 
 def test_a_second_page_for_a_row_is_granted_apart() -> None:

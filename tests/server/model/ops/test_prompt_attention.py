@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from server.kernels.attention.scores import ScoreRule
 from server.model.families.registry import read_model
 from server.model.ops.ops import KVCache, StepLayout
+from server.model.page_groups import PageGroups
 from server.model.spec import ModelSpec
 from tests.kernels.test_prompt_attention import attended
 from tests.server.model import fake_flashinfer
@@ -20,6 +21,7 @@ from tests.server.model import fake_flashinfer
 PAGE, ROWS, PAGES_A_ROW = 16, 3, 24
 SLICES = ((2, 0, 130), (0, 33, 17), (1, 300, 60))  # row, start, tokens
 CHANGES: tuple[dict[str, Any], ...] = ({}, {"scale": 0.3}, {"window": 40}, {"softcap": 5.0})
+GROUPS = PageGroups((None, 40), ((0, 0), (0, 1), (1, 0), (0, 2)), 3)
 
 
 def model_of(head_dim: int) -> ModelSpec:
@@ -82,9 +84,11 @@ def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: boo
     if captured and backend != "fa3" and plain == "FlashInfer":
         pytest.skip("graphs launch FlashInfer's FA3 alone")
     torch.manual_seed(head_dim)
-    shape = (len(CHANGES), ROWS * PAGES_A_ROW, PAGE, model.num_kv_heads, head_dim)
-    cache = KVCache(*(torch.randn(shape).to(device, dtype) for _ in "kv"))
-    page_table = torch.randperm(ROWS * PAGES_A_ROW).view(ROWS, PAGES_A_ROW).to(device)
+    shape = (GROUPS.places, ROWS * PAGES_A_ROW, PAGE, model.num_kv_heads, head_dim)
+    k, v = (torch.randn(shape).to(device, dtype) for _ in "kv")
+    cache = KVCache(k, v, GROUPS)
+    pages = torch.stack([torch.randperm(ROWS * PAGES_A_ROW) for _ in GROUPS.windows])
+    page_table = pages.view(-1, ROWS, PAGES_A_ROW).to(device)
     tokens, most = sum(n for _, _, n in SLICES), 250
     room = PromptRoom(most, MAX_PROMPTS * PAGES_A_ROW) if captured else None
     prompts = PromptAttention(model, cache, backend, room)
@@ -101,7 +105,8 @@ def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: boo
         launch()
     tolerance = 5e-5 if dtype == torch.float32 else 2e-2
     for number, out in enumerate(outs):
-        wanted = expected(model, number, q, (cache.k[number], cache.v[number]), page_table)
+        table = page_table[GROUPS.group(number)]
+        wanted = expected(model, number, q, cache.of(number), table)
         torch.testing.assert_close(out[:tokens].double(), wanted, atol=tolerance, rtol=tolerance)
 
 

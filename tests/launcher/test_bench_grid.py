@@ -402,6 +402,17 @@ def test_llama_8b_by_name() -> None:
     assert step_bytes(grid, (8, 8, 16)) == base + 8 * (80 << 20)
 
 
+def test_a_window_bounds_what_a_layer_reads() -> None:
+    """Gemma 3 12B: 40 of 48 layers see 1,024 tokens."""
+    folder = model_folder("gemma-3-12b")
+    short, long = (
+        Grid(folder, "cpu", "bfloat16", (1,), (0,), (16,), prompt, 144, 8192)
+        for prompt in (944, 10_944)
+    )
+    more = step_bytes(long, (1, 0, 16)) - step_bytes(short, (1, 0, 16))
+    assert more == 8 * 10_000 * 2 * 8 * 256 * 2
+
+
 def test_experts_that_some_rows_read() -> None:
     """Mixtral 8x7B: 2 of 8 experts for one token, nearly all for many."""
     model = read_model(served_families()["mixtral"].config)

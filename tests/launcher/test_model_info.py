@@ -80,6 +80,7 @@ def test_windows_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "  windows     4,096 tokens in 20 layers\n" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("gpu")
 def test_long_sequences_have_more_room_behind_windows(capsys: pytest.CaptureFixture[str]) -> None:
     main(["info", str(model_folder("gemma-3-12b") / "config.json"), "--kv-memory", "8GiB"])
     printed = capsys.readouterr().out

@@ -230,8 +230,14 @@ def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
     weights = matrix_parameters(model, batch) + model.vocab_size * model.hidden_size
     context = grid.prompt_tokens + (SHORT_OUTPUT + grid.output_tokens) / 2
     adapters = distinct * adapter_bytes(grid, lora_rank, batch // max(distinct, 1))
-    cache = batch * context * token_bytes(model, grid.dtype)
+    cache = batch * _seen(model, context) * token_bytes(model, grid.dtype)
     return weights * ITEM_BYTES[grid.dtype] + adapters + cache
+
+
+def _seen(model: ModelSpec, context: float) -> float:
+    """Tokens of a context that a layer reads, on average."""
+    seen = [context if window is None else min(context, window) for window in model.windows]
+    return sum(seen) / len(seen)
 
 
 def copy_bandwidth(device: str) -> float:

@@ -209,6 +209,25 @@ def test_scores_of_other_layers(
     case.check(case.run(), expected)
 
 
+@pytest.mark.parametrize(
+    ("window", "page_size"), sparse([1, 16, 33, 64, 65, 200], [16, 8, 64, 24, 128])
+)
+def test_pages_behind_the_window_may_hold_anything(
+    device: torch.device, window: int, page_size: int
+) -> None:
+    """The table still names them, and they hold NaN: they are other sequences' by now."""
+    scores = (ScoreRule(0.2, window=window), False)
+    contexts = [1, 17, 64, 65, 81, 128, 129, 300, 1111]
+    case = Case(contexts, (4, 2, 32), device, torch.float32, page_size, scores=scores)
+    expected = case.expected()
+    case.page_table = case.known_pages
+    for row, n in enumerate(contexts):
+        stale = case.known_pages[len(contexts) - row, : case.first_seen(n) // page_size]
+        for cache in (case.k, case.v):
+            assert bool(cache[stale].isnan().all())
+    case.check(case.run(), expected)
+
+
 @pytest.mark.parametrize("sink", [-1000.0, 1000.0])
 def test_sinks_of_any_size(device: torch.device, sink: float) -> None:
     case = Case([1, 40, 700], (4, 2, 64), device, torch.float32, scores=SCORES["sinks"])

@@ -36,7 +36,9 @@ class Case:
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
         sinks: bool = False,
+        named: bool = False,
     ) -> None:
+        """named: pages that are gone stay in the table."""
         torch.manual_seed(len(chunks))
         self.chunks, self.rule, self.page_size = chunks, rule, page_size
         num_heads, kv_heads, head_dim = heads
@@ -51,7 +53,8 @@ class Case:
             order = order[counts[i] :]
             self.lists.append(pages)
             gone = 0 if rule.window is None else max(0, start + 1 - rule.window) // page_size
-            self.page_table[len(chunks) - i, gone : counts[i]] = pages[gone:]
+            kept = 0 if named else gone
+            self.page_table[len(chunks) - i, kept : counts[i]] = pages[kept:]
             for cache in self.cache:
                 flat = cache[pages].flatten(0, 1)
                 flat[start + n :] = float("nan")
@@ -144,9 +147,11 @@ def test_chunks_of_several_prompts(
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 31, 32, 33, 64])
 def test_windows_at_the_borders_of_pages(device: torch.device, window: int) -> None:
-    """Pages wholly behind the first token's window are gone."""
+    """Pages wholly behind the first token's window are gone, or somebody else's, and hold NaN."""
     chunks = [(start, 16) for start in (0, 15, 16, 17, 47, 48, 49)]
-    Case(chunks, (2, 1, 16), ScoreRule(0.25, window=window), device=device).check(small(2))
+    rule = ScoreRule(0.25, window=window)
+    for named in (False, True):
+        Case(chunks, (2, 1, 16), rule, device=device, named=named).check(small(2))
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 24, 64])

@@ -16,6 +16,8 @@ import pytest
 from adapters.grammar.limits import ServedGrammarLimits
 from server.config import EngineConfig
 from server.engine.certificates import CertifyOptions, certified_output
+from server.engine.executor import ExecutorLimits
+from server.engine.main import _cache_line
 from server.engine.messages import EngineFailed, EngineReady, Shutdown
 from tests.server.constraints.serving import DEMO, text
 from tests.server.engine.harness import make_request
@@ -142,3 +144,18 @@ def test_says_why_it_cannot_start(config: EngineConfig, executor: str, word: str
     with engine(config, executor) as run:
         assert word in run.worker.expect(EngineFailed).message
         assert run.process.wait(TIMEOUT_S) == 1
+
+
+@pytest.mark.parametrize(
+    ("windows", "line"),
+    [
+        ((None,), "16000 tokens (1000 pages of 16)"),
+        (
+            (None, 512),
+            "8000 tokens (1000 pages of 16, 2 for the same tokens; 15738 in sequences of 32768)",
+        ),
+    ],
+)
+def test_what_the_cache_holds_is_said(windows: tuple[int | None, ...], line: str) -> None:
+    limits = ExecutorLimits(1000, 16, 4, 64, 32768, 100, (2,), 0, 0, 4096, page_windows=windows)
+    assert _cache_line(limits) == f"KV cache: {line}"

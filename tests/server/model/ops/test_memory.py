@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from launcher.bench.engine.offline import SHIPPED
 from server.config import ConfigError, WorkerConfig
+from server.engine.memory.room import tokens_that_fit
 from server.model.checkpoint.checkpoint import read_config
 from server.model.graphs.warm_up import warm_sizes
 from server.model.ops.memory import (
@@ -16,6 +17,7 @@ from server.model.ops.memory import (
     DeviceMemory,
     executor_limits,
     fill_device,
+    page_bytes,
     split_prompts_bytes,
     weights_bytes,
     workspace_bytes,
@@ -105,6 +107,60 @@ def test_tables_of_pages_and_adapters_are_counted() -> None:
     pages = MODEL.max_context // 16
     assert workspace(page_size=1) - workspace() == AUTO.max_running * 15 * pages * 8
     assert workspace(adapter_slots=1016) - workspace(adapter_slots=16) == 1000 * (32 * 4 + 2) * 64
+
+
+def windowed(*windows: int | None) -> ModelSpec:
+    """Llama-3.1-8B, whose layers have these windows in turn."""
+    layers = tuple(
+        msgspec.structs.replace(
+            layer,
+            attention=msgspec.structs.replace(
+                layer.attention, window=windows[number % len(windows)]
+            ),
+        )
+        for number, layer in enumerate(MODEL.layers)
+    )
+    return msgspec.structs.replace(MODEL, layers=layers)
+
+
+TOKEN = 2 * 32 * 8 * 128 * 2  # bytes of keys and values in all layers
+
+
+@pytest.mark.parametrize(
+    ("windows", "groups", "page"),
+    [
+        ((None,), (None,), TOKEN * 16),
+        ((4096, None), (None, 4096), TOKEN * 8),
+        ((4096, 4096, 4096, None), (None, 4096, 4096, 4096), TOKEN * 4),
+        ((4096,), (4096,), TOKEN * 16),
+    ],
+)
+def test_pages_are_of_groups_of_layers(
+    windows: tuple[int | None, ...], groups: tuple[int | None, ...], page: int
+) -> None:
+    model = windowed(*windows)
+    engine = msgspec.structs.replace(AUTO, kv_memory=2000 * page + page // 2)
+    limits = executor_limits(model, engine)
+    assert (limits.page_windows, limits.num_pages) == (groups, 2000)
+    assert page_bytes(model, engine) == page
+    fit = tokens_that_fit(2000, 16, groups)
+    assert limits.max_context == min(MODEL.max_context, fit)
+    workspace = workspace_bytes(model, engine) - workspace_bytes(windowed(groups[0]), engine)
+    assert workspace == (len(groups) - 1) * AUTO.max_running * MODEL.max_context // 16 * 8
+
+
+def test_a_context_of_windows_needs_less_memory() -> None:
+    model = windowed(4096, None)
+    needed = (100_000 // 16 + 258) * 16 * TOKEN // 2
+    enough = msgspec.structs.replace(AUTO, kv_memory=needed, max_context=100_000)
+    assert executor_limits(model, enough).max_context == 100_000
+    little = msgspec.structs.replace(enough, kv_memory=needed - 1)
+    words = f"enough for 99984 tokens; --max-context 100000 takes {needed}$"
+    with pytest.raises(ConfigError, match=words):
+        executor_limits(model, little)
+    nothing = msgspec.structs.replace(AUTO, kv_memory=8 * TOKEN)
+    with pytest.raises(ConfigError, match=f"one page alone takes {16 * TOKEN}$"):
+        executor_limits(model, nothing)
 
 
 def test_a_mask_of_each_row_is_counted() -> None:

@@ -264,9 +264,9 @@ def _notes(
     said = config.get("num_layers", config.get("lora_layers"))
     if isinstance(said, int) and 0 < said < len(layers):
         notes.append(f"num_layers is {said}, the tensors are of {len(layers)} layers: all count")
-    ranks = {module.rank for module in modules}
-    if ranks != {parameters.get("rank")}:
-        notes.append(f"rank is {shown(parameters.get('rank'))}, the tensors' {sorted(ranks)} count")
+    ranks, named = sorted({module.rank for module in modules}), parameters.get("rank")
+    if ranks != [named]:
+        notes.append(f"rank is {shown(named)}, the tensors' {ranks} count")
     unread = sorted(parameters.keys() - _READ_BY_MLX)
     if unread:
         notes.append(f"mlx-lm does not read {', '.join(map(shown, unread))} of lora_parameters")

@@ -26,7 +26,7 @@ from tests.router.fake_worker import SECRET
 COMMIT = "c" * 40
 
 
-async def poll(condition: Callable[[], Awaitable[bool]], patience_s: float = 10.0) -> None:
+async def poll(condition: Callable[[], Awaitable[bool]], patience_s: float = 120.0) -> None:
     """Polls for a condition without a signal, within a deadline."""
     async with asyncio.timeout(patience_s):
         while True:

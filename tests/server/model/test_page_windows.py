@@ -1,5 +1,6 @@
 """Groups of layers with pages of their own: those behind a window are gone, or never were."""
 
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,11 @@ import pytest
 from server.engine.memory.pages import GroupPages
 from server.engine.memory.room import pages_held
 from server.engine.plan import PageGrant, StepPlan
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.scheduler_config import SchedulerConfig
+from server.model.executor import TorchExecutor
+from server.model.sampling.results import StepTicket
+from server.protocol import GenerateRequest, SamplingParams
 from tests.server.model.driver import Driver, Stream, generate, step
 from tests.server.model.families.parity import GREEDY
 from tests.server.model.gpu_pair import prompt
@@ -62,3 +68,48 @@ def test_no_more_pages_are_held_than_was_said(name: str, tmp_path: Path) -> None
     held = sum(len(group.pages) for group in stream.pages)
     assert len(driver.free_pages) + held == limits.num_pages
     driver.close()
+
+
+def answers(executor: TorchExecutor, prompts: list[list[int]], depth: int) -> list[list[int]]:
+    """All at once, with steps planned while others are in flight."""
+    scheduler = Scheduler(executor.limits, SchedulerConfig())
+    for key, ids in enumerate(prompts):
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        request = GenerateRequest(str(key), 0, 0, None, ids, [], params, key)
+        scheduler.submit(key, request, 0.0)
+    found: list[list[int]] = [[] for _ in prompts]
+    in_flight: deque[tuple[StepPlan, StepTicket]] = deque()
+    while scheduler.num_unfinished:
+        plan = scheduler.plan(0.0) if len(in_flight) < depth else None
+        if plan is not None:
+            in_flight.append((plan, executor.launch(plan)))
+        if plan is None or len(in_flight) == depth:
+            done, ticket = in_flight.popleft()
+            scheduler.commit(done.step, executor.collect(ticket))
+        for event in scheduler.take_events():
+            assert event.event.error is None
+            found[event.key] += event.event.token_ids
+    for done, ticket in in_flight:
+        scheduler.commit(done.step, executor.collect(ticket))
+    assert scheduler.stats().free_pages == executor.limits.num_pages
+    return found
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_cache_that_is_nearly_full_changes_no_answer(
+    name: str, depth: int, tmp_path: Path
+) -> None:
+    """Pages go from one sequence to the next as windows leave them; prompts share a beginning."""
+    folder = save_model(make_model(name), tmp_path)
+    alike = prompt(30, 1)
+    prompts = [alike, [*alike[:25], *prompt(9, 2)], prompt(41, 3), alike, prompt(3, 4)]
+    roomy = Driver(folder)
+    expected = [answers(roomy.executor, [ids], 1)[0] for ids in prompts]
+    limits, pages = roomy.executor.limits, roomy.executor.limits.num_pages
+    page_bytes = roomy.config.kv_memory // pages
+    roomy.close()
+    least = pages_held(41 + 20, limits.page_size, limits.page_windows)
+    tight = Driver(folder, kv_memory=(least + 3) * page_bytes, max_step_tokens=16, max_context=61)
+    assert answers(tight.executor, prompts, depth) == expected
+    tight.close()

@@ -57,16 +57,15 @@ class Operation(msgspec.Struct, frozen=True):
     """A route. requests: types that its body may have. answers, event: types of the JSON body and
     of a stream's events.
 
-    text: the answer is plain text. dialect: shape of its errors; other_dialect: another that they
-    may have. admin: it wants the admin key. key: it wants a caller's key where callers have keys.
-    accepted: it may answer 202 with the same body, for what goes on. may_be_empty: the body.
-    status: of success. done: a stream ends with OpenAI's `[DONE]`.
+    text: the answer is plain text. other_dialect: another shape that its errors may have. admin: it
+    wants the admin key. key: it wants a caller's key where callers have keys. accepted: it may
+    answer 202 with the same body, for what goes on. may_be_empty: the body. status: of success.
+    done: a stream ends with OpenAI's `[DONE]`.
     """
 
     path: str
     method: Method
     summary: str
-    dialect: Dialect = "lorax"
     other_dialect: Dialect | None = None
     requests: tuple[Any, ...] = ()
     answers: tuple[Any, ...] = ()
@@ -80,6 +79,11 @@ class Operation(msgspec.Struct, frozen=True):
     status: int = 200
     query: tuple[str, ...] = ()
 
+    @property
+    def dialect(self) -> Dialect:
+        """The shape of its errors."""
+        return dialect_of_path(self.path)
+
 
 def _admin(
     path: str,
@@ -92,7 +96,6 @@ def _admin(
         path=path,
         method=method,
         summary=summary,
-        dialect=dialect_of_path(path),
         requests=() if request is None else (request,),
         answers=() if answer is str else (answer,),
         text=answer is str,
@@ -100,6 +103,21 @@ def _admin(
         accepted=path.endswith("/unload"),
         may_be_empty=request in (UnloadBody, RotateKeyBody, CreateKeyBody, DigestBody),
     )
+
+
+def _post(
+    path: str, summary: str, request: Any, answer: Any = None, event: Any = None, done: bool = False
+) -> Operation:
+    """What callers post."""
+    answers = () if answer is None else (answer,)
+    return Operation(
+        path, "post", summary, requests=(request,), answers=answers, event=event, done=done
+    )
+
+
+def _keyed(path: str, summary: str, answer: Any, *query: str) -> Operation:
+    """What any caller with a key may read."""
+    return Operation(path, "get", summary, answers=(answer,), key=True, query=query)
 
 
 _KEY = "/v1/keys/{id}"
@@ -117,24 +135,8 @@ _KEYS = (
     _admin(f"{_KEY}/rotate", "post", "Another key in its place", NewKeyObject, RotateKeyBody),
     _admin(f"{_KEY}/block", "post", "It opens nothing for now", KeyObject),
     _admin(f"{_KEY}/unblock", "post", "It opens again what it opened", KeyObject),
-    Operation(
-        path="/v1/usage",
-        method="get",
-        summary="What was used",
-        dialect="openai",
-        answers=(UsageList,),
-        key=True,
-        query=("start", "end", "tenant", "key", "adapter"),
-    ),
-    Operation(
-        path="/v1/usage/requests",
-        method="get",
-        summary="Latest requests",
-        dialect="openai",
-        answers=(RecordList,),
-        key=True,
-        query=("limit", "tenant"),
-    ),
+    _keyed("/v1/usage", "What was used", UsageList, "start", "end", "tenant", "key", "adapter"),
+    _keyed("/v1/usage/requests", "Latest requests", RecordList, "limit", "tenant"),
     msgspec.structs.replace(
         _admin("/v1/audit", "get", "What operators did", AuditList), query=("limit",)
     ),
@@ -169,98 +171,61 @@ _LIFECYCLE = (
     _admin("/v1/unload_lora_adapter", "post", "Unload and delete (vLLM)", str, UnloadLoraBody),
 )
 OPERATIONS: tuple[Operation, ...] = (
-    Operation(
-        path="/",
-        method="post",
-        summary="Generate, whole (a list of one) or streamed, as `stream` says",
-        requests=(LoraxBody,),
-        answers=(list[GenerateAnswer],),
-        event=StreamAnswer,
+    _post(
+        "/",
+        "Generate, whole (a list of one) or streamed, as `stream` says",
+        LoraxBody,
+        list[GenerateAnswer],
+        StreamAnswer,
     ),
     Operation("/", "get", "Whether requests can be answered"),
-    Operation("/generate", "post", "Generate", requests=(LoraxBody,), answers=(GenerateAnswer,)),
-    Operation(
-        path="/generate_stream",
-        method="post",
-        summary="Generate, token by token",
-        requests=(LoraxBody,),
-        event=StreamAnswer,
-    ),
-    Operation(
-        path="/v1/completions",
-        method="post",
-        summary="Complete texts (OpenAI)",
-        dialect="openai",
-        requests=(CompletionsBody,),
-        answers=(Completion,),
-        event=Completion,
+    _post("/generate", "Generate", LoraxBody, GenerateAnswer),
+    _post("/generate_stream", "Generate, token by token", LoraxBody, event=StreamAnswer),
+    _post(
+        "/v1/completions",
+        "Complete texts (OpenAI)",
+        CompletionsBody,
+        Completion,
+        Completion,
         done=True,
     ),
-    Operation(
-        path="/v1/chat/completions",
-        method="post",
-        summary="Answer a conversation (OpenAI)",
-        dialect="openai",
-        requests=(ChatBody,),
-        answers=(ChatCompletion,),
-        event=ChatChunk,
+    _post(
+        "/v1/chat/completions",
+        "Answer a conversation (OpenAI)",
+        ChatBody,
+        ChatCompletion,
+        ChatChunk,
         done=True,
     ),
-    Operation(
-        path="/v1/responses",
-        method="post",
-        summary="Answer items, without stored state (OpenAI)",
-        dialect="openai",
-        requests=(ResponsesBody,),
-        answers=(ResponseObject,),
-        event=ResponseEvent,
+    _post(
+        "/v1/responses",
+        "Answer items, without stored state (OpenAI)",
+        ResponsesBody,
+        ResponseObject,
+        ResponseEvent,
     ),
-    Operation(
-        path="/v1/models",
-        method="get",
-        summary="The base and registered adapters",
-        dialect="openai",
-        answers=(ModelList,),
-        key=True,
-    ),
-    Operation(
-        "/v1/models/{name}", "get", "One of them", "openai", answers=(ModelObject,), key=True
-    ),
+    _keyed("/v1/models", "The base and registered adapters", ModelList),
+    _keyed("/v1/models/{name}", "One of them", ModelObject),
     *_KEYS,
     *_LIFECYCLE,
     Operation(
-        path="/v1/fleet",
-        method="get",
-        summary="Workers, arenas, queue and errors, at once or followed",
-        dialect="openai",
+        "/v1/fleet",
+        "get",
+        "Workers, arenas, queue and errors, at once or followed",
         answers=(FleetObject,),
         event=FleetObject,
         admin=True,
     ),
     Operation(
-        path="/tokenize",
-        method="post",
-        summary="The tokens of a text or of a chat",
+        "/tokenize",
+        "post",
+        "The tokens of a text or of a chat",
         other_dialect="openai",
         requests=(TokenizeBody, TokenizePromptBody, TokenizeChatBody),
         answers=(list[TokenObject], TokenizedPrompt),
     ),
-    Operation(
-        path="/detokenize",
-        method="post",
-        summary="The text of tokens",
-        dialect="openai",
-        requests=(DetokenizeBody,),
-        answers=(DetokenizedText,),
-    ),
-    Operation(
-        path="/tokenizer_info",
-        method="get",
-        summary="What the base's tokenizer has",
-        dialect="openai",
-        answers=(TokenizerInfo,),
-        key=True,
-    ),
+    _post("/detokenize", "The text of tokens", DetokenizeBody, DetokenizedText),
+    _keyed("/tokenizer_info", "What the base's tokenizer has", TokenizerInfo),
     Operation("/info", "get", "The model and the limits", answers=(Info,)),
     Operation("/version", "get", "The router's version", answers=(VersionAnswer,)),
     Operation("/health", "get", "Whether requests can be answered"),

@@ -13,20 +13,18 @@ from router.api.request.fields import (
     Positive,
     StopString,
     check_stops,
-    choose_adapter,
     credential,
     temperature_of,
 )
-from router.api.request.formatter import ApiLimits
-from router.api.request.generation_fields import GenerationFields, check_counts, with_fields
-from router.api.request.shapes import check_ends, format_shape, only_shape
-from router.call import (
-    AdapterChoice,
-    AnswerHead,
-    GenerationCall,
-    MergedChoice,
-    RequestError,
+from router.api.request.formatter import ApiLimits, ApiRequest
+from router.api.request.generation_fields import (
+    GenerationFields,
+    adapter_named,
+    check_counts,
+    with_fields,
 )
+from router.api.request.shapes import check_ends, format_shape, only_shape
+from router.call import AdapterChoice, GenerationCall, MergedChoice, RequestError
 from router.shape.shape import Shape
 from server.protocol import SamplingParams
 
@@ -70,19 +68,9 @@ class LoraxBody(msgspec.Struct, frozen=True):
     stream: bool | None = None
 
 
-class LoraxRequest(msgspec.Struct, frozen=True):
-    """A parsed body; an ApiRequest."""
-
-    call: GenerationCall
-    options: LoraxOptions
-
-    def formatter(self, head: AnswerHead) -> LoraxFormatter:
-        return LoraxFormatter(head, self.options)
-
-
 def parse(
     body: bytes, limits: ApiLimits, bearer: str | None = None, route: Route = "/"
-) -> LoraxRequest:
+) -> ApiRequest:
     """Raises RequestError."""
     plain = decode_plain(body)
     check_fields(plain, LoraxParameters.__struct_fields__, limits)
@@ -117,7 +105,7 @@ def parse(
         show_seed=call.sampling.temperature > 0,
         alternatives=given.return_k_alternatives is not None,
     )
-    return LoraxRequest(with_fields(call, given), options)
+    return ApiRequest(with_fields(call, given), LoraxFormatter, options)
 
 
 def _shape(given: LoraxParameters) -> Shape | None:
@@ -219,16 +207,11 @@ def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool)
 def _adapter(
     given: LoraxParameters, limits: ApiLimits, bearer: str | None
 ) -> AdapterChoice | MergedChoice | None:
-    token = credential(given.api_token, bearer)
     if given.merged_adapters is None:
-        adapter = choose_adapter(
-            given.adapter_id, given.adapter_source, token, "adapter_id", limits
-        )
-        for extra in ("adapter_source", "api_token"):
-            needs = "needs `adapter_id` or `merged_adapters`"
-            require(adapter or not getattr(given, extra), needs, extra)
-        return adapter
+        needs = "needs `adapter_id` or `merged_adapters`"
+        return adapter_named(given, given.adapter_id, "adapter_id", limits, bearer, needs)
     if given.adapter_id:
         message = "`adapter_id` and `merged_adapters` cannot both be given"
         raise RequestError("invalid", message, param="merged_adapters")
+    token = credential(given.api_token, bearer)
     return choose_merge(given.merged_adapters, given.adapter_source, token, limits)

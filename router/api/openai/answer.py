@@ -8,7 +8,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from router.api.answers import completed, finite, sse, sse_error
-from router.call import AnswerHead, FinishReason, PromptInfo, RequestError, TextToken
+from router.call import (
+    AnswerHead,
+    ChoiceResult,
+    FinishReason,
+    PromptInfo,
+    RequestError,
+    TextToken,
+)
 
 OpenAIFinish = Literal["stop", "length", "tool_calls"]
 # What becomes of an answer's reasoning: sent as it comes, or at once when it is over, or left out.
@@ -24,6 +31,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: send the ids beside the text. tokens_as_ids: name tokens `token_id:ID`, and list
     those that are no part of a message, too. id: the caller's own, in place of the request's.
     named_call: the caller named the tool to call, so that a call is what ends an answer.
+    echoes_prompt: each prompt's text stands before its answers' (completions). echoed: what stands
+    before each answer's text (chat).
     """
 
     n: int
@@ -35,6 +44,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     id: str | None
     reasoning: ReasoningSent = "streamed"
     named_call: bool = False
+    echoes_prompt: bool = False
+    echoed: str = ""
 
     def name(self, token_id: int, text: str) -> str:
         """Of a token, in logprobs."""
@@ -108,7 +119,18 @@ class OpenAIFormatter(ABC):
         return None if self._options.usage == "last" else UNSET
 
     def _usage(self) -> Usage:
-        return usage_of(self._prompts, self._num_tokens, self._num_reasoning)
+        return _usage(self._prompts, self._num_tokens, self._num_reasoning)
+
+    def _usage_of(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Usage:
+        """Of a whole answer."""
+        num_tokens = sum(result.generated_tokens for result in results)
+        return _usage(prompts, num_tokens, sum(result.reasoning_tokens for result in results))
+
+    def _finish_reason(self, finish: FinishReason, has_calls: bool = False) -> OpenAIFinish:
+        """Raises RequestError (incomplete)."""
+        if completed(finish) == "length":
+            return "length"
+        return "tool_calls" if has_calls and not self._options.named_call else "stop"
 
     def _prompt_logprobs(self, info: PromptInfo) -> PromptLogprobs | UnsetType:
         most = self._options.prompt_logprobs
@@ -117,9 +139,7 @@ class OpenAIFormatter(ABC):
         return [_prompt_logprob(token, most) for token in info.tokens]
 
 
-def usage_of(
-    prompts: Sequence[PromptInfo], completion_tokens: int, reasoning_tokens: int = 0
-) -> Usage:
+def _usage(prompts: Sequence[PromptInfo], completion_tokens: int, reasoning_tokens: int) -> Usage:
     prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
     return Usage(
         prompt_tokens=prompt_tokens,
@@ -128,11 +148,6 @@ def usage_of(
         prompt_tokens_details=PromptTokensDetails(sum(prompt.cached_tokens for prompt in prompts)),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens),
     )
-
-
-def finish_reason(finish: FinishReason) -> OpenAIFinish:
-    """Raises RequestError (incomplete)."""
-    return "length" if completed(finish) == "length" else "stop"
 
 
 def _prompt_logprob(token: TextToken, most: int) -> dict[int, PromptLogprob] | None:

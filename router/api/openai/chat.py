@@ -5,23 +5,16 @@ from typing import Any
 import msgspec
 
 from adapters.chat.conversation import ReasoningEffort, TemplateOptions
-from router.api.openai.answer import AnswerOptions, ReasoningSent
+from router.api.openai.answer import ReasoningSent
 from router.api.openai.chat_answer import ChatFormatter
-from router.api.openai.common import (
-    OpenAIBody,
-    adapter_of,
-    decode_openai,
-    options_of,
-    sampling_of,
-    with_shared,
-)
+from router.api.openai.common import OpenAIBody, adapter_of, decode_openai, options_of, sampling_of
 from router.api.openai.shape import with_shape
 from router.api.request.body import require
 from router.api.request.chat_messages import Message, to_template
 from router.api.request.fields import NonNegative, Positive
-from router.api.request.formatter import ApiLimits
+from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.request.tool_fields import OfferedTools, ToolChoice, for_template, tools_of
-from router.call import AnswerHead, GenerationCall
+from router.call import GenerationCall
 from router.tools.tools import Tools
 
 
@@ -58,23 +51,12 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     stream_reasoning: bool | None = None
 
 
-class ChatRequest(msgspec.Struct, frozen=True):
-    """A parsed body; an ApiRequest. echoed: what stands before each answer's text."""
-
-    call: GenerationCall
-    options: AnswerOptions
-    echoed: str
-
-    def formatter(self, head: AnswerHead) -> ChatFormatter:
-        return ChatFormatter(head, self.options, self.echoed)
-
-
-def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ChatRequest:
+def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Raises RequestError."""
     return request_of(decode_openai(body, ChatBody, limits), limits, bearer)
 
 
-def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ChatRequest:
+def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiRequest:
     """Raises RequestError."""
     require(request.messages, "expected at least one message", "messages")
     require(
@@ -83,7 +65,6 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> Chat
         "messages",
     )
     n = request.n or 1
-    require(n <= limits.max_n, f"expected at most {limits.max_n}, got {n}", "n")
     max_tokens = _max_tokens(request)
     sampling = sampling_of(
         request,
@@ -110,14 +91,14 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> Chat
         tools=tools,
         divides_reasoning=request.separate_reasoning is not False,
     )
-    call = with_shape(with_shared(call, request, limits), request, limits)
-    echoed = _text_of(request.messages[-1]) if request.echo else ""
+    call = with_shape(call, request, limits)
     options = msgspec.structs.replace(
         options_of(request, call),
+        echoed=_text_of(request.messages[-1]) if request.echo else "",
         reasoning=_reasoning_sent(request),
         named_call=tools is not None and tools.named,
     )
-    return ChatRequest(call, options, echoed)
+    return ApiRequest(call, ChatFormatter, options)
 
 
 def _reasoning_sent(request: ChatBody) -> ReasoningSent:

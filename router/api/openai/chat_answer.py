@@ -13,13 +13,10 @@ from router.api.openai.answer import (
     OpenAIFormatter,
     PromptLogprobs,
     Usage,
-    finish_reason,
-    usage_of,
 )
 from router.call import (
     AnswerHead,
     ChoiceResult,
-    FinishReason,
     PromptInfo,
     TextEvent,
     TextToken,
@@ -135,11 +132,10 @@ class ChatChunk(msgspec.Struct, frozen=True):
 
 
 class ChatFormatter(OpenAIFormatter):
-    """A Formatter. echoed: what stands before each answer's text."""
+    """A Formatter."""
 
-    def __init__(self, head: AnswerHead, options: AnswerOptions, echoed: str = "") -> None:
+    def __init__(self, head: AnswerHead, options: AnswerOptions) -> None:
         super().__init__(head, options, "chatcmpl")
-        self._echoed = echoed
         self._calling: set[int] = set()
         self._reasoning: dict[int, str] = {}
 
@@ -150,8 +146,8 @@ class ChatFormatter(OpenAIFormatter):
         none = self._options.ids(())
         role = Delta(role="assistant", content="", refusal=None)
         chunks = [self._chunk(ChunkChoice(i, role, token_ids=none), ids) for i in choices]
-        if self._echoed:
-            echoed = Delta(content=self._echoed)
+        if self._options.echoed:
+            echoed = Delta(content=self._options.echoed)
             chunks += [self._chunk(ChunkChoice(i, echoed, token_ids=none)) for i in choices]
         return b"".join(chunks)
 
@@ -197,12 +193,6 @@ class ChatFormatter(OpenAIFormatter):
             return ""
         return kept
 
-    def _finish_reason(self, finish: FinishReason, has_calls: bool) -> OpenAIFinish:
-        """Raises RequestError (incomplete)."""
-        reason = finish_reason(finish)
-        calls = has_calls and reason == "stop" and not self._options.named_call
-        return "tool_calls" if calls else reason
-
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
         """Raises RequestError (incomplete)."""
         choices = [
@@ -215,8 +205,6 @@ class ChatFormatter(OpenAIFormatter):
             )
             for result in results
         ]
-        num_tokens = sum(result.generated_tokens for result in results)
-        num_reasoning = sum(result.reasoning_tokens for result in results)
         answer = ChatCompletion(
             self._id,
             "chat.completion",
@@ -224,14 +212,14 @@ class ChatFormatter(OpenAIFormatter):
             self._head.model,
             self._fingerprint,
             choices,
-            usage_of(prompts, num_tokens, num_reasoning),
+            self._usage_of(results, prompts),
             self._prompt_logprobs(prompts[0]),
             self._options.ids(prompts[0].token_ids),
         )
         return encode(answer)
 
     def _message(self, result: ChoiceResult) -> AnswerMessage:
-        text = self._echoed + result.text
+        text = self._options.echoed + result.text
         hides = self._options.reasoning == "never"
         reasoning = UNSET if hides or not result.reasoning else result.reasoning
         calls = [

@@ -13,13 +13,16 @@ from router.api.request.fields import (
     Positive,
     StopString,
     check_stops,
-    choose_adapter,
-    credential,
     temperature_of,
     within_base,
 )
 from router.api.request.formatter import ApiLimits
-from router.api.request.generation_fields import GenerationFields, check_counts, with_fields
+from router.api.request.generation_fields import (
+    GenerationFields,
+    adapter_named,
+    check_counts,
+    with_fields,
+)
 from router.api.request.known_elsewhere import check_unknown, check_unknown_parts, same, unsupported
 from router.api.request.shapes import StructuredOutputs
 from router.call import BASE_PLACEHOLDERS, AdapterChoice, GenerationCall
@@ -128,6 +131,8 @@ def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:
         "stream_options.continuous_usage_stats",
     )
     require(isinstance(plain.get("metadata"), dict | None), "expected an object", "metadata")
+    most, n = limits.max_n, request.n or 1
+    require(n <= most, f"expected at most {most}, got {n}", "n")
     return request
 
 
@@ -142,14 +147,9 @@ def adapter_of(request: SharedBody, limits: ApiLimits, bearer: str | None) -> Ad
         on_base = name in (*BASE_PLACEHOLDERS, *limits.base_names)
         require(on_base or name == path, f"contradicts the adapter in `model`, {name!r}", LORA_PATH)
         name, param = path, LORA_PATH
-    adapter = None
-    if name not in BASE_PLACEHOLDERS:
-        token = credential(request.api_token, bearer)
-        adapter = choose_adapter(name, request.adapter_source, token, param, limits)
-    for extra in ("adapter_source", "api_token"):
-        given = getattr(request, extra)
-        require(adapter or not given, "needs an adapter in `model`, got the base", extra)
-    return adapter
+    needs = "needs an adapter in `model`, got the base"
+    named = None if name in BASE_PLACEHOLDERS else name
+    return adapter_named(request, named, param, limits, bearer, needs)
 
 
 def with_shared(call: GenerationCall, request: SharedBody, limits: ApiLimits) -> GenerationCall:
@@ -193,6 +193,7 @@ def options_of(request: OpenAIBody, call: GenerationCall) -> AnswerOptions:
         token_ids=bool(request.return_token_ids),
         tokens_as_ids=as_ids,
         id=request.request_id,
+        echoes_prompt=call.echo,
     )
 
 

@@ -1,22 +1,12 @@
 """OpenAI's `/v1/completions`: request bodies and answers. Pure."""
 
-import msgspec
-
-from router.api.openai.answer import AnswerOptions
-from router.api.openai.common import (
-    OpenAIBody,
-    adapter_of,
-    decode_openai,
-    options_of,
-    sampling_of,
-    with_shared,
-)
+from router.api.openai.common import OpenAIBody, adapter_of, decode_openai, options_of, sampling_of
 from router.api.openai.completions_answer import CompletionsFormatter
 from router.api.openai.shape import with_shape
 from router.api.request.body import require
 from router.api.request.fields import NonNegative, Positive
-from router.api.request.formatter import ApiLimits
-from router.call import AnswerHead, GenerationCall
+from router.api.request.formatter import ApiLimits, ApiRequest
+from router.call import GenerationCall
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -36,29 +26,17 @@ class CompletionsBody(OpenAIBody, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class CompletionsRequest(msgspec.Struct, frozen=True):
-    """A parsed body; an ApiRequest."""
-
-    call: GenerationCall
-    options: AnswerOptions
-
-    def formatter(self, head: AnswerHead) -> CompletionsFormatter:
-        return CompletionsFormatter(head, self.options, self.call.echo)
-
-
-def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> CompletionsRequest:
+def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Raises RequestError."""
     return request_of(decode_openai(body, CompletionsBody, limits), limits, bearer)
 
 
-def request_of(
-    request: CompletionsBody, limits: ApiLimits, bearer: str | None
-) -> CompletionsRequest:
+def request_of(request: CompletionsBody, limits: ApiLimits, bearer: str | None) -> ApiRequest:
     """Raises RequestError."""
     prompts = _prompts(request.prompt, limits)
     n = request.n or 1
     best_of = n if request.best_of is None else request.best_of
-    _check_counts(n, best_of, bool(request.stream), limits)
+    _check_best_of(n, best_of, bool(request.stream), limits)
     max_tokens = request.max_tokens
     if max_tokens is None and "max_tokens" not in limits.sampling_defaults:
         max_tokens = DEFAULT_MAX_TOKENS
@@ -82,8 +60,8 @@ def request_of(
         echo=bool(request.echo),
         add_special_tokens=request.add_special_tokens is not False,
     )
-    call = with_shape(with_shared(call, request, limits), request, limits)
-    return CompletionsRequest(call, options_of(request, call))
+    call = with_shape(call, request, limits)
+    return ApiRequest(call, CompletionsFormatter, options_of(request, call))
 
 
 def _prompt_logprobs(request: CompletionsBody) -> int | None:
@@ -92,9 +70,8 @@ def _prompt_logprobs(request: CompletionsBody) -> int | None:
     return max((n for n in (request.prompt_logprobs, echoed) if n is not None), default=None)
 
 
-def _check_counts(n: int, best_of: int, stream: bool, limits: ApiLimits) -> None:
+def _check_best_of(n: int, best_of: int, stream: bool, limits: ApiLimits) -> None:
     most = limits.max_n
-    require(n <= most, f"expected at most {most}, got {n}", "n")
     require(best_of <= most, f"expected at most {most}, got {best_of}", "best_of")
     require(best_of >= n, f"expected at least `n`, got {best_of}", "best_of")
     require(not stream or best_of == n, "must equal `n` when streaming", "best_of")

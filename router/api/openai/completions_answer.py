@@ -14,8 +14,6 @@ from router.api.openai.answer import (
     OpenAIFormatter,
     PromptLogprobs,
     Usage,
-    finish_reason,
-    usage_of,
 )
 from router.call import AnswerHead, ChoiceResult, PromptInfo, TextEvent, TextToken
 
@@ -57,23 +55,24 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class CompletionsFormatter(OpenAIFormatter):
-    """A Formatter. echo: each prompt's text stands before its answers'."""
+    """A Formatter."""
 
-    def __init__(self, head: AnswerHead, options: AnswerOptions, echo: bool = False) -> None:
+    def __init__(self, head: AnswerHead, options: AnswerOptions) -> None:
         super().__init__(head, options, "cmpl")
-        self._echo = echo
         self._offsets: dict[int, int] = {}
 
     def prompt(self, info: PromptInfo) -> bytes:
         self._prompts.append(info)
-        if not (self._echo or self._options.token_ids):
+        if not (self._options.echoes_prompt or self._options.token_ids):
             return b""
         first = info.prompt_index * self._options.n
         return b"".join([self._begin(first + i, info) for i in range(self._options.n)])
 
     def _begin(self, index: int, info: PromptInfo) -> bytes:
-        text, tokens = (info.text, info.tokens) if self._echo else ("", ())
-        logprobs = self._logprobs(tokens, _offsets(tokens, 0)) if self._echo else None
+        text, tokens = (info.text, info.tokens) if self._options.echoes_prompt else ("", ())
+        logprobs = (
+            self._logprobs(tokens, _offsets(tokens, 0)) if self._options.echoes_prompt else None
+        )
         self._offsets[index] = len(text)
         ids, none = self._options.ids(info.token_ids), self._options.ids(())
         return self._chunk(CompletionChoice(index, text, logprobs, None, none, ids))
@@ -89,7 +88,7 @@ class CompletionsFormatter(OpenAIFormatter):
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + sum(len(token.text) for token in tokens)
         logprobs = self._logprobs(tokens, _offsets(tokens, offset))
-        reason = None if event.finish is None else finish_reason(event.finish)
+        reason = None if event.finish is None else self._finish_reason(event.finish)
         return self._chunk(CompletionChoice(index, event.text, logprobs, reason, ids))
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
@@ -101,17 +100,16 @@ class CompletionsFormatter(OpenAIFormatter):
                 own = best_first(own)[: self._options.n]
             first = info.prompt_index * self._options.n
             choices += [self._choice(first + i, info, result) for i, result in enumerate(own)]
-        num_tokens = sum(result.generated_tokens for result in results)
-        return encode(self._completion(choices, usage_of(prompts, num_tokens)))
+        return encode(self._completion(choices, self._usage_of(results, prompts)))
 
     def _choice(self, index: int, info: PromptInfo, result: ChoiceResult) -> CompletionChoice:
-        before, prompt = (info.text, info.tokens) if self._echo else ("", ())
+        before, prompt = (info.text, info.tokens) if self._options.echoes_prompt else ("", ())
         offsets = _offsets(prompt, 0) + _offsets(result.tokens, len(before))
         return CompletionChoice(
             index,
             before + result.text,
             self._logprobs((*prompt, *result.tokens), offsets),
-            finish_reason(result.finish),
+            self._finish_reason(result.finish),
             self._options.ids(result.token_ids),
             self._options.ids(info.token_ids),
             self._prompt_logprobs(info),

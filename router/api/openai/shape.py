@@ -2,7 +2,7 @@
 
 import msgspec
 
-from router.api.openai.common import OpenAIBody
+from router.api.openai.common import OpenAIBody, with_shared
 from router.api.request.body import require
 from router.api.request.formatter import ApiLimits
 from router.api.request.shapes import (
@@ -21,7 +21,8 @@ from router.shape.shape import AnyJson, Shape
 
 
 def with_shape(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> GenerationCall:
-    """The call, and what its answer must be. Raises RequestError."""
+    """The call, what bodies say alike, and what its answer must be. Raises RequestError."""
+    call = with_shared(call, request, limits)
     shape = _asked(request)
     ignores = "ignore_eos" if request.ignore_eos else "ignore_eos_token"
     check_ends(shape, call.sampling.ignore_eos, ignores)

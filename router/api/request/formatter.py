@@ -1,7 +1,7 @@
-"""The protocol of every API's module: a parsed request, and the formatter of its answer. Pure."""
+"""What every API's module makes: a parsed request, and the formatter of its answer. Pure."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -74,13 +74,16 @@ class Formatter(Protocol):
         ...
 
 
-class ApiRequest(Protocol):
+class ApiRequest(msgspec.Struct, frozen=True):
     """A parsed body. `parse(body, limits, bearer=None)` of each API's module makes it.
 
     bearer: the value of `Authorization: Bearer …`; lent to the Hub only if it is a Hub token.
+    form: makes the API's formatter. options: how the request wants its answer, as `form` reads it.
     """
 
-    @property
-    def call(self) -> GenerationCall: ...
+    call: GenerationCall
+    form: Callable[[AnswerHead, Any], Formatter]
+    options: Any
 
-    def formatter(self, head: AnswerHead) -> Formatter: ...
+    def formatter(self, head: AnswerHead) -> Formatter:
+        return self.form(head, self.options)

@@ -15,9 +15,11 @@ from router.api.request.fields import (
     RepetitionPenalty,
     TopK,
     UnitInterval,
+    choose_adapter,
+    credential,
 )
 from router.api.request.formatter import ApiLimits
-from router.call import GenerationCall
+from router.call import AdapterChoice, GenerationCall
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +41,23 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
+
+
+def adapter_named(
+    fields: GenerationFields,
+    name: str | None,
+    param: str,
+    limits: ApiLimits,
+    bearer: str | None,
+    needs: str,
+) -> AdapterChoice | None:
+    """The adapter that field `param` names, None for the base. needs: what the fields that say more
+    of an adapter lack beside the base. Raises RequestError."""
+    token = credential(fields.api_token, bearer)
+    adapter = choose_adapter(name, fields.adapter_source, token, param, limits)
+    for extra in ("adapter_source", "api_token"):
+        require(adapter or not getattr(fields, extra), needs, extra)
+    return adapter
 
 
 def check_counts(fields: GenerationFields, max_tokens: int | None, limits: ApiLimits) -> None:

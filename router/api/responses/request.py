@@ -15,7 +15,7 @@ from router.api.openai.common import (
 )
 from router.api.request.body import decode_plain, require
 from router.api.request.fields import Positive
-from router.api.request.formatter import ApiLimits
+from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.request.known_elsewhere import Elsewhere, check_unknown_parts, unsupported
 from router.api.request.shapes import check_ends, json_of
 from router.api.request.tool_fields import for_template
@@ -23,7 +23,7 @@ from router.api.responses.answer import Asked
 from router.api.responses.input import InputItem, messages_of
 from router.api.responses.stream import ResponseFormatter
 from router.api.responses.tools import FlatChoice, FlatTools, flat_tools_of
-from router.call import AnswerHead, GenerationCall
+from router.call import GenerationCall
 from router.shape.shape import AnyJson, Shape
 from router.tools.tools import Tools
 
@@ -77,16 +77,6 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class ResponsesRequest(msgspec.Struct, frozen=True):
-    """A parsed body; an ApiRequest."""
-
-    call: GenerationCall
-    asked: Asked
-
-    def formatter(self, head: AnswerHead) -> ResponseFormatter:
-        return ResponseFormatter(head, self.asked)
-
-
 _NO_STATE = "no answers are stored"
 _SEND_ALL = "no answers are stored: send all items as `input`"
 _NO_LOGPROBS = "`/v1/chat/completions` has logprobs"
@@ -112,7 +102,7 @@ REFUSED = {
 }
 
 
-def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ResponsesRequest:
+def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Raises RequestError."""
     plain = decode_plain(body)
     for name, field in REFUSED.items():
@@ -136,7 +126,8 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> Response
         divides_reasoning=True,
         shape=_shape(request),
     )
-    return ResponsesRequest(with_shared(call, request, limits), _asked(request, call))
+    asked = _asked(request, call)
+    return ApiRequest(with_shared(call, request, limits), ResponseFormatter, asked)
 
 
 def _messages(request: ResponsesBody, limits: ApiLimits) -> list[dict[str, Any]]:

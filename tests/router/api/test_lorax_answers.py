@@ -9,13 +9,13 @@ from huggingface_hub import TextGenerationOutput, TextGenerationStreamOutput
 
 from router.api.errors import error_answer
 from router.api.lorax import request as lorax
-from router.api.lorax.answer import LoraxFormatter, Timings, count_headers, head_headers
-from router.api.request.formatter import ApiLimits
+from router.api.lorax.answer import Timings, count_headers, head_headers
+from router.api.request.formatter import ApiLimits, Formatter
 from router.call import RequestError, TextEvent
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
 
 
-def formatter(route: lorax.Route = "/generate", **parameters: Any) -> LoraxFormatter:
+def formatter(route: lorax.Route = "/generate", **parameters: Any) -> Formatter:
     body = json.dumps({"inputs": "Say", "parameters": parameters}).encode()
     return lorax.parse(body, ApiLimits(), route=route).formatter(HEAD)
 

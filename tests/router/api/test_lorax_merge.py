@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from router.api.lorax import request as lorax
-from router.api.request.formatter import ApiLimits
+from router.api.request.formatter import ApiLimits, ApiRequest
 from router.call import MergedChoice, RequestError
 
 LIMITS = ApiLimits(("small", "org/small"), "hub")
 TWO = {"ids": ["org/a@main", "b"], "weights": [0.5, -1]}
 
 
-def parse(**parameters: Any) -> lorax.LoraxRequest:
+def parse(**parameters: Any) -> ApiRequest:
     return lorax.parse(json.dumps({"inputs": "x", "parameters": parameters}).encode(), LIMITS)
 
 

@@ -9,7 +9,7 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from router.api.request.formatter import ApiLimits, Formatter
+from router.api.request.formatter import ApiLimits, ApiRequest, Formatter
 from router.api.responses import request as responses
 from router.call import ChoiceResult, FinishReason, RequestError, TextEvent
 from router.parts.parts import CallDelta, ToolCall
@@ -21,7 +21,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 EASY = {"role": "user", "content": "Say"}
 
 
-def parse(**fields: Any) -> responses.ResponsesRequest:
+def parse(**fields: Any) -> ApiRequest:
     body = {"model": "json", "input": "Say"} | fields
     return responses.parse(json.dumps(body).encode(), ApiLimits(max_messages=8))
 

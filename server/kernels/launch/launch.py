@@ -1,9 +1,16 @@
-"""Programmatic dependent launch: a kernel is set up while the one before it still drains."""
+"""What launches have in common: the precision of products, and programmatic dependent launch, by
+which a kernel is set up while the one before it still drains."""
 
-from typing import Any
+from typing import Any, Literal
 
+import torch
 import triton
 import triton.language as tl
+
+
+def dot_precision(dtype: torch.dtype) -> Literal["ieee", "tf32"]:
+    """Of `dot`: float32 is not rounded. Of other types it is of no effect."""
+    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @triton.jit

@@ -5,14 +5,14 @@ the memory idles. This one is launched while that one drains (programmatic depen
 for the first weights of every program, and then waits for x.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from server.kernels.launch.configs import SkinnyConfig
-from server.kernels.launch.launch import let_next_start, wait
+from server.kernels.launch.launch import dot_precision, let_next_start, wait
 
 MAX_ROWS = 32
 
@@ -33,22 +33,17 @@ def skinny_product(
     check_product(x, weight, bias, out)
     (rows, features), n = x.shape, len(weight)
     _skinny_kernel[(triton.cdiv(n, config.block_n),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        out,
+        operands(x, weight, bias, out),
         rows,
         n,
         features,
-        x.stride(0),
-        out.stride(0),
         BLOCK_M=rows_at_once(rows),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         EVEN=n % config.block_n == 0 and features % config.block_k == 0,
         BIAS=bias is not None,
         STAGES=config.num_stages,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION=dot_precision(x.dtype),
         PDL=config.programmatic_launch,
         num_warps=config.num_warps,
         launch_pdl=config.programmatic_launch,
@@ -58,6 +53,14 @@ def skinny_product(
 def rows_at_once(rows: int) -> int:
     """Of a program: all, as the tensor cores take them; one row is multiplied without them."""
     return 1 if rows == 1 else max(8, triton.next_power_of_2(rows))
+
+
+def operands(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+    """What a kernel takes of a product: its tensors, with the weight in place of a bias that is not
+    there, and the strides of x's and out's rows."""
+    return x, weight, weight if bias is None else bias, out, x.stride(0), out.stride(0)
 
 
 def check_product(
@@ -79,15 +82,10 @@ def check_product(
 
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    out_ptr: tl.tensor,
+    product: tl.tuple,
     rows: tl.tensor,
     out_features: tl.tensor,
     in_features: tl.tensor,
-    stride_x: tl.tensor,
-    stride_out: tl.tensor,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -97,7 +95,9 @@ def _skinny_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """product: as of `operands`."""
     let_next_start(PDL)
+    x_ptr, weight_ptr, bias_ptr, out_ptr, stride_x, stride_out = product
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     of_x = (x_ptr + m * stride_x, m < rows, in_features)
@@ -106,7 +106,7 @@ def _skinny_kernel(
     wait(PDL)
     acc = multiply(
         first, of_out, of_x, 0, in_features,
-        BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION,
+        Blocks(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION),
     )  # fmt: skip
     store_product((out_ptr + m * stride_out, m < rows, bias_ptr), acc, n, out_features, BIAS)
 
@@ -114,6 +114,18 @@ def _skinny_kernel(
 # Some output features of a product of few rows. `of_out`: address of the weights, which of their
 # rows, where these end, input features. `of_x`: addresses of the rows, which are real, input
 # features.
+
+
+class Blocks(NamedTuple):
+    """Constants: rows, output and input features of a step; whether all output and input features
+    that are read are real; stages of the loop, precision of float32."""
+
+    rows: Any
+    outputs: Any
+    inputs: Any
+    even: Any
+    stages: Any
+    precision: Any
 
 
 @triton.jit
@@ -135,32 +147,27 @@ def multiply(
     of_x: tl.tuple,
     begin: tl.tensor,
     end: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    blocks: Blocks,
 ) -> Any:
-    """`W x^T` over input features begin .. end, float32 `[BLOCK_N, BLOCK_M]`. first: weights of the
+    """`W x^T` over input features begin .. end, float32 `[outputs, rows]`. first: weights of the
     first step, asked for before x was there."""
-    k = begin + tl.arange(0, BLOCK_K)
-    if BLOCK_M == 1:
+    k = begin + tl.arange(0, blocks.inputs)
+    if blocks.rows == 1:
         # Multiply and add in registers: a tensor core would idle on 7 of 8 rows.
-        parts = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        for step in tl.range(BLOCK_K, end - begin, BLOCK_K, num_stages=STAGES):
-            x = _load_rows(of_x, step + k, EVEN).to(tl.float32)
-            parts += load_weights(of_out, step + k, EVEN).to(tl.float32) * x
-        parts += first.to(tl.float32) * _load_rows(of_x, k, EVEN).to(tl.float32)
+        parts = tl.zeros((blocks.outputs, blocks.inputs), tl.float32)
+        for step in tl.range(blocks.inputs, end - begin, blocks.inputs, num_stages=blocks.stages):
+            x = _load_rows(of_x, step + k, blocks.even).to(tl.float32)
+            parts += load_weights(of_out, step + k, blocks.even).to(tl.float32) * x
+        parts += first.to(tl.float32) * _load_rows(of_x, k, blocks.even).to(tl.float32)
         return tl.sum(parts, axis=1)[:, None]
     else:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for step in tl.range(BLOCK_K, end - begin, BLOCK_K, num_stages=STAGES):
-            x = _load_rows(of_x, step + k, EVEN)
-            weights = load_weights(of_out, step + k, EVEN)
-            acc = tl.dot(weights, tl.trans(x), acc, input_precision=PRECISION)
-        x = _load_rows(of_x, k, EVEN)
-        return tl.dot(first, tl.trans(x), acc, input_precision=PRECISION)
+        acc = tl.zeros((blocks.outputs, blocks.rows), tl.float32)
+        for step in tl.range(blocks.inputs, end - begin, blocks.inputs, num_stages=blocks.stages):
+            x = _load_rows(of_x, step + k, blocks.even)
+            weights = load_weights(of_out, step + k, blocks.even)
+            acc = tl.dot(weights, tl.trans(x), acc, input_precision=blocks.precision)
+        x = _load_rows(of_x, k, blocks.even)
+        return tl.dot(first, tl.trans(x), acc, input_precision=blocks.precision)
 
 
 @triton.jit

@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 
 from server.kernels.launch.configs import SkinnyLoraConfig
-from server.kernels.launch.launch import let_next_start, wait
+from server.kernels.launch.launch import dot_precision, let_next_start, wait
 from server.kernels.linear.skinny import (
+    Blocks,
     check_product,
     load_weights,
     multiply,
+    operands,
     rows_at_once,
     store_product,
 )
@@ -70,19 +72,14 @@ def skinny_product_lora(
     blocks = sum(triton.cdiv(width, config.block_n) for width in widths)
     table, planes, stack = lora.table, lora.workspace.planes, lora.stack
     _skinny_lora_kernel[(shrinking.programs + blocks,)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        out,
+        operands(x, weight, bias, out),
         rows,
         features,
-        x.stride(0),
-        out.stride(0),
         lora.slots,
         planes,
         stack.tensors,
         stack.rows,
-        (table.words, table.ints, table.floats),
+        table.tensors,
         lora.site,
         table.num_sites,
         planes.stride(1),
@@ -98,7 +95,7 @@ def skinny_product_lora(
         BIAS=bias is not None,
         SPLITS=shrinking.splits,
         STAGES=config.num_stages,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION=dot_precision(x.dtype),
         PDL=config.programmatic_launch,
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
@@ -148,14 +145,9 @@ def _check_lora(
     do_not_specialize_on_alignment=["slots_ptr"],
 )
 def _skinny_lora_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    out_ptr: tl.tensor,
+    product: tl.tuple,
     rows: tl.tensor,
     in_features: tl.tensor,
-    stride_x: tl.tensor,
-    stride_out: tl.tensor,
     slots_ptr: tl.tensor,
     planes_ptr: tl.tensor,
     stack: tl.tuple,
@@ -182,8 +174,9 @@ def _skinny_lora_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """The first `programs` shrink: they are started first, so that who waits for them does not wait
-    for ever."""
+    for ever. product: as of `operands`."""
     let_next_start(PDL)
+    x_ptr, weight_ptr, bias_ptr, out_ptr, stride_x, stride_out = product
     m = tl.arange(0, BLOCK_M)
     of_x = (x_ptr + m * stride_x, m < rows, in_features)
     low = (planes_ptr + m * stride_low, stride_plane, stack[0] + site)
@@ -191,7 +184,7 @@ def _skinny_lora_kernel(
         slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
         _shrink_all(
             of_x, slots, (table, site, num_sites), low, programs, span,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLITS, STAGES, PRECISION, PDL,
+            Blocks(BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, STAGES, PRECISION), SPLITS, PDL,
         )  # fmt: skip
     else:
         p, col, begin, width = _projection_of(tl.program_id(0) - programs, w0, w1, w2, BLOCK_N)
@@ -203,7 +196,7 @@ def _skinny_lora_kernel(
         wait(PDL)
         acc = multiply(
             first, of_out, of_x, 0, in_features,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION,
+            Blocks(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION),
         )  # fmt: skip
         acc = add_low_rank(acc, ahead, its, of_b, low, programs, EVEN, SPLITS, PRECISION, PDL)
         store_product((out_ptr + m * stride_out, m < rows, bias_ptr), acc, *of_out[1:3], BIAS)
@@ -222,40 +215,33 @@ def _shrink_all(
     low: tl.tuple,
     programs: tl.tensor,
     span: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
+    blocks: Blocks,
     SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """`A x` of every row, by the first programs: an item is BLOCK_N ranks of an adapter and span
+    """`A x` of every row, by the first programs: an item is a block's ranks of an adapter and span
     input features, and rows that have another one are computed and dropped. slots: of the rows."""
     table, site, num_sites = records
     record = record_of(slots, site, num_sites)
     ranks = tl.load(total_rank_at(table[1], record), mask=slots >= 0, other=0)
     ranks = tl.where(seen_before(slots), 0, ranks)
     addresses = tl.load(a_at(table[0], record))
-    blocks = tl.cdiv(ranks, BLOCK_N)
-    ends = tl.cumsum(blocks, axis=0)
-    begins = ends - blocks
-    for each in range(tl.program_id(0), tl.sum(blocks) * SPLITS, programs):
+    items = tl.cdiv(ranks, blocks.outputs)
+    ends = tl.cumsum(items, axis=0)
+    begins = ends - items
+    for each in range(tl.program_id(0), tl.sum(items) * SPLITS, programs):
         item, split = each // SPLITS, each % SPLITS
         its = (begins <= item) & (item < ends)
         rank = tl.sum(tl.where(its, ranks, 0))
-        r = (item - tl.sum(tl.where(its, begins, 0))) * BLOCK_N + tl.arange(0, BLOCK_N)
+        before = tl.sum(tl.where(its, begins, 0))
+        r = (item - before) * blocks.outputs + tl.arange(0, blocks.outputs)
         address = tl.sum(tl.where(its, addresses, 0)).to(tl.pointer_type(of_x[0].dtype.element_ty))
         # Those beyond the last are the last once more: loads then need no mask.
         of_a = (tl.multiple_of(address, 16), tl.minimum(r, rank - 1), rank, of_x[2])
-        begin = tl.multiple_of(split * span, BLOCK_K)
-        first = load_weights(of_a, begin + tl.arange(0, BLOCK_K), EVEN)
+        begin = tl.multiple_of(split * span, blocks.inputs)
+        first = load_weights(of_a, begin + tl.arange(0, blocks.inputs), blocks.even)
         wait(PDL)
-        acc = multiply(
-            first, of_a, of_x, begin, tl.minimum(begin + span, of_x[2]),
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION,
-        )  # fmt: skip
+        acc = multiply(first, of_a, of_x, begin, tl.minimum(begin + span, of_x[2]), blocks)
         same = (slots == tl.sum(tl.where(its, slots, 0)))[None, :]
         at = (low[0] + split * low[1])[None, :] + r[:, None]
         tl.store(at, acc, mask=same & (r < rank)[:, None])

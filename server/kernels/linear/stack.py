@@ -97,7 +97,7 @@ def stack_rows(slots: torch.Tensor, stack: Stack, table: LoraTable) -> None:
     _stack_kernel[(table.num_sites,)](
         slots,
         rows,
-        (table.words, table.ints, table.floats),
+        table.tensors,
         stack.tensors,
         table.num_sites,
         stack.rows,

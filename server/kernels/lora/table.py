@@ -51,6 +51,11 @@ class LoraTable:
         self.ints = self.words.view(torch.int32)
         self.floats = self.words.view(torch.float32)
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As kernels take them: the words, and as int32 and float32."""
+        return self.words, self.ints, self.floats
+
     def write(
         self,
         slot: int,

@@ -83,8 +83,7 @@ def draw_append(
         of.sources,
         bits,
         masks,
-        scratch.best,
-        scratch.ids,
+        scratch.tensors,
         parameters,
         of.rows,
         of.places,
@@ -112,8 +111,7 @@ def _draw_kernel(
     sources_ptr: tl.tensor,
     bits_ptr: tl.tensor,
     masks_ptr: tl.tensor,
-    best_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
+    scratch: tl.tuple,
     parameters_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     places_ptr: tl.tensor,
@@ -128,7 +126,7 @@ def _draw_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     i = tl.program_id(0)
-    best, token = best_of_splits(best_ptr, ids_ptr, i, SPLITS)
+    best, token = best_of_splits(scratch, i, SPLITS)
     row = tl.load(rows_ptr + i).to(tl.int64)
     place = tl.load(places_ptr + i)
     own = parameters_ptr + row * _COLUMNS

@@ -37,6 +37,11 @@ class GreedyScratch:
         self.best = torch.empty(rows, SPLITS, dtype=torch.float32, device=device)
         self.ids = torch.empty(rows, SPLITS, dtype=torch.int32, device=device)
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As kernels take them."""
+        return self.best, self.ids
+
 
 def greedy_append(
     logits: torch.Tensor,
@@ -53,8 +58,7 @@ def greedy_append(
     """
     find_best(logits, None, None, scratch, finite=True)
     _append_kernel[(len(rows),)](
-        scratch.best,
-        scratch.ids,
+        scratch.tensors,
         rows,
         places,
         tokens,
@@ -84,8 +88,7 @@ def find_best(
         sources,
         bits,
         of,
-        scratch.best,
-        scratch.ids,
+        scratch.tensors,
         logits.stride(0),
         stride_bits,
         vocab,
@@ -106,8 +109,7 @@ def _best_kernel(
     sources_ptr: tl.tensor,
     bits_ptr: tl.tensor,
     masks_ptr: tl.tensor,
-    best_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
+    scratch: tl.tuple,
     stride: tl.tensor,
     stride_bits: tl.tensor,
     vocab: tl.tensor,
@@ -143,8 +145,8 @@ def _best_kernel(
     top = tl.max(best, axis=0)
     first = tl.min(tl.where(best == top, ids, 2147483647), axis=0)
     out = i * SPLITS + tl.program_id(1)
-    tl.store(best_ptr + out, top)
-    tl.store(ids_ptr + out, tl.where(tl.max(bad, axis=0) > 0, -1, first))
+    tl.store(scratch[0] + out, top)
+    tl.store(scratch[1] + out, tl.where(tl.max(bad, axis=0) > 0, -1, first))
 
 
 @triton.jit
@@ -157,12 +159,11 @@ def allowed(bits_ptr: tl.tensor, mask: tl.tensor, ids: tl.tensor, live: tl.tenso
 
 @triton.jit
 def best_of_splits(
-    best_ptr: tl.tensor, ids_ptr: tl.tensor, i: tl.tensor, SPLITS: tl.constexpr
+    scratch: tl.tuple, i: tl.tensor, SPLITS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Of a row: its best logit, and its id: -1 if a logit is an error or none can be chosen."""
     at = i * SPLITS + tl.arange(0, SPLITS)
-    best = tl.load(best_ptr + at)
-    ids = tl.load(ids_ptr + at)
+    best, ids = tl.load(scratch[0] + at), tl.load(scratch[1] + at)
     top = tl.max(best, axis=0)
     token = tl.min(tl.where(best == top, ids, 2147483647), axis=0)
     none = (tl.min(ids, axis=0) < 0) | (token == 2147483647)
@@ -171,8 +172,7 @@ def best_of_splits(
 
 @triton.jit
 def _append_kernel(
-    best_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
+    scratch: tl.tuple,
     rows_ptr: tl.tensor,
     places_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
@@ -181,7 +181,7 @@ def _append_kernel(
     SPLITS: tl.constexpr,
 ) -> None:
     i = tl.program_id(0)
-    _, token = best_of_splits(best_ptr, ids_ptr, i, SPLITS)
+    _, token = best_of_splits(scratch, i, SPLITS)
     tl.store(sampled_ptr + i, token)
     row = tl.load(rows_ptr + i).to(tl.int64)
     place = tl.load(places_ptr + i)

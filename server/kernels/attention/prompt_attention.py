@@ -7,7 +7,7 @@ read. What the host knows of lengths lies in the tiles: a launch of a graph find
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -169,11 +169,13 @@ def _prompt_attention_kernel(
         if SINKS:
             top = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
             total += 1.0
+        keys = _Keys(
+            pages_ptr, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, start + count
+        )
         top, total, acc = _attend_tile(
-            q, (top, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32)), start + token,
-            start, start + count, window, pages_ptr, k_ptr + kv_head * HEAD_DIM,
-            v_ptr + kv_head * HEAD_DIM, inner, outer, KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE,
-            BLOCK_N, CAPPED, WINDOWED,
+            q, (top, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32)), start + token, start,
+            keys, (inner, outer, window),
+            _Form(KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAPPED, WINDOWED),
         )  # fmt: skip
         live = (m < TOKENS * GROUP) & (m // GROUP < count)
         result = acc * (1.0 / total)[:, None]
@@ -182,48 +184,52 @@ def _prompt_attention_kernel(
         )
 
 
+class _Keys(NamedTuple):
+    """Of one kv head: the sequence's pages, keys and values, and the position where they end."""
+
+    pages_ptr: Any
+    k_ptr: Any
+    v_ptr: Any
+    end: Any
+
+
+class _Form(NamedTuple):
+    """Constants: from one key to the next, size of a head and of a page, keys of a step, and
+    whether scores are capped and seen through a window."""
+
+    stride: Any
+    head_dim: Any
+    page_size: Any
+    step: Any
+    capped: Any
+    windowed: Any
+
+
 @triton.jit
 def _attend_tile(
     q: tl.tensor,
     so_far: tl.tuple,
     positions: tl.tensor,
     start: tl.tensor,
-    end: tl.tensor,
-    window: tl.tensor,
-    pages_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    inner: tl.tensor,
-    outer: tl.tensor,
-    STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    keys: _Keys,
+    rule: tl.tuple,
+    form: _Form,
 ) -> tuple[Any, Any, Any]:
-    """Of a tile's tokens start .. end: first keys that left the windows of some, then those that
-    all see, then those that come after some. Returns what `_attend` does."""
-    begin = start * 0
-    if WINDOWED:
-        begin = tl.maximum(start + 1 - window, 0)
-        left = tl.maximum(end - window - begin, 0)
-        seen_by_all = begin + tl.cdiv(left, BLOCK_N) * BLOCK_N
-        so_far = _attend(
-            q, so_far, positions, begin, tl.minimum(seen_by_all, end), end, window, pages_ptr,
-            k_ptr, v_ptr, inner, outer, STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAPPED, WINDOWED,
-            True,
-        )  # fmt: skip
+    """Of a tile's tokens, from start on: first keys that left the windows of some, then those that
+    all see, then those that come after some. rule: as of `ScoreRule.arguments`. Returns what
+    `_attend` does."""
+    STEP: tl.constexpr = form.step
+    begin, end = start * 0, keys.end
+    if form.windowed:
+        begin = tl.maximum(start + 1 - rule[2], 0)
+        left = tl.maximum(end - rule[2] - begin, 0)
+        seen_by_all = begin + tl.cdiv(left, STEP) * STEP
+        stop = tl.minimum(seen_by_all, end)
+        so_far = _attend(q, so_far, positions, begin, stop, keys, rule, form, True)
         begin = seen_by_all
-    diagonal = begin + tl.maximum(start + 1 - begin, 0) // BLOCK_N * BLOCK_N
-    so_far = _attend(
-        q, so_far, positions, begin, diagonal, end, window, pages_ptr,
-        k_ptr, v_ptr, inner, outer, STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAPPED, WINDOWED, False,
-    )  # fmt: skip
-    so_far = _attend(
-        q, so_far, positions, diagonal, end, end, window, pages_ptr,
-        k_ptr, v_ptr, inner, outer, STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAPPED, WINDOWED, True,
-    )  # fmt: skip
+    diagonal = begin + tl.maximum(start + 1 - begin, 0) // STEP * STEP
+    so_far = _attend(q, so_far, positions, begin, diagonal, keys, rule, form, False)
+    so_far = _attend(q, so_far, positions, diagonal, end, keys, rule, form, True)
     return so_far[0], so_far[1], so_far[2]
 
 
@@ -234,47 +240,39 @@ def _attend(
     positions: tl.tensor,
     begin: tl.tensor,
     stop: tl.tensor,
-    end: tl.tensor,
-    window: tl.tensor,
-    pages_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    inner: tl.tensor,
-    outer: tl.tensor,
-    STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    keys: _Keys,
+    rule: tl.tuple,
+    form: _Form,
     MASKED: tl.constexpr,
 ) -> tuple[Any, Any, Any]:
     """Keys begin .. stop, in blocks, into the running softmax (arXiv:1805.02867): largest score and
     sum, `[BLOCK_M]`, and weighted v, `[BLOCK_M, BLOCK_D]`. MASKED: some see not all of them."""
     BLOCK_D: tl.constexpr = q.shape[1]
-    n = tl.arange(0, BLOCK_N)
+    STEP: tl.constexpr = form.step
+    inner, outer, window = rule
+    n = tl.arange(0, STEP)
     d = tl.arange(0, BLOCK_D)[None, :]
     top, total, acc = so_far
-    for first in tl.range(begin, stop, BLOCK_N):
+    for first in tl.range(begin, stop, STEP):
         # Behind the end lies what nobody sees: the last key is read in its place.
-        token = tl.minimum(first + n, end - 1)
-        page = tl.load(pages_ptr + token // PAGE_SIZE)
-        at = ((page * PAGE_SIZE + token % PAGE_SIZE) * STRIDE)[:, None] + d
-        k = tl.load(k_ptr + at, mask=d < HEAD_DIM, other=0.0)
+        token = tl.minimum(first + n, keys.end - 1)
+        page = tl.load(keys.pages_ptr + token // form.page_size)
+        at = ((page * form.page_size + token % form.page_size) * form.stride)[:, None] + d
+        k = tl.load(keys.k_ptr + at, mask=d < form.head_dim, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if CAPPED:
+        if form.capped:
             scores = capped(scores, inner)
         if MASKED:
             key = (first + n)[None, :]
             seen = key <= positions[:, None]
-            if WINDOWED:
+            if form.windowed:
                 seen = seen & (key > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1) * outer)
         decay = tl.exp2(top - higher)
         weights = tl.exp2(scores * outer - higher[:, None])
         total = total * decay + tl.sum(weights, axis=1)
-        v = tl.load(v_ptr + at, mask=d < HEAD_DIM, other=0.0)
+        v = tl.load(keys.v_ptr + at, mask=d < form.head_dim, other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         top = higher
     return top, total, acc

@@ -153,7 +153,7 @@ def many_tokens(
     norm = QkNorm(torch.zeros(10, 64, dtype=DTYPE), 1e-5)
     forms = [(PART, norm), (HALVES, norm), (HALVES, None), (NEIGHBOURS, None)]
     for rotation, of in forms if every_form else forms[:1]:
-        rope_append_lora(y, pending, 3, rotation, places, places, k, v, of, configs.rope(rows))
+        rope_append_lora(y, pending, 3, rotation, places, places, (k, v), of, configs.rope(rows))
 
 
 def products(configs: KernelConfigs) -> None:
@@ -264,7 +264,7 @@ def step() -> None:
     qkv, weights = torch.zeros(4, 6 * 64, dtype=DTYPE), torch.zeros(4, 64, dtype=DTYPE)
     norms = (None, QkNorm(weights, 1e-5), QkNorm(weights, 1e-5, all_heads=True), None)
     for rotation, norm in zip((HALVES, PART, NEIGHBOURS, NONE), norms, strict=True):
-        rope_append(qkv, rotation, positions, positions, k, v, norm)
+        rope_append(qkv, rotation, positions, positions, (k, v), norm)
 
 
 def main() -> None:

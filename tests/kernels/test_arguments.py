@@ -124,7 +124,7 @@ def test_the_rotation_that_expands_checks_its_arguments() -> None:
         rotation: Rotation = rotation,
     ) -> None:
         config = CONFIGS.rope(4)
-        context = (rotation, positions, slots, k, v, None, config)
+        context = (rotation, positions, slots, (k, v), None, config)
         rope_append_lora(qkv, pending, num_decodes, *context)
 
     with pytest.raises(ValueError, match=r"qkv is torch.float16 .*torch.float32"):

@@ -36,7 +36,7 @@ def test_rope_append(
     qk = normed(expected[:, : heads + kv_heads], heads, of_norm)
     qk = as_cached(rotated(qk, heads, rotation, positions), rotation)
 
-    q = rope_append(qkv, rotation, positions, slots, k, v, of_norm)
+    q = rope_append(qkv, rotation, positions, slots, (k, v), of_norm)
 
     torch.testing.assert_close(q, qk[:, :heads], atol=1e-5, rtol=1e-5)
     flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)

@@ -26,8 +26,7 @@ def rope_append(
     rotation: Rotation,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
     norm: QkNorm | None,
 ) -> torch.Tensor:
     """Returns the rotated queries `[tokens, heads, head_dim]`, whose features lie as those of
@@ -35,10 +34,10 @@ def rope_append(
 
     qkv: `[tokens, (heads + 2 kv_heads) * head_dim]`, contiguous. positions: int64 `[tokens]`, rows
     of the rotation's tables. slots: int64 `[tokens]`, page * page_size + offset; a token at -1 is
-    left out, and so are its queries. k_pages, v_pages: `[pages, page_size, kv_heads, head_dim]`,
+    left out, and so are its queries. cache: k and v, `[pages, page_size, kv_heads, head_dim]`,
     contiguous. Raises ValueError where more turns than a head has.
     """
-    kv_heads, head_dim = k_pages.shape[2:]
+    kv_heads, head_dim = cache[0].shape[2:]
     tokens = qkv.shape[0]
     all_heads = qkv.shape[1] // head_dim
     heads = all_heads - 2 * kv_heads
@@ -53,8 +52,7 @@ def rope_append(
         rotation.tables,
         positions,
         slots,
-        k_pages,
-        v_pages,
+        cache,
         *norm_arguments(norm, qkv, factors),
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -78,8 +76,7 @@ def _rope_append_kernel(
     tables: tl.tuple,
     positions_ptr: tl.tensor,
     slots_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
+    cache: tl.tuple,
     norm_ptr: tl.tensor,
     epsilon: tl.tensor,
     factors_ptr: tl.tensor,
@@ -121,10 +118,10 @@ def _rope_append_kernel(
     tl.store(target + HALF, new_second, mask=is_q)
     place = slot * KV_HEADS
     is_k = live & rotated & is_key
-    target = k_ptr + (place + head - HEADS) * 2 * HALF + d
+    target = cache[0] + (place + head - HEADS) * 2 * HALF + d
     tl.store(target, new_first, mask=is_k)
     tl.store(target + HALF, new_second, mask=is_k)
     is_v = live & (head >= HEADS + KV_HEADS)
-    target = v_ptr + (place + head - HEADS - KV_HEADS) * 2 * HALF + d
+    target = cache[1] + (place + head - HEADS - KV_HEADS) * 2 * HALF + d
     tl.store(target, new_first, mask=is_v)
     tl.store(target + HALF, new_second, mask=is_v)

@@ -21,16 +21,23 @@ from server.kernels.attention.rotation import (
     pair_columns,
 )
 from server.kernels.launch.configs import RopeLoraConfig
-from server.kernels.launch.launch import load_first
+from server.kernels.launch.launch import dot_precision, load_first
 from server.kernels.lora.checks import check_context, check_whole_tiles
-from server.kernels.lora.low_rank import LoraB, Shrunk, even, load_b, load_v, low_rank_one, product
+from server.kernels.lora.low_rank import (
+    LoraB,
+    LowRank,
+    even_rank,
+    load_b,
+    load_v,
+    low_rank_one,
+    product,
+)
 from server.kernels.lora.pending import PendingLora
 from server.kernels.lora.tiles import (
-    ProjectionRecord,
     Records,
-    Tile,
     load_projection,
     load_tile,
+    low_rank_of,
     small_tile,
     tile_rows,
 )
@@ -43,8 +50,7 @@ def rope_append_lora(
     rotation: Rotation,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
     norm: QkNorm | None,
     config: RopeLoraConfig,
 ) -> torch.Tensor:
@@ -59,23 +65,22 @@ def rope_append_lora(
     if norm is not None and norm.all_heads:
         raise ValueError("a norm over all heads needs the sum that is rotated")
     segments, workspace, table = pending.segments, pending.workspace, pending.table
-    tokens, (kv_heads, head_dim) = len(qkv), k_pages.shape[2:]
+    tokens, (kv_heads, head_dim) = len(qkv), cache[0].shape[2:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    _check(qkv, pending, num_decodes, positions, slots, k_pages, v_pages)
+    _check(qkv, pending, num_decodes, positions, slots, cache)
     q = torch.empty(tokens - num_decodes, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return q
     items = segments.max_tiles * (heads + 2 * kv_heads)
     _rope_lora_kernel[(min(items, config.num_programs),)](
-        (qkv, q, k_pages, v_pages),
+        (qkv, q, *cache),
         rotation.tables,
         positions,
         slots,
         *norm_arguments(norm, qkv, None)[:2],
-        (workspace.planes, workspace.planes.stride(1), workspace.planes.stride(0)),
-        workspace.splits,
-        (segments.order, segments.tiles, segments.num_tiles),
-        (table.words, table.ints, table.floats),
+        workspace.arguments,
+        segments.routed,
+        table.tensors,
         pending.site,
         table.num_sites,
         num_decodes,
@@ -88,11 +93,8 @@ def rope_append_lora(
         MAX_HEADS=config.max_heads,
         STAGES=config.num_stages,
         NORM=norm_switch(norm),
-        PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
-        PDL=config.programmatic_launch,
-        num_warps=config.num_warps,
-        maxnreg=config.max_registers,
-        launch_pdl=config.programmatic_launch,
+        PRECISION=dot_precision(qkv.dtype),
+        **config.launch_options(),
         **rotation.switches(head_dim),
     )
     return q
@@ -104,13 +106,12 @@ def _check(
     num_decodes: int,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     segments, workspace = pending.segments, pending.workspace
     check_context(pending.table, pending.site, segments, workspace)
     check_whole_tiles(segments)
-    tokens, (kv_heads, head_dim) = len(qkv), k_pages.shape[2:]
+    tokens, (kv_heads, head_dim) = len(qkv), cache[0].shape[2:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     if not qkv.is_contiguous() or qkv.dtype != workspace.dtype or tokens != segments.rows:
         raise ValueError(
@@ -128,8 +129,8 @@ def _check(
         raise ValueError(
             f"positions {list(positions.shape)} and slots {list(slots.shape)} are not [{tokens}]"
         )
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if pages.dtype != qkv.dtype or pages.shape != k_pages.shape or not pages.is_contiguous():
+    for name, pages in zip(("k_pages", "v_pages"), cache, strict=True):
+        if pages.dtype != qkv.dtype or pages.shape != cache[0].shape or not pages.is_contiguous():
             raise ValueError(f"{name} is {pages.dtype} {list(pages.shape)}")
 
 
@@ -145,10 +146,9 @@ def _rope_lora_kernel(
     slots_ptr: tl.tensor,
     norm_ptr: tl.tensor,
     epsilon: tl.tensor,
-    planes: tl.tuple,
-    splits_ptr: tl.tensor,
+    workspace: tl.tuple,
     routed: tl.tuple,
-    records: tl.tuple,
+    table: tl.tuple,
     site: tl.tensor,
     num_sites: tl.tensor,
     num_decodes: tl.tensor,
@@ -169,7 +169,7 @@ def _rope_lora_kernel(
 ) -> None:
     """An item is (tile of rows, some heads of one projection), round robin; as in `shrink`."""
     order_ptr, tiles_ptr, num_tiles_ptr = routed
-    of_site = Records(records[0], records[1], records[2], site, num_sites)
+    of_site = Records(table[0], table[1], table[2], site, num_sites)
     tiles = tl.load(num_tiles_ptr + 1)
     heads, n0, n01, blocks = _cut_heads(tiles, target_items, HEADS, KV_HEADS, MAX_HEADS)
     items = tiles * blocks
@@ -179,19 +179,51 @@ def _rope_lora_kernel(
     projection = load_projection(of_site, slot, kind)
     item += step
     slot, next_tile = load_tile(tiles_ptr, item // blocks, item < items)
-    splits = load_first(splits_ptr, PDL)
+    splits = load_first(workspace[1], PDL)
     for item in range(tl.program_id(0), items, step):
         kind = _projection((item + step) % blocks, n0, n01)
         next_projection = load_projection(of_site, slot, kind)
         ahead = item + 2 * step
         slot, later_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
         _rope_tile(
-            targets, tables, positions_ptr, slots_ptr, (norm_ptr, epsilon), num_decodes,
-            planes, splits, order_ptr, tile, projection, _Cut(item % blocks, n0, n01, heads),
-            HEADS, KV_HEADS, HALF, MAX_SPLIT, BLOCK_M, STAGES, NORM, PRECISION,
-            PAIRS, INTERLEAVED, SCALED,
+            _Tokens(targets, tables, positions_ptr, slots_ptr, (norm_ptr, epsilon), num_decodes),
+            low_rank_of(projection, tile, workspace, splits, targets[0].dtype.element_ty),
+            order_ptr + tile.start, _Cut(item % blocks, n0, n01, heads),
+            _Form(
+                HEADS, KV_HEADS, HALF, PAIRS, INTERLEAVED, SCALED, NORM,
+                MAX_SPLIT, STAGES, PRECISION,
+            ),
+            BLOCK_M,
         )  # fmt: skip
         projection, tile, next_tile = next_projection, next_tile, later_tile
+
+
+class _Form(NamedTuple):
+    """Constants: heads of q and of k, pairs of a head; `Rotation.switches` and `norm_switch`;
+    planes of v, stages of the loop, precision of float32."""
+
+    heads: Any
+    kv_heads: Any
+    half: Any
+    pairs: Any
+    interleaved: Any
+    scaled: Any
+    norm: Any
+    max_split: Any
+    stages: Any
+    precision: Any
+
+
+class _Tokens(NamedTuple):
+    """Of all: the product, and where queries, keys and values go; tables of the rotation, positions
+    and slots; weights and epsilon of the norm. Decodes come first."""
+
+    targets: Any
+    tables: Any
+    positions_ptr: Any
+    slots_ptr: Any
+    norm: Any
+    num_decodes: Any
 
 
 class _Cut(NamedTuple):
@@ -210,14 +242,6 @@ class _Span(NamedTuple):
     is_qk: Any
     head: Any
     end: Any
-
-
-class _LowRank(NamedTuple):
-    """`scale * v B^T`, which the projection adds."""
-
-    v: Shrunk
-    b: LoraB
-    scale: Any
 
 
 @triton.jit
@@ -242,57 +266,23 @@ def _projection(block: tl.tensor, n0: tl.tensor, n01: tl.tensor) -> Any:
 
 @triton.jit
 def _rope_tile(
-    targets: tl.tuple,
-    tables: tl.tuple,
-    positions_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    norm: tl.tuple,
-    num_decodes: tl.tensor,
-    planes: tl.tuple,
-    splits: tl.tensor,
+    tokens: _Tokens,
+    low: LowRank,
     order_ptr: tl.tensor,
-    tile: Tile,
-    projection: ProjectionRecord,
     cut: _Cut,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
+    form: _Form,
     BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr,
-    NORM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SCALED: tl.constexpr,
 ) -> None:
-    """What the projection's weights and v are, and which heads; few rows or many."""
-    planes_ptr, stride_v, stride_plane = planes
-    order_ptr += tile.start
+    """Which heads of the projection; few rows or many. order_ptr: of the tile's rows."""
     is_q, is_qk = cut.block < cut.n0, cut.block < cut.n01
     head = (cut.block - tl.where(is_q, 0, tl.where(is_qk, cut.n0, cut.n01))) * cut.heads
-    end = tl.minimum(tl.where(is_q, HEADS, KV_HEADS), head + cut.heads)
+    end = tl.minimum(tl.where(is_q, form.heads, form.kv_heads), head + cut.heads)
     span = _Span(is_q, is_qk, head, end)
-    b_ptr = projection.address.to(tl.pointer_type(targets[0].dtype.element_ty))
-    b = LoraB(tl.multiple_of(b_ptr, 16), projection.rank)
-    v_ptr = planes_ptr + tile.start * stride_v + projection.first
-    v = Shrunk(v_ptr, stride_v, stride_plane, splits, tile.length)
-    low = _LowRank(v, b, projection.scale)
     SMALL: tl.constexpr = small_tile(BLOCK_M)
-    if v.rows <= SMALL:
-        few = tile_rows(order_ptr, v.rows, SMALL)
-        _rope_rows(
-            targets, tables, positions_ptr, slots_ptr, norm, num_decodes, few, span, low,
-            HEADS, KV_HEADS, HALF, MAX_SPLIT, SMALL, STAGES, NORM, PRECISION,
-            PAIRS, INTERLEAVED, SCALED,
-        )  # fmt: skip
+    if low.v.rows <= SMALL:
+        _rope_rows(tokens, tile_rows(order_ptr, low.v.rows, SMALL), span, low, form)
     else:
-        many = tile_rows(order_ptr, v.rows, BLOCK_M)
-        _rope_rows(
-            targets, tables, positions_ptr, slots_ptr, norm, num_decodes, many, span, low,
-            HEADS, KV_HEADS, HALF, MAX_SPLIT, BLOCK_M, STAGES, NORM, PRECISION,
-            PAIRS, INTERLEAVED, SCALED,
-        )  # fmt: skip
+        _rope_rows(tokens, tile_rows(order_ptr, low.v.rows, BLOCK_M), span, low, form)
 
 
 @triton.constexpr_function
@@ -303,137 +293,78 @@ def _half_block(half: int) -> int:
 
 
 @triton.jit
-def _rope_rows(
-    targets: tl.tuple,
-    tables: tl.tuple,
-    positions_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    norm: tl.tuple,
-    num_decodes: tl.tensor,
-    rows: tl.tensor,
-    span: _Span,
-    low: _LowRank,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr,
-    NORM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SCALED: tl.constexpr,
-) -> None:
+def _rope_rows(tokens: _Tokens, rows: tl.tensor, span: _Span, low: LowRank, form: _Form) -> None:
     """Where each row is read and goes, for the projection's first head, and its angles."""
-    qkv_ptr, q_ptr, k_pages_ptr, v_pages_ptr = targets
+    qkv_ptr, q_ptr, k_pages_ptr, v_pages_ptr = tokens.targets
+    HEADS: tl.constexpr = form.heads
+    KV_HEADS: tl.constexpr = form.kv_heads
+    HALF: tl.constexpr = form.half
     is_q, is_qk = span.is_q, span.is_qk
-    live = tl.arange(0, BLOCK_M) < low.v.rows
+    live = tl.arange(0, rows.shape[0]) < low.v.rows
     column = tl.where(is_q, 0, tl.where(is_qk, HEADS, HEADS + KV_HEADS)) * 2 * HALF
     y_rows = qkv_ptr + rows * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + column
-    place = tl.where(is_q, rows - num_decodes, tl.load(slots_ptr + rows, mask=live, other=0))
+    slot = tl.load(tokens.slots_ptr + rows, mask=live, other=0)
+    place = tl.where(is_q, rows - tokens.num_decodes, slot)
     target_ptr = tl.where(is_q, q_ptr, tl.where(is_qk, k_pages_ptr, v_pages_ptr))
     target_rows = target_ptr + place * (tl.where(is_q, HEADS, KV_HEADS) * 2 * HALF)
-    BLOCK_D: tl.constexpr = _half_block(HALF)
-    d = tl.arange(0, BLOCK_D)[None, :]
+    d = tl.arange(0, _half_block(HALF))[None, :]
     turned = tl.where(is_qk, HALF, 0)
     real = live[:, None] & (d < turned)
-    position = tl.load(positions_ptr + rows, mask=live, other=0)[:, None]
-    angles = load_angles(tables, position, d, real, is_q, PAIRS, SCALED)
+    position = tl.load(tokens.positions_ptr + rows, mask=live, other=0)[:, None]
+    angles = load_angles(tokens.tables, position, d, real, is_q, form.pairs, form.scaled)
     _rope_ranks(
-        (y_rows, target_rows, rows < num_decodes, live, place >= 0),
-        (norm[0] + column, norm[1], angles, turned), low, span.head, span.end,
-        HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, STAGES, NORM, PRECISION,
-        PAIRS, INTERLEAVED,
+        (y_rows, target_rows, rows < tokens.num_decodes, live, place >= 0),
+        (tokens.norm[0] + column, tokens.norm[1], angles, turned), low, span, form,
     )  # fmt: skip
 
 
 @triton.jit
-def _rope_ranks(
-    rows: tl.tuple,
-    rotation: tl.tuple,
-    low: _LowRank,
-    head: tl.tensor,
-    end: tl.tensor,
-    HALF: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-    NORM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-) -> None:
+def _rope_ranks(rows: tl.tuple, rotation: tl.tuple, low: LowRank, span: _Span, form: _Form) -> None:
     """As many ranks at a time as the adapter has, as far as registers go."""
     rank = low.b.rank
     if rank % 8 != 0:
-        _rope_heads(
-            rows, rotation, low.v, low.b, low.scale, head, end,
-            HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 16, True, 1, NORM, PRECISION,
-            PAIRS, INTERLEAVED,
-        )  # fmt: skip
+        _rope_heads(rows, rotation, low, span, form, 16, True)
     elif rank <= 16:
-        _rope_heads(
-            rows, rotation, low.v, even(low.b), low.scale, head, end,
-            HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 16, False, STAGES, NORM, PRECISION,
-            PAIRS, INTERLEAVED,
-        )  # fmt: skip
+        _rope_heads(rows, rotation, even_rank(low), span, form, 16, False)
     elif rank <= 32:
-        _rope_heads(
-            rows, rotation, low.v, even(low.b), low.scale, head, end,
-            HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 32, False, STAGES, NORM, PRECISION,
-            PAIRS, INTERLEAVED,
-        )  # fmt: skip
+        _rope_heads(rows, rotation, even_rank(low), span, form, 32, False)
     elif rank <= 64:
-        _rope_heads(
-            rows, rotation, low.v, even(low.b), low.scale, head, end,
-            HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 64, False, STAGES, NORM, PRECISION,
-            PAIRS, INTERLEAVED,
-        )  # fmt: skip
+        _rope_heads(rows, rotation, even_rank(low), span, form, 64, False)
     else:
-        _rope_heads(
-            rows, rotation, low.v, even(low.b), low.scale, head, end,
-            HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 32, True, 1, NORM, PRECISION,
-            PAIRS, INTERLEAVED,
-        )  # fmt: skip
+        _rope_heads(rows, rotation, even_rank(low), span, form, 32, True)
 
 
 @triton.jit
 def _rope_heads(
     rows: tl.tuple,
     rotation: tl.tuple,
-    v: Shrunk,
-    b: LoraB,
-    scale: tl.tensor,
-    head: tl.tensor,
-    end: tl.tensor,
-    HALF: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    low: LowRank,
+    span: _Span,
+    form: _Form,
     BLOCK_R: tl.constexpr,
     LOOPED: tl.constexpr,
-    STAGES: tl.constexpr,
-    NORM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
 ) -> None:
-    """Heads head .. end of a tile's rows. LOOPED: BLOCK_R columns of B at a time; else
-    v is read once, and heads of the product and of B are prefetched."""
+    """The span's heads of a tile's rows. LOOPED: BLOCK_R columns of B at a time; else v is read
+    once, and heads of the product and of B are prefetched."""
+    HALF: tl.constexpr = form.half
+    MAX_SPLIT: tl.constexpr = form.max_split
+    PRECISION: tl.constexpr = form.precision
+    STAGES: tl.constexpr = 1 if LOOPED else form.stages
+    v, b = low.v, low.b
     y_rows, target_rows, decode, live, placed = rows
+    BLOCK_M: tl.constexpr = y_rows.shape[0]
+    BLOCK_D: tl.constexpr = _half_block(HALF)
     norm_ptr, epsilon, angles, turned = rotation
     d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     real = live[:, None] & (d < HALF)[None, :]
     kept, moved = real & decode[:, None], real & (placed & (decode == 0))[:, None]
     rotated = (d < turned)[None, :]
-    column, apart = pair_columns(d[None, :], rotated, PAIRS, INTERLEAVED, HALF)
-    HALVES: tl.constexpr = in_halves(PAIRS, INTERLEAVED, HALF)
+    column, apart = pair_columns(d[None, :], rotated, form.pairs, form.interleaved, HALF)
+    HALVES: tl.constexpr = in_halves(form.pairs, form.interleaved, HALF)
     END: tl.constexpr = HALF if HALVES else 2 * HALF
     if not LOOPED:
         total = load_v(v, r, b.rank, MAX_SPLIT, BLOCK_M)
-    for h in tl.range(head, end, num_stages=STAGES):
+    for h in tl.range(span.head, span.end, num_stages=STAGES):
         at = h * 2 * HALF + d[None, :]
         source = y_rows[:, None] + (h * 2 * HALF + column)
         first = tl.load(source, mask=real, other=0.0)
@@ -449,11 +380,11 @@ def _rope_heads(
         else:
             delta_first = product(total, load_b(b_first, n_first, r, END), BLOCK_M, PRECISION)
             delta_second = product(total, load_b(b_second, n_second, r, END), BLOCK_M, PRECISION)
-        first = first.to(tl.float32) + scale * delta_first
-        second = second.to(tl.float32) + scale * delta_second
+        first = first.to(tl.float32) + low.scale * delta_first
+        second = second.to(tl.float32) + low.scale * delta_second
         new_first, new_second = norm_and_rotate(
             (first, second), norm_ptr + (h * 2 * HALF + column), apart,
-            (rotated, epsilon, 1.0), angles, rotated & (decode == 0)[:, None], HALF, NORM,
+            (rotated, epsilon, 1.0), angles, rotated & (decode == 0)[:, None], HALF, form.norm,
         )  # fmt: skip
         # A choice between addresses would cost the vectors.
         tl.store(source, new_first, mask=kept)

@@ -35,6 +35,12 @@ class _Limits:
     num_programs: int
     programmatic_launch: bool
 
+    def launch_options(self, *, early: bool = True) -> dict[str, Any]:
+        """Of a kernel. early: it may start while the one before it drains."""
+        pdl = early and self.programmatic_launch
+        options = {"num_warps": self.num_warps, "maxnreg": self.max_registers}
+        return {**options, "PDL": pdl, "launch_pdl": pdl}
+
 
 @dataclass(frozen=True, slots=True)
 class ShrinkConfig(_Limits):

@@ -13,16 +13,16 @@ import triton
 import triton.language as tl
 
 from server.kernels.launch.configs import ExpandConfig
-from server.kernels.launch.launch import load_first
+from server.kernels.launch.launch import dot_precision, load_first
 from server.kernels.lora.checks import check_context, check_rows, padded_widths
-from server.kernels.lora.low_rank import LoraB, Shrunk, even, load_b, load_v, low_rank_one, product
+from server.kernels.lora.low_rank import LowRank, even_rank, load_b, load_v, low_rank_one, product
 from server.kernels.lora.segments import Segments
 from server.kernels.lora.table import LoraTable
 from server.kernels.lora.tiles import (
-    ProjectionRecord,
     Records,
     load_projection,
     load_tile,
+    low_rank_of,
     small_tile,
     split_share,
     take_range,
@@ -61,49 +61,35 @@ def expand(
     if segments.rows == 0:
         return
     pieces = sum(triton.cdiv(width, config.piece) for width in widths)
-    pdl = after_gemm and config.programmatic_launch
     _expand_kernel[(min(segments.max_tiles * pieces, config.num_programs),)](
         y,
-        workspace.planes,
-        workspace.splits,
-        (segments.order, segments.tiles, segments.num_tiles),
-        table.words,
-        table.ints,
-        table.floats,
+        workspace.arguments,
+        segments.routed,
+        table.tensors,
         site,
         table.num_sites,
         y.stride(0),
-        workspace.planes.stride(1),
-        workspace.planes.stride(0),
         *padded,
         MAX_SPLIT=workspace.max_split,
         MAX_PARTS=segments.max_parts,
         BLOCK_M=segments.tile_rows,
         PIECE=config.piece,
         STAGES=config.num_stages,
-        PRECISION="ieee" if y.dtype == torch.float32 else "tf32",
+        PRECISION=dot_precision(y.dtype),
         ACCUMULATE=accumulate,
-        PDL=pdl,
-        num_warps=config.num_warps,
-        maxnreg=config.max_registers,
-        launch_pdl=pdl,
+        **config.launch_options(early=after_gemm),
     )
 
 
 @triton.jit(do_not_specialize=["site", "num_sites"])
 def _expand_kernel(
     y_ptr: tl.tensor,
-    planes_ptr: tl.tensor,
-    splits_ptr: tl.tensor,
+    workspace: tl.tuple,
     routed: tl.tuple,
-    words_ptr: tl.tensor,
-    ints_ptr: tl.tensor,
-    floats_ptr: tl.tensor,
+    table: tl.tuple,
     site: tl.tensor,
     num_sites: tl.tensor,
     stride_y: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
     W0: tl.constexpr,
     W1: tl.constexpr,
     W2: tl.constexpr,
@@ -125,26 +111,36 @@ def _expand_kernel(
     begin, end = take_range(tl.load(num_tiles_ptr) * PIECES[2])
     first_item = _item_at(begin, PIECES, KINDS)
     items = tl.where(begin < end, _item_at(end - 1, PIECES, KINDS) + 1, first_item)
-    records = Records(words_ptr, ints_ptr, floats_ptr, site, num_sites)
+    records = Records(table[0], table[1], table[2], site, num_sites)
     slot, tile = load_tile(tiles_ptr, first_item // KINDS, first_item < items, MAX_PARTS)
     projection = load_projection(records, slot, first_item % KINDS)
     ahead = first_item + 1
     slot, next_tile = load_tile(tiles_ptr, ahead // KINDS, ahead < items, MAX_PARTS)
-    splits = load_first(splits_ptr, PDL)
+    splits = load_first(workspace[1], PDL)
     for item in range(first_item, items):
         next_projection = load_projection(records, slot, (item + 1) % KINDS)
         ahead = item + 2
         slot, later_tile = load_tile(tiles_ptr, ahead // KINDS, ahead < items, MAX_PARTS)
         if projection.rank > 0:
             done = item // KINDS * PIECES[2]
-            v_ptr = planes_ptr + tile.start * stride_v + projection.first
             _expand_item(
                 y_ptr, stride_y, order_ptr + tile.start,
-                Shrunk(v_ptr, stride_v, stride_plane, splits, tile.length),
-                projection, _Cut(item % KINDS, tile.share, begin - done, end - done),
-                W0, W1, W2, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE,
+                low_rank_of(projection, tile, workspace, splits, y_ptr.dtype.element_ty),
+                _Cut(item % KINDS, tile.share, begin - done, end - done),
+                W0, W1, W2, _Form(MAX_SPLIT, PIECE, STAGES, PRECISION, ACCUMULATE), BLOCK_M,
             )  # fmt: skip
         projection, tile, next_tile = next_projection, next_tile, later_tile
+
+
+class _Form(NamedTuple):
+    """Constants: planes of v, columns of a piece at rank 16, stages of the loop, precision of
+    float32, and whether the product is added to y or takes its place."""
+
+    max_split: Any
+    piece: Any
+    stages: Any
+    precision: Any
+    accumulate: Any
 
 
 class _Cut(NamedTuple):
@@ -177,20 +173,16 @@ def _expand_item(
     y_ptr: tl.tensor,
     stride_y: tl.tensor,
     order_ptr: tl.tensor,
-    v: Shrunk,
-    projection: ProjectionRecord,
+    low: LowRank,
     cut: _Cut,
     W0: tl.constexpr,
     W1: tl.constexpr,
     W2: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
+    form: _Form,
     BLOCK_M: tl.constexpr,
-    PIECE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
 ) -> None:
     """A projection's pieces of columns, of few rows or many."""
+    PIECE: tl.constexpr = form.piece
     p = cut.projection
     PIECES: tl.constexpr = _count_pieces(W0, W1, W2, PIECE)
     y_slice = y_ptr + tl.where(p == 0, 0, tl.where(p == 1, W0, W0 + W1))
@@ -202,24 +194,17 @@ def _expand_item(
     shift = part * n - before
     col = (shift + tl.maximum(cut.begin, before)) * wide
     end = tl.minimum(width, (shift + tl.minimum(cut.end, before + n)) * wide)
-    b_ptr = projection.address.to(tl.pointer_type(y_ptr.dtype.element_ty))
-    b = LoraB(tl.multiple_of(b_ptr, 16), projection.rank)
     # Of a part of a piece there is nothing to hide then.
     WHOLE: tl.constexpr = (W0 | W1 | W2) % PIECE == 0
-    block_r = tl.maximum(b.rank, 16 << doublings)
+    block_r = tl.maximum(low.b.rank, 16 << doublings)
+    length = low.v.rows
     SMALL: tl.constexpr = small_tile(BLOCK_M)
-    if v.rows <= SMALL:
-        few = tile_rows(order_ptr, v.rows, SMALL)
-        _expand_ranks(
-            y_slice + few * stride_y, v, b, block_r, projection.scale, col, end,
-            MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, ACCUMULATE, WHOLE,
-        )  # fmt: skip
+    if length <= SMALL:
+        few = y_slice + tile_rows(order_ptr, length, SMALL) * stride_y
+        _expand_ranks(few, low, block_r, (col, end), form, WHOLE)
     else:
-        many = tile_rows(order_ptr, v.rows, BLOCK_M)
-        _expand_ranks(
-            y_slice + many * stride_y, v, b, block_r, projection.scale, col, end,
-            MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE, WHOLE,
-        )  # fmt: skip
+        many = y_slice + tile_rows(order_ptr, length, BLOCK_M) * stride_y
+        _expand_ranks(many, low, block_r, (col, end), form, WHOLE)
 
 
 # One block of columns for one tile of rows.
@@ -228,102 +213,73 @@ def _expand_item(
 @triton.jit
 def _expand_ranks(
     y_rows: tl.tensor,
-    v: Shrunk,
-    b: LoraB,
+    low: LowRank,
     block_r: tl.tensor,
-    scale: tl.tensor,
-    col: tl.tensor,
-    end: tl.tensor,
-    MAX_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PIECE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    columns: tl.tuple,
+    form: _Form,
     WHOLE: tl.constexpr,
 ) -> None:
-    """Columns col .. end. y_rows: addresses `[BLOCK_M]`; block_r: by which the size of a piece is
-    chosen, the rank or more: of about PIECE * 16 weights. WHOLE: such pieces end where columns
-    do."""
-    if b.rank % 8 != 0:
-        _expand_looped(
-            y_rows, v, b, scale, col, end,
-            MAX_SPLIT, BLOCK_M, PIECE, 16, PRECISION, ACCUMULATE,
-        )  # fmt: skip
+    """y_rows: addresses `[BLOCK_M]`; block_r: by which the size of a piece is chosen, the rank or
+    more: of about PIECE * 16 weights; columns: where they begin and end. WHOLE: such pieces end
+    where columns do."""
+    rank = low.b.rank
+    if rank % 8 != 0:
+        _expand_looped(y_rows, low, columns, form, form.piece, 16)
     elif block_r <= 16:
-        _expand_pieces(
-            y_rows, v, even(b), scale, col, end,
-            MAX_SPLIT, BLOCK_M, PIECE, 16, STAGES, PRECISION, ACCUMULATE, WHOLE,
-        )  # fmt: skip
+        _expand_pieces(y_rows, even_rank(low), columns, form, 16, WHOLE)
     elif block_r <= 32:
-        _expand_pieces(
-            y_rows, v, even(b), scale, col, end,
-            MAX_SPLIT, BLOCK_M, PIECE // 2, 32, STAGES, PRECISION, ACCUMULATE, WHOLE,
-        )  # fmt: skip
-    elif b.rank <= 64:
-        _expand_pieces(
-            y_rows, v, even(b), scale, col, end,
-            MAX_SPLIT, BLOCK_M, PIECE // 4, 64, STAGES, PRECISION, ACCUMULATE, WHOLE,
-        )  # fmt: skip
+        _expand_pieces(y_rows, even_rank(low), columns, form, 32, WHOLE)
+    elif rank <= 64:
+        _expand_pieces(y_rows, even_rank(low), columns, form, 64, WHOLE)
     else:
-        _expand_looped(
-            y_rows, v, even(b), scale, col, end,
-            MAX_SPLIT, BLOCK_M, PIECE // 4, 64, PRECISION, ACCUMULATE,
-        )  # fmt: skip
+        _expand_looped(y_rows, even_rank(low), columns, form, form.piece // 4, 64)
 
 
 @triton.jit
 def _expand_pieces(
     y_rows: tl.tensor,
-    v: Shrunk,
-    b: LoraB,
-    scale: tl.tensor,
-    col: tl.tensor,
-    end: tl.tensor,
-    MAX_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PIECE: tl.constexpr,
+    low: LowRank,
+    columns: tl.tuple,
+    form: _Form,
     BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
     WHOLE: tl.constexpr,
 ) -> None:
     """Where the whole rank fits one step: v is read once, pieces of B and y are prefetched."""
+    BLOCK_M: tl.constexpr = y_rows.shape[0]
+    PIECE: tl.constexpr = form.piece * 16 // BLOCK_R
+    v, b, scale = low
+    col, end = columns
     r = tl.arange(0, BLOCK_R)
-    total = load_v(v, r, b.rank, MAX_SPLIT, BLOCK_M)
+    total = load_v(v, r, b.rank, form.max_split, BLOCK_M)
     # Less work than of all columns, but float16 may not hold what the product would bring back.
     EARLY: tl.constexpr = y_rows.dtype.element_ty != tl.float16
     if EARLY:
         total = scale * total
-    for begin in tl.range(col, end, PIECE, num_stages=STAGES):
+    for begin in tl.range(col, end, PIECE, num_stages=form.stages):
         n = begin + tl.arange(0, PIECE)
-        delta = product(total, load_b(b, n, r, end, WHOLE), BLOCK_M, PRECISION)
+        delta = product(total, load_b(b, n, r, end, WHOLE), BLOCK_M, form.precision)
         if not EARLY:
             delta = scale * delta
-        _write(y_rows, v.rows, n, end, delta, BLOCK_M, ACCUMULATE, WHOLE)
+        _write(y_rows, v.rows, n, end, delta, form.accumulate, WHOLE)
 
 
 @triton.jit
 def _expand_looped(
     y_rows: tl.tensor,
-    v: Shrunk,
-    b: LoraB,
-    scale: tl.tensor,
-    col: tl.tensor,
-    end: tl.tensor,
-    MAX_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    low: LowRank,
+    columns: tl.tuple,
+    form: _Form,
     PIECE: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
 ) -> None:
     """Any rank, BLOCK_R columns of B at a time."""
+    BLOCK_M: tl.constexpr = y_rows.shape[0]
+    v, b, scale = low
+    col, end = columns
     for begin in tl.range(col, end, PIECE, num_stages=1):
         n = begin + tl.arange(0, PIECE)
-        acc = low_rank_one(v, b, n, end, MAX_SPLIT, BLOCK_M, PIECE, BLOCK_R, PRECISION)
-        _write(y_rows, v.rows, n, end, scale * acc, BLOCK_M, ACCUMULATE, False)
+        acc = low_rank_one(v, b, n, end, form.max_split, BLOCK_M, PIECE, BLOCK_R, form.precision)
+        _write(y_rows, v.rows, n, end, scale * acc, form.accumulate, False)
 
 
 @triton.jit
@@ -333,13 +289,12 @@ def _write(
     n: tl.tensor,
     end: tl.tensor,
     delta: tl.tensor,
-    BLOCK_M: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     WHOLE: tl.constexpr,
 ) -> None:
     """`y += delta`, or `y = delta`."""
     at = y_rows[:, None] + n[None, :]
-    live = (tl.arange(0, BLOCK_M) < length)[:, None]
+    live = (tl.arange(0, y_rows.shape[0]) < length)[:, None]
     if not WHOLE:
         live &= (n < end)[None, :]
     if ACCUMULATE:

@@ -24,6 +24,20 @@ class LoraB(NamedTuple):
     rank: Any
 
 
+class LowRank(NamedTuple):
+    """`scale * v B^T` of one projection."""
+
+    v: Shrunk
+    b: LoraB
+    scale: Any
+
+
+@triton.jit
+def even_rank(low: LowRank) -> Any:
+    """The same, whose rank is a multiple of 8; see `in_eights`."""
+    return LowRank(low.v, even(low.b), low.scale)
+
+
 @triton.jit
 def even(b: LoraB) -> Any:
     """The same B, whose rank is a multiple of 8; see `in_eights`."""

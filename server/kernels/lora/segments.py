@@ -45,6 +45,11 @@ class Segments:
     scratch: torch.Tensor
 
     @property
+    def routed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As kernels take them: order, tiles and their number."""
+        return self.order, self.tiles, self.num_tiles
+
+    @property
     def max_tiles(self) -> int:
         return self.tiles.shape[0]
 

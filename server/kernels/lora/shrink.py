@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from server.kernels.launch.configs import ShrinkConfig
-from server.kernels.launch.launch import wait
+from server.kernels.launch.launch import dot_precision, wait
 from server.kernels.lora.checks import check_context, check_rows
 from server.kernels.lora.record import a_at, ranks_at, total_rank_at
 from server.kernels.lora.segments import Segments
@@ -48,18 +48,14 @@ def shrink(
         raise ValueError(f"max_split {config.max_split}, a workspace of {workspace.max_split}")
     if segments.rows == 0:
         return
-    pdl = after_input and config.programmatic_launch
     _shrink_kernel[(min(segments.max_tiles * config.max_split, config.num_programs),)](
         x,
-        workspace.planes,
-        workspace.splits,
-        (segments.order, segments.tiles, segments.num_tiles),
-        (table.words, table.ints),
+        workspace.arguments,
+        segments.routed,
+        table.tensors,
         site,
         table.num_sites,
         x.stride(0),
-        workspace.planes.stride(1),
-        workspace.planes.stride(0),
         config.num_programs,
         IN=x.shape[1],
         MAX_SPLIT=config.max_split,
@@ -68,11 +64,8 @@ def shrink(
         BLOCK_K=config.block_k,
         WARPS=config.num_warps,
         STAGES=config.num_stages,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        PDL=pdl,
-        num_warps=config.num_warps,
-        maxnreg=config.max_registers,
-        launch_pdl=pdl,
+        PRECISION=dot_precision(x.dtype),
+        **config.launch_options(early=after_input),
     )
 
 
@@ -114,15 +107,12 @@ def gather_embedding(
 @triton.jit(do_not_specialize=["site", "num_sites", "target_items"])
 def _shrink_kernel(
     x_ptr: tl.tensor,
-    planes_ptr: tl.tensor,
-    splits_ptr: tl.tensor,
+    workspace: tl.tuple,
     routed: tl.tuple,
-    records: tl.tuple,
+    table: tl.tuple,
     site: tl.tensor,
     num_sites: tl.tensor,
     stride_x: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
     target_items: tl.tensor,
     IN: tl.constexpr,
     MAX_SPLIT: tl.constexpr,
@@ -139,6 +129,7 @@ def _shrink_kernel(
     # the table, and one item further ahead the tile, since the record's address depends on it.
     # The largest step: where it may end, every other may.
     UNIT: tl.constexpr = _step_of(BLOCK_K, 16, WARPS, BLOCK_M)
+    planes_ptr, splits_ptr, stride_v, stride_plane = workspace
     order_ptr, tiles_ptr, num_tiles_ptr = routed
     tiles = tl.load(num_tiles_ptr)
     wanted = tl.maximum(1, tl.minimum(MAX_SPLIT, target_items // tl.maximum(tiles, 1)))
@@ -147,7 +138,7 @@ def _shrink_kernel(
     items = tiles * splits
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, tile = load_tile(tiles_ptr, item // splits, item < items, MAX_PARTS)
-    of_site = _Site(records[0], records[1], order_ptr, site, num_sites)
+    of_site = _Site(table[0], table[1], order_ptr, site, num_sites)
     record = _load_record(of_site, slot, tile, BLOCK_M)
     ahead = item + step
     slot, next_tile = load_tile(tiles_ptr, ahead // splits, ahead < items, MAX_PARTS)
@@ -168,9 +159,20 @@ def _shrink_kernel(
             _shrink_tile(
                 x_ptr, stride_x, order_ptr + tile.start, record.first_rows,
                 _Part(tile.length, a_ptr + first * IN, ranks, v_ptr, stride_v, split * span, end),
-                IN, BLOCK_M, BLOCK_K, WARPS, STAGES, PRECISION,
+                _Form(IN, BLOCK_K, WARPS, STAGES, PRECISION), BLOCK_M,
             )  # fmt: skip
         record, tile, next_tile = next_record, next_tile, later_tile
+
+
+class _Form(NamedTuple):
+    """Constants: input features, those of a step of many rows, warps, stages of the loop, precision
+    of float32."""
+
+    inputs: Any
+    step: Any
+    warps: Any
+    stages: Any
+    precision: Any
 
 
 class _Site(NamedTuple):
@@ -219,32 +221,22 @@ def _shrink_tile(
     order_ptr: tl.tensor,
     first_rows: tl.tensor,
     part: _Part,
-    IN: tl.constexpr,
+    form: _Form,
     BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     """order_ptr: of the tile's rows; first_rows: `[small_tile(BLOCK_M)]`."""
     SMALL: tl.constexpr = small_tile(BLOCK_M)
     if part.length <= SMALL:
         few = x_ptr + first_rows * stride_x
-        _shrink_few(
-            few, part,
-            IN, SMALL, BLOCK_K, WARPS, STAGES, PRECISION, BLOCK_M,
-        )  # fmt: skip
+        _shrink_few(few, part, form, BLOCK_M)
     else:
         many = x_ptr + tile_rows(order_ptr, part.length, BLOCK_M) * stride_x
         if BLOCK_M <= 16:
-            _shrink_few(
-                many, part,
-                IN, BLOCK_M, BLOCK_K, WARPS, STAGES, PRECISION, BLOCK_M,
-            )  # fmt: skip
+            _shrink_few(many, part, form, BLOCK_M)
         elif part.ranks <= 16:
-            _shrink_rows(many, part, IN, BLOCK_M, 16, BLOCK_K, 1, STAGES, PRECISION)
+            _shrink_rows(many, part, form, 16, form.step, 1)
         else:
-            _shrink_rows(many, part, IN, BLOCK_M, 64, BLOCK_K, 1, STAGES, PRECISION)
+            _shrink_rows(many, part, form, 64, form.step, 1)
 
 
 @triton.jit(do_not_specialize=["site", "num_sites"])
@@ -287,33 +279,18 @@ def _gather_kernel(
 
 
 @triton.jit
-def _shrink_few(
-    x_rows: tl.tensor,
-    part: _Part,
-    IN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-) -> None:
+def _shrink_few(x_rows: tl.tensor, part: _Part, form: _Form, TILE_ROWS: tl.constexpr) -> None:
     """Up to 16 rows, of tiles of TILE_ROWS."""
+    WARPS: tl.constexpr = form.warps
+    STEP_16: tl.constexpr = _step_of(form.step, 16, WARPS, TILE_ROWS)
+    STEP_32: tl.constexpr = _step_of(form.step, 32, WARPS, TILE_ROWS)
+    STEP_64: tl.constexpr = _step_of(form.step, 64, WARPS, TILE_ROWS)
     if part.ranks <= 16:
-        _shrink_rows(
-            x_rows, part,
-            IN, BLOCK_M, 16, _step_of(BLOCK_K, 16, WARPS, TILE_ROWS), WARPS, STAGES, PRECISION,
-        )  # fmt: skip
+        _shrink_rows(x_rows, part, form, 16, STEP_16, WARPS)
     elif part.ranks <= 32:
-        _shrink_rows(
-            x_rows, part,
-            IN, BLOCK_M, 32, _step_of(BLOCK_K, 32, WARPS, TILE_ROWS), WARPS, STAGES, PRECISION,
-        )  # fmt: skip
+        _shrink_rows(x_rows, part, form, 32, STEP_32, WARPS)
     else:
-        _shrink_rows(
-            x_rows, part,
-            IN, BLOCK_M, 64, _step_of(BLOCK_K, 64, WARPS, TILE_ROWS), WARPS, STAGES, PRECISION,
-        )  # fmt: skip
+        _shrink_rows(x_rows, part, form, 64, STEP_64, WARPS)
 
 
 @triton.constexpr_function
@@ -329,54 +306,42 @@ def _step_of(block_k: int, ranks: int, warps: int, tile_rows: int) -> int:
 def _shrink_rows(
     x_rows: tl.tensor,
     part: _Part,
-    IN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    form: _Form,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     """BLOCK_R ranks at a time. WARPS: how many divide few rows' work."""
-    m = tl.arange(0, BLOCK_M)[:, None]
+    m = tl.arange(0, x_rows.shape[0])[:, None]
     for first in range(0, part.ranks, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         if BLOCK_R < 16 * WARPS:
-            low = _low_by_warps(
-                x_rows, part, r, IN, BLOCK_M, BLOCK_R, BLOCK_K, WARPS, STAGES, PRECISION
-            )
+            low = _low_by_warps(x_rows, part, r, form, BLOCK_K, WARPS)
         else:
-            low = _low(x_rows, part, r, IN, BLOCK_M, BLOCK_R, BLOCK_K, STAGES, PRECISION)
+            low = _low(x_rows, part, r, form, BLOCK_K)
         known = (m < part.length) & (r < part.ranks)[None, :]
         tl.store(part.v_ptr + m * part.stride_v + r[None, :], low, mask=known)
 
 
 @triton.jit
-def _low(
-    x_rows: tl.tensor,
-    part: _Part,
-    r: tl.tensor,
-    IN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> Any:
-    """`x A^T` of ranks r, float32 `[BLOCK_M, BLOCK_R]`. Few rows are the tensor cores' 8 columns,
-    not their 16 rows."""
+def _low(x_rows: tl.tensor, part: _Part, r: tl.tensor, form: _Form, BLOCK_K: tl.constexpr) -> Any:
+    """`x A^T` of ranks r, float32 `[rows, ranks]`. Few rows are the tensor cores' 8 columns, not
+    their 16 rows."""
+    BLOCK_M: tl.constexpr = x_rows.shape[0]
+    BLOCK_R: tl.constexpr = r.shape[0]
     FEW: tl.constexpr = BLOCK_M <= 16
+    IN: tl.constexpr = form.inputs
     live = (tl.arange(0, BLOCK_M) < part.length)[:, None]
     acc = tl.zeros((BLOCK_R, BLOCK_M) if FEW else (BLOCK_M, BLOCK_R), tl.float32)
-    for step in tl.range(part.begin, part.end, BLOCK_K, num_stages=STAGES):
+    for step in tl.range(part.begin, part.end, BLOCK_K, num_stages=form.stages):
         cols = (step + tl.arange(0, BLOCK_K))[None, :]
         rows = tl.load(x_rows[:, None] + cols, mask=_inside(live, cols, IN, BLOCK_K), other=0.0)
         known = _inside((r < part.ranks)[:, None], cols, IN, BLOCK_K)
         weights = tl.load(part.a_ptr + r[:, None] * IN + cols, mask=known, other=0.0)
         if FEW:
-            acc = tl.dot(weights, tl.trans(rows), acc, input_precision=PRECISION)
+            acc = tl.dot(weights, tl.trans(rows), acc, input_precision=form.precision)
         else:
-            acc = tl.dot(rows, tl.trans(weights), acc, input_precision=PRECISION)
+            acc = tl.dot(rows, tl.trans(weights), acc, input_precision=form.precision)
     return tl.trans(acc) if FEW else acc
 
 
@@ -385,27 +350,24 @@ def _low_by_warps(
     x_rows: tl.tensor,
     part: _Part,
     r: tl.tensor,
-    IN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    form: _Form,
     BLOCK_K: tl.constexpr,
     WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> Any:
     """The same of too few ranks for all warps, which would compute the same: each has its own input
     features, and their sums are added up last."""
+    IN: tl.constexpr = form.inputs
     PART: tl.constexpr = BLOCK_K // WARPS
     k = (tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :])[:, None, :]
-    live = (tl.arange(0, BLOCK_M) < part.length)[None, :, None]
-    acc = tl.zeros((WARPS, BLOCK_R, BLOCK_M), tl.float32)
-    for step in tl.range(part.begin, part.end, BLOCK_K, num_stages=STAGES):
+    live = (tl.arange(0, x_rows.shape[0]) < part.length)[None, :, None]
+    acc = tl.zeros((WARPS, r.shape[0], x_rows.shape[0]), tl.float32)
+    for step in tl.range(part.begin, part.end, BLOCK_K, num_stages=form.stages):
         cols = step + k
         at = x_rows[None, :, None] + cols
         rows = tl.load(at, mask=_inside(live, cols, IN, BLOCK_K), other=0.0)
         known = _inside((r < part.ranks)[None, :, None], cols, IN, BLOCK_K)
         weights = tl.load(part.a_ptr + r[None, :, None] * IN + cols, mask=known, other=0.0)
-        acc = tl.dot(weights, tl.permute(rows, (0, 2, 1)), acc, input_precision=PRECISION)
+        acc = tl.dot(weights, tl.permute(rows, (0, 2, 1)), acc, input_precision=form.precision)
     return tl.trans(tl.sum(acc, axis=0))
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from server.kernels.lora.low_rank import LoraB, LowRank, Shrunk
 from server.kernels.lora.record import b_at, ranks_at, record_of, scales_at
 
 
@@ -98,3 +99,20 @@ def load_projection(records: Records, slot: tl.tensor, p: tl.tensor) -> Any:
     first += tl.load(ranks_ptr + 1, mask=p > 1, other=0)
     scale = tl.load(scales_at(records.floats_ptr, record) + p)
     return ProjectionRecord(rank, first, scale, tl.load(b_at(records.words_ptr, record) + p))
+
+
+@triton.jit
+def low_rank_of(
+    projection: ProjectionRecord,
+    tile: Tile,
+    workspace: tl.tuple,
+    splits: tl.tensor,
+    DTYPE: tl.constexpr,
+) -> Any:
+    """What the projection adds to a tile's rows. workspace: as of `Workspace.arguments`; splits:
+    how many of its planes there are. DTYPE: of B."""
+    b_ptr = tl.multiple_of(projection.address.to(tl.pointer_type(DTYPE)), 16)
+    planes_ptr, _, row_stride, plane_stride = workspace
+    v_ptr = planes_ptr + tile.start * row_stride + projection.first
+    v = Shrunk(v_ptr, row_stride, plane_stride, splits, tile.length)
+    return LowRank(v, LoraB(b_ptr, projection.rank), projection.scale)

@@ -31,6 +31,11 @@ class Workspace:
         return self.planes.shape[1]
 
     @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """As kernels take them: planes, splits, and the strides of a plane's rows and of planes."""
+        return self.planes, self.splits, self.planes.stride(1), self.planes.stride(0)
+
+    @property
     def width(self) -> int:
         return self.planes.shape[2]
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from server.kernels.launch.configs import FusedConfig
-from server.kernels.launch.launch import load_first
+from server.kernels.launch.launch import dot_precision, load_first
 from server.kernels.lora.checks import check_context, check_whole_tiles
 from server.kernels.lora.low_rank import (
     LoraB,
@@ -47,8 +47,7 @@ def gated_lora(
     projection. For tiles of more than 16 rows, and where every adapter of the batch has ranks, at
     both sites, that are multiples of 8 up to its width, one of RANK_BLOCKS.
     """
-    table, site = pending.table, pending.site
-    segments, workspace = pending.segments, pending.workspace
+    segments, workspace, table = pending.segments, pending.workspace, pending.table
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     _check(gate_up, pending, shrunk)
     down = workspace if shrunk is None else shrunk
@@ -59,21 +58,12 @@ def gated_lora(
     _gated_lora_kernel[(min(items, config.num_programs),)](
         gate_up,
         out,
-        workspace.planes,
-        workspace.splits,
-        down.planes,
-        down.splits,
-        segments.order,
-        segments.tiles,
-        segments.num_tiles,
-        table.words,
-        table.ints,
-        table.floats,
-        site,
+        workspace.arguments,
+        down.arguments,
+        segments.routed,
+        table.tensors,
+        pending.site,
         table.num_sites,
-        workspace.planes.stride(1),
-        workspace.planes.stride(0),
-        down.planes.stride(0),
         config.num_programs,
         INNER=inner,
         MAX_SPLIT=workspace.max_split,
@@ -84,11 +74,8 @@ def gated_lora(
         MAX_PIECES=config.max_pieces,
         STAGES=config.num_stages,
         ACTIVATION=activation,
-        PRECISION="ieee" if gate_up.dtype == torch.float32 else "tf32",
-        PDL=config.programmatic_launch,
-        num_warps=config.num_warps,
-        maxnreg=config.max_registers,
-        launch_pdl=config.programmatic_launch,
+        PRECISION=dot_precision(gate_up.dtype),
+        **config.launch_options(),
     )
     return out
 
@@ -112,21 +99,12 @@ def _check(gate_up: torch.Tensor, pending: PendingLora, shrunk: Workspace | None
 def _gated_lora_kernel(
     y_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    planes_ptr: tl.tensor,
-    splits_ptr: tl.tensor,
-    down_ptr: tl.tensor,
-    down_splits_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    tiles_ptr: tl.tensor,
-    num_tiles_ptr: tl.tensor,
-    words_ptr: tl.tensor,
-    ints_ptr: tl.tensor,
-    floats_ptr: tl.tensor,
+    workspace: tl.tuple,
+    down_workspace: tl.tuple,
+    routed: tl.tuple,
+    table: tl.tuple,
     site: tl.tensor,
     num_sites: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
-    stride_down: tl.tensor,
     target_items: tl.tensor,
     INNER: tl.constexpr,
     MAX_SPLIT: tl.constexpr,
@@ -141,12 +119,15 @@ def _gated_lora_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """An item is (tile of rows, some pieces of columns); programs take items round robin."""
+    planes_ptr, splits_ptr, stride_v, stride_plane = workspace
+    down_ptr, down_splits_ptr, _, stride_down = down_workspace
+    order_ptr, tiles_ptr, num_tiles_ptr = routed
     pieces, blocks, items = _cut_columns(
         num_tiles_ptr, target_items, INNER, PIECE, MAX_PIECES, DOWN_SPLIT
     )
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, tile = load_tile(tiles_ptr, item // blocks, item < items)
-    records = Records(words_ptr, ints_ptr, floats_ptr, site, num_sites)
+    records = Records(table[0], table[1], table[2], site, num_sites)
     record, down = _load_record(records, slot, DOWN)
     ahead = item + step
     slot, next_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
@@ -162,8 +143,8 @@ def _gated_lora_kernel(
             y_ptr, out_ptr, order_ptr + tile.start,
             Shrunk(v_ptr, stride_v, stride_plane, splits, tile.length),
             record, down, down_ptr + item % blocks * stride_down + tile.start * DOWN,
-            col, tl.minimum(INNER, col + pieces * PIECE),
-            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, ACTIVATION, PRECISION, DOWN,
+            (col, tl.minimum(INNER, col + pieces * PIECE)),
+            _Form(INNER, MAX_SPLIT, PIECE, STAGES, ACTIVATION, PRECISION, DOWN), BLOCK_M,
         )  # fmt: skip
         record, down = next_record, next_down
         tile, next_tile = next_tile, later_tile
@@ -189,6 +170,20 @@ def _cut_columns(
     return pieces, blocks, tiles * blocks
 
 
+class _Form(NamedTuple):
+    """Constants: features of the result, planes of v, columns of a piece at rank 16, stages of the
+    loop, activation, precision of float32. down: columns of the next site's v, 0 = it is not
+    wanted; where it is, all ranks fit it."""
+
+    inner: Any
+    max_split: Any
+    piece: Any
+    stages: Any
+    activation: Any
+    precision: Any
+    down: Any
+
+
 class _Record(NamedTuple):
     """Both ranks as one word (0 without an adapter), addresses of both B and of the scales."""
 
@@ -211,6 +206,16 @@ class _Down(NamedTuple):
     a_ptr: Any
     rank: Any
     v_ptr: Any
+
+
+class _LowRanks(NamedTuple):
+    """`scale * v B^T` of gate and up: v of gate's ranks and then of up's, both B, both scales."""
+
+    v: Shrunk
+    b0: LoraB
+    b1: LoraB
+    scale0: Any
+    scale1: Any
 
 
 class _Matrices(NamedTuple):
@@ -248,127 +253,77 @@ def _gated_tile(
     record: _Record,
     down: _DownRecord,
     down_ptr: tl.tensor,
-    col: tl.tensor,
-    end: tl.tensor,
-    INNER: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
+    columns: tl.tuple,
+    form: _Form,
     BLOCK_M: tl.constexpr,
-    PIECE: tl.constexpr,
-    STAGES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DOWN: tl.constexpr,
 ) -> None:
-    """Few rows or many."""
+    """Few rows or many. columns: where those of the item begin and end."""
     kind: tl.constexpr = tl.pointer_type(y_ptr.dtype.element_ty)
     ranks = record.ranks
     b0 = LoraB(tl.multiple_of(record.gate.to(kind), 16), (ranks & 0xFFFFFFFF).to(tl.int32))
     b1 = LoraB(tl.multiple_of(record.up.to(kind), 16), (ranks >> 32).to(tl.int32))
     next_site = _Down(tl.multiple_of(down.address.to(kind), 16), down.rank, down_ptr)
-    scales = (tl.load(record.scales_ptr), tl.load(record.scales_ptr + 1))
+    scale0, scale1 = tl.load(record.scales_ptr), tl.load(record.scales_ptr + 1)
+    low = _LowRanks(v, b0, b1, scale0, scale1)
     SMALL: tl.constexpr = small_tile(BLOCK_M)
     if v.rows <= SMALL:
         few = tile_rows(order_ptr, v.rows, SMALL)
-        _gated_rows(
-            _Matrices(y_ptr, out_ptr, few), v, b0, b1, scales, next_site, col, end,
-            INNER, MAX_SPLIT, SMALL, PIECE, STAGES, ACTIVATION, PRECISION, DOWN,
-        )  # fmt: skip
+        _gated_rows(_Matrices(y_ptr, out_ptr, few), low, next_site, columns, form)
     else:
         many = tile_rows(order_ptr, v.rows, BLOCK_M)
-        _gated_rows(
-            _Matrices(y_ptr, out_ptr, many), v, b0, b1, scales, next_site, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, ACTIVATION, PRECISION, DOWN,
-        )  # fmt: skip
+        _gated_rows(_Matrices(y_ptr, out_ptr, many), low, next_site, columns, form)
 
 
 @triton.jit
 def _gated_rows(
-    target: _Matrices,
-    v: Shrunk,
-    b0: LoraB,
-    b1: LoraB,
-    scales: tl.tuple,
-    down: _Down,
-    col: tl.tensor,
-    end: tl.tensor,
-    INNER: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PIECE: tl.constexpr,
-    STAGES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DOWN: tl.constexpr,
+    target: _Matrices, low: _LowRanks, down: _Down, columns: tl.tuple, form: _Form
 ) -> None:
-    """Columns col .. end of a tile's rows. DOWN: of down's v, 0 = is not wanted; where it
-    is, all ranks fit it."""
-    widest = tl.maximum(b0.rank, b1.rank)
-    even0, even1 = even(b0), even(b1)
-    if DOWN > 0:
-        _gated_pieces(
-            target, v, even0, even1, scales, down, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE * 16 // DOWN, DOWN, STAGES, ACTIVATION,
-            PRECISION, DOWN,
-        )  # fmt: skip
-    elif (b0.rank | b1.rank) % 8 != 0:
-        _gated_any_rank(
-            target, v, b0, b1, scales, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, ACTIVATION, PRECISION,
-        )  # fmt: skip
+    """As many ranks at a time as both projections have, as far as registers go."""
+    rank0, rank1 = low.b0.rank, low.b1.rank
+    widest = tl.maximum(rank0, rank1)
+    evens = _LowRanks(low.v, even(low.b0), even(low.b1), low.scale0, low.scale1)
+    if form.down > 0:
+        _gated_pieces(target, evens, down, columns, form, form.down)
+    elif (rank0 | rank1) % 8 != 0:
+        _gated_any_rank(target, low, columns, form)
     elif widest <= 16:
-        _gated_pieces(
-            target, v, even0, even1, scales, down, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE, 16, STAGES, ACTIVATION, PRECISION, 0,
-        )  # fmt: skip
+        _gated_pieces(target, evens, down, columns, form, 16)
     elif widest <= 32:
-        _gated_pieces(
-            target, v, even0, even1, scales, down, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE // 2, 32, STAGES, ACTIVATION, PRECISION, 0,
-        )  # fmt: skip
+        _gated_pieces(target, evens, down, columns, form, 32)
     elif widest <= 64:
-        _gated_pieces(
-            target, v, even0, even1, scales, down, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, 64, STAGES, ACTIVATION, PRECISION, 0,
-        )  # fmt: skip
+        _gated_pieces(target, evens, down, columns, form, 64)
     else:
-        _gated_any_rank(
-            target, v, even0, even1, scales, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, ACTIVATION, PRECISION,
-        )  # fmt: skip
+        _gated_any_rank(target, evens, columns, form)
 
 
 @triton.jit
 def _gated_pieces(
     target: _Matrices,
-    v: Shrunk,
-    b0: LoraB,
-    b1: LoraB,
-    scales: tl.tuple,
+    low: _LowRanks,
     down: _Down,
-    col: tl.tensor,
-    end: tl.tensor,
-    INNER: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PIECE: tl.constexpr,
+    columns: tl.tuple,
+    form: _Form,
     BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DOWN: tl.constexpr,
 ) -> None:
     """Where all ranks fit one step: v is read once, pieces of B and of the product ahead."""
+    INNER: tl.constexpr = form.inner
+    DOWN: tl.constexpr = form.down
+    BLOCK_M: tl.constexpr = target.rows.shape[0]
+    PIECE: tl.constexpr = form.piece * 16 // BLOCK_R
+    PRECISION: tl.constexpr = form.precision
+    v, b0, b1, scale0, scale1 = low
+    col, end = columns
     r = tl.arange(0, BLOCK_R)
     if DOWN > 0:
         acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    v0 = load_v(v, r, b0.rank, MAX_SPLIT, BLOCK_M)
-    v1 = load_v(columns_from(v, b0.rank), r, b1.rank, MAX_SPLIT, BLOCK_M)
+    v0 = load_v(v, r, b0.rank, form.max_split, BLOCK_M)
+    v1 = load_v(columns_from(v, b0.rank), r, b1.rank, form.max_split, BLOCK_M)
     # Of few columns that is less work, but float16 may not hold what the product would bring back.
     EARLY: tl.constexpr = target.y_ptr.dtype.element_ty != tl.float16
     if EARLY:
-        v0, v1 = scales[0] * v0, scales[1] * v1
+        v0, v1 = scale0 * v0, scale1 * v1
     WHOLE: tl.constexpr = INNER % PIECE == 0
-    for begin in tl.range(col, end, PIECE, num_stages=STAGES):
+    for begin in tl.range(col, end, PIECE, num_stages=form.stages):
         n = begin + tl.arange(0, PIECE)
         at, out_at, live = _places(target.rows, v.rows, n, end, INNER, BLOCK_M, WHOLE)
         gate = tl.load(target.y_ptr + at, mask=live, other=0.0).to(tl.float32)
@@ -377,9 +332,9 @@ def _gated_pieces(
             gate += product(v0, load_b(b0, n, r, end, WHOLE), BLOCK_M, PRECISION)
             up += product(v1, load_b(b1, n, r, end, WHOLE), BLOCK_M, PRECISION)
         else:
-            gate += scales[0] * product(v0, load_b(b0, n, r, end, WHOLE), BLOCK_M, PRECISION)
-            up += scales[1] * product(v1, load_b(b1, n, r, end, WHOLE), BLOCK_M, PRECISION)
-        out = activated(gate, up, ACTIVATION).to(target.out_ptr.dtype.element_ty)
+            gate += scale0 * product(v0, load_b(b0, n, r, end, WHOLE), BLOCK_M, PRECISION)
+            up += scale1 * product(v1, load_b(b1, n, r, end, WHOLE), BLOCK_M, PRECISION)
+        out = activated(gate, up, form.activation).to(target.out_ptr.dtype.element_ty)
         tl.store(target.out_ptr + out_at, out, mask=live)
         if DOWN > 0:
             known = (r < down.rank)[:, None]
@@ -394,29 +349,20 @@ def _gated_pieces(
 
 
 @triton.jit
-def _gated_any_rank(
-    target: _Matrices,
-    v: Shrunk,
-    b0: LoraB,
-    b1: LoraB,
-    scales: tl.tuple,
-    col: tl.tensor,
-    end: tl.tensor,
-    INNER: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PIECE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+def _gated_any_rank(target: _Matrices, low: _LowRanks, columns: tl.tuple, form: _Form) -> None:
+    INNER: tl.constexpr = form.inner
+    BLOCK_M: tl.constexpr = target.rows.shape[0]
+    PIECE: tl.constexpr = form.piece // 4
+    v, b0, b1, scale0, scale1 = low
+    col, end = columns
     for begin in range(col, end, PIECE):
         n = begin + tl.arange(0, PIECE)
         at, out_at, live = _places(target.rows, v.rows, n, end, INNER, BLOCK_M, False)
         gate = tl.load(target.y_ptr + at, mask=live, other=0.0).to(tl.float32)
         up = tl.load(target.y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
-        delta0, delta1 = low_rank(v, b0, b1, n, end, MAX_SPLIT, BLOCK_M, PIECE, PRECISION)
-        gate, up = gate + scales[0] * delta0, up + scales[1] * delta1
-        out = activated(gate, up, ACTIVATION)
+        delta0, delta1 = low_rank(v, b0, b1, n, end, form.max_split, BLOCK_M, PIECE, form.precision)
+        gate, up = gate + scale0 * delta0, up + scale1 * delta1
+        out = activated(gate, up, form.activation)
         tl.store(target.out_ptr + out_at, out.to(target.out_ptr.dtype.element_ty), mask=live)
 
 

@@ -227,7 +227,7 @@ class CudaOps:
         prompts = plan.attention.prompts
         places = (plan.angles[prompts], slots[self.cache.groups.group(layer), prompts])
         pages, norm = self.cache.of(layer), self._norm(layer, qk_norm)
-        return rope_append(qkv[prompts], self.rotations[layer], *places, *pages, norm)
+        return rope_append(qkv[prompts], self.rotations[layer], *places, pages, norm)
 
     def _norm(self, layer: int, weights: torch.Tensor | None) -> QkNorm | None:
         """Of q and k."""
@@ -245,7 +245,7 @@ class CudaOps:
         y, prompts = qkv.y, plan.attention.prompts
         pages, norm = self.cache.of(layer), self._norm(layer, qk_norm)
         slots = plan.slots[self.cache.groups.group(layer)]
-        context = (self.rotations[layer], plan.angles, slots, *pages, norm)
+        context = (self.rotations[layer], plan.angles, slots, pages, norm)
         return rope_append_lora(y, qkv.lora, prompts.start, *context, self._configs.rope(len(y)))
 
     def gated(self, gate_up: LinearOutput, activation: Activation) -> torch.Tensor:

@@ -87,21 +87,22 @@ class _Ground:
     base: BaseModel
     fleet: Fleet
     catalog: Catalog
+    use: AdapterUse
+    sandbox: TemplateSandbox
+    background: Background
+    errors: CallerErrors
+    body_limits: BodyLimits
 
 
 def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> Service:
     """Nothing runs before `Service.run`. Raises RouterConfigError."""
     check_workers(config)
     ground = _ground(config, registry, hub)
-    use, sandbox, background = AdapterUse(time.time), TemplateSandbox(), Background()
-    errors = CallerErrors(ground.metrics)
-    body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s)
-    admin = _admin(ground, use)
+    admin = _admin(ground)
     rollouts = Rollouts(admin, lambda by: ground.metrics.rollbacks.labels(by).inc())
     file = _adapters_file(config, admin, rollouts, ground.fleet.names_known)
-    tokeniser = _tokeniser(config, sandbox)
-    dispatcher = _dispatcher(ground, tokeniser, use)
-    membership = Membership(ground.base, ground.fleet, admin, dispatcher, background)
+    tokeniser = _tokeniser(ground)
+    dispatcher = _dispatcher(ground, tokeniser)
     service = Service(
         config=config,
         router_id=ground.router_id,
@@ -115,18 +116,18 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         rollouts=rollouts,
         keeper=_keeper(ground, rollouts),
         adapters_file=file,
-        connections=_connections(ground, membership),
+        connections=_connections(ground, admin, dispatcher),
         tokeniser=tokeniser,
         dispatcher=dispatcher,
-        answerer=_answerer(ground, dispatcher, errors, body_limits),
-        sandbox=sandbox,
+        answerer=_answerer(ground, dispatcher),
+        sandbox=ground.sandbox,
         saved_card=saved_card(config),
-        errors=errors,
-        watch=FleetWatch(ground.base, ground.catalog, ground.fleet, dispatcher, file, errors),
+        errors=ground.errors,
+        watch=_watch(ground, dispatcher, file),
         tracing=_tracing(config),
         front_door=FrontDoor(config.max_connections, config.max_connections_per_address),
-        idempotency=_idempotency(ground, body_limits),
-        background=background,
+        idempotency=_idempotency(ground),
+        background=ground.background,
         orphaned_unloads=OrphanedUnloads(ground.sharing.store, admin),
         declared_check=_declared_check(ground),
     )
@@ -164,35 +165,42 @@ def _ground(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> _Gro
         base=BaseModel(config, roster),
         fleet=fleet,
         catalog=catalog,
+        use=AdapterUse(time.time),
+        sandbox=TemplateSandbox(),
+        background=Background(),
+        errors=CallerErrors(metrics),
+        body_limits=BodyLimits(config.max_body_bytes, config.body_timeout_s),
     )
 
 
-def _admin(ground: _Ground, use: AdapterUse) -> AdapterAdmin:
+def _admin(ground: _Ground) -> AdapterAdmin:
     workers = AdapterWorkers(ground.catalog, ground.fleet, ground.config.adapter_timeout_s)
-    return AdapterAdmin(ground.catalog, workers, use, ground.base.is_named, ground.router_id)
+    return AdapterAdmin(ground.catalog, workers, ground.use, ground.base.is_named, ground.router_id)
 
 
-def _dispatcher(ground: _Ground, tokeniser: Tokeniser, use: AdapterUse) -> Dispatcher:
+def _dispatcher(ground: _Ground, tokeniser: Tokeniser) -> Dispatcher:
     return Dispatcher(
         base=ground.base,
         catalog=ground.catalog,
         fleet=ground.fleet,
         tokeniser=tokeniser,
         limits=_dispatch_limits(ground.config),
-        use=use,
+        use=ground.use,
         retries=_retries(ground.config),
     )
 
 
-def _answerer(
-    ground: _Ground, dispatcher: Dispatcher, errors: CallerErrors, body_limits: BodyLimits
-) -> Answerer:
+def _watch(ground: _Ground, dispatcher: Dispatcher, file: AdaptersFile | None) -> FleetWatch:
+    return FleetWatch(ground.base, ground.catalog, ground.fleet, dispatcher, file, ground.errors)
+
+
+def _answerer(ground: _Ground, dispatcher: Dispatcher) -> Answerer:
     return Answerer(
         dispatcher=dispatcher,
         tenancy=ground.tenancy,
-        body_limits=body_limits,
+        body_limits=ground.body_limits,
         metrics=ground.metrics,
-        errors=errors,
+        errors=ground.errors,
         intake=Intake(_BEGIN_AT_ONCE),
     )
 
@@ -210,24 +218,24 @@ def _declare_gauges(service: Service, registry: CollectorRegistry) -> None:
     metrics.meters.watch("connections_open", "Connections of clients", lambda: door.open)
 
 
-def _connections(ground: _Ground, membership: Membership) -> Connections:
+def _connections(ground: _Ground, admin: AdapterAdmin, dispatcher: Dispatcher) -> Connections:
     new_client = partial(
         WorkerClient,
         router_id=ground.router_id,
         secret=ground.config.secret,
         cards=CardStore(ground.config.cache_dir),
-        listener=membership,
+        listener=Membership(ground.base, ground.fleet, admin, dispatcher, ground.background),
     )
     return Connections(ground.roster, ground.config.workers, new_client)
 
 
-def _idempotency(ground: _Ground, body_limits: BodyLimits) -> Idempotency:
+def _idempotency(ground: _Ground) -> Idempotency:
     return Idempotency(
         ground.sharing.store,
         ground.tenancy.identify,
         ground.router_id,
         ground.config.idempotency_ttl_s,
-        body_limits,
+        ground.body_limits,
         strict=ground.config.idempotency_outage == "closed",
     )
 
@@ -242,9 +250,10 @@ def _dispatch_limits(config: RouterConfig) -> DispatchLimits:
     )
 
 
-def _tokeniser(config: RouterConfig, sandbox: TemplateSandbox) -> Tokeniser:
+def _tokeniser(ground: _Ground) -> Tokeniser:
+    config = ground.config
     parts = AnswerParts(config.tool_format, config.reasoning_format)
-    return Tokeniser(sandbox, parts, config.grammar)
+    return Tokeniser(ground.sandbox, parts, config.grammar)
 
 
 def _keeper(ground: _Ground, rollouts: Rollouts) -> RolloutKeeper:

@@ -35,12 +35,8 @@ from router.workers.discovery import Discovery
 from router.workers.fleet import Fleet
 from server.protocol import ModelCard
 
-_HUB_THREADS = 8
 _START_POLL_S = 0.02
 _START_POLLS = 100
-_FREE_RETRIES_PER_S = 10.0
-# A few milliseconds of an event loop's iteration.
-_BEGIN_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ class _Tools(NamedTuple):
 
 
 class Constraints:
-    """Called by the loop's thread. Other threads do what takes time.
+    """Called by the loop's thread. Other threads do what takes time. Its owner opens it, and
+    closes it.
 
     load: makes the vocabulary, once, in a thread; raises VocabularyError where the model has none.
     eos: the worker's end tokens. mask_threads: number of threads that fill masks.
@@ -66,10 +67,14 @@ class Constraints:
         self._cache: BoundedCache[Future[LLMatcher]] = BoundedCache(
             limits.cache_entries, limits.cache_bytes
         )
-        self._tools = self._compiling.submit(self._make_tools)
+        self._tools: Future[_Tools] | None = None
         self._news: queue.SimpleQueue[ConstraintNews] = queue.SimpleQueue()
         self._compiled: queue.SimpleQueue[GrammarCompiled] = queue.SimpleQueue()
         self._unanswered = 0
+
+    def open(self) -> None:
+        """Begin to make the vocabulary."""
+        self._tools = self._compiling.submit(self._make_tools)
 
     @property
     def busy(self) -> bool:
@@ -118,12 +123,20 @@ class Constraints:
         """End the threads. Wishes that are not answered never will be."""
         for threads in (self._compiling, self._making, self._filling):
             threads.shutdown(wait=False, cancel_futures=True)
-        if self._tools.done() and not self._tools.cancelled() and self._tools.exception() is None:
-            self._tools.result().checker.close()
+        tools = self._tools
+        if tools is None or not tools.done() or tools.cancelled():
+            return
+        if tools.exception() is None:
+            tools.result().checker.close()
 
     def wait_for_vocabulary(self) -> None:
         """Block until grammars can be compiled, or are known to be refused."""
-        wait([self._tools])
+        wait([self._opened()])
+
+    def _opened(self) -> "Future[_Tools]":
+        if self._tools is None:
+            raise RuntimeError("constraints are used before they are opened")
+        return self._tools
 
     def _make_tools(self) -> _Tools:
         try:
@@ -151,7 +164,7 @@ class Constraints:
     def _compile(self, grammar: str) -> LLMatcher:
         began = time.monotonic()
         try:
-            tools = self._tools.result()
+            tools = self._opened().result()
             tools.checker.check(grammar)
             matcher = compile_grammar(tools.vocabulary, grammar, self._limits)
         except Exception as error:

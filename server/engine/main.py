@@ -98,6 +98,7 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
     constraints = _constraints(config, executor.limits)
     loop = EngineLoop(executor, scheduler, channel, depth, constraints)
     shorten_pauses()
+    constraints.open()
     try:
         channel.send(_ready(executor, config))
         loop.run()

@@ -254,6 +254,7 @@ class OfflineEngine:
         limits = self.executor.limits
         load = partial(_vocabulary, folder, limits.vocab_size, limits.eos_token_ids)
         self._constraints = make_constraints(config.grammar, limits, load)
+        self._constraints.open()
         self._constraints.wait_for_vocabulary()  # its thread would slow what is timed
         self._runs = 0
         self._layouts: dict[int, SlabLayout] = {}  # by rank

@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -65,9 +65,11 @@ def text(token_ids: list[int]) -> str:
     return vocabulary().tokenizer.decode_str([i for i in token_ids if i not in EOS])
 
 
-def constraints(**changes: Any) -> Constraints:
-    """changes: of its limits."""
-    return Constraints(vocabulary, VOCAB, EOS, ServedGrammarLimits(**changes), MASK_THREADS)
+def constraints(load: Callable[[], Vocabulary] = vocabulary, **changes: Any) -> Constraints:
+    """Opened. changes: of its limits."""
+    made = Constraints(load, VOCAB, EOS, ServedGrammarLimits(**changes), MASK_THREADS)
+    made.open()
+    return made
 
 
 def no_vocabulary() -> Vocabulary:

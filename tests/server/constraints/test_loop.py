@@ -7,17 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary
 from server.constraints.constraints import Constraints
 from server.engine.certificates import certified_output
 from server.engine.messages import AbortSequence
 from tests.server.constraints.serving import (
     EOS,
-    MASK_THREADS,
     OBJECT,
     OPTIONS,
-    VOCAB,
     certifying,
     constraints,
     last,
@@ -180,7 +177,7 @@ def test_a_grammar_whose_masks_take_too_long_ends_and_is_refused_from_then_on() 
 
 
 def test_without_a_vocabulary_grammars_alone_are_refused() -> None:
-    made = Constraints(no_vocabulary, VOCAB, EOS, ServedGrammarLimits(), MASK_THREADS)
+    made = constraints(no_vocabulary)
     with serving(certifying(), 2, made) as worker:
         worker.submit(1, make_request([5, 6], 30, grammar=JSON))
         worker.submit(2, make_request([5, 6], 30, allowed_token_ids=(10,), ignore_eos=True))
@@ -197,7 +194,7 @@ def test_a_sequence_whose_grammar_compiles_can_be_aborted_and_has_its_deadline()
         go_on.wait(TIMEOUT_S)
         return vocabulary()
 
-    made = Constraints(late, VOCAB, EOS, ServedGrammarLimits(), MASK_THREADS)
+    made = constraints(late)
     with serving(certifying(), 2, made) as worker:
         worker.submit(1, make_request([5, 6], 30, grammar=JSON))
         worker.submit(2, make_request([5, 6], 30, grammar=JSON, deadline_s=0.01))

@@ -70,7 +70,9 @@ def no_grammars(limits: ExecutorLimits) -> Constraints:
     def load() -> Vocabulary:
         raise VocabularyError("it has no tokenizer")
 
-    return Constraints(load, limits.vocab_size, limits.eos_token_ids, ServedGrammarLimits(), 1)
+    made = Constraints(load, limits.vocab_size, limits.eos_token_ids, ServedGrammarLimits(), 1)
+    made.open()
+    return made
 
 
 class TestExecutor(CertifyingExecutor):

@@ -172,7 +172,7 @@ class WorkerConfig:
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
-    """What the engine process is told on its command line, as JSON.
+    """What the engine process gets on its command line, as JSON.
 
     dtype is resolved; model_path is a folder. host_arena_bytes: size of the shared arena it maps.
     kv_memory: 0 = what weights, adapters and workspace leave of the GPU's share that may be used.

@@ -137,7 +137,7 @@ class SequenceRun:
             self._on_probation = await self._context.retries.probation.acquire()
         try:
             await self._place_once()
-        except WorkerLost:  # before it was sent: no attempt of ours had a part in it
+        except WorkerLost:  # before it was sent: none of this request's attempts had a part in it
             self._retry("overloaded", "the worker was lost")
 
     async def _place_once(self) -> None:

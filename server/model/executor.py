@@ -323,7 +323,7 @@ def _host_arena_made(memory: memoryview, device: torch.device) -> AbstractContex
 
 @contextmanager
 def _advised() -> Iterator[None]:
-    """Memory that runs out is told with what to do about it."""
+    """Memory that runs out is reported with what to do about it."""
     try:
         yield
     except RuntimeError as error:  # torch's, or what Triton and CUDA's libraries make of theirs

@@ -1,8 +1,8 @@
 """The linear of few rows with their LoRA fused into it.
 
-Beside a product of ours kernels of LoRA find no room, and in line with it each costs a launch. So
-some of the product's own programs shrink, A's rows being weights like W's; each of the others, when
-it has its columns, waits for those and expands.
+Beside a product by these kernels those of LoRA find no room, and in line with it each costs a
+launch. So some of the product's own programs shrink, A's rows being weights like W's; each of the
+others, when it has its columns, waits for those and expands.
 """
 
 from dataclasses import dataclass

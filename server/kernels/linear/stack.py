@@ -308,7 +308,7 @@ def _load_low(
     ALL_EIGHTS: tl.constexpr,
 ) -> Any:
     """`scale * A x` where a row's adapter has its ranks in the stack, else 0: `[BLOCK_M, RANKS]`.
-    It is new in this very launch: not from a cache of before."""
+    It is new in this very launch: no older cached value may be read."""
     first, end, shift = stack[3], stack[4], stack[5]
     if ALL_EIGHTS:
         first, end, shift = in_eights(first), in_eights(end), in_eights(shift)

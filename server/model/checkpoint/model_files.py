@@ -118,7 +118,7 @@ def _inner(names: Collection[str], config: str) -> list[str]:
 
 
 def _trained_for(folder: Path) -> str:
-    """What an adapter's config names as its base; "" when it cannot be told."""
+    """What an adapter's config names as its base; "" when it cannot be known."""
     try:
         with (folder / _ADAPTER_FILE).open("rb") as file:
             config = json.loads(file.read(_MAX_JSON_BYTES))

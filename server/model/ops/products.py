@@ -54,7 +54,8 @@ class Products:
         self._choices: dict[tuple[int, int, int], _Choice] = {}
 
     def launch_ours(self, sizes: Sequence[int], products: Sequence[Sequence[DenseLinear]]) -> None:
-        """Every kernel of ours that `measure` would try, once, with the first layer's weights."""
+        """Each of this package's kernels that `measure` would try, once, with the first layer's
+        weights."""
         for size in sizes:
             for linear, *_ in products:
                 for way in linear.ways(size, self._configs):

@@ -93,7 +93,7 @@ def finish(
 
 
 def _spaced(settings: Settings) -> bool:
-    """Whether a space is put before a text: unless told otherwise."""
+    """Whether a space is put before a text: it is unless a setting says otherwise."""
     return settings.get("add_prefix_space") is not False
 
 

@@ -165,7 +165,7 @@ class CertifyingExecutor:
         _check(row is not None, f"pages for no row {grant.seq_row}")
         assert row is not None
         pages = row.pages[grant.group]
-        follows = not pages or grant.first == max(pages) + 1
+        follows = not pages or grant.first == next(reversed(pages)) + 1
         _check(follows, f"pages of row {grant.seq_row} leave a gap")
         for place, page in enumerate(grant.pages, grant.first):
             _check(0 <= page < self.limits.num_pages, f"no page {page}")
@@ -178,6 +178,8 @@ class CertifyingExecutor:
         row = self._rows[piece.seq_row]
         many = piece.num_new if piece.kind == "prompt" else max(1, len(result.token_ids))
         for pages, window in zip(row.pages, self.limits.page_windows, strict=True):
+            if window is None:
+                continue
             first = self._first_seen(window, piece.start + many)
             for place in [place for place in pages if place < first]:
                 self._holders[pages.pop(place)].discard(piece.seq_row)
@@ -286,10 +288,10 @@ class CertifyingExecutor:
 
     def _read_group(self, row: _Row, group: int, first: int, start: int) -> None:
         """The pages of one group, from its first that the token at `start` sees."""
-        size = self.limits.page_size
+        size, tag = self.limits.page_size, self._tag(row, group)
         for i in range(first, -(-start // size)):
-            places = range(i * size, min(start, (i + 1) * size))
-            expected = [self._content(row, group, row.marks[place]) for place in places]
+            marks = row.marks[i * size : min(start, (i + 1) * size)]
+            expected = [mark + tag for mark in marks]
             page = row.pages[group].get(i)
             _check(page is not None, f"a page of row {row.start.seq_row} is gone")
             assert page is not None
@@ -301,12 +303,12 @@ class CertifyingExecutor:
         for group, pages in enumerate(row.pages):
             page = pages[place]
             _check(self._holders[page] == {seq_row}, f"page {page} is written while it is shared")
-            self._kv[page][offset] = self._content(row, group, mark)
+            self._kv[page][offset] = mark + self._tag(row, group)
 
     @staticmethod
-    def _content(row: _Row, group: int, mark: Mark) -> Mark:
-        """What a place of a group's page holds."""
-        return mark + row.kind + bytes((group,))
+    def _tag(row: _Row, group: int) -> bytes:
+        """What a place of a group's page holds behind the mark."""
+        return row.kind + bytes((group,))
 
     def wait_idle(self) -> None:
         self._in_flight.clear()

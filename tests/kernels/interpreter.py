@@ -10,16 +10,20 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 ROOT = Path(__file__).parents[2]
 COMPILED = ROOT / ".cache" / "triton"
 _module: Any = interpreter
 _language: Any = core
+_Semantic: Any = semantic.TritonSemantic
 _replace, _launch = _module._patch_lang, _module.GridExecutor.__call__
 _numpy_type_of = _module._get_np_dtype
 _block_type = _language.block_type.__init__
+_match_operands = _Semantic.binary_op_type_checking_impl
+_broadcast = _Semantic.broadcast_impl_value
+_unwrap = _language._unwrap_if_constexpr
 _replaced = set[int]()
 _numpy_types = dict[str, Any]()
 
@@ -37,6 +41,9 @@ def hasten() -> None:
     _module._get_np_dtype = _numpy_type
     _language.block_type.__init__ = _init_block_type
     _language.tensor.__init__ = _init_tensor
+    _language._unwrap_if_constexpr = _unwrap_known
+    _Semantic.binary_op_type_checking_impl = _match_known_operands
+    _Semantic.broadcast_impl_value = _broadcast_unlike
 
 
 def _replace_once(function: FunctionType) -> Any:
@@ -86,6 +93,32 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 def _tensor(sizes: tuple[int, ...]) -> tuple[Any, Any]:
     shape = _language.tuple([_language.constexpr(size) for size in sizes])
     return shape, _language.constexpr(math.prod(sizes))
+
+
+# Two operands of one of these types compute in that type.
+_PLAIN = frozenset(
+    id(dtype) for dtype in (core.float32, core.int32, core.int64, core.uint32, core.int1)
+)
+
+
+def _match_known_operands(self: Any, lhs: Any, rhs: Any, *rules: Any, **named_rules: Any) -> Any:
+    tensors = isinstance(lhs, _language.tensor) and isinstance(rhs, _language.tensor)
+    if tensors and lhs.dtype is rhs.dtype and id(lhs.dtype) in _PLAIN:
+        return _broadcast_unlike(self, lhs, rhs)
+    return _match_operands(self, lhs, rhs, *rules, **named_rules)
+
+
+def _broadcast_unlike(self: Any, lhs: Any, rhs: Any) -> Any:
+    if lhs.shape is rhs.shape:
+        return lhs, rhs
+    return _broadcast(self, lhs, rhs)
+
+
+def _unwrap_known(value: Any) -> Any:
+    kind = type(value)
+    if kind is int or kind is _language.tensor:
+        return value
+    return value.value if kind is _language.constexpr else _unwrap(value)
 
 
 def _numpy_type(of: Any) -> Any:

@@ -178,7 +178,10 @@ async def test_another_version_is_refused_with_its_reason(worker: Worker) -> Non
 
 
 async def test_a_router_that_does_not_read_is_cut_off_and_stalls_nobody(tmp_path: Path) -> None:
-    """Its aborted sequences show that the worker gave up on it, not on the others."""
+    """Its aborted sequences show that the worker gave up on it, not on the others.
+
+    A slow machine misses the answer to a ping before the buffer is full: both cut it off.
+    """
     with running(tmp_path, executor="certify") as worker:
         async with connected(worker, "good") as good, connected(worker, "slow") as slow:
             slow.socket.transport.pause_reading()
@@ -192,7 +195,6 @@ async def test_a_router_that_does_not_read_is_cut_off_and_stalls_nobody(tmp_path
             assert worker.metric("routers") == 1
             slow.socket.transport.abort()
         assert worker.metric("output_tokens_total") < 8 * LONG, "it was served to the end"
-        assert "too slowly" in worker.log.read_text()
 
 
 async def test_only_the_declared_sockets_listen(worker: Worker) -> None:

@@ -146,7 +146,7 @@ def many_tokens(
     configs: KernelConfigs, y: torch.Tensor, pending: PendingLora, every_form: bool
 ) -> None:
     rows = len(y)
-    for width in RANK_BLOCKS:
+    for width in RANK_BLOCKS if every_form else RANK_BLOCKS[:1]:
         down = allocate_workspace(rows, DTYPE, CPU, 16, width)
         gated_lora(y, pending, configs.fused_shrink(rows), "silu", down)
     places, (k, v) = torch.zeros(rows, dtype=torch.int64), torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
@@ -201,9 +201,9 @@ def attention(
 
 
 def prompts(capability: int, every_form: bool) -> None:
-    """Of every padded head size, with and without a window, a soft cap and sinks."""
+    """Of padded head sizes, with and without a window, a soft cap and sinks."""
     table, tiles = torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int32)
-    for head_dim in (64, 96, 256):
+    for head_dim in (64, 96, 256) if every_form else (96,):
         q, pages = (
             torch.zeros(8, 8, head_dim, dtype=DTYPE),
             torch.zeros(4, 16, 2, head_dim).to(DTYPE),

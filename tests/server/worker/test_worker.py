@@ -177,6 +177,7 @@ async def test_another_version_is_refused_with_its_reason(worker: Worker) -> Non
         assert "99" in (client.close_reason or "")
 
 
+@pytest.mark.exhaustive
 async def test_a_router_that_does_not_read_is_cut_off_and_stalls_nobody(tmp_path: Path) -> None:
     """Its aborted sequences show that the worker gave up on it, not on the others.
 

@@ -95,11 +95,11 @@ def pair(
 
 
 def test_same_as_the_reference(pair: Pair) -> None:
+    """Of four prompts two are whole in their chunk."""
     slots = [0, -1, 1, 1]
-    for chunk in (4, 64):
-        found, expected = (answer(d, slots, GREEDY, chunk) for d in (pair.gpu, pair.reference))
-        assert [s.output for s in found] == [s.output for s in expected]
-        for ours, theirs in zip(found, expected, strict=True):
-            for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
-                assert dict(a.top) == pytest.approx(dict(b.top), abs=1e-4)
+    found, expected = (answer(d, slots, GREEDY, chunk=6) for d in (pair.gpu, pair.reference))
+    assert [s.output for s in found] == [s.output for s in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert dict(a.top) == pytest.approx(dict(b.top), abs=1e-4)
     assert pair.graphs

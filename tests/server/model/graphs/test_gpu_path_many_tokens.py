@@ -155,7 +155,7 @@ SAMPLED_ENDS, SCORED_ENDS = (SAMPLED, {32}), (SCORED, {64, 256})
     ("captured", "sampling", "ends"),
     [
         (("fa2", FEW), *SCORED_ENDS),
-        (("fa3", MOST), *SAMPLED_ENDS),
+        pytest.param(("fa3", MOST), *SAMPLED_ENDS, marks=pytest.mark.exhaustive),
         pytest.param(("fa3", FEW), *SAMPLED_ENDS, marks=pytest.mark.exhaustive),
         pytest.param(("fa3", FEW), *SCORED_ENDS, marks=pytest.mark.exhaustive),
         pytest.param(("fa2", FEW), *SAMPLED_ENDS, marks=pytest.mark.exhaustive),

@@ -5,13 +5,15 @@ memory, and the products to time at start. A family (`server.model.families`) re
 `config.json`.
 """
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from adapters.base import ModuleShape, SiteKind, module_name
 from adapters.base import layer_path as layer_path
 from server.model.moe_spec import ExpertStorage, MoeSpec, Tensors
+from server.model.quantisation.quantisation import Quantisation
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -67,6 +69,14 @@ class NormSpec(msgspec.Struct, frozen=True):
         yield f"{self.path}.weight", (self.size,)
 
 
+class Matrix(NamedTuple):
+    """One module with a weight `[out_features, in_features]`."""
+
+    path: str
+    out_features: int
+    in_features: int
+
+
 class Part(msgspec.Struct, frozen=True):
     """One module of a matrix. path: as PEFT and the checkpoint name it, `self_attn.q_proj`; of
     experts `mlp.experts.{}.w1`, for the number of one."""
@@ -117,6 +127,15 @@ class LinearSpec(msgspec.Struct, frozen=True):
             yield f"{part.path}.weight", (part.out_features, self.in_features)
             if self.bias:
                 yield f"{part.path}.bias", (part.out_features,)
+
+    def matrices(self) -> Iterator[Matrix]:
+        """Each module whose weight is a matrix of its own in the checkpoint."""
+        if self.stored is not None and self.stored.form != "each":
+            return
+        for part in self.parts:
+            for expert in range(self.experts):
+                path = part.path if self.stored is None else part.path.format(expert)
+                yield Matrix(path, part.out_features, self.in_features)
 
     def modules(self, layers: tuple[int, ...] | None = None) -> dict[str, ModuleShape]:
         """By PEFT's short name. layers: those that have them; None = all."""
@@ -253,6 +272,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     extra_layers: stored beyond the last, to predict further tokens; they are not computed.
     is_text_part: of a larger model, whose checkpoint holds other parts, too.
+    quantisation: of the matrices that the checkpoint does not hold in floating point; None = of
+    none.
     Raises ValueError where layers differ in what all must share: heads, and the modules of each
     kind of site.
     """
@@ -267,6 +288,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     dtype: str
     extra_layers: int = 0
     is_text_part: bool = False
+    quantisation: Quantisation | None = None
 
     def __post_init__(self) -> None:
         kinds = set(self.layers)
@@ -342,8 +364,18 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def kv_size(self) -> int:
         return self.layers[0].attention.kv_size
 
+    def matrices(self) -> Iterator[Matrix]:
+        """Of layers and the head, where that is no table of the embedding's."""
+        for index, layer in enumerate(self.layers):
+            for linear in layer.linears:
+                for matrix in linear.matrices():
+                    yield matrix._replace(path=layer_path(index, matrix.path))
+        if not self.head.tied:
+            yield from self.head.linear.matrices()
+
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that a checkpoint of this model must hold, and its shape."""
+        """Every tensor that a checkpoint of this model must hold in floating point, and its
+        shape."""
         embedding = self.embedding
         shapes: dict[str, tuple[int, ...]] = {
             embedding.tensor: (embedding.vocab_size, embedding.size)

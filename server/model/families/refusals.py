@@ -7,8 +7,6 @@ from adapters.violations import shown
 from server.model.families.missing_parts import missing_part
 
 _LISTED = "`loraplex info` lists what is"
-# What MLX writes beside, or in place of, `quantization_config`.
-_QUANTISED = ("quantization_config", "quantization")
 
 
 def other_family(config: Mapping[str, Any], families: Collection[str]) -> str | None:
@@ -24,14 +22,12 @@ def other_family(config: Mapping[str, Any], families: Collection[str]) -> str | 
     return f"model type {shown(model_type)} is not served{because}"
 
 
-def other_forms(
-    config: Mapping[str, Any], architecture: str, quantised: str | None = None
-) -> list[str]:
-    """Reasons of a model of a served type: another head, quantised weights, code of its own.
-    architecture: the class that is served. quantised: the method of weights that are read."""
+def other_forms(config: Mapping[str, Any], architecture: str) -> list[str]:
+    """Reasons of a model of a served type: another head, MLX's weights, code of its own.
+    architecture: the class that is served."""
     reasons = (
         _head(config, architecture),
-        _quantised(config, quantised),
+        _of_mlx(config),
         _own_code(config, architecture),
     )
     return [reason for reason in reasons if reason is not None]
@@ -47,16 +43,10 @@ def _head(config: Mapping[str, Any], served: str) -> str | None:
     return f"architectures: {shown(found)} is no model that writes text; served is {served}"
 
 
-def _quantised(config: Mapping[str, Any], served: str | None) -> str | None:
-    for key in _QUANTISED:
-        table = config.get(key)
-        if table:
-            names = table if isinstance(table, Mapping) else {}
-            method = names.get("quant_method") or names.get("quant_algo") or "unnamed"
-            if method == served:
-                continue
-            return f"{key}: quantised weights ({shown(method)}) are not served; serve the original"
-    return None
+def _of_mlx(config: Mapping[str, Any]) -> str | None:
+    if not config.get("quantization"):
+        return None
+    return "quantization: quantised weights (MLX) are not served; serve the original"
 
 
 def _own_code(config: Mapping[str, Any], served: str) -> str | None:

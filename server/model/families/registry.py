@@ -29,6 +29,8 @@ from server.model.families.readers import (
 )
 from server.model.families.readers.composite import COMPOSITES, Text, text_of
 from server.model.families.refusals import other_family, other_forms
+from server.model.quantisation.quantisation import Quantisation
+from server.model.quantisation.read import read_quantisation
 from server.model.spec import ModelSpec
 
 # By `model_type`. A new family is a reader and a line here.
@@ -82,9 +84,31 @@ def read_model(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
     family, fields = FAMILIES[text.family], Fields(text.config)
     architecture = family.architecture if composite is None else composite.architecture
     whole = {**text.config, "architectures": None, **config}
-    for reason in other_forms(whole, architecture, family.quantised):
+    for reason in other_forms(whole, architecture):
         fields.refuse(reason)
+    quantisation = _quantisation(fields, whole, family.quantised)
     model = family.read(fields, generation or {})
     if fields.problems:
         raise ValueError("this model is not supported: " + "; ".join(fields.problems))
-    return replace(model.within(model.max_context), is_text_part=composite is not None)
+    within = model.within(model.max_context)
+    return replace(within, is_text_part=composite is not None, quantisation=quantisation)
+
+
+def _quantisation(
+    fields: Fields, config: Mapping[str, Any], own: str | None
+) -> Quantisation | None:
+    """own: the method of weights that the family itself reads."""
+    for key in ("quantization_config", "compression_config"):
+        table = config.get(key)
+        if not table:
+            continue
+        if not isinstance(table, Mapping):
+            fields.refuse(f"{key} must be a table, got {table!r}")
+            continue
+        if own is not None and table.get("quant_method") == own:
+            continue
+        try:
+            return read_quantisation(table)
+        except ValueError as error:
+            fields.refuse(f"{key}: {error}")
+    return None

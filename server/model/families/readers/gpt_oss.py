@@ -55,9 +55,9 @@ def _read_moe(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:
     for key, served in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
         if fields.number(fields.config, key, served) != served:
             fields.refuse(f"{key} must be {served:g}, got {fields.config[key]!r}")
-    if fields.config.get("quantization_config") and sizes.is_sound:
+    if fields.table(fields.config, "quantization_config").get("quant_method") == "mxfp4":
         for key, size in (("hidden_size", sizes.hidden), ("intermediate_size", sizes.inner)):
-            if size % MXFP4_BLOCK:
+            if sizes.is_sound and size % MXFP4_BLOCK:
                 fields.refuse(f"{key} must be a multiple of {MXFP4_BLOCK} in MXFP4, got {size}")
     count, top_k = experts.read_counts(fields, default=128, default_of_token=4)
     return MoeSpec(

@@ -1,0 +1,177 @@
+"""The forms in which a checkpoint holds a quantised matrix: which tensors, of which shapes. Pure.
+
+A matrix is `[out_features, in_features]`. Names are those of the format's own writer.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import msgspec
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+FP8, INT8, UINT8, INT32 = (frozenset({name}) for name in ("F8_E4M3", "I8", "U8", "I32"))
+_INDICES = frozenset({"I32", "I64"})
+_SCALES = FLOATS | {"F8_E8M0"}
+# What a 4-bit checkpoint of bitsandbytes may call its bytes (`bnb_4bit_quant_storage`).
+_BYTES = FLOATS | UINT8 | INT8
+
+# How DeepSeek calls the scales of FP8; they multiply all the same.
+INVERSE = "weight_scale_inv"
+
+Scales = Literal["tensor", "channel", "group", "block"]
+Shape = tuple[int, ...]
+
+
+class TensorForm(NamedTuple):
+    """One tensor. suffix: behind the module's path. shapes: those that it may have, none = any,
+    which the reader of the form checks. dtypes: as safetensors spells them."""
+
+    suffix: str
+    dtypes: frozenset[str]
+    shapes: tuple[Shape, ...]
+    optional: bool = False
+
+
+class EightBitForm(msgspec.Struct, frozen=True):
+    """FP8 (E4M3) or int8 numbers and their scales: `weight * scale`.
+
+    scales: one for the matrix, for each output, for `block[1]` inputs of each output, or for each
+    `block`. block: rows and columns. scale: the tensor's name. asymmetric: int8 with zero points.
+    """
+
+    numbers: Literal["fp8", "int8"]
+    scales: Scales
+    block: tuple[int, int] = (1, 1)
+    scale: str = "weight_scale"
+    asymmetric: bool = False
+
+    @property
+    def marker(self) -> TensorForm:
+        return TensorForm("weight", FP8 if self.numbers == "fp8" else INT8, ())
+
+    def scale_shapes(self, out_features: int, in_features: int) -> tuple[Shape, ...]:
+        rows, columns = self.block
+        if self.scales == "tensor":
+            return ((), (1,), (1, 1))
+        if self.scales == "channel":
+            return ((out_features, 1), (out_features,))
+        if self.scales == "group":
+            rows = 1
+        return ((-(-out_features // rows), -(-in_features // columns)),)
+
+    def tensors(self, out_features: int, in_features: int) -> Iterator[TensorForm]:
+        shapes = self.scale_shapes(out_features, in_features)
+        yield self.marker._replace(shapes=((out_features, in_features),))
+        yield TensorForm(self.scale, _SCALES, shapes)
+        if self.asymmetric:
+            yield TensorForm("weight_zero_point", INT8, shapes)
+        # Of activations, which are not quantised.
+        for suffix in ("input_scale", "input_scale_ub", "activation_scale", "act_scale"):
+            yield TensorForm(suffix, FLOATS, (), optional=True)
+        yield TensorForm("input_zero_point", INT8, (), optional=True)
+
+
+class AwqForm(msgspec.Struct, frozen=True):
+    """AWQ's `gemm` layout: four bits, `(code - zero) * scale`, groups of `group` inputs."""
+
+    group: int
+
+    @property
+    def marker(self) -> TensorForm:
+        return TensorForm("qweight", INT32, ())
+
+    def tensors(self, out_features: int, in_features: int) -> Iterator[TensorForm]:
+        groups = -(-in_features // self.group)
+        yield self.marker._replace(shapes=((in_features, out_features // 8),))
+        yield TensorForm("qzeros", INT32, ((groups, out_features // 8),))
+        yield TensorForm("scales", FLOATS, ((groups, out_features),))
+        yield TensorForm("bias", FLOATS, ((out_features,),), optional=True)
+
+
+class GptqForm(msgspec.Struct, frozen=True):
+    """GPTQ: `(code - zero) * scale`. group: inputs that share a scale, None = all of an output's.
+    zeros_less_one: they are stored as in version 1, less one."""
+
+    bits: Literal[4, 8]
+    group: int | None
+    zeros_less_one: bool
+
+    @property
+    def marker(self) -> TensorForm:
+        return TensorForm("qweight", INT32, ())
+
+    def tensors(self, out_features: int, in_features: int) -> Iterator[TensorForm]:
+        in_word = 32 // self.bits
+        groups = 1 if self.group is None else -(-in_features // self.group)
+        yield self.marker._replace(shapes=((-(-in_features // in_word), out_features),))
+        yield TensorForm("qzeros", INT32, ((groups, -(-out_features // in_word)),))
+        yield TensorForm("scales", FLOATS, ((groups, out_features),))
+        yield TensorForm("g_idx", _INDICES, ((in_features,),), optional=True)
+        yield TensorForm("bias", FLOATS, ((out_features,),), optional=True)
+
+
+class PackedForm(msgspec.Struct, frozen=True):
+    """compressed-tensors' `pack-quantized`: `(code - zero) * scale`. group: as of GptqForm."""
+
+    bits: Literal[4, 8]
+    scales: Literal["tensor", "channel", "group"]
+    group: int | None
+    asymmetric: bool
+
+    @property
+    def marker(self) -> TensorForm:
+        return TensorForm("weight_packed", INT32, ())
+
+    def tensors(self, out_features: int, in_features: int) -> Iterator[TensorForm]:
+        in_word = 32 // self.bits
+        groups = 1 if self.group is None else -(-in_features // self.group)
+        shapes: tuple[Shape, ...] = ((out_features, groups),)
+        if self.scales == "tensor":
+            shapes = ((), (1,), (1, 1))
+        yield self.marker._replace(shapes=((out_features, -(-in_features // in_word)),))
+        yield TensorForm("weight_scale", FLOATS, shapes)
+        yield TensorForm("weight_shape", _INDICES, ((2,),), optional=True)
+        yield TensorForm("weight_g_idx", _INDICES, ((in_features,),), optional=True)
+        if self.asymmetric:
+            zeros = (-(-out_features // in_word), groups)
+            yield TensorForm("weight_zero_point", INT32, (zeros,))
+
+
+class FourBitForm(msgspec.Struct, frozen=True):
+    """bitsandbytes' NF4 or FP4: codes of a table, and a scale for each block of the flat matrix.
+    How large blocks are stands in a JSON text beside them."""
+
+    numbers: Literal["nf4", "fp4"]
+
+    @property
+    def marker(self) -> TensorForm:
+        return TensorForm("weight.absmax", FLOATS | UINT8, ())
+
+    @property
+    def state(self) -> str:
+        """The suffix of the JSON text."""
+        return f"weight.quant_state.bitsandbytes__{self.numbers}"
+
+    def tensors(self, out_features: int, in_features: int) -> Iterator[TensorForm]:
+        yield TensorForm("weight", _BYTES, ())
+        yield self.marker
+        yield TensorForm("weight.quant_map", FLOATS, ((16,),))
+        yield TensorForm(self.state, UINT8, ())
+        yield TensorForm("weight.nested_absmax", FLOATS, (), optional=True)
+        yield TensorForm("weight.nested_quant_map", FLOATS, ((256,),), optional=True)
+
+
+class RowwiseForm(msgspec.Struct, frozen=True):
+    """bitsandbytes' int8: `weight * SCB / 127`, a scale for each output."""
+
+    @property
+    def marker(self) -> TensorForm:
+        return TensorForm("SCB", FLOATS, ())
+
+    def tensors(self, out_features: int, in_features: int) -> Iterator[TensorForm]:
+        yield TensorForm("weight", INT8, ((out_features, in_features),))
+        yield self.marker._replace(shapes=((out_features,),))
+        yield TensorForm("weight_format", UINT8, ((), (1,)), optional=True)
+
+
+WeightForm = EightBitForm | AwqForm | GptqForm | PackedForm | FourBitForm | RowwiseForm

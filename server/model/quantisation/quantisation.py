@@ -1,0 +1,39 @@
+"""What a configuration says of quantised weights: which module has which form. Pure."""
+
+import re
+from functools import cache
+
+import msgspec
+
+from server.model.quantisation.forms import WeightForm
+
+
+class QuantisationRule(msgspec.Struct, frozen=True):
+    """pattern: of a module's path, matched from its beginning; None = every module. form: of those
+    that match; None = they are not quantised."""
+
+    pattern: str | None
+    form: WeightForm | None
+
+    def takes(self, path: str) -> bool:
+        return self.pattern is None or _compiled(self.pattern).match(path) is not None
+
+
+class Quantisation(msgspec.Struct, frozen=True):
+    """scheme: for people. rules: the first that takes a module counts."""
+
+    scheme: str
+    rules: tuple[QuantisationRule, ...]
+
+    def form(self, path: str) -> WeightForm | None:
+        """Of the module at `path`, where the checkpoint holds it quantised."""
+        return next((rule.form for rule in self.rules if rule.takes(path)), None)
+
+
+def of_every_module(scheme: str, form: WeightForm) -> Quantisation:
+    return Quantisation(scheme, (QuantisationRule(None, form),))
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)

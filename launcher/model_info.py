@@ -55,12 +55,14 @@ class Needs(msgspec.Struct, frozen=True):
 class ModelFacts(msgspec.Struct, frozen=True):
     """A model that can be served. max_context: tokens that it reaches. dtype: of its weights.
 
-    windows: tokens -> layers that see no more. adapters: modules that adapters may change.
-    reference: why plain torch computes it on a GPU, or None.
+    weights: how they are quantised, "" = not. windows: tokens -> layers that see no more.
+    adapters: modules that adapters may change. reference: why plain torch computes it on a GPU, or
+    None.
     """
 
     model: str
     family: str
+    weights: str
     layers: int
     hidden_size: int
     vocab_size: int
@@ -86,6 +88,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
         seen = (f"{window:,} tokens in {n} layers" for window, n in self.windows.items())
         rows = [
             ("family", self.family),
+            ("weights", self.weights and f"{self.weights}, computed in the dtype"),
             ("layers", f"{self.layers}, of {self.hidden_size:,} features"),
             ("vocabulary", f"{self.vocab_size:,} tokens"),
             ("context", f"{self.max_context:,} tokens"),
@@ -113,6 +116,7 @@ def describe(config: WorkerConfig) -> ModelFacts:
     return ModelFacts(
         model=config.model,
         family=model.family,
+        weights="" if model.quantisation is None else model.quantisation.scheme,
         layers=model.num_layers,
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,

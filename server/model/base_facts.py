@@ -16,8 +16,10 @@ from server.model.checkpoint.checkpoint import (
     Shard,
     base_digest,
     read_config,
+    stored_tensors,
     tables,
 )
+from server.model.checkpoint.stored_forms import stored_forms
 from server.model.checkpoint.text_part import model_shards
 from server.model.tokenizer.base_ends import end_token_ids
 from server.model.tokenizer.base_templates import chat_templates, template_tokens, usable_templates
@@ -30,12 +32,16 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
     """What adapters for this model are validated against. Reads the embeddings once, for their
     digests. Raises CheckpointError, also for a tied head that is stored and is another."""
     model = read_config(folder)
-    shards = {name: shard for shard in model_shards(folder, model) for name in shard.tensors}
-    tensors = tables(shards, model)
+    read = model_shards(folder, model)
+    shards = {name: shard for shard in read for name in shard.tensors}
+    names_of = {"embed_tokens": tables(shards, model)[0], "lm_head": tables(shards, model)[-1]}
+    if model.head.linear.parts[0].path in stored_forms(model, stored_tensors(read)):
+        del names_of["lm_head"]  # no adapter holds a copy of what is quantised
+    tensors = tuple(dict.fromkeys(names_of.values()))
     with ThreadPoolExecutor(len(tensors)) as threads:  # seconds each, at the start
-        found = tuple(threads.map(partial(_digest, shards), tensors))
-    digests = {"embed_tokens": found[0], "lm_head": found[-1]}
-    if model.head.tied and found[-1] != found[0]:
+        found = dict(zip(tensors, threads.map(partial(_digest, shards), tensors), strict=True))
+    digests = {module: found[name] for module, name in names_of.items()}
+    if model.head.tied and len(set(digests.values())) > 1:
         raise CheckpointError(
             f"{folder}: config.json ties lm_head to embed_tokens, but the weights hold a different"
             f" {model.head.tensor}; set tie_word_embeddings to false to use it, or remove it"

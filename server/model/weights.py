@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from server.model.checkpoint.checkpoint import CheckpointError, Shard, tables
+from server.model.checkpoint.checkpoint import CheckpointError, Shard, stored_tensors, tables
 from server.model.checkpoint.expert_forms import as_stored
 from server.model.checkpoint.expert_tensors import ExpertTensors
+from server.model.checkpoint.stored_forms import StoredForms, stored_forms
 from server.model.checkpoint.tensor_table import check_tensors, kinds
 from server.model.checkpoint.text_part import model_shards
+from server.model.checkpoint.unpack import Stored, unpack
 from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import ExpertsLinear, MoeWeights
 from server.model.moe_spec import MoeSpec
@@ -89,13 +91,14 @@ def load_weights(
     """Read the checkpoint, cast to `dtype`. Raises CheckpointError with everything that is missing,
     unexpected or of another shape."""
     shards = model_shards(folder, model)
-    model = as_stored(model, {name for shard in shards for name in shard.tensors})
+    stored = stored_tensors(shards)
+    model = as_stored(model, stored)
     left_out = check_tensors(folder, shards, model)
     if left_out:
         log.info("%d stored tensors change no token and are left out: %s", *kinds(left_out))
-    embedding = tables({name for shard in shards for name in shard.tensors}, model)[0]
+    embedding = tables(stored, model)[0]
     with torch.inference_mode():
-        source = _Source(shards, dtype, device)
+        source = _Source(shards, stored_forms(model, stored), dtype, device)
         embed = source.get(embedding)
         layers = tuple(_load_layer(source, model, i) for i in range(model.num_layers))
         head = DenseLinear(embed) if model.head.tied else source.linear(model.head.linear)
@@ -103,11 +106,18 @@ def load_weights(
 
 
 class _Source:
-    """Tensors by name out of memory-mapped shards."""
+    """Tensors by name out of memory-mapped shards. forms: of quantised matrices."""
 
-    def __init__(self, shards: tuple[Shard, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shards: tuple[Shard, ...],
+        forms: StoredForms,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.dtype = dtype
         self.device = device
+        self._forms = forms
         self._stored = {
             name: (shard.path, tensor.name)
             for shard in shards
@@ -147,13 +157,49 @@ class _Source:
 
     def linear(self, spec: LinearSpec, layer: int | None = None) -> DenseLinear:
         """layer: 0-based, where the matrix is one of a layer's."""
+        shape = (spec.out_features, spec.in_features)
+        weight = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for part, rows in zip(spec.parts, weight.split(spec.widths), strict=True):
+            self.fill(_path(part.path, layer), rows)
+        return DenseLinear(weight, self._bias(spec, layer))
+
+    def fill(self, path: str, weight: torch.Tensor) -> None:
+        """weight: `[out, in]`, which the matrix of the module at `path` is written to."""
+        form = self._forms.get(path)
+        if form is None:
+            weight.copy_(self._mapped(f"{path}.weight"))
+            return
+        stored = Stored(lambda suffix: self._optional(f"{path}.{suffix}"), *weight.shape)
+        try:
+            packed = unpack(form, stored).to(self.device)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        packed.dequantised(weight.view(packed.shape))
+
+    def _optional(self, name: str) -> torch.Tensor | None:
+        return self._mapped(name) if name in self._stored else None
+
+    def _bias(self, spec: LinearSpec, layer: int | None) -> torch.Tensor | None:
+        """Writers of quantised weights store biases of zeros, too, where the model has none."""
         paths = [_path(part.path, layer) for part in spec.parts]
-        weight = self.stack(tuple(f"{path}.weight" for path in paths))
-        bias = self.stack(tuple(f"{path}.bias" for path in paths)) if spec.bias else None
-        return DenseLinear(weight, bias)
+        if spec.bias:
+            return self.stack(tuple(f"{path}.bias" for path in paths))
+        parts = [self._optional(f"{path}.bias") for path in paths if path in self._forms]
+        if not any(part is not None and part.any() for part in parts):
+            return None
+        bias = torch.zeros(spec.out_features, dtype=self.dtype, device=self.device)
+        for path, rows in zip(paths, bias.split(spec.widths), strict=True):
+            part = self._optional(f"{path}.bias") if path in self._forms else None
+            if part is not None:
+                rows.copy_(part)
+        return bias
 
     def experts(self, spec: LinearSpec, layer: int) -> ExpertsLinear:
-        tensors = ExpertTensors(spec, lambda path: self._mapped(layer_path(layer, path)))
+        tensors = ExpertTensors(
+            spec,
+            lambda path: self._mapped(layer_path(layer, path)),
+            lambda path, weight: self.fill(layer_path(layer, path), weight),
+        )
         shape = (spec.experts, spec.out_features, spec.in_features)
         weight = tensors.fill(torch.empty(shape, dtype=self.dtype, device=self.device))
         if not spec.bias:

@@ -8,7 +8,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,11 @@ class Shard:
     nbytes: int
     header: bytes
     tensors: dict[str, StoredTensor]
+
+
+def stored_tensors(shards: Iterable[Shard]) -> dict[str, StoredTensor]:
+    """All of them, by name."""
+    return {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:

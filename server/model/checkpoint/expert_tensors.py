@@ -10,18 +10,32 @@ from server.model.spec import LinearSpec
 
 
 class ExpertTensors:
-    """mapped: a tensor of the checkpoint by its name, relative to the layer. What is copied is one
-    expert's part at a time: nothing holds all experts twice."""
+    """mapped: a tensor of the checkpoint by its name, relative to the layer. fill_matrix: writes
+    the weight of the module at a path. What is copied is one expert's part at a time: nothing holds
+    all experts twice."""
 
-    def __init__(self, spec: LinearSpec, mapped: Callable[[str], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        spec: LinearSpec,
+        mapped: Callable[[str], torch.Tensor],
+        fill_matrix: Callable[[str, torch.Tensor], None],
+    ) -> None:
         if spec.stored is None:
             raise ValueError(f"{spec.kind} has no experts")
         self._spec = spec
         self._stored: ExpertStorage = spec.stored
         self._mapped = mapped
+        self._fill_matrix = fill_matrix
 
     def fill(self, weight: torch.Tensor) -> torch.Tensor:
         """weight: `[experts, out, in]`, of any dtype and device. Returns it."""
+        if self._stored.form == "each":
+            for expert, rows in enumerate(weight):
+                for part, target in zip(
+                    self._spec.parts, rows.split(self._spec.widths), strict=True
+                ):
+                    self._fill_matrix(part.path.format(expert), target)
+            return weight
         for expert, parts in enumerate(self._experts()):
             self._place(parts, weight[expert])
         return weight
@@ -39,13 +53,9 @@ class ExpertTensors:
             row += len(part)
 
     def _experts(self) -> Iterator[list[torch.Tensor]]:
-        """The parts of each expert, `[out, in]` each."""
+        """The parts of each expert, `[out, in]` each, of one tensor for all."""
         path = self._stored.path
-        if self._stored.form == "each":
-            for expert in range(self._spec.experts):
-                names = [f"{part.path.format(expert)}.weight" for part in self._spec.parts]
-                yield [self._mapped(name) for name in names]
-        elif self._stored.form == "stacked":
+        if self._stored.form == "stacked":
             for matrix in self._mapped(path):
                 yield self._parts(matrix.T if self._stored.transposed else matrix)
         else:

@@ -2,22 +2,24 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from adapters.peft.tensor_names import is_of_images
 from server.model.checkpoint.checkpoint import (
     CheckpointError,
     Shard,
+    StoredTensor,
     read_config,
+    stored_tensors,
     tables,
 )
 from server.model.checkpoint.expert_forms import as_stored
+from server.model.checkpoint.stored_forms import Expected, expected_tensors, stored_forms
 from server.model.checkpoint.text_part import model_shards
+from server.model.quantisation.forms import FLOATS, UINT8
 from server.model.spec import ModelSpec
 
-_FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-_MXFP4_DTYPES = frozenset({"U8"})
 _MXFP4_TENSORS = ("_blocks", "_scales")
 _MAX_LISTED = 8
 _LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<rest>.+)")
@@ -29,6 +31,10 @@ _LEFT_OUT = {
     # TRL's, for training by reinforcement.
     "value head": re.compile(r"v_head\..+"),
     "multi-token prediction": re.compile(r"(model\.)?mtp(_layers|_block)?\..+"),
+    # Keys and values are kept in the model's dtype.
+    "scales of keys and values": re.compile(
+        r".*\.(self_attn|attn)\.(([kvq]|prob)_scale|(k|v)_proj\.(output|[kv])_scale)"
+    ),
 }
 # A part of a larger model whose text part is served.
 _IMAGES = "the part for images"
@@ -59,14 +65,9 @@ def check_tensors(folder: Path, shards: Sequence[Shard], model: ModelSpec) -> tu
 
     Raises CheckpointError with everything that is missing, unexpected or of another shape.
     """
-    stored = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
-    quantised = next(filter(_QUANTISED.fullmatch, stored), None)
-    if quantised is not None:
-        raise CheckpointError(
-            f"{folder}: quantised weights ({quantised}) are not served; serve the original"
-        )
-    expected = as_stored(model, stored).tensors()
-    expected[tables(stored, model)[0]] = expected.pop(model.embedding.tensor)
+    stored = stored_tensors(shards)
+    _refuse_quantised(folder, stored, model)
+    expected = _expected(as_stored(model, stored), stored)
     ignored = {model.head.tensor} if model.head.tied else set()
     others = [name for name in stored if name not in expected and name not in ignored]
     beyond = _predicting_layers(others, model)
@@ -75,16 +76,17 @@ def check_tensors(folder: Path, shards: Sequence[Shard], model: ModelSpec) -> tu
         for name in others
         if _kind(name, beyond) is not None or (model.is_text_part and is_of_images(name))
     )
-    wrong = [
-        f"{name} (expected {list(shape)}, got {stored[name].dtype} {list(stored[name].shape)})"
-        for name, shape in expected.items()
-        if name in stored
-        and (stored[name].shape != shape or stored[name].dtype not in _dtypes(name))
-    ]
     unfit = {
-        "missing": [name for name in expected if name not in stored],
+        "missing": [
+            name for name, tensor in expected.items() if name not in stored and not tensor.optional
+        ],
         "unexpected": [name for name in others if name not in left_out],
-        "wrong": wrong,
+        "wrong": [
+            f"{name} (expected {_shown(tensor)}, got {stored[name].dtype}"
+            f" {list(stored[name].shape)})"
+            for name, tensor in expected.items()
+            if name in stored and not tensor.fits(stored[name])
+        ],
     }
     problems = [f"{len(n)} {kind}: {_listed(n)}" for kind, n in unfit.items() if n]
     if problems:
@@ -92,8 +94,31 @@ def check_tensors(folder: Path, shards: Sequence[Shard], model: ModelSpec) -> tu
     return left_out
 
 
-def _dtypes(name: str) -> frozenset[str]:
-    return _MXFP4_DTYPES if name.endswith(_MXFP4_TENSORS) else _FLOAT_DTYPES
+def _refuse_quantised(folder: Path, stored: Mapping[str, StoredTensor], model: ModelSpec) -> None:
+    if model.quantisation is not None:
+        return
+    quantised = next(filter(_QUANTISED.fullmatch, stored), None)
+    if quantised is not None:
+        raise CheckpointError(
+            f"{folder}: the weights are quantised ({quantised}), and config.json does not say how"
+            " (quantization_config)"
+        )
+
+
+def _expected(model: ModelSpec, stored: Mapping[str, StoredTensor]) -> dict[str, Expected]:
+    expected = expected_tensors(model, stored_forms(model, stored))
+    expected[tables(stored, model)[0]] = expected.pop(model.embedding.tensor)
+    for name, tensor in expected.items():
+        if name.endswith(_MXFP4_TENSORS):
+            expected[name] = tensor._replace(dtypes=UINT8)
+    return expected
+
+
+def _shown(tensor: Expected) -> str:
+    shapes = " or ".join(str(list(shape)) for shape in tensor.shapes)
+    if tensor.dtypes == FLOATS:
+        return shapes
+    return f"{' or '.join(sorted(tensor.dtypes))} {shapes}".rstrip()
 
 
 def kinds(left_out: Collection[str]) -> tuple[int, str]:

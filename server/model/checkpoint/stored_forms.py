@@ -1,0 +1,82 @@
+"""Which matrices of a checkpoint are quantised, and the tensors that each then has. No torch.
+
+The tensors decide: what `ignore` and `modules_to_not_convert` leave out is there in floating point.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from server.model.checkpoint.checkpoint import StoredTensor
+from server.model.quantisation.forms import (
+    FLOATS,
+    INVERSE,
+    EightBitForm,
+    Shape,
+    TensorForm,
+    WeightForm,
+)
+from server.model.spec import Matrix, ModelSpec
+
+StoredForms = Mapping[str, WeightForm]
+
+
+class Expected(NamedTuple):
+    """A tensor. shapes: those that it may have, none = any. dtypes: as safetensors spells them."""
+
+    shapes: tuple[Shape, ...]
+    dtypes: frozenset[str] = FLOATS
+    optional: bool = False
+
+    def fits(self, stored: StoredTensor) -> bool:
+        return stored.dtype in self.dtypes and (not self.shapes or stored.shape in self.shapes)
+
+
+def stored_forms(model: ModelSpec, stored: Mapping[str, StoredTensor]) -> StoredForms:
+    """The form of each quantised module, by its path."""
+    if model.quantisation is None:
+        return {}
+    forms = {}
+    for matrix in model.matrices():
+        form = model.quantisation.form(matrix.path)
+        if form is not None and _has_form(matrix.path, form, stored):
+            forms[matrix.path] = _as_named(matrix.path, form, stored)
+    return forms
+
+
+def _has_form(path: str, form: WeightForm, stored: Mapping[str, StoredTensor]) -> bool:
+    """Also where nothing is stored: then what the form needs is missing."""
+    marker = stored.get(f"{path}.{form.marker.suffix}")
+    if marker is not None and marker.dtype in form.marker.dtypes:
+        return True
+    plain = stored.get(f"{path}.weight")
+    return plain is None or plain.dtype not in FLOATS
+
+
+def _as_named(path: str, form: WeightForm, stored: Mapping[str, StoredTensor]) -> WeightForm:
+    """Some writers call every scale of FP8 inverse."""
+    if isinstance(form, EightBitForm) and f"{path}.{INVERSE}" in stored:
+        return replace(form, scale=INVERSE)
+    return form
+
+
+def expected_tensors(model: ModelSpec, forms: StoredForms) -> dict[str, Expected]:
+    """Every tensor that the checkpoint must or may hold."""
+    expected = {name: Expected((shape,)) for name, shape in model.tensors().items()}
+    for matrix in model.matrices():
+        form = forms.get(matrix.path)
+        if form is not None:
+            del expected[f"{matrix.path}.weight"]
+            for name, tensor in _tensors(matrix, form):
+                expected.setdefault(name, tensor)
+    return expected
+
+
+def _tensors(matrix: Matrix, form: WeightForm) -> Iterator[tuple[str, Expected]]:
+    for tensor in form.tensors(matrix.out_features, matrix.in_features):
+        yield f"{matrix.path}.{tensor.suffix}", _expected(tensor)
+
+
+def _expected(tensor: TensorForm) -> Expected:
+    return Expected(tensor.shapes, tensor.dtypes, tensor.optional)

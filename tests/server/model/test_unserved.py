@@ -127,21 +127,32 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "mistral", "architectures": ["MistralModel"]},
         "architectures: 'MistralModel' is no model that writes text; served is MistralForCausalLM",
     ),
-    "awq": (
-        {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
-        "quantization_config: quantised weights ('awq') are not served",
+    "hqq": (
+        {"quantization_config": {"quant_method": "hqq", "nbits": 4}},
+        "quantization_config: quantised weights ('hqq') are not served; of quantised weights FP8,"
+        " AWQ, GPTQ, bitsandbytes and compressed-tensors (FP8, int4, int8) are read",
     ),
-    "gptq": (
-        {"quantization_config": {"quant_method": "gptq", "bits": 4, "desc_act": False}},
-        "quantization_config: quantised weights ('gptq')",
+    "eetq": (
+        {"quantization_config": {"quant_method": "eetq"}},
+        "quantization_config: quantised weights ('eetq') are not served",
     ),
-    "fp8": (
-        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
-        "quantization_config: quantised weights ('fp8')",
+    "quark": (
+        {"quantization_config": {"quant_method": "quark", "export": {}}},
+        "quantization_config: quantised weights ('quark') are not served",
     ),
-    "bitsandbytes": (
-        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-        "quantization_config: quantised weights ('bitsandbytes')",
+    "modelopt": (
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+        "quantization_config: quantised weights ('modelopt') are not served",
+    ),
+    "nvfp4": (
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}},
+            }
+        },
+        "quantization_config: compressed-tensors: format must be pack-quantized or",
     ),
     "mlx": ({"quantization": {"group_size": 64, "bits": 4}}, "quantization: quantised weights"),
     "code": (
@@ -256,7 +267,7 @@ def test_quantised_tensors_are_named_before_what_they_lack(tmp_path: Path) -> No
     weights = folder / "model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(data.replace(b"up_proj.weight", b"up_pro.qweight"))
-    with pytest.raises(CheckpointError, match=r"quantised weights \(model.*qweight\) are not"):
+    with pytest.raises(CheckpointError, match=r"weights are quantised \(model.*qweight\)"):
         check_folder(folder)
 
 

@@ -90,6 +90,6 @@ def test_blocks_are_bytes(tmp_path: Path) -> None:
 
 
 def test_another_method_is_refused(tmp_path: Path) -> None:
-    mxfp4_model(tmp_path, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(CheckpointError, match="quantised weights .*fp8.* are not served"):
+    mxfp4_model(tmp_path, quantization_config={"quant_method": "mxfp6"})
+    with pytest.raises(CheckpointError, match="quantised weights .*mxfp6.* are not served"):
         read_config(tmp_path)

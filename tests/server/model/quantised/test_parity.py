@@ -1,0 +1,58 @@
+"""Quantised models with adapters: as transformers and PEFT with the same values in float32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.model.adapter_zoo import with_zoo, zoo_of
+from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.families.parity import GREEDY, assert_parity, prompt
+from tests.server.model.families.variants import VARIANTS
+from tests.server.model.hub_models import make_model
+from tests.server.model.quantised.checkpoints import save_quantised
+from tests.server.model.quantised.formats import FORMATS
+from tests.server.model.slabs import pack
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    # PEFT compares patterns with modules alone, though they hold for parameters too.
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
+]
+
+# A row of parity's table -> what differs from it: widths that every form can hold.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama3": {},
+    "qwen2": {},  # with biases
+    "phi3": {},  # whose checkpoint holds q, k and v in one matrix
+    "gemma3": {"head_dim": 16},
+}
+# One format of each layout for each model, and every format for one.
+FEW = ("fp8-block", "ct-int8-zeros", "awq", "gptq-order", "nf4-nested")
+ROWS = [
+    *(("llama3", form) for form in FORMATS),
+    *((row, form) for row in MODELS if row != "llama3" for form in FEW),
+]
+ADAPTERS = ("rank3_rslora", "rank24_patterns", "rank64_everything", "missing_layers")
+
+
+@pytest.mark.parametrize(("row", "form"), ROWS, ids=lambda value: value)
+def test_with_mixed_adapters(row: str, form: str, tmp_path: Path) -> None:
+    base = make_model(row, **MODELS[row])
+    save_quantised(base, tmp_path, FORMATS[form])
+    zoo = {n: config for n, config in zoo_of(VARIANTS[row]).items() if n in ADAPTERS}
+    oracle, driver = with_zoo(base, zoo), Driver(tmp_path)
+    names = list(zoo)
+    first = 0
+    for slot, name in enumerate(names):
+        layout, slab = pack(oracle, name)
+        assert driver.load(slot, layout, slab, first).error is None
+        first += sum(layout.runs)
+    streams = [
+        Stream(driver, i, prompt(3 + 7 * i, i), slot=i - 1, sampling=GREEDY)
+        for i in range(1 + len(names))
+    ]
+    generate(driver, streams, 4, 5)
+    for adapter, stream in zip((None, *names), streams, strict=True):
+        assert_parity(oracle, adapter, stream)
+    driver.close()

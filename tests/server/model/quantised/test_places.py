@@ -1,0 +1,121 @@
+"""Quantised experts, heads, text parts and biases: with the values that their tensors stand for."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from server.model.base_facts import read_base_spec
+from server.model.checkpoint.checkpoint import CheckpointError, read_config
+from server.model.checkpoint.tensor_table import check_folder
+from server.model.weights import load_weights
+from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.families.parity import GREEDY, assert_parity, prompt
+from tests.server.model.hub_models import make_model, save_model
+from tests.server.model.quantised.checkpoints import change_config, save_quantised
+from tests.server.model.quantised.formats import FORMATS
+
+WEIGHTS = "model.safetensors"
+
+
+def quantise_stored(
+    model: PreTrainedModel, folder: Path, form: str, pattern: str
+) -> PreTrainedModel:
+    """Save the model with those matrices packed whose stored names match; returns one of their
+    values."""
+    save_model(model, folder)
+    plain, packed = load_file(folder / WEIGHTS), {}
+    values = dict(plain)
+    for name, tensor in plain.items():
+        if re.fullmatch(pattern, name) is None:
+            packed[name] = tensor
+            continue
+        found, weight = FORMATS[form].pack(tensor)
+        path = name.removesuffix(".weight")
+        packed |= {f"{path}.{suffix}": t.contiguous().clone() for suffix, t in found.items()}
+        values[name] = weight
+    assert len(packed) > len(plain)
+    save_file(values, folder / WEIGHTS, metadata={"format": "pt"})
+    found_model: PreTrainedModel = type(model).from_pretrained(folder, config=model.config)
+    save_file(packed, folder / WEIGHTS, metadata={"format": "pt"})
+    change_config(folder, quantization_config=FORMATS[form].config)
+    return found_model
+
+
+def assert_served(folder: Path, model: PreTrainedModel) -> None:
+    driver = Driver(folder)
+    streams = [Stream(driver, row, prompt(9 + row, row), sampling=GREEDY) for row in range(2)]
+    generate(driver, streams, 5, 4)
+    for stream in streams:
+        assert_parity(model, None, stream)
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    "form", ["fp8-block", "awq", "gptq-order", "ct-int4-channel", "nf4-nested"]
+)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_experts(name: str, form: str, tmp_path: Path) -> None:
+    model = quantise_stored(make_model(name), tmp_path, form, r".*experts\.[0-9]+\..*\.weight")
+    assert_served(tmp_path, model)
+
+
+@pytest.mark.parametrize("form", ["fp8-tensor", "gptq-8", "ct-int4-channel", "nf4"])
+def test_heads(form: str, tmp_path: Path) -> None:
+    base = make_model("llama3", vocab_size=96)
+    model = quantise_stored(base, tmp_path, form, r"lm_head\.weight")
+    weights = load_weights(tmp_path, read_config(tmp_path), torch.float32, torch.device("cpu"))
+    assert torch.equal(weights.lm_head.weight, model.lm_head.weight)
+    assert set(read_base_spec(tmp_path, ()).embedding_digests) == {"embed_tokens"}
+
+
+def test_embeddings_stay_in_floating_point(tmp_path: Path) -> None:
+    pattern = r"model\.embed_tokens\.weight"
+    quantise_stored(make_model("llama3"), tmp_path, "fp8-tensor", pattern)
+    with pytest.raises(
+        CheckpointError, match=r"embed_tokens\.weight \(expected \[97, 64\], got F8"
+    ):
+        check_folder(tmp_path)
+
+
+def test_biases_that_the_model_does_not_have(tmp_path: Path) -> None:
+    """Older writers of GPTQ store one for every matrix. Zeros are none; others are added."""
+    save_quantised(make_model("llama3"), tmp_path, FORMATS["gptq"])
+    tensors = load_file(tmp_path / WEIGHTS)
+    bias = torch.arange(32, dtype=torch.float16)
+    tensors["model.layers.1.self_attn.v_proj.bias"] = bias
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    weights = load_weights(tmp_path, read_config(tmp_path), torch.float32, torch.device("cpu"))
+    assert weights.layers[0].qkv.bias is None
+    found = weights.layers[1].qkv.bias
+    assert found is not None
+    assert torch.equal(found, torch.cat((torch.zeros(96), bias.float())))
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma3-images"])
+def test_text_parts(name: str, tmp_path: Path) -> None:
+    pattern = r".*layers\.[0-9]+\.(self_attn|mlp)\.[a-z_]+proj\.weight"
+    model = quantise_stored(make_model(name), tmp_path, "fp8-block", pattern)
+    assert_served(tmp_path, model)
+
+
+def test_scales_of_keys_and_values_are_left_out(tmp_path: Path) -> None:
+    model = make_model("llama3")
+    save_quantised(model, tmp_path, FORMATS["ct-fp8-channel"])
+    tensors = load_file(tmp_path / WEIGHTS)
+    for name in ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.output_scale"):
+        tensors[f"model.layers.0.{name}"] = torch.tensor(0.5)
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    assert len(check_and_name(tmp_path)) == 3
+    assert_served(tmp_path, model)
+
+
+def check_and_name(folder: Path) -> tuple[str, ...]:
+    from server.model.checkpoint.tensor_table import check_tensors
+    from server.model.checkpoint.text_part import model_shards
+
+    model = read_config(folder)
+    return check_tensors(folder, model_shards(folder, model), model)

@@ -31,8 +31,10 @@ from server.kernels.attention.rope_append_lora import rope_append_lora
 from server.kernels.attention.rotation import QkNorm, Rotation
 from server.kernels.attention.scores import ScoreRule
 from server.kernels.launch.compile_ahead import compiled_together
-from server.kernels.launch.configs import KernelConfigs, Phase, read_configs
-from server.kernels.linear.skinny import MAX_ROWS, skinny_product
+from server.kernels.launch.configs import KernelConfigs, Phase, SkinnyLoraConfig, read_configs
+from server.kernels.linear import matrix as matrix_module
+from server.kernels.linear.dequantise import dequantise
+from server.kernels.linear.skinny import skinny_product
 from server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
 from server.kernels.linear.stack import allocate_stack, stack_rows
 from server.kernels.lora.expand import expand
@@ -52,6 +54,8 @@ from server.kernels.pointwise.gated_lora import gated_lora
 from server.kernels.sampling.draw import DrawRows, draw_append
 from server.kernels.sampling.draw_columns import DRAW_COLUMNS
 from server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_append
+from server.model.linear.quantised import matrix_of
+from tests.kernels.quantised import LAYOUTS
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
@@ -157,20 +161,38 @@ def many_tokens(
 
 
 def products(configs: KernelConfigs) -> None:
-    for rows, n in ((1, 4096), (1, 1000), (8, 4096), (8, 1000), (16, 4096), (MAX_ROWS, 4096)):
+    for rows, n in ((1, 4096), (1, 1000), (8, 4096), (8, 1000), (16, 4096), (32, 4096)):
         config = configs.skinny(rows)[0]  # others differ in numbers alone
         x, weight = torch.zeros(rows, 4096, dtype=DTYPE), torch.zeros(n, 4096, dtype=DTYPE)
         bias = torch.zeros(n, dtype=DTYPE) if n == 1000 else None
         skinny_product(x, weight, bias, torch.zeros(rows, n, dtype=DTYPE), config)
         of_lora = configs.skinny_lora(rows)
         if of_lora is not None:
-            table, slots = LoraTable(2, 8, CPU), torch.zeros(rows, dtype=torch.int32)
-            workspace = allocate_workspace(rows, DTYPE, CPU, of_lora.lora_splits)
-            stack = allocate_stack(rows, 2, DTYPE, CPU)
-            stack_rows(slots, stack, table)
-            lora = SkinnyLora(table, 0, slots, (n - 600, 300, 300), workspace, stack)
             out = torch.zeros(rows, n, dtype=DTYPE)
-            skinny_product_lora(x, weight, bias, out, of_lora, lora)
+            skinny_product_lora(x, weight, bias, out, of_lora, lora_of(rows, of_lora, n))
+
+
+def lora_of(rows: int, config: SkinnyLoraConfig, n: int) -> SkinnyLora:
+    table, slots = LoraTable(2, 8, CPU), torch.zeros(rows, dtype=torch.int32)
+    workspace = allocate_workspace(rows, DTYPE, CPU, config.lora_splits)
+    stack = allocate_stack(rows, 2, DTYPE, CPU)
+    stack_rows(slots, stack, table)
+    return SkinnyLora(table, 0, slots, (n - 600, 300, 300), workspace, stack)
+
+
+def quantised(configs: KernelConfigs, every_form: bool) -> None:
+    """Of every layout a product of one row and one of few, with LoRA and without."""
+    matrix_module._converts = lambda bits, device: True
+    for make in LAYOUTS.values() if every_form else [LAYOUTS["int4-order"], LAYOUTS["fp8-blocks"]]:
+        weight = matrix_of(make(4096, 4096))
+        assert weight is not None
+        dequantise(weight, torch.zeros(4096, 4096, dtype=DTYPE), programmatic_launch=True)
+        for rows in (1, 8, 64):
+            x, out = torch.zeros(2, rows, 4096, dtype=DTYPE)
+            skinny_product(x, weight, None, out, configs.packed(rows)[0])
+            of_lora = configs.packed_lora(rows)
+            if of_lora is not None and every_form:
+                skinny_product_lora(x, weight, None, out, of_lora, lora_of(rows, of_lora, 4096))
 
 
 def attention(
@@ -281,6 +303,7 @@ def main() -> None:
         experts(configs.programmatic_launch, every_form)
         step()
         products(configs)
+        quantised(configs, every_form)
     print(*sorted(set(compiled)))
 
 

@@ -1,10 +1,11 @@
 """Tuned launch parameters, read from `configs/<arch>.json`.
 
-Its lists are `tile_rows`, `shrink`, `expand`, `fused`, `fused_shrink`, `rope`, `skinny` and
-`skinny_lora`. An entry is of a phase (`decode`: rows that are decodes, or few; `mixed`: hundreds of
-prompts' tokens, beside decodes; `prefill`: thousands) and applies where the batch has at most
-`max_rows` rows, or any number where that is left out. The first entry that applies wins; of
-`skinny` all that have that one's bound are tried. `default.json` serves every other architecture.
+Its lists are `tile_rows`, `shrink`, `expand`, `fused`, `fused_shrink`, `rope`, `skinny`, `packed`
+and `skinny_lora`. An entry is of a phase (`decode`: rows that are decodes, or few; `mixed`:
+hundreds of prompts' tokens, beside decodes; `prefill`: thousands) and applies where the batch has
+at most `max_rows` rows, or any number where that is left out. The first entry that applies wins; of
+`skinny` and `packed` all that have that one's bound are tried. `default.json` serves every other
+architecture.
 """
 
 import json
@@ -127,6 +128,7 @@ class KernelConfigs:
         self._fused_shrink = [_entry(row) for row in table["fused_shrink"]]
         self._rope = [_entry(row) for row in table["rope"]]
         self._skinny = [_entry(row) for row in table["skinny"]]
+        self._packed = [_entry(row) for row in table["packed"]]
         self._skinny_lora = [_entry(row) for row in table["skinny_lora"]]
         self._tiles = [_entry(row) for row in table["tile_rows"]]
 
@@ -159,7 +161,14 @@ class KernelConfigs:
 
     def skinny(self, rows: int) -> tuple[SkinnyConfig, ...]:
         """Those that may be the fastest for a product of so many rows; none for too many."""
-        known = [entry for entry in self._skinny if entry.applies("decode", rows)]
+        return self._of_few(self._skinny, rows)
+
+    def packed(self, rows: int) -> tuple[SkinnyConfig, ...]:
+        """As `skinny`, of quantised weights."""
+        return self._of_few(self._packed, rows)
+
+    def _of_few(self, entries: list[_Entry], rows: int) -> tuple[SkinnyConfig, ...]:
+        known = [entry for entry in entries if entry.applies("decode", rows)]
         return tuple(
             SkinnyConfig(**entry.values, programmatic_launch=self.programmatic_launch)
             for entry in known
@@ -174,6 +183,10 @@ class KernelConfigs:
                 values = {**entry.values, "lora_programs": programs}
                 return SkinnyLoraConfig(**values, programmatic_launch=self.programmatic_launch)
         return None
+
+    def packed_lora(self, rows: int) -> SkinnyLoraConfig | None:
+        """As `skinny_lora`, of quantised weights, which tensor cores multiply even with one row."""
+        return self.skinny_lora(max(rows, 2))
 
     def _limits(self, v: dict[str, int]) -> tuple[int, int, int | None, int, bool]:
         """What the parameters of LoRA's kernels begin with."""

@@ -1,6 +1,6 @@
 """A matrix of the base as the checkpoint stores it, and the ways to multiply with it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -45,9 +45,24 @@ class DenseLinear:
         """On the device."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Of matrices of one kind each way takes the same time."""
+        return self.weight.shape
+
     def ways(self, rows: int, configs: KernelConfigs) -> tuple[Way, ...]:
         """Those for so many rows of x on a GPU, DEFAULT first."""
         return (*LIBRARIES, *configs.skinny(rows))
+
+    def outside_graphs(self, rows: int, configs: KernelConfigs) -> Way:
+        """The way that needs no measurement: cuBLASLt would look for its kernel anew in each call,
+        on the host."""
+        return DEFAULT
+
+    def beside_lora(self, ways: Iterable[Way]) -> list[Way]:
+        """Of these ways those that may run beside LoRA: our kernel, whose programs are many and
+        short, leaves LoRA no room."""
+        return [way for way in ways if isinstance(way, Library)]
 
     def run(
         self, x: torch.Tensor, out: torch.Tensor | None = None, way: Way = DEFAULT

@@ -1,7 +1,8 @@
-"""Quantised matrices in memory: few layouts, into which checkpoints' forms are unpacked."""
+"""Quantised matrices in memory: two layouts, into which checkpoints' forms are unpacked."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, cast
 
 import torch
 
@@ -9,41 +10,48 @@ import torch
 _CHUNK = 1 << 24
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ScaledWeight:
-    """`(number - zero) * scale`, of FP8 or int8 numbers.
+class _Layout(Protocol):
+    @property
+    def shape(self) -> torch.Size: ...
 
-    numbers: float8_e4m3fn or int8 `[out, in]`. scales: float32 `[ceil(out / rows), ceil(in /
-    columns)]`, one for each block of so many rows and columns. zeros: int8, as scales, or None.
-    """
+    def values(self, rows: slice) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Weight:
+    """`number * scale`. numbers: float8_e4m3fn `[out, in]`. scales: float32 `[ceil(out / rows),
+    ceil(in / columns)]`, one for each block of so many rows and columns."""
 
     numbers: torch.Tensor
     scales: torch.Tensor
     block: tuple[int, int]
-    zeros: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
         """`[out_features, in_features]`."""
         return self.numbers.shape
 
-    def to(self, device: torch.device) -> "ScaledWeight":
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        return replace(
-            self, numbers=self.numbers.to(device), scales=self.scales.to(device), zeros=zeros
-        )
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.scales.nbytes
+
+    def to(self, device: torch.device) -> "Fp8Weight":
+        return replace(self, numbers=self.numbers.to(device), scales=self.scales.to(device))
+
+    def by_row(self) -> "Fp8Weight":
+        """The same with scales of blocks of one row."""
+        rows, columns = self.block
+        scales = self.scales.repeat_interleave(rows, dim=0)[: len(self.numbers)]
+        return replace(self, scales=scales, block=(1, columns))
+
+    def values(self, rows: slice) -> torch.Tensor:
+        """Float32 `[rows, in]`."""
+        high, wide = self.block
+        blocks = torch.arange(rows.start, rows.stop, device=self.scales.device) // high
+        return self.numbers[rows].float() * _spread(self.scales[blocks], wide, self.shape[1])
 
     def dequantised(self, out: torch.Tensor) -> torch.Tensor:
-        """Written to `out`, `[out, in]`, rounded to its dtype once. Returns it."""
-        rows, columns = self.block
-        for chunk in _chunks(self.shape):
-            values = self.numbers[chunk].float()
-            of_rows = torch.arange(chunk.start, chunk.stop, device=out.device) // rows
-            if self.zeros is not None:
-                values -= _spread(self.zeros[of_rows].float(), columns, values.shape[1])
-            values *= _spread(self.scales[of_rows], columns, values.shape[1])
-            out[chunk].copy_(values)
-        return out
+        return _dequantised(self, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +79,11 @@ class GroupedWeight:
         """`[out_features, in_features]`."""
         return torch.Size((len(self.codes), self.in_features))
 
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.codes, self.scales, self.zeros, self.table, self.order)
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
     def to(self, device: torch.device) -> "GroupedWeight":
         zeros = self.zeros
         return replace(
@@ -82,27 +95,79 @@ class GroupedWeight:
             order=None if self.order is None else self.order.to(device),
         )
 
-    def dequantised(self, out: torch.Tensor) -> torch.Tensor:
-        """As of ScaledWeight."""
+    def values(self, rows: slice) -> torch.Tensor:
+        """Float32 `[rows, in]`."""
         width = self.in_features
-        for chunk in _chunks(self.shape):
-            codes = unpacked(self.codes[chunk], self.bits)[:, :width]
-            if self.table is not None:
-                values = self.table[codes.int()]
-            else:
-                zeros = self.zeros
-                if isinstance(zeros, torch.Tensor):
-                    zeros = _spread(zeros[chunk].float(), self.group, width)
-                values = codes.float() - zeros
-            values *= _spread(self.scales[chunk].float(), self.group, width)
-            if self.order is None:
-                out[chunk].copy_(values)
-            else:
-                out[chunk, self.order] = values.to(out.dtype)
-        return out
+        codes = unpacked(self.codes[rows], self.bits)[:, :width]
+        if self.table is not None:
+            values = self.table[codes.int()]
+        elif isinstance(self.zeros, torch.Tensor):
+            values = codes.float() - _spread(self.zeros[rows].float(), self.group, width)
+        else:
+            values = codes.float() - self.zeros
+        values *= _spread(self.scales[rows].float(), self.group, width)
+        if self.order is None:
+            return values
+        return torch.empty_like(values).index_copy_(1, self.order, values)
+
+    def dequantised(self, out: torch.Tensor) -> torch.Tensor:
+        return _dequantised(self, out)
 
 
-PackedWeight = ScaledWeight | GroupedWeight
+PackedWeight = Fp8Weight | GroupedWeight
+
+
+def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
+    """The matrix of all parts, one below the other; None where their layouts differ."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(part, Fp8Weight) for part in parts):
+        return _joined_fp8(cast(Sequence[Fp8Weight], parts))
+    if all(isinstance(part, GroupedWeight) for part in parts):
+        return _joined_groups(cast(Sequence[GroupedWeight], parts))
+    return None
+
+
+def _joined_fp8(parts: Sequence[Fp8Weight]) -> Fp8Weight | None:
+    rows = parts[0].block[0]
+    if any(part.block[0] != rows or part.shape[0] % rows for part in parts):
+        parts = [part.by_row() for part in parts]
+    if len({part.block for part in parts}) != 1:
+        return None
+    return Fp8Weight(_cat(parts, "numbers"), _cat(parts, "scales"), parts[0].block)
+
+
+def _joined_groups(parts: Sequence[GroupedWeight]) -> GroupedWeight | None:
+    first = parts[0]
+    same = all(
+        (part.in_features, part.bits, part.group) == (first.in_features, first.bits, first.group)
+        and part.scales.dtype == first.scales.dtype
+        and _equal(part.table, first.table)
+        and _equal(part.order, first.order)
+        for part in parts
+    )
+    if not same:
+        return None
+    zeros: torch.Tensor | int = first.zeros
+    if any(isinstance(part.zeros, torch.Tensor) or part.zeros != zeros for part in parts):
+        zeros = torch.cat([_zeros(part) for part in parts])
+    return replace(first, codes=_cat(parts, "codes"), scales=_cat(parts, "scales"), zeros=zeros)
+
+
+def _cat(parts: Sequence[PackedWeight], name: str) -> torch.Tensor:
+    return torch.cat([getattr(part, name) for part in parts])
+
+
+def _zeros(part: GroupedWeight) -> torch.Tensor:
+    if isinstance(part.zeros, torch.Tensor):
+        return part.zeros
+    return torch.full_like(part.scales, part.zeros, dtype=torch.uint8)
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a, b)
 
 
 def unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -114,9 +179,10 @@ def unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """uint8 `[rows, n]` -> `[rows, ceil(n * bits / 8)]`."""
+    codes = codes.contiguous()
     if bits == 8:
-        return codes.contiguous()
-    first = codes[:, ::2].clone()
+        return codes
+    first = codes[:, ::2].clone(memory_format=torch.contiguous_format)
     first[:, : codes.shape[1] // 2] |= codes[:, 1::2] << 4
     return first
 
@@ -124,6 +190,13 @@ def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def _spread(of_groups: torch.Tensor, group: int, width: int) -> torch.Tensor:
     """`[rows, groups]` -> `[rows, width]`."""
     return of_groups.repeat_interleave(group, dim=1)[:, :width]
+
+
+def _dequantised(weight: _Layout, out: torch.Tensor) -> torch.Tensor:
+    """Written to `out`, `[out, in]`, rounded to its dtype once. Returns it."""
+    for rows in _chunks(weight.shape):
+        out[rows].copy_(weight.values(rows))
+    return out
 
 
 def _chunks(shape: torch.Size) -> Iterator[slice]:

@@ -1,0 +1,146 @@
+"""A quantised matrix of the base, and the ways to multiply with it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from server.kernels.launch.configs import KernelConfigs, SkinnyConfig
+from server.kernels.linear.matrix import PackedMatrix
+from server.kernels.linear.split import SPLIT_CODES, split_of_table
+from server.model.linear.dense import DEFAULT, DenseLinear, Way
+from server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, unpacked
+
+_LEAST_GROUP = 16
+_LEAST_RUN, _MOST_RUN = 32, 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantisedLinear:
+    """`x W^T + bias`. weight: as the kernels read it. bias: `[out_features]`. dtype: of x and what
+    is computed."""
+
+    weight: PackedMatrix
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Of matrices of one kind each way takes the same time."""
+        return (self.out_features, self.in_features, *self.weight.form())
+
+    def ways(self, rows: int, configs: KernelConfigs) -> tuple[Way, ...]:
+        """As of DenseLinear. DEFAULT writes the matrix out and takes the library's product."""
+        return (DEFAULT, *configs.packed(rows))
+
+    def outside_graphs(self, rows: int, configs: KernelConfigs) -> Way:
+        """The way that needs no measurement."""
+        return self.ways(rows, configs)[-1]
+
+    def beside_lora(self, ways: Iterable[Way]) -> list[Way]:
+        """As of DenseLinear; but to write the matrix out takes longer than LoRA waits for ours."""
+        return list(ways)
+
+    def run(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, way: Way = DEFAULT
+    ) -> torch.Tensor:
+        """As of DenseLinear."""
+        if not isinstance(way, SkinnyConfig):
+            return DenseLinear(self.dequantised(), self.bias).run(x, out, way)
+        from server.kernels.linear.skinny import skinny_product
+
+        out = x.new_empty(len(x), self.out_features) if out is None else out
+        skinny_product(x, self.weight, self.bias, out, way)
+        return out
+
+    def operands(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of DenseLinear."""
+        device = self.weight.numbers.device
+        x = torch.randn(rows, self.in_features, dtype=self.dtype, device=device)
+        return x, torch.empty(rows, self.out_features, dtype=self.dtype, device=device)
+
+    def dequantised(self) -> torch.Tensor:
+        """As of DenseLinear; a new tensor at each call."""
+        from server.kernels.linear.dequantise import dequantise
+
+        device = self.weight.numbers.device
+        matrix = torch.empty(self.weight.shape, dtype=self.dtype, device=device)
+        dequantise(self.weight, matrix, programmatic_launch=False)
+        return matrix
+
+
+def matrix_of(weight: PackedWeight) -> PackedMatrix | None:
+    """As the kernels read it; None where they do not: groups of other than powers of two, rows that
+    end within a group."""
+    if isinstance(weight, Fp8Weight):
+        rows, columns = weight.block
+        group = _group(columns, weight.shape[1])
+        if group is None:
+            return None
+        numbers = weight.numbers.view(torch.uint8)
+        return PackedMatrix(numbers, weight.scales, weight.shape[1], 0, group, rows)
+    return _matrix_of_codes(weight)
+
+
+def _matrix_of_codes(weight: GroupedWeight) -> PackedMatrix | None:
+    inputs, group = weight.in_features, _group(weight.group, weight.in_features)
+    if group is None:
+        return None
+    codes, run = weight.codes, 0
+    if weight.bits == 4:
+        run = _MOST_RUN if group == 0 else min(_MOST_RUN, 2 * group)
+        while group == 0 and inputs % run and run > _LEAST_RUN:
+            run //= 2
+        if inputs % run:
+            return None
+        codes = in_runs(codes, run, swapped=weight.table is None)
+    order = None if weight.order is None else weight.order.int()
+    return PackedMatrix(
+        codes,
+        weight.scales,
+        inputs,
+        weight.bits,
+        group,
+        zeros=weight.zeros,
+        table=weight.table,
+        order=order,
+        run=run,
+        split=_split(weight),
+    )
+
+
+def _split(weight: GroupedWeight) -> str:
+    if weight.table is not None:
+        values = weight.table.cpu().bfloat16().view(torch.uint8)
+        return split_of_table(bytes(values.tolist()))
+    return SPLIT_CODES if weight.bits == 4 else ""
+
+
+def in_runs(codes: torch.Tensor, run: int, *, swapped: bool) -> torch.Tensor:
+    """uint8 `[rows, n]`, two codes in a byte, in the order of PackedMatrix."""
+    rows, width = codes.shape
+    halves = unpacked(codes, 4).view(rows, -1, 2, run // 2)
+    pairs = halves[:, :, 0] | halves[:, :, 1] << 4
+    if swapped:
+        pairs = pairs.reshape(rows, -1, 4)[:, :, [0, 2, 1, 3]]
+    return pairs.reshape(rows, width)
+
+
+def _group(columns: int, in_features: int) -> int | None:
+    """Inputs that share a scale, 0 = all; None = the kernels have no such group."""
+    if columns >= in_features:
+        return 0
+    return columns if columns >= _LEAST_GROUP and columns.bit_count() == 1 else None

@@ -1,0 +1,148 @@
+"""Products with quantised weights against torch's with what they stand for, in odd shapes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.kernels.launch.configs import SkinnyConfig, SkinnyLoraConfig, load_configs
+from server.kernels.linear.dequantise import dequantise
+from server.kernels.linear.skinny import MAX_ROWS, skinny_product
+from server.kernels.linear.skinny_lora import skinny_product_lora
+from server.kernels.lora.reference import lora_reference
+from server.model.linear.packed import PackedWeight
+from server.model.linear.quantised import QuantisedLinear, matrix_of
+from tests.kernels.batches import Adapters, assert_close, interpreted
+from tests.kernels.quantised import LAYOUTS, codes, fp8
+from tests.kernels.test_skinny import make_lora, stack_anew
+
+ROW, FEW = SkinnyConfig(16, 64, 4, 3, False), SkinnyConfig(16, 32, 2, 3, False)
+ROW_LORA = SkinnyLoraConfig(16, 64, 4, 3, False, lora_programs=3, lora_splits=2)
+FEW_LORA = SkinnyLoraConfig(16, 32, 2, 3, False, lora_programs=3, lora_splits=2)
+
+
+def values(weight: PackedWeight) -> torch.Tensor:
+    return weight.dequantised(torch.empty(weight.shape))
+
+
+def check(
+    name: str, rows: int, out_features: int, features: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    weight = LAYOUTS[name](out_features, features)
+    exact = values(weight)
+    matrix = matrix_of(weight.to(device))
+    assert matrix is not None
+    config = ROW if rows == 1 else FEW
+    x = (torch.randn(rows, features) / features**0.5).to(dtype).to(device)
+    bias = torch.randn(out_features).to(dtype).to(device)
+    wide = torch.full((rows, out_features + 8), float("nan"), dtype=dtype, device=device)
+    out = wide[:, :out_features]
+    expected = x.float().cpu() @ exact.T
+    skinny_product(x, matrix, None, out, config)
+    assert_close(out.cpu(), expected, dtype)
+    skinny_product(x, matrix, bias, out, config)
+    assert_close(out.cpu(), expected + bias.float().cpu(), dtype)
+    assert wide[:, out_features:].isnan().all()
+
+
+@interpreted
+@pytest.mark.parametrize("name", LAYOUTS)
+@given(data=st.data())
+@settings(max_examples=6)
+def test_any_shape(name: str, data: st.DataObject) -> None:
+    rows, out_features = data.draw(st.integers(1, MAX_ROWS)), data.draw(st.integers(1, 70))
+    unit = 128 if "4" in name else 2
+    features = unit * data.draw(st.integers(1, 256 // unit))
+    dtype = data.draw(st.sampled_from((torch.float32, torch.float16)))
+    torch.manual_seed(rows)
+    check(name, rows, out_features, features, dtype, torch.device("cpu"))
+
+
+@interpreted
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_whole_blocks(name: str) -> None:
+    """Without masks."""
+    for rows in (1, 16):
+        check(name, rows, 64, 256, torch.float32, torch.device("cpu"))
+
+
+@interpreted
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_written_out_is_what_it_stands_for(name: str) -> None:
+    for shape in ((33, 128), (16, 512)):
+        weight = LAYOUTS[name](*shape)
+        matrix = matrix_of(weight)
+        assert matrix is not None
+        out = torch.full(shape, float("nan"))
+        dequantise(matrix, out, programmatic_launch=False)
+        torch.testing.assert_close(out, values(weight), rtol=2**-22, atol=0.0)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["fp8-blocks", "int4-order", "int8-rows"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_with_lora(name: str, rows: int) -> None:
+    """LoRA sees x as it is, whatever the order of the weight's columns."""
+    torch.manual_seed(rows)
+    device, dtype, features, widths = torch.device("cpu"), torch.float32, 128, (40, 16, 8)
+    adapters = Adapters(dtype, device, 2, arena_bytes=1 << 20)
+    adapters.put(0, features, widths, (8, 0, 16))
+    adapters.put(1, features, widths, (24, 5, 3))
+    slots = [0, -1, 1, 1, 0][:rows]
+    weight = LAYOUTS[name](sum(widths), features)
+    matrix = matrix_of(weight)
+    assert matrix is not None
+    lora = make_lora(adapters, slots, widths)
+    x, out = torch.randn(rows, features), torch.empty(rows, sum(widths))
+    stack_anew(lora)
+    config = ROW_LORA if rows == 1 else FEW_LORA
+    skinny_product_lora(x, matrix, None, out, config, lora)
+    base = x @ values(weight).T
+    assert_close(out, lora_reference(base, x, slots, adapters.weights, widths), dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_way_of_a_linear(name: str) -> None:
+    weight = LAYOUTS[name](48, 128)
+    matrix = matrix_of(weight)
+    assert matrix is not None
+    bias = torch.randn(48)
+    linear = QuantisedLinear(matrix, bias, torch.float32)
+    assert linear.nbytes > 0
+    configs = load_configs("cpu")
+    for rows in (1, 3, 33, 65):
+        x, out = linear.operands(rows)
+        expected = x @ values(weight).T + bias
+        for way in linear.ways(rows, configs):
+            torch.testing.assert_close(linear.run(x, out, way), expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(linear.run(x, None, way), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_kernels_do_not_read() -> None:
+    assert matrix_of(LAYOUTS["int4"](8, 96)) is None
+    assert matrix_of(codes(4, 48)(8, 192)) is None
+    assert matrix_of(fp8(1, 48)(8, 192)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 33, 64])
+def test_on_a_gpu(name: str, rows: int) -> None:
+    """Every configuration of the device, of real widths; what is written out, too."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(rows)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    for out_features, features in ((6144, 4096), (1000, 1536)):
+        weight = LAYOUTS[name](out_features, features)
+        exact = values(weight)
+        matrix = matrix_of(weight.to(device))
+        assert matrix is not None
+        linear = QuantisedLinear(matrix, None, dtype)
+        written = linear.dequantised().float().cpu()
+        assert torch.equal(written, exact.to(dtype).float())
+        x = (torch.randn(rows, features) / features**0.5).to(dtype).to(device)
+        expected = x.float().cpu() @ exact.T
+        for way in linear.ways(rows, load_configs(device)):
+            assert_close(linear.run(x, None, way).cpu(), expected, dtype)

@@ -1,0 +1,101 @@
+"""The assembly that splits 4-bit codes, instruction by instruction as the PTX manual has them."""
+
+import re
+
+import pytest
+import torch
+
+from server.kernels.linear.split import SPLIT_CODES, split_of_table
+from server.model.linear.packed import packed
+from server.model.linear.quantised import in_runs
+
+ALL = 0xFFFFFFFF
+RUN = 8
+
+
+def lop3(a: int, b: int, c: int, table: int) -> int:
+    found = 0
+    for bit in range(32):
+        place = (a >> bit & 1) << 2 | (b >> bit & 1) << 1 | c >> bit & 1
+        found |= (table >> place & 1) << bit
+    return found
+
+
+def prmt(a: int, b: int, selector: int) -> int:
+    """A selector's last bit has the byte's sign in all bits."""
+    source, found = (b << 32 | a).to_bytes(8, "little"), bytearray()
+    for place in range(4):
+        choice = selector >> 4 * place & 15
+        byte = source[choice & 7]
+        found.append((0xFF if byte & 0x80 else 0) if choice & 8 else byte)
+    return int.from_bytes(found, "little")
+
+
+def bfloat16s(word: int) -> list[float]:
+    return torch.tensor([word], dtype=torch.uint32).view(torch.bfloat16).tolist()
+
+
+def fma(a: int, b: int, c: int) -> int:
+    sums = [x * y + z for x, y, z in zip(*map(bfloat16s, (a, b, c)), strict=True)]
+    return int(torch.tensor(sums, dtype=torch.bfloat16).view(torch.uint32).item())
+
+
+def run(assembly: str, operands: list[int]) -> list[int]:
+    """operands: `$4` to `$8`. Returns `$0` to `$3`."""
+    registers = {f"${4 + i}": value for i, value in enumerate(operands)}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    for line in re.findall(r"^\s+([a-z].*);", assembly, re.MULTILINE):
+        name, _, rest = line.partition(" ")
+        target, *sources = re.split(r",\s*", rest)
+        of = [value(source) for source in sources]
+        match name.split(".")[0]:
+            case "mov":
+                found = of[0]
+            case "and":
+                found = of[0] & of[1]
+            case "shr":
+                found = of[0] >> of[1]
+            case "lop3":
+                found = lop3(*of)
+            case "prmt":
+                found = prmt(*of)
+            case "fma":
+                found = fma(*of)
+            case other:
+                raise AssertionError(f"{other} is not known here")
+        registers[target] = found & ALL
+    return [registers[f"${i}"] for i in range(4)]
+
+
+def word_of(codes: list[int], *, swapped: bool) -> int:
+    """Four bytes of a run of eight codes, as matrices hold them."""
+    pairs = packed(torch.tensor([codes], dtype=torch.uint8), 4)
+    word = in_runs(pairs, RUN, swapped=swapped).view(torch.int32).item()
+    return int(word) & ALL
+
+
+CODES = [[0, 1, 2, 3, 4, 5, 6, 7], [15, 14, 13, 12, 11, 10, 9, 8], [3, 12, 7, 0, 15, 8, 1, 10]]
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_codes_less_zeros(codes: list[int]) -> None:
+    first, second = 5.0, 11.0  # zeros of the halves
+    added = [
+        int(torch.tensor([-128 - zero] * 2, dtype=torch.bfloat16).view(torch.uint32).item())
+        for zero in (first, first, second, second)
+    ]
+    found = run(SPLIT_CODES, [word_of(codes, swapped=True), *added])
+    values = [value for word in found for value in bfloat16s(word)]
+    assert values == [code - (first if i < 4 else second) for i, code in enumerate(codes)]
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_codes_of_a_table(codes: list[int]) -> None:
+    table = (torch.randn(16) * 3).bfloat16()
+    assembly = split_of_table(bytes(table.view(torch.uint8).tolist()))
+    found = run(assembly, [word_of(codes, swapped=False), 0, 0, 0, 0])
+    values = [value for word in found for value in bfloat16s(word)]
+    assert values == [table[code].item() for code in codes]

@@ -138,7 +138,8 @@ def _needs(
     config: WorkerConfig, device: ChosenDevice, model: ModelSpec, base: BaseSpec, dtype: SlabDtype
 ) -> Needs:
     engine = engine_config(config, device, Path(config.model), base, dtype)
-    weights, windows = weights_bytes(model, dtype), page_groups(model).windows
+    weights = weights_bytes(model, dtype, packed=device.kind == "cuda")
+    windows = page_groups(model).windows
     found = Needs(
         device=device.kind,
         dtype=dtype,

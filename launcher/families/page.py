@@ -57,7 +57,7 @@ def _example(known: KnownModel) -> str:
         return f"| {known.example} | | | {error} |\n"
     reason = unsupported(model, "bfloat16", _CAPABILITY)
     ways = "the project's kernels" if reason is None else f"torch: {reason}"
-    weights = weights_bytes(model, "bfloat16") / 1e9
+    weights = weights_bytes(model, "bfloat16", packed=True) / 1e9
     return f"| {known.example} | {weights:.1f} GB | {_kv_bytes(model):,} bytes | {ways} |\n"
 
 

@@ -285,7 +285,7 @@ def _build_parts(
     free, total = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
     planned = config
     if on_gpu:
-        left = free - weights_bytes(model, config.dtype)
+        left = free - weights_bytes(model, config.dtype, packed=True)
         planned = fill_device(model, config, DeviceMemory(total, free, left))
     executor_limits(model, planned)  # says what is wrong before the weights are read
     weights = load(model, dtype, device)

@@ -1,6 +1,7 @@
 """A model's weights on the device: packed as the decoder multiplies them, read from safetensors."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,9 @@ from server.model.checkpoint.text_part import model_shards
 from server.model.checkpoint.unpack import Stored, unpack
 from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import ExpertsLinear, MoeWeights
+from server.model.linear.linear import Linear
+from server.model.linear.packed import PackedWeight, joined
+from server.model.linear.quantised import QuantisedLinear, matrix_of
 from server.model.moe_spec import MoeSpec
 from server.model.spec import (
     SINKS,
@@ -44,8 +48,8 @@ class MlpWeights:
     """What `spec` computes with."""
 
     spec: MlpSpec
-    gate_up: DenseLinear
-    down: DenseLinear
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +60,8 @@ class LayerWeights:
     `[heads]`.
     """
 
-    qkv: DenseLinear
-    o: DenseLinear
+    qkv: Linear
+    o: Linear
     mlp: MlpWeights | MoeWeights
     pre_attention: Norm | None
     pre_mlp: Norm | None
@@ -67,7 +71,7 @@ class LayerWeights:
     sinks: torch.Tensor | None = None
 
     @property
-    def linears(self) -> tuple[DenseLinear, ...]:
+    def linears(self) -> tuple[Linear, ...]:
         """The matrices that every token is multiplied with."""
         mlp = self.mlp
         if isinstance(mlp, MoeWeights):
@@ -82,14 +86,20 @@ class ModelWeights:
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: Norm
-    lm_head: DenseLinear
+    lm_head: Linear
 
 
 def load_weights(
-    folder: Path, model: ModelSpec, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    model: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    packed: bool | None = None,
 ) -> ModelWeights:
-    """Read the checkpoint, cast to `dtype`. Raises CheckpointError with everything that is missing,
-    unexpected or of another shape."""
+    """Read the checkpoint, cast to `dtype`. packed: quantised matrices stay so where kernels read
+    them, and else are dequantised; None = on a GPU. Raises CheckpointError with everything that is
+    missing, unexpected or of another shape."""
     shards = model_shards(folder, model)
     stored = stored_tensors(shards)
     model = as_stored(model, stored)
@@ -98,7 +108,9 @@ def load_weights(
         log.info("%d stored tensors change no token and are left out: %s", *kinds(left_out))
     embedding = tables(stored, model)[0]
     with torch.inference_mode():
-        source = _Source(shards, stored_forms(model, stored), dtype, device)
+        forms = stored_forms(model, stored)
+        stays = device.type == "cuda" if packed is None else packed
+        source = _Source(shards, forms, dtype, device, packed=stays)
         embed = source.get(embedding)
         layers = tuple(_load_layer(source, model, i) for i in range(model.num_layers))
         head = DenseLinear(embed) if model.head.tied else source.linear(model.head.linear)
@@ -106,7 +118,8 @@ def load_weights(
 
 
 class _Source:
-    """Tensors by name out of memory-mapped shards. forms: of quantised matrices."""
+    """Tensors by name out of memory-mapped shards. forms: of quantised matrices. packed: these stay
+    so where they can."""
 
     def __init__(
         self,
@@ -114,7 +127,10 @@ class _Source:
         forms: StoredForms,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        packed: bool,
     ) -> None:
+        self._packed = packed
         self.dtype = dtype
         self.device = device
         self._forms = forms
@@ -155,8 +171,18 @@ class _Source:
             row += part.shape[0]
         return stacked
 
-    def linear(self, spec: LinearSpec, layer: int | None = None) -> DenseLinear:
+    def linear(self, spec: LinearSpec, layer: int | None = None) -> Linear:
         """layer: 0-based, where the matrix is one of a layer's."""
+        paths = [_path(part.path, layer) for part in spec.parts]
+        if self._packed and all(path in self._forms for path in paths):
+            parts = [
+                self._unpacked(path, (part.out_features, spec.in_features))
+                for path, part in zip(paths, spec.parts, strict=True)
+            ]
+            whole = joined(parts)
+            matrix = None if whole is None else matrix_of(whole)
+            if matrix is not None and matrix.shape == (spec.out_features, spec.in_features):
+                return QuantisedLinear(matrix, self._bias(spec, layer), self.dtype)
         shape = (spec.out_features, spec.in_features)
         weight = torch.empty(shape, dtype=self.dtype, device=self.device)
         for part, rows in zip(spec.parts, weight.split(spec.widths), strict=True):
@@ -165,16 +191,19 @@ class _Source:
 
     def fill(self, path: str, weight: torch.Tensor) -> None:
         """weight: `[out, in]`, which the matrix of the module at `path` is written to."""
-        form = self._forms.get(path)
-        if form is None:
+        if path in self._forms:
+            packed = self._unpacked(path, weight.shape)
+            packed.dequantised(weight.view(packed.shape))
+        else:
             weight.copy_(self._mapped(f"{path}.weight"))
-            return
-        stored = Stored(lambda suffix: self._optional(f"{path}.{suffix}"), *weight.shape)
+
+    def _unpacked(self, path: str, shape: Sequence[int]) -> PackedWeight:
+        """On the device. shape: `[out, in]`."""
+        stored = Stored(lambda suffix: self._optional(f"{path}.{suffix}"), *shape)
         try:
-            packed = unpack(form, stored).to(self.device)
+            return unpack(self._forms[path], stored).to(self.device)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        packed.dequantised(weight.view(packed.shape))
 
     def _optional(self, name: str) -> torch.Tensor | None:
         return self._mapped(name) if name in self._stored else None

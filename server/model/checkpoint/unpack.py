@@ -8,9 +8,9 @@ from typing import Any, assert_never
 import torch
 
 from server.model.linear.packed import (
+    Fp8Weight,
     GroupedWeight,
     PackedWeight,
-    ScaledWeight,
     packed,
     unpacked,
 )
@@ -28,6 +28,7 @@ from server.model.quantisation.forms import (
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 # One in every number of a word.
 _ONES = {4: 0x11111111, 8: 0x01010101}
+_INT8_ZERO = 128
 _MOST_OF_STATE = 4096
 
 
@@ -66,23 +67,45 @@ def unpack(form: WeightForm, stored: Stored) -> PackedWeight:
             return _four_bits(form, stored)
         case RowwiseForm():
             scales = stored["SCB"].float()[:, None] / 127
-            return ScaledWeight(stored["weight"], scales, (1, stored.in_features))
+            return _int8(stored["weight"], scales, None, (1, stored.in_features))
         case _:
             assert_never(form)
 
 
-def _eight_bits(form: EightBitForm, stored: Stored) -> ScaledWeight:
+def _eight_bits(form: EightBitForm, stored: Stored) -> PackedWeight:
+    outputs, inputs = stored.out_features, stored.in_features
     rows, columns = form.block
     if form.scales == "tensor":
-        rows, columns = stored.out_features, stored.in_features
+        rows, columns = outputs, inputs
     elif form.scales == "channel":
-        rows, columns = 1, stored.in_features
+        rows, columns = 1, inputs
     elif form.scales == "group":
         rows = 1
-    shape = (-(-stored.out_features // rows), -(-stored.in_features // columns))
+    shape = (-(-outputs // rows), -(-inputs // columns))
     scales = stored[form.scale].float().view(shape)
+    if form.numbers == "fp8":
+        return Fp8Weight(stored["weight"], scales, (rows, columns))
     zeros = stored["weight_zero_point"].view(shape) if form.asymmetric else None
-    return ScaledWeight(stored["weight"], scales, (rows, columns), zeros)
+    return _int8(stored["weight"], scales, zeros, (rows, columns))
+
+
+def _int8(
+    numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, block: tuple[int, int]
+) -> GroupedWeight:
+    """As codes, which are 128 more. scales: float32; zeros: int8; one for each block."""
+
+    def by_row(of_blocks: torch.Tensor) -> torch.Tensor:
+        return of_blocks.repeat_interleave(block[0], dim=0)[:outputs].contiguous()
+
+    outputs, inputs = numbers.shape
+    least: torch.Tensor | int = _INT8_ZERO
+    if zeros is not None:
+        least = by_row(_codes(zeros))
+    return GroupedWeight(_codes(numbers), inputs, 8, block[1], by_row(scales), least)
+
+
+def _codes(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.contiguous().view(torch.uint8) ^ _INT8_ZERO
 
 
 def _awq(form: AwqForm, stored: Stored) -> GroupedWeight:

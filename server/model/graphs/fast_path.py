@@ -15,8 +15,8 @@ from server.model.graphs.parts import Built, Parts
 from server.model.graphs.start_phases import StartPhases
 from server.model.graphs.token_graphs import TokenGraphs
 from server.model.graphs.warm_up import prompts_of, run_steps
-from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import MoeWeights
+from server.model.linear.linear import Linear
 from server.model.lora.lora import Reach
 from server.model.ops.attention_cuda import PagedAttention, prompt_backend
 from server.model.ops.device_lora import DeviceLora
@@ -168,7 +168,7 @@ class _Start:
         torch.cuda.synchronize()
         return graphs, token_graphs
 
-    def _products(self) -> Iterator[tuple[Sequence[int], list[list[DenseLinear]]]]:
+    def _products(self) -> Iterator[tuple[Sequence[int], list[list[Linear]]]]:
         """Numbers of rows, and for each shape of a product that has them its matrices."""
         weights = self.parts.weights
         yield sorted({*self.sizes, *self.prompt_sizes}), _by_shape(weights.layers)
@@ -194,12 +194,12 @@ class _Start:
         return prompts_of(self.parts.rows, self.parts.limits.max_context, tokens)
 
 
-def _by_shape(layers: Iterable[LayerWeights]) -> list[list[DenseLinear]]:
+def _by_shape(layers: Iterable[LayerWeights]) -> list[list[Linear]]:
     """What every token is multiplied with, of all layers."""
-    found: dict[tuple[int, int], list[DenseLinear]] = {}
+    found: dict[tuple[object, ...], list[Linear]] = {}
     for layer in layers:
         for linear in layer.linears:
-            found.setdefault((linear.out_features, linear.in_features), []).append(linear)
+            found.setdefault(linear.kind, []).append(linear)
     return list(found.values())
 
 

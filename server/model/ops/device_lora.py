@@ -52,10 +52,11 @@ class DeviceLora:
 
 @dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """What linears of few tokens need to have LoRA in their own kernel. stack: B of all rows'
-    adapters."""
+    """What linears of few tokens need to have LoRA in their own kernel. packed: of quantised ones.
+    stack: B of all rows' adapters."""
 
     config: SkinnyLoraConfig
+    packed: SkinnyLoraConfig
     stack: Stack
 
 
@@ -82,10 +83,10 @@ def fused_kernel(
     configs: KernelConfigs, rows: int, num_sites: int, dtype: torch.dtype, device: torch.device
 ) -> FusedKernel | None:
     """None for too many rows."""
-    config = configs.skinny_lora(rows)
-    if config is None:
+    config, packed = configs.skinny_lora(rows), configs.packed_lora(rows)
+    if config is None or packed is None:
         return None
-    return FusedKernel(config, allocate_stack(rows, num_sites, dtype, device))
+    return FusedKernel(config, packed, allocate_stack(rows, num_sites, dtype, device))
 
 
 class LoraBatches:

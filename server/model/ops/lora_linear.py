@@ -14,7 +14,8 @@ from server.kernels.lora.pending import PendingDelta, PendingLora
 from server.kernels.lora.shrink import gather_embedding, shrink
 from server.kernels.lora.table import LoraTable
 from server.kernels.lora.workspace import Workspace
-from server.model.linear.dense import DenseLinear
+from server.model.linear.linear import Linear
+from server.model.linear.quantised import QuantisedLinear
 from server.model.lora.sites import Site
 from server.model.ops.device_lora import DeviceLora, FusedLora, ShrinkingLora
 from server.model.ops.lora_strategy import Strategy
@@ -72,7 +73,7 @@ class Gemm(NamedTuple):
     """x: `[tokens, in]`; y: `[tokens, out]`, which the linear of x is written to."""
 
     x: torch.Tensor
-    linear: DenseLinear
+    linear: Linear
     y: torch.Tensor
 
 
@@ -126,7 +127,8 @@ class LoraLinear:
         low_rank = SkinnyLora(
             self._table, site.number, lora.slots, site.out_features, lora.workspace, kernel.stack
         )
-        skinny_product_lora(gemm.x, base.weight, base.bias, gemm.y, kernel.config, low_rank)
+        config = kernel.packed if isinstance(base, QuantisedLinear) else kernel.config
+        skinny_product_lora(gemm.x, base.weight, base.bias, gemm.y, config, low_rank)
         return Ready(gemm.y)
 
     def _delta(self, gemm: Gemm, lora: DeviceLora, site: Site) -> WithDelta:

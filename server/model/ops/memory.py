@@ -11,7 +11,8 @@ from server.engine.memory.room import pages_held, tokens_that_fit
 from server.model.moe_spec import MoeSpec
 from server.model.ops.sizes import MOST_PADDING
 from server.model.page_groups import page_groups
-from server.model.spec import LayerSpec, ModelSpec
+from server.model.quantisation.forms import packed_bytes
+from server.model.spec import LayerSpec, ModelSpec, layer_path
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
 _FIXED_WORKSPACE = 2 << 30
@@ -35,9 +36,20 @@ class DeviceMemory(msgspec.Struct, frozen=True):
     free_now: int
 
 
-def weights_bytes(model: ModelSpec, dtype: SlabDtype) -> int:
-    """What they take on the device."""
-    return sum(prod(shape) for shape in model.tensors().values()) * ITEM_BYTES[dtype]
+def weights_bytes(model: ModelSpec, dtype: SlabDtype, *, packed: bool) -> int:
+    """What they take on the device. packed: quantised matrices of layers stay so, all that
+    config.json speaks of."""
+    item = ITEM_BYTES[dtype]
+    total = sum(prod(shape) for shape in model.tensors().values()) * item
+    if model.quantisation is None or not packed:
+        return total
+    for index, layer in enumerate(model.layers):
+        for linear in layer.linears:
+            for path, *shape in linear.matrices() if linear.stored is None else ():
+                form = model.quantisation.form(layer_path(index, path))
+                if form is not None:
+                    total += packed_bytes(form, *shape) - prod(shape) * item
+    return total
 
 
 def page_bytes(model: ModelSpec, engine: EngineConfig) -> int:

@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import MoeWeights
+from server.model.linear.linear import Linear
 from server.model.lora.sites import LayerSites, Site
 from server.model.page_groups import PageGroups
 from server.model.spec import Activation
@@ -89,7 +89,7 @@ class Ops(Protocol[P, L, Y]):
         """`[tokens]` -> `[tokens, hidden]`, with the adapters' deltas."""
         ...
 
-    def linear(self, x: torch.Tensor, linear: DenseLinear, lora: L | None, site: Site) -> Y:
+    def linear(self, x: torch.Tensor, linear: Linear, lora: L | None, site: Site) -> Y:
         """The product plus the adapters' deltas at `site`: `[tokens, in]` -> `[tokens, out]`.
         Used once, before the next product."""
         ...
@@ -97,7 +97,7 @@ class Ops(Protocol[P, L, Y]):
     def logits(
         self,
         x: torch.Tensor,
-        linear: DenseLinear,
+        linear: Linear,
         lora: L | None,
         site: Site,
         out: torch.Tensor | None = None,

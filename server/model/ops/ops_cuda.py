@@ -15,8 +15,8 @@ from server.kernels.launch.configs import KernelConfigs, load_configs
 from server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
 from server.kernels.pointwise.gated import gated
 from server.kernels.pointwise.gated_lora import gated_lora
-from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import MoeWeights
+from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, Reach
 from server.model.lora.sites import LayerSites, Site
 from server.model.ops.attention_cuda import Attention, PagedAttention
@@ -131,7 +131,7 @@ class CudaOps:
     def linear(
         self,
         x: torch.Tensor,
-        linear: DenseLinear,
+        linear: Linear,
         lora: DeviceLora | None,
         site: Site,
         out: torch.Tensor | None = None,
@@ -145,7 +145,7 @@ class CudaOps:
     def logits(
         self,
         x: torch.Tensor,
-        linear: DenseLinear,
+        linear: Linear,
         lora: DeviceLora | None,
         site: Site,
         out: torch.Tensor | None = None,

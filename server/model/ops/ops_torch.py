@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import MoeWeights
+from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, LoraBatch
 from server.model.lora.sites import LayerSites, Site
 from server.model.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertActivation
@@ -185,14 +185,14 @@ class TorchOps:
         return y
 
     def linear(
-        self, x: torch.Tensor, linear: DenseLinear, lora: LoraBatch | None, site: Site
+        self, x: torch.Tensor, linear: Linear, lora: LoraBatch | None, site: Site
     ) -> torch.Tensor:
         return self.logits(x, linear, lora, site)
 
     def logits(
         self,
         x: torch.Tensor,
-        linear: DenseLinear,
+        linear: Linear,
         lora: LoraBatch | None,
         site: Site,
         out: torch.Tensor | None = None,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from server.kernels.launch.configs import KernelConfigs
-from server.model.linear.dense import DEFAULT, DenseLinear, Library, Way
+from server.model.linear.dense import DEFAULT, Library, Way
+from server.model.linear.linear import Linear
 from server.model.ops.capture import record
 
 # Layers that a measurement goes through. With few rows weights are to come from memory as in a
@@ -38,11 +39,10 @@ def fastest(times: dict[Way, float]) -> Way:
     return best if times[best] < _GAIN * times[DEFAULT] else DEFAULT
 
 
-def choose(times: dict[Way, float]) -> _Choice:
-    """As `fastest`. Beside LoRA our kernel, whose programs are many and short, leaves it no
-    room."""
-    libraries: dict[Way, float] = {w: t for w, t in times.items() if isinstance(w, Library)}
-    return _Choice(fastest(times), fastest(libraries))
+def choose(times: dict[Way, float], linear: Linear) -> _Choice:
+    """As `fastest`. times: of `linear`."""
+    beside = {way: times[way] for way in linear.beside_lora(times)}
+    return _Choice(fastest(times), fastest(beside))
 
 
 class Products:
@@ -50,10 +50,10 @@ class Products:
 
     def __init__(self, configs: KernelConfigs) -> None:
         self._configs = configs
-        # By rows, output features, input features.
-        self._choices: dict[tuple[int, int, int], _Choice] = {}
+        # By rows and kind of matrix.
+        self._choices: dict[tuple[int, tuple[object, ...]], _Choice] = {}
 
-    def launch_ours(self, sizes: Sequence[int], products: Sequence[Sequence[DenseLinear]]) -> None:
+    def launch_ours(self, sizes: Sequence[int], products: Sequence[Sequence[Linear]]) -> None:
         """Each of this package's kernels that `measure` would try, once, with the first layer's
         weights."""
         for size in sizes:
@@ -62,7 +62,7 @@ class Products:
                     if not isinstance(way, Library):
                         linear.run(*linear.operands(size), way)
 
-    def load(self, sizes: Sequence[int], products: Sequence[DenseLinear]) -> None:
+    def load(self, sizes: Sequence[int], products: Sequence[Linear]) -> None:
         """What products outside of graphs launch, once for each number of rows: at its first launch
         a kernel is loaded, for which host and device wait for each other, and the library has a
         hundred for one product."""
@@ -73,34 +73,33 @@ class Products:
                 if linear.bias is not None:  # without `out` another function computes it
                     self.linear(x[:size], linear)
 
-    def measure(self, sizes: Sequence[int], products: Sequence[Sequence[DenseLinear]]) -> None:
+    def measure(self, sizes: Sequence[int], products: Sequence[Sequence[Linear]]) -> None:
         """sizes: numbers of rows. products: for each product of a step that of some layers. Some
         milliseconds for each way of each; leaves no memory taken."""
         for size in sizes:
             for layers in products:
                 measured = layers[: _LAYERS if size <= _MANY_ROWS else _LAYERS_OF_MANY]
                 times = _times(layers[0].ways(size, self._configs), size, measured)
-                self._choices[size, layers[0].out_features, layers[0].in_features] = choose(times)
+                self._choices[size, layers[0].kind] = choose(times, layers[0])
 
     def linear(
         self,
         x: torch.Tensor,
-        linear: DenseLinear,
+        linear: Linear,
         out: torch.Tensor | None = None,
         *,
         beside_lora: bool = False,
     ) -> torch.Tensor:
         """x: `[rows, in_features]`. out: where to write, `[rows, out_features]`."""
-        # Outside of graphs cuBLASLt would look for its kernel anew in each call, on the host.
-        if not torch.cuda.is_current_stream_capturing():
-            return linear.run(x, out)
-        choice = self._choices.get((len(x), linear.out_features, linear.in_features))
+        choice = None
+        if torch.cuda.is_current_stream_capturing():
+            choice = self._choices.get((len(x), linear.kind))
         if choice is None:
-            return linear.run(x, out)
+            return linear.run(x, out, linear.outside_graphs(len(x), self._configs))
         return linear.run(x, out, choice.beside if beside_lora else choice.alone)
 
 
-def _times(ways: Sequence[Way], rows: int, layers: Sequence[DenseLinear]) -> dict[Way, float]:
+def _times(ways: Sequence[Way], rows: int, layers: Sequence[Linear]) -> dict[Way, float]:
     """Milliseconds of the products of all layers, one after the other in a graph, the least of some
     repeats."""
     x, y = layers[0].operands(rows)

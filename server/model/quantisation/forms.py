@@ -4,6 +4,7 @@ A matrix is `[out_features, in_features]`. Names are those of the format's own w
 """
 
 from collections.abc import Iterator
+from math import prod
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -17,6 +18,9 @@ _BYTES = FLOATS | UINT8 | INT8
 
 # How DeepSeek calls the scales of FP8; they multiply all the same.
 INVERSE = "weight_scale_inv"
+
+# Of bitsandbytes' 4 bits.
+_USUAL_BLOCK = 64
 
 Scales = Literal["tensor", "channel", "group", "block"]
 Shape = tuple[int, ...]
@@ -175,3 +179,20 @@ class RowwiseForm(msgspec.Struct, frozen=True):
 
 
 WeightForm = EightBitForm | AwqForm | GptqForm | PackedForm | FourBitForm | RowwiseForm
+
+
+def packed_bytes(form: WeightForm, out_features: int, in_features: int) -> int:
+    """What a matrix of this form takes while it stays quantised, about."""
+    if isinstance(form, FourBitForm):
+        numbers = out_features * in_features
+        return numbers // 2 + 4 * (numbers // _USUAL_BLOCK)
+    wide = 4 if isinstance(form, EightBitForm) else 2
+    return sum(
+        prod(tensor.shapes[0]) * (wide if tensor.dtypes >= FLOATS else _item_bytes(tensor.dtypes))
+        for tensor in form.tensors(out_features, in_features)
+        if tensor.shapes and not tensor.optional
+    )
+
+
+def _item_bytes(dtypes: frozenset[str]) -> int:
+    return 4 if dtypes == INT32 else 1

@@ -5,6 +5,7 @@ Triton interprets, FlashInfer is a stand-in, and graphs run their step again.
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from server.model import executor as executor_module
 from server.model.graphs.decode_batch import DecodeBatch
 from server.model.lora.lora import Reach
 from server.model.ops.ops import StepLayout
+from server.model.weights import load_weights
 from server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import Allowed, Driver, Stream, generate
@@ -40,11 +42,13 @@ class Pair:
         backend: str = "fa2",
         **changes: Any,
     ) -> None:
-        """adapters: in slots 0, 1, …; few_tokens, mixed_tokens: what LoRA takes for few, and for so
-        many that their prompts and decodes are mixed; most_tokens: of steps with prompts that
-        graphs take; 0 = as ever; backend: of prompts' attention, "fa3" with an H100's launch
-        parameters, "none" as if FlashInfer had no head size; changes: of `engine_config`."""
-        save_model(model, folder)
+        """folder: where the model is saved, unless it has been; adapters: in slots 0, 1, …;
+        few_tokens, mixed_tokens: what LoRA takes for few, and for so many that their prompts and
+        decodes are mixed; most_tokens: of steps with prompts that graphs take; 0 = as ever;
+        backend: of prompts' attention, "fa3" with an H100's launch parameters, "none" as if
+        FlashInfer had no head size; changes: of `engine_config`."""
+        if not (folder / "config.json").exists():
+            save_model(model, folder)
         for seed, (name, config) in enumerate(adapters.items()):
             model = add_adapter(model, name, config, seed + 1)
         slabs = [pack(model, name) for name in adapters]
@@ -74,7 +78,7 @@ class Pair:
             patch.setattr(sizes, "_MOST_TOKENS", most_tokens)
             patch.setattr(sizes, "_MOST_WORK", 0)
         self.graphs = replace_graphs(patch)
-        self.gpu = Driver(folder, **changes)
+        self.gpu = Driver(folder, weights=partial(load_weights, folder, packed=True), **changes)
         for driver in (self.reference, self.gpu):
             first = 0
             for slot, (layout, slab) in enumerate(slabs):

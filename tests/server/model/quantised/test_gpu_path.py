@@ -1,0 +1,78 @@
+"""Quantised models by the GPU's kernels, in Triton's interpreter, as by the reference operations.
+
+In decode graphs and in steps with prompts, with adapters and without.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.model.linear.quantised import QuantisedLinear
+from tests.server.model import fake_flashinfer
+from tests.server.model.adapter_zoo import zoo_of
+from tests.server.model.families.parity import GREEDY
+from tests.server.model.families.variants import VARIANTS
+from tests.server.model.gpu_pair import Pair, answer
+from tests.server.model.hub_models import make_model
+from tests.server.model.quantised.checkpoints import save_quantised
+from tests.server.model.quantised.formats import FORMATS
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    # PEFT compares patterns with modules alone, though they hold for parameters too.
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
+    ),
+]
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}
+ROWS = [
+    ("llama3", "fp8-block-powers-of-two"),
+    ("qwen2", "gptq-order"),
+    ("phi3", "nf4-nested"),
+    ("llama3", "awq"),
+    ("llama3", "ct-int8-zeros"),
+    ("llama3", "ct-int4-channel"),
+    ("llama3", "fp8-tensor"),
+]
+ALWAYS = ROWS[:3]
+
+
+def rows() -> list[Any]:
+    long = [[] if row in ALWAYS else [pytest.mark.exhaustive] for row in ROWS]
+    return [
+        pytest.param(row, marks=marks, id="-".join(row))
+        for row, marks in zip(ROWS, long, strict=True)
+    ]
+
+
+@pytest.fixture(params=rows())
+def pair(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pair]:
+    name, form = request.param
+    zoo = zoo_of(VARIANTS[name])
+    adapters = {each: zoo[each] for each in ("rank64_everything", "rank3_rslora")}
+    options: dict[str, Any] = {"few_tokens": 8, "mixed_tokens": 16, "most_tokens": 32}
+    model = make_model(name, **SMALL)
+    save_quantised(model, tmp_path, FORMATS[form])
+    found = Pair(model, adapters, tmp_path, monkeypatch, max_running=4, **options)
+    yield found
+    found.close()
+    fake_flashinfer.forget()
+
+
+def test_same_as_the_reference(pair: Pair) -> None:
+    """Of four prompts two are whole in their chunk."""
+    layers = pair.gpu.executor._decoder.weights.layers
+    assert all(isinstance(linear, QuantisedLinear) for x in layers for linear in x.linears)
+    slots = [0, -1, 1, 1]
+    found, expected = (answer(d, slots, GREEDY, chunk=6) for d in (pair.gpu, pair.reference))
+    assert [s.output for s in found] == [s.output for s in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert dict(a.top) == pytest.approx(dict(b.top), abs=3e-4)
+    assert pair.graphs

@@ -319,6 +319,7 @@ def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 def _model_info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from launcher.model_info import describe
+    from server.config import ConfigError
     from server.model.checkpoint.checkpoint import CheckpointError
     from server.worker.process.device import DeviceError
     from server.worker.process.model_source import ModelError
@@ -328,7 +329,7 @@ def _model_info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> No
     log_to_stderr(logging.WARNING)
     try:
         facts = describe(build(WorkerConfig, values))
-    except (CheckpointError, DeviceError, ModelError, WorkerStartError) as error:
+    except (CheckpointError, ConfigError, DeviceError, ModelError, WorkerStartError) as error:
         fail(str(error), 1)
     sys.stdout.write(facts.written(for_programs=arguments.json))
 

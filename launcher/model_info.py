@@ -22,6 +22,7 @@ from server.model.ops.memory import (
     weights_bytes,
 )
 from server.model.page_groups import page_groups
+from server.model.quantised_at_load import quantised_at_load
 from server.model.spec import ModelSpec
 from server.worker.process.device import ChosenDevice, choose_device, cuda_devices, torch_build
 from server.worker.process.model_source import describe_model
@@ -106,7 +107,7 @@ def describe(config: WorkerConfig) -> ModelFacts:
     Raises ModelError, CheckpointError, DeviceError, WorkerStartError.
     """
     place = str(model_path()) if config.model == "demo" else config.model
-    model = describe_model(place, config.revision)
+    model = quantised_at_load(describe_model(place, config.revision), config.quantize)
     devices = cuda_devices()
     device = choose_device(config.device, devices, torch_build())
     dtype = choose_dtype(config.dtype, device.kind, model.dtype, device.has_bfloat16)

@@ -11,6 +11,8 @@ from adapters.manifest import SlabDtype
 from adapters.peft.validate import AdapterLimits
 
 Device = Literal["auto", "cpu", "cuda"]
+# How weights in floating point are quantised when they are loaded.
+AtLoad = Literal["fp8", "nf4"]
 
 
 class ConfigError(ValueError):
@@ -36,6 +38,10 @@ class WorkerConfig:
     device: Device = field(default="auto", metadata={"help": "where to compute"})
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = field(
         default="auto", metadata={"help": "of weights and activations (auto: fp32 on a CPU)"}
+    )
+    quantize: AtLoad | None = field(
+        default=None,
+        metadata={"help": "matrices of layers are quantised so when they are loaded"},
     )
     cache_dir: Path = field(
         default=Path("~/.cache/loraplex"), metadata={"help": "fetched adapters and packed slabs"}
@@ -175,6 +181,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """What the engine process gets on its command line, as JSON.
 
     dtype is resolved; model_path is a folder. host_arena_bytes: size of the shared arena it maps.
+    quantize: weights in floating point at load; None = not.
     kv_memory: 0 = what weights, adapters and workspace leave of the GPU's share that may be used.
     """
 
@@ -192,5 +199,6 @@ class EngineConfig(msgspec.Struct, frozen=True):
     max_step_tokens: int
     adapter_slots: int
     gpu_memory_utilization: float = 0.9
+    quantize: AtLoad | None = None
     log_format: Literal["text", "json"] = "text"
     grammar: ServedGrammarLimits = ServedGrammarLimits()

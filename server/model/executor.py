@@ -36,6 +36,7 @@ from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.sizes import padded, padded_size
 from server.model.ops.transfers import to_device, to_host
 from server.model.page_groups import page_groups
+from server.model.quantised_at_load import quantised_at_load
 from server.model.sampling.masks import MaskMemory
 from server.model.sampling.results import Held, PromptLogprobs, StepTicket
 from server.model.sampling.row_sampling import RowSampling
@@ -69,13 +70,13 @@ class TorchExecutor:
         """weights: makes them otherwise than from the model's folder. graph_batches: padded batch
         sizes of decode graphs; None = all that `config.max_running` needs."""
         folder = Path(config.model_path)
-        model = read_config(folder)
+        model = quantised_at_load(read_config(folder), config.quantize)
         self.device = torch.device(config.device)
         if self.device.type == "cpu":
             _leave_a_core()
         phases = StartPhases()
         with torch.inference_mode(), _advised(), _host_arena_made(host_arena, self.device):
-            load = weights or partial(load_weights, folder)
+            load = weights or partial(load_weights, folder, at_load=config.quantize)
             parts = _build_parts(config, model, load, self.device)
             phases.done("weights and memory")
             self.limits = parts.limits

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from server.config import AtLoad
 from server.model.checkpoint.checkpoint import CheckpointError, Shard, stored_tensors, tables
 from server.model.checkpoint.expert_forms import as_stored
 from server.model.checkpoint.expert_tensors import ExpertTensors
@@ -20,6 +21,7 @@ from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import ExpertsLinear, MoeWeights
 from server.model.linear.linear import Linear
 from server.model.linear.packed import PackedWeight, joined
+from server.model.linear.quantise import quantise
 from server.model.linear.quantised import QuantisedLinear, matrix_of
 from server.model.moe_spec import MoeSpec
 from server.model.spec import (
@@ -96,9 +98,11 @@ def load_weights(
     device: torch.device,
     *,
     packed: bool | None = None,
+    at_load: AtLoad | None = None,
 ) -> ModelWeights:
     """Read the checkpoint, cast to `dtype`. packed: quantised matrices stay so where kernels read
-    them, and else are dequantised; None = on a GPU. Raises CheckpointError with everything that is
+    them, and else are dequantised; None = on a GPU. at_load: how other matrices of layers are
+    quantised. Raises CheckpointError with everything that is
     missing, unexpected or of another shape."""
     shards = model_shards(folder, model)
     stored = stored_tensors(shards)
@@ -110,7 +114,7 @@ def load_weights(
     with torch.inference_mode():
         forms = stored_forms(model, stored)
         stays = device.type == "cuda" if packed is None else packed
-        source = _Source(shards, forms, dtype, device, packed=stays)
+        source = _Source(shards, forms, dtype, device, packed=stays, at_load=at_load)
         embed = source.get(embedding)
         layers = tuple(_load_layer(source, model, i) for i in range(model.num_layers))
         head = DenseLinear(embed) if model.head.tied else source.linear(model.head.linear)
@@ -129,8 +133,9 @@ class _Source:
         device: torch.device,
         *,
         packed: bool,
+        at_load: AtLoad | None,
     ) -> None:
-        self._packed = packed
+        self._packed, self._at_load = packed, at_load
         self.dtype = dtype
         self.device = device
         self._forms = forms
@@ -187,7 +192,19 @@ class _Source:
         weight = torch.empty(shape, dtype=self.dtype, device=self.device)
         for part, rows in zip(spec.parts, weight.split(spec.widths), strict=True):
             self.fill(_path(part.path, layer), rows)
-        return DenseLinear(weight, self._bias(spec, layer))
+        bias = self._bias(spec, layer)
+        if layer is None or self._at_load is None:
+            return DenseLinear(weight, bias)
+        return self._quantised(weight, bias, self._at_load)
+
+    def _quantised(self, weight: torch.Tensor, bias: torch.Tensor | None, scheme: AtLoad) -> Linear:
+        packed = quantise(weight, scheme)
+        matrix = matrix_of(packed) if self._packed and packed is not None else None
+        if matrix is not None:
+            return QuantisedLinear(matrix, bias, self.dtype)
+        if packed is not None:
+            packed.dequantised(weight)
+        return DenseLinear(weight, bias)
 
     def fill(self, path: str, weight: torch.Tensor) -> None:
         """weight: `[out, in]`, which the matrix of the module at `path` is written to."""

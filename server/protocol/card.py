@@ -16,7 +16,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     special_tokens: `bos_token` and the like, by all names that the template may use.
     eos_token_ids: what ends its answers. max_context: prompt and output together.
     sampling_defaults: its authors' advice, by names of SamplingParams; suppressed_token_ids are
-    never drawn. remarks: on advice that is not followed.
+    never drawn. remarks: on advice that is not followed. weights: how they are quantised, "" = not.
     """
 
     base_digest: str
@@ -38,6 +38,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     root: str = ""
     suppressed_token_ids: tuple[int, ...] = ()
     remarks: tuple[str, ...] = ()
+    weights: str = ""
 
     @property
     def all_templates(self) -> dict[str, str]:

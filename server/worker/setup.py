@@ -17,13 +17,14 @@ from adapters.base import BaseSpec
 from adapters.manifest import SlabDtype
 from adapters.ref import RefSource
 from adapters.store.store import AdapterStore
-from server.config import EngineConfig, WorkerConfig
+from server.config import ConfigError, EngineConfig, WorkerConfig
 from server.engine.memory.residency import AdapterArena
 from server.engine.shared_memory import HostMemory
 from server.model.base_facts import read_base_spec
 from server.model.card import model_card
 from server.model.checkpoint.checkpoint import CheckpointError
 from server.model.checkpoint.tensor_table import check_folder
+from server.model.quantised_at_load import quantised_at_load
 from server.protocol import ModelCard
 from server.worker.adapters.adapter_orders import AdapterOrders
 from server.worker.adapters.adapter_service import AdapterService
@@ -83,7 +84,7 @@ def prepare(config: WorkerConfig) -> Prepared:
         device = _device(config)
         model = find_model(config.model, config.revision)
         return _prepare(config, device, model)
-    except (CheckpointError, DeviceError, ModelError) as error:
+    except (CheckpointError, ConfigError, DeviceError, ModelError) as error:
         raise WorkerStartError(str(error)) from error
     except OSError as error:
         raise WorkerStartError(f"the worker cannot be set up: {error}") from error
@@ -113,6 +114,7 @@ def _host_bytes() -> int:
 def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> Prepared:
     names = tuple(dict.fromkeys([*config.model_names, *model.names]))
     model_config = check_folder(model.path, with_tensors=config.executor == "torch")
+    quantised = quantised_at_load(model_config, config.quantize).quantisation
     if device.note is not None:
         log.warning("%s", device.note)
     base = read_base_spec(model.path, names)
@@ -132,10 +134,12 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     card = msgspec.structs.replace(card, listed=listed, root=root)
     for remark in card.remarks:
         log.warning("%s", remark)
+    if quantised is not None:
+        card = msgspec.structs.replace(card, weights=quantised.scheme)
+    if config.quantize is not None:
+        card = _apart(card, config.quantize)
     if config.executor != "torch":  # what it invents never goes beside what is computed
-        kind = config.executor.partition(":")[0]
-        apart = hashlib.sha256(f"{kind} {card.base_digest}".encode()).hexdigest()
-        card = msgspec.structs.replace(card, base_digest=apart)
+        card = _apart(card, config.executor.partition(":")[0])
     try:
         memory = HostMemory(engine.host_arena_bytes)
     except OSError as error:
@@ -150,6 +154,12 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     known = KnownEngine(supervisor)
     worker = _worker(worker_id, card, store, merger, engine, memory, known)
     return Prepared(worker, supervisor, worker_id, names[0], engine, memory, merger, syncing)
+
+
+def _apart(card: ModelCard, kind: str) -> ModelCard:
+    """The same as the card of another model: routers never mix the answers of the two."""
+    digest = hashlib.sha256(f"{kind} {card.base_digest}".encode()).hexdigest()
+    return msgspec.structs.replace(card, base_digest=digest)
 
 
 def engine_config(
@@ -180,6 +190,7 @@ def engine_config(
         max_step_tokens=sizes.max_step_tokens,
         adapter_slots=config.adapter_slots,
         gpu_memory_utilization=config.gpu_memory_utilization,
+        quantize=config.quantize,
         log_format=config.log_format,
         grammar=config.grammar,
     )

@@ -56,6 +56,27 @@ def test_memory_options_count(
 
 
 @pytest.mark.usefixtures("gpu")
+def test_quantised_weights_take_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = facts(capsys, str(LLAMA_8B))
+    fp8 = facts(capsys, str(LLAMA_8B), "--quantize", "fp8")
+    assert (plain["weights"], fp8["weights"]) == ("", "FP8, a scale for each output, at load")
+    assert fp8["needs"]["weights"] == pytest.approx(6.98e9 + 2 * 1.05e9, rel=0.01)
+    assert fp8["needs"]["kv_tokens"] > plain["needs"]["kv_tokens"]
+    config = json.loads(LLAMA_8B.read_text())
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "quantization_config": awq}))
+    found = facts(capsys, str(path))
+    assert found["weights"] == "AWQ, 4 bits in groups of 128"
+    assert found["needs"]["weights"] == pytest.approx(6.98e9 * 0.52 + 2 * 1.05e9, rel=0.03)
+    main(["info", str(path)])
+    assert "AWQ, 4 bits in groups of 128, computed in the dtype" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["info", str(path), "--quantize", "nf4"])
+    assert "--quantize nf4: the model's weights are quantised already" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("gpu")
 def test_what_does_not_fit_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
     main(["info", str(LLAMA_8B), "--kv-memory", "1GiB", "--max-context", "9000"])
     first, *others = capsys.readouterr().out.splitlines()

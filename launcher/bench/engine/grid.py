@@ -25,6 +25,7 @@ from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
 from server.model.lora.lora import DTYPES
 from server.model.moe_spec import MoeSpec
+from server.model.ops.memory import weights_bytes
 from server.model.spec import LayerSpec, ModelSpec
 from server.protocol import SamplingParams
 
@@ -215,6 +216,12 @@ def matrix_parameters(model: ModelSpec, rows: int = 1) -> float:
     )
 
 
+def matrix_bytes(model: ModelSpec, rows: int, dtype: SlabDtype) -> float:
+    """Of `matrix_parameters`, as they are stored on the device."""
+    quantised = weights_bytes(model, dtype, packed=True) - weights_bytes(model, dtype, packed=False)
+    return matrix_parameters(model, rows) * ITEM_BYTES[dtype] + quantised
+
+
 def _read(layer: LayerSpec, experts: int, rows: int) -> float:
     """Matrices, of as many as there are experts, that so many tokens read, where each expert is as
     likely as another."""
@@ -227,11 +234,12 @@ def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
     """Read by one decode step in the middle of the measured stretch."""
     batch, distinct, lora_rank = point
     model = read_config(grid.folder)
-    weights = matrix_parameters(model, batch) + model.vocab_size * model.hidden_size
+    weights = matrix_bytes(model, batch, grid.dtype)
+    weights += model.vocab_size * model.hidden_size * ITEM_BYTES[grid.dtype]
     context = grid.prompt_tokens + (SHORT_OUTPUT + grid.output_tokens) / 2
     adapters = distinct * adapter_bytes(grid, lora_rank, batch // max(distinct, 1))
     cache = batch * _seen(model, context) * token_bytes(model, grid.dtype)
-    return weights * ITEM_BYTES[grid.dtype] + adapters + cache
+    return weights + adapters + cache
 
 
 def _seen(model: ModelSpec, context: float) -> float:

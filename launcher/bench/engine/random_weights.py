@@ -4,10 +4,15 @@ from dataclasses import dataclass
 
 import torch
 
+from launcher.bench.engine.random_packed import random_packed
+from launcher.bench.errors import BenchError
 from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import ExpertsLinear, MoeWeights
+from server.model.linear.linear import Linear
+from server.model.linear.quantised import QuantisedLinear, matrix_of
 from server.model.moe_spec import MoeSpec
-from server.model.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
+from server.model.quantisation.quantisation import Quantisation
+from server.model.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec, layer_path
 from server.model.weights import LayerWeights, MlpWeights, ModelWeights, Norm
 
 STD = 0.02
@@ -15,35 +20,50 @@ STD = 0.02
 
 def random_weights(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """Every tensor of `dtype` on `device`, in the shapes of `model`: matrices of N(0, 0.02^2),
-    biases of zeros, norms of ones."""
-    make = _RandomWeights(dtype, device)
+    biases of zeros, norms of ones. Matrices of layers are quantised as `model` says."""
+    make = _RandomWeights(dtype, device, model.quantisation)
     embed = make.matrix(model.vocab_size, model.hidden_size)
     head = DenseLinear(embed) if model.head.tied else make.linear(model.head.linear)
-    return ModelWeights(embed, tuple(map(make.layer, model.layers)), make.norm(model.norm), head)
+    layers = (make.layer(index, layer) for index, layer in enumerate(model.layers))
+    return ModelWeights(embed, tuple(layers), make.norm(model.norm), head)
 
 
 @dataclass(frozen=True, slots=True)
 class _RandomWeights:
     dtype: torch.dtype
     device: torch.device
+    quantisation: Quantisation | None
 
     def matrix(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=STD)
 
-    def linear(self, spec: LinearSpec) -> DenseLinear:
-        weight = self.matrix(spec.out_features, spec.in_features)
-        return DenseLinear(weight, self._bias(spec.out_features) if spec.bias else None)
+    def linear(self, spec: LinearSpec, layer: int | None = None) -> Linear:
+        bias = self._bias(spec.out_features) if spec.bias else None
+        shape = (spec.out_features, spec.in_features)
+        if layer is None or self.quantisation is None:
+            return DenseLinear(self.matrix(*shape), bias)
+        form = self.quantisation.form(layer_path(layer, spec.parts[0].path))
+        if form is None:
+            return DenseLinear(self.matrix(*shape), bias)
+        packed = random_packed(form, shape, STD, self.device)
+        if self.device.type == "cpu":
+            weight = torch.empty(shape, dtype=self.dtype, device=self.device)
+            return DenseLinear(packed.dequantised(weight), bias)
+        matrix = matrix_of(packed)
+        if matrix is None:
+            raise BenchError(f"{spec.parts[0].path}: the kernels read no such groups")
+        return QuantisedLinear(matrix, bias, self.dtype)
 
     def norm(self, spec: NormSpec) -> Norm:
         return Norm(self._ones(spec.size), spec.epsilon)
 
-    def layer(self, spec: LayerSpec) -> LayerWeights:
+    def layer(self, index: int, spec: LayerSpec) -> LayerWeights:
         norms, attention = spec.norms, spec.attention
         heads = attention.num_heads + attention.num_kv_heads
         return LayerWeights(
-            qkv=self.linear(spec.qkv),
-            o=self.linear(spec.o),
-            mlp=self._mlp(spec),
+            qkv=self.linear(spec.qkv, index),
+            o=self.linear(spec.o, index),
+            mlp=self._mlp(index, spec),
             pre_attention=self._optional(norms.pre_attention),
             pre_mlp=self._optional(norms.pre_mlp),
             post_attention=self._optional(norms.post_attention),
@@ -52,10 +72,10 @@ class _RandomWeights:
             sinks=self._ones(attention.num_heads).float() if attention.sinks else None,
         )
 
-    def _mlp(self, spec: LayerSpec) -> MlpWeights | MoeWeights:
+    def _mlp(self, index: int, spec: LayerSpec) -> MlpWeights | MoeWeights:
         moe, gate_up, down = spec.mlp, spec.gate_up, spec.down
         if not isinstance(moe, MoeSpec):
-            return MlpWeights(moe, self.linear(gate_up), self.linear(down))
+            return MlpWeights(moe, self.linear(gate_up, index), self.linear(down, index))
         bias = self._bias(moe.experts) if moe.router_bias else None
         router = DenseLinear(self.matrix(moe.experts, gate_up.in_features), bias)
         return MoeWeights(moe, router, self._experts(gate_up), self._experts(down))

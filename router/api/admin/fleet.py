@@ -17,11 +17,13 @@ WorkerState = Literal["unreachable", "starting", "ready", "draining"]
 
 
 class BaseObject(msgspec.Struct, frozen=True):
-    """The model that is served. chat: it has a chat template that can be used."""
+    """The model that is served. weights: how they are quantised, "" = not. chat: it has a chat
+    template that can be used."""
 
     name: str
     digest: str
     dtype: str
+    weights: str
     device: str
     max_context: int
     chat: bool
@@ -143,6 +145,7 @@ def base_object(card: ModelCard, chat: bool) -> BaseObject:
         name=card.names[0],
         digest=card.base_digest,
         dtype=card.dtype,
+        weights=card.weights,
         device=card.device,
         max_context=card.max_context,
         chat=chat,

@@ -225,15 +225,19 @@ def gptq(
     return Format({**method, **settings, **config}, pack)
 
 
-def awq(weight: torch.Tensor) -> Packed:
-    groups = torch.arange(weight.shape[1]) // GROUP
-    found = _quantised(weight, 4, groups, symmetric=False)
-    tensors = {
-        "qweight": in_awq_words(found.codes),
-        "qzeros": in_awq_words(found.zeros),
-        "scales": found.scales,
-    }
-    return Packed(tensors, found.weight(groups))
+def awq(group: int) -> Format:
+    def pack(weight: torch.Tensor) -> Packed:
+        groups = torch.arange(weight.shape[1]) // group
+        found = _quantised(weight, 4, groups, symmetric=False)
+        tensors = {
+            "qweight": in_awq_words(found.codes),
+            "qzeros": in_awq_words(found.zeros),
+            "scales": found.scales,
+        }
+        return Packed(tensors, found.weight(groups))
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "GEMM"}
+    return Format(config, pack)
 
 
 # ---- bitsandbytes
@@ -301,7 +305,7 @@ FORMATS: dict[str, Format] = {
         "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}
     ),
     "ct-int8-packed": compressed("pack-quantized", {**INT4, "num_bits": 8}),
-    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "GEMM"}, awq),
+    "awq": awq(GROUP),
     "gptq": gptq(group=GROUP),
     "gptq-v2": gptq(group=GROUP, version="gptq_v2", symmetric=False),
     "gptq-zeros": gptq(group=GROUP, symmetric=False),

@@ -1,0 +1,72 @@
+"""Quantised matrices of random numbers, made on their device, in the layout of a form."""
+
+import torch
+
+from server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
+from server.model.linear.quantise import NF4
+from server.model.quantisation.forms import (
+    AwqForm,
+    EightBitForm,
+    FourBitForm,
+    GptqForm,
+    PackedForm,
+    RowwiseForm,
+    WeightForm,
+)
+
+_BLOCK = 64  # of bitsandbytes
+_ROWS = 2048  # that are drawn at once
+
+
+def random_packed(
+    form: WeightForm, shape: tuple[int, int], std: float, device: torch.device
+) -> PackedWeight:
+    """shape: `[out, in]`. std: of its values, about."""
+    match form:
+        case EightBitForm(numbers="fp8"):
+            return _fp8(form, shape, std, device)
+        case EightBitForm() | RowwiseForm():
+            return _codes(8, None, shape, std, device)
+        case FourBitForm():
+            weight = _codes(4, _BLOCK, shape, std, device)
+            table = torch.tensor(NF4, device=device)
+            scales = torch.full_like(weight.scales, 2 * std, dtype=torch.float32)
+            return GroupedWeight(weight.codes, shape[1], 4, _BLOCK, scales, table=table)
+        case AwqForm(group):
+            return _codes(4, group, shape, std, device, zeros=True)
+        case GptqForm(bits, group):
+            return _codes(bits, group, shape, std, device, zeros=True)
+        case PackedForm(bits, _, group, asymmetric):
+            return _codes(bits, group, shape, std, device, zeros=asymmetric)
+
+
+def _fp8(form: EightBitForm, shape: tuple[int, int], std: float, device: torch.device) -> Fp8Weight:
+    rows, columns = {"tensor": shape, "channel": (1, shape[1])}.get(form.scales, form.block)
+    numbers = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    for first in range(0, shape[0], _ROWS):
+        part = numbers[first : first + _ROWS]
+        part.copy_(torch.randn(part.shape, device=device))
+    blocks = (-(-shape[0] // rows), -(-shape[1] // columns))
+    return Fp8Weight(numbers, torch.full(blocks, std, device=device), (rows, columns))
+
+
+def _codes(
+    bits: int,
+    group: int | None,
+    shape: tuple[int, int],
+    std: float,
+    device: torch.device,
+    *,
+    zeros: bool = False,
+) -> GroupedWeight:
+    """Each code is as likely as another."""
+    outputs, inputs = shape
+    size = group or inputs
+    groups = (outputs, -(-inputs // size))
+    middle = 1 << bits - 1
+    codes = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8, device=device)
+    scales = torch.full(groups, std * 12**0.5 / (2 * middle), dtype=torch.float16, device=device)
+    least: torch.Tensor | int = middle
+    if zeros:
+        least = torch.full(groups, middle, dtype=torch.uint8, device=device)
+    return GroupedWeight(codes.random_(), inputs, bits, size, scales, least)

@@ -1,0 +1,53 @@
+"""Matrices in floating point made into quantised ones, on their device."""
+
+import torch
+
+from server.config import AtLoad
+from server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, packed
+
+_FP8_MOST = torch.finfo(torch.float8_e4m3fn).max
+_NF4_BLOCK = 64
+# QLoRA (Dettmers et al. 2023), appendix E: quantiles of the normal distribution, with an exact 0.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+# Rows that are quantised at once.
+_ROWS = 2048
+
+
+def quantise(weight: torch.Tensor, scheme: AtLoad) -> PackedWeight | None:
+    """weight: `[out, in]`, finite. None where the scheme does not take its shape."""
+    if scheme == "fp8":
+        return _to_fp8(weight)
+    return _to_nf4(weight) if weight.shape[1] % _NF4_BLOCK == 0 else None
+
+
+def _to_fp8(weight: torch.Tensor) -> Fp8Weight:
+    """A scale for each output, by which the largest number becomes the largest of E4M3."""
+    scales = weight.abs().amax(1, keepdim=True).float() / _FP8_MOST
+    scales = torch.where(scales > 0, scales, 1.0)
+    numbers = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    for first in range(0, len(weight), _ROWS):
+        rows = slice(first, first + _ROWS)
+        numbers[rows].copy_((weight[rows].float() / scales[rows]).clamp(-_FP8_MOST, _FP8_MOST))
+    return Fp8Weight(numbers, scales, (1, weight.shape[1]))
+
+
+def _to_nf4(weight: torch.Tensor) -> GroupedWeight:
+    """The nearest code of each number over the largest of its block; of two as near the lower."""
+    outputs, inputs = weight.shape
+    table = torch.tensor(NF4, device=weight.device)
+    limits = (table[1:] + table[:-1]) / 2
+    codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(outputs, inputs // _NF4_BLOCK, device=weight.device)
+    for first in range(0, outputs, _ROWS):
+        rows = slice(first, first + _ROWS)
+        blocks = weight[rows].float().view(-1, inputs // _NF4_BLOCK, _NF4_BLOCK)
+        scales[rows] = blocks.abs().amax(2)
+        most = torch.where(scales[rows] > 0, scales[rows], 1.0)
+        found = torch.bucketize(blocks / most.unsqueeze(2), limits)
+        codes[rows] = packed(found.to(torch.uint8).flatten(1), 4)
+    return GroupedWeight(codes, inputs, 4, _NF4_BLOCK, scales, table=table)

@@ -1,0 +1,115 @@
+"""Weights that are quantised when they are loaded: as the formats' own tools would."""
+
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from server.config import AtLoad, ConfigError
+from server.model.checkpoint.checkpoint import read_config
+from server.model.linear.packed import Fp8Weight, GroupedWeight
+from server.model.linear.quantise import NF4, quantise
+from server.model.linear.quantised import QuantisedLinear
+from server.model.quantised_at_load import quantised_at_load
+from server.model.weights import load_weights
+from tests.server.model.adapter_zoo import with_zoo, zoo_of
+from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.families.parity import GREEDY, assert_parity, prompt
+from tests.server.model.families.variants import VARIANTS
+from tests.server.model.hub_models import make_model, save_model
+from tests.server.model.quantised.checkpoints import matrices, save_quantised
+from tests.server.model.quantised.formats import FORMATS
+from tests.server.model.slabs import pack
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
+]
+CPU = torch.device("cpu")
+
+
+def values(weight: torch.Tensor, scheme: AtLoad) -> torch.Tensor:
+    found = quantise(weight, scheme)
+    return weight.clone() if found is None else found.dequantised(torch.empty(weight.shape))
+
+
+def test_nf4_as_bitsandbytes() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(2050, 192)
+    weight[7, 64:128] = 0
+    quantised, state = bnb.quantize_4bit(weight.flatten(), blocksize=64, quant_type="nf4")
+    expected = bnb.dequantize_4bit(quantised, state).view(weight.shape)
+    assert torch.equal(state.code, torch.tensor(NF4))
+    found = values(weight, "nf4")
+    # A number that is as near to two codes may be either's, by rounding.
+    same = found == expected
+    assert same.float().mean() > 0.9999
+    torch.testing.assert_close((found - weight).abs(), (expected - weight).abs(), atol=1e-5, rtol=0)
+
+
+def test_fp8_is_the_nearest_of_its_scale() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(2050, 96) * torch.rand(2050, 1) * 10
+    weight[5] = 0
+    found = quantise(weight, "fp8")
+    assert isinstance(found, Fp8Weight)
+    assert found.scales.shape == (2050, 1)
+    back = found.dequantised(torch.empty(weight.shape))
+    assert torch.equal(back[5], weight[5])
+    # Three bits of mantissa, and the least number of E4M3.
+    error, least = (back - weight).abs(), weight.abs().amax(1, keepdim=True) / 448 * 2**-9
+    assert (error <= torch.maximum(weight.abs() * 2**-4, least)).all()
+    assert torch.equal(back.abs().amax(1)[:5], weight.abs().amax(1)[:5])
+
+
+def test_shapes_that_a_scheme_does_not_take_stay_as_they_are() -> None:
+    assert quantise(torch.randn(4, 96), "nf4") is None
+    assert isinstance(quantise(torch.randn(4, 128), "nf4"), GroupedWeight)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "nf4"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "gemma3"])
+def test_served_with_adapters(name: str, scheme: AtLoad, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"intermediate_size": 128}
+    base = make_model(name, **sizes)
+    save_model(base, tmp_path)
+    with torch.no_grad():
+        for _, module in matrices(base):
+            module.weight.copy_(values(module.weight, scheme))
+    zoo = {n: c for n, c in zoo_of(VARIANTS[name]).items() if n in ("rank16", "rank64_everything")}
+    oracle, driver = with_zoo(base, zoo), Driver(tmp_path, quantize=scheme)
+    first = 0
+    for slot, adapter in enumerate(zoo):
+        layout, slab = pack(oracle, adapter)
+        assert driver.load(slot, layout, slab, first).error is None
+        first += sum(layout.runs)
+    streams = [
+        Stream(driver, row, prompt(4 + 9 * row, row), slot=row - 1, sampling=GREEDY)
+        for row in range(1 + len(zoo))
+    ]
+    generate(driver, streams, 4, 5)
+    for adapter_name, stream in zip((None, *zoo), streams, strict=True):
+        assert_parity(oracle, adapter_name, stream)
+    driver.close()
+
+
+def test_heads_and_embeddings_stay_as_they_are_stored(tmp_path: Path) -> None:
+    folder = save_model(make_model("llama3"), tmp_path)
+    model = read_config(folder)
+    weights = load_weights(folder, model, torch.float32, CPU, packed=True, at_load="fp8")
+    stored = load_file(folder / "model.safetensors")
+    assert torch.equal(weights.embed, stored["model.embed_tokens.weight"])
+    assert torch.equal(weights.lm_head.dequantised(), stored["lm_head.weight"])
+    linears = [linear for layer in weights.layers for linear in layer.linears]
+    assert all(isinstance(linear, QuantisedLinear) for linear in linears)
+
+
+def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:
+    save_quantised(make_model("llama3"), tmp_path, FORMATS["awq"])
+    with pytest.raises(ConfigError, match=r"--quantize fp8: .* quantised already \(AWQ, 4 bits"):
+        quantised_at_load(read_config(tmp_path), "fp8")
+    with pytest.raises(ConfigError, match="quantised already"):
+        Driver(tmp_path, quantize="nf4")

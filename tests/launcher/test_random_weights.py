@@ -38,5 +38,5 @@ def test_a_model(tmp_path: Path) -> None:
     path.write_text(json.dumps({**config, "quantization_config": FORMATS["awq"].config}))
     weights = random_weights(read_config(folder), torch.float32, CPU)
     up = weights.layers[0].linears[2].dequantised()
-    assert len(up[:, :16].unique()) < 16 * len(up) / 2
-    assert weights.lm_head.dequantised().unique().numel() > 97 * 60
+    assert len(set(up[:, :16].flatten().tolist())) < 16 * len(up) / 2
+    assert len(set(weights.lm_head.dequantised().flatten().tolist())) > 97 * 60

@@ -120,7 +120,18 @@ def test_there_are_enough_prompts() -> None:
     assert len(PROMPTS) >= 64
 
 
-@pytest.mark.parametrize(("model_type", "settings"), SETTINGS, ids=repr)
+def first_of_a_kind() -> list[Any]:
+    """Rows with a model type, a class or a setting that no row before has; others are long."""
+    seen, rows = set[str](), []
+    for model_type, settings in SETTINGS:
+        kinds = {model_type, settings.get("tokenizer_class", ""), *settings}
+        marks = [pytest.mark.exhaustive] if kinds <= seen else []
+        rows.append(pytest.param(model_type, settings, marks=marks))
+        seen |= kinds
+    return rows
+
+
+@pytest.mark.parametrize(("model_type", "settings"), first_of_a_kind(), ids=repr)
 def test_sentence_piece(model_type: str, settings: dict[str, Any], tmp_path: Path) -> None:
     save(tmp_path, vocabularies.load("llama-2"), model_type, settings)
     check(tmp_path)

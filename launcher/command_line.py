@@ -8,7 +8,16 @@ from launcher.options import Option, show
 # Fields by the heading under which the help shows them; the rest comes under "Limits".
 GROUPS: Mapping[str, frozenset[str]] = {
     "Model": frozenset(
-        {"revision", "device", "dtype", "quantize", "model_names", "max_context", "executor"}
+        {
+            "revision",
+            "device",
+            "dtype",
+            "quantize",
+            "kv_dtype",
+            "model_names",
+            "max_context",
+            "executor",
+        }
     ),
     "Address": frozenset(
         {"host", "port", "secret", "workers", "worker_id", "model_card", "admin_key", "advertise"}

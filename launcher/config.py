@@ -53,7 +53,15 @@ def serve_options() -> tuple[Option, ...]:
 
 def info_options() -> tuple[Option, ...]:
     """Those of a worker that say where a model is computed and how much memory it has."""
-    names = {*GROUPS["Memory"], "revision", "device", "dtype", "quantize", "max_context"}
+    names = {
+        *GROUPS["Memory"],
+        "revision",
+        "device",
+        "dtype",
+        "quantize",
+        "kv_dtype",
+        "max_context",
+    }
     names |= {"max_running", "max_step_tokens"}
     return tuple(option for option in WORKER_OPTIONS if option.field in names)
 

@@ -11,6 +11,8 @@ from adapters.manifest import SlabDtype
 from adapters.peft.validate import AdapterLimits
 
 Device = Literal["auto", "cpu", "cuda"]
+# Of keys and values: as what is computed, or E4M3.
+KvDtype = Literal["auto", "fp8"]
 # How weights in floating point are quantised when they are loaded.
 AtLoad = Literal["fp8", "nf4"]
 
@@ -42,6 +44,9 @@ class WorkerConfig:
     quantize: AtLoad | None = field(
         default=None,
         metadata={"help": "matrices of layers are quantised so when they are loaded"},
+    )
+    kv_dtype: KvDtype = field(
+        default="auto", metadata={"help": "of keys and values (auto: as --dtype)"}
     )
     cache_dir: Path = field(
         default=Path("~/.cache/loraplex"), metadata={"help": "fetched adapters and packed slabs"}
@@ -200,5 +205,6 @@ class EngineConfig(msgspec.Struct, frozen=True):
     adapter_slots: int
     gpu_memory_utilization: float = 0.9
     quantize: AtLoad | None = None
+    kv_dtype: KvDtype = "auto"
     log_format: Literal["text", "json"] = "text"
     grammar: ServedGrammarLimits = ServedGrammarLimits()

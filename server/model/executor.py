@@ -49,6 +49,8 @@ from server.model.weights import ModelWeights, load_weights
 
 # As CUDA, its libraries and the CPU's allocator say it.
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+# From which on a GPU converts FP8.
+_FP8_CAPABILITY = (8, 9)
 WeightsLoader = Callable[[ModelSpec, torch.dtype, torch.device], ModelWeights]
 
 
@@ -277,12 +279,23 @@ def _wanted(step: Step, scored: Sequence[ScoredSlice]) -> np.ndarray:
     return np.unique(np.concatenate([step.ends[step.samples], *predicting]))
 
 
+def _require_fp8(capability: tuple[int, int]) -> None:
+    """Raises ConfigError."""
+    if capability < _FP8_CAPABILITY:
+        needed, found = (".".join(map(str, each)) for each in (_FP8_CAPABILITY, capability))
+        raise ConfigError(
+            f"--kv-dtype fp8 needs a GPU of compute capability {needed}, this one has {found}"
+        )
+
+
 def _build_parts(
     config: EngineConfig, model: ModelSpec, load: WeightsLoader, device: torch.device
 ) -> Parts:
     """Everything that lies on the device for good."""
     dtype = DTYPES[config.dtype]
     on_gpu = device.type == "cuda"
+    if on_gpu and config.kv_dtype == "fp8":
+        _require_fp8(torch.cuda.get_device_capability(device))
     free, total = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
     planned = config
     if on_gpu:
@@ -300,7 +313,8 @@ def _build_parts(
     model = model.within(limits.max_context)
     # One page more than the scheduler has: padding of batches is written there.
     shape = (limits.num_pages + 1, config.page_size, model.num_kv_heads, model.head_dim)
-    k, v = (torch.zeros(groups.places, *shape, dtype=dtype, device=device) for _ in "kv")
+    kept = dtype if config.kv_dtype == "auto" else torch.float8_e4m3fn
+    k, v = (torch.zeros(groups.places, *shape, dtype=kept, device=device) for _ in "kv")
     table = AdapterTable(
         Sites(model),
         slots=max(config.adapter_slots, 1),
@@ -312,7 +326,7 @@ def _build_parts(
     size = (limits.max_rows, limits.max_context, config.page_size)
     rows = Rows(*size, device, limits.short_context, len(groups.windows))
     parameters = RowSampling(limits.max_rows, model.vocab_size, model.eos_token_ids, device)
-    cache = KVCache(k, v, groups)
+    cache = KVCache(k, v, groups, dtype, tuple(layer.kv_scales for layer in weights.layers))
     return Parts(model, weights, cache, table, rows, parameters, limits, summary)
 
 

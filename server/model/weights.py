@@ -1,6 +1,7 @@
 """A model's weights on the device: packed as the decoder multiplies them, read from safetensors."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +55,19 @@ class MlpWeights:
     down: Linear
 
 
+class KvScales(NamedTuple):
+    """Of one layer's keys and of its values in FP8: `number * scale`."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer, as `server.model.spec.LayerSpec` names its parts. mlp: as its `mlp` says.
 
     qk_norm: `[heads + kv_heads, head_dim]`, one row a head of q, then of k. sinks: float32
-    `[heads]`.
+    `[heads]`. kv_scales: those that the checkpoint has.
     """
 
     qkv: Linear
@@ -71,6 +79,7 @@ class LayerWeights:
     post_mlp: Norm | None
     qk_norm: torch.Tensor | None
     sinks: torch.Tensor | None = None
+    kv_scales: KvScales = KvScales()
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -225,6 +234,19 @@ class _Source:
     def _optional(self, name: str) -> torch.Tensor | None:
         return self._mapped(name) if name in self._stored else None
 
+    def kv_scale(self, path: str, of: str) -> float:
+        """Of keys ("k") or values ("v"), under one of the names that writers give it; 1 where there
+        is none. path: of the attention. Raises CheckpointError where it is no positive number."""
+        for name in (f"{of}_scale", f"{of}_proj.{of}_scale", f"{of}_proj.output_scale"):
+            stored = self._optional(f"{path}.{name}")
+            if stored is None:
+                continue
+            scale = float(stored.float().max()) if stored.numel() else 0.0
+            if not 0.0 < scale < math.inf:
+                raise CheckpointError(f"{path}.{name} must be a positive number, got {scale}")
+            return scale
+        return 1.0
+
     def _bias(self, spec: LinearSpec, layer: int | None) -> torch.Tensor | None:
         """Writers of quantised weights store biases of zeros, too, where the model has none."""
         paths = [_path(part.path, layer) for part in spec.parts]
@@ -282,6 +304,7 @@ def _load_layer(source: _Source, model: ModelSpec, index: int) -> LayerWeights:
         post_mlp=optional(norms.post_mlp),
         qk_norm=_qk_norm(source, spec.attention, index),
         sinks=source.get(layer_path(index, SINKS)).float() if spec.attention.sinks else None,
+        kv_scales=KvScales(*(source.kv_scale(layer_path(index, "self_attn"), of) for of in "kv")),
     )
 
 

@@ -138,6 +138,8 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
         card = msgspec.structs.replace(card, weights=quantised.scheme)
     if config.quantize is not None:
         card = _apart(card, config.quantize)
+    if config.kv_dtype != "auto":
+        card = _apart(card, f"keys and values in {config.kv_dtype}")
     if config.executor != "torch":  # what it invents never goes beside what is computed
         card = _apart(card, config.executor.partition(":")[0])
     try:
@@ -191,6 +193,7 @@ def engine_config(
         adapter_slots=config.adapter_slots,
         gpu_memory_utilization=config.gpu_memory_utilization,
         quantize=config.quantize,
+        kv_dtype=config.kv_dtype,
         log_format=config.log_format,
         grammar=config.grammar,
     )

@@ -25,6 +25,7 @@ from server.kernels.attention.decode_attention import (
 )
 from server.kernels.attention.decode_inputs import gather_inputs, gather_pages
 from server.kernels.attention.decode_work import WorkLayout
+from server.kernels.attention.pages import CachePages
 from server.kernels.attention.prompt_attention import prompt_attention, tile_shape
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
@@ -157,7 +158,9 @@ def many_tokens(
     norm = QkNorm(torch.zeros(10, 64, dtype=DTYPE), 1e-5)
     forms = [(PART, norm), (HALVES, norm), (HALVES, None), (NEIGHBOURS, None)]
     for rotation, of in forms if every_form else forms[:1]:
-        rope_append_lora(y, pending, 3, rotation, places, places, (k, v), of, configs.rope(rows))
+        rope_append_lora(
+            y, pending, 3, rotation, places, places, CachePages(k, v), of, configs.rope(rows)
+        )
 
 
 def products(configs: KernelConfigs) -> None:
@@ -202,8 +205,10 @@ def attention(
     rotation: Rotation,
     early: bool,
     scores: LayerScores = PLAIN,
+    pages: CachePages | None = None,
+    heads: int = 8,
 ) -> None:
-    heads, kv_heads, head_dim = 8, 2, 64
+    kv_heads, head_dim = 2, 64
     layout = WorkLayout((scores.rule.window,), rows)
     packed = np.zeros(layout.length, dtype=np.int32)
     layout.cut(np.ones(rows, dtype=np.int64), packed)
@@ -214,12 +219,27 @@ def attention(
         torch.zeros(4, 4, dtype=torch.int64),
         work,
     )
-    pages = torch.zeros(2, 4, 16, kv_heads, head_dim, dtype=DTYPE)
+    if pages is None:
+        pages = CachePages(*torch.zeros(2, 4, 16, kv_heads, head_dim, dtype=DTYPE))
     scratch = DecodeScratch(rows, heads, head_dim, CPU)
     qkv = torch.zeros(rows, (heads + 2 * kv_heads) * head_dim, dtype=DTYPE)
     out = torch.zeros(rows, heads, head_dim, dtype=DTYPE)
-    context = (view, (pages[0], pages[1]), rotation, norm, scores, scratch, out)
+    context = (view, pages, rotation, norm, scores, scratch, out)
     decode_attention(qkv, pending, *context, programmatic_launch=early)
+
+
+def fp8_pages(early: bool) -> None:
+    """What writes keys and values in FP8, and what reads them."""
+    k, v = torch.zeros(2, 4, 16, 2, 64).to(torch.float8_e4m3fn)
+    pages = CachePages(k, v, 0.5, 0.25)
+    rows = torch.zeros(4, dtype=torch.int64)
+    rope_append(torch.zeros(4, 6 * 64, dtype=DTYPE), HALVES, rows, rows, pages, None)
+    for batch in (1, 256):
+        attention(batch, None, None, HALVES, early, pages=pages, heads=4)
+    q = torch.zeros(8, 4, 64, dtype=DTYPE)
+    table, tiles = torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int32)
+    shape = tile_shape(2, 64, (9, 0))
+    prompt_attention(q, pages, table, tiles, shape, PLAIN.rule, None, q.clone())
 
 
 def prompts(capability: int, every_form: bool) -> None:
@@ -233,7 +253,7 @@ def prompts(capability: int, every_form: bool) -> None:
         shape = tile_shape(4, head_dim, divmod(capability, 10))
         for scores in (FULL, PLAIN) if every_form else (FULL,):
             context = (table, tiles, shape, scores.rule, scores.sinks, q.clone())
-            prompt_attention(q, (pages, pages), *context)
+            prompt_attention(q, CachePages(pages, pages), *context)
 
 
 def experts(early: bool, every_form: bool) -> None:
@@ -286,7 +306,7 @@ def step() -> None:
     qkv, weights = torch.zeros(4, 6 * 64, dtype=DTYPE), torch.zeros(4, 64, dtype=DTYPE)
     norms = (None, QkNorm(weights, 1e-5), QkNorm(weights, 1e-5, all_heads=True), None)
     for rotation, norm in zip((HALVES, PART, NEIGHBOURS, NONE), norms, strict=True):
-        rope_append(qkv, rotation, positions, positions, (k, v), norm)
+        rope_append(qkv, rotation, positions, positions, CachePages(k, v), norm)
 
 
 def main() -> None:
@@ -304,6 +324,7 @@ def main() -> None:
         step()
         products(configs)
         quantised(configs, every_form)
+        fp8_pages(configs.programmatic_launch)
     print(*sorted(set(compiled)))
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.kernels.attention.pages import CachePages
 from server.kernels.attention.rope_append_lora import rope_append_lora
 from server.kernels.attention.rotation import Rotation
 from server.kernels.launch.configs import Phase, load_configs, read_configs
@@ -124,7 +125,7 @@ def test_the_rotation_that_expands_checks_its_arguments() -> None:
         rotation: Rotation = rotation,
     ) -> None:
         config = CONFIGS.rope(4)
-        context = (rotation, positions, slots, (k, v), None, config)
+        context = (rotation, positions, slots, CachePages(k, v), None, config)
         rope_append_lora(qkv, pending, num_decodes, *context)
 
     with pytest.raises(ValueError, match=r"qkv is torch.float16 .*torch.float32"):

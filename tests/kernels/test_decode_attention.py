@@ -16,6 +16,7 @@ from server.kernels.attention.decode_attention import (
     rows_of_each_shape,
 )
 from server.kernels.attention.decode_work import WorkLayout, cut_contexts, max_items
+from server.kernels.attention.pages import CachePages
 from server.kernels.attention.rotation import QkNorm
 from server.kernels.attention.scores import ScoreRule
 from server.kernels.lora.pending import PendingDelta
@@ -105,7 +106,15 @@ class Case:
             (batch, self.heads, self.head_dim), 7.0, dtype=self.dtype, device=self.device
         )
         for _ in range(2):  # the scratch must be as new after a launch
-            context = (view, (self.k, self.v), self.rotation, self.norm, self.scores, scratch, out)
+            context = (
+                view,
+                CachePages(self.k, self.v),
+                self.rotation,
+                self.norm,
+                self.scores,
+                scratch,
+                out,
+            )
             early = self.device.type == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
             decode_attention(self.qkv, pending, *context, programmatic_launch=early)
         assert not bool(scratch.done.any())

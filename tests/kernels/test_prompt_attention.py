@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.kernels.attention.pages import CachePages
 from server.kernels.attention.prompt_attention import (
     TileShape,
     cut_prompts,
@@ -73,7 +74,7 @@ class Case:
         on_device = torch.from_numpy(tiles).to(self.q.device)
         k, v = self.cache
         context = (self.page_table, on_device, shape, self.rule, self.sinks)
-        prompt_attention(self.q, (k, v), *context, out)
+        prompt_attention(self.q, CachePages(k, v), *context, out)
         assert out[-2:].eq(7).all(), "tokens of no tile are left as they are"
         return out[:-2]
 

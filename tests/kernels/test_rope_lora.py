@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from server.kernels.attention.pages import CachePages
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
 from server.kernels.attention.rotation import QkNorm
@@ -80,10 +81,10 @@ def test_rotation_of_a_product(
     caches.fill_(float("nan"))  # what is not written
     prompts = slice(num_decodes, tokens)
     places = (rotation, positions[prompts], slots[prompts])
-    expected = rope_append(total[prompts], *places, (caches[0], caches[1]), of_norm)
+    expected = rope_append(total[prompts], *places, CachePages(caches[0], caches[1]), of_norm)
 
     qkv = y.clone()
-    context = (rotation, positions, slots, (caches[2], caches[3]), of_norm)
+    context = (rotation, positions, slots, CachePages(caches[2], caches[3]), of_norm)
     pending, config = shrunk(adapters, x), load_configs(device).rope(len(x))
     q = rope_append_lora(qkv, pending, num_decodes, *context, config)
 
@@ -108,7 +109,7 @@ def test_a_norm_over_all_heads_is_refused() -> None:
     adapters, x, y = made(device, torch.float32, shape)
     norm = QkNorm(torch.ones(3, 16), 1e-5, all_heads=True)
     places, pages = torch.zeros(2, len(x), dtype=torch.int64), torch.zeros(2, 1, PAGE, 1, 16)
-    cache = (pages[0], pages[1])
+    cache = CachePages(pages[0], pages[1])
     rotation = TURNS["halves"].rotation(16, 50, device)
     context = (rotation, *places, cache, norm, load_configs(device).rope(len(x)))
     with pytest.raises(ValueError, match="a norm over all heads"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from server.kernels.attention.decode_inputs import gather_inputs, gather_pages
+from server.kernels.attention.pages import CachePages
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rotation import QkNorm
 from server.kernels.sampling.greedy import GreedyScratch, greedy_append
@@ -36,7 +37,7 @@ def test_rope_append(
     qk = normed(expected[:, : heads + kv_heads], heads, of_norm)
     qk = as_cached(rotated(qk, heads, rotation, positions), rotation)
 
-    q = rope_append(qkv, rotation, positions, slots, (k, v), of_norm)
+    q = rope_append(qkv, rotation, positions, slots, CachePages(k, v), of_norm)
 
     torch.testing.assert_close(q, qk[:, :heads], atol=1e-5, rtol=1e-5)
     flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)

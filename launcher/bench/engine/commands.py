@@ -101,6 +101,7 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
     parser.add_argument("--batch", type=wholes(1), metavar="N,…", default=batches)
     parser.add_argument("--adapters", type=wholes(0), metavar="N,…", default=(0, 1))
     parser.add_argument("--rank", type=lora_ranks, metavar="N,…", default=(16,))
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help="[auto]")
     parser.add_argument("--adapt-experts", action="store_true", help="adapters change experts too")
     parser.add_argument("--prompt-tokens", type=whole(1), default=128 if is_decode else 2048)
     if is_decode:
@@ -146,6 +147,7 @@ def _grid(arguments: argparse.Namespace, output_tokens: int, step_tokens: int) -
         sampling=_sampling(arguments.sampling),
         constrained=getattr(arguments, "constrained", (0,)),
         adapt_experts=arguments.adapt_experts,
+        kv_dtype=arguments.kv_dtype,
     )
     if min(grid.constrained) > max(grid.batches):
         raise OptionError("no --batch is as large as one of --constrained")

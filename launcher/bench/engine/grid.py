@@ -21,6 +21,7 @@ from launcher.bench.engine.offline import (
 )
 from launcher.bench.engine.step_times import StepTimes
 from launcher.bench.errors import BenchError
+from server.config import KvDtype
 from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
 from server.model.lora.lora import DTYPES
@@ -57,6 +58,7 @@ class Grid:
     sampling: SamplingParams = GREEDY
     constrained: tuple[int, ...] = (0,)
     adapt_experts: bool = False
+    kv_dtype: KvDtype = "auto"
 
     def points(self) -> Iterator[tuple[int, int, int]]:
         for lora_rank in self.ranks:
@@ -121,6 +123,7 @@ def engine_for(grid: Grid) -> OfflineEngine:
         max_waiting=2 * most,
         step_tokens=grid.step_tokens,
         adapt_experts=grid.adapt_experts,
+        kv_dtype=grid.kv_dtype,
     )
     config = sizes.config(grid.folder, grid.device, grid.dtype)
     return OfflineEngine(grid.folder, config, grid.batches, adapt_experts=grid.adapt_experts)
@@ -238,7 +241,7 @@ def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
     weights += model.vocab_size * model.hidden_size * ITEM_BYTES[grid.dtype]
     context = grid.prompt_tokens + (SHORT_OUTPUT + grid.output_tokens) / 2
     adapters = distinct * adapter_bytes(grid, lora_rank, batch // max(distinct, 1))
-    cache = batch * _seen(model, context) * token_bytes(model, grid.dtype)
+    cache = batch * _seen(model, context) * token_bytes(model, grid.dtype, grid.kv_dtype)
     return weights + adapters + cache
 
 

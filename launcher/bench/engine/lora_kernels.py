@@ -21,6 +21,7 @@ from server.kernels.attention.decode_attention import (
     decode_attention,
 )
 from server.kernels.attention.decode_work import WorkLayout
+from server.kernels.attention.pages import CachePages
 from server.kernels.attention.rotation import Rotation
 from server.kernels.attention.scores import ScoreRule
 from server.kernels.launch.configs import KernelConfigs, load_configs
@@ -227,7 +228,7 @@ class _Attention:
         positions = torch.full((batch,), PAGE - 1, device="cuda")
         self.view = DecodeBatchView(rows, positions, rows[:, None].long(), work)
         shape = (batch, PAGE, KV_HEADS, HEAD_DIM)
-        self.cache = (
+        self.cache = CachePages(
             torch.randn(shape, dtype=DTYPE, device="cuda"),
             torch.randn(shape, dtype=DTYPE, device="cuda"),
         )

@@ -25,7 +25,7 @@ from launcher.bench.engine.made_tokenizer import tokenizer_json
 from launcher.bench.engine.random_weights import STD, random_weights
 from launcher.bench.errors import BenchError
 from launcher.families.known_models import served_families
-from server.config import EngineConfig
+from server.config import EngineConfig, KvDtype
 from server.constraints.build import make_constraints
 from server.engine.loop import EngineLoop
 from server.engine.memory.extents import FREE, fit
@@ -126,9 +126,10 @@ def slab_bytes(model: ModelSpec, dtype: SlabDtype, lora_rank: int, *, experts: b
     return lora_layout(base, "0" * 64, lora_rank, dtype, experts=experts).nbytes
 
 
-def token_bytes(model: ModelSpec, dtype: SlabDtype) -> int:
+def token_bytes(model: ModelSpec, dtype: SlabDtype, kv_dtype: KvDtype = "auto") -> int:
     """Keys and values of one token."""
-    return 2 * model.num_layers * model.kv_size * ITEM_BYTES[dtype]
+    item = 1 if kv_dtype == "fp8" else ITEM_BYTES[dtype]
+    return 2 * model.num_layers * model.kv_size * item
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class EngineSizes:
     max_waiting: int
     step_tokens: int
     adapt_experts: bool = False
+    kv_dtype: KvDtype = "auto"
 
     def config(
         self, folder: Path, device: Literal["cpu", "cuda"], dtype: SlabDtype
@@ -159,7 +161,7 @@ class EngineSizes:
             groups = page_groups(model)
             empty = len(groups.windows) * groups.places / model.num_layers
             tokens = 2 * self.cached * context
-            kv_memory = int(tokens * empty * token_bytes(model, dtype)) + _SPARE_KV
+            kv_memory = int(tokens * empty * token_bytes(model, dtype, self.kv_dtype)) + _SPARE_KV
         slab = slab_bytes(model, dtype, self.lora_rank, experts=self.adapt_experts)
         return EngineConfig(
             model_path=str(folder),
@@ -174,6 +176,7 @@ class EngineSizes:
             max_running=self.max_running,
             max_waiting=self.max_waiting,
             max_step_tokens=self.step_tokens,
+            kv_dtype=self.kv_dtype,
             adapter_slots=max(ADAPTER_SLOTS, self.adapters) if self.adapters else 0,
         )
 

@@ -13,6 +13,7 @@ import torch
 from launcher.bench.engine.grid import matrix_rate
 from launcher.bench.engine.lora_kernels import graph_ms
 from launcher.bench.errors import BenchError
+from server.kernels.attention.pages import CachePages
 from server.kernels.attention.prompt_attention import cut_prompts, prompt_attention, tile_shape
 from server.kernels.attention.scores import ScoreRule
 
@@ -85,7 +86,7 @@ def _launch(layer: PromptLayer, chunks: int, tokens: int, before: int) -> "parti
     q = torch.randn(chunks * tokens, layer.heads, layer.head_dim, dtype=DTYPE, device=device)
     sinks = torch.zeros(layer.heads, device=device) if layer.sinks else None
     context = (page_table, tiles.to(device), shape, layer.rule, sinks)
-    return partial(prompt_attention, q, (k, v), *context, torch.empty_like(q))
+    return partial(prompt_attention, q, CachePages(k, v), *context, torch.empty_like(q))
 
 
 def table(results: Sequence[PromptTime]) -> str:

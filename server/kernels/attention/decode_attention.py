@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from server.kernels.attention.decode_work import PIECE_STEP, DecodeItems, max_items
+from server.kernels.attention.pages import CachePages, as_stored
 from server.kernels.attention.rotation import (
     QkNorm,
     Rotation,
@@ -77,7 +78,7 @@ def decode_attention(
     qkv: torch.Tensor,
     pending: PendingDelta | None,
     batch: DecodeBatchView,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: CachePages,
     rotation: Rotation,
     norm: QkNorm | None,
     scores: LayerScores,
@@ -87,13 +88,13 @@ def decode_attention(
     programmatic_launch: bool,
 ) -> None:
     """qkv: `[batch, (heads + 2 kv_heads) * head_dim]`, contiguous; pending: LoRA of it, computed
-    beside it. cache: k and v, `[pages, page_size, kv_heads, head_dim]`, contiguous; features of k
-    lie as `rotation.py` says. out: `[batch, heads, head_dim]`. One kernel, two with a norm over all
-    heads. Raises ValueError on a mismatch, and where scratch has no room for the batch."""
-    rule, work = scores.rule, batch.work[scores.window]
+    beside it. cache: features of k lie as `rotation.py` says. out: `[batch, heads, head_dim]`. One
+    kernel, two with a norm over all heads. Raises ValueError on a mismatch, and where scratch has
+    no room for the batch."""
+    rule, work = cache.scored(scores.rule), batch.work[scores.window]
     if len(qkv) > len(scratch.done) or work.items.shape[1] > len(scratch.sums):
         raise ValueError(f"scratch is for {len(scratch.done)} sequences, the batch has {len(qkv)}")
-    page_size, kv_heads, head_dim = cache[0].shape[1:]
+    page_size, kv_heads, head_dim = cache.k.shape[1:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     sizes = (heads * head_dim, kv_heads * head_dim)
     factors = norm_factors(qkv, pending, norm, sizes, programmatic_launch=programmatic_launch)
@@ -105,7 +106,7 @@ def decode_attention(
         out,
         rotation.tables,
         norm_arguments(norm, qkv, factors),
-        cache,
+        cache.arguments,
         batch.rows,
         batch.positions,
         batch.positions if batch.turns is None else batch.turns,
@@ -220,13 +221,13 @@ def _decode_attention_kernel(
         seen = tl.maximum(position + 1 - window, 0) if WINDOWED else position * 0
         origin = seen // PIECE_STEP * PIECE_STEP
         so_far = _attend_piece(
-            token, origin + number * piece, piece, position, seen, pages_ptr, cache[0], cache[1],
+            token, origin + number * piece, piece, position, seen, pages_ptr, cache,
             sinks_ptr, kv_head, (inner, outer), GROUP, KV_HEADS, HEAD_DIM, PAGE_SIZE,
             max(16, BLOCK_Q), BLOCK_N, BLOCK_H, CAPPED, WINDOWED, SINKS,
         )  # fmt: skip
         _write(
             so_far, item, number, (position - origin) // piece + 1, kv_head,
-            out_ptr + seq.to(tl.int64) * (GROUP * KV_HEADS * HEAD_DIM), scratch,
+            out_ptr + seq.to(tl.int64) * (GROUP * KV_HEADS * HEAD_DIM), cache[4], scratch,
             seq * (GROUP * KV_HEADS), GROUP, GROUP * KV_HEADS, HEAD_DIM, max(16, BLOCK_Q), BLOCK_H,
         )  # fmt: skip
 
@@ -353,8 +354,7 @@ def _attend_piece(
     position: tl.tensor,
     seen: tl.tensor,
     pages_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
+    cache: tl.tuple,
     sinks_ptr: tl.tensor,
     kv_head: tl.tensor,
     factors: tl.tuple,
@@ -371,18 +371,25 @@ def _attend_piece(
 ) -> Any:
     """The piece's cached tokens from `seen` on; the last piece has the new token too, and the sink,
     and keeps the token. Returns what `_attend` does."""
-    q, new_k, new_v = token
+    q = token[0]
+    dtype: tl.constexpr = q[0].dtype
     STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
     HALF: tl.constexpr = HEAD_DIM // 2
-    k_ptr += kv_head * HEAD_DIM
-    v_ptr += kv_head * HEAD_DIM
+    k_ptr = cache[0] + kv_head * HEAD_DIM
+    v_ptr = cache[1] + kv_head * HEAD_DIM
+    new_k = (as_stored(token[1][0], cache[2], k_ptr), as_stored(token[1][1], cache[2], k_ptr))
+    new_v = (as_stored(token[2][0], cache[3], v_ptr), as_stored(token[2][1], cache[3], v_ptr))
     is_last = begin + piece > position
     page = tl.load(pages_ptr + position // PAGE_SIZE)
     place = (page * PAGE_SIZE + position % PAGE_SIZE) * STRIDE
     kept = tl.where(is_last, HALF, 0)
     _store_halves(k_ptr + place, new_k, kept, HALF, BLOCK_H)
     _store_halves(v_ptr + place, new_v, kept, HALF, BLOCK_H)
-    so_far = _first_scores(q, new_k, new_v, is_last, factors, BLOCK_G, BLOCK_H, CAPPED)
+    # As later tokens will find them.
+    so_far = _first_scores(
+        q, (new_k[0].to(dtype), new_k[1].to(dtype)), (new_v[0].to(dtype), new_v[1].to(dtype)),
+        is_last, factors, BLOCK_G, BLOCK_H, CAPPED,
+    )  # fmt: skip
     if SINKS:
         g = tl.arange(0, BLOCK_G)
         sink = tl.load(sinks_ptr + kv_head * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32)
@@ -510,8 +517,8 @@ def _attend(
         vx_b = tl.load((v_ptr + x) + (at + HALF), mask=x_live[:, None] & inside, other=0.0)
         vy_a = tl.load((v_ptr + y) + at, mask=y_live[:, None] & inside, other=0.0)
         vy_b = tl.load((v_ptr + y) + (at + HALF), mask=y_live[:, None] & inside, other=0.0)
-        acc_a = _add_pv(_add_pv(acc_a * decay[:, None], of_x, vx_a), of_y, vy_a)
-        acc_b = _add_pv(_add_pv(acc_b * decay[:, None], of_x, vx_b), of_y, vy_b)
+        acc_a = _add_pv(q, _add_pv(q, acc_a * decay[:, None], of_x, vx_a), of_y, vy_a)
+        acc_b = _add_pv(q, _add_pv(q, acc_b * decay[:, None], of_x, vx_b), of_y, vy_b)
         top = higher
     return top, total, acc_a, acc_b
 
@@ -544,14 +551,16 @@ def _tile_start(
 @triton.jit
 def _qk(q: tl.tuple, k_a: tl.tensor, k_b: tl.tensor) -> Any:
     """`[BLOCK_G, BLOCK_N]`."""
-    of_a = tl.dot(q[0], tl.trans(k_a), input_precision="ieee")
-    return tl.dot(q[1], tl.trans(k_b), of_a, input_precision="ieee")
+    dtype: tl.constexpr = q[0].dtype
+    of_a = tl.dot(q[0], tl.trans(k_a.to(dtype)), input_precision="ieee")
+    return tl.dot(q[1], tl.trans(k_b.to(dtype)), of_a, input_precision="ieee")
 
 
 @triton.jit
-def _add_pv(acc: tl.tensor, weight: tl.tensor, v: tl.tensor) -> Any:
+def _add_pv(q: tl.tuple, acc: tl.tensor, weight: tl.tensor, v: tl.tensor) -> Any:
     """A half of the sums, with those of a tile."""
-    return tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
+    dtype: tl.constexpr = q[0].dtype
+    return tl.dot(weight.to(dtype), v.to(dtype), acc, input_precision="ieee")
 
 
 @triton.jit
@@ -562,6 +571,7 @@ def _write(
     pieces: tl.tensor,
     kv_head: tl.tensor,
     out_ptr: tl.tensor,
+    factor: tl.tensor,
     scratch: tl.tuple,
     done_at: tl.tensor,
     GROUP: tl.constexpr,
@@ -570,7 +580,8 @@ def _write(
     BLOCK_G: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ) -> None:
-    """Write the result, or this piece's, and then all pieces' if the others are done."""
+    """Write the result, or this piece's, and then all pieces' if the others are done. factor: of
+    values."""
     HALF: tl.constexpr = HEAD_DIM // 2
     sums_ptr, weights_ptr, done_ptr = scratch
     done_ptr += done_at
@@ -581,7 +592,7 @@ def _write(
     head = kv_head * GROUP + g
     out = out_ptr + head[:, None] * HEAD_DIM + h
     if pieces == 1:
-        scale = (1.0 / total)[:, None]
+        scale = (factor / total)[:, None]
         tl.store(out, (acc_a * scale).to(out_ptr.dtype.element_ty), mask=live)
         tl.store(out + HALF, (acc_b * scale).to(out_ptr.dtype.element_ty), mask=live)
     else:
@@ -600,8 +611,8 @@ def _write(
                 sums_ptr, weights_ptr, stride_weights, (item - number) * HEADS + head,
                 pieces, g < GROUP, live, h, HEADS, HEAD_DIM, BLOCK_G, BLOCK_H,
             )  # fmt: skip
-            tl.store(out, acc_a.to(out_ptr.dtype.element_ty), mask=live)
-            tl.store(out + HALF, acc_b.to(out_ptr.dtype.element_ty), mask=live)
+            tl.store(out, (acc_a * factor).to(out_ptr.dtype.element_ty), mask=live)
+            tl.store(out + HALF, (acc_b * factor).to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit

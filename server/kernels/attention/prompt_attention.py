@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from server.kernels.attention.pages import CachePages
 from server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped
 
 TILE_COLUMNS = 4
@@ -75,7 +76,7 @@ def max_tiles(tokens: int, prompts: int, shape: TileShape) -> int:
 
 def prompt_attention(
     q: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: CachePages,
     page_table: torch.Tensor,
     tiles: torch.Tensor,
     shape: TileShape,
@@ -84,22 +85,23 @@ def prompt_attention(
     out: torch.Tensor,
 ) -> None:
     """q, out: `[tokens, heads, head_dim]`, contiguous; tokens of no tile are left as they are.
-    cache: k and v, `[pages, page_size, kv_heads, head_dim]`, contiguous, with the prompts' own.
+    cache: with the prompts' own keys and values.
     page_table: int64 `[rows, pages a row]`. tiles: int32 `[tiles, 4]`, contiguous, as of
     `cut_prompts`; a tile of no tokens computes nothing. sinks: float32 `[heads]`, a further score
     of each softmax, neither scaled nor capped, that weighs no value; None = without. One kernel.
     Raises ValueError where the shape is of other heads.
     """
-    k_pages, v_pages = cache
-    page_size, kv_heads, head_dim = k_pages.shape[1:]
+    page_size, kv_heads, head_dim = cache.k.shape[1:]
+    rule = cache.scored(rule)
     group = q.shape[1] // kv_heads
     if shape.tokens != shape.block_m // group:
         raise ValueError(f"tiles of {shape.tokens} tokens are not for {group} heads a kv head")
     _prompt_attention_kernel[(kv_heads, len(tiles))](
         q,
         out,
-        k_pages,
-        v_pages,
+        cache.k,
+        cache.v,
+        cache.v_scale,
         page_table,
         page_table.stride(0),
         tiles,
@@ -121,7 +123,7 @@ def prompt_attention(
 
 
 @triton.jit(
-    do_not_specialize=["stride_pages", "inner", "outer", "window"],
+    do_not_specialize=["v_scale", "stride_pages", "inner", "outer", "window"],
     do_not_specialize_on_alignment=["tiles_ptr", "sinks_ptr"],
 )
 def _prompt_attention_kernel(
@@ -129,6 +131,7 @@ def _prompt_attention_kernel(
     out_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    v_scale: tl.tensor,
     page_table_ptr: tl.tensor,
     stride_pages: tl.tensor,
     tiles_ptr: tl.tensor,
@@ -178,7 +181,7 @@ def _prompt_attention_kernel(
             _Form(KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAPPED, WINDOWED),
         )  # fmt: skip
         live = (m < TOKENS * GROUP) & (m // GROUP < count)
-        result = acc * (1.0 / total)[:, None]
+        result = acc * (v_scale / total)[:, None]
         tl.store(
             out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < HEAD_DIM)
         )
@@ -259,7 +262,7 @@ def _attend(
         page = tl.load(keys.pages_ptr + token // form.page_size)
         at = ((page * form.page_size + token % form.page_size) * form.stride)[:, None] + d
         k = tl.load(keys.k_ptr + at, mask=d < form.head_dim, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if form.capped:
             scores = capped(scores, inner)
         if MASKED:
@@ -273,6 +276,8 @@ def _attend(
         weights = tl.exp2(scores * outer - higher[:, None])
         total = total * decay + tl.sum(weights, axis=1)
         v = tl.load(keys.v_ptr + at, mask=d < form.head_dim, other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        acc = tl.dot(
+            weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee"
+        )
         top = higher
     return top, total, acc

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from server.kernels.attention.pages import CachePages, as_stored
 from server.kernels.attention.rotation import (
     QkNorm,
     Rotation,
@@ -26,7 +27,7 @@ def rope_append(
     rotation: Rotation,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: CachePages,
     norm: QkNorm | None,
 ) -> torch.Tensor:
     """Returns the rotated queries `[tokens, heads, head_dim]`, whose features lie as those of
@@ -34,10 +35,9 @@ def rope_append(
 
     qkv: `[tokens, (heads + 2 kv_heads) * head_dim]`, contiguous. positions: int64 `[tokens]`, rows
     of the rotation's tables. slots: int64 `[tokens]`, page * page_size + offset; a token at -1 is
-    left out, and so are its queries. cache: k and v, `[pages, page_size, kv_heads, head_dim]`,
-    contiguous. Raises ValueError where more turns than a head has.
+    left out, and so are its queries. Raises ValueError where more turns than a head has.
     """
-    kv_heads, head_dim = cache[0].shape[2:]
+    kv_heads, head_dim = cache.k.shape[2:]
     tokens = qkv.shape[0]
     all_heads = qkv.shape[1] // head_dim
     heads = all_heads - 2 * kv_heads
@@ -52,7 +52,7 @@ def rope_append(
         rotation.tables,
         positions,
         slots,
-        cache,
+        cache.arguments,
         *norm_arguments(norm, qkv, factors),
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -119,9 +119,9 @@ def _rope_append_kernel(
     place = slot * KV_HEADS
     is_k = live & rotated & is_key
     target = cache[0] + (place + head - HEADS) * 2 * HALF + d
-    tl.store(target, new_first, mask=is_k)
-    tl.store(target + HALF, new_second, mask=is_k)
+    tl.store(target, as_stored(new_first, cache[2], target), mask=is_k)
+    tl.store(target + HALF, as_stored(new_second, cache[2], target), mask=is_k)
     is_v = live & (head >= HEADS + KV_HEADS)
     target = cache[1] + (place + head - HEADS - KV_HEADS) * 2 * HALF + d
-    tl.store(target, new_first, mask=is_v)
-    tl.store(target + HALF, new_second, mask=is_v)
+    tl.store(target, as_stored(new_first, cache[3], target), mask=is_v)
+    tl.store(target + HALF, as_stored(new_second, cache[3], target), mask=is_v)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from server.kernels.attention.pages import CachePages
 from server.kernels.attention.rotation import (
     QkNorm,
     Rotation,
@@ -50,7 +51,7 @@ def rope_append_lora(
     rotation: Rotation,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: CachePages,
     norm: QkNorm | None,
     config: RopeLoraConfig,
 ) -> torch.Tensor:
@@ -60,12 +61,12 @@ def rope_append_lora(
     As `rope_append` with `expand` before it, but that the sum of what is rotated is not rounded
     before. For tiles of more than 16 rows. positions, slots: of all tokens; k and v of one at -1
     are left out. qkv: in the adapters' dtype. One kernel. Raises ValueError on a mismatch, and for
-    a norm over all heads, which must be expanded first.
+    a norm over all heads and pages in FP8, before which LoRA must be expanded.
     """
     if norm is not None and norm.all_heads:
         raise ValueError("a norm over all heads needs the sum that is rotated")
     segments, workspace, table = pending.segments, pending.workspace, pending.table
-    tokens, (kv_heads, head_dim) = len(qkv), cache[0].shape[2:]
+    tokens, (kv_heads, head_dim) = len(qkv), cache.k.shape[2:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     _check(qkv, pending, num_decodes, positions, slots, cache)
     q = torch.empty(tokens - num_decodes, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -73,7 +74,7 @@ def rope_append_lora(
         return q
     items = segments.max_tiles * (heads + 2 * kv_heads)
     _rope_lora_kernel[(min(items, config.num_programs),)](
-        (qkv, q, *cache),
+        (qkv, q, cache.k, cache.v),
         rotation.tables,
         positions,
         slots,
@@ -106,12 +107,12 @@ def _check(
     num_decodes: int,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: CachePages,
 ) -> None:
     segments, workspace = pending.segments, pending.workspace
     check_context(pending.table, pending.site, segments, workspace)
     check_whole_tiles(segments)
-    tokens, (kv_heads, head_dim) = len(qkv), cache[0].shape[2:]
+    tokens, (kv_heads, head_dim) = len(qkv), cache.k.shape[2:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     if not qkv.is_contiguous() or qkv.dtype != workspace.dtype or tokens != segments.rows:
         raise ValueError(
@@ -129,8 +130,8 @@ def _check(
         raise ValueError(
             f"positions {list(positions.shape)} and slots {list(slots.shape)} are not [{tokens}]"
         )
-    for name, pages in zip(("k_pages", "v_pages"), cache, strict=True):
-        if pages.dtype != qkv.dtype or pages.shape != cache[0].shape or not pages.is_contiguous():
+    for name, pages in (("k_pages", cache.k), ("v_pages", cache.v)):
+        if pages.dtype != qkv.dtype or pages.shape != cache.k.shape or not pages.is_contiguous():
             raise ValueError(f"{name} is {pages.dtype} {list(pages.shape)}")
 
 

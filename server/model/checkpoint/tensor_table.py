@@ -31,11 +31,11 @@ _LEFT_OUT = {
     # TRL's, for training by reinforcement.
     "value head": re.compile(r"v_head\..+"),
     "multi-token prediction": re.compile(r"(model\.)?mtp(_layers|_block)?\..+"),
-    # Keys and values are kept in the model's dtype.
-    "scales of keys and values": re.compile(
-        r".*\.(self_attn|attn)\.(([kvq]|prob)_scale|(k|v)_proj\.(output|[kv])_scale)"
-    ),
 }
+# Of keys, values, queries and weights of attention in FP8: they may be there.
+_SCALES = re.compile(
+    r"model\.layers\.[0-9]+\.self_attn\.(([kvq]|prob)_scale|(k|v)_proj\.(output|[kv])_scale)"
+)
 # A part of a larger model whose text part is served.
 _IMAGES = "the part for images"
 _PREDICTION = "multi-token prediction"
@@ -69,6 +69,7 @@ def check_tensors(folder: Path, shards: Sequence[Shard], model: ModelSpec) -> tu
     _refuse_quantised(folder, stored, model)
     expected = _expected(as_stored(model, stored), stored)
     ignored = {model.head.tensor} if model.head.tied else set()
+    ignored |= set(filter(_SCALES.fullmatch, stored))
     others = [name for name in stored if name not in expected and name not in ignored]
     beyond = _predicting_layers(others, model)
     left_out = tuple(

@@ -48,7 +48,7 @@ class DecodeGraphs:
         self.sizes = sizes
         self._decoder, self._ops, self._rows = decoder, ops, rows
         most, device = sizes[-1], ops.device
-        vocab, dtype = decoder.spec.vocab_size, ops.cache.k.dtype
+        vocab, dtype = decoder.spec.vocab_size, ops.cache.dtype
         self._logits = torch.empty(most, vocab, dtype=dtype, device=device)
         self._sampled = torch.empty(most, dtype=torch.int32, device=device)
         self._token_ids, self._positions = (

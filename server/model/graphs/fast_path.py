@@ -89,7 +89,8 @@ class _Start:
         sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
         prompt_sizes = _prompt_sizes(limits, parts.weights.layers)
         backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
-        captured = prompt_sizes if prompts_in_graphs(parts.model, backend) else ()
+        inside = prompts_in_graphs(parts.model, backend, fp8_cache=parts.cache.is_fp8)
+        captured = prompt_sizes if inside else ()
         most = max(limits.max_rows + MOST_PADDING, sizes[-1])
         room = (most, max((most, *captured)))
         attention = PagedAttention(parts.model, parts.cache, backend, *room)
@@ -102,7 +103,8 @@ class _Start:
     @property
     def prompt_kernels(self) -> str:
         """For a person."""
-        names = sorted(set(prompt_kernels(self.parts.model)))
+        parts = self.parts
+        names = sorted(set(prompt_kernels(parts.model, fp8_cache=parts.cache.is_fp8)))
         return " and ".join(names).replace("FlashInfer", f"FlashInfer ({self.backend})")
 
     @property
@@ -137,7 +139,7 @@ class _Start:
         """Those that no graph has."""
         parts = self.parts
         run_steps(decoder, parts.rows, parts.limits)
-        self.draws.warm(parts.model.vocab_size, parts.cache.k.dtype)
+        self.draws.warm(parts.model.vocab_size, parts.cache.dtype)
 
     def rehearse(self, decoder: CudaDecoder) -> None:
         """What graphs will launch, outside of any: a kernel is loaded at its first launch, which a
@@ -182,7 +184,7 @@ class _Start:
 
     def _token_graphs(self, decoder: CudaDecoder) -> TokenGraphs:
         parts, inside = self.parts, None
-        if prompts_in_graphs(parts.model, self.backend):
+        if prompts_in_graphs(parts.model, self.backend, fp8_cache=parts.cache.is_fp8):
             page_table, most = parts.rows.page_table, self.prompt_sizes[-1]
             room = PromptRoom(most, MAX_PROMPTS * page_table.shape[-1])
             prompts = PromptAttention(parts.model, parts.cache, self.backend, room)

@@ -43,7 +43,7 @@ def build(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases
     device = parts.cache.k.device
     if device.type == "cpu":
         return _build_reference(parts, "computing on the CPU")
-    reason = why_not_fast(parts.model, parts.cache.k.dtype, device)
+    reason = why_not_fast(parts.model, parts.cache.dtype, device)
     if reason is not None:
         log.warning("serving with plain torch, which is slower: %s", reason)
         return _build_reference(parts, reason)

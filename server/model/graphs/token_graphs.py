@@ -49,7 +49,7 @@ class TokenGraphs:
         """attention: that graphs can launch; None: it lies between them."""
         self.sizes = sizes
         self._decoder, self._ops, self._attention = decoder, ops, attention
-        model, device, dtype = decoder.spec, ops.device, ops.cache.k.dtype
+        model, device, dtype = decoder.spec, ops.device, ops.cache.dtype
         most = sizes[-1]
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._slots = torch.full((most,), -1, dtype=torch.int32, device=device)

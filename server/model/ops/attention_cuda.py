@@ -17,6 +17,7 @@ from server.kernels.attention.decode_attention import (
 from server.kernels.attention.decode_work import DecodeItems, WorkLayout
 from server.kernels.attention.rotation import QkNorm, Rotation
 from server.kernels.lora.pending import PendingDelta
+from server.model.ops.cache_pages import cache_pages
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.prompt_attention import PromptAttention
 from server.model.ops.score_rules import distinct_windows, score_rules
@@ -98,7 +99,7 @@ class PagedAttention:
         if sinks is not None:
             scores = replace(scores, sinks=sinks)
         view = batch[self.cache.groups.group(layer)]
-        context = (view, self.cache.of(layer), *rotation, scores, self._scratch, out)
+        context = (view, cache_pages(self.cache, layer), *rotation, scores, self._scratch, out)
         decode_attention(qkv, pending, *context, programmatic_launch=self._programmatic_launch)
 
     def _plan_decodes(

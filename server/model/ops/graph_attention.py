@@ -36,7 +36,7 @@ class GraphAttention:
         slots = (len(page_table), most_tokens)
         self._kv_slots = torch.full(slots, -1, dtype=torch.int64, device=device)
         # What pads a step reads what earlier ones left.
-        q_size, dtype = ops.model.q_size, ops.cache.k.dtype
+        q_size, dtype = ops.model.q_size, ops.cache.dtype
         self.attended = torch.zeros(most_tokens, q_size, dtype=dtype, device=device)
         widest = most_tokens + ops.decode_work(most_decodes).length
         self._packed = torch.zeros(widest, dtype=torch.int32, device=device)

@@ -93,24 +93,25 @@ class Consumers:
     """What keeps a model's consumers from a part of LoRA.
 
     whole: sites of one module, of whose output the consumer takes parts: kernels finish LoRA by the
-    ranks of each part. norms_all_heads: norms of q and k over all heads need the sum before the
-    rotation begins, so that this expands nothing.
+    ranks of each part. sums_first: the rotation expands nothing, since norms of q and k over all
+    heads need the sum before, or since it would write to a cache of another dtype.
     """
 
     whole: frozenset[SiteKind] = frozenset()
-    norms_all_heads: bool = False
+    sums_first: bool = False
 
     @classmethod
-    def of(cls, model: ModelSpec) -> "Consumers":
+    def of(cls, model: ModelSpec, *, fp8_cache: bool) -> "Consumers":
         takes_parts = {layer.qkv for layer in model.layers}
         takes_parts |= {x.gate_up for x in model.layers if not isinstance(x.mlp, MoeSpec)}
         whole = frozenset(linear.kind for linear in takes_parts if len(linear.parts) == 1)
-        return cls(whole, any(layer.attention.norms_all_heads for layer in model.layers))
+        norms_all = any(layer.attention.norms_all_heads for layer in model.layers)
+        return cls(whole, norms_all or fp8_cache)
 
     def strategies(self, regime: Regime) -> Strategies:
         """The row of STRATEGIES, with IN_PLACE for what a consumer cannot finish."""
         row = dict(STRATEGIES[regime])
-        if self.norms_all_heads and row["qkv"] is Strategy.DEFER:
+        if self.sums_first and row["qkv"] is Strategy.DEFER:
             row["qkv"] = Strategy.IN_PLACE
         for kind in self.whole:
             if row[kind] is not Strategy.FUSED:

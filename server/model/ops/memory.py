@@ -55,7 +55,8 @@ def weights_bytes(model: ModelSpec, dtype: SlabDtype, *, packed: bool) -> int:
 def page_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     """Keys and values of one page, in the layers of a group."""
     tokens = page_groups(model).places * engine.page_size
-    return 2 * tokens * model.kv_size * ITEM_BYTES[engine.dtype]
+    item = 1 if engine.kv_dtype == "fp8" else ITEM_BYTES[engine.dtype]
+    return 2 * tokens * model.kv_size * item
 
 
 def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:

@@ -14,26 +14,52 @@ from server.model.linear.linear import Linear
 from server.model.lora.sites import LayerSites, Site
 from server.model.page_groups import PageGroups
 from server.model.spec import Activation
-from server.model.weights import Norm
+from server.model.weights import KvScales, Norm
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """Keys and values of every layer, `[places, pages, page_size, kv_heads, head_dim]` each.
-    groups: which layer has which place of which pages."""
+    groups: which layer has which place of which pages. dtype: of what is computed; k and v are
+    that, or float8_e4m3fn. scales: of each layer's keys and values in FP8."""
 
     k: torch.Tensor
     v: torch.Tensor
     groups: PageGroups
+    dtype: torch.dtype
+    scales: tuple[KvScales, ...]
 
     @property
     def page_size(self) -> int:
         return self.k.shape[2]
 
+    @property
+    def is_fp8(self) -> bool:
+        return self.k.dtype != self.dtype
+
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of one layer, `[pages, page_size, kv_heads, head_dim]`."""
         _, place = self.groups.layers[layer]
         return self.k[place], self.v[place]
+
+    def read(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of these pages, `[n, p]`: `[n, kv_heads, p * page_size, head_dim]` each,
+        in the dtype of what is computed."""
+        k, v = self.of(layer)
+        if not self.is_fp8:
+            return _gather(k, pages), _gather(v, pages)
+        keys, values = (
+            _gather(each.view(torch.uint8), pages).view(each.dtype).to(self.dtype) * scale
+            for each, scale in zip((k, v), self.scales[layer], strict=True)
+        )
+        return keys, values
+
+
+def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """`[all pages, page_size, kv_heads, head_dim]`, `[n, p]` -> `[n, kv_heads, p * page_size,
+    head_dim]`."""
+    found = cache.index_select(0, pages.flatten())
+    return found.view(len(pages), -1, *cache.shape[2:]).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, Reach
 from server.model.lora.sites import LayerSites, Site
 from server.model.ops.attention_cuda import Attention, PagedAttention
+from server.model.ops.cache_pages import cache_pages
 from server.model.ops.device_lora import DeviceLora, LoraBatches
 from server.model.ops.experts_cuda import Experts
 from server.model.ops.lora_linear import (
@@ -80,8 +81,8 @@ class CudaOps:
         self.products = Products(self._configs)
         self._experts = Experts(self._configs, self.products, table)
         self.rotations = Rotations(model, max_context, self.device)
-        context = (self._configs, table, cache.k.dtype, self.device, max_tokens)
-        self._batches = LoraBatches(*context, Consumers.of(model))
+        context = (self._configs, table, cache.dtype, self.device, max_tokens)
+        self._batches = LoraBatches(*context, Consumers.of(model, fp8_cache=cache.is_fp8))
         self._lora_linear = LoraLinear(
             self._configs, table.device_table, self.products, self.device
         )
@@ -226,7 +227,7 @@ class CudaOps:
         """Queries of prompts, whose keys and values go to their pages."""
         prompts = plan.attention.prompts
         places = (plan.angles[prompts], slots[self.cache.groups.group(layer), prompts])
-        pages, norm = self.cache.of(layer), self._norm(layer, qk_norm)
+        pages, norm = cache_pages(self.cache, layer), self._norm(layer, qk_norm)
         return rope_append(qkv[prompts], self.rotations[layer], *places, pages, norm)
 
     def _norm(self, layer: int, weights: torch.Tensor | None) -> QkNorm | None:
@@ -243,7 +244,7 @@ class CudaOps:
         if plan.slots is None:
             raise TypeError("a step of decodes alone defers no LoRA of qkv")
         y, prompts = qkv.y, plan.attention.prompts
-        pages, norm = self.cache.of(layer), self._norm(layer, qk_norm)
+        pages, norm = cache_pages(self.cache, layer), self._norm(layer, qk_norm)
         slots = plan.slots[self.cache.groups.group(layer)]
         context = (self.rotations[layer], plan.angles, slots, pages, norm)
         return rope_append_lora(y, qkv.lora, prompts.start, *context, self._configs.rope(len(y)))

@@ -108,7 +108,7 @@ class TorchOps:
     def _q_scale(self, scale: PositionScale, layout: StepLayout) -> torch.Tensor:
         steps = 1.0 + layout.positions // scale.context
         factors = 1.0 + scale.beta * steps.log()
-        return factors.to(self.cache.k.dtype)[:, None, None]
+        return factors.to(self.cache.dtype)[:, None, None]
 
     def _decode_groups(self, layout: StepLayout, decodes: int) -> tuple[DecodeGroup, ...]:
         """Group by page count up to a power of two, so that padding at most doubles the work."""
@@ -243,8 +243,9 @@ class TorchOps:
         if spec.rope is not None:
             qk = rotate(qk, *plan.rope[spec.rope], spec.rope)
         k_pages, v_pages = self.cache.of(layer)
-        self._store(plan, layer, k_pages, qk[:, num_heads:])
-        self._store(plan, layer, v_pages, v)
+        scales = self.cache.scales[layer]
+        self._store(plan, layer, k_pages, qk[:, num_heads:], scales.k)
+        self._store(plan, layer, v_pages, v, scales.v)
         q = qk[:, :num_heads]
         return q if spec.q_scale is None else q * plan.q_scales[spec.q_scale]
 
@@ -261,7 +262,14 @@ class TorchOps:
         ]
         return torch.cat(normed, dim=1)
 
-    def _store(self, plan: TorchPlan, layer: int, cache: torch.Tensor, new: torch.Tensor) -> None:
+    def _store(
+        self, plan: TorchPlan, layer: int, cache: torch.Tensor, new: torch.Tensor, scale: float
+    ) -> None:
+        """scale: of FP8."""
+        if self.cache.is_fp8:  # bytes: few operations know the type
+            most = torch.finfo(cache.dtype).max
+            new = (new / scale).clamp(-most, most).to(cache.dtype).view(torch.uint8)
+            cache = cache.view(torch.uint8)
         group = self.cache.groups.group(layer)
         # A reused page may hold another sequence's NaN behind the last token written.
         if plan.fresh_pages.numel():
@@ -272,21 +280,19 @@ class TorchOps:
         self, plan: TorchPlan, layer: int, q: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         spec = self.model.layers[layer].attention
-        k, v = self.cache.of(layer)
         of_pages = self.cache.groups.group(layer)
         heads, head_dim = q.shape[1:]
-        grouped = q.reshape(len(q), k.shape[2], heads // k.shape[2], head_dim)
+        grouped = q.reshape(len(q), spec.num_kv_heads, heads // spec.num_kv_heads, head_dim)
         out = torch.empty_like(grouped)
         if sinks is not None:
             sinks = sinks.view(*grouped.shape[1:3], 1)
         for group in plan.decodes:
-            keys, values = (_gather(cache, group.pages[of_pages]) for cache in (k, v))
+            keys, values = self.cache.read(layer, group.pages[of_pages])
             mask = group.masks[spec.window]
             out[group.tokens] = _attended(spec, grouped[group.tokens], keys, values, mask, sinks)
         for chunk in plan.chunks:
-            keys, values = (
-                _gather(cache, chunk.pages[of_pages])[0, :, : chunk.context] for cache in (k, v)
-            )
+            found = self.cache.read(layer, chunk.pages[of_pages])
+            keys, values = (each[0, :, : chunk.context] for each in found)
             tokens = slice(chunk.begin, chunk.end)
             mask = chunk.masks[spec.window]
             out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, sinks)
@@ -382,10 +388,3 @@ def _attended(
         scores = torch.cat((scores.float(), sinks.expand(*scores.shape[:-1], 1)), dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32)[..., : keys.shape[-2]]
     return weights.to(q.dtype) @ values
-
-
-def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """`[all pages, page_size, kv_heads, head_dim]`, `[n, p]` -> `[n, kv_heads, p * page_size,
-    head_dim]`."""
-    found = cache.index_select(0, pages.flatten())
-    return found.view(len(pages), -1, *cache.shape[2:]).transpose(1, 2)

@@ -20,23 +20,25 @@ PromptKernel = Literal["FlashInfer", "Triton"]
 _FLASHINFER_HEADS = (64, 128, 256)
 
 
-def prompt_kernel(attention: AttentionSpec) -> PromptKernel:
-    """Which computes a layer's attention of prompts."""
+def prompt_kernel(attention: AttentionSpec, *, fp8_cache: bool = False) -> PromptKernel:
+    """Which computes a layer's attention of prompts. FlashInfer's module reads no FP8."""
+    if fp8_cache:
+        return "Triton"
     is_plain = attention.window is None and attention.softcap is None and not attention.sinks
     if is_plain and attention.head_dim in _FLASHINFER_HEADS:
         return "FlashInfer"
     return "Triton"
 
 
-def prompt_kernels(model: ModelSpec) -> tuple[PromptKernel, ...]:
+def prompt_kernels(model: ModelSpec, *, fp8_cache: bool = False) -> tuple[PromptKernel, ...]:
     """Of each layer."""
-    return tuple(prompt_kernel(layer.attention) for layer in model.layers)
+    return tuple(prompt_kernel(layer.attention, fp8_cache=fp8_cache) for layer in model.layers)
 
 
-def prompts_in_graphs(model: ModelSpec, backend: str) -> bool:
+def prompts_in_graphs(model: ModelSpec, backend: str, *, fp8_cache: bool = False) -> bool:
     """backend: FlashInfer's, of which graphs can launch "fa3" alone: for what the other launches
     depends on the plan."""
-    return backend == "fa3" or "FlashInfer" not in prompt_kernels(model)
+    return backend == "fa3" or "FlashInfer" not in prompt_kernels(model, fp8_cache=fp8_cache)
 
 
 class PromptAttention:
@@ -47,7 +49,7 @@ class PromptAttention:
     ) -> None:
         """backend: FlashInfer's. captured: a graph launches it, the first plan is of the most
         tokens, all are of one page table, and of at most MAX_PROMPTS."""
-        self._kernels = prompt_kernels(model)
+        self._kernels = prompt_kernels(model, fp8_cache=cache.is_fp8)
         self._plans: dict[PromptKernel, FlashInferPrompts | TiledPrompts] = {}
         if "FlashInfer" in self._kernels:
             self._plans["FlashInfer"] = FlashInferPrompts(model, cache, backend, captured)

@@ -10,6 +10,7 @@ from server.kernels.attention.prompt_attention import (
     prompt_attention,
     tile_shape,
 )
+from server.model.ops.cache_pages import cache_pages
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.score_rules import score_rules
 from server.model.ops.sizes import MAX_PROMPTS, PromptRoom
@@ -55,4 +56,4 @@ class TiledPrompts:
             tiles = tiles[: self._most_tiles(len(q))]
         page_table = self._page_table[self._cache.groups.group(layer)]
         context = (page_table, tiles, self._shape, self._rules[layer], sinks)
-        prompt_attention(q, self._cache.of(layer), *context, out)
+        prompt_attention(q, cache_pages(self._cache, layer), *context, out)

@@ -33,7 +33,7 @@ def test_consumers_get_what_they_can_finish(regime: Regime) -> None:
 @pytest.mark.parametrize("regime", Regime)
 def test_a_norm_over_all_heads_gets_the_whole_sum(regime: Regime) -> None:
     plain = Consumers().strategies(regime)
-    row = Consumers(norms_all_heads=True).strategies(regime)
+    row = Consumers(sums_first=True).strategies(regime)
     assert plain == STRATEGIES[regime]
     assert row["qkv"] not in DEFERRED
     assert {**row, "qkv": plain["qkv"]} == plain

@@ -15,6 +15,7 @@ from server.model.families.registry import read_model
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.page_groups import PageGroups
 from server.model.spec import ModelSpec
+from server.model.weights import KvScales
 from tests.kernels.test_prompt_attention import attended
 from tests.server.model import fake_flashinfer
 
@@ -86,7 +87,7 @@ def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: boo
     torch.manual_seed(head_dim)
     shape = (GROUPS.places, ROWS * PAGES_A_ROW, PAGE, model.num_kv_heads, head_dim)
     k, v = (torch.randn(shape).to(device, dtype) for _ in "kv")
-    cache = KVCache(k, v, GROUPS)
+    cache = KVCache(k, v, GROUPS, dtype, (KvScales(),) * model.num_layers)
     pages = torch.stack([torch.randperm(ROWS * PAGES_A_ROW) for _ in GROUPS.windows])
     page_table = pages.view(-1, ROWS, PAGES_A_ROW).to(device)
     tokens, most = sum(n for _, _, n in SLICES), 250

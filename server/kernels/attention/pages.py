@@ -1,0 +1,41 @@
+"""Pages of one layer's keys and values, in the dtype of queries or in FP8."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.attention.scores import ScoreRule
+
+_FP8_MOST = tl.constexpr(448.0)
+
+
+class CachePages(NamedTuple):
+    """k, v: `[pages, page_size, kv_heads, head_dim]`, contiguous, both of the queries' dtype, or
+    both FP8 (E4M3): then keys are `k * k_scale`, values `v * v_scale`."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, float, float, float]:
+        """Of a kernel: k, v, what new keys and new values are multiplied with, and what sums of
+        values are."""
+        return self.k, self.v, 1 / self.k_scale, 1 / self.v_scale, self.v_scale
+
+    def scored(self, rule: ScoreRule) -> ScoreRule:
+        """The rule for keys as they are stored."""
+        return rule if self.k_scale == 1.0 else replace(rule, scale=rule.scale * self.k_scale)
+
+
+@triton.jit
+def as_stored(x: tl.tensor, factor: tl.tensor, pages_ptr: tl.tensor) -> Any:
+    """New keys or values in the pages' dtype; the largest that FP8 has in place of larger ones."""
+    dtype: tl.constexpr = pages_ptr.dtype.element_ty
+    if dtype == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -_FP8_MOST), _FP8_MOST)
+    return x.to(dtype)

@@ -1,0 +1,9 @@
+"""The cache's pages of one layer, as the kernels take them."""
+
+from server.kernels.attention.pages import CachePages
+from server.model.ops.ops import KVCache
+
+
+def cache_pages(cache: KVCache, layer: int) -> CachePages:
+    pages = cache.of(layer)
+    return CachePages(*pages, *cache.scales[layer]) if cache.is_fp8 else CachePages(*pages)

@@ -1,0 +1,161 @@
+"""Keys and values in FP8: as transformers with keys and values rounded so, in half the room."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.llama import modeling_llama
+
+from server.config import ConfigError
+from server.model import executor
+from server.model.checkpoint.checkpoint import CheckpointError, read_config
+from server.model.ops.memory import executor_limits
+from server.model.weights import KvScales, load_weights
+from tests.server.model import fake_flashinfer
+from tests.server.model.adapter_zoo import ZOO, with_zoo
+from tests.server.model.driver import Driver, Stream, engine_config, generate
+from tests.server.model.families.parity import GREEDY, assert_parity, prompt
+from tests.server.model.families.variants import SEVEN
+from tests.server.model.gpu_pair import Pair, answer
+from tests.server.model.hub_models import make_model, save_model
+from tests.server.model.slabs import pack
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    # Infinity is meant.
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
+]
+CPU = torch.device("cpu")
+
+
+def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+@contextmanager
+def rounding(model: Any, scales: list[KvScales], patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """transformers' Llama with each layer's keys, behind their rotation, and values rounded."""
+    rotate, layers = modeling_llama.apply_rotary_pos_emb, iter(scales)
+
+    def turned(q: torch.Tensor, k: torch.Tensor, *context: Any, **options: Any) -> Any:
+        q, k = rotate(q, k, *context, **options)
+        return q, rounded(k, next(layers).k)
+
+    def begin(*_: Any) -> None:
+        nonlocal layers
+        layers = iter(scales)
+
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", turned)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    hooks = [inner.model.register_forward_pre_hook(begin)]
+    for layer, scale in zip(inner.model.layers, scales, strict=True):
+        round_values = lambda _m, _i, y, s=scale.v: rounded(y, s)  # noqa: E731
+        hooks.append(layer.self_attn.v_proj.register_forward_hook(round_values))
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def with_scales(folder: Path, scales: list[KvScales], names: tuple[str, str]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    for number, scale in enumerate(scales):
+        for name, value in zip(names, scale, strict=True):
+            tensors[f"model.layers.{number}.self_attn.{name}"] = torch.tensor([value])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+SCALES = [KvScales(0.03, 0.01), KvScales(0.05, 0.02), KvScales(0.04, 0.015)]
+
+
+@pytest.mark.parametrize("scales", [[KvScales()] * 3, SCALES], ids=["none", "stored"])
+def test_as_transformers_with_rounded_keys_and_values(
+    scales: list[KvScales], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_model("llama2")
+    save_model(base, tmp_path)
+    if scales is SCALES:
+        with_scales(tmp_path, scales, ("k_scale", "v_scale"))
+    zoo = {"rank16": ZOO["rank16"](SEVEN)}
+    oracle, driver = with_zoo(base, zoo), Driver(tmp_path, kv_dtype="fp8")
+    layout, slab = pack(oracle, "rank16")
+    assert driver.load(0, layout, slab, 0).error is None
+    streams = [
+        Stream(driver, row, prompt(4 + 9 * row, row), slot=row - 1, sampling=GREEDY)
+        for row in range(2)
+    ]
+    generate(driver, streams, 6, 5)
+    with rounding(oracle, scales, monkeypatch):
+        for name, stream in zip((None, "rank16"), streams, strict=True):
+            assert_parity(oracle, name, stream)
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("k_scale", "v_scale"),
+        ("k_proj.k_scale", "v_proj.v_scale"),
+        ("k_proj.output_scale", "v_proj.output_scale"),
+    ],
+)
+def test_scales_are_found_under_their_names(names: tuple[str, str], tmp_path: Path) -> None:
+    save_model(make_model("llama2"), tmp_path)
+    with_scales(tmp_path, SCALES, names)
+    weights = load_weights(tmp_path, read_config(tmp_path), torch.float32, CPU)
+    for layer, scale in zip(weights.layers, SCALES, strict=True):
+        assert layer.kv_scales == pytest.approx(scale)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_is_a_positive_number(value: float, tmp_path: Path) -> None:
+    save_model(make_model("llama2"), tmp_path)
+    with_scales(tmp_path, [KvScales(1.0, value)] * 3, ("k_scale", "v_scale"))
+    with pytest.raises(CheckpointError, match=r"self_attn\.v_scale must be a positive number"):
+        load_weights(tmp_path, read_config(tmp_path), torch.float32, CPU)
+
+
+def test_half_the_bytes_are_twice_the_pages(tmp_path: Path) -> None:
+    folder = save_model(make_model("llama2"), tmp_path)
+    plain = engine_config(folder, dtype="bfloat16")
+    pages = [
+        executor_limits(read_config(folder), config).num_pages
+        for config in (plain, msgspec.structs.replace(plain, kv_dtype="fp8"))
+    ]
+    assert pages[1] == 2 * pages[0]
+
+
+def test_a_gpu_that_does_not_convert_fp8_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-dtype fp8 needs .* 8\.9, this one has 8\.0"):
+        executor._require_fp8((8, 0))
+    executor._require_fp8((8, 9))
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
+)
+@pytest.mark.parametrize("name", ["llama2", pytest.param("gemma2", marks=pytest.mark.exhaustive)])
+def test_by_the_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In graphs and in steps with prompts, with adapters and without, as the reference."""
+    small: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16}
+    zoo = {each: ZOO[each](SEVEN) for each in ("rank16", "rank3_rslora")}
+    sizes = {"few_tokens": 8, "mixed_tokens": 16, "most_tokens": 32}
+    options: dict[str, Any] = {"max_running": 4, "kv_dtype": "fp8", **sizes}
+    pair = Pair(make_model(name, **small), zoo, tmp_path, monkeypatch, **options)
+    try:
+        slots = [0, -1, 1, 1]
+        found, expected = (answer(d, slots, GREEDY, chunk=6) for d in (pair.gpu, pair.reference))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.output == theirs.output
+            for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
+                # A key or value that is as near to two numbers may be either.
+                assert dict(a.top) == pytest.approx(dict(b.top), abs=0.05)
+        assert pair.graphs
+    finally:
+        pair.close()
+        fake_flashinfer.forget()

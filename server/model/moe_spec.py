@@ -18,6 +18,8 @@ SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
 # Features that share a scale in MXFP4, two in a byte.
 MXFP4_BLOCK = 32
+# How the names of its tensors end.
+MXFP4_TENSORS = ("_blocks", "_scales")
 
 
 class MoeSpec(msgspec.Struct, frozen=True):

@@ -129,11 +129,12 @@ class LinearSpec(msgspec.Struct, frozen=True):
                 yield f"{part.path}.bias", (part.out_features,)
 
     def matrices(self) -> Iterator[Matrix]:
-        """Each module whose weight is a matrix of its own in the checkpoint."""
+        """Each module whose weight is a matrix of its own in the checkpoint, one expert's after
+        the other's."""
         if self.stored is not None and self.stored.form != "each":
             return
-        for part in self.parts:
-            for expert in range(self.experts):
+        for expert in range(self.experts):
+            for part in self.parts:
                 path = part.path if self.stored is None else part.path.format(expert)
                 yield Matrix(path, part.out_features, self.in_features)
 

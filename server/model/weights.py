@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from server.config import AtLoad
+from server.kernels.linear.matrix import PackedMatrix
 from server.model.checkpoint.checkpoint import CheckpointError, Shard, stored_tensors, tables
 from server.model.checkpoint.expert_forms import as_stored
 from server.model.checkpoint.expert_tensors import ExpertTensors
@@ -263,17 +264,42 @@ class _Source:
         return bias
 
     def experts(self, spec: LinearSpec, layer: int) -> ExpertsLinear:
-        tensors = ExpertTensors(
+        """Of all experts of a layer."""
+        tensors = self._expert_tensors(spec, layer)
+        matrix = self._packed_experts(spec, layer, tensors) if self._packed else None
+        weight: torch.Tensor | PackedMatrix
+        if matrix is not None:
+            weight = replace(matrix, matrices=spec.experts)
+        else:
+            shape = (spec.experts, spec.out_features, spec.in_features)
+            weight = tensors.fill(torch.empty(shape, dtype=self.dtype, device=self.device))
+        if not spec.bias:
+            return ExpertsLinear(weight)
+        bias = torch.empty(spec.experts, spec.out_features, dtype=self.dtype, device=self.device)
+        return ExpertsLinear(weight, tensors.fill_bias(bias))
+
+    def _packed_experts(
+        self, spec: LinearSpec, layer: int, tensors: ExpertTensors
+    ) -> PackedMatrix | None:
+        """Of matrices `[experts * out, in]`; None where they are not quantised, or not all in one
+        layout that the kernels read."""
+        matrices = [m._replace(path=layer_path(layer, m.path)) for m in spec.matrices()]
+        whole: PackedWeight | None = None
+        if spec.stored is not None and spec.stored.form == "mxfp4":
+            whole = tensors.packed().to(self.device)
+        elif matrices and all(matrix.path in self._forms for matrix in matrices):
+            whole = joined([self._unpacked(path, shape) for path, *shape in matrices])
+        matrix = None if whole is None else matrix_of(whole)
+        if matrix is None or matrix.shape[1] != spec.in_features:
+            return None
+        return matrix if spec.out_features % matrix.rows == 0 else None
+
+    def _expert_tensors(self, spec: LinearSpec, layer: int) -> ExpertTensors:
+        return ExpertTensors(
             spec,
             lambda path: self._mapped(layer_path(layer, path)),
             lambda path, weight: self.fill(layer_path(layer, path), weight),
         )
-        shape = (spec.experts, spec.out_features, spec.in_features)
-        weight = tensors.fill(torch.empty(shape, dtype=self.dtype, device=self.device))
-        if not spec.bias:
-            return ExpertsLinear(weight)
-        bias = torch.empty(shape[:2], dtype=self.dtype, device=self.device)
-        return ExpertsLinear(weight, tensors.fill_bias(bias))
 
     def norm(self, spec: NormSpec, layer: int | None = None) -> Norm:
         name = f"{_path(spec.path, layer)}.weight"

@@ -186,6 +186,7 @@ def lora_of(rows: int, config: SkinnyLoraConfig, n: int) -> SkinnyLora:
 def quantised(configs: KernelConfigs, every_form: bool) -> None:
     """Of every layout a product of one row and one of few, with LoRA and without."""
     matrix_module._converts = lambda bits, device: True
+    quantised_experts()
     for make in LAYOUTS.values() if every_form else [LAYOUTS["int4-order"], LAYOUTS["fp8-blocks"]]:
         weight = matrix_of(make(4096, 4096))
         assert weight is not None
@@ -196,6 +197,15 @@ def quantised(configs: KernelConfigs, every_form: bool) -> None:
             of_lora = configs.packed_lora(rows)
             if of_lora is not None and every_form:
                 skinny_product_lora(x, weight, None, out, of_lora, lora_of(rows, of_lora, 4096))
+
+
+def quantised_experts() -> None:
+    experts = matrix_of(LAYOUTS["nf4"](8 * 512, 256))
+    assert experts is not None
+    x, tiles = torch.zeros(4, 256, dtype=DTYPE), assign(torch.zeros(4, 8, dtype=DTYPE), 16, True)[0]
+    weight, shape = replace(experts, matrices=8), grouped_shape(4, 2, 8)
+    for activation in (ACTIVATION_OF_EXPERTS, None):
+        grouped_product(x, weight, None, tiles, shape, activation, programmatic_launch=True)
 
 
 def attention(

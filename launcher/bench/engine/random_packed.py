@@ -1,9 +1,13 @@
 """Quantised matrices of random numbers, made on their device, in the layout of a form."""
 
+import math
+
 import torch
 
+from server.model.checkpoint.mxfp4 import grouped as grouped_mxfp4
 from server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
 from server.model.linear.quantise import NF4
+from server.model.moe_spec import MXFP4_BLOCK
 from server.model.quantisation.forms import (
     AwqForm,
     EightBitForm,
@@ -15,6 +19,7 @@ from server.model.quantisation.forms import (
 )
 
 _BLOCK = 64  # of bitsandbytes
+_STD_OF_CODES = 2.9  # of E2M1, each code as likely as another
 _ROWS = 2048  # that are drawn at once
 
 
@@ -38,6 +43,21 @@ def random_packed(
             return _codes(bits, group, shape, std, device, zeros=True)
         case PackedForm(bits, _, group, asymmetric):
             return _codes(bits, group, shape, std, device, zeros=asymmetric)
+
+
+def random_mxfp4(shape: tuple[int, int], std: float, device: torch.device) -> GroupedWeight:
+    """As `random_packed`, of MXFP4."""
+    return grouped_mxfp4(
+        torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=device).random_(),
+        torch.full(
+            (shape[0], shape[1] // MXFP4_BLOCK), _exponent(std), dtype=torch.uint8, device=device
+        ),
+    )
+
+
+def _exponent(std: float) -> int:
+    """By whose power of two random codes get about this deviation."""
+    return 127 + round(math.log2(std / _STD_OF_CODES))
 
 
 def _fp8(form: EightBitForm, shape: tuple[int, int], std: float, device: torch.device) -> Fp8Weight:

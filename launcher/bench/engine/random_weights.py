@@ -1,14 +1,15 @@
 """A model's tensors with random numbers, made on its device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from launcher.bench.engine.random_packed import random_packed
+from launcher.bench.engine.random_packed import random_mxfp4, random_packed
 from launcher.bench.errors import BenchError
 from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import ExpertsLinear, MoeWeights
 from server.model.linear.linear import Linear
+from server.model.linear.packed import PackedWeight
 from server.model.linear.quantised import QuantisedLinear, matrix_of
 from server.model.moe_spec import MoeSpec
 from server.model.quantisation.quantisation import Quantisation
@@ -78,12 +79,24 @@ class _RandomWeights:
             return MlpWeights(moe, self.linear(gate_up, index), self.linear(down, index))
         bias = self._bias(moe.experts) if moe.router_bias else None
         router = DenseLinear(self.matrix(moe.experts, gate_up.in_features), bias)
-        return MoeWeights(moe, router, self._experts(gate_up), self._experts(down))
+        return MoeWeights(moe, router, self._experts(gate_up, index), self._experts(down, index))
 
-    def _experts(self, spec: LinearSpec) -> ExpertsLinear:
-        weight = self.matrix(spec.experts, spec.out_features, spec.in_features)
+    def _experts(self, spec: LinearSpec, layer: int) -> ExpertsLinear:
         bias = self._bias(spec.experts, spec.out_features) if spec.bias else None
-        return ExpertsLinear(weight, bias)
+        packed = self._packed_experts(spec, layer)
+        matrix = None if packed is None else matrix_of(packed)
+        if matrix is not None and self.device.type != "cpu":
+            return ExpertsLinear(replace(matrix, matrices=spec.experts), bias)
+        return ExpertsLinear(self.matrix(spec.experts, spec.out_features, spec.in_features), bias)
+
+    def _packed_experts(self, spec: LinearSpec, layer: int) -> PackedWeight | None:
+        shape = (spec.experts * spec.out_features, spec.in_features)
+        if spec.stored is not None and spec.stored.form == "mxfp4":
+            return random_mxfp4(shape, STD, self.device)
+        if self.quantisation is None or spec.stored is None or spec.stored.form != "each":
+            return None
+        form = self.quantisation.form(layer_path(layer, spec.parts[0].path.format(0)))
+        return None if form is None else random_packed(form, shape, STD, self.device)
 
     def _optional(self, spec: NormSpec | None) -> Norm | None:
         return None if spec is None else self.norm(spec)

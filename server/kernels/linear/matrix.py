@@ -1,6 +1,6 @@
 """A quantised matrix as the kernels of products take it. Needs no Triton."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class PackedMatrix:
     scales: `[ceil(out / rows), groups]`. in_features: of whole runs. bits: of a code; 0 = FP8.
     group: inputs that share a scale, a power of two; 0 = all. rows: outputs that do. zeros: uint8,
     as scales, or one for all. table: float32 `[16]`; split: the assembly of
-    `split.py`, of 4-bit codes. order: int32 `[in]`,
+    `split.py`, of 4-bit codes. matrices: so many lie one below the other. order: int32 `[in]`,
     the input that each column stands for.
     """
 
@@ -56,6 +56,7 @@ class PackedMatrix:
     order: torch.Tensor | None = None
     run: int = 0
     split: str = ""
+    matrices: int = 1
 
     @property
     def shape(self) -> torch.Size:
@@ -76,6 +77,19 @@ class PackedMatrix:
     def nbytes(self) -> int:
         tensors = (self.numbers, self.scales, self.zeros, self.table, self.order)
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+    def matrix(self, number: int) -> "PackedMatrix":
+        """One of the matrices. Its rows must be whole blocks of scales."""
+        outputs, blocks = (len(each) // self.matrices for each in (self.numbers, self.scales))
+        of_blocks = slice(number * blocks, (number + 1) * blocks)
+        zeros = self.zeros
+        return replace(
+            self,
+            numbers=self.numbers[number * outputs : (number + 1) * outputs],
+            scales=self.scales[of_blocks],
+            zeros=zeros[of_blocks] if isinstance(zeros, torch.Tensor) else zeros,
+            matrices=1,
+        )
 
     def form(self) -> Form:
         return Form(

@@ -11,7 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.launch import follow
+from server.kernels.launch.launch import dot_precision, follow
+from server.kernels.linear.matrix import PackedMatrix
+from server.kernels.linear.packed import BITS, load_numbers, multiply_packed
+from server.kernels.linear.skinny import Blocks, Weight, form_of
 from server.kernels.moe.tiles import ExpertTiles
 from server.kernels.pointwise.gated import GatedActivation, activated
 
@@ -54,7 +57,7 @@ def tokens_of_each_shape(top_k: int, experts: int) -> list[int]:
 
 def grouped_product(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None,
     tiles: ExpertTiles,
     shape: GroupedShape,
@@ -62,11 +65,15 @@ def grouped_product(
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
-    """x: `[tokens, in]`, or `[rows, in]`, contiguous; weight: `[experts, out, in]`; bias:
-    `[experts, out]` -> `[rows, out]`, float32 inside. activation: of gate and up, the halves of
-    what is `out`: `[rows, out / 2]`. tiles: of these rows and of the shape's `tile_rows`. One
-    kernel. Raises ValueError on a mismatch."""
-    rows, (_, out, features) = len(tiles.order), weight.shape
+    """x: `[tokens, in]`, or `[rows, in]`, contiguous; weight: `[experts, out, in]`, or as
+    many quantised matrices; bias: `[experts, out]` -> `[rows, out]`, float32 inside. activation: of
+    gate and up, the halves of what is `out`: `[rows, out / 2]`. tiles: of these rows and of the
+    shape's `tile_rows`. One kernel. Raises ValueError on a mismatch."""
+    rows, features = len(tiles.order), weight.shape[-1]
+    out = weight.shape[-2]
+    numbers, others, features_of_all = weight, (x,) * 4, out
+    if isinstance(weight, PackedMatrix):
+        numbers, others, out = weight.numbers, weight.tensors, out // weight.matrices
     share = rows // len(x)
     if tiles.tile_rows != shape.tile_rows or share not in (1, tiles.top_k):
         raise ValueError(f"tiles of {tiles.tile_rows} rows of {rows}, {len(x)} inputs, {shape}")
@@ -74,8 +81,9 @@ def grouped_product(
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     _grouped_kernel[(triton.cdiv(width, shape.block_n) * len(tiles.tiles),)](
         x,
-        weight,
-        weight if bias is None else bias,
+        (numbers, *others),
+        features_of_all,
+        x if bias is None else bias,
         y,
         tiles.order,
         tiles.tiles,
@@ -88,7 +96,9 @@ def grouped_product(
         BLOCK_K=shape.block_k,
         BIAS=bias is not None,
         ACTIVATION=activation,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        STAGES=shape.num_stages,
+        PRECISION=dot_precision(x.dtype),
+        FORM=form_of(weight),
         PDL=programmatic_launch,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
@@ -97,10 +107,11 @@ def grouped_product(
     return y
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles", "features_of_all"])
 def _grouped_kernel(
     x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
+    weight: tl.tuple,
+    features_of_all: tl.tensor,
     bias_ptr: tl.tensor,
     y_ptr: tl.tensor,
     order_ptr: tl.tensor,
@@ -114,10 +125,13 @@ def _grouped_kernel(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    FORM: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """A program takes some output features of a tile. SHARE: rows with the same input."""
+    """A program takes some output features of a tile. weight: numbers, scales, zeros, table and
+    order. SHARE: rows with the same input."""
     follow(PDL)
     BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     place = tl.program_id(0) % (_TILES_ABREAST * BLOCKS)
@@ -134,10 +148,23 @@ def _grouped_kernel(
         HALVES: tl.constexpr = 1 if ACTIVATION is None else 2
         # Behind the last feature, and the last row, the last one is computed again.
         feature = expert * (HALVES * WIDTH) + tl.minimum(n, WIDTH - 1)
-        gate, up = _products(
-            of_x, weight_ptr + feature * IN, WIDTH * IN, IN, BLOCK_M, BLOCK_N, BLOCK_K, HALVES,
-            PRECISION,
-        )  # fmt: skip
+        if FORM[BITS] < 0:
+            gate, up = _products(
+                of_x, weight[0] + feature * IN, WIDTH * IN, IN, BLOCK_M, BLOCK_N, BLOCK_K, HALVES,
+                PRECISION,
+            )  # fmt: skip
+        else:
+            rows = (of_x, m < count, IN, weight[4])
+            gate = _packed_product(
+                weight, feature, features_of_all, rows,
+                Blocks(BLOCK_M, BLOCK_N, BLOCK_K, IN % BLOCK_K == 0, STAGES, PRECISION), FORM,
+            )  # fmt: skip
+            up = gate
+            if HALVES == 2:
+                up = _packed_product(
+                    weight, feature + WIDTH, features_of_all, rows,
+                    Blocks(BLOCK_M, BLOCK_N, BLOCK_K, IN % BLOCK_K == 0, STAGES, PRECISION), FORM,
+                )  # fmt: skip
         if BIAS:
             gate += tl.load(bias_ptr + feature).to(tl.float32)[None, :]
         if HALVES == 2:
@@ -147,6 +174,17 @@ def _grouped_kernel(
         at = y_ptr + row[:, None] * WIDTH + n[None, :]
         live = (m < count)[:, None] & (n < WIDTH)[None, :]
         tl.store(at, gate.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _packed_product(
+    weight: tl.tuple, feature: tl.tensor, end: tl.tensor, of_x: tl.tuple, blocks: Blocks,
+    FORM: tl.constexpr,
+) -> Any:  # fmt: skip
+    """As `_products`, of features of quantised matrices."""
+    of_out = (weight[0], feature, end, of_x[2], weight[1], weight[2], weight[3])
+    first = load_numbers(of_out, 0, FORM, blocks.inputs, blocks.even)
+    return tl.trans(multiply_packed(first, of_out, of_x, 0, of_x[2], blocks, FORM))
 
 
 @triton.jit

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from server.model.checkpoint.mxfp4 import dequantise
+from server.model.checkpoint.mxfp4 import dequantise, grouped
+from server.model.linear.packed import GroupedWeight
 from server.model.moe_spec import ExpertStorage
 from server.model.spec import LinearSpec
 
@@ -39,6 +40,14 @@ class ExpertTensors:
         for expert, parts in enumerate(self._experts()):
             self._place(parts, weight[expert])
         return weight
+
+    def packed(self) -> GroupedWeight:
+        """Of MXFP4 the matrices of all experts, one below the other, as they are stored."""
+        path = self._stored.path
+        blocks, scales = (self._mapped(f"{path}_{name}") for name in ("blocks", "scales"))
+        codes = torch.cat([torch.cat(self._parts(of_expert)) for of_expert in blocks])
+        exponents = torch.cat([torch.cat(self._parts(of_expert)) for of_expert in scales])
+        return grouped(codes, exponents)
 
     def fill_bias(self, bias: torch.Tensor) -> torch.Tensor:
         """bias: `[experts, out]`. Returns it."""

@@ -17,10 +17,10 @@ from server.model.checkpoint.checkpoint import (
 from server.model.checkpoint.expert_forms import as_stored
 from server.model.checkpoint.stored_forms import Expected, expected_tensors, stored_forms
 from server.model.checkpoint.text_part import model_shards
+from server.model.moe_spec import MXFP4_TENSORS
 from server.model.quantisation.forms import FLOATS, UINT8
 from server.model.spec import ModelSpec
 
-_MXFP4_TENSORS = ("_blocks", "_scales")
 _MAX_LISTED = 8
 _LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<rest>.+)")
 # What a checkpoint carries along and transformers leaves out when it loads the model.
@@ -110,7 +110,7 @@ def _expected(model: ModelSpec, stored: Mapping[str, StoredTensor]) -> dict[str,
     expected = expected_tensors(model, stored_forms(model, stored))
     expected[tables(stored, model)[0]] = expected.pop(model.embedding.tensor)
     for name, tensor in expected.items():
-        if name.endswith(_MXFP4_TENSORS):
+        if name.endswith(MXFP4_TENSORS):
             expected[name] = tensor._replace(dtypes=UINT8)
     return expected
 

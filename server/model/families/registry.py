@@ -106,7 +106,7 @@ def _quantisation(
             fields.refuse(f"{key} must be a table, got {table!r}")
             continue
         if own is not None and table.get("quant_method") == own:
-            continue
+            return Quantisation(f"{own.upper()} (experts)", ())
         try:
             return read_quantisation(table)
         except ValueError as error:

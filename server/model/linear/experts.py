@@ -5,25 +5,29 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from server.kernels.linear.matrix import PackedMatrix
 from server.model.linear.dense import DenseLinear
+from server.model.linear.quantised import QuantisedLinear
 from server.model.moe_spec import MoeSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsLinear:
-    """`x W^T + bias` of one expert or another. weight: `[experts, out_features, in_features]`, the
-    rows of gate before those of up; bias: `[experts, out_features]`."""
+    """`x W^T + bias` of one expert or another. weight: `[experts, out_features, in_features]`, or
+    as many quantised matrices, the rows of gate before those of up; bias: `[experts,
+    out_features]`."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor | PackedMatrix
     bias: torch.Tensor | None = None
 
     @property
     def out_features(self) -> int:
-        return self.weight.shape[1]
+        matrices = self.weight.matrices if isinstance(self.weight, PackedMatrix) else 1
+        return self.weight.shape[-2] // matrices
 
     @property
     def in_features(self) -> int:
-        return self.weight.shape[2]
+        return self.weight.shape[-1]
 
     @property
     def nbytes(self) -> int:
@@ -33,6 +37,8 @@ class ExpertsLinear:
     def run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """x: `[rows, in_features]` -> `[rows, out_features]`."""
         bias = None if self.bias is None else self.bias[expert]
+        if isinstance(self.weight, PackedMatrix):
+            return QuantisedLinear(self.weight.matrix(expert), bias, x.dtype).run(x)
         return functional.linear(x, self.weight[expert], bias)
 
 

@@ -8,11 +8,11 @@ from adapters.manifest import ITEM_BYTES, SlabDtype
 from server.config import ConfigError, EngineConfig
 from server.engine.executor import ExecutorLimits
 from server.engine.memory.room import pages_held, tokens_that_fit
-from server.model.moe_spec import MoeSpec
+from server.model.moe_spec import MXFP4_BLOCK, MXFP4_TENSORS, MoeSpec
 from server.model.ops.sizes import MOST_PADDING
 from server.model.page_groups import page_groups
 from server.model.quantisation.forms import packed_bytes
-from server.model.spec import LayerSpec, ModelSpec, layer_path
+from server.model.spec import LayerSpec, LinearSpec, ModelSpec, layer_path
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
 _FIXED_WORKSPACE = 2 << 30
@@ -39,17 +39,29 @@ class DeviceMemory(msgspec.Struct, frozen=True):
 def weights_bytes(model: ModelSpec, dtype: SlabDtype, *, packed: bool) -> int:
     """What they take on the device. packed: quantised matrices of layers stay so, all that
     config.json speaks of."""
-    item = ITEM_BYTES[dtype]
-    total = sum(prod(shape) for shape in model.tensors().values()) * item
-    if model.quantisation is None or not packed:
-        return total
+    shapes = model.tensors()
+    total = sum(prod(shape) for name, shape in shapes.items() if not name.endswith(MXFP4_TENSORS))
+    total *= ITEM_BYTES[dtype]
     for index, layer in enumerate(model.layers):
         for linear in layer.linears:
-            for path, *shape in linear.matrices() if linear.stored is None else ():
-                form = model.quantisation.form(layer_path(index, path))
-                if form is not None:
-                    total += packed_bytes(form, *shape) - prod(shape) * item
+            total += _beside(model, index, linear, ITEM_BYTES[dtype], packed)
     return total
+
+
+def _beside(model: ModelSpec, layer: int, linear: LinearSpec, item: int, packed: bool) -> int:
+    """Bytes of a linear beside those of what it has in floating point; less than none where that
+    stays quantised."""
+    if linear.stored is not None and linear.stored.form == "mxfp4":
+        numbers = linear.experts * linear.out_features * linear.in_features
+        return numbers // 2 + 2 * (numbers // MXFP4_BLOCK) if packed else numbers * item
+    if model.quantisation is None or not packed:
+        return 0
+    found = 0
+    for path, *shape in linear.matrices():
+        form = model.quantisation.form(layer_path(layer, path))
+        if form is not None:
+            found += packed_bytes(form, *shape) - prod(shape) * item
+    return found
 
 
 def page_bytes(model: ModelSpec, engine: EngineConfig) -> int:

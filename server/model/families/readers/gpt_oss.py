@@ -12,6 +12,7 @@ from server.model.moe_spec import (
     MXFP4_BLOCK,
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
+    ExpertForm,
     ExpertStorage,
     MoeSpec,
 )
@@ -39,6 +40,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     rope, max_context = read_table(fields, rope_table(fields) or _YARN, sizes, _ROPE)
     bias = bool(config.get("attention_bias", True))
     moe = _read_moe(fields, sizes)
+    form: ExpertForm = "mxfp4" if _is_mxfp4(fields) else "stacked"
     windows = family.read_windows(
         fields, sizes, config.get("sliding_window", _WINDOW), lambda layer: layer % 2 == 0
     )
@@ -46,7 +48,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     for window in windows:
         of = replace(family.attention(sizes, rope, window), sinks=True)
         dense = family.layer(sizes, of, family.Biases(qkv=bias, o=bias))
-        layers.append(_with_biases(experts.sparse(dense, moe, _NAMES)))
+        layers.append(_with_biases(experts.sparse(dense, moe, _NAMES), form))
     eos = family.read_eos(fields, generation, sizes)
     return family.model(fields, sizes, layers, max_context, eos)
 
@@ -55,7 +57,7 @@ def _read_moe(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:
     for key, served in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
         if fields.number(fields.config, key, served) != served:
             fields.refuse(f"{key} must be {served:g}, got {fields.config[key]!r}")
-    if fields.table(fields.config, "quantization_config").get("quant_method") == "mxfp4":
+    if _is_mxfp4(fields):
         for key, size in (("hidden_size", sizes.hidden), ("intermediate_size", sizes.inner)):
             if sizes.is_sound and size % MXFP4_BLOCK:
                 fields.refuse(f"{key} must be a multiple of {MXFP4_BLOCK} in MXFP4, got {size}")
@@ -71,12 +73,16 @@ def _read_moe(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:
     )
 
 
-def _with_biases(layer: LayerSpec) -> LayerSpec:
+def _is_mxfp4(fields: Fields) -> bool:
+    return fields.table(fields.config, "quantization_config").get("quant_method") == "mxfp4"
+
+
+def _with_biases(layer: LayerSpec, form: ExpertForm) -> LayerSpec:
     """Of experts, whose weights lie as this family stores them."""
 
     def stored(linear: LinearSpec, *, interleaved: bool) -> LinearSpec:
         assert linear.stored is not None
-        storage = ExpertStorage(linear.stored.path, "stacked", interleaved, transposed=True)
+        storage = ExpertStorage(linear.stored.path, form, interleaved, transposed=True)
         return replace(linear, bias=True, stored=storage)
 
     return replace(

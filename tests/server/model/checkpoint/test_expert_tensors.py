@@ -37,9 +37,10 @@ def test_one_tensor_for_all_experts(name: str, tmp_path: Path) -> None:
     assert_served(folder, model)
 
 
-def mxfp4_model(folder: Path, **changes: Any) -> PreTrainedModel:
-    """A gpt-oss checkpoint whose experts are MXFP4, and the model of its values."""
-    model = make_model("gpt-oss", intermediate_size=96)
+def mxfp4_model(folder: Path, *, intermediate_size: int = 96, **changes: Any) -> PreTrainedModel:
+    """A gpt-oss checkpoint whose experts are MXFP4, and the model of its values. changes: of
+    config.json."""
+    model = make_model("gpt-oss", intermediate_size=intermediate_size)
     decoder: Any = model.get_submodule("model")
     generator = torch.Generator().manual_seed(7)
     packed: dict[str, torch.Tensor] = {}

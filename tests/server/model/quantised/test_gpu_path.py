@@ -10,20 +10,26 @@ from typing import Any
 
 import pytest
 
+from server.kernels.linear.matrix import PackedMatrix
+from server.model.linear.experts import MoeWeights
 from server.model.linear.quantised import QuantisedLinear
 from tests.server.model import fake_flashinfer
 from tests.server.model.adapter_zoo import zoo_of
+from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model
 from tests.server.model.families.parity import GREEDY
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.gpu_pair import Pair, answer
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import FORMATS
+from tests.server.model.quantised.test_places import quantise_stored
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
     # PEFT compares patterns with modules alone, though they hold for parameters too.
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
+    # Infinity is meant.
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
     ),
@@ -65,10 +71,27 @@ def pair(
     fake_flashinfer.forget()
 
 
-def test_same_as_the_reference(pair: Pair) -> None:
+@pytest.fixture(params=["mxfp4", pytest.param("nf4-nested", marks=pytest.mark.exhaustive)])
+def experts(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pair]:
+    """A model with quantised experts, and adapters on them."""
+    if request.param == "mxfp4":
+        name, model = "gpt-oss", mxfp4_model(tmp_path, intermediate_size=64)
+    else:
+        name, sizes = "qwen3-moe", {"hidden_size": 64, "moe_intermediate_size": 64}
+        pattern = r".*experts\.[0-9]+\..*\.weight"
+        model = quantise_stored(make_model(name, **sizes), tmp_path, request.param, pattern)
+    adapters = VARIANTS[name].others()
+    options: dict[str, Any] = {"few_tokens": 8, "mixed_tokens": 16, "most_tokens": 32}
+    found = Pair(model, adapters, tmp_path, monkeypatch, max_running=4, **options)
+    yield found
+    found.close()
+    fake_flashinfer.forget()
+
+
+def assert_same(pair: Pair) -> None:
     """Of four prompts two are whole in their chunk."""
-    layers = pair.gpu.executor._decoder.weights.layers
-    assert all(isinstance(linear, QuantisedLinear) for x in layers for linear in x.linears)
     slots = [0, -1, 1, 1]
     found, expected = (answer(d, slots, GREEDY, chunk=6) for d in (pair.gpu, pair.reference))
     assert [s.output for s in found] == [s.output for s in expected]
@@ -76,3 +99,17 @@ def test_same_as_the_reference(pair: Pair) -> None:
         for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert dict(a.top) == pytest.approx(dict(b.top), abs=3e-4)
     assert pair.graphs
+
+
+def test_same_as_the_reference(pair: Pair) -> None:
+    layers = pair.gpu.executor._decoder.weights.layers
+    assert all(isinstance(linear, QuantisedLinear) for x in layers for linear in x.linears)
+    assert_same(pair)
+
+
+def test_experts_as_the_reference(experts: Pair) -> None:
+    for layer in experts.gpu.executor._decoder.weights.layers:
+        assert isinstance(layer.mlp, MoeWeights)
+        assert isinstance(layer.mlp.gate_up.weight, PackedMatrix)
+        assert isinstance(layer.mlp.down.weight, PackedMatrix)
+    assert_same(experts)

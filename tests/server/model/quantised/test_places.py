@@ -8,10 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from server.kernels.linear.matrix import PackedMatrix
 from server.model.base_facts import read_base_spec
 from server.model.checkpoint.checkpoint import CheckpointError, read_config
 from server.model.checkpoint.tensor_table import check_folder
-from server.model.weights import load_weights
+from server.model.linear.experts import ExpertsLinear, MoeWeights
+from server.model.ops.memory import weights_bytes
+from server.model.weights import LayerWeights, load_weights
+from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.hub_models import make_model, save_model
@@ -61,6 +65,52 @@ def assert_served(folder: Path, model: PreTrainedModel) -> None:
 def test_experts(name: str, form: str, tmp_path: Path) -> None:
     model = quantise_stored(make_model(name), tmp_path, form, r".*experts\.[0-9]+\..*\.weight")
     assert_served(tmp_path, model)
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8-tensor", "nf4-nested"])
+def test_experts_stay_quantised(form: str, tmp_path: Path) -> None:
+    model = make_model("qwen3-moe", moe_intermediate_size=64, hidden_size=64)
+    quantise_stored(model, tmp_path, form, r".*experts\.[0-9]+\..*\.weight")
+    assert_experts_stay(tmp_path)
+
+
+def assert_experts_stay(folder: Path) -> None:
+    """Packed in memory, with the same values; their bytes are known before."""
+    model = read_config(folder)
+    loaded = [
+        load_weights(folder, model, torch.float32, torch.device("cpu"), packed=packed)
+        for packed in (False, True)
+    ]
+    for plain, packed in zip(*(each.layers for each in loaded), strict=True):
+        assert isinstance(plain.mlp, MoeWeights)
+        assert isinstance(packed.mlp, MoeWeights)
+        for a, b in ((plain.mlp.gate_up, packed.mlp.gate_up), (plain.mlp.down, packed.mlp.down)):
+            assert isinstance(b.weight, PackedMatrix)
+            assert b.out_features == a.out_features
+            assert b.nbytes < 0.4 * a.nbytes
+            for expert in (0, 3):
+                x = torch.randn(2, a.in_features)
+                found = b.run(expert, x)
+                torch.testing.assert_close(found, a.run(expert, x), atol=1e-5, rtol=1e-5)
+    dense, estimate = (weights_bytes(model, "float32", packed=packed) for packed in (False, True))
+    saved = sum(
+        a.nbytes - b.nbytes
+        for plain, packed in zip(*(each.layers for each in loaded), strict=True)
+        for a, b in zip(_experts(plain), _experts(packed), strict=True)
+    )
+    kept = sum(layer.qkv.nbytes + layer.o.nbytes for each in loaded[1:] for layer in each.layers)
+    # What config.json does not say is in floating point counts as quantised.
+    assert dense - estimate == pytest.approx(saved, rel=0.1, abs=kept)
+
+
+def _experts(layer: LayerWeights) -> tuple[ExpertsLinear, ExpertsLinear]:
+    assert isinstance(layer.mlp, MoeWeights)
+    return layer.mlp.gate_up, layer.mlp.down
+
+
+def test_mxfp4_stays_so(tmp_path: Path) -> None:
+    mxfp4_model(tmp_path, intermediate_size=128)
+    assert_experts_stay(tmp_path)
 
 
 @pytest.mark.parametrize("form", ["fp8-tensor", "gptq-8", "ct-int4-channel", "nf4"])

@@ -21,7 +21,7 @@ from server.model.ops.ops import StepLayout
 from server.model.weights import load_weights
 from server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
-from tests.server.model.driver import Allowed, Driver, Stream, generate
+from tests.server.model.driver import EVERY_LOGPROB, Allowed, Driver, Stream, generate
 from tests.server.model.hub_models import VOCAB, add_adapter, save_model
 from tests.server.model.slabs import pack
 
@@ -170,3 +170,15 @@ def answer(
     for stream in streams:
         stream.free()
     return streams
+
+
+def assert_same(pair: Pair, slots: list[int], abs: float = 1e-4) -> None:
+    """The same tokens, and logprobs that differ by no more than `abs`, greedily and with graphs. Of
+    four prompts two are whole in their chunk."""
+    sampling = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=2)
+    found, expected = (answer(d, slots, sampling, chunk=6) for d in (pair.gpu, pair.reference))
+    assert [s.output for s in found] == [s.output for s in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert dict(a.top) == pytest.approx(dict(b.top), abs=abs)
+    assert pair.graphs

@@ -1,15 +1,16 @@
 """How parity with transformers and PEFT is measured: float32, logprobs within 1e-4."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
 from server.protocol import SamplingParams
 from tests.server.model.adapter_zoo import with_zoo, zoo_of
-from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream
+from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.hub_models import VOCAB, make_model, reference_logprobs, save_model
 from tests.server.model.slabs import pack
@@ -109,3 +110,22 @@ def round_adapters(model: PeftModel, dtype: torch.dtype) -> None:
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(parameter.to(dtype).to(parameter.dtype))
+
+
+def assert_parity_with(
+    base: PreTrainedModel, adapters: Mapping[str, LoraConfig], driver: Driver
+) -> None:
+    """The base and each adapter in one batch; the driver is closed."""
+    oracle, first = with_zoo(base, adapters), 0
+    for slot, name in enumerate(adapters):
+        layout, slab = pack(oracle, name)
+        assert driver.load(slot, layout, slab, first).error is None
+        first += sum(layout.runs)
+    streams = [
+        Stream(driver, row, prompt(3 + 7 * row, row), slot=row - 1, sampling=GREEDY)
+        for row in range(1 + len(adapters))
+    ]
+    generate(driver, streams, 4, 5)
+    for adapter, stream in zip((None, *adapters), streams, strict=True):
+        assert_parity(oracle, adapter, stream)
+    driver.close()

@@ -15,14 +15,13 @@ from server.model.linear.quantise import NF4, quantise
 from server.model.linear.quantised import QuantisedLinear
 from server.model.quantised_at_load import quantised_at_load
 from server.model.weights import load_weights
-from tests.server.model.adapter_zoo import with_zoo, zoo_of
-from tests.server.model.driver import Driver, Stream, generate
-from tests.server.model.families.parity import GREEDY, assert_parity, prompt
+from tests.server.model.adapter_zoo import zoo_of
+from tests.server.model.driver import Driver
+from tests.server.model.families.parity import assert_parity_with
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.quantised.checkpoints import matrices, save_quantised
 from tests.server.model.quantised.formats import FORMATS
-from tests.server.model.slabs import pack
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -80,20 +79,7 @@ def test_served_with_adapters(name: str, scheme: AtLoad, tmp_path: Path) -> None
         for _, module in matrices(base):
             module.weight.copy_(values(module.weight, scheme))
     zoo = {n: c for n, c in zoo_of(VARIANTS[name]).items() if n in ("rank16", "rank64_everything")}
-    oracle, driver = with_zoo(base, zoo), Driver(tmp_path, quantize=scheme)
-    first = 0
-    for slot, adapter in enumerate(zoo):
-        layout, slab = pack(oracle, adapter)
-        assert driver.load(slot, layout, slab, first).error is None
-        first += sum(layout.runs)
-    streams = [
-        Stream(driver, row, prompt(4 + 9 * row, row), slot=row - 1, sampling=GREEDY)
-        for row in range(1 + len(zoo))
-    ]
-    generate(driver, streams, 4, 5)
-    for adapter_name, stream in zip((None, *zoo), streams, strict=True):
-        assert_parity(oracle, adapter_name, stream)
-    driver.close()
+    assert_parity_with(base, zoo, Driver(tmp_path, quantize=scheme))
 
 
 def test_heads_and_embeddings_stay_as_they_are_stored(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from server.model.linear.quantised import QuantisedLinear
 from tests.server.model import fake_flashinfer
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model
-from tests.server.model.families.parity import GREEDY
 from tests.server.model.families.variants import VARIANTS
-from tests.server.model.gpu_pair import Pair, answer
+from tests.server.model.gpu_pair import Pair, assert_same
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import FORMATS
@@ -90,21 +89,10 @@ def experts(
     fake_flashinfer.forget()
 
 
-def assert_same(pair: Pair) -> None:
-    """Of four prompts two are whole in their chunk."""
-    slots = [0, -1, 1, 1]
-    found, expected = (answer(d, slots, GREEDY, chunk=6) for d in (pair.gpu, pair.reference))
-    assert [s.output for s in found] == [s.output for s in expected]
-    for ours, theirs in zip(found, expected, strict=True):
-        for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
-            assert dict(a.top) == pytest.approx(dict(b.top), abs=3e-4)
-    assert pair.graphs
-
-
 def test_same_as_the_reference(pair: Pair) -> None:
     layers = pair.gpu.executor._decoder.weights.layers
     assert all(isinstance(linear, QuantisedLinear) for x in layers for linear in x.linears)
-    assert_same(pair)
+    assert_same(pair, [0, -1, 1, 1], abs=3e-4)
 
 
 def test_experts_as_the_reference(experts: Pair) -> None:
@@ -112,4 +100,4 @@ def test_experts_as_the_reference(experts: Pair) -> None:
         assert isinstance(layer.mlp, MoeWeights)
         assert isinstance(layer.mlp.gate_up.weight, PackedMatrix)
         assert isinstance(layer.mlp.down.weight, PackedMatrix)
-    assert_same(experts)
+    assert_same(experts, [0, -1, 1, 1], abs=3e-4)

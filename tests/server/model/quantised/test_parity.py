@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 
-from tests.server.model.adapter_zoo import with_zoo, zoo_of
-from tests.server.model.driver import Driver, Stream, generate
-from tests.server.model.families.parity import GREEDY, assert_parity, prompt
+from tests.server.model.adapter_zoo import zoo_of
+from tests.server.model.driver import Driver
+from tests.server.model.families.parity import assert_parity_with
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import FORMATS
-from tests.server.model.slabs import pack
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -41,18 +40,4 @@ def test_with_mixed_adapters(row: str, form: str, tmp_path: Path) -> None:
     base = make_model(row, **MODELS[row])
     save_quantised(base, tmp_path, FORMATS[form])
     zoo = {n: config for n, config in zoo_of(VARIANTS[row]).items() if n in ADAPTERS}
-    oracle, driver = with_zoo(base, zoo), Driver(tmp_path)
-    names = list(zoo)
-    first = 0
-    for slot, name in enumerate(names):
-        layout, slab = pack(oracle, name)
-        assert driver.load(slot, layout, slab, first).error is None
-        first += sum(layout.runs)
-    streams = [
-        Stream(driver, i, prompt(3 + 7 * i, i), slot=i - 1, sampling=GREEDY)
-        for i in range(1 + len(names))
-    ]
-    generate(driver, streams, 4, 5)
-    for adapter, stream in zip((None, *names), streams, strict=True):
-        assert_parity(oracle, adapter, stream)
-    driver.close()
+    assert_parity_with(base, zoo, Driver(tmp_path))

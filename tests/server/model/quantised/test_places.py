@@ -15,9 +15,7 @@ from server.model.checkpoint.tensor_table import check_folder
 from server.model.linear.experts import ExpertsLinear, MoeWeights
 from server.model.ops.memory import weights_bytes
 from server.model.weights import LayerWeights, load_weights
-from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model
-from tests.server.model.driver import Driver, Stream, generate
-from tests.server.model.families.parity import GREEDY, assert_parity, prompt
+from tests.server.model.checkpoint.test_expert_tensors import assert_served, mxfp4_model
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.quantised.checkpoints import change_config, save_quantised
 from tests.server.model.quantised.formats import FORMATS
@@ -47,15 +45,6 @@ def quantise_stored(
     save_file(packed, folder / WEIGHTS, metadata={"format": "pt"})
     change_config(folder, quantization_config=FORMATS[form].config)
     return found_model
-
-
-def assert_served(folder: Path, model: PreTrainedModel) -> None:
-    driver = Driver(folder)
-    streams = [Stream(driver, row, prompt(9 + row, row), sampling=GREEDY) for row in range(2)]
-    generate(driver, streams, 5, 4)
-    for stream in streams:
-        assert_parity(model, None, stream)
-    driver.close()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ The GPU path's error is compared with that of the reference ops in bfloat16, whi
 right.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,18 @@ class Trio:
     """The same model and adapters in float32 and bfloat16 on the CPU, and on the GPU."""
 
     def __init__(
-        self, name: str, changes: dict[str, Any], folder: Path, max_running: int = 72
+        self,
+        name: str,
+        changes: dict[str, Any],
+        folder: Path,
+        max_running: int = 72,
+        save: Callable[[Any, Path], object] = save_model,
+        **options: Any,
     ) -> None:
-        """name: of a row of VARIANTS. changes: what differs from it and from SIZES."""
+        """name: of a row of VARIANTS. changes: what differs from it and from SIZES. save: writes
+        the model's folder, and may round the model. options: of `engine_config`."""
         base = make_model(name, **{**SIZES, **changes})
-        save_model(base, folder)
+        save(base, folder)
         zoo = zoo_of(VARIANTS[name])
         oracle = with_zoo(base, zoo)
         with torch.no_grad():
@@ -62,7 +70,7 @@ class Trio:
             "adapter_memory": 64 << 20,
         }
         common |= {"host_arena_bytes": 16 << 20, "extent_bytes": 4096, "max_step_tokens": 2048}
-        common |= {"max_running": max_running}
+        common |= {"max_running": max_running, **options}
         self.exact = Driver(folder, **common)
         self.rough = Driver(folder, dtype="bfloat16", **common)
         self.gpu = Driver(folder, dtype="bfloat16", device="cuda", **common)

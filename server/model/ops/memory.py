@@ -92,7 +92,16 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     records = engine.adapter_slots * model.num_sites * 64
     tables = engine.max_running * row + LOGITS_ROWS * context * 4
     tables += _rotation_bytes(model, context) + records
-    return _FIXED_WORKSPACE + 2 * activations + logits + masks + pieces + tables
+    passing = 2 * activations + logits + masks + pieces + _written_out(model) * item
+    return _FIXED_WORKSPACE + passing + tables
+
+
+def _written_out(model: ModelSpec) -> int:
+    """Numbers of quantised matrices that products of many rows write out at once, in a graph and
+    outside."""
+    if model.quantisation is None:
+        return 0
+    return 2 * max(x.out_features * x.in_features for layer in model.layers for x in layer.linears)
 
 
 def _inner_width(layer: LayerSpec, hidden: int) -> int:

@@ -22,6 +22,7 @@ from server.model.ops.memory import (
     weights_bytes,
     workspace_bytes,
 )
+from server.model.quantised_at_load import quantised_at_load
 from server.model.spec import ModelSpec
 from server.worker.process.sizing import choose_sizes
 from tests.server.model.driver import engine_config
@@ -237,3 +238,9 @@ def of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelSpec:
     )
     layers = (msgspec.structs.replace(layer, attention=attention),)
     return msgspec.structs.replace(MODEL, layers=layers)
+
+
+def test_quantised_matrices_need_room_to_be_written_out() -> None:
+    quantised = quantised_at_load(MODEL, "fp8")
+    more = workspace_bytes(quantised, AUTO) - workspace_bytes(MODEL, AUTO)
+    assert more == 2 * 2 * 28_672 * 4096  # gate and up in bfloat16, in a graph and outside

@@ -185,7 +185,7 @@ def lora_of(rows: int, config: SkinnyLoraConfig, n: int) -> SkinnyLora:
 
 def quantised(configs: KernelConfigs, every_form: bool) -> None:
     """Of every layout a product of one row and one of few, with LoRA and without."""
-    matrix_module._converts = lambda bits, device: True
+    setattr(matrix_module, "_converts", lambda bits, device: True)  # noqa: B010
     quantised_experts()
     for make in LAYOUTS.values() if every_form else [LAYOUTS["int4-order"], LAYOUTS["fp8-blocks"]]:
         weight = matrix_of(make(4096, 4096))

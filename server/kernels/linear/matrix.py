@@ -1,6 +1,7 @@
 """A quantised matrix as the kernels of products take it. Needs no Triton."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -105,6 +106,7 @@ class PackedMatrix:
         )
 
 
+@cache
 def _converts(bits: int, device: torch.device) -> bool:
     if device.type != "cuda":
         return False

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from server.model.families.family import Family
+from server.model.families.family import Family, refuse_other_attention
 from server.model.families.fields import Fields
 from server.model.families.readers import (
     exaone,
@@ -88,10 +88,21 @@ def read_model(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
         fields.refuse(reason)
     quantisation = _quantisation(fields, whole, family.quantised)
     model = family.read(fields, generation or {})
+    if composite is not None:
+        _refuse_beside(config, fields)
     if fields.problems:
         raise ValueError("this model is not supported: " + "; ".join(fields.problems))
     within = model.within(model.max_context)
     return replace(within, is_text_part=composite is not None, quantisation=quantisation)
+
+
+def _refuse_beside(config: Mapping[str, Any], fields: Fields) -> None:
+    """What a larger model says beside its `text_config` counts for the text part, too."""
+    beside = Fields(config)
+    refuse_other_attention(beside)
+    for problem in beside.problems:
+        if problem not in fields.problems:
+            fields.refuse(problem)
 
 
 def _quantisation(

@@ -35,8 +35,11 @@ EAGER = {"attn_implementation": "eager"}
 # Where text_config contradicts what stands beside it, or says what the larger model leaves out.
 CONTRADICTED = {
     "gemma3-images": "tie_word_embeddings beside text_config's, final_logit_softcapping in it",
-    "mistral3": "tie_word_embeddings in text_config, is_causal beside it",
+    "idefics3": "tie_word_embeddings in text_config",
+    "mistral3": "tie_word_embeddings in text_config",
+    "mistral3-ministral3": "tie_word_embeddings in text_config",
     "qwen3-vl": "tie_word_embeddings in text_config alone",
+    "smolvlm": "tie_word_embeddings in text_config",
 }
 EVERY = [
     pytest.param(name, marks=pytest.mark.xfail(reason=CONTRADICTED[name], strict=True))

@@ -138,6 +138,7 @@ def test_a_text_config_says_what_differs_from_its_class() -> None:
         ({"quantization_config": {"quant_method": "hqq"}}, "quantised weights"),
         ({"architectures": ["SmolVLMModel"]}, "served is SmolVLMForConditionalGeneration"),
         ({"text_config": {"vocab_size": 0}}, "vocab_size"),
+        ({"is_causal": False}, "is_causal must be true"),
     ],
 )
 def test_refused_by_name(config: dict[str, Any], words: str) -> None:

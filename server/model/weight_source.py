@@ -145,12 +145,11 @@ class WeightSource:
         paths = [path_in(part.path, layer) for part in spec.parts]
         if spec.bias:
             return self.stack(tuple(f"{path}.bias" for path in paths))
-        parts = [self._optional(f"{path}.bias") for path in paths if path in self._forms]
+        parts = [self._optional(f"{path}.bias") if path in self._forms else None for path in paths]
         if not any(part is not None and part.any() for part in parts):
             return None
         bias = torch.zeros(spec.out_features, dtype=self.dtype, device=self.device)
-        for path, rows in zip(paths, bias.split(spec.widths), strict=True):
-            part = self._optional(f"{path}.bias") if path in self._forms else None
+        for part, rows in zip(parts, bias.split(spec.widths), strict=True):
             if part is not None:
                 rows.copy_(part)
         return bias

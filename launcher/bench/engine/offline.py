@@ -15,7 +15,7 @@ import torch
 
 from adapters.base import BaseSpec, ModuleShape
 from adapters.grammar.vocabulary import Vocabulary, make_vocabulary
-from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
+from adapters.manifest import SlabDtype, SlabLayout
 from adapters.peft.config import parse_config
 from adapters.peft.lora_tensors import LoraTensors, ModuleLora
 from adapters.safetensors.header import TensorInfo
@@ -45,6 +45,7 @@ from server.model.checkpoint.checkpoint import read_config
 from server.model.checkpoint.model_files import CONFIG_FILE
 from server.model.executor import TorchExecutor
 from server.model.lora.lora import DTYPES
+from server.model.ops.memory import layer_token_bytes
 from server.model.page_groups import page_groups
 from server.model.spec import ModelSpec
 from server.model.tokenizer.grammar_vocabulary import read_vocabulary
@@ -128,8 +129,7 @@ def slab_bytes(model: ModelSpec, dtype: SlabDtype, lora_rank: int, *, experts: b
 
 def token_bytes(model: ModelSpec, dtype: SlabDtype, kv_dtype: KvDtype = "auto") -> int:
     """Keys and values of one token."""
-    item = 1 if kv_dtype == "fp8" else ITEM_BYTES[dtype]
-    return 2 * model.num_layers * model.kv_size * item
+    return model.num_layers * layer_token_bytes(model, dtype, kv_dtype)
 
 
 @dataclass(frozen=True, slots=True)

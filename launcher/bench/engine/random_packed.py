@@ -1,14 +1,17 @@
 """Quantised matrices of random numbers, made on their device, in the layout of a form."""
 
 import math
+from dataclasses import replace
 
 import torch
 
+from server.model.checkpoint.mxfp4 import SCALE_BIAS
 from server.model.checkpoint.mxfp4 import grouped as grouped_mxfp4
 from server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
 from server.model.linear.quantise import NF4
 from server.model.moe_spec import MXFP4_BLOCK
 from server.model.quantisation.forms import (
+    FOUR_BIT_BLOCK,
     AwqForm,
     EightBitForm,
     FourBitForm,
@@ -18,7 +21,6 @@ from server.model.quantisation.forms import (
     WeightForm,
 )
 
-_BLOCK = 64  # of bitsandbytes
 _STD_OF_CODES = 2.9  # of E2M1, each code as likely as another
 _ROWS = 2048  # that are drawn at once
 
@@ -33,10 +35,10 @@ def random_packed(
         case EightBitForm() | RowwiseForm():
             return _codes(8, None, shape, std, device)
         case FourBitForm():
-            weight = _codes(4, _BLOCK, shape, std, device)
+            weight = _codes(4, FOUR_BIT_BLOCK, shape, std, device)
             table = torch.tensor(NF4, device=device)
             scales = torch.full_like(weight.scales, 2 * std, dtype=torch.float32)
-            return GroupedWeight(weight.codes, shape[1], 4, _BLOCK, scales, table=table)
+            return replace(weight, scales=scales, zeros=0, table=table)
         case AwqForm(group):
             return _codes(4, group, shape, std, device, zeros=True)
         case GptqForm(bits, group):
@@ -57,7 +59,7 @@ def random_mxfp4(shape: tuple[int, int], std: float, device: torch.device) -> Gr
 
 def _exponent(std: float) -> int:
     """By whose power of two random codes get about this deviation."""
-    return 127 + round(math.log2(std / _STD_OF_CODES))
+    return SCALE_BIAS + round(math.log2(std / _STD_OF_CODES))
 
 
 def _fp8(form: EightBitForm, shape: tuple[int, int], std: float, device: torch.device) -> Fp8Weight:

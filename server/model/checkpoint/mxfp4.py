@@ -3,12 +3,12 @@
 import torch
 
 from server.model.linear.packed import GroupedWeight
+from server.model.moe_spec import MXFP4_BLOCK
 
 # By a code's four bits: sign, two of the exponent, one of the mantissa.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
-_SCALE_BIAS = 127
-_BLOCK = 32
+SCALE_BIAS = 127
 
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -17,7 +17,7 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     significant bits."""
     values = torch.tensor(_VALUES, dtype=torch.float32, device=blocks.device)
     codes = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2)
-    exponents = scales.to(torch.int32) - _SCALE_BIAS
+    exponents = scales.to(torch.int32) - SCALE_BIAS
     return torch.ldexp(values[codes.int()], exponents.unsqueeze(-1)).flatten(-2)
 
 
@@ -25,8 +25,8 @@ def grouped(blocks: torch.Tensor, scales: torch.Tensor) -> GroupedWeight:
     """The same without unpacking; blocks may be `[rows, 16 n]`. Scales become bfloat16, which has
     all of their powers of two."""
     rows, count = scales.shape
-    exponents = scales.to(torch.int32) - _SCALE_BIAS
+    exponents = scales.to(torch.int32) - SCALE_BIAS
     powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
     table = torch.tensor(_VALUES, dtype=torch.float32, device=blocks.device)
     codes = blocks.reshape(rows, -1).contiguous()
-    return GroupedWeight(codes, count * _BLOCK, 4, _BLOCK, powers.bfloat16(), table=table)
+    return GroupedWeight(codes, count * MXFP4_BLOCK, 4, MXFP4_BLOCK, powers.bfloat16(), table=table)

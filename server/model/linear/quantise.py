@@ -4,9 +4,9 @@ import torch
 
 from server.config import AtLoad
 from server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, packed
+from server.model.quantisation.forms import FOUR_BIT_BLOCK
 
 _FP8_MOST = torch.finfo(torch.float8_e4m3fn).max
-_NF4_BLOCK = 64
 # QLoRA (Dettmers et al. 2023), appendix E: quantiles of the normal distribution, with an exact 0.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -22,7 +22,7 @@ def quantise(weight: torch.Tensor, scheme: AtLoad) -> PackedWeight | None:
     """weight: `[out, in]`, finite. None where the scheme does not take its shape."""
     if scheme == "fp8":
         return _to_fp8(weight)
-    return _to_nf4(weight) if weight.shape[1] % _NF4_BLOCK == 0 else None
+    return _to_nf4(weight) if weight.shape[1] % FOUR_BIT_BLOCK == 0 else None
 
 
 def _to_fp8(weight: torch.Tensor) -> Fp8Weight:
@@ -42,12 +42,12 @@ def _to_nf4(weight: torch.Tensor) -> GroupedWeight:
     table = torch.tensor(NF4, device=weight.device)
     limits = (table[1:] + table[:-1]) / 2
     codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(outputs, inputs // _NF4_BLOCK, device=weight.device)
+    scales = torch.empty(outputs, inputs // FOUR_BIT_BLOCK, device=weight.device)
     for first in range(0, outputs, _ROWS):
         rows = slice(first, first + _ROWS)
-        blocks = weight[rows].float().view(-1, inputs // _NF4_BLOCK, _NF4_BLOCK)
+        blocks = weight[rows].float().view(-1, inputs // FOUR_BIT_BLOCK, FOUR_BIT_BLOCK)
         scales[rows] = blocks.abs().amax(2)
         most = torch.where(scales[rows] > 0, scales[rows], 1.0)
         found = torch.bucketize(blocks / most.unsqueeze(2), limits)
         codes[rows] = packed(found.to(torch.uint8).flatten(1), 4)
-    return GroupedWeight(codes, inputs, 4, _NF4_BLOCK, scales, table=table)
+    return GroupedWeight(codes, inputs, 4, FOUR_BIT_BLOCK, scales, table=table)

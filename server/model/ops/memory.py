@@ -5,7 +5,7 @@ from math import prod
 import msgspec
 
 from adapters.manifest import ITEM_BYTES, SlabDtype
-from server.config import ConfigError, EngineConfig
+from server.config import ConfigError, EngineConfig, KvDtype
 from server.engine.executor import ExecutorLimits
 from server.engine.memory.room import pages_held, tokens_that_fit
 from server.model.moe_spec import MXFP4_BLOCK, MXFP4_TENSORS, MoeSpec
@@ -67,8 +67,12 @@ def _beside(model: ModelSpec, layer: int, linear: LinearSpec, item: int, packed:
 def page_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     """Keys and values of one page, in the layers of a group."""
     tokens = page_groups(model).places * engine.page_size
-    item = 1 if engine.kv_dtype == "fp8" else ITEM_BYTES[engine.dtype]
-    return 2 * tokens * model.kv_size * item
+    return tokens * layer_token_bytes(model, engine.dtype, engine.kv_dtype)
+
+
+def layer_token_bytes(model: ModelSpec, dtype: SlabDtype, kv_dtype: KvDtype) -> int:
+    """Keys and values of one token, in one layer."""
+    return 2 * model.kv_size * (1 if kv_dtype == "fp8" else ITEM_BYTES[dtype])
 
 
 def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:

@@ -19,8 +19,8 @@ _BYTES = FLOATS | UINT8 | INT8
 # How DeepSeek calls the scales of FP8; they multiply all the same.
 INVERSE = "weight_scale_inv"
 
-# Of bitsandbytes' 4 bits.
-_USUAL_BLOCK = 64
+# The usual block of bitsandbytes' 4 bits.
+FOUR_BIT_BLOCK = 64
 
 Scales = Literal["tensor", "channel", "group", "block"]
 Shape = tuple[int, ...]
@@ -85,7 +85,7 @@ class AwqForm(msgspec.Struct, frozen=True):
         return TensorForm("qweight", INT32, ())
 
     def tensors(self, out_features: int, in_features: int) -> Iterator[TensorForm]:
-        groups = -(-in_features // self.group)
+        groups = _groups(in_features, self.group)
         yield self.marker._replace(shapes=((in_features, out_features // 8),))
         yield TensorForm("qzeros", INT32, ((groups, out_features // 8),))
         yield TensorForm("scales", FLOATS, ((groups, out_features),))
@@ -106,7 +106,7 @@ class GptqForm(msgspec.Struct, frozen=True):
 
     def tensors(self, out_features: int, in_features: int) -> Iterator[TensorForm]:
         in_word = 32 // self.bits
-        groups = 1 if self.group is None else -(-in_features // self.group)
+        groups = _groups(in_features, self.group)
         yield self.marker._replace(shapes=((-(-in_features // in_word), out_features),))
         yield TensorForm("qzeros", INT32, ((groups, -(-out_features // in_word)),))
         yield TensorForm("scales", FLOATS, ((groups, out_features),))
@@ -128,7 +128,7 @@ class PackedForm(msgspec.Struct, frozen=True):
 
     def tensors(self, out_features: int, in_features: int) -> Iterator[TensorForm]:
         in_word = 32 // self.bits
-        groups = 1 if self.group is None else -(-in_features // self.group)
+        groups = _groups(in_features, self.group)
         shapes: tuple[Shape, ...] = ((out_features, groups),)
         if self.scales == "tensor":
             shapes = ((), (1,), (1, 1))
@@ -181,11 +181,16 @@ class RowwiseForm(msgspec.Struct, frozen=True):
 WeightForm = EightBitForm | AwqForm | GptqForm | PackedForm | FourBitForm | RowwiseForm
 
 
+def _groups(in_features: int, group: int | None) -> int:
+    """In a row; group: inputs that share a scale, None = all."""
+    return 1 if group is None else -(-in_features // group)
+
+
 def packed_bytes(form: WeightForm, out_features: int, in_features: int) -> int:
     """What a matrix of this form takes while it stays quantised, about."""
     if isinstance(form, FourBitForm):
         numbers = out_features * in_features
-        return numbers // 2 + 4 * (numbers // _USUAL_BLOCK)
+        return numbers // 2 + 4 * (numbers // FOUR_BIT_BLOCK)
     wide = 4 if isinstance(form, EightBitForm) else 2
     return sum(
         prod(tensor.shapes[0]) * (wide if tensor.dtypes >= FLOATS else _item_bytes(tensor.dtypes))

@@ -4,7 +4,8 @@ Triton interprets, FlashInfer is a stand-in, and graphs run their step again.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,32 @@ class Pair:
     def close(self) -> None:
         self.reference.close()
         self.gpu.close()
+
+
+@contextmanager
+def small_pair(
+    model: Any,
+    adapters: Mapping[str, LoraConfig],
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    **changes: Any,
+) -> Iterator[Pair]:
+    """A Pair whose steps of every kind are small. changes: of Pair."""
+    sizes = {"few_tokens": 8, "mixed_tokens": 16, "most_tokens": 32, "max_running": 4}
+    pair = Pair(model, adapters, folder, patch, **{**sizes, **changes})
+    try:
+        yield pair
+    finally:
+        pair.close()
+        fake_flashinfer.forget()
+
+
+def ordinary(rows: Iterable[tuple[str, str]], always: Container[tuple[str, str]]) -> list[Any]:
+    """The rows as parameters: `always` in an ordinary run, the others with `make test-all`."""
+    return [
+        pytest.param(row, marks=[] if row in always else pytest.mark.exhaustive, id="-".join(row))
+        for row in rows
+    ]
 
 
 def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:

@@ -17,12 +17,11 @@ from server.model import executor
 from server.model.checkpoint.checkpoint import CheckpointError, read_config
 from server.model.ops.memory import executor_limits
 from server.model.weights import KvScales, load_weights
-from tests.server.model import fake_flashinfer
 from tests.server.model.adapter_zoo import ZOO, with_zoo
 from tests.server.model.driver import Driver, Stream, engine_config, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.families.variants import SEVEN
-from tests.server.model.gpu_pair import Pair, assert_same
+from tests.server.model.gpu_pair import assert_same, small_pair
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.slabs import pack
 
@@ -144,12 +143,7 @@ def test_by_the_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """In graphs and in steps with prompts, with adapters and without, as the reference."""
     small: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16}
     zoo = {each: ZOO[each](SEVEN) for each in ("rank16", "rank3_rslora")}
-    sizes = {"few_tokens": 8, "mixed_tokens": 16, "most_tokens": 32}
-    options: dict[str, Any] = {"max_running": 4, "kv_dtype": "fp8", **sizes}
-    pair = Pair(make_model(name, **small), zoo, tmp_path, monkeypatch, **options)
-    try:
+    model = make_model(name, **small)
+    with small_pair(model, zoo, tmp_path, monkeypatch, kv_dtype="fp8") as pair:
         # A key or value that is as near to two numbers may be either.
         assert_same(pair, [0, -1, 1, 1], abs=0.05)
-    finally:
-        pair.close()
-        fake_flashinfer.forget()

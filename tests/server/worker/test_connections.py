@@ -63,13 +63,21 @@ def step(number: int) -> protocol.StepEvents:
     return protocol.StepEvents(number, (protocol.TokenEvent("r", 0, 0, number, (7,)),))
 
 
+async def serve_until_paused(
+    connection: RouterConnection, peer: Peer, handler: Handler
+) -> asyncio.Task[None]:
+    """Greet the router, which then stops reading. Returns what serves it."""
+    served = asyncio.create_task(connection.serve())
+    await handler.present.wait()
+    peer.reads.clear()
+    return served
+
+
 async def test_a_router_that_does_not_read_is_cut_off() -> None:
     peer, handler = Peer(), Handler()
     connection = RouterConnection(1, peer.websocket(), handler)
-    served = asyncio.create_task(connection.serve())
     async with asyncio.timeout(TIMEOUT_S):
-        await handler.present.wait()
-        peer.reads.clear()
+        served = await serve_until_paused(connection, peer, handler)
         for number in range(MAX_BUFFERED_FRAMES + 2):
             connection.send(step(number))
         await served
@@ -80,10 +88,8 @@ async def test_a_router_that_does_not_read_is_cut_off() -> None:
 async def test_a_router_that_pauses_within_the_bounds_gets_every_frame() -> None:
     peer, handler = Peer(), Handler()
     connection = RouterConnection(1, peer.websocket(), handler)
-    served = asyncio.create_task(connection.serve())
     async with asyncio.timeout(TIMEOUT_S):
-        await handler.present.wait()
-        peer.reads.clear()
+        served = await serve_until_paused(connection, peer, handler)
         for number in range(MAX_BUFFERED_FRAMES):
             connection.send(step(number))
         peer.reads.set()

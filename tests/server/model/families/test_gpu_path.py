@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.server.model import fake_flashinfer
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.families.variants import VARIANTS
-from tests.server.model.gpu_pair import Pair, assert_same
+from tests.server.model.gpu_pair import Pair, assert_same, ordinary, small_pair
 from tests.server.model.hub_models import make_model
 
 pytestmark = [
@@ -69,15 +68,7 @@ ALWAYS = {
 }
 
 
-def rows() -> list[Any]:
-    long = [[] if row in ALWAYS else [pytest.mark.exhaustive] for row in SERVED]
-    return [
-        pytest.param(row, marks=marks, id="-".join(row))
-        for row, marks in zip(SERVED, long, strict=True)
-    ]
-
-
-@pytest.fixture(params=rows())
+@pytest.fixture(params=ordinary(SERVED, ALWAYS))
 def pair(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Pair]:
@@ -86,11 +77,8 @@ def pair(
     zoo = zoo_of(VARIANTS[name])
     on_experts = VARIANTS[name].others()
     adapters = on_experts or {each: zoo[each] for each in ("rank64_everything", "rank3_rslora")}
-    options: dict[str, Any] = {"few_tokens": 8, "mixed_tokens": 16, "most_tokens": 32}
-    found = Pair(model, adapters, tmp_path, monkeypatch, backend=backend, max_running=4, **options)
-    yield found
-    found.close()
-    fake_flashinfer.forget()
+    with small_pair(model, adapters, tmp_path, monkeypatch, backend=backend) as found:
+        yield found
 
 
 def test_same_as_the_reference(pair: Pair) -> None:

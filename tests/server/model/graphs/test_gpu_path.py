@@ -12,7 +12,7 @@ from peft import LoraConfig
 from server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import EVERY_LOGPROB
-from tests.server.model.gpu_pair import Pair, answer
+from tests.server.model.gpu_pair import Pair, answer, ordinary
 from tests.server.model.hub_models import make_model
 
 pytestmark = [
@@ -32,12 +32,9 @@ BIASED, BIASED_FA3 = ("llama-biases-tied", "fa2"), ("llama-biases-tied", "fa3")
 QWEN3 = ("qwen3", "fa3")
 
 
-def pairs(*ordinary: tuple[str, str]) -> pytest.MarkDecorator:
+def pairs(*always: tuple[str, str]) -> pytest.MarkDecorator:
     """These pairs in an ordinary run, the others with `make test-all`."""
-    each = [
-        pytest.param(of, marks=[] if of in ordinary else pytest.mark.exhaustive, id="-".join(of))
-        for of in (BIASED, BIASED_FA3, QWEN3)
-    ]
+    each = ordinary((BIASED, BIASED_FA3, QWEN3), always)
     return pytest.mark.parametrize("pair", each, indirect=True, scope="module")
 
 

@@ -25,6 +25,7 @@ from tests.server.model.quantised.checkpoints import matrices
 from tests.server.model.quantised.formats import (
     BY_TOKEN,
     FP8,
+    INT4_128,
     INT8,
     INT_BY_TOKEN,
     Format,
@@ -35,13 +36,12 @@ from tests.server.model.quantised.formats import (
     gptq,
 )
 
-INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 SCHEMES: dict[str, Format | None] = {
     "bfloat16": None,
     "FP8, a scale for each output": compressed("float-quantized", FP8, BY_TOKEN),
     "FP8 in blocks of 128 x 128": fp8([128, 128]),
     "int8, a scale for each output": compressed("int-quantized", INT8, INT_BY_TOKEN),
-    "int4 in groups of 128": compressed("pack-quantized", INT4),
+    "int4 in groups of 128": compressed("pack-quantized", INT4_128),
     "int4 in groups of 128, with zeros (AWQ's form)": awq(128),
     "int8 in groups of 128 (GPTQ's form)": gptq(8, 128),
     "NF4, double quantisation": four_bits("nf4", nested=True),

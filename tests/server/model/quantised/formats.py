@@ -276,6 +276,7 @@ def rowwise(weight: torch.Tensor) -> Packed:
 
 GROUP = 16
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+INT4_128 = {**INT4, "group_size": 128}
 INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "channel"}
 FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel"}
 BY_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}

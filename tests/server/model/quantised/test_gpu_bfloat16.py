@@ -13,6 +13,7 @@ from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import (
     BY_TOKEN,
     FP8,
+    INT4_128,
     INT8,
     INT_BY_TOKEN,
     Format,
@@ -28,14 +29,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("ignore"),
 ]
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 # Groups that divide the rows of `gpu_trio.SIZES`.
 FORMATS: dict[str, Format] = {
     "fp8-rows": compressed("float-quantized", FP8, BY_TOKEN),
     "fp8-blocks": fp8([128, 128]),
     "awq": awq(128),
     "gptq-order": gptq(group=64, desc_act=True),
-    "int4": compressed("pack-quantized", INT4),
+    "int4": compressed("pack-quantized", INT4_128),
     "nf4": four_bits("nf4", nested=True),
     "int8": compressed("int-quantized", INT8, INT_BY_TOKEN),
 }

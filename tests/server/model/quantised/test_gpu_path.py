@@ -13,11 +13,10 @@ import pytest
 from server.kernels.linear.matrix import PackedMatrix
 from server.model.linear.experts import MoeWeights
 from server.model.linear.quantised import QuantisedLinear
-from tests.server.model import fake_flashinfer
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model
 from tests.server.model.families.variants import VARIANTS
-from tests.server.model.gpu_pair import Pair, assert_same
+from tests.server.model.gpu_pair import Pair, assert_same, ordinary, small_pair
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import FORMATS
@@ -46,28 +45,17 @@ ROWS = [
 ALWAYS = ROWS[:3]
 
 
-def rows() -> list[Any]:
-    long = [[] if row in ALWAYS else [pytest.mark.exhaustive] for row in ROWS]
-    return [
-        pytest.param(row, marks=marks, id="-".join(row))
-        for row, marks in zip(ROWS, long, strict=True)
-    ]
-
-
-@pytest.fixture(params=rows())
+@pytest.fixture(params=ordinary(ROWS, ALWAYS))
 def pair(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Pair]:
     name, form = request.param
     zoo = zoo_of(VARIANTS[name])
     adapters = {each: zoo[each] for each in ("rank64_everything", "rank3_rslora")}
-    options: dict[str, Any] = {"few_tokens": 8, "mixed_tokens": 16, "most_tokens": 32}
     model = make_model(name, **SMALL)
     save_quantised(model, tmp_path, FORMATS[form])
-    found = Pair(model, adapters, tmp_path, monkeypatch, max_running=4, **options)
-    yield found
-    found.close()
-    fake_flashinfer.forget()
+    with small_pair(model, adapters, tmp_path, monkeypatch) as found:
+        yield found
 
 
 @pytest.fixture(params=["mxfp4", pytest.param("nf4-nested", marks=pytest.mark.exhaustive)])
@@ -82,11 +70,8 @@ def experts(
         pattern = r".*experts\.[0-9]+\..*\.weight"
         model = quantise_stored(make_model(name, **sizes), tmp_path, request.param, pattern)
     adapters = VARIANTS[name].others()
-    options: dict[str, Any] = {"few_tokens": 8, "mixed_tokens": 16, "most_tokens": 32}
-    found = Pair(model, adapters, tmp_path, monkeypatch, max_running=4, **options)
-    yield found
-    found.close()
-    fake_flashinfer.forget()
+    with small_pair(model, adapters, tmp_path, monkeypatch) as found:
+        yield found
 
 
 def test_same_as_the_reference(pair: Pair) -> None:

@@ -35,6 +35,7 @@ from server.kernels.launch.compile_ahead import compiled_together
 from server.kernels.launch.configs import KernelConfigs, Phase, SkinnyLoraConfig, read_configs
 from server.kernels.linear import matrix as matrix_module
 from server.kernels.linear.dequantise import dequantise
+from server.kernels.linear.packed_product import packed_product
 from server.kernels.linear.skinny import skinny_product
 from server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
 from server.kernels.linear.stack import allocate_stack, stack_rows
@@ -184,7 +185,7 @@ def lora_of(rows: int, config: SkinnyLoraConfig, n: int) -> SkinnyLora:
 
 
 def quantised(configs: KernelConfigs, every_form: bool) -> None:
-    """Of every layout a product of one row and one of few, with LoRA and without."""
+    """Of every layout products of one row, of few and of more."""
     setattr(matrix_module, "_converts", lambda bits, device: True)  # noqa: B010
     quantised_experts()
     for make in LAYOUTS.values() if every_form else [LAYOUTS["int4-order"], LAYOUTS["fp8-blocks"]]:
@@ -193,10 +194,8 @@ def quantised(configs: KernelConfigs, every_form: bool) -> None:
         dequantise(weight, torch.zeros(4096, 4096, dtype=DTYPE), programmatic_launch=True)
         for rows in (1, 8, 64):
             x, out = torch.zeros(2, rows, 4096, dtype=DTYPE)
-            skinny_product(x, weight, None, out, configs.packed(rows)[0])
-            of_lora = configs.packed_lora(rows)
-            if of_lora is not None and every_form:
-                skinny_product_lora(x, weight, None, out, of_lora, lora_of(rows, of_lora, 4096))
+            for config in configs.packed(rows) if every_form else configs.packed(rows)[:1]:
+                packed_product(x, weight, None, out, config)
 
 
 def quantised_experts() -> None:

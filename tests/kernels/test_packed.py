@@ -5,20 +5,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.kernels.launch.configs import SkinnyConfig, SkinnyLoraConfig, load_configs
+from server.kernels.launch.configs import PackedConfig, load_configs
 from server.kernels.linear.dequantise import dequantise
-from server.kernels.linear.skinny import MAX_ROWS, skinny_product
-from server.kernels.linear.skinny_lora import skinny_product_lora
-from server.kernels.lora.reference import lora_reference
+from server.kernels.linear.packed_product import MAX_ROWS, packed_product
 from server.model.linear.packed import PackedWeight
 from server.model.linear.quantised import QuantisedLinear, matrix_of
-from tests.kernels.batches import Adapters, assert_close, interpreted
+from tests.kernels.batches import assert_close, interpreted
 from tests.kernels.quantised import LAYOUTS, codes, fp8
-from tests.kernels.test_skinny import make_lora, stack_anew
 
-ROW, FEW = SkinnyConfig(16, 64, 4, 3, False), SkinnyConfig(16, 32, 2, 3, False)
-ROW_LORA = SkinnyLoraConfig(16, 64, 4, 3, False, lora_programs=3, lora_splits=2)
-FEW_LORA = SkinnyLoraConfig(16, 32, 2, 3, False, lora_programs=3, lora_splits=2)
+CONFIGS = (
+    PackedConfig(16, 32, 2, 3, False),
+    PackedConfig(16, 64, 4, 3, False, parts=4),
+    PackedConfig(32, 64, 4, 3, False, splits=3),
+)
 
 
 def values(weight: PackedWeight) -> torch.Tensor:
@@ -32,15 +31,16 @@ def check(
     exact = values(weight)
     matrix = matrix_of(weight.to(device))
     assert matrix is not None
-    config = ROW if rows == 1 else FEW
     x = (torch.randn(rows, features) / features**0.5).to(dtype).to(device)
     bias = torch.randn(out_features).to(dtype).to(device)
     wide = torch.full((rows, out_features + 8), float("nan"), dtype=dtype, device=device)
     out = wide[:, :out_features]
     expected = x.float().cpu() @ exact.T
-    skinny_product(x, matrix, None, out, config)
-    assert_close(out.cpu(), expected, dtype)
-    skinny_product(x, matrix, bias, out, config)
+    for config in CONFIGS:
+        packed_product(x, matrix, None, out, config)
+        assert_close(out.cpu(), expected, dtype)
+    assert not matrix.arrivals.any()
+    packed_product(x, matrix, bias, out, CONFIGS[0])
     assert_close(out.cpu(), expected + bias.float().cpu(), dtype)
     assert wide[:, out_features:].isnan().all()
 
@@ -76,29 +76,6 @@ def test_what_is_written_out_is_what_it_stands_for(name: str) -> None:
         out = torch.full(shape, float("nan"))
         dequantise(matrix, out, programmatic_launch=False)
         torch.testing.assert_close(out, values(weight), rtol=2**-22, atol=0.0)
-
-
-@interpreted
-@pytest.mark.parametrize("name", ["fp8-blocks", "int4-order", "int8-rows"])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_with_lora(name: str, rows: int) -> None:
-    """LoRA sees x as it is, whatever the order of the weight's columns."""
-    torch.manual_seed(rows)
-    device, dtype, features, widths = torch.device("cpu"), torch.float32, 128, (40, 16, 8)
-    adapters = Adapters(dtype, device, 2, arena_bytes=1 << 20)
-    adapters.put(0, features, widths, (8, 0, 16))
-    adapters.put(1, features, widths, (24, 5, 3))
-    slots = [0, -1, 1, 1, 0][:rows]
-    weight = LAYOUTS[name](sum(widths), features)
-    matrix = matrix_of(weight)
-    assert matrix is not None
-    lora = make_lora(adapters, slots, widths)
-    x, out = torch.randn(rows, features), torch.empty(rows, sum(widths))
-    stack_anew(lora)
-    config = ROW_LORA if rows == 1 else FEW_LORA
-    skinny_product_lora(x, matrix, None, out, config, lora)
-    base = x @ values(weight).T
-    assert_close(out, lora_reference(base, x, slots, adapters.weights, widths), dtype)
 
 
 @interpreted

@@ -243,7 +243,7 @@ def test_what_it_refuses() -> None:
     x, weight, out = torch.zeros(2, 32), torch.zeros(48, 32), torch.zeros(2, 48)
     refused: list[tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], str]]
     refused = [
-        ((torch.zeros(MAX_ROWS + 1, 32), weight, None, out), "65 rows, not 1 to 64"),
+        ((torch.zeros(MAX_ROWS + 1, 32), weight, None, out), "33 rows, not 1 to 32"),
         ((x[:0], weight, None, out), "0 rows"),
         ((x[:, :8], weight, None, out), "do not fit"),
         ((x, weight, None, out[:1]), "do not fit"),

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from server.kernels.linear.split import SPLIT_CODES, split_of_table
+from server.kernels.linear.split import split_of_codes, split_of_table
 from server.model.linear.packed import packed
 from server.model.linear.quantised import in_runs
 
@@ -40,9 +40,9 @@ def fma(a: int, b: int, c: int) -> int:
     return int(torch.tensor(sums, dtype=torch.bfloat16).view(torch.uint32).item())
 
 
-def run(assembly: str, operands: list[int]) -> list[int]:
-    """operands: `$4` to `$8`. Returns `$0` to `$3`."""
-    registers = {f"${4 + i}": value for i, value in enumerate(operands)}
+def run(assembly: str, word: int) -> list[int]:
+    """word: `$4`. Returns `$0` to `$3`."""
+    registers = {"$4": word}
 
     def value(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
@@ -70,32 +70,28 @@ def run(assembly: str, operands: list[int]) -> list[int]:
     return [registers[f"${i}"] for i in range(4)]
 
 
-def word_of(codes: list[int], *, swapped: bool) -> int:
+def word_of(codes: list[int]) -> int:
     """Four bytes of a run of eight codes, as matrices hold them."""
     pairs = packed(torch.tensor([codes], dtype=torch.uint8), 4)
-    word = in_runs(pairs, RUN, swapped=swapped).view(torch.int32).item()
+    word = in_runs(pairs, RUN).view(torch.int32).item()
     return int(word) & ALL
 
 
 CODES = [[0, 1, 2, 3, 4, 5, 6, 7], [15, 14, 13, 12, 11, 10, 9, 8], [3, 12, 7, 0, 15, 8, 1, 10]]
 
 
+@pytest.mark.parametrize("zero", [0, 8, 15])
 @pytest.mark.parametrize("codes", CODES)
-def test_codes_less_zeros(codes: list[int]) -> None:
-    first, second = 5.0, 11.0  # zeros of the halves
-    added = [
-        int(torch.tensor([-128 - zero] * 2, dtype=torch.bfloat16).view(torch.uint32).item())
-        for zero in (first, first, second, second)
-    ]
-    found = run(SPLIT_CODES, [word_of(codes, swapped=True), *added])
+def test_codes_less_a_zero(codes: list[int], zero: int) -> None:
+    found = run(split_of_codes(zero), word_of(codes))
     values = [value for word in found for value in bfloat16s(word)]
-    assert values == [code - (first if i < 4 else second) for i, code in enumerate(codes)]
+    assert values == [code - zero for code in codes]
 
 
 @pytest.mark.parametrize("codes", CODES)
 def test_codes_of_a_table(codes: list[int]) -> None:
     table = (torch.randn(16) * 3).bfloat16()
     assembly = split_of_table(bytes(table.view(torch.uint8).tolist()))
-    found = run(assembly, [word_of(codes, swapped=False), 0, 0, 0, 0])
+    found = run(assembly, word_of(codes))
     values = [value for word in found for value in bfloat16s(word)]
     assert values == [table[code].item() for code in codes]

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -91,6 +91,15 @@ class SkinnyConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedConfig(SkinnyConfig):
+    """Of quantised weights. parts: in so many the warps of a program share its input features out,
+    each of block_k a step; 1, or all warps. splits: at most so many programs share them."""
+
+    parts: int = 1
+    splits: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class SkinnyLoraConfig(SkinnyConfig):
     """Of a linear with LoRA fused into it. lora_programs: those that shrink, at most as many as
     the device has processors; lora_splits: the most that share an item's input features;
@@ -109,6 +118,9 @@ class _Entry:
 
     def applies(self, phase: Phase, rows: int) -> bool:
         return phase == self.phase and rows <= self.max_rows
+
+
+_C = TypeVar("_C", bound=SkinnyConfig)
 
 
 class KernelConfigs:
@@ -161,16 +173,16 @@ class KernelConfigs:
 
     def skinny(self, rows: int) -> tuple[SkinnyConfig, ...]:
         """Those that may be the fastest for a product of so many rows; none for too many."""
-        return self._of_few(self._skinny, rows)
+        return self._of_few(self._skinny, rows, SkinnyConfig)
 
-    def packed(self, rows: int) -> tuple[SkinnyConfig, ...]:
+    def packed(self, rows: int) -> tuple[PackedConfig, ...]:
         """As `skinny`, of quantised weights."""
-        return self._of_few(self._packed, rows)
+        return self._of_few(self._packed, rows, PackedConfig)
 
-    def _of_few(self, entries: list[_Entry], rows: int) -> tuple[SkinnyConfig, ...]:
+    def _of_few(self, entries: list[_Entry], rows: int, kind: type[_C]) -> tuple[_C, ...]:
         known = [entry for entry in entries if entry.applies("decode", rows)]
         return tuple(
-            SkinnyConfig(**entry.values, programmatic_launch=self.programmatic_launch)
+            kind(**entry.values, programmatic_launch=self.programmatic_launch)
             for entry in known
             if entry.max_rows == known[0].max_rows
         )
@@ -183,10 +195,6 @@ class KernelConfigs:
                 values = {**entry.values, "lora_programs": programs}
                 return SkinnyLoraConfig(**values, programmatic_launch=self.programmatic_launch)
         return None
-
-    def packed_lora(self, rows: int) -> SkinnyLoraConfig | None:
-        """As `skinny_lora`, of quantised weights, which tensor cores multiply even with one row."""
-        return self.skinny_lora(max(rows, 2))
 
     def _limits(self, v: dict[str, int]) -> tuple[int, int, int | None, int, bool]:
         """What the parameters of LoRA's kernels begin with."""

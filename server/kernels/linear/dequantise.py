@@ -1,7 +1,5 @@
 """A quantised matrix written out in floating point, for products of many rows."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -10,18 +8,17 @@ from server.kernels.launch.launch import let_next_start, wait
 from server.kernels.linear.matrix import PackedMatrix
 from server.kernels.linear.packed import (
     BITS,
-    GROUP,
     NATIVE,
     ORDER,
-    ROWS,
-    RUN,
     TABLE,
     ZERO,
     from_fp8,
-    place_in_run,
+    load_groups,
+    load_numbers,
 )
 
-_BLOCK_N, _BLOCK_K = 16, 256
+# Output features of a program, and the most input features.
+_BLOCK_N, _BLOCK_K = 32, 256
 
 
 def dequantise(matrix: PackedMatrix, out: torch.Tensor, *, programmatic_launch: bool) -> None:
@@ -30,7 +27,8 @@ def dequantise(matrix: PackedMatrix, out: torch.Tensor, *, programmatic_launch: 
     if out.shape != matrix.shape or not out.is_contiguous():
         raise ValueError(f"out is {list(out.shape)}, the matrix {list(matrix.shape)}")
     rows, features = out.shape
-    grid = (triton.cdiv(features, _BLOCK_K), triton.cdiv(rows, _BLOCK_N))
+    inputs = matrix.run or min(_BLOCK_K, matrix.group or _BLOCK_K)
+    grid = (triton.cdiv(features, inputs), triton.cdiv(rows, _BLOCK_N))
     scales, zeros, table, order = matrix.tensors
     _dequantise_kernel[grid](
         (matrix.numbers, scales, zeros, table, order),
@@ -39,7 +37,7 @@ def dequantise(matrix: PackedMatrix, out: torch.Tensor, *, programmatic_launch: 
         features,
         FORM=matrix.form(),
         BLOCK_N=_BLOCK_N,
-        BLOCK_K=_BLOCK_K,
+        INPUTS=inputs,
         PDL=programmatic_launch,
         num_warps=4,
         launch_pdl=programmatic_launch,
@@ -54,47 +52,48 @@ def _dequantise_kernel(
     in_features: tl.tensor,
     FORM: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    INPUTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """matrix: numbers, scales, zeros, table and order."""
+    """matrix: numbers, scales, zeros, table and order. A program has a run, or inputs of one
+    group."""
     let_next_start(PDL)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    live = (n < rows)[:, None] & (k < in_features)[None, :]
-    values = _values(matrix, n, k, live, in_features, FORM)
-    if FORM[ORDER]:
-        k = tl.load(matrix[4] + k, mask=k < in_features, other=0)
+    start = tl.program_id(0) * INPUTS
+    of_out = (matrix[0], n, rows, in_features, matrix[1], matrix[2], matrix[3])
+    numbers = load_numbers(of_out, start, FORM, INPUTS, 1, False)
+    s0, z0, s1, z1 = load_groups(of_out, start, FORM, INPUTS)
+    to_out = (out_ptr + n.to(tl.int64)[:, None] * in_features, (n < rows)[:, None], matrix[4])
     wait(PDL)  # for who reads what lay here before
-    at = out_ptr + n.to(tl.int64)[:, None] * in_features + k[None, :]
-    tl.store(at, values.to(out_ptr.dtype.element_ty), mask=live)
+    if FORM[BITS] == 4:
+        k = start + tl.arange(0, INPUTS // 2)
+        _store(to_out, numbers & 0x0F, s0, z0, k, of_out, FORM)
+        _store(to_out, numbers >> 4, s1, z1, k + INPUTS // 2, of_out, FORM)
+    else:
+        _store(to_out, numbers, s0, z0, start + tl.arange(0, INPUTS), of_out, FORM)
 
 
 @triton.jit
-def _values(
-    matrix: tl.tuple, n: tl.tensor, k: tl.tensor, live: tl.tensor, in_features: tl.tensor,
+def _store(
+    to_out: tl.tuple,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    k: tl.tensor,
+    of_out: tl.tuple,
     FORM: tl.constexpr,
-) -> Any:  # fmt: skip
-    """Float32 `[rows, features]`."""
-    row = n.to(tl.int64)[:, None]
-    if FORM[BITS] == 4:
-        half: tl.constexpr = FORM[RUN] // 2
-        at = k // FORM[RUN] * half + place_in_run(k % half, FORM)
-        pair = tl.load(matrix[0] + row * (in_features // 2) + at[None, :], mask=live, other=0)
-        numbers = (pair >> (k // half % 2 * 4).to(tl.uint8)[None, :]) & 0x0F
-    else:
-        numbers = tl.load(matrix[0] + row * in_features + k[None, :], mask=live, other=0)
-    groups, group = 1, k * 0
-    if FORM[GROUP] > 0:
-        groups, group = (in_features + FORM[GROUP] - 1) // FORM[GROUP], k // FORM[GROUP]
-    at = (row // FORM[ROWS]) * groups + group[None, :]
+) -> None:
+    """What the numbers of columns k stand for. to_out: addresses of rows, which are real, order."""
     if FORM[BITS] == 0:
         values = from_fp8(numbers, FORM[NATIVE])
     elif FORM[TABLE]:
-        values = tl.load(matrix[3] + numbers.to(tl.int32))
+        values = tl.load(of_out[6] + numbers.to(tl.int32))
     elif FORM[ZERO] < 0:
-        zeros = tl.load(matrix[2] + at, mask=live, other=0).to(tl.float32)
-        values = numbers.to(tl.float32) - zeros
+        values = numbers.to(tl.float32) - zeros.to(tl.float32)
     else:
         values = numbers.to(tl.float32) - FORM[ZERO]
-    return values * tl.load(matrix[1] + at, mask=live, other=0.0).to(tl.float32)
+    values *= scales.to(tl.float32)
+    live = to_out[1] & (k < of_out[3])[None, :]
+    if FORM[ORDER]:
+        k = tl.load(to_out[2] + k, mask=k < of_out[3], other=0)
+    tl.store(to_out[0] + k[None, :], values.to(to_out[0].dtype.element_ty), mask=live)

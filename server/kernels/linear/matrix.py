@@ -37,17 +37,18 @@ class PackedMatrix:
     `(code - zero) * scale`.
 
     numbers: uint8 `[out, bytes of a row]`, contiguous. Codes of 4 bits lie in runs of `run` inputs:
-    the first half of a run in the lower bits of its bytes, the second in the upper ones; without a
-    table the second and third of each four bytes have changed places.
+    the first half of a run in the lower bits of its bytes, the second in the upper ones.
     scales: `[ceil(out / rows), groups]`. in_features: of whole runs. bits: of a code; 0 = FP8.
     group: inputs that share a scale, a power of two; 0 = all. rows: outputs that do. zeros: uint8,
     as scales, or one for all. table: float32 `[16]`; split: the assembly of
     `split.py`, of 4-bit codes. matrices: so many lie one below the other. order: int32 `[in]`,
-    the input that each column stands for.
+    the input that each column stands for. arrivals: int32 zeros, one for each 16 outputs, by which
+    programs that share inputs find the last of them.
     """
 
     numbers: torch.Tensor
     scales: torch.Tensor
+    arrivals: torch.Tensor
     in_features: int
     bits: int
     group: int
@@ -104,6 +105,14 @@ class PackedMatrix:
             native=_converts(self.bits, self.numbers.device),
             split=self.split,
         )
+
+
+Weight = torch.Tensor | PackedMatrix
+
+
+def form_of(weight: Weight) -> Form:
+    """The kernel's constants of a weight."""
+    return weight.form() if isinstance(weight, PackedMatrix) else DENSE
 
 
 @cache

@@ -3,9 +3,12 @@
 Numbers without their scales are exact there, and the scales of a group are applied to the group's
 sum in float32. Of codes of 4 bits two lie in a byte, half a run apart: the halves of a run are
 multiplied one after the other, since to bring the codes in line would take longer.
+
+The warps of a program share its input features out (`blocks.parts`): with few output features a
+processor would else have too few warps to hide how long a step takes one of them.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -14,12 +17,24 @@ import triton.language as tl
 BITS, GROUP, ROWS, RUN, ZERO, TABLE, ORDER, NATIVE, SPLIT = (tl.constexpr(i) for i in range(9))
 # FP8 (E4M3) has the exponent's bias 7, float16 15.
 _FP8_TO_HALF = tl.constexpr(256.0)
-# What `SPLIT_CODES` adds to a code.
-_OFFSET = tl.constexpr(128.0)
+
+
+class PackedBlocks(NamedTuple):
+    """As `skinny.Blocks`. parts: in so many the warps of a program share its input features out."""
+
+    rows: Any
+    outputs: Any
+    inputs: Any
+    even: Any
+    stages: Any
+    precision: Any
+    parts: Any
 
 
 # `of_out`: address of the numbers, which of their rows, where these end, input features; addresses
-# of scales, zeros and table. `of_x`: as of `skinny.multiply`.
+# of scales, zeros and table. `of_x`: as of `skinny.multiply`, and the address of the input that
+# each column of W stands for. With several parts tensors have one dimension more, in front; what
+# has none is broadcast.
 
 
 @triton.jit
@@ -34,48 +49,73 @@ def multiply_packed(
 ) -> Any:
     """As `skinny.multiply`. first: of `load_numbers`."""
     inputs: tl.constexpr = step_inputs(blocks.inputs, FORM)
-    acc = tl.zeros((blocks.outputs, blocks.rows), tl.float32)
-    acc = _add_step(acc, first, of_out, of_x, begin, blocks, FORM, inputs)
-    for start in tl.range(begin + inputs, end, inputs, num_stages=blocks.stages):
-        numbers = load_numbers(of_out, start, FORM, blocks.inputs, blocks.even)
-        acc = _add_step(acc, numbers, of_out, of_x, start, blocks, FORM, inputs)
+    step: tl.constexpr = inputs * blocks.parts
+    if blocks.parts == 1:
+        acc = tl.zeros((blocks.outputs, blocks.rows), tl.float32)
+    else:
+        acc = tl.zeros((blocks.parts, blocks.outputs, blocks.rows), tl.float32)
+    at = _of_parts(begin, inputs, blocks.parts)
+    groups = load_groups(of_out, at, FORM, inputs)
+    # Asked for a step ahead: they are too few bytes for the loop's own copies.
+    s0, z0, s1, z1 = load_groups(of_out, at + step, FORM, inputs)
+    acc = _add_step(acc, first, groups, of_out, of_x, at, blocks, FORM, inputs)
+    for start in tl.range(begin + step, end, step, num_stages=blocks.stages):
+        numbers = load_numbers(of_out, start, FORM, blocks.inputs, blocks.parts, blocks.even)
+        at = _of_parts(start, inputs, blocks.parts)
+        groups = s0, z0, s1, z1
+        s0, z0, s1, z1 = load_groups(of_out, at + step, FORM, inputs)
+        acc = _add_step(acc, numbers, groups, of_out, of_x, at, blocks, FORM, inputs)
+    if blocks.parts > 1:
+        acc = tl.sum(acc, axis=0)
     if FORM[GROUP] == 0:
-        acc *= of_group(of_out, of_out[4], 0, FORM)[:, None]
+        acc *= _of_group(of_out, of_out[4], 0, FORM).to(tl.float32)
     return acc
 
 
 @triton.constexpr_function
 def step_inputs(most: int, form: Any) -> int:
-    """Input features of a step: a run of 4-bit codes; else at most so many, and of one group."""
+    """Input features of a part's step: a run of 4-bit codes; else at most so many, and of one
+    group."""
     group = form[1]
     inputs: int = most if group == 0 else min(most, group)
     return int(form[3]) if form[0] == 4 else inputs
 
 
 @triton.jit
+def _of_parts(start: tl.tensor, INPUTS: tl.constexpr, PARTS: tl.constexpr) -> Any:
+    """Where each part's step begins, if the first one's does at `start`."""
+    if PARTS == 1:
+        return start
+    else:
+        return start + (tl.arange(0, PARTS) * INPUTS)[:, None, None]
+
+
+@triton.jit
 def load_numbers(
     of_out: tl.tuple, start: tl.tensor, FORM: tl.constexpr, INPUTS: tl.constexpr,
-    EVEN: tl.constexpr,
+    PARTS: tl.constexpr, EVEN: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """uint8 `[outputs, bytes of a step]` from input feature `start` on. INPUTS: the most of a step.
-    EVEN: all are real."""
+    """uint8 `[outputs, bytes of a part's step]`, from input feature `start` on. INPUTS: the most of
+    a step. EVEN: all are real."""
     n, in_features = of_out[1], of_out[3]
     inputs: tl.constexpr = step_inputs(INPUTS, FORM)
+    at = _of_parts(start, inputs, PARTS)
     if FORM[BITS] == 4:
-        at, width = start // 2 + tl.arange(0, inputs // 2), in_features // 2
+        at, width = at // 2 + tl.arange(0, inputs // 2), in_features // 2
     else:
-        at, width = start + tl.arange(0, inputs), in_features
-    address = of_out[0] + n.to(tl.int64)[:, None] * width + at[None, :]
+        at, width = at + tl.arange(0, inputs), in_features
+    address = of_out[0] + (n.to(tl.int64)[:, None] * width + at)
     if EVEN:
         return tl.load(address)
     else:
-        return tl.load(address, mask=(n < of_out[2])[:, None] & (at < width)[None, :], other=0)
+        return tl.load(address, mask=(n < of_out[2])[:, None] & (at < width), other=0)
 
 
 @triton.jit
 def _add_step(
     acc: tl.tensor,
     numbers: tl.tensor,
+    groups: tl.tuple,
     of_out: tl.tuple,
     of_x: tl.tuple,
     start: tl.tensor,
@@ -83,105 +123,131 @@ def _add_step(
     FORM: tl.constexpr,
     INPUTS: tl.constexpr,
 ) -> Any:
-    """`acc + W x^T` of a step."""
+    """`acc + W x^T` of a step. groups: of `load_groups`."""
     dtype: tl.constexpr = of_x[0].dtype.element_ty
-    at_once: tl.constexpr = FORM[NATIVE] and dtype == tl.bfloat16
+    s0, z0, s1, z1 = groups
+    part, sums = _begin(acc, FORM)
     if FORM[BITS] == 4:
-        j = tl.arange(0, INPUTS // 2)
-        if at_once:
-            first, second = _split(numbers, of_out, start, FORM, INPUTS)
+        if FORM[NATIVE] and dtype == tl.bfloat16:
+            first, second = _split(numbers, FORM)
         else:
-            first = _from_codes(numbers & 0x0F, of_out, start, FORM, dtype)
-            second = _from_codes(numbers >> 4, of_out, start + INPUTS // 2, FORM, dtype)
-            j = place_in_run(j, FORM)
-        acc = _add_dot(acc, first, of_out, of_x, start, j, blocks, FORM)
-        acc = _add_dot(acc, second, of_out, of_x, start + INPUTS // 2, j, blocks, FORM)
+            first = _from_codes(numbers & 0x0F, of_out, FORM, dtype)
+            second = _from_codes(numbers >> 4, of_out, FORM, dtype)
+        k = start + tl.arange(0, INPUTS // 2)
+        part, sums = _add_dot(part, sums, first, numbers, of_x, k, blocks, FORM)
+        if FORM[GROUP] > 0 and FORM[GROUP] < INPUTS:
+            acc = _end(acc, part, sums, s0, z0, FORM)
+            part, sums = _begin(acc, FORM)
+        k += INPUTS // 2
+        part, sums = _add_dot(part, sums, second, numbers, of_x, k, blocks, FORM)
     else:
         if FORM[BITS] == 8:
-            weights = _from_codes(numbers, of_out, start, FORM, dtype)
+            weights = _from_codes(numbers, of_out, FORM, dtype)
         else:
             weights = from_fp8(numbers, FORM[NATIVE]).to(dtype)
-        acc = _add_dot(acc, weights, of_out, of_x, start, tl.arange(0, INPUTS), blocks, FORM)
-    return acc
+        k = start + tl.arange(0, INPUTS)
+        part, sums = _add_dot(part, sums, weights, numbers, of_x, k, blocks, FORM)
+    return _end(acc, part, sums, s1, z1, FORM)
+
+
+# Of a group: products of its numbers, and sums of x where it has a zero of its own.
+
+
+@triton.jit
+def _begin(acc: tl.tensor, FORM: tl.constexpr) -> Any:
+    """acc: products of all groups before."""
+    nothing = tl.zeros(acc.shape, tl.float32)
+    if FORM[GROUP] == 0 and FORM[ZERO] >= 0:
+        return acc, nothing
+    else:
+        return nothing, nothing
 
 
 @triton.jit
 def _add_dot(
-    acc: tl.tensor,
+    part: tl.tensor,
+    sums: tl.tensor,
     weights: tl.tensor,
-    of_out: tl.tuple,
+    numbers: tl.tensor,
     of_x: tl.tuple,
-    start: tl.tensor,
-    j: tl.tensor,
+    k: tl.tensor,
     blocks: tl.tuple,
     FORM: tl.constexpr,
 ) -> Any:
-    """`acc + scale * weights x^T`. j: the inputs, behind start, of the weights' columns."""
-    x = tl.trans(load_inputs(of_x, start + j, FORM, blocks.even))
-    if FORM[GROUP] == 0:
-        return tl.dot(weights, x, acc, input_precision=blocks.precision)
-    else:
-        part = tl.dot(weights, x, input_precision=blocks.precision)
-        return acc + part * of_group(of_out, of_out[4], start, FORM)[:, None]
+    """numbers: which the weights were. k: the inputs of the weights' columns."""
+    x = _load_inputs(of_x, k, FORM, blocks.even)
+    x = tl.trans(x) if blocks.parts == 1 else tl.permute(x, (0, 2, 1))
+    part = tl.dot(weights, x, part, input_precision=blocks.precision)
+    if FORM[ZERO] < 0:  # tensor cores are free for it
+        ones = _ones(numbers, weights.dtype, FORM)
+        sums = tl.dot(ones, x, sums, input_precision=blocks.precision)
+    return part, sums
 
 
 @triton.jit
-def place_in_run(j: tl.tensor, FORM: tl.constexpr) -> Any:
-    """Where byte j of a run's half lies, and what lies there: middle ones of four change places,
-    but for codes of a table."""
-    if FORM[TABLE]:
-        return j
+def _end(
+    acc: tl.tensor,
+    part: tl.tensor,
+    sums: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    FORM: tl.constexpr,
+) -> Any:
+    """acc with the group, `scale * (products - zero * sums)`."""
+    if FORM[ZERO] < 0:
+        part += sums * (_middle(FORM) - zeros.to(tl.float32))
+    if FORM[GROUP] > 0:
+        part *= scales.to(tl.float32)
+    if FORM[GROUP] == 0 and FORM[ZERO] >= 0:
+        return part
     else:
-        return (j & ~3) | ((j & 1) << 1) | ((j >> 1) & 1)
+        return acc + part
+
+
+@triton.constexpr_function
+def _middle(form: Any) -> float:
+    """What is taken from each code."""
+    return float(1 << form[0] - 1 if form[4] < 0 else form[4])
 
 
 @triton.jit
-def load_inputs(of_x: tl.tuple, k: tl.tensor, FORM: tl.constexpr, EVEN: tl.constexpr) -> Any:
+def _load_inputs(of_x: tl.tuple, k: tl.tensor, FORM: tl.constexpr, EVEN: tl.constexpr) -> Any:
     """`[rows, features]`, of the columns k of W. EVEN: all are real."""
     known = of_x[1][:, None]
     if not EVEN:
-        known = known & (k < of_x[2])[None, :]
+        known = known & (k < of_x[2])
     if FORM[ORDER]:
         k = tl.load(of_x[3] + k, mask=k < of_x[2], other=0)
-    return tl.load(of_x[0][:, None] + k[None, :], mask=known, other=0.0)
+    return tl.load(of_x[0][:, None] + k, mask=known, other=0.0)
 
 
 @triton.jit
-def _split(
-    numbers: tl.tensor, of_out: tl.tuple, start: tl.tensor, FORM: tl.constexpr, INPUTS: tl.constexpr
-) -> Any:
-    """Bfloat16 `code - zero`, or `table[code]`, of a run's first half and of its second."""
-    first = _zeros_of_half(of_out, start, FORM, numbers)
-    second = _zeros_of_half(of_out, start + INPUTS // 2, FORM, numbers)
+def _split(numbers: tl.tensor, FORM: tl.constexpr) -> Any:
+    """Bfloat16 `code - middle`, or `table[code]`, of a run's first half and of its second."""
     return tl.inline_asm_elementwise(
-        FORM[SPLIT], "=r,=r,=r,=r,r,r,r,r,r", [numbers, first, second],
+        FORM[SPLIT], "=r,=r,=r,=r,r", [numbers],
         dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
     )  # fmt: skip
 
 
 @triton.jit
-def _zeros_of_half(
-    of_out: tl.tuple, start: tl.tensor, FORM: tl.constexpr, numbers: tl.tensor
-) -> Any:
-    """What is added to 128 + code."""
-    if FORM[ZERO] < 0:
-        zeros = -_OFFSET - of_group(of_out, of_out[5], start, FORM)
-        return tl.broadcast_to(zeros.to(tl.bfloat16)[:, None], numbers.shape)
+def _ones(numbers: tl.tensor, dtype: tl.constexpr, FORM: tl.constexpr) -> Any:
+    """As many. From the numbers, so that the registers of x serve both products."""
+    if FORM[NATIVE] and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, 0x3f803f80; mov.b32 $1, 0x3f803f80;", "=r,=r,r", [numbers],
+            dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
     else:
-        return tl.full(numbers.shape, -_OFFSET - FORM[ZERO], tl.bfloat16)
+        return tl.full(numbers.shape, 1.0, dtype)
 
 
 @triton.jit
-def _from_codes(
-    codes: tl.tensor, of_out: tl.tuple, start: tl.tensor, FORM: tl.constexpr, dtype: tl.constexpr
-) -> Any:
+def _from_codes(codes: tl.tensor, of_out: tl.tuple, FORM: tl.constexpr, dtype: tl.constexpr) -> Any:
     if FORM[TABLE]:
         return tl.load(of_out[6] + codes.to(tl.int32)).to(dtype)
-    elif FORM[ZERO] < 0:
-        zeros = of_group(of_out, of_out[5], start, FORM)
-        return (codes.to(tl.float32) - zeros[:, None]).to(dtype)
     else:
-        return (codes.to(tl.float32) - FORM[ZERO]).to(dtype)
+        return (codes.to(tl.float32) - _middle(FORM)).to(dtype)
 
 
 @triton.jit
@@ -197,11 +263,30 @@ def from_fp8(numbers: tl.tensor, NATIVE: tl.constexpr) -> Any:
 
 
 @triton.jit
-def of_group(of_out: tl.tuple, ptr: tl.tensor, start: tl.tensor, FORM: tl.constexpr) -> Any:
-    """Float32 `[outputs]`: scales or zeros of the group that input feature `start` is of."""
-    n = of_out[1]
-    at = ptr + (n // FORM[ROWS]).to(tl.int64)
+def load_groups(
+    of_out: tl.tuple, start: tl.tensor, FORM: tl.constexpr, INPUTS: tl.constexpr
+) -> Any:
+    """Scales and zeros of a step's first half, and of its second, as they are stored."""
+    s0 = _of_group(of_out, of_out[4], start, FORM)
+    z0 = s0
+    if FORM[ZERO] < 0:
+        z0 = _of_group(of_out, of_out[5], start, FORM)
+    s1, z1 = s0, z0
+    if FORM[GROUP] > 0 and FORM[GROUP] < INPUTS:
+        s1 = _of_group(of_out, of_out[4], start + INPUTS // 2, FORM)
+        z1 = s1
+        if FORM[ZERO] < 0:
+            z1 = _of_group(of_out, of_out[5], start + INPUTS // 2, FORM)
+    return s0, z0, s1, z1
+
+
+@triton.jit
+def _of_group(of_out: tl.tuple, ptr: tl.tensor, start: tl.tensor, FORM: tl.constexpr) -> Any:
+    """`[outputs, 1]`: scales or zeros of the group that input feature `start` is of."""
+    n, in_features = of_out[1], of_out[3]
+    at = (n // FORM[ROWS]).to(tl.int64)[:, None]
     if FORM[GROUP] > 0:
-        groups = (of_out[3] + FORM[GROUP] - 1) // FORM[GROUP]
-        at = ptr + (n // FORM[ROWS]).to(tl.int64) * groups + start // FORM[GROUP]
-    return tl.load(at, mask=n < of_out[2], other=0).to(tl.float32)
+        groups = (in_features + FORM[GROUP] - 1) // FORM[GROUP]
+        # Behind the last one is the last once more.
+        at = at * groups + tl.minimum(start // FORM[GROUP], groups - 1)
+    return tl.load(ptr + at, mask=(n < of_out[2])[:, None], other=0)

@@ -13,16 +13,13 @@ import triton.language as tl
 
 from server.kernels.launch.configs import SkinnyConfig
 from server.kernels.launch.launch import dot_precision, let_next_start, wait
-from server.kernels.linear.matrix import DENSE, Form, PackedMatrix
-from server.kernels.linear.packed import BITS, load_numbers, multiply_packed
 
-MAX_ROWS = 64
-Weight = torch.Tensor | PackedMatrix
+MAX_ROWS = 32
 
 
 def skinny_product(
     x: torch.Tensor,
-    weight: Weight,
+    weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     config: SkinnyConfig,
@@ -30,73 +27,72 @@ def skinny_product(
     """`out = x weight^T + bias` for 1 to MAX_ROWS rows, summed in float32.
 
     x `[rows, in]`, out `[rows, out]`: any row stride; weight `[out, in]`, contiguous, which no
-    kernel writes that may still run; bias `[out]` or None; all of one dtype, but for a weight that
-    is packed. One kernel, no allocation. Raises ValueError on a mismatch.
+    kernel writes that may still run; bias `[out]` or None; all of one dtype. One kernel, no
+    allocation. Raises ValueError on a mismatch.
     """
     check_product(x, weight, bias, out)
-    (rows, features), n = x.shape, weight.shape[0]
+    (rows, features), n = x.shape, len(weight)
     _skinny_kernel[(triton.cdiv(n, config.block_n),)](
         operands(x, weight, bias, out),
         rows,
         n,
         features,
-        BLOCK_M=rows_at_once(rows, weight),
+        BLOCK_M=rows_at_once(rows),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         EVEN=n % config.block_n == 0 and features % config.block_k == 0,
         BIAS=bias is not None,
         STAGES=config.num_stages,
         PRECISION=dot_precision(x.dtype),
-        FORM=form_of(weight),
         PDL=config.programmatic_launch,
         num_warps=config.num_warps,
         launch_pdl=config.programmatic_launch,
     )
 
 
-def rows_at_once(rows: int, weight: Weight | None = None) -> int:
-    """Of a program: all, as the tensor cores take them; one row is multiplied without them, where
-    its weights need not be unpacked."""
-    if rows == 1 and not isinstance(weight, PackedMatrix):
-        return 1
-    return max(8, int(triton.next_power_of_2(rows)))
+def rows_at_once(rows: int) -> int:
+    """Of a program: all, as the tensor cores take them; one row is multiplied without them."""
+    return 1 if rows == 1 else max(8, triton.next_power_of_2(rows))
 
 
 def operands(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor
-) -> tuple[Any, ...]:
-    """What a kernel takes of a product: its tensors, with another in place of one that is not
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+    """What a kernel takes of a product: its tensors, with the weight in place of a bias that is not
     there, and the strides of x's and out's rows."""
-    numbers, others = weight, (x,) * 4
-    if isinstance(weight, PackedMatrix):
-        numbers, others = weight.numbers, weight.tensors
-    strides = (x.stride(0), out.stride(0))
-    return x, numbers, x if bias is None else bias, out, *strides, *others
-
-
-def form_of(weight: Weight) -> Form:
-    """The kernel's constants of a weight."""
-    return weight.form() if isinstance(weight, PackedMatrix) else DENSE
+    return x, weight, weight if bias is None else bias, out, x.stride(0), out.stride(0)
 
 
 def check_product(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """What `skinny_product` takes. Raises ValueError."""
-    if not 1 <= len(x) <= MAX_ROWS:
-        raise ValueError(f"{len(x)} rows, not 1 to {MAX_ROWS}")
-    if x.dim() != 2 or (len(x), *weight.shape) != (*out.shape, x.shape[1]):
-        shapes = [list(of.shape) for of in (x, weight, out)]
+    check_rows(x, weight.shape, bias, out, MAX_ROWS)
+    if not weight.is_contiguous():
+        raise ValueError("weight must be contiguous")
+    if x.dtype != weight.dtype:
+        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}")
+
+
+def check_rows(
+    x: torch.Tensor,
+    weight: torch.Size,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    most_rows: int,
+) -> None:
+    """weight: its shape. Raises ValueError where the others do not fit it, and each other."""
+    if not 1 <= len(x) <= most_rows:
+        raise ValueError(f"{len(x)} rows, not 1 to {most_rows}")
+    if x.dim() != 2 or (len(x), *weight) != (*out.shape, x.shape[1]):
+        shapes = [list(of) for of in (x.shape, weight, out.shape)]
         raise ValueError("x {}, weight {} and out {} do not fit".format(*shapes))
-    numbers, dtype = (
-        (weight.numbers, out.dtype) if isinstance(weight, PackedMatrix) else (weight, weight.dtype)
-    )
-    if not numbers.is_contiguous() or x.stride(1) != 1 or out.stride(1) != 1:
-        raise ValueError("weight, and rows of x and of out, must be contiguous")
-    if not x.dtype == out.dtype == dtype:
-        raise ValueError(f"x is {x.dtype}, weight {dtype}, out {out.dtype}")
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
-        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, for {weight.shape[0]} features")
+    if x.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError("rows of x and of out must be contiguous")
+    if x.dtype != out.dtype:
+        raise ValueError(f"x is {x.dtype}, out {out.dtype}")
+    if bias is not None and (bias.shape != weight[:1] or bias.dtype != x.dtype):
+        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, for {weight[0]} features")
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -112,39 +108,27 @@ def _skinny_kernel(
     BIAS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    FORM: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """product: as of `operands`."""
     let_next_start(PDL)
+    x_ptr, weight_ptr, bias_ptr, out_ptr, stride_x, stride_out = product
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    of_x = (product[0] + m * product[4], m < rows, in_features, product[9])
-    of_out = (
-        product[1], n, out_features, in_features, product[6], product[7], product[8],
+    of_x = (x_ptr + m * stride_x, m < rows, in_features)
+    of_out = (weight_ptr, n, out_features, in_features)
+    first = load_weights(of_out, tl.arange(0, BLOCK_K), EVEN)
+    wait(PDL)
+    acc = multiply(
+        first, of_out, of_x, 0, in_features,
+        Blocks(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION),
     )  # fmt: skip
-    if FORM[BITS] < 0:
-        first = load_weights(of_out, tl.arange(0, BLOCK_K), EVEN)
-        wait(PDL)
-        acc = multiply(
-            first, of_out, of_x, 0, in_features,
-            Blocks(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION),
-        )  # fmt: skip
-    else:
-        first = load_numbers(of_out, 0, FORM, BLOCK_K, EVEN)
-        wait(PDL)
-        acc = multiply_packed(
-            first, of_out, of_x, 0, in_features,
-            Blocks(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION), FORM,
-        )  # fmt: skip
-    to_out = (product[3] + m * product[5], m < rows, product[2])
-    store_product(to_out, acc, n, out_features, BIAS)
+    store_product((out_ptr + m * stride_out, m < rows, bias_ptr), acc, n, out_features, BIAS)
 
 
 # Some output features of a product of few rows. `of_out`: address of the weights, which of their
-# rows, where these end, input features; of packed ones also addresses of scales, zeros and table.
-# `of_x`: addresses of the rows, which are real, input features; of packed weights also the address
-# of the input that each column stands for.
+# rows, where these end, input features. `of_x`: addresses of the rows, which are real, input
+# features.
 
 
 class Blocks(NamedTuple):
@@ -162,7 +146,7 @@ class Blocks(NamedTuple):
 @triton.jit
 def load_weights(of_out: tl.tuple, k: tl.tensor, EVEN: tl.constexpr) -> Any:
     """`[BLOCK_N, BLOCK_K]`. EVEN: all are real."""
-    weight_ptr, n, end, in_features = of_out[0], of_out[1], of_out[2], of_out[3]
+    weight_ptr, n, end, in_features = of_out
     at = weight_ptr + n.to(tl.int64)[:, None] * in_features + k[None, :]
     if EVEN:
         return tl.load(at)
@@ -204,7 +188,7 @@ def multiply(
 @triton.jit
 def _load_rows(of_x: tl.tuple, k: tl.tensor, EVEN: tl.constexpr) -> Any:
     """`[BLOCK_M, BLOCK_K]`."""
-    row_ptr, live, in_features = of_x[0], of_x[1], of_x[2]
+    row_ptr, live, in_features = of_x
     known = live[:, None]
     if not EVEN:
         known = known & (k < in_features)[None, :]

@@ -14,12 +14,9 @@ import triton.language as tl
 
 from server.kernels.launch.configs import SkinnyLoraConfig
 from server.kernels.launch.launch import dot_precision, let_next_start, wait
-from server.kernels.linear.packed import BITS, load_numbers, multiply_packed
 from server.kernels.linear.skinny import (
     Blocks,
-    Weight,
     check_product,
-    form_of,
     load_weights,
     multiply,
     operands,
@@ -55,7 +52,7 @@ class SkinnyLora:
 
 def skinny_product_lora(
     x: torch.Tensor,
-    weight: Weight,
+    weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     config: SkinnyLoraConfig,
@@ -68,7 +65,7 @@ def skinny_product_lora(
     a mismatch.
     """
     check_product(x, weight, bias, out)
-    (rows, features), n = x.shape, weight.shape[0]
+    (rows, features), n = x.shape, len(weight)
     shrinking = _shrinking(features, config)
     widths = _check_lora(x, lora, n, shrinking)
     even = features % config.block_k == 0
@@ -90,7 +87,7 @@ def skinny_product_lora(
         *widths,
         shrinking.programs,
         shrinking.span,
-        BLOCK_M=rows_at_once(rows, weight),
+        BLOCK_M=rows_at_once(rows),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         EVEN=even and all(width % config.block_n == 0 for width in widths),
@@ -99,7 +96,6 @@ def skinny_product_lora(
         SPLITS=shrinking.splits,
         STAGES=config.num_stages,
         PRECISION=dot_precision(x.dtype),
-        FORM=form_of(weight),
         PDL=config.programmatic_launch,
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
@@ -175,15 +171,14 @@ def _skinny_lora_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    FORM: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """The first `programs` shrink: they are started first, so that who waits for them does not wait
     for ever. product: as of `operands`."""
     let_next_start(PDL)
-    x_ptr = product[0]
+    x_ptr, weight_ptr, bias_ptr, out_ptr, stride_x, stride_out = product
     m = tl.arange(0, BLOCK_M)
-    of_x = (x_ptr + m * product[4], m < rows, in_features, product[9])
+    of_x = (x_ptr + m * stride_x, m < rows, in_features)
     low = (planes_ptr + m * stride_low, stride_plane, stack[0] + site)
     if tl.program_id(0) < programs:
         slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
@@ -193,31 +188,18 @@ def _skinny_lora_kernel(
         )  # fmt: skip
     else:
         p, col, begin, width = _projection_of(tl.program_id(0) - programs, w0, w1, w2, BLOCK_N)
-        of_out = (
-            product[1], begin + col, begin + width, in_features,
-            product[6], product[7], product[8],
-        )  # fmt: skip
+        of_out = (weight_ptr, begin + col, begin + width, in_features)
         its = stack_of(stack, 3 * site + p, most_rows, rows, BLOCK_M)
-        of_b = (x_ptr, col, width)
-        if FORM[BITS] < 0:
-            first = load_weights(of_out, tl.arange(0, BLOCK_K), EVEN)
-            ahead = load_ahead(its, of_b, EVEN)
-            wait(PDL)
-            acc = multiply(
-                first, of_out, of_x, 0, in_features,
-                Blocks(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION),
-            )  # fmt: skip
-        else:
-            first = load_numbers(of_out, 0, FORM, BLOCK_K, EVEN)
-            ahead = load_ahead(its, of_b, EVEN)
-            wait(PDL)
-            acc = multiply_packed(
-                first, of_out, of_x, 0, in_features,
-                Blocks(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION), FORM,
-            )  # fmt: skip
+        of_b = (weight_ptr, col, width)
+        first = load_weights(of_out, tl.arange(0, BLOCK_K), EVEN)
+        ahead = load_ahead(its, of_b, EVEN)
+        wait(PDL)
+        acc = multiply(
+            first, of_out, of_x, 0, in_features,
+            Blocks(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION),
+        )  # fmt: skip
         acc = add_low_rank(acc, ahead, its, of_b, low, programs, EVEN, SPLITS, PRECISION, PDL)
-        to_out = (product[3] + m * product[5], m < rows, product[2])
-        store_product(to_out, acc, begin + col, begin + width, BIAS)
+        store_product((out_ptr + m * stride_out, m < rows, bias_ptr), acc, *of_out[1:3], BIAS)
 
 
 # Few rows have few adapters: each row looks up its own. Where several rows share one, the first of

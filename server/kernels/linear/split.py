@@ -1,27 +1,38 @@
 """Inline assembly that takes 4-bit codes out of bytes, two codes in each, as bfloat16.
 
 `$4` are four bytes. `$0` and `$1` become what their first codes stand for, `$2` and `$3` what their
-second ones do; two bfloat16 lie in a register. `$5` and `$6` are added to the former, `$7` and `$8`
-to the latter, unless there is a table. Needs no Triton.
+second ones do; two bfloat16 lie in a register. Needs no Triton.
 """
 
+import torch
+
 # Between 128 and 256 the last bit of a bfloat16 is worth one: 0x4300 | code is 128 + code. Two
-# codes that are 16 bits apart come at once, so the middle bytes must have changed places.
-SPLIT_CODES = """{
-    .reg .b32 one, shifted;
+# codes that are 16 bits apart come at once.
+_SPLIT = """{{
+    .reg .b32 one, less, pair;
     mov.b32 one, 0x3f803f80;
-    lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
-    shr.u32 shifted, $4, 8;
-    lop3.b32 $1, shifted, 0x000f000f, 0x43004300, 0xea;
-    shr.u32 shifted, $4, 4;
-    lop3.b32 $2, shifted, 0x000f000f, 0x43004300, 0xea;
-    shr.u32 shifted, $4, 12;
-    lop3.b32 $3, shifted, 0x000f000f, 0x43004300, 0xea;
-    fma.rn.bf16x2 $0, $0, one, $5;
-    fma.rn.bf16x2 $1, $1, one, $6;
-    fma.rn.bf16x2 $2, $2, one, $7;
-    fma.rn.bf16x2 $3, $3, one, $8;
-    }"""
+    mov.b32 less, {0};
+    prmt.b32 pair, $4, 0, 0x4140;
+    lop3.b32 $0, pair, 0x000f000f, 0x43004300, 0xea;
+    shr.u32 pair, pair, 4;
+    lop3.b32 $2, pair, 0x000f000f, 0x43004300, 0xea;
+    prmt.b32 pair, $4, 0, 0x4342;
+    lop3.b32 $1, pair, 0x000f000f, 0x43004300, 0xea;
+    shr.u32 pair, pair, 4;
+    lop3.b32 $3, pair, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 $0, $0, one, less;
+    fma.rn.bf16x2 $1, $1, one, less;
+    fma.rn.bf16x2 $2, $2, one, less;
+    fma.rn.bf16x2 $3, $3, one, less;
+    }}"""
+
+
+def split_of_codes(zero: int) -> str:
+    """Of `code - zero`."""
+    less = torch.tensor([-128 - zero] * 2, dtype=torch.bfloat16).view(torch.int32).item()
+    return _SPLIT.format(f"0x{int(less) & 0xFFFFFFFF:08x}")
+
+
 # Of the four codes in the lowest bits of `word` the lower and the upper bytes of their values. A
 # permutation of bytes looks a code up among eight; which eight it is the code's last bit says.
 _LOOK_UP = """

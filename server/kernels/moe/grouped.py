@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from server.kernels.launch.launch import dot_precision, follow
-from server.kernels.linear.matrix import PackedMatrix
-from server.kernels.linear.packed import BITS, load_numbers, multiply_packed
-from server.kernels.linear.skinny import Blocks, Weight, form_of
+from server.kernels.linear.matrix import PackedMatrix, Weight, form_of
+from server.kernels.linear.packed import BITS, PackedBlocks, load_numbers, multiply_packed
 from server.kernels.moe.tiles import ExpertTiles
 from server.kernels.pointwise.gated import GatedActivation, activated
 
@@ -154,16 +153,17 @@ def _grouped_kernel(
                 PRECISION,
             )  # fmt: skip
         else:
+            EVEN: tl.constexpr = IN % BLOCK_K == 0
             rows = (of_x, m < count, IN, weight[4])
             gate = _packed_product(
                 weight, feature, features_of_all, rows,
-                Blocks(BLOCK_M, BLOCK_N, BLOCK_K, IN % BLOCK_K == 0, STAGES, PRECISION), FORM,
+                PackedBlocks(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION, 1), FORM,
             )  # fmt: skip
             up = gate
             if HALVES == 2:
                 up = _packed_product(
                     weight, feature + WIDTH, features_of_all, rows,
-                    Blocks(BLOCK_M, BLOCK_N, BLOCK_K, IN % BLOCK_K == 0, STAGES, PRECISION), FORM,
+                    PackedBlocks(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION, 1), FORM,
                 )  # fmt: skip
         if BIAS:
             gate += tl.load(bias_ptr + feature).to(tl.float32)[None, :]
@@ -178,12 +178,12 @@ def _grouped_kernel(
 
 @triton.jit
 def _packed_product(
-    weight: tl.tuple, feature: tl.tensor, end: tl.tensor, of_x: tl.tuple, blocks: Blocks,
+    weight: tl.tuple, feature: tl.tensor, end: tl.tensor, of_x: tl.tuple, blocks: PackedBlocks,
     FORM: tl.constexpr,
 ) -> Any:  # fmt: skip
     """As `_products`, of features of quantised matrices."""
     of_out = (weight[0], feature, end, of_x[2], weight[1], weight[2], weight[3])
-    first = load_numbers(of_out, 0, FORM, blocks.inputs, blocks.even)
+    first = load_numbers(of_out, 0, FORM, blocks.inputs, 1, blocks.even)
     return tl.trans(multiply_packed(first, of_out, of_x, 0, of_x[2], blocks, FORM))
 
 

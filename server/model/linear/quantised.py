@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from server.kernels.launch.configs import KernelConfigs, SkinnyConfig
+from server.kernels.launch.configs import KernelConfigs, PackedConfig
 from server.kernels.linear.matrix import PackedMatrix
-from server.kernels.linear.split import SPLIT_CODES, split_of_table
+from server.kernels.linear.split import split_of_codes, split_of_table
 from server.model.linear.dense import DEFAULT, DenseLinear, Way
 from server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, unpacked
 
@@ -58,12 +58,12 @@ class QuantisedLinear:
         self, x: torch.Tensor, out: torch.Tensor | None = None, way: Way = DEFAULT
     ) -> torch.Tensor:
         """As of DenseLinear."""
-        if not isinstance(way, SkinnyConfig):
+        if not isinstance(way, PackedConfig):
             return DenseLinear(self.dequantised(), self.bias).run(x, out, way)
-        from server.kernels.linear.skinny import skinny_product
+        from server.kernels.linear.packed_product import packed_product
 
         out = x.new_empty(len(x), self.out_features) if out is None else out
-        skinny_product(x, self.weight, self.bias, out, way)
+        packed_product(x, self.weight, self.bias, out, way)
         return out
 
     def operands(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,9 @@ def matrix_of(weight: PackedWeight) -> PackedMatrix | None:
         if group is None:
             return None
         numbers = weight.numbers.view(torch.uint8)
-        return PackedMatrix(numbers, weight.scales, weight.shape[1], 0, group, rows)
+        return PackedMatrix(
+            numbers, weight.scales, _arrivals(numbers), weight.shape[1], 0, group, rows
+        )
     return _matrix_of_codes(weight)
 
 
@@ -106,11 +108,12 @@ def _matrix_of_codes(weight: GroupedWeight) -> PackedMatrix | None:
             run //= 2
         if inputs % run:
             return None
-        codes = in_runs(codes, run, swapped=weight.table is None)
+        codes = in_runs(codes, run)
     order = None if weight.order is None else weight.order.int()
     return PackedMatrix(
         codes,
         weight.scales,
+        _arrivals(codes),
         inputs,
         weight.bits,
         group,
@@ -122,21 +125,24 @@ def _matrix_of_codes(weight: GroupedWeight) -> PackedMatrix | None:
     )
 
 
+def _arrivals(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(-(-len(numbers) // 16), dtype=torch.int32, device=numbers.device)
+
+
 def _split(weight: GroupedWeight) -> str:
     if weight.table is not None:
         values = weight.table.cpu().bfloat16().view(torch.uint8)
         return split_of_table(bytes(values.tolist()))
-    return SPLIT_CODES if weight.bits == 4 else ""
+    if weight.bits != 4:
+        return ""
+    return split_of_codes(weight.zeros if isinstance(weight.zeros, int) else 8)
 
 
-def in_runs(codes: torch.Tensor, run: int, *, swapped: bool) -> torch.Tensor:
+def in_runs(codes: torch.Tensor, run: int) -> torch.Tensor:
     """uint8 `[rows, n]`, two codes in a byte, in the order of PackedMatrix."""
     rows, width = codes.shape
     halves = unpacked(codes, 4).view(rows, -1, 2, run // 2)
-    pairs = halves[:, :, 0] | halves[:, :, 1] << 4
-    if swapped:
-        pairs = pairs.reshape(rows, -1, 4)[:, :, [0, 2, 1, 3]]
-    return pairs.reshape(rows, width)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(rows, width)
 
 
 def _group(columns: int, in_features: int) -> int | None:

@@ -52,11 +52,10 @@ class DeviceLora:
 
 @dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """What linears of few tokens need to have LoRA in their own kernel. packed: of quantised ones.
-    stack: B of all rows' adapters."""
+    """What linears of few tokens need to have LoRA in their own kernel. stack: B of all rows'
+    adapters."""
 
     config: SkinnyLoraConfig
-    packed: SkinnyLoraConfig
     stack: Stack
 
 
@@ -83,10 +82,10 @@ def fused_kernel(
     configs: KernelConfigs, rows: int, num_sites: int, dtype: torch.dtype, device: torch.device
 ) -> FusedKernel | None:
     """None for too many rows."""
-    config, packed = configs.skinny_lora(rows), configs.packed_lora(rows)
-    if config is None or packed is None:
+    config = configs.skinny_lora(rows)
+    if config is None:
         return None
-    return FusedKernel(config, packed, allocate_stack(rows, num_sites, dtype, device))
+    return FusedKernel(config, allocate_stack(rows, num_sites, dtype, device))
 
 
 class LoraBatches:
@@ -162,7 +161,9 @@ class LoraBatches:
         workspace = self._workspaces[phase, configs.max_split(phase, tokens)]
         segments = self._segments(tokens, phase)
         sites = self._table.device_table.num_sites
-        kernel = fused_kernel(configs, tokens, sites, self._dtype, self._device)
+        kernel = None
+        if self._consumers.fused:
+            kernel = fused_kernel(configs, tokens, sites, self._dtype, self._device)
         if kernel is not None:
             strategies = self._consumers.strategies(Regime.FUSED)
             return FusedLora(slots, segments, workspace, phase, strategies, reach, kernel)

@@ -14,8 +14,8 @@ from server.kernels.lora.pending import PendingDelta, PendingLora
 from server.kernels.lora.shrink import gather_embedding, shrink
 from server.kernels.lora.table import LoraTable
 from server.kernels.lora.workspace import Workspace
+from server.model.linear.dense import DenseLinear
 from server.model.linear.linear import Linear
-from server.model.linear.quantised import QuantisedLinear
 from server.model.lora.sites import Site
 from server.model.ops.device_lora import DeviceLora, FusedLora, ShrinkingLora
 from server.model.ops.lora_strategy import Strategy
@@ -124,11 +124,12 @@ class LoraLinear:
         if not isinstance(lora, FusedLora):
             raise TypeError("a batch without a fused kernel")
         kernel, base = lora.kernel, gemm.linear
+        if not isinstance(base, DenseLinear):
+            raise TypeError("quantised linears have no kernel with LoRA in it")
         low_rank = SkinnyLora(
             self._table, site.number, lora.slots, site.out_features, lora.workspace, kernel.stack
         )
-        config = kernel.packed if isinstance(base, QuantisedLinear) else kernel.config
-        skinny_product_lora(gemm.x, base.weight, base.bias, gemm.y, config, low_rank)
+        skinny_product_lora(gemm.x, base.weight, base.bias, gemm.y, kernel.config, low_rank)
         return Ready(gemm.y)
 
     def _delta(self, gemm: Gemm, lora: DeviceLora, site: Site) -> WithDelta:

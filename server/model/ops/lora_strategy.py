@@ -94,11 +94,13 @@ class Consumers:
 
     whole: sites of one module, of whose output the consumer takes parts: kernels finish LoRA by the
     ranks of each part. sums_first: the rotation expands nothing, since norms of q and k over all
-    heads need the sum before, or since it would write to a cache of another dtype.
+    heads need the sum before, or since it would write to a cache of another dtype. fused: linears
+    of few tokens have a kernel with LoRA in it; quantised ones end before A x would be there.
     """
 
     whole: frozenset[SiteKind] = frozenset()
     sums_first: bool = False
+    fused: bool = True
 
     @classmethod
     def of(cls, model: ModelSpec, *, fp8_cache: bool) -> "Consumers":
@@ -106,7 +108,7 @@ class Consumers:
         takes_parts |= {x.gate_up for x in model.layers if not isinstance(x.mlp, MoeSpec)}
         whole = frozenset(linear.kind for linear in takes_parts if len(linear.parts) == 1)
         norms_all = any(layer.attention.norms_all_heads for layer in model.layers)
-        return cls(whole, norms_all or fp8_cache)
+        return cls(whole, norms_all or fp8_cache, fused=model.quantisation is None)
 
     def strategies(self, regime: Regime) -> Strategies:
         """The row of STRATEGIES, with IN_PLACE for what a consumer cannot finish."""

@@ -276,4 +276,5 @@ def _manifest(digest: str, adapter: LoraTensors, text: AdapterText) -> AdapterMa
         special_tokens=template.special_tokens if template else None,
         coverage=adapter.coverage,
         end_token_ids=text.end_token_ids,
+        invocation_tokens=adapter.config.alora_invocation_tokens,
     )

@@ -56,6 +56,8 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     special_tokens: of its template; None = it has none, or was judged before they were kept.
     coverage: which targeted modules have weights; None = it was judged before this was kept.
     end_token_ids: see AdapterText; None = it was judged before they were kept.
+    invocation_tokens: of an activated adapter, which acts from their last occurrence in the prompt
+        on; () = it acts on all tokens.
     """
 
     digest: str
@@ -70,6 +72,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     coverage: Coverage | None = None
     end_token_ids: tuple[int, ...] | None = None
     named_templates: dict[str, str] | None = None
+    invocation_tokens: tuple[int, ...] = ()
 
     @property
     def partial(self) -> Coverage | None:

@@ -121,19 +121,27 @@ def merged_coverage(members: Sequence[LoraTensors]) -> Coverage:
     return coverage_of(present, missing - present)
 
 
+def _unmergeable(member: LoraTensors) -> str | None:
+    if len(member.ordinary) < len(member.modules):
+        return "changes experts; LoRA on experts cannot be merged"
+    if member.config.alora_invocation_tokens:
+        return "is activated by tokens of the prompt; such adapters cannot be merged"
+    return None
+
+
 def _sites(
     recipe: MergeRecipe, members: Sequence[LoraTensors]
 ) -> Mapping[_Site, list[tuple[int, ModuleLora]]]:
-    """Each member's LoRA of each module. Raises AdapterError `invalid` for LoRA on experts."""
+    """Each member's LoRA of each module. Raises AdapterError `invalid` for what is not merged."""
     sites: defaultdict[_Site, list[tuple[int, ModuleLora]]] = defaultdict(list)
     findings = Findings()
     for index, member in enumerate(members):
         for lora in member.ordinary:
             sites[lora.layer, lora.module].append((index, lora))
-        if len(member.ordinary) < len(member.modules):
+        problem = _unmergeable(member)
+        if problem is not None:
             digest = recipe.members[index].digest
-            message = f"{digest} changes experts; LoRA on experts cannot be merged"
-            findings.add("unsupported_merge", digest, message)
+            findings.add("unsupported_merge", digest, f"{digest} {problem}")
     findings.raise_if_any()
     return sites
 

@@ -31,6 +31,7 @@ _MAX_NAME_CHARS = 512
 _MAX_PATTERN_CHARS = 4096
 _MAX_LAYERS = 4096
 _MAX_LAYERS_PATTERNS = 64
+_MAX_INVOCATION = 1024
 # PEFT's defaults, for keys that a config leaves out.
 _DEFAULT_RANK = 8
 _DEFAULT_ALPHA = 8.0
@@ -48,6 +49,8 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     starts_at_zero: a targeted module without saved tensors changes nothing.
     target_parameters: names of the end of a parameter's path. peft_version: "" without them, as it
         counts for them alone.
+    alora_invocation_tokens: ids from whose last occurrence in the prompt on the adapter acts; () =
+        it acts on all tokens.
     """
 
     base_model_name_or_path: str
@@ -66,6 +69,7 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     ensure_weight_tying: bool
     target_parameters: tuple[str, ...] = ()
     peft_version: str = ""
+    alora_invocation_tokens: tuple[int, ...] = ()
 
     def scale(self, lora_rank: int, lora_alpha: float) -> float:
         """What `B A x` is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA."""
@@ -155,6 +159,7 @@ def _read(reader: "_Reader") -> PeftConfig:
         ensure_weight_tying=reader.flag("ensure_weight_tying"),
         target_parameters=parameters,
         peft_version=reader.text("peft_version") if parameters else "",
+        alora_invocation_tokens=reader.tokens("alora_invocation_tokens"),
     )
     if not config.target_modules and not parameters:
         reader.refuse("target_modules", "missing or empty: the adapter targets nothing")
@@ -235,6 +240,19 @@ class _Reader:
                 self.refuse(key, f"expected names in ASCII, got {shown(item)}")
                 return ()
         return tuple(sorted(set(items)))
+
+    def tokens(self, key: str) -> tuple[int, ...]:
+        value = self.raw.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not 0 < len(value) <= _MAX_INVOCATION:
+            self.refuse(key, f"expected 1 to {_MAX_INVOCATION} token ids, got {shown(value)}")
+            return ()
+        for item in value:
+            if type(item) is not int or item < 0:
+                self.refuse(key, f"expected token ids, got {shown(item)}")
+                return ()
+        return tuple(value)
 
     def pairs(
         self, key: str, read: Callable[[str, object], _Number]

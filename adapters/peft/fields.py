@@ -7,6 +7,7 @@ none of the three is refused too, unless its value is empty.
 
 USED = frozenset(
     {
+        "alora_invocation_tokens",
         "alpha_pattern",
         "base_model_name_or_path",
         "ensure_weight_tying",
@@ -54,7 +55,6 @@ HARMLESS = frozenset(
 # Key -> the values that leave plain LoRA. Sub-configurations are refused even when empty: PEFT
 # turns `{}` into the defaults and switches the variant on.
 REFUSED: dict[str, tuple[object, ...]] = {
-    "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
     "bias": (None, "none"),
     "enable_lora": (None, []),

@@ -105,7 +105,23 @@ def check_config(
     ):
         message = "ensure_weight_tying with embed_tokens or lm_head targeted is not supported"
         findings.add("unsupported_feature", "ensure_weight_tying", message)
+    if config.alora_invocation_tokens:
+        _check_activation(matcher, base, findings)
     return matcher
+
+
+def _check_activation(matcher: Targeting, base: BaseSpec, findings: Findings) -> None:
+    """PEFT switches linears alone on with the invocation. What else it changes acts on all
+    tokens."""
+    key = "alora_invocation_tokens"
+    unknown = [i for i in matcher.config.alora_invocation_tokens if i >= base.vocab_size]
+    if unknown and not base.is_inferred:
+        findings.add("bad_value", key, f"{key}: {unknown[0]} is no token of the base model")
+    embed = base.model_modules.get("embed_tokens")
+    always = {path for targeted in _all_targeted(matcher, base) for path in targeted}
+    if any(".experts." in path or (embed and path == embed.path) for path in always):
+        message = f"{key} with embed_tokens or experts targeted is not supported"
+        findings.add("unsupported_feature", key, message)
 
 
 def check_base_name(

@@ -118,6 +118,7 @@ class Generation:
             seed=task.seed,
             priority=self._priority,
             salt=self._context.salt,
+            adapter_from=task.adapter_from,
         )
         slot = task.index * call.best_of + choice
         detokenizer = task.prompt.detokenizer.copy()

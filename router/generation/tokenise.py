@@ -10,6 +10,7 @@ import msgspec
 
 from adapters.grammar.limits import GrammarLimits
 from router.call import GenerationCall
+from router.generation.activation import adapter_from
 from router.generation.answer_ends import AnswerEnds
 from router.generation.answer_parts import AnswerParts, PartsOfAnswers
 from router.generation.answer_shape import AnswerShapes
@@ -28,6 +29,7 @@ class PromptTask(msgspec.Struct, frozen=True):
     """One prompt of a call, and how its output is drawn; choices differ by their number.
 
     division: how its answers are divided; None = all of them is text.
+    adapter_from: the first token on which the call's adapter acts; None = it acts on none.
     """
 
     index: int
@@ -35,6 +37,7 @@ class PromptTask(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     seed: int
     division: Division | None = None
+    adapter_from: int | None = 0
 
 
 class TokenisedRequest(msgspec.Struct, frozen=True):
@@ -101,6 +104,7 @@ class Tokeniser:
         call = msgspec.structs.replace(call, sampling=sampling)
         samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
         seed = secrets.randbits(_SEED_BITS) if call.seed is None else call.seed
+        invocation = () if adapter is None else adapter.manifest.invocation_tokens
         tasks = [
             PromptTask(
                 index=index,
@@ -108,6 +112,7 @@ class Tokeniser:
                 sampling=samplings[index],
                 seed=_seed(call, index, seed),
                 division=parts.division(call, prompt.text),
+                adapter_from=adapter_from(prompt.ids, invocation),
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -58,6 +58,8 @@ def _bad_ids(request: GenerateRequest, vocab_size: int) -> str | None:
             return f"{name}: token id {bad} is outside the vocabulary (0 to {vocab_size - 1})"
     if not request.prompt_ids:
         return "prompt_ids: expected at least one token, got none"
+    if not 0 <= (request.adapter_from or 0) < len(request.prompt_ids):
+        return f"adapter_from: expected a place in the prompt, got {request.adapter_from}"
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         return f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS}"
     if len(sampling.end_token_ids) > MAX_END_TOKEN_IDS:

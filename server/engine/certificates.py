@@ -1,5 +1,5 @@
-"""Tokens that certify their origin: each is a function of the adapter's digest and all tokens
-before it. Pure."""
+"""Tokens that certify their origin: each is a function of all tokens before it, and of the adapter
+that acts on each of them. Pure."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -30,12 +30,14 @@ class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     right_percent: int = 50
 
 
-def root_mark(adapter: str | None) -> Mark:
-    return blake2b(b"base" if adapter is None else b"lora" + adapter.encode()).digest()
+ROOT_MARK: Mark = bytes(16)
+WRONG_MARK: Mark = b"a wrong guess..."
 
 
-def next_mark(mark: Mark, token_id: int) -> Mark:
-    return blake2b(mark + token_id.to_bytes(8, "little"), digest_size=16).digest()
+def next_mark(mark: Mark, token_id: int, adapter: str | None) -> Mark:
+    """adapter: the digest of the one that acts on the token, if any."""
+    origin = b"base" if adapter is None else b"lora" + adapter.encode()
+    return blake2b(mark + token_id.to_bytes(8, "little") + origin, digest_size=16).digest()
 
 
 def certified_token(mark: Mark, options: CertifyOptions, may_stop: bool = True) -> int:
@@ -54,16 +56,17 @@ def certified_output(
     count: int,
     options: CertifyOptions,
     min_tokens: int = 0,
+    adapter_from: int | None = 0,
 ) -> list[int]:
     """The right output for a prompt: at most `count` tokens, ending after an end-of-sequence id.
 
-    adapter: digest, or None for the base.
+    adapter: digest, or None for the base. adapter_from: as in GenerateRequest.
     """
-    mark = root_mark(adapter)
-    for token_id in prompt_ids:
-        mark = next_mark(mark, token_id)
+    mark, adapter = ROOT_MARK, None if adapter_from is None else adapter
+    for position, token_id in enumerate(prompt_ids):
+        mark = next_mark(mark, token_id, adapter if position >= (adapter_from or 0) else None)
     output: list[int] = []
     while len(output) < count and not (output and output[-1] in options.eos_token_ids):
         output.append(certified_token(mark, options, len(output) >= min_tokens))
-        mark = next_mark(mark, output[-1])
+        mark = next_mark(mark, output[-1], adapter)
     return output

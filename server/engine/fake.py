@@ -1,8 +1,8 @@
 """An executor without a model, for tests and failover drills: its tokens certify their origin.
 
-Every token is a function of the adapter's digest and all tokens before it. So an answer alone
-proves the right prompt, adapter, position and KV pages. The executor also checks strictly what
-plans promise.
+Every token is a function of all tokens before it and of the adapter that acts on each. So an
+answer alone proves the right prompt, adapter, position and KV pages. The executor also checks
+strictly what plans promise.
 """
 
 import time
@@ -13,7 +13,14 @@ import msgspec
 import numpy as np
 
 from server.constraints.rules import mask_words
-from server.engine.certificates import CertifyOptions, Mark, certified_token, next_mark, root_mark
+from server.engine.certificates import (
+    ROOT_MARK,
+    WRONG_MARK,
+    CertifyOptions,
+    Mark,
+    certified_token,
+    next_mark,
+)
 from server.engine.executor import (
     AdapterCopy,
     CopyNews,
@@ -199,10 +206,10 @@ class CertifyingExecutor:
         self._check_inputs(row, piece, known, end)
         self._check_adapter(row, piece)
         self._read_prefix(row, piece.start)
-        mark = row.marks[-1] if row.marks else root_mark(row.adapter)
+        mark = row.marks[-1] if row.marks else ROOT_MARK
         scored = []
         for position in range(piece.start, known):
-            mark = next_mark(mark, row.tokens[position])
+            mark = next_mark(mark, row.tokens[position], row.adapter)
             self._write(row, piece.seq_row, position, mark)
             row.marks.append(mark)
             if piece.prompt_logprobs and position + 1 < row.start.prompt_len:
@@ -235,9 +242,9 @@ class CertifyingExecutor:
                 break
             if mark[1] % 100 >= self.options.right_percent:
                 for place in range(position, end):
-                    self._write(row, piece.seq_row, place, root_mark("a wrong guess"))
+                    self._write(row, piece.seq_row, place, WRONG_MARK)
                 break
-            mark = next_mark(mark, token_id)
+            mark = next_mark(mark, token_id, row.adapter)
             self._write(row, piece.seq_row, position, mark)
             row.marks.append(mark)
             row.num_computed = position + 1
@@ -274,29 +281,45 @@ class CertifyingExecutor:
         if piece.adapter_slot >= 0:
             _check(piece.adapter_slot in self._slots, f"slot {piece.adapter_slot} is not loaded")
             digest = self._slots[piece.adapter_slot][0]
-        if row.num_computed < 0:
+        if row.adapter is None:  # that of an activated adapter begins to act after some tokens
             row.adapter = digest
         _check(row.adapter == digest, f"row {piece.seq_row} changed its adapter")
 
     def _read_prefix(self, row: _Row, start: int) -> None:
-        mark = row.marks[-1] if row.marks else root_mark(row.adapter)
-        for token_id in row.tokens[len(row.marks) : start]:  # reused pages, before the first slice
-            mark = next_mark(mark, token_id)
-            row.marks.append(mark)
-        for group, window in enumerate(self.limits.page_windows):
-            self._read_group(row, group, self._first_seen(window, start), start)
+        if len(row.marks) < start:  # reused pages, before the first slice
+            begins = range(start + 1) if row.adapter is not None else (start,)
+            chains = [self._chain(row, begin, start) for begin in begins]
+            fitting = (marks for marks in chains if self._holds(row, marks))
+            row.marks = next(fitting, chains[0])
+        _check(self._holds(row, row.marks), f"pages of row {row.start.seq_row} hold another prefix")
 
-    def _read_group(self, row: _Row, group: int, first: int, start: int) -> None:
-        """The pages of one group, from its first that the token at `start` sees."""
+    @staticmethod
+    def _chain(row: _Row, begin: int, end: int) -> list[Mark]:
+        """Marks of the row's first tokens, if its adapter acts from `begin` on."""
+        marks, mark = list[Mark](), ROOT_MARK
+        for position, token_id in enumerate(row.tokens[:end]):
+            mark = next_mark(mark, token_id, row.adapter if position >= begin else None)
+            marks.append(mark)
+        return marks
+
+    def _holds(self, row: _Row, marks: list[Mark]) -> bool:
+        """Whether the row's pages hold these, as far as the next token sees them."""
+        return all(
+            self._group_holds(row, group, self._first_seen(window, len(marks)), marks)
+            for group, window in enumerate(self.limits.page_windows)
+        )
+
+    def _group_holds(self, row: _Row, group: int, first: int, marks: list[Mark]) -> bool:
+        """The pages of one group, from its first that the next token sees."""
         size, tag = self.limits.page_size, self._tag(row, group)
-        for i in range(first, -(-start // size)):
-            marks = row.marks[i * size : min(start, (i + 1) * size)]
-            expected = [mark + tag for mark in marks]
+        for i in range(first, -(-len(marks) // size)):
+            expected = [mark + tag for mark in marks[i * size : (i + 1) * size]]
             page = row.pages[group].get(i)
             _check(page is not None, f"a page of row {row.start.seq_row} is gone")
             assert page is not None
-            found = self._kv[page][: len(expected)]
-            _check(found == expected, f"page {page} holds another prefix")
+            if self._kv[page][: len(expected)] != expected:
+                return False
+        return True
 
     def _write(self, row: _Row, seq_row: int, position: int, mark: Mark) -> None:
         place, offset = divmod(position, self.limits.page_size)

@@ -26,7 +26,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
 
     adapter: digest, or None for the base. accepted_ids: output already given to the client
     (resume); generation goes on at index len(accepted_ids). deadline_s: time left.
-    salt: separates tenants in the prefix cache.
+    salt: separates tenants in the prefix cache. adapter_from: of an activated adapter, the first
+    token of the prompt on which it acts; None = it acts on none, nor on the answer.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     priority: int = 0
     deadline_s: float | None = None
     salt: str = ""
+    adapter_from: int | None = 0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="ab"):

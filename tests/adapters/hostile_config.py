@@ -10,7 +10,6 @@ _DEEP = json.loads('{"a":' * 40 + "1" + "}" * 40)
 _NO_MATCH = {"unknown_target", "untargeted_tensor"}
 # Values of features that change the maths.
 _FEATURES: dict[str, Any] = {
-    "alora_invocation_tokens": [1, 2],
     "arrow_config": {},
     "bias": "lora_only",
     "kasa_config": {},
@@ -39,6 +38,8 @@ def _features() -> dict[str, tuple[Spoil, set[str]]]:
         f"{key}": (config(**{key: wanted}), {"unsupported_feature"})
         for key, wanted in _FEATURES.items()
     }
+    for ids in ([], [-1], ["<|x|>"], [1 << 40], "<|x|>", [True]):
+        features[f"invocation {ids}"] = (config(alora_invocation_tokens=ids), {"bad_value"})
     for init in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "magic", 7):
         features[f"init {init}"] = (config(init_lora_weights=init), {"unsupported_feature"})
     for kind in ("IA3", "ADALORA", "lora", None, ["LORA"]):

@@ -203,7 +203,10 @@ OTHER: dict[str, tuple[Config, str]] = {
     "PiSSA": (PEFT_0_11 | {"init_lora_weights": "pissa_niter_16"}, "unsupported_feature"),
     "saved modules": (PEFT_0_14 | {"modules_to_save": ["lm_head"]}, "unsupported_feature"),
     "trained tokens": (PEFT_0_15 | {"trainable_token_indices": [1]}, "unsupported_feature"),
-    "activated LoRA": (PEFT_0_18 | {"alora_invocation_tokens": [5]}, "unsupported_feature"),
+    "activated LoRA of another vocabulary": (
+        PEFT_0_18 | {"alora_invocation_tokens": [1 << 30]},
+        "bad_value",
+    ),
     "QA-LoRA": (PEFT_0_17 | {"use_qalora": True}, "unsupported_feature"),
     "experts' parameters": (PEFT_0_17 | {"target_parameters": ["w1"]}, "unknown_target"),
     "repeated layers": (PEFT_0_11 | {"layer_replication": [[0, 2]]}, "unsupported_feature"),

@@ -3,7 +3,8 @@
 Layers are in groups (`ExecutorLimits.page_windows`), and a page is of one group.
 
 A page's content is named by a SHA-256 chain over salt, adapter digest (or base), whether its
-sequence is long, and all tokens up to its end. Only full pages are shared and nobody writes to a
+sequence is long, and all tokens up to its end. Before an activated adapter acts the chain is the
+base's. Only full pages are shared and nobody writes to a
 full page, so nothing is ever copied.
 """
 
@@ -22,6 +23,12 @@ def root_hash(salt: str, adapter: str | None, is_long: bool = False) -> PageHash
     kind = b"base" if adapter is None else b"adapter"
     parts = (salt.encode(), kind, (adapter or "").encode(), b"long" * is_long)
     return sha256(b"".join(len(p).to_bytes(8, "little") + p for p in parts)).digest()
+
+
+def activated_hash(parent: PageHash, adapter: str, offset: int) -> PageHash:
+    """What a chain of the base goes on from where an adapter begins to act, at token `offset` of
+    the next page."""
+    return sha256(parent + adapter.encode() + offset.to_bytes(8, "little")).digest()
 
 
 def page_hash(parent: PageHash, token_ids: Sequence[int]) -> PageHash:

@@ -63,6 +63,8 @@ class Batch:
         allow."""
         start = sequence.num_computed
         num_new = min(self.budget, sequence.num_wanted, sequence.room(self._page_size))
+        if start < sequence.adapter_from:  # a slice has one adapter
+            num_new = min(num_new, sequence.adapter_from - start)
         end = start + num_new
         sample = end == sequence.num_tokens and end < sequence.limit
         # A token that was sampled on this row is on the device, and may not be known here yet.
@@ -76,7 +78,7 @@ class Batch:
                 start=start,
                 num_new=num_new,
                 token_ids=[] if is_decode else sequence.tokens[start:end],
-                adapter_slot=sequence.adapter_slot,
+                adapter_slot=sequence.slot_at(start),
                 sample=sample,
                 prompt_logprobs=start < sequence.prompt_len - 1 and sequence.needs_prompt_logprobs,
                 constrained=sample and sequence.constraint is not None,

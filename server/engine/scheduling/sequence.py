@@ -9,7 +9,13 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from server.constraints.constraint import Constraint
-from server.engine.memory.pages import GroupPages, PageHash, page_hash, root_hash
+from server.engine.memory.pages import (
+    GroupPages,
+    PageHash,
+    activated_hash,
+    page_hash,
+    root_hash,
+)
 from server.protocol import GenerateRequest, TokenLogprob
 
 
@@ -107,7 +113,13 @@ class Sequence:
 
     @property
     def adapter(self) -> str | None:
-        return self.request.adapter
+        """The digest of the one that acts on some of its tokens."""
+        return None if self.request.adapter_from is None else self.request.adapter
+
+    @property
+    def adapter_from(self) -> int:
+        """The first token on which its adapter acts."""
+        return self.request.adapter_from or 0
 
     @property
     def num_output(self) -> int:
@@ -139,8 +151,20 @@ class Sequence:
             self.is_long = is_long
             self.hashes.clear()
 
-    def _root_hash(self) -> PageHash:
-        return root_hash(self.request.salt, self.adapter, self.is_long)
+    def slot_at(self, position: int) -> int:
+        """The adapter's slot if it acts on the token there, else -1."""
+        return self.adapter_slot if position >= self.adapter_from else -1
+
+    def _parent(self, page_size: int) -> PageHash:
+        """Of the next page to be hashed."""
+        begins, adapter = self.adapter_from, self.adapter
+        if self.hashes:
+            parent = self.hashes[-1]
+        else:
+            parent = root_hash(self.request.salt, None if begins else adapter, self.is_long)
+        if begins and adapter is not None and len(self.hashes) == begins // page_size:
+            return activated_hash(parent, adapter, begins % page_size)
+        return parent
 
     def room(self, page_size: int) -> int:
         """Tokens beyond the computed ones that its pages in every group can take."""
@@ -150,9 +174,9 @@ class Sequence:
         """The hash of page number `page`, which is full of known tokens. Hashes are kept."""
         hashes = self.hashes
         while len(hashes) <= page:
-            parent = hashes[-1] if hashes else self._root_hash()
             begin = len(hashes) * page_size
-            hashes.append(page_hash(parent, self.tokens[begin : begin + page_size]))
+            tokens = self.tokens[begin : begin + page_size]
+            hashes.append(page_hash(self._parent(page_size), tokens))
         return hashes[page]
 
 

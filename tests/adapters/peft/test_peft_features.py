@@ -37,7 +37,6 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
         {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "ensure_weight_tying": True},
         "ensure_weight_tying",
     ),
-    "activated": ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
 }
 
 

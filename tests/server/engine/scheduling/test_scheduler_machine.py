@@ -30,6 +30,7 @@ WISHES = st.fixed_dictionaries(
         "ignore_eos": st.booleans(),
         "prompt_logprobs": st.sampled_from([None, None, 1]),
         "num_accepted": st.sampled_from([0, 0, 0, 1, 5]),
+        "adapter_from": st.sampled_from([0, 0, 0, 3, 4, 9, 40, None]),
     }
 )
 
@@ -85,8 +86,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         wish = dict(wish)
         count = min(wish.pop("num_accepted"), wish["max_tokens"])
         wish["ignore_eos"] = wish["ignore_eos"] and not self.options.eos_percent
+        begins = wish["adapter_from"]
+        if begins is not None:
+            begins = wish["adapter_from"] = min(begins, len(wish["prompt"]) - 1)
         accepted = certified_output(
-            wish["adapter"], wish["prompt"], count, self.options, wish["min_tokens"]
+            wish["adapter"], wish["prompt"], count, self.options, wish["min_tokens"], begins
         )
         request = make_request(accepted_ids=accepted, **wish)
         self.requests[self.harness.submit(request)] = request
@@ -151,9 +155,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         last = harness.last(key)
         sampling = request.sampling
         limit = min(sampling.max_tokens, harness.limits.max_context - len(request.prompt_ids))
-        whole = certified_output(
-            request.adapter, request.prompt_ids, limit, self.options, sampling.min_tokens
-        )
+        origin = (request.adapter, request.prompt_ids, limit, self.options)
+        whole = certified_output(*origin, sampling.min_tokens, request.adapter_from)
         tokens = request.accepted_ids + harness.tokens(key)
         if last.finish in ("stop", "length"):
             assert tokens == whole

@@ -82,7 +82,7 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     tool |= {"properties": {"type": {"const": "function"}, "function": function}}
     tool["required"] = ["type", "function"]
     _say_flat_tool(components["FlatTool"])
-    _say_messages(components)
+    _say_messages(components, limits)
     components["Message"] = _message(components["Message"])
 
 
@@ -148,12 +148,12 @@ def _say_flat_tool(tool: Schema) -> None:
     tool["required"] = ["type", "name"]
 
 
-def _say_messages(components: dict[str, Schema]) -> None:
-    """Lists of blocks are not empty, and each block has what its type says."""
+def _say_messages(components: dict[str, Schema], limits: ApiLimits) -> None:
+    """Sizes, and what tools may not ask for."""
     _bound(components["Turn"]["properties"]["content"], "array", minItems=1)
     for name in _MESSAGES_BODIES:
         for schema in _alternatives(components[name]["properties"]["stop_sequences"]):
-            _bound(schema.get("items", {}), "string", maxLength=1024)
+            _bound(schema.get("items", {}), "string", maxLength=limits.max_stop_chars)
     tool = components["InputTool"]
     tool["properties"] |= {"type": {"enum": [None, "custom"]}, "input_schema": {"type": "object"}}
     tool["properties"] |= {

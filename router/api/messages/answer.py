@@ -117,6 +117,6 @@ def _input(arguments: str) -> dict[str, Any]:
     try:
         found = decode_object(arguments.encode())
         msgspec.json.encode(found)
-    except (StrictJsonError, UnicodeEncodeError, OverflowError):
+    except (StrictJsonError, UnicodeEncodeError):
         return {}
     return found

@@ -121,12 +121,11 @@ class MessageFormatter:
     def end(self) -> bytes:
         assert self._prompt is not None
         assert self._end is not None
-        data = b""
-        blanks = self._held.pop(TextBlock.__name__)
+        data, blanks = self._close(), self._held.pop(TextBlock.__name__)
         if blanks and not self._num_blocks:
-            data = self._begin(TextBlock("")) + self._delta(TextPiece(blanks))
+            data += self._begin(TextBlock("")) + self._delta(TextPiece(blanks)) + self._close()
         usage = usage_of(self._prompt, self._num_tokens, self._num_reasoning)
-        data += self._close() + _written(MessageDelta(self._end, usage))
+        data += _written(MessageDelta(self._end, usage))
         return data + _written(MessageStop())
 
     def error(self, error: RequestError) -> bytes:

@@ -16,8 +16,6 @@ from server.protocol import ErrorCode
 Dialect = Literal["lorax", "openai", "vllm", "anthropic"]
 
 _MESSAGES = "/v1/messages"
-# The request id, as clients of Anthropic read it.
-ANTHROPIC_ID_HEADER = "request-id"
 _VLLM_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
@@ -222,8 +220,6 @@ def error_answer(error: RequestError, dialect: Dialect, request_id: str = "") ->
     """The response to a request that fails before its first byte. request_id: for Anthropic's."""
     status = status_of(error.cause, dialect)
     headers = {**error.headers, "content-type": "application/json"}
-    if dialect == "anthropic":
-        headers[ANTHROPIC_ID_HEADER] = request_id
     if status == 401:
         headers |= _CHALLENGE
     retry_after_s = error.retry_after_s

@@ -13,7 +13,6 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.errors import ANTHROPIC_ID_HEADER
 from router.api.lorax.answer import Timings, count_headers, head_headers
 from router.api.request.formatter import Formatter
 from router.call import DIGEST_HEADER, GenerationCall, PromptInfo, RequestError
@@ -161,8 +160,6 @@ def _head_headers(
     if call.api == "lorax":
         source = None if call.adapter is None else call.adapter.source
         headers |= head_headers(head, card.names[0], card.device, source)
-    if call.api == "messages":
-        headers[ANTHROPIC_ID_HEADER] = head.request_id
     if head.adapter_digest is not None:
         headers[DIGEST_HEADER] = head.adapter_digest
     if observer.start is not None:

@@ -7,7 +7,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.errors import ANTHROPIC_ID_HEADER
 from router.api.messages.request import TokenCount, parse_count
 from router.api.request.body import decode_plain
 from router.api.request.fields import MAX_INT32
@@ -79,9 +78,7 @@ class TokenizeRoutes:
         limits, bearer = self._service.base.limits, self._service.answerer.bearer(request)
         call = parse_count(body, limits, bearer)
         (prompt,) = await self._prompts(request, caller, _uncut(call))
-        answer = json_response(TokenCount(len(prompt.ids)))
-        answer.headers[ANTHROPIC_ID_HEADER] = request.state.request_id
-        return answer
+        return json_response(TokenCount(len(prompt.ids)))
 
     async def info(self, request: Request) -> Response:
         await self._caller(request)

@@ -37,9 +37,11 @@ class MessageMetadata(msgspec.Struct, frozen=True):
 
 
 class ThinkingFields(msgspec.Struct, frozen=True):
-    """disabled: templates with such a switch turn reasoning off. adaptive: as the model likes."""
+    """disabled: templates with such a switch turn reasoning off. adaptive: as the model likes.
+    display: `summarized` is none: answers have the reasoning itself."""
 
     type: Literal["disabled", "adaptive"]
+    display: Literal["summarized"] | None = None
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
@@ -86,6 +88,11 @@ class TokenCount(msgspec.Struct, frozen=True):
 
 _FORM = Elsewhere((), "use `output_config.format`")
 _HAS_END = Elsewhere((False,), "answers end where the model ends them")
+_KEEPS_ALL: tuple[dict[str, Any], ...] = (
+    {},
+    {"edits": []},
+    {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+)
 # Fields that are not served, by what asks for nothing beside null.
 REFUSED = {
     "stop": Elsewhere(([], ""), "use `stop_sequences`"),
@@ -94,7 +101,7 @@ REFUSED = {
     "ignore_eos_token": _HAS_END,
     "container": Elsewhere((), "tools run where the caller runs them"),
     "mcp_servers": Elsewhere(([],), "tools run where the caller runs them"),
-    "context_management": Elsewhere(({},), "send the messages that shall be read"),
+    "context_management": Elsewhere(_KEEPS_ALL, "send the messages that shall be read"),
     "diagnostics": Elsewhere(({},), "`usage` holds what is known"),
     "inference_geo": Elsewhere((), "where a request runs is the router's choice"),
     "speed": Elsewhere(("standard",), "all requests run at one speed"),

@@ -78,7 +78,7 @@ def test_anthropics_types(cause: Cause, status: int, kind: str) -> None:
     answer = error_answer(RequestError(cause, "why"), "anthropic", "req1")
     body = json.loads(answer.body)
     assert (answer.status, body["error"]["type"]) == (status, kind)
-    assert answer.headers["request-id"] == body["request_id"] == "req1"
+    assert body["request_id"] == "req1"
 
 
 @pytest.mark.parametrize("code", get_args(AdapterErrorCode))

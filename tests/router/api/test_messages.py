@@ -47,6 +47,7 @@ def test_call() -> None:
         metadata={"user_id": "me"},
         cache_control={"type": "ephemeral"},
         service_tier="auto",
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     )
     assert call.messages == [said("system", "Be kind"), said("user", "Say")]
     assert (call.api, call.max_tokens, call.stream, call.user) == ("messages", 9, True, "me")
@@ -185,6 +186,7 @@ def test_tools(tool: dict[str, Any], choice: Any, tools: Tools | None) -> None:
     [
         ({}, None),
         ({"thinking": {"type": "disabled"}}, "none"),
+        ({"thinking": {"type": "adaptive", "display": "summarized"}}, None),
         ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, "high"),
     ],
 )
@@ -230,6 +232,7 @@ def test_form_of_the_text() -> None:
             "output_config.effort",
         ),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
         ({"container": "x"}, "container"),
         ({"context_management": {"edits": [1]}}, "context_management"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),

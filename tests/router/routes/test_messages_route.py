@@ -6,7 +6,6 @@ from typing import Any
 import httpx
 import pytest
 
-from router.api.errors import ANTHROPIC_ID_HEADER
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of
 from tests.router.generation.test_tools import ANSWER, THOUGHT, WEATHER, scripted
@@ -42,7 +41,7 @@ async def test_text(router: Running, worker: FakeWorker) -> None:
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(rendered)
     assert usage["output_tokens"] == len(SAID) + 1
     request_id = answer.headers["x-request-id"]
-    assert (found["id"], answer.headers[ANTHROPIC_ID_HEADER]) == (f"msg_{request_id}", request_id)
+    assert (found["id"], answer.headers["request-id"]) == (f"msg_{request_id}", request_id)
 
 
 async def test_streams(router: Running) -> None:
@@ -84,7 +83,7 @@ async def test_count_is_that_of_the_answer(router: Running) -> None:
         usage = (await ask(router, **fields)).json()["usage"]
         read = usage["input_tokens"] + usage["cache_read_input_tokens"]
         assert counted.json() == {"input_tokens": read}
-    assert counted.headers[ANTHROPIC_ID_HEADER] == counted.headers["x-request-id"]
+    assert counted.headers["request-id"] == counted.headers["x-request-id"]
     long = await ask(router, "/count_tokens", system="x" * 5000)
     assert long.json()["input_tokens"] > 5000
 
@@ -94,7 +93,7 @@ async def test_errors(router: Running, path: str) -> None:
     missing = await ask(router, path, model="org/missing")
     assert missing.status_code == 404
     assert missing.json()["error"]["type"] == "not_found_error"
-    assert missing.json()["request_id"] == missing.headers["x-request-id"]
+    assert missing.json()["request_id"] == missing.headers["request-id"]
     image = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
     refused = await ask(router, path, messages=image)
     assert refused.status_code == 400
@@ -122,6 +121,19 @@ async def test_keys_of_both_headers(tmp_path: Path, worker: FakeWorker, path: st
             assert answer.json()["error"]["type"] == "authentication_error"
         barred = await ask(router, path, model="pirate", headers={"x-api-key": key})
         assert (barred.status_code, barred.json()["error"]["type"]) == (403, "permission_error")
+
+
+async def test_an_idempotency_key_is_one_callers(tmp_path: Path, worker: FakeWorker) -> None:
+    async with keyed(tmp_path, worker) as router:
+        keys = [await create(router) for _ in range(2)]
+        answers = [
+            await ask(router, headers={"x-api-key": key, "idempotency-key": "once"})
+            for key in (keys[0], keys[0], keys[1])
+        ]
+    first, again, other = answers
+    assert first.json() == again.json() != other.json()
+    assert [a.headers.get("idempotency-replayed") for a in answers] == [None, "true", None]
+    assert again.headers["request-id"] == again.headers["x-request-id"]
 
 
 async def test_quotas(tmp_path: Path, worker: FakeWorker) -> None:

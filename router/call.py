@@ -18,7 +18,7 @@ from router.shape.shape import Shape
 from router.tools.tools import Tools
 from server.protocol import SamplingParams
 
-Api = Literal["lorax", "completions", "chat", "responses"]
+Api = Literal["lorax", "completions", "chat", "responses", "messages"]
 # What is left of a prompt that is cut.
 PromptEnd = Literal["first", "last"]
 # What clients made for servers of one model send as `model` when their user gave none.
@@ -207,7 +207,8 @@ class TextEvent(msgspec.Struct, frozen=True):
     The event with `finish` is the choice's last. tokens: empty unless logprobs were asked for.
     num_tokens: generated since the event before, whether or not `tokens` lists them. token_ids:
     their ids. reasoning, calls: what is no part of the text, where the answer is divided.
-    num_reasoning: tokens that are newly known to be the reasoning's.
+    num_reasoning: tokens that are newly known to be the reasoning's. stop: the stop string that
+    ended the choice, beside `finish`.
     """
 
     prompt_index: int
@@ -220,6 +221,7 @@ class TextEvent(msgspec.Struct, frozen=True):
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
     num_reasoning: int = 0
+    stop: str | None = None
 
 
 class ChoiceResult(msgspec.Struct, frozen=True):
@@ -227,7 +229,7 @@ class ChoiceResult(msgspec.Struct, frozen=True):
 
     token_ids: of all generated tokens, the one that ended the choice included. reasoning, calls:
     what is no part of the text, where the answer is divided. reasoning_tokens: of
-    `generated_tokens`, those of the reasoning and its markers.
+    `generated_tokens`, those of the reasoning and its markers. stop: the stop string that ended it.
     """
 
     prompt_index: int
@@ -241,6 +243,7 @@ class ChoiceResult(msgspec.Struct, frozen=True):
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     reasoning_tokens: int = 0
+    stop: str | None = None
 
 
 class PromptInfo(msgspec.Struct, frozen=True):

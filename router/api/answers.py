@@ -30,6 +30,11 @@ def sse(payload: Any) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def named_sse(name: str, payload: Any) -> bytes:
+    """The same, of a named event."""
+    return b"event: " + name.encode() + b"\n" + sse(payload)
+
+
 def sse_error(error: RequestError, dialect: Dialect) -> bytes:
     return sse(error_object(error, dialect))
 
@@ -39,6 +44,24 @@ def finite(logprob: float | None) -> float:
     if logprob is None or not math.isfinite(logprob):
         return LEAST_LOGPROB
     return logprob
+
+
+class HeldSpace:
+    """White space with which no part of an answer begins unless something follows it."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, str] = {}
+
+    def begin(self, kind: str, piece: str) -> str:
+        """What a part of this kind begins with; "" = it does not begin yet."""
+        piece = self.pop(kind) + piece
+        if piece.strip():
+            return piece
+        self._held[kind] = piece
+        return ""
+
+    def pop(self, kind: str) -> str:
+        return self._held.pop(kind, "")
 
 
 def best_first(results: Sequence[ChoiceResult]) -> list[ChoiceResult]:

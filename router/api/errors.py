@@ -10,15 +10,20 @@ from adapters.errors import AdapterError, AdapterErrorCode, Violation
 from router.call import Cause, RequestError
 from server.protocol import ErrorCode
 
-# The shape of an error: LoRAX's {"error", "error_type"} or OpenAI's {"error": {…}}. `vllm` is the
-# latter with the statuses that vLLM's two LoRA routes have.
-Dialect = Literal["lorax", "openai", "vllm"]
+# The shape of an error: LoRAX's {"error", "error_type"}, OpenAI's {"error": {…}} or Anthropic's
+# {"type": "error", "error": {…}}. `vllm` is OpenAI's with the statuses that vLLM's two LoRA routes
+# have.
+Dialect = Literal["lorax", "openai", "vllm", "anthropic"]
 
+_MESSAGES = "/v1/messages"
 _VLLM_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """One cause. code: OpenAI's `code`; *_status: a dialect's, where it differs from status."""
+    """One cause. code: OpenAI's `code`; *_status: a dialect's, where it differs from status.
+
+    Anthropic's types follow from statuses.
+    """
 
     status: int
     type: str
@@ -26,6 +31,7 @@ class _Row(msgspec.Struct, frozen=True):
     error_type: str
     lorax_status: int | None = None
     vllm_status: int | None = None
+    anthropic_status: int | None = None
 
 
 _INVALID = "invalid_request_error"
@@ -58,7 +64,7 @@ _TABLE: dict[Cause, _Row] = {
         error_type="adapter_too_large",
         vllm_status=400,
     ),
-    "overloaded": _Row(429, "rate_limit_error", "overloaded", "overloaded"),
+    "overloaded": _Row(429, "rate_limit_error", "overloaded", "overloaded", anthropic_status=529),
     "rate_limited": _Row(429, "rate_limit_error", "rate_limit_exceeded", "rate_limited"),
     "unavailable": _Row(503, _SERVER, "unavailable", "unavailable"),
     "deadline": _Row(504, _SERVER, "deadline_exceeded", "deadline_exceeded"),
@@ -67,6 +73,17 @@ _TABLE: dict[Cause, _Row] = {
     "idempotency_mismatch": _Row(422, _INVALID, "idempotency_mismatch", "idempotency_mismatch"),
     "quarantined": _Row(500, _SERVER, "request_quarantined", "request_quarantined"),
     "internal": _Row(500, _SERVER, "internal_error", "generation"),
+}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
 }
 # OpenAI's clients retry every 409 and 5xx unless a header forbids it.
 _NO_RETRY: frozenset[Cause] = frozenset(("quarantined", "conflict", "idempotency_conflict"))
@@ -124,6 +141,23 @@ class OpenAIError(msgspec.Struct, frozen=True):
     error: OpenAIErrorDetail
 
 
+class AnthropicErrorDetail(msgspec.Struct, frozen=True):
+    """message: it names the field at fault, and has an adapter's violations."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """An error of `/v1/messages` and what is below it."""
+
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+AnyError = LoraxError | OpenAIError | AnthropicError
+
+
 class ErrorAnswer(msgspec.Struct, frozen=True):
     """A whole error response; `content-type: application/json` is among the headers."""
 
@@ -138,6 +172,8 @@ def dialect_of_path(path: str) -> Dialect:
         return "vllm"
     if path in ("/detokenize", "/tokenizer_info"):
         return "openai"
+    if path == _MESSAGES or path.startswith(f"{_MESSAGES}/"):
+        return "anthropic"
     return "openai" if path == "/v1" or path.startswith("/v1/") else "lorax"
 
 
@@ -159,22 +195,29 @@ def from_engine_error(code: ErrorCode, message: str) -> RequestError:
 
 def status_of(cause: Cause, dialect: Dialect) -> int:
     row = _TABLE[cause]
-    own: int | None = {"lorax": row.lorax_status, "vllm": row.vllm_status}.get(dialect)
+    own: int | None = {
+        "lorax": row.lorax_status,
+        "vllm": row.vllm_status,
+        "anthropic": row.anthropic_status,
+    }.get(dialect)
     return row.status if own is None else own
 
 
-def error_object(error: RequestError, dialect: Dialect) -> LoraxError | OpenAIError:
+def error_object(error: RequestError, dialect: Dialect, request_id: str = "") -> AnyError:
     """The JSON body. An invalid adapter's violations are all listed."""
     row = _TABLE[error.cause]
     violations = list(error.violations) or UNSET
     if dialect == "lorax":
         return LoraxError(_lorax_message(error, row), row.error_type, violations)
     message = _with_violations(error)
+    if dialect == "anthropic":
+        kind = _name(row, error.cause, dialect)
+        return AnthropicError(AnthropicErrorDetail(kind, message), request_id)
     return OpenAIError(OpenAIErrorDetail(message, row.type, error.param, row.code, violations))
 
 
-def error_answer(error: RequestError, dialect: Dialect) -> ErrorAnswer:
-    """The response to a request that fails before its first byte."""
+def error_answer(error: RequestError, dialect: Dialect, request_id: str = "") -> ErrorAnswer:
+    """The response to a request that fails before its first byte. request_id: for Anthropic's."""
     status = status_of(error.cause, dialect)
     headers = {**error.headers, "content-type": "application/json"}
     if status == 401:
@@ -186,18 +229,28 @@ def error_answer(error: RequestError, dialect: Dialect) -> ErrorAnswer:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
     elif error.cause in _NO_RETRY:
         headers["x-should-retry"] = "false"
-    return ErrorAnswer(status, headers, msgspec.json.encode(error_object(error, dialect)))
+    body = msgspec.json.encode(error_object(error, dialect, request_id))
+    return ErrorAnswer(status, headers, body)
 
 
 def error_table(dialect: Dialect) -> dict[int, tuple[str, ...]]:
     """Status -> the machine-readable names it comes with, for the API's description."""
     table: dict[int, list[str]] = {}
     for cause, row in _TABLE.items():
-        name = row.error_type if dialect == "lorax" else row.code or row.type
+        name = _name(row, cause, dialect)
         names = table.setdefault(status_of(cause, dialect), [])
         if name not in names:
             names.append(name)
     return {status: tuple(names) for status, names in sorted(table.items())}
+
+
+def _name(row: _Row, cause: Cause, dialect: Dialect) -> str:
+    """What a program tells errors apart by."""
+    if dialect == "lorax":
+        return row.error_type
+    if dialect == "anthropic":
+        return _ANTHROPIC_TYPES.get(status_of(cause, dialect), _INVALID)
+    return row.code or row.type
 
 
 def _lorax_message(error: RequestError, row: _Row) -> str:

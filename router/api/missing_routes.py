@@ -14,6 +14,7 @@ _HERE = {
     "/chat/completions": "POST /v1/chat/completions does it",
     "/completions": "POST /v1/completions does it",
     "/responses": "POST /v1/responses does it",
+    "/messages": "POST /v1/messages does it",
     "/invocations": "POST /v1/chat/completions or /v1/completions does it",
     "/load_lora_adapter": "POST /v1/load_lora_adapter does it",
     "/unload_lora_adapter": "POST /v1/unload_lora_adapter does it",
@@ -23,7 +24,6 @@ _HERE = {
     "/reset_prefix_cache": "no cache has to be emptied: each is keyed by content",
 }
 _NOT_SERVED = {
-    "/v1/messages": "Anthropic's messages: POST /v1/chat/completions takes OpenAI's",
     **dict.fromkeys(("/v1/embeddings", "/embed", "/pooling", "/classify"), "embeddings"),
     **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/rerank"), "scores"),
     **dict.fromkeys(("/v1/batches", "/v1/files"), "batches"),

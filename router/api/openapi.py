@@ -9,10 +9,16 @@ import msgspec
 
 from router.api.admin.keys import MAX_LISTED
 from router.api.admin.operations import OPERATIONS, Operation
-from router.api.errors import Dialect, LoraxError, OpenAIError, error_table
+from router.api.errors import AnthropicError, Dialect, LoraxError, OpenAIError, error_table
 from router.api.request.formatter import ApiLimits
 from router.api.schema_limits import Schema, say_limits
 
+_ERRORS: dict[Dialect, Any] = {
+    "lorax": LoraxError,
+    "openai": OpenAIError,
+    "vllm": OpenAIError,
+    "anthropic": AnthropicError,
+}
 _REF = "#/components/schemas/{name}"
 # Errors that a GET without a body can meet.
 _PLAIN_ERRORS = frozenset((404, 405, 500, 503))
@@ -45,7 +51,7 @@ def openapi_document(
     version: str, access: Access = _KEYED, limits: ApiLimits = _USUAL
 ) -> dict[str, Any]:
     """The whole document, ready for JSON."""
-    types = [LoraxError, OpenAIError]
+    types = [*_ERRORS.values()]
     for operation in OPERATIONS:
         types += [*operation.requests, *operation.answers, *filter(None, [operation.event])]
     found = msgspec.json.schema_components(types, ref_template=_REF)
@@ -125,17 +131,13 @@ def _success(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
 
 def _event(operation: Operation, schema_of: dict[str, Any]) -> Schema:
     """One event of a stream. Where the answer breaks off, the last one is the error."""
-    payload = _any_of((operation.event, _error_type(operation.dialect)), schema_of)
+    payload = _any_of((operation.event, _ERRORS[operation.dialect]), schema_of)
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
     event: Schema = {"type": "object", "required": ["data"], "properties": {"data": data}}
     if not operation.done:
         return event
     last = {"type": "object", "required": ["data"], "properties": {"data": {"const": "[DONE]"}}}
     return {"anyOf": [last, event]}
-
-
-def _error_type(dialect: Dialect) -> type[LoraxError] | type[OpenAIError]:
-    return LoraxError if dialect == "lorax" else OpenAIError
 
 
 def _errors(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +148,7 @@ def _errors(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
             if operation.requests or status in _errors_of(operation):
                 said, types = answers.setdefault(status, ([], []))
                 said += [name for name in names if name not in said]
-                types.append(_error_type(dialect))
+                types.append(_ERRORS[dialect])
     return {
         str(status): {
             "description": ", ".join(said),

@@ -7,10 +7,12 @@ from typing import Any
 from adapters.chat.conversation import REASONING
 from adapters.merge.recipe import MAX_MEMBERS, MAX_WEIGHT, SIGN_METHODS, STRATEGIES
 from router.api.lorax.fields import HARMLESS as HARMLESS_BESIDE
+from router.api.messages.request import REFUSED as REFUSED_OF_MESSAGES
+from router.api.messages.tools import REFUSED_OF_TOOL
 from router.api.openai.common import HARMLESS
 from router.api.request.fields import SOURCES
 from router.api.request.formatter import ApiLimits
-from router.api.request.known_elsewhere import ELSEWHERE
+from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
 from router.api.responses.request import REFUSED
 from router.tools.registry import FORMATS
 
@@ -19,9 +21,11 @@ Schema = dict[str, Any]
 # Unknown fields are refused unless they are null.
 _CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "LoraxParameters") + (
     *("ResponsesBody", "ResponseStreamOptions", "ReasoningFields", "TextFields", "TextFormat"),
+    *("MessagesBody", "CountTokensBody", "MessageMetadata", "ThinkingFields", "OutputFields"),
 )
+_MESSAGES_BODIES = ("MessagesBody", "CountTokensBody")
 _OPENAI_BODIES = ("ChatBody", "CompletionsBody", "TokenizeChatBody", "TokenizePromptBody")
-_SIZED = (*_OPENAI_BODIES, "LoraxParameters", "ResponsesBody")
+_SIZED = (*_OPENAI_BODIES, *_MESSAGES_BODIES, "LoraxParameters", "ResponsesBody")
 # JSON Schema's bound of a field of one type, and the limit that it is.
 _BOUNDS = {
     "n": ("integer", "maximum", "max_n"),
@@ -31,6 +35,7 @@ _BOUNDS = {
     "prompt_logprobs": ("integer", "maximum", "max_logprobs"),
     "return_k_alternatives": ("integer", "maximum", "max_logprobs"),
     "stop": ("array", "maxItems", "max_stop_sequences"),
+    "stop_sequences": ("array", "maxItems", "max_stop_sequences"),
     "stop_token_ids": ("array", "maxItems", "max_stop_token_ids"),
     "logit_bias": ("object", "maxProperties", "max_logit_bias"),
     "messages": ("array", "maxItems", "max_messages"),
@@ -57,7 +62,9 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
         _say_sizes(components[name]["properties"], limits)
     for name in _OPENAI_BODIES:
         _say_fields(components[name]["properties"])
-    _say_responses(components["ResponsesBody"]["properties"])
+    _say_refused(components["ResponsesBody"]["properties"], REFUSED)
+    for name in _MESSAGES_BODIES:
+        _say_refused(components[name]["properties"], REFUSED_OF_MESSAGES)
     components["LoraxBody"]["properties"] |= {field: {} for field in HARMLESS_BESIDE}
     components["LoraxParameters"]["properties"] |= _UNSERVED
     _bound(components["LoraxParameters"]["properties"]["seed"], "integer", maximum=2**64 - 1)
@@ -75,6 +82,7 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     tool |= {"properties": {"type": {"const": "function"}, "function": function}}
     tool["required"] = ["type", "function"]
     _say_flat_tool(components["FlatTool"])
+    _say_messages(components, limits)
     components["Message"] = _message(components["Message"])
 
 
@@ -140,11 +148,26 @@ def _say_flat_tool(tool: Schema) -> None:
     tool["required"] = ["type", "name"]
 
 
-def _say_responses(properties: dict[str, Schema]) -> None:
+def _say_messages(components: dict[str, Schema], limits: ApiLimits) -> None:
+    """Sizes, and what tools may not ask for."""
+    _bound(components["Turn"]["properties"]["content"], "array", minItems=1)
+    for name in _MESSAGES_BODIES:
+        for schema in _alternatives(components[name]["properties"]["stop_sequences"]):
+            _bound(schema.get("items", {}), "string", maxLength=limits.max_stop_chars)
+    tool = components["InputTool"]
+    tool["properties"] |= {"type": {"enum": [None, "custom"]}, "input_schema": {"type": "object"}}
+    tool["properties"] |= {
+        name: {"enum": [None, *field.neutral]} for name, field in REFUSED_OF_TOOL.items()
+    }
+    tool["required"] = ["name", "input_schema"]
+
+
+def _say_refused(properties: dict[str, Schema], refused: dict[str, Elsewhere]) -> None:
+    """refused: of the route's own fields."""
     own = dict(properties)
     _say_fields(properties)
     properties |= own
-    properties |= {name: {"enum": [None, *field.neutral]} for name, field in REFUSED.items()}
+    properties |= {name: {"enum": [None, *field.neutral]} for name, field in refused.items()}
 
 
 def _prompts(limits: ApiLimits) -> Schema:

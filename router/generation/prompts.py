@@ -89,7 +89,13 @@ def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> 
 
 # The bias of a token that is never drawn, within what a worker takes.
 _NEVER = -1e6
-_PARAM = {"lorax": "inputs", "completions": "prompt", "chat": "messages", "responses": "input"}
+_PARAM: dict[Api, str] = {
+    "lorax": "inputs",
+    "completions": "prompt",
+    "chat": "messages",
+    "responses": "input",
+    "messages": "messages",
+}
 
 
 async def render_messages(
@@ -118,15 +124,21 @@ async def render_messages(
 
 def _spelled(error: RequestError, api: Api) -> RequestError:
     """With the field's name on the route."""
-    name = _CHAT_FIELDS.get(error.param or "") if api == "responses" else None
+    name = _CHAT_FIELDS.get(api, {}).get(error.param or "")
     if name is None:
         return error
     message = error.message.replace(f"`{error.param}`", f"`{name}`")
     return RequestError(error.cause, message, param=name)
 
 
-# Fields of a chat, as responses have them.
-_CHAT_FIELDS = {"messages": "input", "reasoning_effort": "reasoning.effort"}
+# Fields of a chat, as other APIs have them.
+_CHAT_FIELDS: dict[Api, dict[str, str]] = {
+    "responses": {"messages": "input", "reasoning_effort": "reasoning.effort"},
+    "messages": {
+        "continue_final_message": "messages",
+        "reasoning_effort": "output_config.effort",
+    },
+}
 
 
 def _build(call: GenerationCall, model: TextModel, prompt: str | list[int]) -> Prompt:

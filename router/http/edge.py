@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.api.errors import dialect_of_path
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.request import RequestInHand
 from router.telemetry.request_log import RequestLog
@@ -15,6 +16,8 @@ from router.telemetry.request_log import RequestLog
 logger = logging.getLogger(__name__)
 
 _ID_HEADER = b"x-request-id"
+# As Anthropic's clients read it.
+_ANTHROPIC_ID_HEADER = b"request-id"
 _CLOSE = ((b"connection", b"close"),)
 _ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")
 
@@ -47,7 +50,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         request = self._log.begin(_request_id(scope), scope)
-        answer = _Answer(send, request, self._closing)
+        answer = _Answer(send, request, _id_headers(scope["path"]), self._closing)
         scope.setdefault("state", {})["request_id"] = answer.request_id
         try:
             await self._app(scope, receive, answer.send)
@@ -67,8 +70,15 @@ class Edge:
 class _Answer:
     """Remembers what was sent, and adds the request's id to the head, and its trace's."""
 
-    def __init__(self, send: Send, request: RequestInHand, closing: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        send: Send,
+        request: RequestInHand,
+        id_headers: tuple[bytes, ...],
+        closing: Callable[[], bool],
+    ) -> None:
         self._closing = closing
+        self._id_headers = id_headers
         self.request_id = request.request_id
         self._traceparent = request.trace.traceparent
         self.status = 0
@@ -81,12 +91,17 @@ class _Answer:
             self.status = message["status"]
             message["headers"] = [
                 *message.get("headers", ()),
-                (_ID_HEADER, self.request_id.encode()),
+                *((name, self.request_id.encode()) for name in self._id_headers),
                 *(_CLOSE if self._closing() else ()),
             ]
             if self._traceparent is not None:
                 message["headers"].append((b"traceparent", self._traceparent.encode()))
         await self._send(message)
+
+
+def _id_headers(path: str) -> tuple[bytes, ...]:
+    is_anthropics = dialect_of_path(path) == "anthropic"
+    return (_ID_HEADER, _ANTHROPIC_ID_HEADER) if is_anthropics else (_ID_HEADER,)
 
 
 def _request_id(scope: Scope) -> str:

@@ -1,6 +1,6 @@
 """The router's HTTP face: which path is answered by what."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Lifespan
 
 from router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
 from router.api.lorax import request as lorax
+from router.api.messages import request as messages
 from router.api.missing_routes import hint
 from router.api.openai import chat as openai_chat
 from router.api.openai import completions as openai_completions
@@ -24,18 +25,17 @@ from router.http.body import CLIENT_GONE_STATUS, ClientGone
 from router.http.by_port import ByPort
 from router.http.edge import Edge
 from router.routes.adapters import AdapterRoutes
+from router.routes.api_key import with_api_key
 from router.routes.console import ConsoleRoutes
 from router.routes.fleet import FleetRoute
 from router.routes.info import InfoRoutes
 from router.routes.keys import KeyRoutes, UsageRoutes
-from router.routes.operator import OperatorRoutes
+from router.routes.operator import Endpoint, OperatorRoutes
 from router.routes.tokenize import TokenizeRoutes
 from router.service import Service
 from router.telemetry.caller_errors import CallerErrors
 from router.telemetry.metrics import GENERATION_PATHS
 from router.telemetry.request_log import RequestLog
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 _CAUSES: dict[int, Cause] = {404: "route_not_found", 405: "method_not_allowed"}
 
@@ -126,6 +126,7 @@ def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
         _post("/v1/completions", answer(openai_completions.parse)),
         _post("/v1/chat/completions", answer(openai_chat.parse)),
         _post("/v1/responses", answer(responses.parse)),
+        _post("/v1/messages", with_api_key(answer(messages.parse))),
     ]
 
 
@@ -178,6 +179,7 @@ def _info_routes(service: Service, info: InfoRoutes) -> list[Route]:
     return [
         _post("/tokenize", tokenizer.tokenize),
         _post("/detokenize", tokenizer.detokenize),
+        _post("/v1/messages/count_tokens", with_api_key(tokenizer.count_messages)),
         _get("/tokenizer_info", tokenizer.info),
         _get("/v1/models", info.models),
         _get("/v1/models/{name:path}", info.model),
@@ -246,4 +248,5 @@ class _Errors:
     def _answer(self, error: RequestError, request: Request) -> ErrorAnswer:
         self._errors.note(request, error)
         dialect: Dialect | None = getattr(request.state, "dialect", None)
-        return error_answer(error, dialect or dialect_of_path(request.scope["path"]))
+        dialect = dialect or dialect_of_path(request.scope["path"])
+        return error_answer(error, dialect, request.state.request_id)

@@ -1,5 +1,5 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the tokens of a generation, without running
-it."""
+"""`/tokenize`, `/detokenize`, `/tokenizer_info` and `/v1/messages/count_tokens`: the tokens of a
+generation, without running it."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.api.messages.request import TokenCount, parse_count
 from router.api.request.body import decode_plain
 from router.api.request.fields import MAX_INT32
 from router.api.request.formatter import ApiLimits
@@ -54,9 +55,7 @@ class TokenizeRoutes:
         parse: ParseIds = parse_messages if shape == "messages" else parse_prompt
         limits, answerer = self._service.base.limits, self._service.answerer
         asked = parse(body, limits, answerer.bearer(request))
-        # Of any length: what is counted may have to be shortened.
-        uncut = asked.call if asked.call.truncate else _of_any_length(asked.call)
-        (prompt,) = await self._prompts(request, caller, uncut)
+        (prompt,) = await self._prompts(request, caller, _uncut(asked.call))
         return await _ids(prompt.ids, model, asked.with_strings)
 
     async def detokenize(self, request: Request) -> Response:
@@ -71,6 +70,15 @@ class TokenizeRoutes:
             len(ids), lambda: model.decode(ids, skip_special_tokens=False)
         )
         return json_response(DetokenizedText(text))
+
+    async def count_messages(self, request: Request) -> Response:
+        caller = await self._caller(request)
+        body = await read_json_body(request, self._body_limits)
+        self._service.base.require()
+        limits, bearer = self._service.base.limits, self._service.answerer.bearer(request)
+        call = parse_count(body, limits, bearer)
+        (prompt,) = await self._prompts(request, caller, _uncut(call))
+        return json_response(TokenCount(len(prompt.ids)))
 
     async def info(self, request: Request) -> Response:
         await self._caller(request)
@@ -91,8 +99,9 @@ class TokenizeRoutes:
         return await service.dispatcher.prompts(asked, service.answerer.observer(request, charge))
 
 
-def _of_any_length(call: GenerationCall) -> GenerationCall:
-    return msgspec.structs.replace(call, truncate=MAX_INT32)
+def _uncut(call: GenerationCall) -> GenerationCall:
+    """Of any length, unless it asks to be cut: what is counted may have to be shortened."""
+    return call if call.truncate else msgspec.structs.replace(call, truncate=MAX_INT32)
 
 
 async def _spans(body: bytes, model: TextModel) -> Response:

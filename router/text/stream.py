@@ -124,6 +124,7 @@ class ChoiceStream:
             reasoning="" if self._divided is None else self._divided.reasoning,
             calls=() if self._divided is None else self._divided.calls,
             reasoning_tokens=self._num_reasoning,
+            stop=self._stops.hit,
         )
 
     def _accept(self, token_id: int, logprob: TokenLogprob | None, *, is_end: bool) -> str:
@@ -207,6 +208,7 @@ class ChoiceStream:
             reasoning=parts.reasoning,
             calls=parts.calls,
             num_reasoning=self._count_reasoning(),
+            stop=self._stops.hit,
         )
 
     def _count_reasoning(self) -> int:

@@ -11,13 +11,16 @@ import schemathesis
 from schemathesis.checks import CHECKS
 from schemathesis.openapi.checks import RejectedPositiveData
 
-_OPENAI = r"POST /(v1/((chat/)?completions|responses)|tokenize)"
+_OPENAI = r"POST /(v1/((chat/)?completions|responses|messages(/count_tokens)?)|tokenize)"
 _LORAX = r"POST /(tokenize|generate|generate_stream)?"
-_TEXTS = r"POST /(v1/((chat/)?completions|responses)|(de)?tokenize|generate|generate_stream)?"
+_TEXTS = (
+    r"POST /(v1/((chat/)?completions|responses|messages(/count_tokens)?)"
+    r"|(de)?tokenize|generate|generate_stream)?"
+)
 _REGISTERS = r"POST /v1/(adapters.*|load_lora_adapter)"
 _ALL = r".*"
 _FORM = (
-    r"`(response_format|text\.format|grammar|structured_outputs|guided_\w+|json_schema|regex|ebnf|bad_words"
+    r"`(response_format|text\.format|output_config\.format|grammar|structured_outputs|guided_\w+|json_schema|regex|ebnf|bad_words"
     r"|allowed_token_ids|ignore_eos(_token)?)[.`\[]"
     r"|supplied: (response_format|grammar|structured_outputs)"
 )
@@ -56,6 +59,7 @@ UNSAID = (
     Rule(_OPENAI, "the best of several is whole", (400,), r"equal `n` when streaming|least `n`"),
     Rule(_OPENAI, "a key of `logit_bias` is a token id", (400,), r"`logit_bias`: a key"),
     Rule(_OPENAI, "tools have names of their own", (400,), r"no tool of `tools`|an earlier tool"),
+    Rule(r"POST /v1/messages.*", "a block has what its type says", (400,), r"^`messages\["),
     Rule(r"POST /v1/responses", "an item has what its type says", (400,), r"^`input[`\[]"),
     # Of LoRAX's
     Rule(

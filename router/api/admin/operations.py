@@ -31,6 +31,9 @@ from router.api.admin.rollouts import AdapterHistory, DigestBody, RolloutBody, R
 from router.api.errors import Dialect, dialect_of_path
 from router.api.lorax.answer import GenerateAnswer, StreamAnswer
 from router.api.lorax.request import LoraxBody
+from router.api.messages.answer import MessageObject
+from router.api.messages.request import CountTokensBody, MessagesBody, TokenCount
+from router.api.messages.stream import MessageEvent
 from router.api.openai.chat import ChatBody
 from router.api.openai.chat_answer import ChatChunk, ChatCompletion
 from router.api.openai.completions import CompletionsBody
@@ -204,6 +207,14 @@ OPERATIONS: tuple[Operation, ...] = (
         ResponseObject,
         ResponseEvent,
     ),
+    _post(
+        "/v1/messages",
+        "Answer a conversation (Anthropic)",
+        MessagesBody,
+        MessageObject,
+        MessageEvent,
+    ),
+    _post("/v1/messages/count_tokens", "The tokens of its prompt", CountTokensBody, TokenCount),
     _keyed("/v1/models", "The base and registered adapters", ModelList),
     _keyed("/v1/models/{name}", "One of them", ModelObject),
     *_KEYS,

@@ -74,6 +74,29 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
     return plain
 
 
+# In the order in which an answer has them, with those that may stand before a part.
+_BEFORE = {
+    "reasoning_content": (),
+    "content": ("reasoning_content",),
+    "tool_calls": ("reasoning_content", "content", "tool_calls"),
+}
+
+
+def join_assistant(messages: list[Message], part: str, value: Any) -> None:
+    """The part becomes the last message's if that is the assistant's and it belongs there."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or not _fits(last, part):
+        messages.append(Message("assistant", **{part: value}))
+        return
+    if part == "tool_calls":
+        value = [*(last.tool_calls or ()), *value]
+    messages[-1] = msgspec.structs.replace(last, **{part: value})
+
+
+def _fits(last: Message, part: str) -> bool:
+    return all(getattr(last, name) is None or name in _BEFORE[part] for name in _BEFORE)
+
+
 def _reasoning(message: Message, where: str) -> str | None:
     found = [(name, value) for name in REASONING if (value := getattr(message, name)) is not None]
     for name, value in found[1:]:
@@ -95,10 +118,11 @@ def _content(message: Message, where: str) -> str | list[dict[str, Any]] | None:
     if isinstance(content, str):
         return content
     require(content, "expected at least one part", f"{where}.content")
-    return [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+    return [text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
 
 
-def _part(part: ContentPart, param: str) -> dict[str, Any]:
+def text_part(part: ContentPart, param: str) -> dict[str, Any]:
+    """As templates read it. Raises RequestError for what is no text."""
     if part.type != "text":
         raise RequestError(
             "unsupported",

@@ -37,14 +37,14 @@ def temperature_of(value: float) -> float:
     return 0.0 if value < LEAST_TEMPERATURE else value
 
 
-def check_stops(stops: list[str], limits: ApiLimits) -> tuple[str, ...]:
+def check_stops(stops: list[str], limits: ApiLimits, param: str = "stop") -> tuple[str, ...]:
     most = limits.max_stop_sequences
-    require(len(stops) <= most, f"expected at most {most} stop strings, got {len(stops)}", "stop")
+    require(len(stops) <= most, f"expected at most {most} stop strings, got {len(stops)}", param)
     for stop in stops:
         require(
             0 < len(stop) <= limits.max_stop_chars,
             f"expected stop strings of 1 to {limits.max_stop_chars} characters, got {len(stop)}",
-            "stop",
+            param,
         )
     return tuple(stops)
 

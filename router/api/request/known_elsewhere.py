@@ -144,6 +144,14 @@ def check_unknown(plain: dict[str, Any], known: Collection[str], harmless: Colle
             raise unsupported(name, field.hint)
 
 
+def check_refused(parts: dict[str, Any], refused: dict[str, Elsewhere], where: str = "") -> None:
+    """Of a route's own fields that are not served. where: of what they are a part. Raises
+    RequestError."""
+    for name, field in refused.items():
+        if not field.asks_for_nothing(parts.get(name)):
+            raise unsupported(f"{where}{name}", field.hint)
+
+
 def check_unknown_parts(parts: dict[str, Any], known: Collection[str], where: str) -> None:
     """Of an object inside the body. where: its name, with a dot. Raises RequestError."""
     for name, value in parts.items():

@@ -11,6 +11,7 @@ from router.api.request.chat_messages import (
     Message,
     MessageToolCall,
     Role,
+    join_assistant,
     to_template,
 )
 from router.api.request.known_elsewhere import unsupported
@@ -65,11 +66,11 @@ def _add(messages: list[Message], item: InputItem, where: str) -> None:
     if kind == "message":
         message = _message(item, where)
         if message.role == "assistant":
-            _join(messages, "content", message.content)
+            join_assistant(messages, "content", message.content)
         else:
             messages.append(message)
     elif kind == "function_call":
-        _join(messages, "tool_calls", [_call(item, where)])
+        join_assistant(messages, "tool_calls", [_call(item, where)])
     elif kind == "function_call_output":
         call_id = _text(item.call_id, f"{where}.call_id")
         output = _content(item.output, f"{where}.output")
@@ -77,34 +78,11 @@ def _add(messages: list[Message], item: InputItem, where: str) -> None:
     elif kind == "reasoning":
         text = _reasoning(item, where)
         if text:
-            _join(messages, "reasoning_content", text)
+            join_assistant(messages, "reasoning_content", text)
     else:
         known = "`message`, `function_call`, `function_call_output` and `reasoning` are"
         hint = _STORED if kind == "item_reference" else f"{kind[:40]!r} is not known, {known}"
         raise unsupported(f"{where}.type", hint)
-
-
-# In the order in which an answer has them, with those that may stand before a part.
-_BEFORE = {
-    "reasoning_content": (),
-    "content": ("reasoning_content",),
-    "tool_calls": ("reasoning_content", "content", "tool_calls"),
-}
-
-
-def _join(messages: list[Message], part: str, value: Any) -> None:
-    """The part becomes the last message's if that is the assistant's and it belongs there."""
-    last = messages[-1] if messages else None
-    if last is None or last.role != "assistant" or not _fits(last, part):
-        messages.append(Message("assistant", **{part: value}))
-        return
-    if part == "tool_calls":
-        value = [*(last.tool_calls or ()), *value]
-    messages[-1] = msgspec.structs.replace(last, **{part: value})
-
-
-def _fits(last: Message, part: str) -> bool:
-    return all(getattr(last, name) is None or name in _BEFORE[part] for name in _BEFORE)
 
 
 def _message(item: InputItem, where: str) -> Message:

@@ -16,7 +16,7 @@ from router.api.openai.common import (
 from router.api.request.body import decode_plain, require
 from router.api.request.fields import Positive
 from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import Elsewhere, check_unknown_parts, unsupported
+from router.api.request.known_elsewhere import Elsewhere, check_refused, check_unknown_parts
 from router.api.request.shapes import check_ends, json_of
 from router.api.request.tool_fields import for_template
 from router.api.responses.answer import Asked
@@ -105,9 +105,7 @@ REFUSED = {
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Raises RequestError."""
     plain = decode_plain(body)
-    for name, field in REFUSED.items():
-        if not field.asks_for_nothing(plain.get(name)):
-            raise unsupported(name, field.hint)
+    check_refused(plain, REFUSED)
     read = {name: value for name, value in plain.items() if name not in REFUSED}
     request = decode_shared(read, ResponsesBody, limits)
     _check_parts(plain, request)

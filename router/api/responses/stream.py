@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import encode, sse
+from router.api.answers import HeldSpace, encode, named_sse
 from router.api.responses.answer import (
     Answer,
     Asked,
@@ -101,8 +101,7 @@ class ResponseFormatter:
         self._output: list[Item] = []
         self._kinds = Counter[str]()
         self._open: _Text | _Call | None = None
-        # White space with which no item begins unless something follows it.
-        self._held: dict[str, str] = {}
+        self._held = HeldSpace()
         self._status: Literal["completed", "incomplete"] = "completed"
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
@@ -128,7 +127,7 @@ class ResponseFormatter:
     def end(self) -> bytes:
         data = b""
         if self._open is None and not self._output:
-            data = self._begin_text("msg") + self._add_text("msg", self._held.pop("msg", ""))
+            data = self._begin_text("msg") + self._add_text("msg", self._held.pop("msg"))
         data += self._close(self._status)
         response = self._answer.response(self._status, self._output, self._usage())
         return data + self._event(f"response.{self._status}", response=response)
@@ -148,9 +147,8 @@ class ResponseFormatter:
             return b""
         data, item = b"", self._open
         if item is None or item.kind != kind:
-            piece = self._held.pop(kind, "") + piece
-            if not piece.strip():
-                self._held[kind] = piece
+            piece = self._held.begin(kind, piece)
+            if not piece:
                 return b""
             data = self._close() + self._begin_text(kind)
         return data + self._grow(piece)
@@ -214,4 +212,4 @@ class ResponseFormatter:
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = ResponseEvent(kind, self._num_events, **fields)
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\n" + sse(event)
+        return named_sse(kind, event)

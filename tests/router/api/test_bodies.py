@@ -12,6 +12,7 @@ from adapters.ref import AdapterRef
 from router.api.admin.keys import CreateKeyBody
 from router.api.errors import dialect_of_path, error_answer
 from router.api.lorax import request as lorax
+from router.api.messages import request as messages
 from router.api.openai import chat as openai_chat
 from router.api.openai import completions as openai_completions
 from router.api.request.body import MAX_PARTS, MAX_VALUES, decode_body
@@ -22,10 +23,16 @@ LIMITS = ApiLimits(base_names=("org/small", "small"), max_n=4, max_stop_sequence
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 GENERATE = "/generate"
+MESSAGES = "/v1/messages"
 MINIMAL: dict[str, dict[str, Any]] = {
     CHAT: {"model": "small", "messages": [{"role": "user", "content": "hi"}]},
     COMPLETIONS: {"model": "small", "prompt": "hi"},
     GENERATE: {"inputs": "hi"},
+    MESSAGES: {
+        "model": "small",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 16,
+    },
 }
 
 
@@ -34,6 +41,8 @@ def parse(path: str, body: bytes) -> ApiRequest:
         return openai_chat.parse(body, LIMITS)
     if path == COMPLETIONS:
         return openai_completions.parse(body, LIMITS)
+    if path == MESSAGES:
+        return messages.parse(body, LIMITS)
     return lorax.parse(body, LIMITS, route="/generate")
 
 
@@ -278,6 +287,7 @@ FIELDS = sorted(
     set(lorax.LoraxParameters.__struct_fields__)
     | set(openai_chat.ChatBody.__struct_fields__)
     | set(openai_completions.CompletionsBody.__struct_fields__)
+    | set(messages.MessagesBody.__struct_fields__)
 )
 JSON = st.recursive(
     st.none()
@@ -321,8 +331,9 @@ def test_nulls_are_absent(path: str) -> None:
         CHAT: openai_chat.ChatBody,
         COMPLETIONS: openai_completions.CompletionsBody,
         GENERATE: lorax.LoraxParameters,
+        MESSAGES: messages.MessagesBody,
     }
-    required = {"model", "messages", "prompt"}
+    required = {"model", "prompt", *MINIMAL[MESSAGES]}
     nulls = dict.fromkeys(set(kinds[path].__struct_fields__) - required)
     assert call_of(path, **nulls) == parse(path, json.dumps(MINIMAL[path]).encode()).call
 
@@ -557,7 +568,7 @@ def test_the_base_has_names(name: str) -> None:
     assert call_of(COMPLETIONS, model=name).adapter is None
 
 
-@pytest.mark.parametrize("path", MINIMAL)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, GENERATE])
 @pytest.mark.parametrize("told", [True, False])
 def test_special_tokens_around_a_text_are_as_asked(path: str, told: bool) -> None:
     assert call_of(path).add_special_tokens is (path != CHAT)

@@ -1,4 +1,4 @@
-"""One table: every cause in both dialects."""
+"""One table: every cause in every dialect."""
 
 import json
 from typing import get_args
@@ -18,7 +18,7 @@ from router.api.errors import (
 from router.call import Cause, RequestError
 from server.protocol import ErrorCode
 
-DIALECTS: tuple[Dialect, ...] = ("lorax", "openai")
+DIALECTS: tuple[Dialect, ...] = ("lorax", "openai", "anthropic")
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -31,6 +31,9 @@ def test_every_cause_has_an_answer(cause: Cause, dialect: Dialect) -> None:
     if dialect == "lorax":
         assert set(body) == {"error", "error_type"}
         assert "why" in body["error"]
+    elif dialect == "anthropic":
+        assert set(body) == {"type", "error", "request_id"}
+        assert body["error"]["message"] == "why"
     else:
         assert set(body["error"]) == {"message", "type", "param", "code"}
         assert body["error"]["param"] == "x"
@@ -53,6 +56,31 @@ def test_statuses_of_the_two_apis(cause: Cause, openai: int, lorax: int) -> None
     assert (status_of(cause, "openai"), status_of(cause, "lorax")) == (openai, lorax)
 
 
+@pytest.mark.parametrize(
+    ("cause", "status", "kind"),
+    [
+        ("invalid", 400, "invalid_request_error"),
+        ("unauthorized", 401, "authentication_error"),
+        ("forbidden", 403, "permission_error"),
+        ("adapter_not_found", 404, "not_found_error"),
+        ("method_not_allowed", 405, "invalid_request_error"),
+        ("too_large", 413, "request_too_large"),
+        ("adapter_invalid", 422, "invalid_request_error"),
+        ("rate_limited", 429, "rate_limit_error"),
+        ("internal", 500, "api_error"),
+        ("incomplete", 500, "api_error"),
+        ("unavailable", 503, "overloaded_error"),
+        ("deadline", 504, "timeout_error"),
+        ("overloaded", 529, "overloaded_error"),
+    ],
+)
+def test_anthropics_types(cause: Cause, status: int, kind: str) -> None:
+    answer = error_answer(RequestError(cause, "why"), "anthropic", "req1")
+    body = json.loads(answer.body)
+    assert (answer.status, body["error"]["type"]) == (status, kind)
+    assert body["request_id"] == "req1"
+
+
 @pytest.mark.parametrize("code", get_args(AdapterErrorCode))
 def test_every_adapter_error_has_a_cause(code: AdapterErrorCode) -> None:
     assert from_adapter_error(AdapterError(code, "why"), "model").message == "why"
@@ -72,7 +100,8 @@ def test_all_violations_are_listed(dialect: Dialect) -> None:
     error = from_adapter_error(AdapterError("invalid", "refused", violations))
     body = json.loads(error_answer(error, dialect).body)
     target = body if dialect == "lorax" else body["error"]
-    assert [v["code"] for v in target["violations"]] == ["rank_mismatch", "unknown_target"]
+    if dialect != "anthropic":
+        assert [v["code"] for v in target["violations"]] == ["rank_mismatch", "unknown_target"]
     message = body["error"] if dialect == "lorax" else target["message"]
     assert "expected rank 8, got 9" in message
     assert "no such module" in message
@@ -112,5 +141,8 @@ def test_a_refused_caller_learns_what_opens(cause: Cause, dialect: Dialect) -> N
 def test_paths_show_the_dialect() -> None:
     for path in ("/v1", "/v1/models", "/v1/nowhere"):
         assert dialect_of_path(path) == "openai"
+    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches"):
+        assert dialect_of_path(path) == "anthropic"
+    assert dialect_of_path("/v1/messagesx") == "openai"
     for path in ("/", "/generate", "/v10", "/health"):
         assert dialect_of_path(path) == "lorax"

@@ -10,6 +10,7 @@ from jsonschema import Draft202012Validator
 
 from router.api.admin.operations import OPERATIONS, Operation
 from router.api.errors import error_object
+from router.api.messages import request as messages
 from router.api.openai import chat as openai_chat
 from router.api.openapi import Access, openapi_document
 from router.api.request.formatter import ApiLimits
@@ -67,10 +68,14 @@ def test_limits_of_fields_are_reported() -> None:
 
 
 def test_errors_have_their_shape() -> None:
-    for path, status in (("/generate", "422"), ("/v1/completions", "400")):
+    for path, status, kind in (
+        ("/generate", "422", "LoraxError"),
+        ("/v1/completions", "400", "OpenAIError"),
+        ("/v1/messages", "529", "AnthropicError"),
+    ):
         response = DOCUMENT["paths"][path]["post"]["responses"][status]
         reference = response["content"]["application/json"]["schema"]["$ref"]
-        assert reference.endswith("OpenAIError" if path.startswith("/v1/") else "LoraxError")
+        assert reference.endswith(kind)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{o.method} {o.path}")
@@ -152,6 +157,42 @@ def test_what_is_described_is_what_is_parsed(body: dict[str, Any], is_good: bool
     assert validator.is_valid(body) == is_good
     try:
         openai_chat.parse(json.dumps(body).encode(), limits)
+        assert is_good
+    except RequestError:
+        assert not is_good
+
+
+@pytest.mark.parametrize(
+    ("body", "is_good"),
+    [
+        ({}, True),
+        ({"max_tokens": None}, False),
+        ({"stop_sequences": ["a", "b"]}, True),
+        ({"stop_sequences": ["a", "b", "c"]}, False),
+        ({"stop_sequences": ["a" * 2000]}, False),
+        ({"stop": "a"}, False),
+        ({"stop": [], "container": None, "surprise": None}, True),
+        ({"surprise": 1}, False),
+        ({"messages": []}, False),
+        ({"messages": [{"role": "user", "content": []}]}, False),
+        ({"metadata": {"user": "me"}}, False),
+        ({"thinking": {"type": "enabled"}}, False),
+        ({"system": [{"type": "image"}]}, False),
+        ({"tools": [{"name": "f"}]}, False),
+        ({"tools": [{"name": "f", "input_schema": {}, "type": "custom"}]}, True),
+        ({"tools": [{"name": "f", "input_schema": {}, "type": "bash_20250124"}]}, False),
+        ({"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]}, False),
+        ({"tool_choice": {"type": "robot"}}, False),
+    ],
+)
+def test_messages_are_described_as_they_are_parsed(body: dict[str, Any], is_good: bool) -> None:
+    limits = ApiLimits(max_stop_sequences=2)
+    document = openapi_document("1", limits=limits)
+    said = [{"role": "user", "content": "x"}]
+    body = {"model": "", "messages": said, "max_tokens": 1} | body
+    assert schema_of(document, "components", "schemas", "MessagesBody").is_valid(body) == is_good
+    try:
+        messages.parse(json.dumps(body).encode(), limits)
         assert is_good
     except RequestError:
         assert not is_good

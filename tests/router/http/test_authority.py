@@ -199,6 +199,8 @@ def bodies(name: str) -> list[tuple[str, dict[str, Any]]]:
         ("/v1/completions", {"model": name, "prompt": "x"}),
         ("/v1/completions", {"model": name, "prompt": "x", "stream": True, "n": 2}),
         ("/v1/chat/completions", {"model": name, "messages": messages}),
+        ("/v1/messages", {"model": name, "messages": messages, "max_tokens": 16}),
+        ("/v1/messages/count_tokens", {"model": name, "messages": messages}),
     ]
 
 
@@ -210,7 +212,8 @@ def said(answer: httpx.Response, name: str) -> str:
     """All that a caller can see, without what differs from request to request."""
     kept = {k: v for k, v in answer.headers.items() if k not in ("x-request-id", "date")}
     kept.pop("content-length", None)
-    return f"{answer.status_code} {answer.text} {kept}".replace(name, "NAME")
+    told = f"{answer.status_code} {answer.text} {kept}".replace(name, "NAME")
+    return told.replace(answer.headers["x-request-id"], "ID")
 
 
 async def generate(router: Running, name: str, token: str) -> httpx.Response:

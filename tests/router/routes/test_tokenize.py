@@ -250,6 +250,7 @@ async def test_a_key_is_no_credential_for_a_source(tmp_path: Path, worker: FakeW
         ("/server_info/", "GET /info"),
         ("/v1/embeddings", "no embeddings"),
         ("/responses", "POST /v1/responses"),
+        ("/messages", "POST /v1/messages"),
         ("/flush_cache", "keyed by content"),
     ],
 )

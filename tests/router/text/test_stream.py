@@ -100,6 +100,7 @@ def test_any_cut_of_the_events_gives_the_same_text(
     assert stream.finish == ("stop" if hit is not None else "length")
     assert [part.finish is not None for part in out] == [False] * (len(out) - 1) + [True]
     result = stream.result()
+    assert (result.stop, out[-1].stop) == (hit, hit)
     assert (result.text, result.prompt_index, result.choice) == (text, 2, 3)
     assert sum(part.num_tokens for part in out) == result.generated_tokens
     assert sum((part.token_ids for part in out), ()) == result.token_ids

@@ -1,0 +1,193 @@
+"""Anthropic's `/v1/messages`: request bodies and answers. Pure."""
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from adapters.chat.conversation import ReasoningEffort, TemplateOptions
+from router.api.messages.input import Turn, is_begun, messages_of
+from router.api.messages.stream import MessageFormatter
+from router.api.messages.tools import InputTools, MessageToolChoice, input_tools_of
+from router.api.openai.common import (
+    SharedBody,
+    adapter_of,
+    decode_shared,
+    sampling_of,
+    with_shared,
+)
+from router.api.request.body import decode_plain, require
+from router.api.request.chat_messages import ContentPart
+from router.api.request.fields import Positive, StopString, check_stops
+from router.api.request.formatter import ApiLimits, ApiRequest
+from router.api.request.known_elsewhere import (
+    Elsewhere,
+    check_refused,
+    check_unknown_parts,
+    unsupported,
+)
+from router.api.request.shapes import json_of
+from router.api.request.tool_fields import for_template
+from router.call import GenerationCall
+from router.shape.shape import Shape
+from router.tools.tools import Tools
+
+
+class MessageMetadata(msgspec.Struct, frozen=True):
+    user_id: str | None = None
+
+
+class ThinkingFields(msgspec.Struct, frozen=True):
+    """disabled: templates with such a switch turn reasoning off. adaptive: as the model likes.
+    display: `summarized` is none: answers have the reasoning itself."""
+
+    type: Literal["disabled", "adaptive"]
+    display: Literal["summarized"] | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any] | bool
+
+
+class OutputFields(msgspec.Struct, frozen=True):
+    """effort: where the chat template reads it. format: the form of the answer's text."""
+
+    effort: ReasoningEffort | None = None
+    format: OutputFormat | None = None
+
+
+class MessagesBody(SharedBody, frozen=True, kw_only=True):
+    """messages: if the last is the assistant's, the answer goes on from there. max_tokens:
+    reasoning and calls included. cache_control: of no effect, what is cached is found by itself.
+
+    chat_template_kwargs: an extension: further variables of the chat template.
+    """
+
+    messages: list[Turn]
+    max_tokens: Positive
+    system: str | list[ContentPart] | None = None
+    stop_sequences: list[StopString] | None = None
+    metadata: MessageMetadata | None = None
+    tools: InputTools | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingFields | None = None
+    output_config: OutputFields | None = None
+    cache_control: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CountTokensBody(MessagesBody, frozen=True, kw_only=True):
+    """What would be sent to `/v1/messages`. What is not of the prompt is of no effect."""
+
+    max_tokens: Positive | None = None  # type: ignore[assignment]  # where an answer needs one
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    input_tokens: int
+
+
+_FORM = Elsewhere((), "use `output_config.format`")
+_HAS_END = Elsewhere((False,), "answers end where the model ends them")
+_KEEPS_ALL: tuple[dict[str, Any], ...] = (
+    {},
+    {"edits": []},
+    {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+)
+# Fields that are not served, by what asks for nothing beside null.
+REFUSED = {
+    "stop": Elsewhere(([], ""), "use `stop_sequences`"),
+    "user": Elsewhere((), "use `metadata.user_id`"),
+    "ignore_eos": _HAS_END,
+    "ignore_eos_token": _HAS_END,
+    "container": Elsewhere((), "tools run where the caller runs them"),
+    "mcp_servers": Elsewhere(([],), "tools run where the caller runs them"),
+    "context_management": Elsewhere(_KEEPS_ALL, "send the messages that shall be read"),
+    "diagnostics": Elsewhere(({},), "`usage` holds what is known"),
+    "inference_geo": Elsewhere((), "where a request runs is the router's choice"),
+    "speed": Elsewhere(("standard",), "all requests run at one speed"),
+    "reasoning_effort": Elsewhere((), "use `output_config.effort`"),
+    **dict.fromkeys(("output_format", "response_format", "structured_outputs"), _FORM),
+    **dict.fromkeys(("json_schema", "guided_json", "guided_json_object"), _FORM),
+}
+_NO_BUDGET = "reasoning has no bound but `max_tokens`; leave `thinking` out, or say `adaptive`"
+_PARTS: dict[str, type[msgspec.Struct]] = {
+    "metadata": MessageMetadata,
+    "thinking": ThinkingFields,
+    "output_config": OutputFields,
+}
+
+B = TypeVar("B", bound=MessagesBody)
+
+
+def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
+    """Raises RequestError."""
+    return _request(body, MessagesBody, limits, bearer)
+
+
+def parse_count(body: bytes, limits: ApiLimits, bearer: str | None) -> GenerationCall:
+    """What a generation would run. Raises RequestError."""
+    return _request(body, CountTokensBody, limits, bearer).call
+
+
+def _request(body: bytes, kind: type[B], limits: ApiLimits, bearer: str | None) -> ApiRequest:
+    plain = decode_plain(body)
+    request = _decode(plain, kind, limits)
+    most, got = limits.max_messages, len(request.messages)
+    require(0 < got <= most, f"expected 1 to {most} messages, got {got}", "messages")
+    tools = input_tools_of(request.tools, request.tool_choice, plain.get("tools"))
+    call = GenerationCall(
+        api="messages",
+        prompts=(),
+        messages=messages_of(request.system, request.messages),
+        adapter=adapter_of(request, limits, bearer),
+        sampling=sampling_of(request, limits, max_tokens=request.max_tokens, logprobs=None),
+        max_tokens=request.max_tokens,
+        add_special_tokens=False,
+        template=_template(request, tools),
+        tools=tools,
+        divides_reasoning=True,
+        shape=_shape(request),
+    )
+    call = msgspec.structs.replace(
+        with_shared(call, request, limits),
+        stop=check_stops(request.stop_sequences or [], limits, "stop_sequences"),
+        user=None if request.metadata is None else request.metadata.user_id,
+    )
+    return ApiRequest(call, MessageFormatter, request.request_id)
+
+
+def _decode(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:
+    check_refused(plain, REFUSED)
+    thinking = plain.get("thinking")
+    if isinstance(thinking, dict) and thinking.get("type") == "enabled":
+        raise unsupported("thinking.type", _NO_BUDGET)
+    read = {name: value for name, value in plain.items() if name not in REFUSED}
+    request = decode_shared(read, kind, limits)
+    for name, part in _PARTS.items():
+        check_unknown_parts(plain.get(name) or {}, part.__struct_fields__, f"{name}.")
+    return request
+
+
+def _template(request: MessagesBody, tools: Tools | None) -> TemplateOptions:
+    is_continued = is_begun(request.messages)
+    return TemplateOptions(
+        add_generation_prompt=not is_continued,
+        continue_final_message=is_continued,
+        tools=None if tools is None else for_template(tools),
+        effort=_effort(request),
+        variables=request.chat_template_kwargs or {},
+    )
+
+
+def _effort(request: MessagesBody) -> ReasoningEffort | None:
+    """Raises RequestError."""
+    said = None if request.output_config is None else request.output_config.effort
+    if request.thinking is None or request.thinking.type != "disabled":
+        return said
+    require(said in (None, "none"), "contradicts `thinking`", "output_config.effort")
+    return "none"
+
+
+def _shape(request: MessagesBody) -> Shape | None:
+    asked = None if request.output_config is None else request.output_config.format
+    return None if asked is None else json_of(asked.schema, "output_config.format.schema")

@@ -1,0 +1,171 @@
+"""Anthropic's `/v1/messages`: the events of an answer. Pure."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from router.api.answers import HeldSpace, encode, named_sse
+from router.api.errors import error_object
+from router.api.messages.answer import (
+    Block,
+    MessageObject,
+    MessageUsage,
+    StopReason,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+    answered,
+    message_of,
+    stop_reason_of,
+    usage_of,
+)
+from router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TextEvent
+from router.parts.parts import CallDelta
+
+
+class TextPiece(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class ThinkingPiece(msgspec.Struct, frozen=True, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class InputPiece(msgspec.Struct, frozen=True, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+class MessageEnd(msgspec.Struct, frozen=True):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageStart(msgspec.Struct, frozen=True, tag_field="type", tag="message_start"):
+    message: MessageObject
+
+
+class Ping(msgspec.Struct, frozen=True, tag_field="type", tag="ping"):
+    pass
+
+
+class BlockStart(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_start"):
+    """content_block: still empty."""
+
+    index: int
+    content_block: Block
+
+
+class BlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: TextPiece | ThinkingPiece | InputPiece
+
+
+class BlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class MessageDelta(msgspec.Struct, frozen=True, tag_field="type", tag="message_delta"):
+    """usage: of the whole answer."""
+
+    delta: MessageEnd
+    usage: MessageUsage
+
+
+class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_stop"):
+    pass
+
+
+MessageEvent = (
+    MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+)
+
+
+class MessageFormatter:
+    """A Formatter. The blocks of a stream come one after another, each wholly before the next."""
+
+    def __init__(self, head: AnswerHead, own_id: str | None) -> None:
+        self._head = head
+        self._own_id = own_id
+        self._prompt: PromptInfo | None = None
+        self._num_tokens = 0
+        self._num_reasoning = 0
+        self._num_blocks = 0
+        # The type of the block that is being written.
+        self._open: type[Block] | None = None
+        self._held = HeldSpace()
+        self._has_calls = False
+        self._end: MessageEnd | None = None
+
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
+        """Raises RequestError (incomplete)."""
+        begun = message_of(self._head, self._own_id, prompts[0])
+        return encode(answered(begun, results[0], prompts[0]))
+
+    def prompt(self, info: PromptInfo) -> bytes:
+        self._prompt = info
+        begun = message_of(self._head, self._own_id, info)
+        return _written(MessageStart(begun)) + _written(Ping())
+
+    def chunk(self, event: TextEvent) -> bytes:
+        """Raises RequestError (incomplete)."""
+        self._num_tokens += event.num_tokens
+        self._num_reasoning += event.num_reasoning
+        data = self._add_text(ThinkingBlock, event.reasoning)
+        data += self._add_text(TextBlock, event.text)
+        data += b"".join(map(self._add_call, event.calls))
+        if event.finish is not None:
+            reason = stop_reason_of(event.finish, event.stop, self._has_calls)
+            self._end = MessageEnd(reason, event.stop)
+        return data
+
+    def end(self) -> bytes:
+        assert self._prompt is not None
+        assert self._end is not None
+        data, blanks = self._close(), self._held.pop(TextBlock.__name__)
+        if blanks and not self._num_blocks:
+            data += self._begin(TextBlock("")) + self._delta(TextPiece(blanks)) + self._close()
+        usage = usage_of(self._prompt, self._num_tokens, self._num_reasoning)
+        data += _written(MessageDelta(self._end, usage))
+        return data + _written(MessageStop())
+
+    def error(self, error: RequestError) -> bytes:
+        return named_sse("error", error_object(error, "anthropic", self._head.request_id))
+
+    def _add_text(self, kind: type[TextBlock | ThinkingBlock], piece: str) -> bytes:
+        if not piece:
+            return b""
+        data = b""
+        if self._open is not kind:
+            piece = self._held.begin(kind.__name__, piece)
+            if not piece:
+                return b""
+            data = self._begin(kind(""))
+        return data + self._delta(TextPiece(piece) if kind is TextBlock else ThinkingPiece(piece))
+
+    def _add_call(self, delta: CallDelta) -> bytes:
+        data = b""
+        if delta.name is not None:
+            self._has_calls = True
+            data = self._begin(ToolUseBlock(delta.id or "", delta.name))
+        return data + (self._delta(InputPiece(delta.arguments)) if delta.arguments else b"")
+
+    def _begin(self, block: Block) -> bytes:
+        """After the end of the block before."""
+        data = self._close()
+        self._open = type(block)
+        return data + _written(BlockStart(self._num_blocks, block))
+
+    def _delta(self, piece: TextPiece | ThinkingPiece | InputPiece) -> bytes:
+        return _written(BlockDelta(self._num_blocks, piece))
+
+    def _close(self) -> bytes:
+        """Ends the block that is being written, if there is one."""
+        if self._open is None:
+            return b""
+        self._open = None
+        self._num_blocks += 1
+        return _written(BlockStop(self._num_blocks - 1))
+
+
+def _written(event: MessageEvent) -> bytes:
+    return named_sse(str(event.__struct_config__.tag), event)

@@ -1,0 +1,166 @@
+"""One run of a batch: callers that send lines, and the files that take the answers."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+
+from launcher.batch.attempts import Attempts
+from launcher.batch.errors import BatchError
+from launcher.batch.gate import Gate
+from launcher.batch.index import BatchInput
+from launcher.batch.journal import Journal
+from launcher.batch.lines import BadLine
+from launcher.batch.order import AdapterWindow, send_order
+from launcher.batch.pace import Pace
+from launcher.batch.progress import Progress
+from launcher.batch.records import BatchFault, Outcome, record_id, record_of
+from launcher.router_client import bearer
+from router.http.client import http_client
+
+# httpx looks through all connections of a client for each request: several clients have few each.
+_CALLERS_A_CLIENT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """concurrency: lines in flight. adapters: that have lines in flight. retries: of a line."""
+
+    concurrency: int
+    adapters: int
+    retries: int
+    timeout_s: float
+    api_key: str = field(default="", repr=False)
+
+
+class BatchJob:
+    """Runs beside the server's processes, or alone. `server_ready` lets it begin."""
+
+    def __init__(
+        self, plan: BatchPlan, source: BatchInput, journal: Journal, progress: Progress
+    ) -> None:
+        self._plan = plan
+        self._source = source
+        self._journal = journal
+        self._progress = progress
+        self._window = AdapterWindow(plan.adapters)
+        self._places = iter(send_order(source.groups, journal.answered).tolist())
+        self._gate = Gate(Pace(plan.concurrency))
+        self._attempts = Attempts(self._gate, plan.retries, progress)
+        self._turn = asyncio.Lock()
+        self._url = ""
+        self._callers: list[asyncio.Task[None]] = []
+        self._over = asyncio.Event()
+        self._over.set()
+        self.failure: Exception | None = None
+
+    def server_ready(self, url: str) -> None:
+        self._url = url
+        self._gate.wake()
+
+    async def run(self) -> None:
+        """Until every line has an answer, or `stop`, or what `failure` says."""
+        self._over.clear()
+        try:
+            if await self._gate.until(lambda: self._url != ""):
+                await self._send_all()
+        except BatchError as error:
+            self.failure = error
+        finally:
+            self._over.set()
+
+    async def stop(self) -> None:
+        """Sends no more, and waits for what is in flight."""
+        self._gate.stop()
+        await self._over.wait()
+
+    def kill(self) -> None:
+        """What is in flight is left without an answer."""
+        self._gate.stop()
+        for caller in self._callers:
+            caller.cancel()
+
+    async def _send_all(self) -> None:
+        count = min(self._plan.concurrency, self._progress.open)
+        ticker = asyncio.create_task(self._tick())
+        try:
+            async with self._clients(count) as clients:
+                self._callers = [
+                    asyncio.create_task(self._caller(clients[number // _CALLERS_A_CLIENT]))
+                    for number in range(count)
+                ]
+                await asyncio.gather(*self._callers, return_exceptions=True)
+        finally:
+            ticker.cancel()
+
+    @asynccontextmanager
+    async def _clients(self, callers: int) -> AsyncIterator[list[httpx.AsyncClient]]:
+        """Raises BatchError if the server cannot be reached."""
+        limits = httpx.Limits(max_connections=_CALLERS_A_CLIENT)
+        async with AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(
+                    http_client(self._plan.timeout_s, self._url, bearer(self._plan.api_key), limits)
+                )
+                for _ in range(-(-callers // _CALLERS_A_CLIENT))
+            ]
+            for http in clients[:1]:
+                await _check_reachable(http)
+            yield clients
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._progress.interval_s)
+            self._progress.show(time.monotonic())
+
+    async def _caller(self, http: httpx.AsyncClient) -> None:
+        """Another caller's failure stops this one after its line."""
+        try:
+            while (place := await self._next()) is not None:
+                try:
+                    await self._answer(http, place)
+                finally:
+                    self._window.end(self._source.groups[place])
+                    self._gate.wake()
+        except Exception as error:
+            self.failure = self.failure or error
+            self._gate.stop()
+
+    async def _next(self) -> int | None:
+        """The next line's place. An adapter's first line may have to wait for another's last."""
+        async with self._turn:
+            place: int | None = None if self._gate.is_stopped else next(self._places, None)
+            if place is None:
+                return None
+            group = self._source.groups[place]
+            if not await self._gate.until(lambda: self._window.has_room(group)):
+                return None
+            self._window.begin(group)
+            return place
+
+    async def _answer(self, http: httpx.AsyncClient, place: int) -> None:
+        said = self._source.read(place)
+        outcome: Outcome | None
+        if isinstance(said, BadLine):
+            outcome = BatchFault(said.code, said.message)
+        else:
+            outcome = await self._attempts.answer(http, said)
+        if outcome is None:
+            return
+        name = record_id(place + 1, self._source.mark(place))
+        record = record_of(name, said.custom_id, outcome)
+        self._journal.append(place, record)
+        self._progress.count("" if record.is_success else record.kind)
+
+
+async def _check_reachable(http: httpx.AsyncClient) -> None:
+    """Raises BatchError. What it answers does not matter."""
+    with contextlib.suppress(httpx.ReadTimeout):
+        try:
+            await http.get("/health")
+        except httpx.TransportError as error:
+            raise BatchError(f"no server answers at {http.base_url} ({error})") from error

@@ -105,9 +105,8 @@ class Serve:
         async def announce() -> None:
             await self._until_ready()
             if client is None:
-                say(
-                    f"ready at {self.url}, console at {self.url}/console. Try:\n\n{self.example()}\n"
-                )
+                console = f"{self.url}/console"
+                say(f"ready at {self.url}, console at {console}. Try:\n\n{self.example()}\n")
             else:
                 client.server_ready(self.url)
 

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str])
     source = BatchInput(arguments.input)
     journal = Journal(out, errors, source, arguments.restart)
     total, done = source.lines - source.groups.count(BLANK), journal.skipped
-    progress = Progress(sys.stderr, total, done, journal.failed, time.monotonic())
+    progress = Progress(sys.stderr, total, done, journal.failed)
     skipped = f"; {done:,} have an answer already and are skipped" if done else ""
     progress.say(f"{total:,} lines, {source.adapters:,} adapters{skipped}")
     job = BatchJob(plan, source, journal, progress)

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
+import ssl
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx
 
+from adapters.common.authorities import trusted_context
 from launcher.batch.attempts import Attempts
 from launcher.batch.errors import BatchError
 from launcher.batch.gate import Gate
@@ -21,9 +21,6 @@ from launcher.batch.progress import Progress
 from launcher.batch.records import BatchFault, Outcome, record_id, record_of
 from launcher.router_client import bearer
 from router.http.client import http_client
-
-# httpx looks through all connections of a client for each request: several clients have few each.
-_CALLERS_A_CLIENT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,46 +83,37 @@ class BatchJob:
 
     async def _send_all(self) -> None:
         count = min(self._plan.concurrency, self._progress.open)
+        self._progress.begin(time.monotonic())
         ticker = asyncio.create_task(self._tick())
+        trusted = trusted_context()
         try:
-            async with self._clients(count) as clients:
-                self._callers = [
-                    asyncio.create_task(self._caller(clients[number // _CALLERS_A_CLIENT]))
-                    for number in range(count)
-                ]
-                await asyncio.gather(*self._callers, return_exceptions=True)
+            async with self._client(trusted) as http:
+                await _check_reachable(http)
+            self._callers = [asyncio.create_task(self._caller(trusted)) for _ in range(count)]
+            await asyncio.gather(*self._callers, return_exceptions=True)
         finally:
             ticker.cancel()
 
-    @asynccontextmanager
-    async def _clients(self, callers: int) -> AsyncIterator[list[httpx.AsyncClient]]:
-        """Raises BatchError if the server cannot be reached."""
-        limits = httpx.Limits(max_connections=_CALLERS_A_CLIENT)
-        async with AsyncExitStack() as stack:
-            clients = [
-                await stack.enter_async_context(
-                    http_client(self._plan.timeout_s, self._url, bearer(self._plan.api_key), limits)
-                )
-                for _ in range(-(-callers // _CALLERS_A_CLIENT))
-            ]
-            for http in clients[:1]:
-                await _check_reachable(http)
-            yield clients
+    def _client(self, trusted: ssl.SSLContext) -> httpx.AsyncClient:
+        """One a caller: for each request httpx looks through all connections of a client."""
+        headers = bearer(self._plan.api_key)
+        return http_client(self._plan.timeout_s, self._url, headers, trusted=trusted)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._progress.interval_s)
             self._progress.show(time.monotonic())
 
-    async def _caller(self, http: httpx.AsyncClient) -> None:
+    async def _caller(self, trusted: ssl.SSLContext) -> None:
         """Another caller's failure stops this one after its line."""
         try:
-            while (place := await self._next()) is not None:
-                try:
-                    await self._answer(http, place)
-                finally:
-                    self._window.end(self._source.groups[place])
-                    self._gate.wake()
+            async with self._client(trusted) as http:
+                while (place := await self._next()) is not None:
+                    try:
+                        await self._answer(http, place)
+                    finally:
+                        self._window.end(self._source.groups[place])
+                        self._gate.wake()
         except Exception as error:
             self.failure = self.failure or error
             self._gate.stop()

@@ -1,4 +1,4 @@
-"""How far a batch is, on stderr: a line that rewrites itself on a terminal, else one now and then."""
+"""How far a batch is, on stderr: one line that rewrites itself on a terminal, else several."""
 
 from collections import Counter
 from typing import TextIO
@@ -8,13 +8,13 @@ _LOG_S = 10.0
 
 
 class Progress:
-    """total, done, failed: lines of the input; of earlier runs, too. started: now, in seconds."""
+    """total, done, failed: lines of the input; of earlier runs, too. Times are in seconds."""
 
-    def __init__(self, screen: TextIO, total: int, done: int, failed: int, started: float) -> None:
+    def __init__(self, screen: TextIO, total: int, done: int, failed: int) -> None:
         self._screen = screen
         self._total = total
         self._before = done
-        self._started = started
+        self._started: float | None = None
         self.done = done
         self.failed = failed
         self.kinds = Counter[str]()
@@ -28,6 +28,10 @@ class Progress:
     @property
     def interval_s(self) -> float:
         return _TERMINAL_S if self._screen.isatty() else _LOG_S
+
+    def begin(self, now: float) -> None:
+        """The server is ready."""
+        self._started = now
 
     def count(self, failure: str) -> None:
         """One more line has an answer. failure: its kind; "" = none."""
@@ -57,15 +61,18 @@ class Progress:
 
     def summary(self, now: float) -> str:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.kinds.most_common(5))
-        run = self.done - self._before
+        run, took = self.done - self._before, duration(self._elapsed(now))
         return (
             f"{self.done:,} of {self._total:,} lines have an answer, {self.failed:,} of them in "
-            f"the error file{f' (new: {kinds})' if kinds else ''}; {run:,} in "
-            f"{duration(now - self._started)}, {self._rate(now):.3g} a second"
+            f"the error file{f' (new: {kinds})' if kinds else ''}; {run:,} in {took}, "
+            f"{self._rate(now):.3g} a second"
         )
 
+    def _elapsed(self, now: float) -> float:
+        return 0.0 if self._started is None else now - self._started
+
     def _rate(self, now: float) -> float:
-        return (self.done - self._before) / max(now - self._started, 1e-3)
+        return (self.done - self._before) / max(self._elapsed(now), 1e-3)
 
 
 def duration(seconds: float) -> str:

@@ -2,10 +2,11 @@
 
 import argparse
 import asyncio
-import contextlib
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,9 @@ from launcher.options import OptionError
 from launcher.router_client import server_url
 
 if TYPE_CHECKING:
+    from launcher.batch.index import BatchInput
     from launcher.batch.job import BatchJob, BatchPlan
+    from launcher.batch.journal import Journal
     from launcher.serve import Serve
 
 ABOUT = """\
@@ -69,24 +72,39 @@ def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str])
     """The exit code: 0 if every line has an answer. Raises BatchError, KeyboardInterrupt, and what
     `serve` raises."""
     from launcher.batch.index import BatchInput
-    from launcher.batch.job import BatchJob
     from launcher.batch.journal import Journal
-    from launcher.batch.order import BLANK
-    from launcher.batch.progress import Progress
 
     out, errors = _files(arguments)
     _check_void(arguments)
     plan = _plan(arguments, api_key)
     server = None if arguments.url else _own_server(arguments, environ)
-    source = BatchInput(arguments.input)
-    journal = Journal(out, errors, source, arguments.restart)
+    with (
+        closing(BatchInput(arguments.input)) as source,
+        closing(Journal(out, errors, source, arguments.restart)) as journal,
+    ):
+        return _run_lines(plan, source, journal, partial(_until_over, arguments.url, server))
+
+
+def _run_lines(
+    plan: "BatchPlan",
+    source: "BatchInput",
+    journal: "Journal",
+    until_over: Callable[["BatchJob"], Coroutine[Any, Any, bool]],
+) -> int:
+    """until_over: False = it was stopped at once."""
+    from launcher.batch.job import BatchJob
+    from launcher.batch.order import BLANK
+    from launcher.batch.progress import Progress
+
     total, done = source.lines - source.groups.count(BLANK), journal.skipped
     progress = Progress(sys.stderr, total, done, journal.failed)
     skipped = f"; {done:,} have an answer already and are skipped" if done else ""
     progress.say(f"{total:,} lines, {source.adapters:,} adapters{skipped}")
     job = BatchJob(plan, source, journal, progress)
-    with contextlib.closing(source), contextlib.closing(journal):
-        in_peace = not progress.open or _run(_until_over(job, arguments.url, server))
+    in_peace = True
+    if progress.open:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            in_peace = runner.run(until_over(job))
     progress.say(progress.summary(time.monotonic()))
     if job.failure is not None:
         progress.say(str(job.failure))
@@ -139,7 +157,7 @@ def _own_server(arguments: argparse.Namespace, environ: Mapping[str, str]) -> "S
     return Serve(checked_plan({**values, "host": LOOPBACK, "port": 0}), environ)
 
 
-async def _until_over(job: "BatchJob", url: str | None, server: "Serve | None") -> bool:
+async def _until_over(url: str | None, server: "Serve | None", job: "BatchJob") -> bool:
     """False = it was stopped at once. Raises ChildFailed."""
     from launcher.until_signal import run_services
 
@@ -150,8 +168,3 @@ async def _until_over(job: "BatchJob", url: str | None, server: "Serve | None") 
         job.server_ready(url or "")
 
     return await run_services((job,), announce, job.stop)
-
-
-def _run(work: Coroutine[Any, Any, bool]) -> bool:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)

@@ -3,9 +3,11 @@
 About 20 bytes a line are kept, and 80 more while the file is read through. No body is.
 """
 
+import os
 import stat
 from array import array
 from collections.abc import Iterator
+from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
@@ -27,10 +29,12 @@ class BatchInput:
         self.groups = array("i")
         self.adapters = 0
         try:
-            self._file = path.open("rb")
-            if not stat.S_ISREG(path.stat().st_mode):
-                raise BatchError(f"{path} must be a file: its lines are read twice")
-            self._read_through()
+            with ExitStack() as stack:
+                self._file = stack.enter_context(path.open("rb"))
+                if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                    raise BatchError(f"{path} must be a file: its lines are read twice")
+                self._read_through()
+                stack.pop_all()
         except OSError as error:
             raise BatchError(f"{path} cannot be read: {error.strerror}") from None
 

@@ -4,6 +4,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from launcher.batch.errors import BatchError
@@ -17,13 +18,15 @@ class _RecordFile:
     def __init__(self, path: Path) -> None:
         """Raises OSError, BatchError."""
         self.path = path
-        self._file = path.open("ab+")
-        try:
+        with ExitStack() as stack:
+            self._file = stack.enter_context(path.open("ab+"))
             if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
                 raise BatchError(f"{path} must be a file")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BatchError(f"another batch writes to {path}") from None
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BatchError(f"another batch writes to {path}") from None
+            stack.pop_all()
 
     def clear(self) -> None:
         self._file.truncate(0)
@@ -59,12 +62,15 @@ class Journal:
         self.answered = bytearray(source.lines)
         self.failed = 0
         try:
-            self._out, self._errors = _RecordFile(out), _RecordFile(errors)
-            for file in (self._out, self._errors):
+            with ExitStack() as stack:
+                self._out = stack.enter_context(closing(_RecordFile(out)))
+                self._errors = stack.enter_context(closing(_RecordFile(errors)))
                 if restart:
-                    file.clear()
-            self._take_up(self._out, source)
-            self.failed = self._take_up(self._errors, source)
+                    self._out.clear()
+                    self._errors.clear()
+                self._take_up(self._out, source)
+                self.failed = self._take_up(self._errors, source)
+                self._files = stack.pop_all()
         except OSError as error:
             raise _unusable(error) from None
 
@@ -98,8 +104,7 @@ class Journal:
     def close(self) -> None:
         """Raises BatchError."""
         try:
-            self._out.close()
-            self._errors.close()
+            self._files.close()
         except OSError as error:
             raise _unusable(error) from None
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tests.tethered import tethered
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 240.0
-GOOD = whole(200, b'{"ok": true}', "x-request-id: r1\r\n")
+GOOD = whole(200, b'{"ok": true}', "x-request-id: r1\r\nconnection: close\r\n")
 
 
 @pytest.fixture
@@ -50,6 +50,14 @@ class Batch:
 @pytest.fixture
 def batch(tmp_path: Path, server: Server) -> Batch:
     return Batch(tmp_path, server.url)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Polls a condition, bounded in time."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def posts(server: Server) -> list[Asked]:
@@ -145,14 +153,13 @@ def test_another_attempt(server: Server, batch: Batch, refusal: bytes) -> None:
 
 def test_a_line_that_fails_alone_is_given_up(server: Server, batch: Batch) -> None:
     """Others are answered meanwhile."""
-    others = threading.Event()
+    busy = b'{"error": {"code": "unavailable"}}'
 
     def say(number: int, asked: Asked) -> bytes:
         if asked.body["model"] == "sql":
-            others.set()
             return GOOD
-        assert others.wait(TIMEOUT_S)
-        return whole(503, b'{"error": {"code": "unavailable"}}', "retry-after: 0\r\n")
+        until(lambda: batch.out.stat().st_size > 0)
+        return whole(503, busy, "retry-after: 0\r\nconnection: close\r\n")
 
     server.say = say
     write(batch.input, [chat("a", "broken"), chat("b")])
@@ -218,14 +225,6 @@ def started(batch: Batch, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def until_asked(server: Server, count: int) -> None:
-    """Polls a condition, bounded in time."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(posts(server)) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_stops_it(server: Server, batch: Batch, signals: int) -> None:
     """Once: what is in flight is answered. Twice: at once."""
@@ -239,7 +238,7 @@ def test_a_signal_stops_it(server: Server, batch: Batch, signals: int) -> None:
     write(batch.input, [chat("a"), chat("b"), chat("c"), line("d", "/generate", {})])
     process = started(batch, "--concurrency", "2")
     assert process.stdout is not None
-    until_asked(server, 2)
+    until(lambda: len(posts(server)) == 2)
     process.send_signal(signal.SIGINT)
     assert "stopping" in process.stdout.readline()
     if signals == 2:

@@ -8,7 +8,7 @@ import httpx
 from launcher.batch.errors import BatchError
 from launcher.batch.gate import Gate
 from launcher.batch.lines import BatchRequest
-from launcher.batch.pace import BUSY, after_failure, pause_s
+from launcher.batch.pace import BUSY, TOO_LONG, after_failure, pause_s
 from launcher.batch.progress import Progress
 from launcher.batch.records import BatchFault, Outcome, response_of
 from launcher.bench.load.answers import error_text
@@ -25,7 +25,7 @@ class _Failure:
     asked_s: float | None = None
 
 
-class Attempts:
+class LineAttempts:
     """What all lines have in common: the gate, and how many were answered."""
 
     def __init__(self, gate: Gate, retries: int, progress: Progress) -> None:
@@ -70,6 +70,9 @@ class Attempts:
         headers = {"content-type": "application/json"}
         try:
             answer = await http.post(request.path, content=request.body, headers=headers)
+        except httpx.ReadTimeout:
+            why = "no answer in time (--timeout-s)"
+            return _Failure(BatchFault("timeout", why), why, TOO_LONG)
         except httpx.TransportError as error:
             why = f"{type(error).__name__} {error}".strip()
             return _Failure(BatchFault("connection_failed", f"no answer came: {why}"), why)

@@ -5,13 +5,13 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from launcher.batch.pace import Pace
+from launcher.batch.pace import SendPace
 
 
 class Gate:
     """Lets callers pass as `pace` allows. After `stop` nobody waits, and nobody passes."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: SendPace) -> None:
         self.pace = pace
         self.is_stopped = False
         self._changed = asyncio.Event()

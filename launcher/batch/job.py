@@ -1,7 +1,6 @@
 """One run of a batch: callers that send lines, and the files that take the answers."""
 
 import asyncio
-import contextlib
 import ssl
 import time
 from dataclasses import dataclass, field
@@ -9,16 +8,17 @@ from dataclasses import dataclass, field
 import httpx
 
 from adapters.common.authorities import trusted_context
-from launcher.batch.attempts import Attempts
+from launcher.batch.attempts import LineAttempts
 from launcher.batch.errors import BatchError
 from launcher.batch.gate import Gate
 from launcher.batch.index import BatchInput
 from launcher.batch.journal import Journal
 from launcher.batch.lines import BadLine
 from launcher.batch.order import AdapterWindow, send_order
-from launcher.batch.pace import Pace
+from launcher.batch.pace import SendPace
 from launcher.batch.progress import Progress
 from launcher.batch.records import BatchFault, Outcome, record_id, record_of
+from launcher.bench.load.answers import error_text
 from launcher.router_client import bearer
 from router.http.client import http_client
 
@@ -46,8 +46,8 @@ class BatchJob:
         self._progress = progress
         self._window = AdapterWindow(plan.adapters)
         self._places = iter(send_order(source.groups, journal.answered).tolist())
-        self._gate = Gate(Pace(plan.concurrency))
-        self._attempts = Attempts(self._gate, plan.retries, progress)
+        self._gate = Gate(SendPace(plan.concurrency))
+        self._attempts = LineAttempts(self._gate, plan.retries, progress)
         self._turn = asyncio.Lock()
         self._url = ""
         self._callers: list[asyncio.Task[None]] = []
@@ -88,7 +88,7 @@ class BatchJob:
         trusted = trusted_context()
         try:
             async with self._client(trusted) as http:
-                await _check_reachable(http)
+                await _check_server(http)
             self._callers = [asyncio.create_task(self._caller(trusted)) for _ in range(count)]
             await asyncio.gather(*self._callers, return_exceptions=True)
         finally:
@@ -145,10 +145,11 @@ class BatchJob:
         self._progress.count("" if record.is_success else record.kind)
 
 
-async def _check_reachable(http: httpx.AsyncClient) -> None:
-    """Raises BatchError. What it answers does not matter."""
-    with contextlib.suppress(httpx.ReadTimeout):
-        try:
-            await http.get("/health")
-        except httpx.TransportError as error:
-            raise BatchError(f"no server answers at {http.base_url} ({error})") from error
+async def _check_server(http: httpx.AsyncClient) -> None:
+    """Raises BatchError, before every line fails in the same way. Not all servers list models."""
+    try:
+        answer = await http.get("/v1/models")
+    except httpx.TransportError as error:
+        raise BatchError(f"no server answers at {http.base_url} ({error})") from error
+    if answer.status_code == 401:
+        raise BatchError(f"{http.base_url} refuses the key: {error_text(answer.content)}")

@@ -25,7 +25,7 @@ class _RecordFile:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise BatchError(f"another batch writes to {path}") from None
+                raise BatchError(f"another `loraplex batch` writes to {path}") from None
             stack.pop_all()
 
     def clear(self) -> None:

@@ -2,10 +2,10 @@
 
 from typing import Literal
 
+# It may be the line's own fault: its answer is too long for the time that it has.
+TOO_LONG = 504
 # The server is busy, or away: another attempt may help.
-BUSY = frozenset((429, 502, 503, 504))
-# Of these 504 is about the one line: it may take longer than the server allows.
-_OF_THE_LINE = frozenset((504,))
+BUSY = frozenset((429, 502, 503, TOO_LONG))
 _FIRST_S = 0.5
 _LONGEST_S = 60.0
 # Of one line for each answer: after so many answers one more line is in flight.
@@ -25,10 +25,10 @@ def after_failure(attempt: int, retries: int, status: int | None, got_further: b
     attempt. If nobody is answered, the fault is not the line's, and the batch ends."""
     if attempt <= retries:
         return "again"
-    return "give up" if got_further or status in _OF_THE_LINE else "end"
+    return "give up" if got_further or status == TOO_LONG else "end"
 
 
-class Pace:
+class SendPace:
     """A limit that halves when the server is busy, and grows with its answers. now: seconds."""
 
     def __init__(self, most: int) -> None:

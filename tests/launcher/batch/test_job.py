@@ -193,6 +193,39 @@ def test_no_server(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
 
 
+def test_an_answer_that_takes_too_long(server: Server, batch: Batch) -> None:
+    """It is the line's own fault, even if it is the last."""
+    over = threading.Event()
+
+    def say(number: int, asked: Asked) -> bytes:
+        over.wait(TIMEOUT_S)
+        return GOOD
+
+    server.say = say
+    write(batch.input, [chat("a")])
+    try:
+        assert batch.run("--timeout-s", "0.2", "--retries", "1") == 0
+    finally:
+        over.set()
+    (failed,) = records(batch.errors)
+    assert (failed["error"]["code"], len(posts(server))) == ("timeout", 2)
+
+
+def test_a_key_that_is_refused(
+    server: Server,
+    batch: Batch,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before any line is sent."""
+    refusal = whole(401, b'{"error": {"message": "no such key"}}')
+    monkeypatch.setattr("tests.launcher.load_server.whole", lambda *words: refusal)
+    write(batch.input, [chat("a")])
+    assert batch.run() == 1
+    assert "refuses the key: no such key" in capsys.readouterr().err
+    assert (posts(server), records(batch.errors)) == ([], [])
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -128,7 +128,7 @@ def test_one_batch_at_a_time(files: Files) -> None:
     with (
         contextlib.closing(source),
         contextlib.closing(Journal(files.out, files.errors, source, False)),
-        pytest.raises(BatchError, match=r"another batch writes to .*out\.jsonl"),
+        pytest.raises(BatchError, match=r"another `loraplex batch` writes to .*out\.jsonl"),
     ):
         files.answer()
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.batch.pace import Pace, Verdict, after_failure, pause_s
+from launcher.batch.pace import SendPace, Verdict, after_failure, pause_s
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_verdicts(attempt: int, status: int | None, further: bool, verdict: Verd
 
 
 def test_those_refused_together_halve_the_limit_once() -> None:
-    pace = Pace(8)
+    pace = SendPace(8)
     for _ in range(8):
         pace.sent()
     assert not pace.has_room(0.0)
@@ -53,7 +53,7 @@ MOVES = st.lists(st.sampled_from(("send", "answer", "busy", "lose", "wait")))
 
 @given(st.integers(1, 9), MOVES)
 def test_the_limit_stays_within_bounds(most: int, moves: list[str]) -> None:
-    pace, active, now = Pace(most), 0, 0.0
+    pace, active, now = SendPace(most), 0, 0.0
     for move in moves:
         if move == "wait":
             now += 1.0

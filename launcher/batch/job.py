@@ -45,7 +45,7 @@ class BatchJob:
         self._journal = journal
         self._progress = progress
         self._window = AdapterWindow(plan.adapters)
-        self._places = iter(send_order(source.groups, journal.answered).tolist())
+        self._places = map(int, send_order(source.groups, journal.answered))
         self._gate = Gate(SendPace(plan.concurrency))
         self._attempts = LineAttempts(self._gate, plan.retries, progress)
         self._turn = asyncio.Lock()

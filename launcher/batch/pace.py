@@ -8,8 +8,9 @@ TOO_LONG = 504
 BUSY = frozenset((429, 502, 503, TOO_LONG))
 _FIRST_S = 0.5
 _LONGEST_S = 60.0
-# Of one line for each answer: after so many answers one more line is in flight.
-_GROWTH = 1 / 8
+# Of the limit, for each answer: slow near the limit at which the server was busy last.
+_FAST, _SLOW = 1 / 4, 1 / 64
+_NEAR = 0.1
 
 Verdict = Literal["again", "give up", "end"]
 
@@ -33,7 +34,7 @@ class SendPace:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._limit = float(most)
+        self._limit = self._ceiling = float(most)
         self._opens_at = 0.0
         self._active = 0
 
@@ -53,12 +54,14 @@ class SendPace:
 
     def answered(self) -> None:
         self._active -= 1
-        self._limit = min(float(self._most), self._limit + _GROWTH)
+        is_near = abs(self._limit - self._ceiling) <= _NEAR * self._ceiling
+        self._limit = min(float(self._most), self._limit + (_SLOW if is_near else _FAST))
 
     def busy(self, now: float, pause: float) -> None:
         """Those that were sent together are refused together: the limit halves once a pause."""
         self._active -= 1
         if now >= self._opens_at:
+            self._ceiling = self._limit
             self._limit = max(1.0, self._limit / 2)
         self._opens_at = max(self._opens_at, now + pause)
 

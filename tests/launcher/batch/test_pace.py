@@ -45,7 +45,20 @@ def test_those_refused_together_halve_the_limit_once() -> None:
     for _ in range(8):
         pace.sent()
         pace.answered()
-    assert pace.limit == 5
+    assert pace.limit == 6
+
+
+def test_the_limit_grows_slowly_where_the_server_was_busy() -> None:
+    pace, answers = SendPace(400), list[int]()
+    pace.sent()
+    pace.busy(0.0, 0.0)
+    for limit in (350, 380):
+        answers.append(0)
+        while pace.limit < limit:
+            pace.sent()
+            pace.answered()
+            answers[-1] += 1
+    assert answers == [600, 1320]
 
 
 MOVES = st.lists(st.sampled_from(("send", "answer", "busy", "lose", "wait")))

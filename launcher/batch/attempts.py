@@ -73,7 +73,7 @@ class LineAttempts:
         except httpx.ReadTimeout:
             why = "no answer in time (--timeout-s)"
             return _Failure(BatchFault("timeout", why), why, TOO_LONG)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             why = f"{type(error).__name__} {error}".strip()
             return _Failure(BatchFault("connection_failed", f"no answer came: {why}"), why)
         outcome = response_of(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from launcher.batch.errors import BatchError
 from launcher.bench.option_types import above, whole, worded
 from launcher.command_line import Parser, add_options
 from launcher.config import batch_options, resolve
@@ -106,8 +107,10 @@ def _run_lines(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             in_peace = runner.run(until_over(job))
     progress.say(progress.summary(time.monotonic()))
-    if job.failure is not None:
+    if isinstance(job.failure, BatchError):
         progress.say(str(job.failure))
+    elif job.failure is not None:
+        raise job.failure
     if progress.open:
         progress.say(f"{progress.open:,} lines have no answer: the same command goes on with them")
     if not in_peace:
@@ -118,7 +121,7 @@ def _run_lines(
 def _files(arguments: argparse.Namespace) -> tuple[Path, Path]:
     """Of answers and of failed lines. Raises OptionError."""
     out: Path = arguments.out
-    errors: Path = arguments.errors or out.with_suffix(f".errors{out.suffix}")
+    errors: Path = arguments.errors or out.parent / f"{out.stem}.errors{out.suffix}"
     real = {Path(path).resolve() for path in (arguments.input, out, errors)}
     if len(real) < 3:
         raise OptionError("IN, --out and --errors must be three files")

@@ -22,6 +22,8 @@ from launcher.bench.load.answers import error_text
 from launcher.router_client import bearer
 from router.http.client import http_client
 
+_CHECK_S = 30.0  # for the server's first answer
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
@@ -50,7 +52,7 @@ class BatchJob:
         self._attempts = LineAttempts(self._gate, plan.retries, progress)
         self._turn = asyncio.Lock()
         self._url = ""
-        self._callers: list[asyncio.Task[None]] = []
+        self._sending: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
         self._over.set()
         self.failure: Exception | None = None
@@ -64,9 +66,8 @@ class BatchJob:
         self._over.clear()
         try:
             if await self._gate.until(lambda: self._url != ""):
-                await self._send_all()
-        except BatchError as error:
-            self.failure = error
+                self._sending = asyncio.create_task(self._send_all())
+                await asyncio.wait([self._sending])
         finally:
             self._over.set()
 
@@ -78,8 +79,8 @@ class BatchJob:
     def kill(self) -> None:
         """What is in flight is left without an answer."""
         self._gate.stop()
-        for caller in self._callers:
-            caller.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
 
     async def _send_all(self) -> None:
         count = min(self._plan.concurrency, self._progress.open)
@@ -89,8 +90,9 @@ class BatchJob:
         try:
             async with self._client(trusted) as http:
                 await _check_server(http)
-            self._callers = [asyncio.create_task(self._caller(trusted)) for _ in range(count)]
-            await asyncio.gather(*self._callers, return_exceptions=True)
+            await asyncio.gather(*(self._caller(trusted) for _ in range(count)))
+        except Exception as error:
+            self.failure = error
         finally:
             ticker.cancel()
 
@@ -148,8 +150,9 @@ class BatchJob:
 async def _check_server(http: httpx.AsyncClient) -> None:
     """Raises BatchError, before every line fails in the same way. Not all servers list models."""
     try:
-        answer = await http.get("/v1/models")
-    except httpx.TransportError as error:
-        raise BatchError(f"no server answers at {http.base_url} ({error})") from error
+        answer = await http.get("/v1/models", timeout=_CHECK_S)
+    except httpx.RequestError as error:
+        why = str(error) or type(error).__name__
+        raise BatchError(f"no server answers at {http.base_url} ({why})") from error
     if answer.status_code == 401:
         raise BatchError(f"{http.base_url} refuses the key: {error_text(answer.content)}")

@@ -46,7 +46,8 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._write(f"{chr(13) if self._screen.isatty() else ''}loraplex: {text}\n")
+        begin, end = ("\r", "\x1b[K") if self._screen.isatty() else ("", "")
+        self._write(f"{begin}loraplex: {text}{end}\n")
 
     def _write(self, text: str) -> None:
         self._screen.write(text)

@@ -122,11 +122,7 @@ def _parser() -> Parser:
     key_actions = key.add_subparsers(metavar="ACTION", required=True)
     for name, key_parser in key_commands.add_commands(key_actions).items():
         key_parser.set_defaults(command=_key, action=name)
-    batch = commands.add_parser(
-        "batch", help="a file of requests, as fast as a server can", description=batch_command.ABOUT
-    )
-    batch_command.add_arguments(batch)
-    batch.set_defaults(command=_batch)
+    _add_batch(commands)
     bench = commands.add_parser("bench", help="measure", description=bench_commands.ABOUT)
     bench_commands.add_commands(bench.add_subparsers(metavar="ACTION", required=True))
     bench.set_defaults(command=_bench)
@@ -136,6 +132,14 @@ def _parser() -> Parser:
     add_options(info, config.info_options())
     info.set_defaults(command=_info)
     return parser
+
+
+def _add_batch(commands: "argparse._SubParsersAction[Parser]") -> None:
+    batch = commands.add_parser(
+        "batch", help="a file of requests, as fast as a server can", description=batch_command.ABOUT
+    )
+    batch_command.add_arguments(batch)
+    batch.set_defaults(command=_batch)
 
 
 def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:

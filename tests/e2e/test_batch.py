@@ -113,6 +113,12 @@ def request(number: int, adapter: str, text: str) -> bytes:
     return line(f"line {number}", *bodies[number % len(bodies)])
 
 
+def requests() -> list[bytes]:
+    """Routes take turns, adapters and texts are drawn."""
+    drawn, names = random.Random(3), ["", *ADAPTERS]
+    return [request(number, drawn.choice(names), drawn.choice(EXAMPLES)) for number in range(LINES)]
+
+
 BAD: dict[bytes, str] = {
     b"nonsense": "invalid_json",
     line("line 7", "/generate", {"inputs": "x"}): "duplicate_custom_id",
@@ -143,12 +149,7 @@ def answers(*paths: Path) -> int:
 
 
 def test_killed_twice_and_every_line_is_answered_once(recorder: Recorder, tmp_path: Path) -> None:
-    drawn = random.Random(3)
-    good = [
-        request(number, drawn.choice(["", *ADAPTERS]), drawn.choice(EXAMPLES))
-        for number in range(LINES)
-    ]
-    lines = [*good, *REFUSED, b"", *BAD]
+    lines = [*requests(), *REFUSED, b"", *BAD]
     source = write(tmp_path / "in.jsonl", lines)
     out, errors = tmp_path / "out.jsonl", tmp_path / "err.jsonl"
     words = ["batch", str(source), "--out", str(out), "--errors", str(errors)]

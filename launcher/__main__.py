@@ -4,12 +4,15 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from adapters.common.logs import log_to_stderr
 from adapters.errors import AdapterError
 from launcher import config, names
+from launcher.batch import command as batch_command
+from launcher.batch.errors import BatchError
 from launcher.bench import commands as bench_commands
 from launcher.bench.errors import BenchError
 from launcher.command_line import Parser, add_options
@@ -29,6 +32,7 @@ Serve thousands of LoRA fine-tunes of one base model from the same GPUs.
   loraplex adapter check ./my-lora --base ./llama   what is wrong with this adapter?
   loraplex adapter convert ./mlx-lora --out ./lora  of mlx-lm's format, or of a pickle
   loraplex adapter register sql hub:org/sql-lora    give it a name while the server runs
+  loraplex batch in.jsonl --out out.jsonl          a file of requests, adapter by adapter
   loraplex info                                    what this machine can do, and why not
 
 Every option is also a variable: --kv-memory 2GB is LORAPLEX_KV_MEMORY=2GB; a flag wins.
@@ -118,6 +122,7 @@ def _parser() -> Parser:
     key_actions = key.add_subparsers(metavar="ACTION", required=True)
     for name, key_parser in key_commands.add_commands(key_actions).items():
         key_parser.set_defaults(command=_key, action=name)
+    _add_batch(commands)
     bench = commands.add_parser("bench", help="measure", description=bench_commands.ABOUT)
     bench_commands.add_commands(bench.add_subparsers(metavar="ACTION", required=True))
     bench.set_defaults(command=_bench)
@@ -127,6 +132,14 @@ def _parser() -> Parser:
     add_options(info, config.info_options())
     info.set_defaults(command=_info)
     return parser
+
+
+def _add_batch(commands: "argparse._SubParsersAction[Parser]") -> None:
+    batch = commands.add_parser(
+        "batch", help="a file of requests, as fast as a server can", description=batch_command.ABOUT
+    )
+    batch_command.add_arguments(batch)
+    batch.set_defaults(command=_batch)
 
 
 def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -193,16 +206,31 @@ def _version() -> str:
 
 
 def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    from launcher.processes import ChildFailed
     from launcher.serve import serve
+
+    options = config.serve_options()
+    with _start_failures():
+        serve(config.resolve(options, arguments, environ, optional=("model",)), environ)
+
+
+def _batch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    log_to_stderr(logging.WARNING)
+    key = config.secret_value("api_key", arguments.api_key_file, environ)
+    with _start_failures():
+        sys.exit(batch_command.run(arguments, key, environ))
+
+
+@contextmanager
+def _start_failures() -> Iterator[None]:
+    """Of processes that this one starts, and of what they are for."""
+    from launcher.processes import ChildFailed
     from server.model.checkpoint.checkpoint import CheckpointError
     from server.worker.address import AddressError
     from server.worker.process.model_source import ModelError
 
-    options = config.serve_options()
     try:
-        serve(config.resolve(options, arguments, environ, optional=("model",)), environ)
-    except (AddressError, CheckpointError, ChildFailed, ModelError) as error:
+        yield
+    except (AddressError, BatchError, CheckpointError, ChildFailed, ModelError) as error:
         fail(str(error), 1)
 
 

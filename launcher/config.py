@@ -51,6 +51,12 @@ def serve_options() -> tuple[Option, ...]:
     return tuple((router | worker | address).values())
 
 
+def batch_options() -> tuple[Option, ...]:
+    """What `batch` takes for a server of its own: those of `serve`, but for who may reach it."""
+    reach = {"host", "port", "tls_cert", "tls_key", "reuse_port", "auth", "keys_file"}
+    return tuple(option for option in serve_options() if option.field not in reach)
+
+
 def info_options() -> tuple[Option, ...]:
     """Those of a worker that say where a model is computed and how much memory it has."""
     names = {

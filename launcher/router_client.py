@@ -57,6 +57,13 @@ def is_http_url(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.host) and 0 < port <= MAX_PORT
 
 
+def server_url(text: str) -> str:
+    """As callers write it, with `/v1` or without. Raises ValueError."""
+    if not is_http_url(text):
+        raise ValueError(f"expected {HTTP_URL}, got {text[:80]!r}")
+    return text.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def send(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> Any:
     """The answer's JSON. Raises Failed."""
     try:

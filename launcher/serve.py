@@ -6,6 +6,7 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import httpx
 
@@ -20,7 +21,7 @@ from launcher.config import (
 from launcher.options import Option, Values, render, values_of
 from launcher.plan import LOOPBACK, ServePlan, plan
 from launcher.processes import Child, ChildSupervisor, Say, say, start_child
-from launcher.until_signal import run_services
+from launcher.until_signal import Supervised, run_services
 from router.config import RouterConfig
 from router.tenancy.tenancy import needs_keys
 from server.worker.address import open_listener
@@ -35,6 +36,14 @@ def free_port(host: str, port: int) -> int:
     with open_listener(host, port) as probe:
         chosen: int = probe.getsockname()[1]
         return chosen
+
+
+class ServeClient(Supervised, Protocol):
+    """Uses the server while it runs, and ends it."""
+
+    def server_ready(self, url: str) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
 class Serve:
@@ -89,10 +98,26 @@ class Serve:
         environ = child_environment(self._environ, options, values)
         return start_child([*command, *render(options, values)], environ, on_line, pass_fds)
 
-    async def run(self) -> bool:
-        """Until a signal. False when it was stopped at once. Raises ChildFailed."""
+    async def run(self, client: ServeClient | None = None) -> bool:
+        """Until a signal, or the client's end. False when it was stopped at once. Raises
+        ChildFailed."""
+
+        async def announce() -> None:
+            await self._until_ready()
+            if client is None:
+                console = f"{self.url}/console"
+                say(f"ready at {self.url}, console at {console}. Try:\n\n{self.example()}\n")
+            else:
+                client.server_ready(self.url)
+
+        async def stop_all() -> None:
+            if client is not None:
+                await client.stop()
+            await self._stop_all()
+
+        clients = () if client is None else (client,)
         with self._listener:
-            return await run_services((self.worker, self.router), self._announce, self._stop_all)
+            return await run_services((self.worker, self.router, *clients), announce, stop_all)
 
     async def _stop_all(self) -> None:
         """The router first: it finishes its answers while the worker still computes."""
@@ -100,14 +125,13 @@ class Serve:
         await self.router.stop(router.drain_delay_s + router.drain_timeout_s + STOP_MARGIN_S)
         await self.worker.stop(self._plan.worker.drain_timeout_s + STOP_MARGIN_S)
 
-    async def _announce(self) -> None:
+    async def _until_ready(self) -> None:
         # It asks its own children, and sends no secret: whose names a certificate has is no matter.
         async with httpx.AsyncClient(trust_env=False, timeout=5.0, verify=False) as http:
             await _until_ready(http, self._worker_url)
             self.worker.was_ready.set()
             await _until_ready(http, self.url)
             self.router.was_ready.set()
-        say(f"ready at {self.url}, console at {self.url}/console. Try:\n\n{self.example()}\n")
 
     def example(self) -> str:
         """A curl line that can be pasted; where callers have keys, into a shell with one in KEY."""
@@ -135,14 +159,20 @@ def warn_if_open(config: RouterConfig, say: Callable[[str], None]) -> None:
         say(f"anyone who reaches {config.host}:{config.port} may use this server")
 
 
-def serve(values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
-    """Blocks until stopped. Raises OptionError, AddressError, ChildFailed, KeyboardInterrupt; of a
-    model that cannot be served ModelError or CheckpointError, before anything is started."""
+def checked_plan(values: Mapping[str, Values]) -> ServePlan:
+    """Raises OptionError; of a model that cannot be served ModelError or CheckpointError."""
     chosen = plan(values)
     check_router(chosen.router)
     check_worker(chosen.worker)
     with_tensors = chosen.worker.executor == "torch"
     check_model(chosen.worker.model, chosen.worker.revision, with_tensors=with_tensors)
+    return chosen
+
+
+def serve(values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
+    """Blocks until stopped. Raises AddressError, ChildFailed, KeyboardInterrupt, and what
+    `checked_plan` raises, before anything is started."""
+    chosen = checked_plan(values)
     warn_if_open(chosen.router, say)
     if not asyncio.run(_run(chosen, environ)):
         raise KeyboardInterrupt

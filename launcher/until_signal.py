@@ -3,19 +3,28 @@
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from launcher.processes import ChildSupervisor, say
+from launcher.processes import say
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class Supervised(Protocol):
+    """What runs until it is stopped, or ends by itself."""
+
+    async def run(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 async def run_services(
-    services: Sequence[ChildSupervisor],
+    services: Sequence[Supervised],
     announce: Callable[[], Coroutine[Any, Any, None]],
     stop_all: Callable[[], Awaitable[None]],
 ) -> bool:
-    """Until a signal; then `stop_all`, and a second signal kills at once, which returns False.
+    """Until a signal, or a service's end; then `stop_all`. A second signal kills at once, which
+    returns False.
 
     announce: runs beside the services, and reports when they are ready. Raises ChildFailed.
     """

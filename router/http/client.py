@@ -1,5 +1,6 @@
 """An HTTP client for uvloop that uses only the operator's options: no proxy, no netrc."""
 
+import ssl
 from collections.abc import Mapping
 
 import httpx
@@ -14,13 +15,15 @@ def http_client(
     base_url: str = "",
     headers: Mapping[str, str] | None = None,
     limits: httpx.Limits = _LIMITS,
+    trusted: ssl.SSLContext | None = None,
 ) -> httpx.AsyncClient:
-    """timeout_s: of each phase (connecting, reading, ...)."""
+    """timeout_s: of each phase (connecting, reading, ...). trusted: `trusted_context`, for many
+    clients."""
     return httpx.AsyncClient(
         base_url=base_url,
         headers=headers,
         timeout=timeout_s,
-        transport=_Transport(trusted_context(), limits=limits),
+        transport=_Transport(trusted or trusted_context(), limits=limits),
         trust_env=False,
     )
 

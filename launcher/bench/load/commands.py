@@ -19,7 +19,7 @@ from launcher.bench.option_types import above, burstiness, number, rate, shown, 
 from launcher.bench.output import print_fields
 from launcher.command_line import Parser
 from launcher.options import OptionError
-from launcher.router_client import HTTP_URL, is_http_url
+from launcher.router_client import server_url
 
 T = TypeVar("T")
 
@@ -56,13 +56,6 @@ def add_load_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
 # ---- the server and its adapters
 
 
-def _url(text: str) -> str:
-    """As callers write it, with `/v1` or without."""
-    if not is_http_url(text):
-        raise ValueError(f"expected {HTTP_URL}, got {shown(text)}")
-    return text.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
 def _extra(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
@@ -72,7 +65,7 @@ def _extra(text: str) -> dict[str, Any]:
 
 def _add_server(parser: Parser) -> None:
     parser.add_argument(
-        "--url", type=worded(_url), required=True, help="of the server: http://127.0.0.1:8080"
+        "--url", type=worded(server_url), required=True, help="of the server: http://127.0.0.1:8080"
     )
 
 
@@ -250,7 +243,9 @@ def _add_streams(parser: Parser) -> None:
     parser.add_argument("--new-output", type=whole(1), default=16, help="tokens of new requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--worker-url", type=worded(_url), help="whose metrics are read, e.g. http://127.0.0.1:8090"
+        "--worker-url",
+        type=worded(server_url),
+        help="whose metrics are read, e.g. http://127.0.0.1:8090",
     )
 
 

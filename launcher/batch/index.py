@@ -1,0 +1,98 @@
+"""A batch's input file: read once for where its lines are, then line by line as they are sent.
+
+About 20 bytes a line are kept, and 80 more while the file is read through. No body is.
+"""
+
+import os
+import stat
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+from launcher.batch.errors import BatchError
+from launcher.batch.lines import MAX_LINE_BYTES, BadLine, BatchRequest, read_line
+from launcher.batch.order import BAD, BLANK, TWICE
+from launcher.batch.records import mark_of
+
+
+class BatchInput:
+    """Lines by their place, from 0. groups: as in `send_order`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BatchError."""
+        self._path = path
+        self._offsets = array("Q")
+        self._marks = array("Q")
+        self.groups = array("i")
+        self.adapters = 0
+        try:
+            with ExitStack() as stack:
+                self._file = stack.enter_context(path.open("rb"))
+                if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                    raise BatchError(f"{path} must be a file: its lines are read twice")
+                self._read_through()
+                stack.pop_all()
+        except OSError as error:
+            raise BatchError(f"{path} cannot be read: {error.strerror}") from None
+
+    def _read_through(self) -> None:
+        adapters: dict[str, int] = {}
+        seen: set[bytes] = set()
+        offset = 0
+        for line in _lines(self._file):
+            content = line.strip()
+            self._offsets.append(offset)
+            self._marks.append(mark_of(content))
+            self.groups.append(_group(content, adapters, seen))
+            offset = self._file.tell()
+        self.adapters = len(adapters)
+
+    @property
+    def lines(self) -> int:
+        """Blank ones among them."""
+        return len(self._offsets)
+
+    def mark(self, place: int) -> int:
+        return self._marks[place]
+
+    def read(self, place: int) -> BatchRequest | BadLine:
+        """Raises BatchError if the file has changed since it was read through."""
+        self._file.seek(self._offsets[place])
+        content = next(_lines(self._file), b"").strip()
+        if mark_of(content) != self._marks[place]:
+            raise BatchError(f"{self._path} has changed in line {place + 1} since the start")
+        said = read_line(content)
+        if self.groups[place] == TWICE:
+            message = f"an earlier line has the custom_id {said.custom_id!r}, too"
+            return BadLine("duplicate_custom_id", message, said.custom_id)
+        return said
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Of a line that is too long no more than its beginning."""
+    while line := file.readline(MAX_LINE_BYTES + 2):
+        rest = line
+        while len(line) > MAX_LINE_BYTES and rest and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES)
+        yield line
+
+
+def _group(content: bytes, adapters: dict[str, int], seen: set[bytes]) -> int:
+    """adapters: numbers by name. seen: digests of custom_ids; both get this line's."""
+    if not content:
+        return BLANK
+    said = read_line(content)
+    if said.custom_id is not None:
+        digest = blake2b(said.custom_id.encode(), digest_size=16).digest()
+        if digest in seen:
+            return TWICE
+        seen.add(digest)
+    if isinstance(said, BadLine):
+        return BAD
+    return adapters.setdefault(said.adapter, len(adapters))

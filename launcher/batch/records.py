@@ -1,0 +1,101 @@
+"""Lines of a batch's output and error files, in the shape of OpenAI's batch API. Pure.
+
+A record's id says which line of the input it answers: its number, and a mark of its content.
+"""
+
+import re
+from hashlib import blake2b
+
+import msgspec
+
+_ID_BEGIN = "batch_req_"
+_ID = re.compile(rf"{_ID_BEGIN}([1-9][0-9]{{0,17}})_([0-9a-f]{{16}})")
+# Every record begins like this.
+RECORD_BEGIN = f'{{"id":"{_ID_BEGIN}'.encode()
+_UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
+
+class BatchResponse(msgspec.Struct, frozen=True):
+    status_code: int
+    request_id: str | None
+    body: msgspec.Raw
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status_code < 300
+
+
+class BatchFault(msgspec.Struct, frozen=True):
+    """Why a line has no response."""
+
+    code: str
+    message: str
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    id: str
+    custom_id: str | None
+    response: BatchResponse | None
+    error: BatchFault | None
+
+    @property
+    def is_success(self) -> bool:
+        return self.response is not None and self.response.is_success
+
+    @property
+    def kind(self) -> str:
+        """Of what happened, for a summary."""
+        if self.error is not None:
+            return self.error.code
+        return "" if self.response is None else f"status {self.response.status_code}"
+
+
+Outcome = BatchResponse | BatchFault
+
+
+def record_of(name: str, custom_id: str | None, outcome: Outcome) -> BatchRecord:
+    """name: the record's id."""
+    if isinstance(outcome, BatchFault):
+        return BatchRecord(name, custom_id, None, outcome)
+    return BatchRecord(name, custom_id, outcome, None)
+
+
+class _Answered(msgspec.Struct):
+    id: str
+
+
+_decode_answered = msgspec.json.Decoder(_Answered).decode
+
+
+def mark_of(line: bytes) -> int:
+    """64 bits of a line's content."""
+    return int.from_bytes(blake2b(line, digest_size=8).digest())
+
+
+def record_id(number: int, mark: int) -> str:
+    return f"{_ID_BEGIN}{number}_{mark:016x}"
+
+
+def answered_line(record: bytes) -> tuple[int, int] | None:
+    """The number and the mark of the line that a record answers; None = it is no record."""
+    try:
+        match = _ID.fullmatch(_decode_answered(record).id)
+    except _UNREADABLE:
+        return None
+    return None if match is None else (int(match[1]), int(match[2], 16))
+
+
+def encode(record: BatchRecord) -> bytes:
+    """One line, with its end."""
+    return msgspec.json.encode(record) + b"\n"
+
+
+def response_of(status: int, request_id: str | None, content: bytes) -> Outcome:
+    """Of a server's answer. An error's body may be any text, the body of a success is JSON."""
+    try:
+        body = msgspec.json.format(content.decode(), indent=-1).encode()
+    except _UNREADABLE:
+        if 200 <= status < 300:
+            return BatchFault("invalid_answer", f"the server answered {status}, and no JSON")
+        body = msgspec.json.encode(content.decode("utf-8", "replace"))
+    return BatchResponse(status, request_id, msgspec.Raw(body))

@@ -76,6 +76,23 @@ async def test_a_crowd_gets_one_merge(serving: Serving) -> None:
     assert len({text_of(answer) for answer in answers}) == 1
 
 
+def test_openai_routes_merge_and_scale(http: httpx.Client) -> None:
+    def complete(model: str, **fields: Any) -> tuple[str, str]:
+        body = {"model": model, "prompt": MESSAGE, "max_tokens": 40, "temperature": 0, **fields}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"], answer.headers[DIGEST]
+
+    base = http.get("/v1/models").json()["data"][0]["id"]
+    plain = complete("json")
+    assert complete("json", adapter_scale=1) == plain
+    scaled = complete("json", adapter_scale=0.25)
+    assert scaled[1] != plain[1]
+    assert scaled == complete(base, **merged(["json"], [0.25]))
+    both = generate(http, **merged(["json", "sql"], [0.5, 0.5]), max_new_tokens=40)
+    assert complete(base, **merged(["json", "sql"], [0.5, 0.5]))[1] == both.headers[DIGEST]
+
+
 @pytest.mark.parametrize(
     ("parameters", "status", "said"),
     [

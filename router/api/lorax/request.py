@@ -7,13 +7,11 @@ from msgspec import Meta
 
 from router.api.lorax.answer import LoraxFormatter, LoraxOptions
 from router.api.lorax.fields import check_fields
-from router.api.lorax.merge import MergedAdapters, choose_merge
 from router.api.request.body import decode_plain, require, typed
 from router.api.request.fields import (
     Positive,
     StopString,
     check_stops,
-    credential,
     temperature_of,
 )
 from router.api.request.formatter import ApiLimits, ApiRequest
@@ -36,12 +34,11 @@ class LoraxParameters(GenerationFields, frozen=True, kw_only=True):
     """Every field may be null or absent. Neither sampling field set: greedy.
 
     adapter_id: alias or reference; null or "" = the base. details: adds `details` to the answer.
-    merged_adapters: not beside an adapter_id. add_special_tokens: around `inputs`; true by default.
+    add_special_tokens: around `inputs`; true by default.
     grammar: TGI's name for response_format.
     """
 
     adapter_id: str | None = None
-    merged_adapters: MergedAdapters | None = None
     best_of: Positive | None = None
     temperature: Annotated[float, Meta(ge=0, le=1e4)] | None = None
     do_sample: bool | None = None
@@ -207,11 +204,5 @@ def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool)
 def _adapter(
     given: LoraxParameters, limits: ApiLimits, bearer: str | None
 ) -> AdapterChoice | MergedChoice | None:
-    if given.merged_adapters is None:
-        needs = "needs `adapter_id` or `merged_adapters`"
-        return adapter_named(given, given.adapter_id, "adapter_id", limits, bearer, needs)
-    if given.adapter_id:
-        message = "`adapter_id` and `merged_adapters` cannot both be given"
-        raise RequestError("invalid", message, param="merged_adapters")
-    token = credential(given.api_token, bearer)
-    return choose_merge(given.merged_adapters, given.adapter_source, token, limits)
+    needs = "needs `adapter_id` or `merged_adapters`"
+    return adapter_named(given, given.adapter_id, "adapter_id", limits, bearer, needs)

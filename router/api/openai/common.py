@@ -25,7 +25,7 @@ from router.api.request.generation_fields import (
 )
 from router.api.request.known_elsewhere import check_unknown, check_unknown_parts, same, unsupported
 from router.api.request.shapes import StructuredOutputs
-from router.call import BASE_PLACEHOLDERS, AdapterChoice, GenerationCall
+from router.call import BASE_PLACEHOLDERS, AdapterChoice, GenerationCall, MergedChoice
 from server.protocol import SamplingParams
 
 # Fields that change nothing about the text, whatever they say.
@@ -136,8 +136,11 @@ def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:
     return request
 
 
-def adapter_of(request: SharedBody, limits: ApiLimits, bearer: str | None) -> AdapterChoice | None:
-    """By `model`, SGLang's `base:adapter` too, or by `lora_path` beside the base's name.
+def adapter_of(
+    request: SharedBody, limits: ApiLimits, bearer: str | None
+) -> AdapterChoice | MergedChoice | None:
+    """By `model`, SGLang's `base:adapter` too, or by `lora_path` or `merged_adapters` beside the
+    base's name.
 
     Raises RequestError.
     """

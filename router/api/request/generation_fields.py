@@ -19,13 +19,19 @@ from router.api.request.fields import (
     credential,
 )
 from router.api.request.formatter import ApiLimits
-from router.call import AdapterChoice, GenerationCall
+from router.api.request.merge import MergedAdapters, choose_merge, choose_scaled
+from router.call import AdapterChoice, GenerationCall, MergedChoice
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Each may be null. priority: how far behind the key's own the request stands."""
+    """Each may be null. priority: how far behind the key's own the request stands.
+
+    merged_adapters: instead of an adapter. adapter_scale: of what the adapter adds.
+    """
 
     adapter_source: str | None = None
+    merged_adapters: MergedAdapters | None = None
+    adapter_scale: float | None = None
     api_token: str | None = None
     top_p: Probability | None = None
     top_k: TopK | None = None
@@ -50,14 +56,20 @@ def adapter_named(
     limits: ApiLimits,
     bearer: str | None,
     needs: str,
-) -> AdapterChoice | None:
-    """The adapter that field `param` names, None for the base. needs: what the fields that say more
-    of an adapter lack beside the base. Raises RequestError."""
-    token = credential(fields.api_token, bearer)
-    adapter = choose_adapter(name, fields.adapter_source, token, param, limits)
-    for extra in ("adapter_source", "api_token"):
+) -> AdapterChoice | MergedChoice | None:
+    """The adapter that field `param` names, or those to be merged; None for the base. needs: what
+    the fields that say more of an adapter lack beside the base. Raises RequestError."""
+    token, source = credential(fields.api_token, bearer), fields.adapter_source
+    merged, scale = fields.merged_adapters, fields.adapter_scale
+    if merged is not None:
+        base = not name or name in limits.base_names
+        require(base, f"it and the adapter in `{param}` cannot both be given", "merged_adapters")
+        require(scale is None, "`merged_adapters.weights` are the scales", "adapter_scale")
+        return choose_merge(merged, source, token, limits)
+    adapter = choose_adapter(name, source, token, param, limits)
+    for extra in ("adapter_source", "api_token", "adapter_scale"):
         require(adapter or not getattr(fields, extra), needs, extra)
-    return adapter
+    return adapter if adapter is None or scale is None else choose_scaled(adapter, scale)
 
 
 def check_counts(fields: GenerationFields, max_tokens: int | None, limits: ApiLimits) -> None:

@@ -111,7 +111,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("vllm_xargs extra_args ngram_corpus_id", "the engine has no such extensions"),
     # Adapters
     **_row("adapter_id lora_id lora_name lora_request", _MODEL),
-    **_row("adapter_parameters merged_adapters", "`/generate` has `merged_adapters`"),
+    **_row("adapter_parameters", "use `merged_adapters`"),
     # Other inputs and outputs
     **_row("modalities", _TEXT_ALONE, ["text"]),
     **_row("audio web_search_options prompt_embeds image_data images_config", _TEXT_ALONE),

@@ -385,6 +385,7 @@ ASKED: dict[str, Any] = {
     **dict.fromkeys(("do_sample", "ignore_eos_token", "return_full_text", "watermark"), True),
     **dict.fromkeys(("details", "decoder_input_details", "apply_chat_template"), True),
     "merged_adapters": {"ids": ["a"], "weights": [1]},
+    "adapter_scale": 0.5,
     "add_special_tokens": False,
     "stop": ["a"],
     **dict.fromkeys(SHAPED, {"type": "json_object"}),

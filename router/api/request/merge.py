@@ -1,4 +1,4 @@
-"""LoRAX's `merged_adapters`: what a request asks to be merged, and how. Pure."""
+"""`merged_adapters` and `adapter_scale`: what a request asks to be merged, and how. Pure."""
 
 from typing import cast
 
@@ -51,6 +51,19 @@ def choose_merge(
         density=1.0 if strategy == "linear" else given.density or 0.0,
         majority_sign_method=cast(SignMethod, sign),
     )
+
+
+def choose_scaled(adapter: AdapterChoice, scale: float) -> AdapterChoice | MergedChoice:
+    """The adapter with what it adds multiplied. Raises RequestError."""
+    if scale == 1:
+        return adapter
+    require(scale != 0, "0 is the base: leave the adapter out", "adapter_scale")
+    require(
+        abs(scale) <= MAX_WEIGHT,
+        f"expected a scale within +-{MAX_WEIGHT:g}, got {scale:g}",
+        "adapter_scale",
+    )
+    return MergedChoice((adapter,), (scale,), "linear", 1.0, "total")
 
 
 def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""`merged_adapters` of LoRAX's bodies: what arrives, and what is refused by its field's name."""
+"""`merged_adapters` and `adapter_scale`: what arrives, and what is refused by its field's name."""
 
 import json
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from router.api.lorax import request as lorax
+from router.api.messages import request as messages
+from router.api.openai import chat, completions
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.call import MergedChoice, RequestError
 
@@ -87,3 +89,54 @@ def test_fields_that_must_be_there() -> None:
         parse(merged_adapters={"weights": [1]})
     with pytest.raises(RequestError, match="cannot both"):
         parse(adapter_id="a", merged_adapters=TWO)
+
+
+HELLO = [{"role": "user", "content": "hi"}]
+# Each API's body beside the adapter, and the field that names it.
+APIS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "completions": (completions.parse, {"prompt": "x"}, "model"),
+    "chat": (chat.parse, {"messages": HELLO}, "model"),
+    "messages": (messages.parse, {"messages": HELLO, "max_tokens": 5}, "model"),
+}
+
+
+def adapter_asked(api: str, model: str, **fields: Any) -> object:
+    parse_body, body, field = APIS[api]
+    return parse_body(json.dumps(body | {field: model} | fields).encode(), LIMITS).call.adapter
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_other_apis_merge_beside_the_bases_name(api: str) -> None:
+    for base in ("small", ""):
+        found = adapter_asked(api, base, merged_adapters=TWO)
+        assert isinstance(found, MergedChoice)
+        assert found.weights == (0.5, -1.0)
+    with pytest.raises(RequestError, match="cannot both") as caught:
+        adapter_asked(api, "b", merged_adapters=TWO)
+    assert caught.value.param == "merged_adapters"
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_scale_is_a_merge_of_one(api: str) -> None:
+    found = adapter_asked(api, "b", adapter_scale=0.5)
+    assert isinstance(found, MergedChoice)
+    assert ([each.adapter_id for each in found.members], found.weights) == (["b"], (0.5,))
+    assert found.strategy == "linear"
+    assert found == adapter_asked(api, "small", merged_adapters={"ids": ["b"], "weights": [0.5]})
+    assert adapter_asked(api, "b", adapter_scale=1) == adapter_asked(api, "b")
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "said"),
+    [
+        ("b", {"adapter_scale": 0}, "leave the adapter out"),
+        ("b", {"adapter_scale": 1001}, "within"),
+        ("small", {"adapter_scale": 2}, "needs an adapter"),
+        ("small", {"adapter_scale": 2, "merged_adapters": TWO}, "are the scales"),
+        ("b", {"adapter_scale": "2"}, "adapter_scale"),
+    ],
+)
+def test_scales_that_are_none(model: str, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said) as caught:
+        adapter_asked("chat", model, **fields)
+    assert caught.value.param == "adapter_scale"

@@ -51,6 +51,13 @@ class RouterConfig:
     hub_owners: tuple[str, ...] = field(
         default=(), metadata={"help": "Hub owners whose adapters are allowed (default: all)"}
     )
+    default_adapter: str = field(
+        default="",
+        metadata={
+            "help": "name or reference of the adapter of requests that name none; those that name"
+            " the base model get the base (default: the base)"
+        },
+    )
     default_source: Literal["hub", "local"] = field(
         default="hub", metadata={"help": "source of an adapter_id that names none"}
     )

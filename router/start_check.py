@@ -50,6 +50,7 @@ def check_options(config: RouterConfig) -> None:
                 f"--cors-origin {origin!r}: expected scheme://host or scheme://host:port, or *"
             )
     _check_tls(config)
+    _check_default_adapter(config)
     saved_card(config)
     if config.keys_file is not None:
         with blaming(f"--keys-file {config.keys_file}", KeysFileError):
@@ -123,6 +124,14 @@ def _check_void(config: RouterConfig) -> None:
                 f"--{flag.replace('max', 'max-tenant')} {own} is more than --{flag} {whole}, which "
                 "all tenants share"
             )
+
+
+def _check_default_adapter(config: RouterConfig) -> None:
+    try:
+        if config.default_adapter:
+            parse_ref(config.default_adapter, config.default_source)
+    except AdapterError as error:
+        raise RouterConfigError(f"--default-adapter: {error.message}") from error
 
 
 def _check_tls(config: RouterConfig) -> None:

@@ -19,12 +19,14 @@ from router.config import RouterConfig
 class ApiLimits(msgspec.Struct, frozen=True):
     """What a body may ask for, and the names that mean the base.
 
+    default_adapter: of a body that names neither an adapter nor the base; "" = the base.
     sampling_defaults: the model's own. LoRAX routes, which have LoRAX's defaults of a draw, take
     only what has nothing to do with one.
     max_prompts: prompts in one completions request. max_stop_chars: of one stop string.
     """
 
     base_names: tuple[str, ...] = ()
+    default_adapter: str = ""
     default_source: str = "hub"
     max_n: int = 8
     max_prompts: int = 256
@@ -43,6 +45,7 @@ def limits_from(
 ) -> ApiLimits:
     return ApiLimits(
         base_names=base_names,
+        default_adapter=config.default_adapter,
         default_source=config.default_source,
         max_n=config.max_n,
         max_stop_sequences=config.max_stop_sequences,

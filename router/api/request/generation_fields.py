@@ -57,8 +57,9 @@ def adapter_named(
     bearer: str | None,
     needs: str,
 ) -> AdapterChoice | MergedChoice | None:
-    """The adapter that field `param` names, or those to be merged; None for the base. needs: what
-    the fields that say more of an adapter lack beside the base. Raises RequestError."""
+    """The adapter that field `param` names, or the default one, or those to be merged; None for the
+    base. needs: what the fields that say more of an adapter lack beside the base. Raises
+    RequestError."""
     token, source = credential(fields.api_token, bearer), fields.adapter_source
     merged, scale = fields.merged_adapters, fields.adapter_scale
     if merged is not None:
@@ -66,7 +67,7 @@ def adapter_named(
         require(base, f"it and the adapter in `{param}` cannot both be given", "merged_adapters")
         require(scale is None, "`merged_adapters.weights` are the scales", "adapter_scale")
         return choose_merge(merged, source, token, limits)
-    adapter = choose_adapter(name, source, token, param, limits)
+    adapter = choose_adapter(name or limits.default_adapter, source, token, param, limits)
     for extra in ("adapter_source", "api_token", "adapter_scale"):
         require(adapter or not getattr(fields, extra), needs, extra)
     return adapter if adapter is None or scale is None else choose_scaled(adapter, scale)

@@ -176,7 +176,7 @@ class KernelConfigs:
         return self._of_few(self._skinny, rows, SkinnyConfig)
 
     def packed(self, rows: int) -> tuple[PackedConfig, ...]:
-        """As `skinny`, of quantised weights."""
+        """As `skinny`, of quantised weights. The last is good for most shapes."""
         return self._of_few(self._packed, rows, PackedConfig)
 
     def _of_few(self, entries: list[_Entry], rows: int, kind: type[_C]) -> tuple[_C, ...]:

@@ -13,7 +13,8 @@ from launcher.monitoring.panels import (
 
 _NO_FAULT = "no stream was resumed: a quantile of nothing is no number"
 _GENERATION = (
-    'route=~"/|/generate|/generate_stream|/v1/completions|/v1/chat/completions|/v1/responses"'
+    'route=~"/|/generate|/generate_stream|/invocations'
+    '|/v1/completions|/v1/chat/completions|/v1/responses"'
 )
 
 _GENERATED = "loraplex_adapter_generated_tokens_total"

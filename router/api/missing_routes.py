@@ -14,7 +14,7 @@ _HERE = {
     "/chat/completions": "POST /v1/chat/completions does it",
     "/completions": "POST /v1/completions does it",
     "/responses": "POST /v1/responses does it",
-    "/invocations": "POST /v1/chat/completions or /v1/completions does it",
+    "/adapters": "POST /v1/adapters does it",
     "/load_lora_adapter": "POST /v1/load_lora_adapter does it",
     "/unload_lora_adapter": "POST /v1/unload_lora_adapter does it",
     "/v1/tokenize": "POST /tokenize does it",

@@ -20,7 +20,11 @@ Schema = dict[str, Any]
 _CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "LoraxParameters") + (
     *("ResponsesBody", "ResponseStreamOptions", "ReasoningFields", "TextFields", "TextFormat"),
 )
-_OPENAI_BODIES = ("ChatBody", "CompletionsBody", "TokenizeChatBody", "TokenizePromptBody")
+_COMPLETIONS = ("CompletionsBody", "InvocationPromptBody")
+_OPENAI_BODIES = (
+    *("ChatBody", "InvocationChatBody", "TokenizeChatBody", "TokenizePromptBody"),
+    *_COMPLETIONS,
+)
 _SIZED = (*_OPENAI_BODIES, "LoraxParameters", "ResponsesBody")
 # JSON Schema's bound of a field of one type, and the limit that it is.
 _BOUNDS = {
@@ -65,7 +69,8 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
         components[name]["properties"][field] |= {"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"}
     formats = {"enum": [None, "auto", *FORMATS]}
     components["RegisterBody"]["properties"]["tool_format"] = formats
-    components["CompletionsBody"]["properties"]["prompt"] = _prompts(limits)
+    for name in _COMPLETIONS:
+        components[name]["properties"]["prompt"] = _prompts(limits)
     _say_merges(components["MergedAdapters"]["properties"])
     part = components["ContentPart"]
     part["properties"] = {"type": {"const": "text"}, "text": {"type": "string"}}

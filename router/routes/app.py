@@ -1,8 +1,7 @@
 """The router's HTTP face: which path is answered by what."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,29 +12,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan
 
 from router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
-from router.api.lorax import request as lorax
 from router.api.missing_routes import hint
-from router.api.openai import chat as openai_chat
-from router.api.openai import completions as openai_completions
-from router.api.responses import request as responses
 from router.call import Cause, RequestError
-from router.generation.way_in import Parse
 from router.http.body import CLIENT_GONE_STATUS, ClientGone
 from router.http.by_port import ByPort
 from router.http.edge import Edge
 from router.routes.adapters import AdapterRoutes
 from router.routes.console import ConsoleRoutes
 from router.routes.fleet import FleetRoute
+from router.routes.generate import GenerateRoutes
 from router.routes.info import InfoRoutes
 from router.routes.keys import KeyRoutes, UsageRoutes
-from router.routes.operator import OperatorRoutes
+from router.routes.operator import Endpoint, OperatorRoutes
 from router.routes.tokenize import TokenizeRoutes
 from router.service import Service
 from router.telemetry.caller_errors import CallerErrors
 from router.telemetry.metrics import GENERATION_PATHS
 from router.telemetry.request_log import RequestLog
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 _CAUSES: dict[int, Cause] = {404: "route_not_found", 405: "method_not_allowed"}
 
@@ -102,30 +95,15 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
 
 
 def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
-    def answer(parse: Parse) -> Endpoint:
-        async def run(request: Request) -> Response:
-            return await service.answerer.answer(request, parse)
-
-        async def endpoint(request: Request) -> Response:
-            return await service.idempotency.answer(request, run)
-
-        return endpoint
-
-    generate_or_stream = answer(partial(lorax.parse, route="/"))
-
-    async def root(request: Request) -> Response:
-        """LoRAX's: a health check, or a request whose body says whether it streams."""
-        if request.method == "POST":
-            return await generate_or_stream(request)
-        return await info.health(request)
-
+    routes = GenerateRoutes(service, info)
     return [
-        Route("/", root, methods=["GET", "POST"]),
-        _post("/generate", answer(partial(lorax.parse, route="/generate"))),
-        _post("/generate_stream", answer(partial(lorax.parse, route="/generate_stream"))),
-        _post("/v1/completions", answer(openai_completions.parse)),
-        _post("/v1/chat/completions", answer(openai_chat.parse)),
-        _post("/v1/responses", answer(responses.parse)),
+        Route("/", routes.root, methods=["GET", "POST"]),
+        _post("/generate", routes.generate),
+        _post("/generate_stream", routes.generate_stream),
+        _post("/invocations", routes.invocations),
+        _post("/v1/completions", routes.completions),
+        _post("/v1/chat/completions", routes.chat),
+        _post("/v1/responses", routes.responses),
     ]
 
 

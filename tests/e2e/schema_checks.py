@@ -11,9 +11,12 @@ import schemathesis
 from schemathesis.checks import CHECKS
 from schemathesis.openapi.checks import RejectedPositiveData
 
-_OPENAI = r"POST /(v1/((chat/)?completions|responses)|tokenize)"
-_LORAX = r"POST /(tokenize|generate|generate_stream)?"
-_TEXTS = r"POST /(v1/((chat/)?completions|responses)|(de)?tokenize|generate|generate_stream)?"
+_OPENAI = r"POST /(v1/((chat/)?completions|responses)|tokenize|invocations)"
+_LORAX = r"POST /(tokenize|generate|generate_stream|invocations)?"
+_TEXTS = (
+    r"POST /(v1/((chat/)?completions|responses)|(de)?tokenize|invocations"
+    r"|generate|generate_stream)?"
+)
 _REGISTERS = r"POST /v1/(adapters.*|load_lora_adapter)"
 _ALL = r".*"
 _FORM = (

@@ -39,6 +39,7 @@ from router.api.openai.models import Health, Info, ModelList, ModelObject, Versi
 from router.api.responses.answer import ResponseObject
 from router.api.responses.request import ResponsesBody
 from router.api.responses.stream import ResponseEvent
+from router.api.sagemaker import InvocationChatBody, InvocationPromptBody
 from router.api.tokenize import (
     DetokenizeBody,
     DetokenizedText,
@@ -54,7 +55,7 @@ Method = Literal["get", "post", "patch", "delete"]
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """A route. requests: types that its body may have. answers, event: types of the JSON body and
+    """A route. requests: types that its body may have. answers, events: types of the JSON body and
     of a stream's events.
 
     text: the answer is plain text. other_dialect: another shape that its errors may have. admin: it
@@ -69,7 +70,7 @@ class Operation(msgspec.Struct, frozen=True):
     other_dialect: Dialect | None = None
     requests: tuple[Any, ...] = ()
     answers: tuple[Any, ...] = ()
-    event: Any = None
+    events: tuple[Any, ...] = ()
     done: bool = False
     may_be_empty: bool = False
     text: bool = False
@@ -109,9 +110,14 @@ def _post(
     path: str, summary: str, request: Any, answer: Any = None, event: Any = None, done: bool = False
 ) -> Operation:
     """What callers post."""
-    answers = () if answer is None else (answer,)
     return Operation(
-        path, "post", summary, requests=(request,), answers=answers, event=event, done=done
+        path,
+        "post",
+        summary,
+        requests=(request,),
+        answers=() if answer is None else (answer,),
+        events=() if event is None else (event,),
+        done=done,
     )
 
 
@@ -204,6 +210,16 @@ OPERATIONS: tuple[Operation, ...] = (
         ResponseObject,
         ResponseEvent,
     ),
+    Operation(
+        "/invocations",
+        "post",
+        "One of LoRAX's or OpenAI's, as the body says (SageMaker)",
+        other_dialect="openai",
+        requests=(LoraxBody, InvocationPromptBody, InvocationChatBody),
+        answers=(list[GenerateAnswer], Completion, ChatCompletion),
+        events=(StreamAnswer, Completion, ChatChunk),
+        done=True,
+    ),
     _keyed("/v1/models", "The base and registered adapters", ModelList),
     _keyed("/v1/models/{name}", "One of them", ModelObject),
     *_KEYS,
@@ -213,7 +229,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get",
         "Workers, arenas, queue and errors, at once or followed",
         answers=(FleetObject,),
-        event=FleetObject,
+        events=(FleetObject,),
         admin=True,
     ),
     Operation(

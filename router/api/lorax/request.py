@@ -72,7 +72,13 @@ def parse(
     body: bytes, limits: ApiLimits, bearer: str | None = None, route: Route = "/"
 ) -> ApiRequest:
     """Raises RequestError."""
-    plain = decode_plain(body)
+    return parse_plain(decode_plain(body), limits, bearer, route)
+
+
+def parse_plain(
+    plain: dict[str, Any], limits: ApiLimits, bearer: str | None, route: Route
+) -> ApiRequest:
+    """Raises RequestError."""
     check_fields(plain, LoraxParameters.__struct_fields__, limits)
     request = typed(plain, LoraxBody)
     given = request.parameters or LoraxParameters()

@@ -5,7 +5,7 @@ dispatch and text modules do the rest and know no API.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -184,10 +184,19 @@ class GenerationCall(msgspec.Struct, frozen=True):
     bad_words: tuple[str, ...] = ()
 
 
+class TopToken(NamedTuple):
+    """One of the likeliest at a token's place. text: its own."""
+
+    token_id: int
+    text: str
+    logprob: float
+    special: bool = False
+
+
 class TextToken(msgspec.Struct, frozen=True):
     """One generated or prompt token. text: what it adds to the text ("" inside a UTF-8 sequence).
 
-    token: the token's own text, whatever its neighbours. top: (id, token text, logprob).
+    token: the token's own text, whatever its neighbours. top: the likeliest first.
     raw: its bytes where they are no UTF-8 by themselves, else None. rank: see TokenLogprob.
     """
 
@@ -196,7 +205,7 @@ class TextToken(msgspec.Struct, frozen=True):
     token: str
     logprob: float | None
     special: bool
-    top: tuple[tuple[int, str, float], ...] = ()
+    top: tuple[TopToken, ...] = ()
     raw: bytes | None = None
     rank: int | None = None
 

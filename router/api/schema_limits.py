@@ -34,6 +34,7 @@ _BOUNDS = {
     "top_logprobs": ("integer", "maximum", "max_logprobs"),
     "prompt_logprobs": ("integer", "maximum", "max_logprobs"),
     "return_k_alternatives": ("integer", "maximum", "max_logprobs"),
+    "top_n_tokens": ("integer", "maximum", "max_logprobs"),
     "stop": ("array", "maxItems", "max_stop_sequences"),
     "stop_token_ids": ("array", "maxItems", "max_stop_token_ids"),
     "logit_bias": ("object", "maxProperties", "max_logit_bias"),

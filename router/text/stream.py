@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from adapters.byte_tokens import REPLACEMENT
-from router.call import ChoiceResult, FinishReason, GenerationCall, TextEvent, TextToken
+from router.call import ChoiceResult, FinishReason, GenerationCall, TextEvent, TextToken, TopToken
 from router.parts.division import DividedAnswer
 from router.parts.parts import PartsDelta
 from router.text.attribution import attribute
@@ -264,9 +264,12 @@ def text_token(
     """A token as the client sees it. text: its part of the text. is_own_end: the model ended the
     answer with it."""
     own = vocabulary.token_text(token_id)
-    top: tuple[tuple[int, str, float], ...] = ()
+    top: tuple[TopToken, ...] = ()
     if logprob is not None and logprob.top:
-        top = tuple((i, vocabulary.token_text(i), value) for i, value in logprob.top)
+        top = tuple(
+            TopToken(i, vocabulary.token_text(i), value, vocabulary.is_special(i))
+            for i, value in logprob.top
+        )
     raw = vocabulary.token_bytes(token_id) if REPLACEMENT in own else None
     value, rank = (None, None) if logprob is None else (logprob.logprob, logprob.rank)
     special = vocabulary.is_special(token_id) or is_own_end

@@ -160,7 +160,7 @@ def test_tokens_carry_logprobs_and_bytes() -> None:
     tokens = stream.result().tokens
     assert [token.text for token in tokens] == [""] * (len(ids) - 1) + ["🙂"]
     assert b"".join(token.raw or b"" for token in tokens) == "🙂".encode()
-    assert tokens[0].top[1] == (0, "<s>", -1.0)
+    assert tokens[0].top[1] == (0, "<s>", -1.0, True)
     assert stream.result().sum_logprob == pytest.approx(-0.5 * len(ids))
 
 

@@ -11,10 +11,14 @@ from router.call import Cause, RequestError
 from server.protocol import ErrorCode
 
 # The shape of an error: LoRAX's {"error", "error_type"} or OpenAI's {"error": {…}}. `vllm` is the
-# latter with the statuses that vLLM's two LoRA routes have.
+# latter with the statuses that vLLM's two LoRA routes have, and SGLang's.
 Dialect = Literal["lorax", "openai", "vllm"]
 
-_VLLM_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_VLLM_ROUTES = (
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/load_lora_adapter", "/unload_lora_adapter"),
+)
+_OPENAI_ROUTES = ("/detokenize", "/tokenizer_info", "/flush_cache")
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -136,7 +140,7 @@ def dialect_of_path(path: str) -> Dialect:
     """For errors of a route that belongs to no generation API, or to none at all."""
     if path in _VLLM_ROUTES:
         return "vllm"
-    if path in ("/detokenize", "/tokenizer_info"):
+    if path in _OPENAI_ROUTES:
         return "openai"
     return "openai" if path == "/v1" or path.startswith("/v1/") else "lorax"
 

@@ -46,7 +46,8 @@ async def build_prompts(
         try:
             text = await render_messages(call.messages, call.template, model, template, sandbox)
         except RequestError as error:
-            raise _spelled(error, call.api) from error
+            names = _CHAT_FIELDS if call.api == "responses" else {}
+            raise error.spelled(names) from error
         return await model.long_texts.run(
             len(text), lambda: [_encode(call, model, text, _PARAM[call.api])]
         )
@@ -89,7 +90,13 @@ def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> 
 
 # The bias of a token that is never drawn, within what a worker takes.
 _NEVER = -1e6
-_PARAM = {"lorax": "inputs", "completions": "prompt", "chat": "messages", "responses": "input"}
+_PARAM: dict[Api, str] = {
+    "lorax": "inputs",
+    "completions": "prompt",
+    "chat": "messages",
+    "responses": "input",
+    "sglang": "text",
+}
 
 
 async def render_messages(
@@ -114,15 +121,6 @@ async def render_messages(
         return await sandbox.render(source, known, messages, options)
     except TemplateFault as fault:
         raise template_error(fault) from fault
-
-
-def _spelled(error: RequestError, api: Api) -> RequestError:
-    """With the field's name on the route."""
-    name = _CHAT_FIELDS.get(error.param or "") if api == "responses" else None
-    if name is None:
-        return error
-    message = error.message.replace(f"`{error.param}`", f"`{name}`")
-    return RequestError(error.cause, message, param=name)
 
 
 # Fields of a chat, as responses have them.

@@ -24,6 +24,7 @@ from router.routes.generate import GenerateRoutes
 from router.routes.info import InfoRoutes
 from router.routes.keys import KeyRoutes, UsageRoutes
 from router.routes.operator import Endpoint, OperatorRoutes
+from router.routes.sglang import SglangRoutes
 from router.routes.tokenize import TokenizeRoutes
 from router.service import Service
 from router.telemetry.caller_errors import CallerErrors
@@ -41,6 +42,7 @@ def build_app(service: Service) -> ASGIApp:
         *_generation_routes(service, info),
         *_adapter_routes(service),
         *_info_routes(service, info),
+        *_sglang_routes(service, info),
         _get("/v1/fleet", OperatorRoutes(service).guarded(FleetRoute(service.watch).fleet)),
         *ConsoleRoutes().routes,
     ]
@@ -132,6 +134,8 @@ def _adapter_routes(service: Service) -> list[Route]:
         _get(f"{one}/history", guarded(adapters.history)),
         _post("/v1/load_lora_adapter", guarded(adapters.load_lora, "POST")),
         _post("/v1/unload_lora_adapter", guarded(adapters.unload_lora, "POST")),
+        _post("/load_lora_adapter", guarded(adapters.load_sglang, "POST")),
+        _post("/unload_lora_adapter", guarded(adapters.unload_sglang, "POST")),
     ]
 
 
@@ -165,6 +169,19 @@ def _info_routes(service: Service, info: InfoRoutes) -> list[Route]:
         *_health_routes(info),
         _get("/metrics", info.metrics_of_port),
         _get("/openapi.json", info.openapi),
+    ]
+
+
+def _sglang_routes(service: Service, info: InfoRoutes) -> list[Route]:
+    """Older and newer names of SGLang's."""
+    sglang = SglangRoutes(service)
+    return [
+        _get("/health_generate", info.health),
+        _get("/model_info", sglang.model),
+        _get("/get_model_info", sglang.model),
+        _get("/server_info", sglang.settings),
+        _get("/get_server_info", sglang.settings),
+        Route("/flush_cache", sglang.flush, methods=["GET", "POST"]),
     ]
 
 

@@ -12,6 +12,7 @@ from router.api.openai import completions as openai_completions
 from router.api.request.body import decode_plain
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.responses import request as responses
+from router.api.sglang import request as sglang
 from router.generation.way_in import Parse
 from router.http.sse import takes_events
 from router.routes.info import InfoRoutes
@@ -25,7 +26,6 @@ class GenerateRoutes:
     def __init__(self, service: Service, info: InfoRoutes) -> None:
         self._service = service
         self._info = info
-        self.generate = self._fixed(partial(lorax.parse, route="/generate"))
         self.generate_stream = self._fixed(partial(lorax.parse, route="/generate_stream"))
         self.completions = self._fixed(openai_completions.parse)
         self.chat = self._fixed(openai_chat.parse)
@@ -37,6 +37,18 @@ class GenerateRoutes:
         if request.method == "POST":
             return await self._generate_or_stream(request)
         return await self._info.health(request)
+
+    async def generate(self, request: Request) -> Response:
+        """LoRAX's shape or SGLang's, whose errors are as OpenAI's."""
+
+        def parse(body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
+            plain = decode_plain(body)
+            if not sglang.is_native(plain):
+                return lorax.parse_plain(plain, limits, bearer, route="/generate")
+            request.state.dialect = "openai"
+            return sglang.parse(plain, limits, bearer)
+
+        return await self._answer(request, parse)
 
     async def invocations(self, request: Request) -> Response:
         """SageMaker's: the body says whose shape it has, and so its errors have."""

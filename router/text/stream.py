@@ -124,6 +124,7 @@ class ChoiceStream:
             reasoning="" if self._divided is None else self._divided.reasoning,
             calls=() if self._divided is None else self._divided.calls,
             reasoning_tokens=self._num_reasoning,
+            matched=self._matched(),
         )
 
     def _accept(self, token_id: int, logprob: TokenLogprob | None, *, is_end: bool) -> str:
@@ -207,7 +208,14 @@ class ChoiceStream:
             reasoning=parts.reasoning,
             calls=parts.calls,
             num_reasoning=self._count_reasoning(),
+            matched=self._matched(),
         )
+
+    def _matched(self) -> int | str | None:
+        """The stop string or the token that ended the answer."""
+        if self._stops.hit is not None:
+            return self._stops.hit
+        return self._ids[-1] if self._ids and self.finish in ("stop", "eos") else None
 
     def _count_reasoning(self) -> int:
         """Tokens that are newly known to be the reasoning's."""

@@ -11,6 +11,7 @@ from router.api.admin.adapters import (
     LoadLoraBody,
     Refreshed,
     RegisterBody,
+    SglangLoadBody,
     UnloadBody,
     UnloadLoraBody,
 )
@@ -40,6 +41,9 @@ from router.api.responses.answer import ResponseObject
 from router.api.responses.request import ResponsesBody
 from router.api.responses.stream import ResponseEvent
 from router.api.sagemaker import InvocationChatBody, InvocationPromptBody
+from router.api.sglang.answer import SglangAnswer
+from router.api.sglang.info import LoadedAdapters, ServedModel, ServedSettings
+from router.api.sglang.request import SglangBody
 from router.api.tokenize import (
     DetokenizeBody,
     DetokenizedText,
@@ -60,7 +64,8 @@ class Operation(msgspec.Struct, frozen=True):
 
     text: the answer is plain text. other_dialect: another shape that its errors may have. admin: it
     wants the admin key. key: it wants a caller's key where callers have keys. accepted: it may
-    answer 202 with the same body, for what goes on. may_be_empty: the body. status: of success.
+    answer 202 with the same body, for what goes on. may_be_empty: the body. status: of success, or
+    of all that it ever answers.
     done: a stream ends with OpenAI's `[DONE]`.
     """
 
@@ -175,7 +180,14 @@ _LIFECYCLE = (
     _admin("/v1/adapters", "post", "Register an adapter", AdapterObject, RegisterBody),
     _admin("/v1/load_lora_adapter", "post", "Register and load (vLLM)", str, LoadLoraBody),
     _admin("/v1/unload_lora_adapter", "post", "Unload and delete (vLLM)", str, UnloadLoraBody),
+    _admin(
+        "/load_lora_adapter", "post", "Register and load (SGLang)", LoadedAdapters, SglangLoadBody
+    ),
+    _admin(
+        "/unload_lora_adapter", "post", "Unload and delete (SGLang)", LoadedAdapters, UnloadLoraBody
+    ),
 )
+_BOTH: tuple[Method, ...] = ("get", "post")
 OPERATIONS: tuple[Operation, ...] = (
     _post(
         "/",
@@ -185,7 +197,16 @@ OPERATIONS: tuple[Operation, ...] = (
         StreamAnswer,
     ),
     Operation("/", "get", "Whether requests can be answered"),
-    _post("/generate", "Generate", LoraxBody, GenerateAnswer),
+    Operation(
+        "/generate",
+        "post",
+        "Generate, in LoRAX's shape or SGLang's",
+        other_dialect="openai",
+        requests=(LoraxBody, SglangBody),
+        answers=(GenerateAnswer, SglangAnswer, list[SglangAnswer]),
+        events=(SglangAnswer,),
+        done=True,
+    ),
     _post("/generate_stream", "Generate, token by token", LoraxBody, event=StreamAnswer),
     _post(
         "/v1/completions",
@@ -249,6 +270,19 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("/ping", "post", "Whether requests can be answered"),
     Operation("/health/live", "get", "Whether the process answers", answers=(Health,)),
     Operation("/health/ready", "get", "Whether requests can be answered", answers=(Health,)),
+    Operation("/health_generate", "get", "Whether requests can be answered (SGLang)"),
+    *(
+        Operation(path, "get", "The model (SGLang)", answers=(ServedModel,))
+        for path in ("/model_info", "/get_model_info")
+    ),
+    *(
+        Operation(path, "get", "The server (SGLang)", answers=(ServedSettings,))
+        for path in ("/server_info", "/get_server_info")
+    ),
+    *(
+        Operation("/flush_cache", method, "Why nothing is flushed (SGLang)", key=True, status=400)
+        for method in _BOTH
+    ),
     Operation("/metrics", "get", "Prometheus metrics", text=True),
     Operation("/openapi.json", "get", "This description", answers=(dict[str, Any],)),
 )

@@ -81,6 +81,10 @@ def test_scores_are_those_of_completions(http: httpx.Client) -> None:
     values = [one[0] for one in told[1:]]
     assert values == pytest.approx(expected["token_logprobs"][1:], abs=1e-3)
     assert [len(top) for top in meta["output_top_logprobs"]] == [2] * 5
+    events = http.post("/generate", json={**body, "stream": True}).text.splitlines()
+    last = json.loads([line for line in events if line.startswith("data: {")][-1][6:])["meta_info"]
+    told_so_far = [*last["input_token_logprobs"], *last["output_token_logprobs"]]
+    assert [one[1:] for one in told_so_far] == [one[1:] for one in told]
     alone = {**body, "sampling_params": {"max_new_tokens": 0}}
     answer = http.post("/generate", json=alone).json()
     assert (answer["text"], answer["output_ids"]) == ("", [])

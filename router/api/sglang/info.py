@@ -6,7 +6,8 @@ from server.protocol import ModelCard
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """The base, by SGLang's names. weight_version: its digest."""
+    """The base, by SGLang's names. tokenizer_path: its Hub id, if it has one. weight_version: its
+    digest."""
 
     model_path: str
     tokenizer_path: str
@@ -47,13 +48,13 @@ class LoadedAdapters(msgspec.Struct, frozen=True):
 
 
 def served_model(card: ModelCard) -> ServedModel:
-    return ServedModel(card.names[0], card.names[0], card.base_digest)
+    return ServedModel(card.names[0], card.root or card.names[0], card.base_digest)
 
 
 def served_settings(card: ModelCard, version: str, state: FleetState) -> ServedSettings:
     return ServedSettings(
         model_path=card.names[0],
-        tokenizer_path=card.names[0],
+        tokenizer_path=card.root or card.names[0],
         served_model_name=card.names[0],
         context_length=card.max_context,
         dtype=card.dtype,

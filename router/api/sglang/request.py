@@ -98,7 +98,6 @@ _NAMES = {
     "structured_outputs.structural_tag": "sampling_params.structural_tag",
     **{name: f"sampling_params.{name}" for name in SglangSampling.__struct_fields__},
     "logprobs": "top_logprobs_num",
-    "prompt_logprobs": "top_logprobs_num",
 }
 
 
@@ -130,6 +129,9 @@ def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRe
     except RequestError as error:
         raise error.spelled(_NAMES | {"prompt": field}) from None
     call = msgspec.structs.replace(asked.call, api="sglang")
+    if options.prompt_from is not None:
+        scored_too = msgspec.structs.replace(call.sampling, prompt_logprobs=options.top)
+        call = msgspec.structs.replace(call, sampling=scored_too)
     return ApiRequest(call, SglangFormatter, options)
 
 
@@ -208,7 +210,6 @@ def _completion(
         include_stop_str_in_output=sampling.no_stop_trim,
         structured_outputs=None if tag is None else StructuredOutputs(structural_tag=tag),
         logprobs=options.top,
-        prompt_logprobs=None if options.prompt_from is None else options.top,
         stream=body.stream,
         priority=body.priority,
         cache_salt=body.cache_salt or body.extra_key,

@@ -128,6 +128,7 @@ def test_every_sampling_parameter() -> None:
     assert isinstance(drawn(regex="a+").shape, Regex)
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("body", "logprobs", "prompt_logprobs"),
     [
@@ -138,8 +139,8 @@ def test_every_sampling_parameter() -> None:
         ({"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3}, 3, 3),
     ],
 )
-def test_logprobs(body: dict[str, Any], logprobs: Any, prompt_logprobs: Any) -> None:
-    sampling = call_of(**body).sampling
+def test_logprobs(body: dict[str, Any], logprobs: Any, prompt_logprobs: Any, stream: bool) -> None:
+    sampling = call_of(**body, stream=stream).sampling
     assert (sampling.logprobs, sampling.prompt_logprobs) == (logprobs, prompt_logprobs)
 
 

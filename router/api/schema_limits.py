@@ -44,6 +44,12 @@ _BOUNDS = {
     "messages": ("array", "maxItems", "max_messages"),
     "input": ("array", "maxItems", "max_messages"),
 }
+# Bodies that give a name, and their field for it.
+_NAMED = (
+    ("RegisterBody", "name"),
+    ("LoadLoraBody", "lora_name"),
+    ("SglangLoadBody", "lora_name"),
+)
 _OFF: Schema = {"enum": [None, False]}
 _UNSERVED: dict[str, Schema] = {
     "watermark": _OFF,
@@ -71,7 +77,7 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     components["LoraxBody"]["properties"] |= {field: {} for field in HARMLESS_BESIDE}
     components["LoraxParameters"]["properties"] |= _UNSERVED
     _bound(components["LoraxParameters"]["properties"]["seed"], "integer", maximum=2**64 - 1)
-    for name, field in (("RegisterBody", "name"), ("LoadLoraBody", "lora_name")):
+    for name, field in _NAMED:
         components[name]["properties"][field] |= {"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"}
     formats = {"enum": [None, "auto", *FORMATS]}
     components["RegisterBody"]["properties"]["tool_format"] = formats

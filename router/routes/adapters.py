@@ -1,4 +1,4 @@
-"""The lifecycle routes: `/v1/adapters…` and vLLM's two. All of them want the admin key."""
+"""The lifecycle routes: `/v1/adapters…`, vLLM's two and SGLang's. All want the admin key."""
 
 import contextlib
 from functools import partial

@@ -4,8 +4,8 @@
 dispatch and text modules do the rest and know no API.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -18,7 +18,9 @@ from router.shape.shape import Shape
 from router.tools.tools import Tools
 from server.protocol import SamplingParams
 
-Api = Literal["lorax", "completions", "chat", "responses", "messages"]
+Api = Literal["lorax", "completions", "chat", "responses", "messages", "sglang"]
+# The field that names the adapter, where it is not `model`.
+_ADAPTER_FIELDS: dict[Api, str] = {"lorax": "adapter_id", "sglang": "lora_path"}
 # What is left of a prompt that is cut.
 PromptEnd = Literal["first", "last"]
 # What clients made for servers of one model send as `model` when their user gave none.
@@ -55,6 +57,10 @@ Cause = Literal[
     "quarantined",  # it killed the workers that ran it
     "internal",
 ]
+
+
+def adapter_field(api: Api) -> str:
+    return _ADAPTER_FIELDS.get(api, "model")
 
 
 # Of every answer, also of an error once it is known which content it concerns.
@@ -136,6 +142,16 @@ class RequestError(Exception):
         self.violations = violations
         self.headers = headers or {}
 
+    def spelled(self, names: Mapping[str, str]) -> "RequestError":
+        """The same, where the field, or what it is a part of, has another name on the route."""
+        param = self.param or ""
+        for name, own in names.items():
+            if f"{param}.".startswith(f"{name}."):
+                spelled = own + param[len(name) :]
+                message = self.message.replace(f"`{param}`", f"`{spelled}`")
+                return RequestError(self.cause, message, param=spelled)
+        return self
+
 
 class GenerationCall(msgspec.Struct, frozen=True):
     """One API request, validated as far as is possible without the model.
@@ -184,10 +200,19 @@ class GenerationCall(msgspec.Struct, frozen=True):
     bad_words: tuple[str, ...] = ()
 
 
+class TopToken(NamedTuple):
+    """One of the likeliest at a token's place. text: its own."""
+
+    token_id: int
+    text: str
+    logprob: float
+    special: bool = False
+
+
 class TextToken(msgspec.Struct, frozen=True):
     """One generated or prompt token. text: what it adds to the text ("" inside a UTF-8 sequence).
 
-    token: the token's own text, whatever its neighbours. top: (id, token text, logprob).
+    token: the token's own text, whatever its neighbours. top: the likeliest first.
     raw: its bytes where they are no UTF-8 by themselves, else None. rank: see TokenLogprob.
     """
 
@@ -196,7 +221,7 @@ class TextToken(msgspec.Struct, frozen=True):
     token: str
     logprob: float | None
     special: bool
-    top: tuple[tuple[int, str, float], ...] = ()
+    top: tuple[TopToken, ...] = ()
     raw: bytes | None = None
     rank: int | None = None
 
@@ -207,8 +232,8 @@ class TextEvent(msgspec.Struct, frozen=True):
     The event with `finish` is the choice's last. tokens: empty unless logprobs were asked for.
     num_tokens: generated since the event before, whether or not `tokens` lists them. token_ids:
     their ids. reasoning, calls: what is no part of the text, where the answer is divided.
-    num_reasoning: tokens that are newly known to be the reasoning's. stop: the stop string that
-    ended the choice, beside `finish`.
+    num_reasoning: tokens that are newly known to be the reasoning's. matched, elapsed_s: see
+    ChoiceResult; with `finish`.
     """
 
     prompt_index: int
@@ -221,7 +246,8 @@ class TextEvent(msgspec.Struct, frozen=True):
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
     num_reasoning: int = 0
-    stop: str | None = None
+    matched: int | str | None = None
+    elapsed_s: float = 0.0
 
 
 class ChoiceResult(msgspec.Struct, frozen=True):
@@ -229,7 +255,8 @@ class ChoiceResult(msgspec.Struct, frozen=True):
 
     token_ids: of all generated tokens, the one that ended the choice included. reasoning, calls:
     what is no part of the text, where the answer is divided. reasoning_tokens: of
-    `generated_tokens`, those of the reasoning and its markers. stop: the stop string that ended it.
+    `generated_tokens`, those of the reasoning and its markers. matched: the stop string or the
+    token that ended it. elapsed_s: from the request's arrival to the choice's end.
     """
 
     prompt_index: int
@@ -243,7 +270,8 @@ class ChoiceResult(msgspec.Struct, frozen=True):
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     reasoning_tokens: int = 0
-    stop: str | None = None
+    matched: int | str | None = None
+    elapsed_s: float = 0.0
 
 
 class PromptInfo(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from adapters.errors import AdapterError
 from router.api.errors import from_adapter_error, from_engine_error
-from router.call import Api, RequestError
+from router.call import Api, RequestError, adapter_field
 from router.policy.queue.queue_limits import QueueFull
 from server.protocol import ErrorCode
 
@@ -54,7 +54,7 @@ EXCUSED = (QueueFull, NoWorker, ReaderTooSlow, Stopping)
 def request_error(error: Exception, api: Api) -> RequestError:
     """The caller's error for a failure anywhere between the queue and a worker."""
     if isinstance(error, AdapterError):
-        return from_adapter_error(error, "adapter_id" if api == "lorax" else "model")
+        return from_adapter_error(error, adapter_field(api))
     if isinstance(error, SequenceFailed):
         return from_engine_error(error.code, error.message)
     if isinstance(error, QueueFull):

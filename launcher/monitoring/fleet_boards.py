@@ -13,7 +13,7 @@ from launcher.monitoring.panels import (
 
 _NO_FAULT = "no stream was resumed: a quantile of nothing is no number"
 _GENERATION = (
-    'route=~"/|/generate|/generate_stream|/v1/completions|/v1/chat/completions'
+    'route=~"/|/generate|/generate_stream|/invocations|/v1/completions|/v1/chat/completions'
     '|/v1/responses|/v1/messages"'
 )
 

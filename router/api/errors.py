@@ -12,11 +12,15 @@ from server.protocol import ErrorCode
 
 # The shape of an error: LoRAX's {"error", "error_type"}, OpenAI's {"error": {…}} or Anthropic's
 # {"type": "error", "error": {…}}. `vllm` is OpenAI's with the statuses that vLLM's two LoRA routes
-# have.
+# have, and SGLang's.
 Dialect = Literal["lorax", "openai", "vllm", "anthropic"]
 
 _MESSAGES = "/v1/messages"
-_VLLM_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_VLLM_ROUTES = (
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/load_lora_adapter", "/unload_lora_adapter"),
+)
+_OPENAI_ROUTES = ("/detokenize", "/tokenizer_info", "/flush_cache")
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -170,7 +174,7 @@ def dialect_of_path(path: str) -> Dialect:
     """For errors of a route that belongs to no generation API, or to none at all."""
     if path in _VLLM_ROUTES:
         return "vllm"
-    if path in ("/detokenize", "/tokenizer_info"):
+    if path in _OPENAI_ROUTES:
         return "openai"
     if path == _MESSAGES or path.startswith(f"{_MESSAGES}/"):
         return "anthropic"

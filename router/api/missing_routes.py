@@ -3,11 +3,6 @@
 _HERE = {
     "/load": "GET /metrics shows what runs and waits",
     "/get_load": "GET /metrics shows what runs and waits",
-    "/health_generate": "GET /health says whether requests can be answered",
-    "/get_model_info": "GET /info describes the model and the limits",
-    "/model_info": "GET /info describes the model and the limits",
-    "/server_info": "GET /info describes the model and the limits",
-    "/get_server_info": "GET /info describes the model and the limits",
     "/docs": "GET /openapi.json describes the routes",
     "/redoc": "GET /openapi.json describes the routes",
     "/models": "GET /v1/models lists them",
@@ -15,12 +10,9 @@ _HERE = {
     "/completions": "POST /v1/completions does it",
     "/responses": "POST /v1/responses does it",
     "/messages": "POST /v1/messages does it",
-    "/invocations": "POST /v1/chat/completions or /v1/completions does it",
-    "/load_lora_adapter": "POST /v1/load_lora_adapter does it",
-    "/unload_lora_adapter": "POST /v1/unload_lora_adapter does it",
+    "/adapters": "POST /v1/adapters does it",
     "/v1/tokenize": "POST /tokenize does it",
     "/v1/detokenize": "POST /detokenize does it",
-    "/flush_cache": "no cache has to be emptied: each is keyed by content",
     "/reset_prefix_cache": "no cache has to be emptied: each is keyed by content",
 }
 _NOT_SERVED = {

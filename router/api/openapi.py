@@ -53,7 +53,7 @@ def openapi_document(
     """The whole document, ready for JSON."""
     types = [*_ERRORS.values()]
     for operation in OPERATIONS:
-        types += [*operation.requests, *operation.answers, *filter(None, [operation.event])]
+        types += [*operation.requests, *operation.answers, *operation.events]
     found = msgspec.json.schema_components(types, ref_template=_REF)
     schemas, components = msgspec.json.decode(msgspec.json.encode(found))  # defaults are tuples
     say_limits(components, limits)
@@ -121,7 +121,7 @@ def _success(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if operation.answers:
         content["application/json"] = {"schema": _any_of(operation.answers, schema_of)}
-    if operation.event is not None:
+    if operation.events:
         content["text/event-stream"] = {"schema": _event(operation, schema_of)}
     if operation.text:
         content["text/plain"] = {"schema": _TEXT}
@@ -131,7 +131,8 @@ def _success(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
 
 def _event(operation: Operation, schema_of: dict[str, Any]) -> Schema:
     """One event of a stream. Where the answer breaks off, the last one is the error."""
-    payload = _any_of((operation.event, _ERRORS[operation.dialect]), schema_of)
+    errors = [_ERRORS[dialect] for dialect in _dialects(operation)]
+    payload = _any_of((*operation.events, *errors), schema_of)
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
     event: Schema = {"type": "object", "required": ["data"], "properties": {"data": data}}
     if not operation.done:
@@ -141,9 +142,8 @@ def _event(operation: Operation, schema_of: dict[str, Any]) -> Schema:
 
 
 def _errors(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
-    dialects = [d for d in (operation.dialect, operation.other_dialect) if d is not None]
     answers: dict[int, tuple[list[str], list[Any]]] = {}
-    for dialect in dialects:
+    for dialect in _dialects(operation):
         for status, names in error_table(dialect).items():
             if operation.requests or status in _errors_of(operation):
                 said, types = answers.setdefault(status, ([], []))
@@ -156,6 +156,11 @@ def _errors(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
         }
         for status, (said, types) in sorted(answers.items())
     }
+
+
+def _dialects(operation: Operation) -> list[Dialect]:
+    both = (operation.dialect, operation.other_dialect)
+    return [dialect for dialect in both if dialect is not None]
 
 
 def _errors_of(operation: Operation) -> frozenset[int]:

@@ -14,6 +14,7 @@ from router.api.request.fields import SOURCES
 from router.api.request.formatter import ApiLimits
 from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
 from router.api.responses.request import REFUSED
+from router.api.sglang.request import HARMLESS as HARMLESS_OF_SGLANG
 from router.tools.registry import FORMATS
 
 Schema = dict[str, Any]
@@ -22,10 +23,18 @@ Schema = dict[str, Any]
 _CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "LoraxParameters") + (
     *("ResponsesBody", "ResponseStreamOptions", "ReasoningFields", "TextFields", "TextFormat"),
     *("MessagesBody", "CountTokensBody", "MessageMetadata", "ThinkingFields", "OutputFields"),
+    *("SglangBody", "SglangSampling"),
 )
 _MESSAGES_BODIES = ("MessagesBody", "CountTokensBody")
-_OPENAI_BODIES = ("ChatBody", "CompletionsBody", "TokenizeChatBody", "TokenizePromptBody")
-_SIZED = (*_OPENAI_BODIES, *_MESSAGES_BODIES, "LoraxParameters", "ResponsesBody")
+_COMPLETIONS = ("CompletionsBody", "InvocationPromptBody")
+_OPENAI_BODIES = (
+    *("ChatBody", "InvocationChatBody", "TokenizeChatBody", "TokenizePromptBody"),
+    *_COMPLETIONS,
+)
+_SIZED = (
+    *(*_OPENAI_BODIES, *_MESSAGES_BODIES),
+    *("LoraxParameters", "ResponsesBody", "SglangSampling"),
+)
 # JSON Schema's bound of a field of one type, and the limit that it is.
 _BOUNDS = {
     "n": ("integer", "maximum", "max_n"),
@@ -34,6 +43,8 @@ _BOUNDS = {
     "top_logprobs": ("integer", "maximum", "max_logprobs"),
     "prompt_logprobs": ("integer", "maximum", "max_logprobs"),
     "return_k_alternatives": ("integer", "maximum", "max_logprobs"),
+    "top_n_tokens": ("integer", "maximum", "max_logprobs"),
+    "top_logprobs_num": ("integer", "maximum", "max_logprobs"),
     "stop": ("array", "maxItems", "max_stop_sequences"),
     "stop_sequences": ("array", "maxItems", "max_stop_sequences"),
     "stop_token_ids": ("array", "maxItems", "max_stop_token_ids"),
@@ -41,12 +52,19 @@ _BOUNDS = {
     "messages": ("array", "maxItems", "max_messages"),
     "input": ("array", "maxItems", "max_messages"),
 }
+# Bodies that give a name, and their field for it.
+_NAMED = (
+    ("RegisterBody", "name"),
+    ("LoadLoraBody", "lora_name"),
+    ("SglangLoadBody", "lora_name"),
+)
 _OFF: Schema = {"enum": [None, False]}
 _UNSERVED: dict[str, Schema] = {
     "watermark": _OFF,
     "apply_chat_template": _OFF,
 }
 _TEXT: Schema = {"type": "string"}
+_NO: Schema = {"type": "null"}
 _TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _TOKEN_KEY: Schema = {"pattern": "^(0|[1-9][0-9]{0,9})$"}
 
@@ -65,14 +83,16 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     _say_refused(components["ResponsesBody"]["properties"], REFUSED)
     for name in _MESSAGES_BODIES:
         _say_refused(components[name]["properties"], REFUSED_OF_MESSAGES)
+    _say_sglang(components["SglangBody"], components["SglangSampling"], limits)
     components["LoraxBody"]["properties"] |= {field: {} for field in HARMLESS_BESIDE}
     components["LoraxParameters"]["properties"] |= _UNSERVED
     _bound(components["LoraxParameters"]["properties"]["seed"], "integer", maximum=2**64 - 1)
-    for name, field in (("RegisterBody", "name"), ("LoadLoraBody", "lora_name")):
+    for name, field in _NAMED:
         components[name]["properties"][field] |= {"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"}
     formats = {"enum": [None, "auto", *FORMATS]}
     components["RegisterBody"]["properties"]["tool_format"] = formats
-    components["CompletionsBody"]["properties"]["prompt"] = _prompts(limits)
+    for name in _COMPLETIONS:
+        components[name]["properties"]["prompt"] = _prompts(limits)
     _say_merges(components["MergedAdapters"]["properties"])
     part = components["ContentPart"]
     part["properties"] = {"type": {"const": "text"}, "text": {"type": "string"}}
@@ -126,17 +146,42 @@ def _say_sizes(properties: dict[str, Schema], limits: ApiLimits) -> None:
     for field, (kind, bound, limit) in _BOUNDS.items():
         _bound(properties.get(field, {}), kind, **{bound: getattr(limits, limit)})
     _bound(properties["logit_bias"], "object", propertyNames=_TOKEN_KEY)
-    properties["adapter_source"] = {"enum": [None, "", *SOURCES]}
+    if "adapter_source" in properties:
+        properties["adapter_source"] = {"enum": [None, "", *SOURCES]}
     stop = properties["stop"]
     _bound(stop, "string", minLength=1, maxLength=limits.max_stop_chars)
     for schema in _alternatives(stop):
         _bound(schema.get("items", {}), "string", maxLength=limits.max_stop_chars)
 
 
-def _say_fields(properties: dict[str, Schema]) -> None:
-    properties |= {field: {} for field in HARMLESS}
+def _say_sglang(body: Schema, sampling: Schema, limits: ApiLimits) -> None:
+    """A body has one text, or several; or ids in its place."""
+    properties = body["properties"]
+    properties |= {field: {} for field in HARMLESS_OF_SGLANG}
+    for known in (properties, sampling["properties"]):
+        _say_elsewhere(known)
+    _bound(properties["top_logprobs_num"], "integer", maximum=limits.max_logprobs)
+    text, several, ids, lists = _prompts(limits)["anyOf"]
+    body["anyOf"] = [
+        {
+            "required": ["text"],
+            "properties": {"text": {"anyOf": [text, several]}, "input_ids": _NO},
+        },
+        {
+            "required": ["input_ids"],
+            "properties": {"input_ids": {"anyOf": [ids, lists]}, "text": _NO},
+        },
+    ]
+
+
+def _say_elsewhere(properties: dict[str, Schema]) -> None:
     for field, elsewhere in ELSEWHERE.items():  # what asks for nothing passes
         properties.setdefault(field, {"enum": [None, *elsewhere.neutral]})
+
+
+def _say_fields(properties: dict[str, Schema]) -> None:
+    properties |= {field: {} for field in HARMLESS}
+    _say_elsewhere(properties)
     properties["metadata"] = {"type": ["object", "null"]}
     _bound(properties.get("messages", {}), "array", minItems=1)
 
@@ -174,7 +219,7 @@ def _prompts(limits: ApiLimits) -> Schema:
     """One kind only: texts, lists of ids, or the ids of a single prompt."""
     text, ids = _TEXT, {"type": "array", "items": _TOKEN_ID, "minItems": 1}
     several = {"type": "array", "minItems": 1, "maxItems": limits.max_prompts}
-    return {"anyOf": [text, ids, several | {"items": text}, several | {"items": ids}]}
+    return {"anyOf": [text, several | {"items": text}, ids, several | {"items": ids}]}
 
 
 def _bound(schema: Schema, kind: str, **bounds: Any) -> None:

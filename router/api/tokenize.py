@@ -15,7 +15,7 @@ from router.api.openai.chat import request_of as chat_request
 from router.api.openai.common import decode_openai
 from router.api.openai.completions import CompletionsBody
 from router.api.openai.completions import request_of as completions_request
-from router.api.request.body import decode_plain, require, typed
+from router.api.request.body import decode_plain, only_one_of, typed
 from router.api.request.fields import NonNegative
 from router.api.request.formatter import ApiLimits
 from router.api.request.known_elsewhere import check_unknown_parts
@@ -109,10 +109,7 @@ class IdsAsked(msgspec.Struct, frozen=True):
 
 def shape_of(plain: Mapping[str, Any]) -> Shape:
     """Raises RequestError unless the body says one thing to tokenise."""
-    said = [name for name in _SHAPES if plain.get(name) is not None]
-    require(said, "is needed, or `prompt` or `messages` in its place", "inputs")
-    require(len(said) == 1, f"give it or `{said[0]}`, not both", said[-1])
-    return said[0]
+    return only_one_of(plain, _SHAPES)
 
 
 def parse_inputs(body: bytes) -> tuple[str, bool]:

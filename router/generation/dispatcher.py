@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from router.api.request.formatter import ApiRequest
-from router.call import DIGEST_HEADER, AnswerHead, Api, GenerationCall, RequestError
+from router.call import DIGEST_HEADER, AnswerHead, Api, GenerationCall, RequestError, adapter_field
 from router.failures import FAILURES, RequestQuarantined, Stopping, request_error
 from router.generation.generation import Generation
 from router.generation.inbox import Inbox
@@ -161,8 +161,7 @@ class Dispatcher:
     def authorise(self, call: GenerationCall, caller: Caller, request_id: str) -> AuthorisedRequest:
         """Raises RequestError for what the caller's key does not open."""
         adapter = None if call.adapter is None else call.adapter.asked_by(caller.tenant)
-        param = "adapter_id" if call.api == "lorax" else "model"
-        names = self._base.require().card.names
+        names, param = self._base.require().card.names, adapter_field(call.api)
         check_scope(caller, adapter, names, self._catalog.rules.registered_name, param)
         return AuthorisedRequest(request_id, caller, call, adapter)
 

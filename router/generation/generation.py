@@ -10,6 +10,8 @@ import string
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from router.call import (
     DIGEST_HEADER,
     AnswerHead,
@@ -45,7 +47,7 @@ Part = PromptInfo | TextEvent
 class _Choice:
     """One sequence and its text."""
 
-    __slots__ = ("observer", "run", "stream", "task")
+    __slots__ = ("elapsed_s", "observer", "run", "stream", "task")
 
     def __init__(
         self,
@@ -58,6 +60,10 @@ class _Choice:
         self.stream = stream
         self.run = run
         self.observer = observer
+        self.elapsed_s = 0.0
+
+    def result(self) -> ChoiceResult:
+        return msgspec.structs.replace(self.stream.result(), elapsed_s=self.elapsed_s)
 
 
 class Generation:
@@ -171,7 +177,7 @@ class Generation:
         """Reads to the end: all choices, prompt by prompt, in order. Raises RequestError."""
         while await self.next():
             pass
-        return [choice.stream.result() for choice in self._choices]
+        return [choice.result() for choice in self._choices]
 
     def close(self) -> None:
         """Aborts what still runs. May be called more than once."""
@@ -193,6 +199,9 @@ class Generation:
         if event.token_ids:
             choice.observer.token(event)
         text_event = stream.feed(event)
+        if text_event is not None and stream.finish is not None:
+            choice.elapsed_s = self._observer.elapsed_s
+            text_event = msgspec.structs.replace(text_event, elapsed_s=choice.elapsed_s)
         if text_event is not None:
             parts.append(text_event)
         if stream.finish is not None:

@@ -46,7 +46,7 @@ async def build_prompts(
         try:
             text = await render_messages(call.messages, call.template, model, template, sandbox)
         except RequestError as error:
-            raise _spelled(error, call.api) from error
+            raise error.spelled(_CHAT_FIELDS.get(call.api, {})) from error
         return await model.long_texts.run(
             len(text), lambda: [_encode(call, model, text, _PARAM[call.api])]
         )
@@ -95,6 +95,7 @@ _PARAM: dict[Api, str] = {
     "chat": "messages",
     "responses": "input",
     "messages": "messages",
+    "sglang": "text",
 }
 
 
@@ -120,15 +121,6 @@ async def render_messages(
         return await sandbox.render(source, known, messages, options)
     except TemplateFault as fault:
         raise template_error(fault) from fault
-
-
-def _spelled(error: RequestError, api: Api) -> RequestError:
-    """With the field's name on the route."""
-    name = _CHAT_FIELDS.get(api, {}).get(error.param or "")
-    if name is None:
-        return error
-    message = error.message.replace(f"`{error.param}`", f"`{name}`")
-    return RequestError(error.cause, message, param=name)
 
 
 # Fields of a chat, as other APIs have them.

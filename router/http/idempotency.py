@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from router.call import RequestError
 from router.http.body import BodyLimits, read_json_body
-from router.http.sse import EventStream, until_disconnect
+from router.http.sse import EventStream, takes_events, until_disconnect
 from router.shared.store import Store, StoreDown
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Idempotency:
             record = await self._follow(request, flight, mark)
             if record is not None:
                 return _replay(record)
-        flight = _Flight(mark, _asks_for_stream(request.url.path, body))
+        flight = _Flight(mark, _asks_for_stream(request, body))
         return await self._lead(name, flight, _with_body(request, body), run)
 
     async def _follow(self, request: Request, flight: _Flight, mark: bytes) -> _Record | None:
@@ -274,14 +274,17 @@ def _name(authorization: str, key: str) -> str:
     return f"idempotency:{digest.hexdigest()}"
 
 
-def _asks_for_stream(path: str, body: bytes) -> bool:
-    """As the APIs state it: LoRAX's two routes in their names, others in the body."""
-    if path in ("/generate", "/generate_stream"):
-        return path == "/generate_stream"
+def _asks_for_stream(request: Request, body: bytes) -> bool:
+    """As the APIs state it: in a route's name, in the body, or SageMaker's by a header."""
+    if request.url.path == "/generate_stream":
+        return True
     try:
-        return bool(_read_ask(body).stream)
+        stated = _read_ask(body).stream
     except (msgspec.MsgspecError, RecursionError):  # it will be refused
         return False
+    if stated is None:
+        return request.url.path == "/invocations" and takes_events(request)
+    return stated
 
 
 def _with_body(request: Request, body: bytes) -> Request:

@@ -17,6 +17,11 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 T = TypeVar("T")
 
 
+def takes_events(request: Request) -> bool:
+    """Whether the client asks for events by its `Accept`."""
+    return "text/event-stream" in request.headers.get("accept", "")
+
+
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client leaves. Raises ClientGone."""
     task = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""The lifecycle routes: `/v1/adapters…` and vLLM's two. All of them want the admin key."""
+"""The lifecycle routes: `/v1/adapters…`, vLLM's two and SGLang's. All want the admin key."""
 
 import contextlib
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from adapters.ref import format_ref
 from router.api.admin.adapters import (
     DEFAULT_WAIT_S,
     AdapterList,
@@ -13,6 +14,7 @@ from router.api.admin.adapters import (
     Deleted,
     LoadLoraBody,
     Refreshed,
+    SglangLoadBody,
     UnloadLoraBody,
     adapter_object,
     check_name,
@@ -29,6 +31,7 @@ from router.api.admin.rollouts import AdapterHistory, change_objects, parse_dige
 from router.api.ends import EndToken, end_tokens
 from router.api.partial import partial_note
 from router.api.request.body import decode_body, require
+from router.api.sglang.info import LoadedAdapters
 from router.call import RequestError, Secret
 from router.http.body import BodyLimits, read_json_body
 from router.names.owned_name import OwnedName
@@ -135,27 +138,56 @@ class AdapterRoutes:
         return json_response(AdapterHistory(name.name, name.tenant or None, changes))
 
     async def load_lora(self, request: Request) -> Response:
+        """vLLM's."""
         body, _ = decode_body(await read_json_body(request, self._body_limits), LoadLoraBody)
-        check_name(body.lora_name, "lora_name")
-        name = _named_in_body(request, body.lora_name, body.tenant)
-        source = self._service.config.default_source
-        ref = parse_target(body.lora_path, "lora_path", source)
-        again = body.load_inplace
-        wanted = RegistrationRequest(
-            name, ref, "api", replace=again, once=not again, load=True, by=who(request)
-        )
-        loaded = await self._admin.register(wanted)
+        loaded = await self._load(request, body, again=body.load_inplace)
         text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
         return PlainTextResponse(text + partial_note(loaded))
 
+    async def load_sglang(self, request: Request) -> Response:
+        body, _ = decode_body(await read_json_body(request, self._body_limits), SglangLoadBody)
+        loaded = await self._load(request, body, pin=body.pinned)
+        return json_response(self._loaded(loaded.tenant))
+
     async def unload_lora(self, request: Request) -> Response:
+        """vLLM's."""
+        name = await self._unload_named(request)
+        text = f"Success: LoRA adapter '{name.name}' removed successfully."
+        return PlainTextResponse(text)
+
+    async def unload_sglang(self, request: Request) -> Response:
+        name = await self._unload_named(request)
+        return json_response(self._loaded(name.tenant))
+
+    async def _load(
+        self,
+        request: Request,
+        body: LoadLoraBody | SglangLoadBody,
+        *,
+        again: bool = False,
+        pin: bool | None = None,
+    ) -> Registration:
+        """Registers it and brings it to every worker's device. again: also what is served."""
+        check_name(body.lora_name, "lora_name")
+        name = _named_in_body(request, body.lora_name, body.tenant)
+        ref = parse_target(body.lora_path, "lora_path", self._service.config.default_source)
+        wanted = RegistrationRequest(
+            name, ref, "api", pin=pin, replace=again, once=not again, load=True, by=who(request)
+        )
+        return await self._admin.register(wanted)
+
+    async def _unload_named(self, request: Request) -> OwnedName:
         body, _ = decode_body(await read_json_body(request, self._body_limits), UnloadLoraBody)
         name = _named_in_body(request, body.lora_name, body.tenant)
         self._admin.check_free(name, "file", "option")
         await self._admin.unload(name, DEFAULT_WAIT_S)
         await self._admin.delete(name)
-        text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
-        return PlainTextResponse(text)
+        return name
+
+    def _loaded(self, tenant: str) -> LoadedAdapters:
+        """Names of the tenant's that are served, and what they mean."""
+        own = [one for one in self._admin.all() if one.tenant == tenant and one.in_service]
+        return LoadedAdapters({one.name: format_ref(one.ref) for one in own})
 
     async def _register(self, request: Request) -> Response:
         raw = await read_json_body(request, self._body_limits)

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,14 +12,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan
 
 from router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
-from router.api.lorax import request as lorax
-from router.api.messages import request as messages
 from router.api.missing_routes import hint
-from router.api.openai import chat as openai_chat
-from router.api.openai import completions as openai_completions
-from router.api.responses import request as responses
 from router.call import Cause, RequestError
-from router.generation.way_in import Parse
 from router.http.body import CLIENT_GONE_STATUS, ClientGone
 from router.http.by_port import ByPort
 from router.http.edge import Edge
@@ -28,9 +21,11 @@ from router.routes.adapters import AdapterRoutes
 from router.routes.api_key import with_api_key
 from router.routes.console import ConsoleRoutes
 from router.routes.fleet import FleetRoute
+from router.routes.generate import GenerateRoutes
 from router.routes.info import InfoRoutes
 from router.routes.keys import KeyRoutes, UsageRoutes
 from router.routes.operator import Endpoint, OperatorRoutes
+from router.routes.sglang import SglangRoutes
 from router.routes.tokenize import TokenizeRoutes
 from router.service import Service
 from router.telemetry.caller_errors import CallerErrors
@@ -48,6 +43,7 @@ def build_app(service: Service) -> ASGIApp:
         *_generation_routes(service, info),
         *_adapter_routes(service),
         *_info_routes(service, info),
+        *_sglang_routes(service, info),
         _get("/v1/fleet", OperatorRoutes(service).guarded(FleetRoute(service.watch).fleet)),
         *ConsoleRoutes().routes,
     ]
@@ -102,31 +98,16 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
 
 
 def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
-    def answer(parse: Parse) -> Endpoint:
-        async def run(request: Request) -> Response:
-            return await service.answerer.answer(request, parse)
-
-        async def endpoint(request: Request) -> Response:
-            return await service.idempotency.answer(request, run)
-
-        return endpoint
-
-    generate_or_stream = answer(partial(lorax.parse, route="/"))
-
-    async def root(request: Request) -> Response:
-        """LoRAX's: a health check, or a request whose body says whether it streams."""
-        if request.method == "POST":
-            return await generate_or_stream(request)
-        return await info.health(request)
-
+    routes = GenerateRoutes(service, info)
     return [
-        Route("/", root, methods=["GET", "POST"]),
-        _post("/generate", answer(partial(lorax.parse, route="/generate"))),
-        _post("/generate_stream", answer(partial(lorax.parse, route="/generate_stream"))),
-        _post("/v1/completions", answer(openai_completions.parse)),
-        _post("/v1/chat/completions", answer(openai_chat.parse)),
-        _post("/v1/responses", answer(responses.parse)),
-        _post("/v1/messages", with_api_key(answer(messages.parse))),
+        Route("/", routes.root, methods=["GET", "POST"]),
+        _post("/generate", routes.generate),
+        _post("/generate_stream", routes.generate_stream),
+        _post("/invocations", routes.invocations),
+        _post("/v1/completions", routes.completions),
+        _post("/v1/chat/completions", routes.chat),
+        _post("/v1/responses", routes.responses),
+        _post("/v1/messages", with_api_key(routes.messages)),
     ]
 
 
@@ -155,6 +136,8 @@ def _adapter_routes(service: Service) -> list[Route]:
         _get(f"{one}/history", guarded(adapters.history)),
         _post("/v1/load_lora_adapter", guarded(adapters.load_lora, "POST")),
         _post("/v1/unload_lora_adapter", guarded(adapters.unload_lora, "POST")),
+        _post("/load_lora_adapter", guarded(adapters.load_sglang, "POST")),
+        _post("/unload_lora_adapter", guarded(adapters.unload_sglang, "POST")),
     ]
 
 
@@ -189,6 +172,19 @@ def _info_routes(service: Service, info: InfoRoutes) -> list[Route]:
         *_health_routes(info),
         _get("/metrics", info.metrics_of_port),
         _get("/openapi.json", info.openapi),
+    ]
+
+
+def _sglang_routes(service: Service, info: InfoRoutes) -> list[Route]:
+    """Older and newer names of SGLang's."""
+    sglang = SglangRoutes(service)
+    return [
+        _get("/health_generate", info.health),
+        _get("/model_info", sglang.model),
+        _get("/get_model_info", sglang.model),
+        _get("/server_info", sglang.settings),
+        _get("/get_server_info", sglang.settings),
+        Route("/flush_cache", sglang.flush, methods=["GET", "POST"]),
     ]
 
 

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.admin.fleet import FleetObject
-from router.http.sse import EventStream, until_disconnect
+from router.http.sse import EventStream, takes_events, until_disconnect
 from router.operations.fleet_watch import Changes, FleetWatch, next_look
 from router.routes.info import json_response
 
@@ -22,7 +22,7 @@ class FleetRoute:
 
     async def fleet(self, request: Request) -> Response:
         """With `Accept: text/event-stream` an event a second, until the client leaves."""
-        if "text/event-stream" not in request.headers.get("accept", ""):
+        if not takes_events(request):
             whole = await until_disconnect(request, self._watch.look())
             return json_response(whole, headers=_NO_STORE)
         leave = self._watch.enter()

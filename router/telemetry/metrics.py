@@ -18,7 +18,7 @@ from server.protocol import ErrorCode
 
 # What these are posted, tokens answer.
 GENERATION_PATHS = frozenset(
-    ("/", "/generate", "/generate_stream")
+    ("/", "/generate", "/generate_stream", "/invocations")
     + ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 )
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from adapters.byte_tokens import REPLACEMENT
-from router.call import ChoiceResult, FinishReason, GenerationCall, TextEvent, TextToken
+from router.call import ChoiceResult, FinishReason, GenerationCall, TextEvent, TextToken, TopToken
 from router.parts.division import DividedAnswer
 from router.parts.parts import PartsDelta
 from router.text.attribution import attribute
@@ -124,7 +124,7 @@ class ChoiceStream:
             reasoning="" if self._divided is None else self._divided.reasoning,
             calls=() if self._divided is None else self._divided.calls,
             reasoning_tokens=self._num_reasoning,
-            stop=self._stops.hit,
+            matched=self._matched(),
         )
 
     def _accept(self, token_id: int, logprob: TokenLogprob | None, *, is_end: bool) -> str:
@@ -208,8 +208,14 @@ class ChoiceStream:
             reasoning=parts.reasoning,
             calls=parts.calls,
             num_reasoning=self._count_reasoning(),
-            stop=self._stops.hit,
+            matched=self._matched(),
         )
+
+    def _matched(self) -> int | str | None:
+        """The stop string or the token that ended the answer."""
+        if self._stops.hit is not None:
+            return self._stops.hit
+        return self._ids[-1] if self._ids and self.finish in ("stop", "eos") else None
 
     def _count_reasoning(self) -> int:
         """Tokens that are newly known to be the reasoning's."""
@@ -266,9 +272,12 @@ def text_token(
     """A token as the client sees it. text: its part of the text. is_own_end: the model ended the
     answer with it."""
     own = vocabulary.token_text(token_id)
-    top: tuple[tuple[int, str, float], ...] = ()
+    top: tuple[TopToken, ...] = ()
     if logprob is not None and logprob.top:
-        top = tuple((i, vocabulary.token_text(i), value) for i, value in logprob.top)
+        top = tuple(
+            TopToken(i, vocabulary.token_text(i), value, vocabulary.is_special(i))
+            for i, value in logprob.top
+        )
     raw = vocabulary.token_bytes(token_id) if REPLACEMENT in own else None
     value, rank = (None, None) if logprob is None else (logprob.logprob, logprob.rank)
     special = vocabulary.is_special(token_id) or is_own_end

@@ -23,6 +23,7 @@ from router.api.openai.common import OpenAIBody
 from router.api.openai.completions import CompletionsBody
 from router.api.openapi import openapi_document
 from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
+from router.api.sglang.request import SglangBody, SglangSampling
 from router.call import Cause, RequestError
 from tests.documented_codes import VIOLATION_CODES
 
@@ -135,6 +136,8 @@ def test_routes_are_those_of_the_openapi_document() -> None:
     ("title", "head", "fields"),
     [
         ("LoRAX", "parameter", LoraxParameters.__struct_fields__),
+        ("SGLang", "field of SGLang's body", SglangBody.__struct_fields__),
+        ("SGLang", "sampling parameter", SglangSampling.__struct_fields__),
         ("OpenAI", "field of both", OpenAIBody.__struct_fields__),
         ("OpenAI", "field of completions", CompletionsBody.__struct_fields__),
         ("OpenAI", "field of chat", ChatBody.__struct_fields__),

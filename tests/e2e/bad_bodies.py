@@ -56,6 +56,7 @@ LORAX_VALUES: list[Case] = [
     lorax("truncate", 0),
     lorax("return_k_alternatives", 0),
     lorax("return_k_alternatives", 10**6),
+    lorax("top_n_tokens", 10**6),
     lorax("watermark", True),
     lorax("merged_adapters", {"ids": ["json", "sql"], "weights": [0.5], "density": 1.0}),
     lorax("response_format", {"type": "json"}),

@@ -11,13 +11,15 @@ import schemathesis
 from schemathesis.checks import CHECKS
 from schemathesis.openapi.checks import RejectedPositiveData
 
-_OPENAI = r"POST /(v1/((chat/)?completions|responses|messages(/count_tokens)?)|tokenize)"
-_LORAX = r"POST /(tokenize|generate|generate_stream)?"
+_OPENAI = (
+    r"POST /(v1/((chat/)?completions|responses|messages(/count_tokens)?)|tokenize|invocations)"
+)
+_LORAX = r"POST /(tokenize|generate|generate_stream|invocations)?"
 _TEXTS = (
     r"POST /(v1/((chat/)?completions|responses|messages(/count_tokens)?)"
-    r"|(de)?tokenize|generate|generate_stream)?"
+    r"|(de)?tokenize|invocations|generate|generate_stream)?"
 )
-_REGISTERS = r"POST /v1/(adapters.*|load_lora_adapter)"
+_REGISTERS = r"POST /(v1/adapters.*|(v1/)?load_lora_adapter)"
 _ALL = r".*"
 _FORM = (
     r"`(response_format|text\.format|output_config\.format|grammar|structured_outputs|guided_\w+|json_schema|regex|ebnf|bad_words"
@@ -75,6 +77,7 @@ UNSAID = (
     Rule(
         _REGISTERS, "what a name means is said once", (400,), r"give (ref|it)|they need `versions`"
     ),
+    Rule(r"(GET|POST) /flush_cache", "no cache can be flushed", (400,), r"nothing was flushed"),
     Rule(r"POST /v1/keys", "a key ends in the future", (400,), r"lies in the past"),
     Rule(r"GET /v1/usage", "days are in order, and few", (400,), r"expected at most|lies after"),
 )

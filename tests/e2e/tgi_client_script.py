@@ -46,7 +46,12 @@ def generation(url: str, message: str) -> str:
     check(parts[-1].generated_text == whole.generated_text, "streamed text of everything")
     several = {k: v for k, v in EVERYTHING.items() if k != "seed"}
     check(client.generate(message, best_of=2, **several).details is not None, "best_of")
-    for refused in ({"watermark": True}, {"top_n_tokens": 2}):
+    likely = client.generate(message, max_new_tokens=3, top_n_tokens=2).details
+    check([len(one) for one in likely.top_tokens] == [2] * 3, "likeliest tokens of each")
+    check(likely.top_tokens[0][0].id == likely.tokens[0].id, "the likeliest of a greedy answer")
+    parts = [*client.generate_stream(message, max_new_tokens=3, top_n_tokens=2)]
+    check([part.top_tokens for part in parts] == likely.top_tokens, "likeliest tokens streamed")
+    for refused in ({"watermark": True}, {"top_n_tokens": 21}):
         try:
             client.generate(message, **refused)
         except ValidationError as caught:

@@ -78,11 +78,22 @@ class LoadLoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant: Word | None = None
 
 
+class SglangLoadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """SGLang's. pinned: it stays on the device. lora_id: changes nothing. tenant: as above."""
+
+    lora_name: Name
+    lora_path: Annotated[str, Meta(min_length=1)]
+    pinned: bool = False
+    lora_id: str | None = None
+    tenant: Word | None = None
+
+
 class UnloadLoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's. lora_int_id: changes nothing. tenant: as above."""
+    """vLLM's, and SGLang's. lora_int_id, lora_id: change nothing. tenant: as above."""
 
     lora_name: Name
     lora_int_id: int | None = None
+    lora_id: str | None = None
     tenant: Word | None = None
 
 

@@ -11,6 +11,7 @@ from router.api.admin.adapters import (
     LoadLoraBody,
     Refreshed,
     RegisterBody,
+    SglangLoadBody,
     UnloadBody,
     UnloadLoraBody,
 )
@@ -42,6 +43,10 @@ from router.api.openai.models import Health, Info, ModelList, ModelObject, Versi
 from router.api.responses.answer import ResponseObject
 from router.api.responses.request import ResponsesBody
 from router.api.responses.stream import ResponseEvent
+from router.api.sagemaker import InvocationChatBody, InvocationPromptBody
+from router.api.sglang.answer import SglangAnswer
+from router.api.sglang.info import LoadedAdapters, ServedModel, ServedSettings
+from router.api.sglang.request import SglangBody
 from router.api.tokenize import (
     DetokenizeBody,
     DetokenizedText,
@@ -57,12 +62,13 @@ Method = Literal["get", "post", "patch", "delete"]
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """A route. requests: types that its body may have. answers, event: types of the JSON body and
+    """A route. requests: types that its body may have. answers, events: types of the JSON body and
     of a stream's events.
 
     text: the answer is plain text. other_dialect: another shape that its errors may have. admin: it
     wants the admin key. key: it wants a caller's key where callers have keys. accepted: it may
-    answer 202 with the same body, for what goes on. may_be_empty: the body. status: of success.
+    answer 202 with the same body, for what goes on. may_be_empty: the body. status: of success, or
+    of all that it ever answers.
     done: a stream ends with OpenAI's `[DONE]`.
     """
 
@@ -72,7 +78,7 @@ class Operation(msgspec.Struct, frozen=True):
     other_dialect: Dialect | None = None
     requests: tuple[Any, ...] = ()
     answers: tuple[Any, ...] = ()
-    event: Any = None
+    events: tuple[Any, ...] = ()
     done: bool = False
     may_be_empty: bool = False
     text: bool = False
@@ -112,9 +118,14 @@ def _post(
     path: str, summary: str, request: Any, answer: Any = None, event: Any = None, done: bool = False
 ) -> Operation:
     """What callers post."""
-    answers = () if answer is None else (answer,)
     return Operation(
-        path, "post", summary, requests=(request,), answers=answers, event=event, done=done
+        path,
+        "post",
+        summary,
+        requests=(request,),
+        answers=() if answer is None else (answer,),
+        events=() if event is None else (event,),
+        done=done,
     )
 
 
@@ -172,7 +183,14 @@ _LIFECYCLE = (
     _admin("/v1/adapters", "post", "Register an adapter", AdapterObject, RegisterBody),
     _admin("/v1/load_lora_adapter", "post", "Register and load (vLLM)", str, LoadLoraBody),
     _admin("/v1/unload_lora_adapter", "post", "Unload and delete (vLLM)", str, UnloadLoraBody),
+    _admin(
+        "/load_lora_adapter", "post", "Register and load (SGLang)", LoadedAdapters, SglangLoadBody
+    ),
+    _admin(
+        "/unload_lora_adapter", "post", "Unload and delete (SGLang)", LoadedAdapters, UnloadLoraBody
+    ),
 )
+_BOTH: tuple[Method, ...] = ("get", "post")
 OPERATIONS: tuple[Operation, ...] = (
     _post(
         "/",
@@ -182,7 +200,16 @@ OPERATIONS: tuple[Operation, ...] = (
         StreamAnswer,
     ),
     Operation("/", "get", "Whether requests can be answered"),
-    _post("/generate", "Generate", LoraxBody, GenerateAnswer),
+    Operation(
+        "/generate",
+        "post",
+        "Generate, in LoRAX's shape or SGLang's",
+        other_dialect="openai",
+        requests=(LoraxBody, SglangBody),
+        answers=(GenerateAnswer, SglangAnswer, list[SglangAnswer]),
+        events=(SglangAnswer,),
+        done=True,
+    ),
     _post("/generate_stream", "Generate, token by token", LoraxBody, event=StreamAnswer),
     _post(
         "/v1/completions",
@@ -215,6 +242,16 @@ OPERATIONS: tuple[Operation, ...] = (
         MessageEvent,
     ),
     _post("/v1/messages/count_tokens", "The tokens of its prompt", CountTokensBody, TokenCount),
+    Operation(
+        "/invocations",
+        "post",
+        "One of LoRAX's or OpenAI's, as the body says (SageMaker)",
+        other_dialect="openai",
+        requests=(LoraxBody, InvocationPromptBody, InvocationChatBody),
+        answers=(list[GenerateAnswer], Completion, ChatCompletion),
+        events=(StreamAnswer, Completion, ChatChunk),
+        done=True,
+    ),
     _keyed("/v1/models", "The base and registered adapters", ModelList),
     _keyed("/v1/models/{name}", "One of them", ModelObject),
     *_KEYS,
@@ -224,7 +261,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get",
         "Workers, arenas, queue and errors, at once or followed",
         answers=(FleetObject,),
-        event=FleetObject,
+        events=(FleetObject,),
         admin=True,
     ),
     Operation(
@@ -244,6 +281,19 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("/ping", "post", "Whether requests can be answered"),
     Operation("/health/live", "get", "Whether the process answers", answers=(Health,)),
     Operation("/health/ready", "get", "Whether requests can be answered", answers=(Health,)),
+    Operation("/health_generate", "get", "Whether requests can be answered (SGLang)"),
+    *(
+        Operation(path, "get", "The model (SGLang)", answers=(ServedModel,))
+        for path in ("/model_info", "/get_model_info")
+    ),
+    *(
+        Operation(path, "get", "The server (SGLang)", answers=(ServedSettings,))
+        for path in ("/server_info", "/get_server_info")
+    ),
+    *(
+        Operation("/flush_cache", method, "Why nothing is flushed (SGLang)", key=True, status=400)
+        for method in _BOTH
+    ),
     Operation("/metrics", "get", "Prometheus metrics", text=True),
     Operation("/openapi.json", "get", "This description", answers=(dict[str, Any],)),
 )

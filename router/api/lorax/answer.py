@@ -21,13 +21,18 @@ LoraxFinish = Literal["length", "eos_token", "stop_sequence"]
 
 
 class LoraxOptions(msgspec.Struct, frozen=True):
-    """How a request wants its answer. show_seed: null is shown when nothing is drawn."""
+    """How a request wants its answer. show_seed: null is shown when nothing is drawn.
+
+    alternatives, top_tokens: how many of the likeliest are beside each token, by LoRAX's name and
+    by TGI's; None = the name is not there.
+    """
 
     as_list: bool
     details: bool
     full_text: bool
     show_seed: bool
-    alternatives: bool
+    alternatives: int | None = None
+    top_tokens: int | None = None
 
 
 class InputToken(msgspec.Struct, frozen=True):
@@ -55,6 +60,15 @@ class Token(msgspec.Struct, frozen=True):
     alternative_tokens: list[AlternativeToken] | UnsetType = UNSET
 
 
+class LikelyToken(msgspec.Struct, frozen=True):
+    """One of TGI's `top_tokens`."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
 class BestOfSequence(msgspec.Struct, frozen=True):
     generated_text: str
     finish_reason: LoraxFinish
@@ -62,6 +76,7 @@ class BestOfSequence(msgspec.Struct, frozen=True):
     seed: int | None
     prefill: list[InputToken]
     tokens: list[Token]
+    top_tokens: list[list[LikelyToken]] | UnsetType = UNSET
 
 
 class Details(msgspec.Struct, frozen=True):
@@ -73,6 +88,7 @@ class Details(msgspec.Struct, frozen=True):
     prefill: list[InputToken]
     tokens: list[Token]
     best_of_sequences: list[BestOfSequence] | UnsetType = UNSET
+    top_tokens: list[list[LikelyToken]] | UnsetType = UNSET
 
 
 class GenerateAnswer(msgspec.Struct, frozen=True):
@@ -99,6 +115,7 @@ class StreamAnswer(msgspec.Struct, frozen=True):
     token: Token
     generated_text: str | None = None
     details: StreamDetails | None = None
+    top_tokens: list[LikelyToken] | UnsetType = UNSET
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -127,12 +144,11 @@ class LoraxFormatter:
         """One event a token. Raises RequestError (incomplete)."""
         self._texts.append(event.text)
         self._num_tokens += event.num_tokens
-        # Clients join these texts (huggingface_hub's): one that is none of the answer's is empty.
-        tokens = [self._token(token, token.text) for token in event.tokens]
+        tokens = list(event.tokens)
         if event.finish is None:
             return b"".join([sse(self._numbered(token)) for token in tokens])
         if not tokens:  # the end alone still needs a token to be an event of this API
-            tokens = [Token(0, event.text, 0.0, special=not event.text)]
+            tokens = [TextToken(0, event.text, event.text, 0.0, special=not event.text)]
         parts = [sse(self._numbered(token)) for token in tokens[:-1]]
         return b"".join([*parts, sse(self._last(tokens[-1], event.finish))])
 
@@ -152,11 +168,15 @@ class LoraxFormatter:
             answer = GenerateAnswer(answer.generated_text, self._details(ranked))
         return encode([answer] if self._options.as_list else answer)
 
-    def _numbered(self, token: Token) -> StreamAnswer:
+    def _numbered(self, token: TextToken) -> StreamAnswer:
         self._num_events += 1
-        return StreamAnswer(self._num_events, token)
+        # Clients join these texts (huggingface_hub's): one that is none of the answer's is empty.
+        shown = self._token(token, token.text)
+        most = self._options.top_tokens
+        top = UNSET if most is None else _likely(token, most)
+        return StreamAnswer(self._num_events, shown, top_tokens=top)
 
-    def _last(self, token: Token, finish: FinishReason) -> StreamAnswer:
+    def _last(self, token: TextToken, finish: FinishReason) -> StreamAnswer:
         details = None
         if self._options.details:
             details = StreamDetails(
@@ -168,7 +188,8 @@ class LoraxFormatter:
             )
         completed(finish)
         text = self._full("".join(self._texts))
-        return StreamAnswer(self._num_events + 1, token, text, details)
+        numbered = self._numbered(token)
+        return msgspec.structs.replace(numbered, generated_text=text, details=details)
 
     def _details(self, ranked: list[ChoiceResult]) -> Details:
         best, *others = [self._sequence(result) for result in ranked]
@@ -181,6 +202,7 @@ class LoraxFormatter:
             prefill=best.prefill,
             tokens=best.tokens,
             best_of_sequences=others or UNSET,
+            top_tokens=best.top_tokens,
         )
 
     def _sequence(self, result: ChoiceResult) -> BestOfSequence:
@@ -195,12 +217,17 @@ class LoraxFormatter:
                 for t in self._prompt.tokens
             ],
             tokens=[self._token(t, t.token if t.special else t.text) for t in result.tokens],
+            top_tokens=self._top(result.tokens),
         )
 
     def _token(self, token: TextToken, text: str) -> Token:
+        most = self._options.alternatives
         alternatives: list[AlternativeToken] | UnsetType = UNSET
-        if self._options.alternatives:
-            alternatives = [AlternativeToken(i, t, finite(value)) for i, t, value in token.top]
+        if most is not None:
+            alternatives = [
+                AlternativeToken(top.token_id, top.text, finite(top.logprob))
+                for top in token.top[:most]
+            ]
         return Token(
             token.token_id,
             text,
@@ -209,12 +236,23 @@ class LoraxFormatter:
             alternative_tokens=alternatives,
         )
 
+    def _top(self, tokens: Sequence[TextToken]) -> list[list[LikelyToken]] | UnsetType:
+        most = self._options.top_tokens
+        return UNSET if most is None else [_likely(token, most) for token in tokens]
+
     def _full(self, text: str) -> str:
         return self._prompt.text + text if self._options.full_text else text
 
     @property
     def _seed(self) -> int | None:
         return self._head.seed if self._options.show_seed else None
+
+
+def _likely(token: TextToken, most: int) -> list[LikelyToken]:
+    return [
+        LikelyToken(top.token_id, top.text, finite(top.logprob), top.special)
+        for top in token.top[:most]
+    ]
 
 
 def finish_reason(finish: FinishReason) -> LoraxFinish:

@@ -21,7 +21,6 @@ SAID_HERE = {
     "stop_sequences": "stop",
     **dict.fromkeys(("model", "lora_id", "lora_name", "lora_path"), "adapter_id"),
     "adapter_parameters": "merged_adapters",
-    "top_n_tokens": "return_k_alternatives",
     **dict.fromkeys(("logprobs", "return_token_ids"), "details"),
     "prompt_logprobs": "decoder_input_details",
     "ignore_eos": "ignore_eos_token",
@@ -36,7 +35,7 @@ _SAID_BESIDE = {"prompt": "inputs", "text": "inputs", "sampling_params": "parame
 # Of names that are known here or on OpenAI's routes: values that ask for nothing, beside the empty.
 _NEUTRAL: dict[str, Any] = {
     "n": 1,
-    **dict.fromkeys(("min_p", "min_tokens", "priority"), 0),
+    **dict.fromkeys(("min_p", "min_tokens", "priority", "top_n_tokens"), 0),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), True),
     "add_special_tokens": True,
     "include_stop_str_in_output": True,

@@ -9,6 +9,7 @@ from router.api.lorax.answer import LoraxFormatter, LoraxOptions
 from router.api.lorax.fields import check_fields
 from router.api.request.body import decode_plain, require, typed
 from router.api.request.fields import (
+    NonNegative,
     Positive,
     StopString,
     check_stops,
@@ -28,6 +29,8 @@ from server.protocol import SamplingParams
 
 # `/` answers with a list of one or a stream, as `stream` says.
 Route = Literal["/", "/generate", "/generate_stream"]
+# LoRAX's name of one thing, and TGI's.
+_LIKELY = ("return_k_alternatives", "top_n_tokens")
 
 
 class LoraxParameters(GenerationFields, frozen=True, kw_only=True):
@@ -35,7 +38,8 @@ class LoraxParameters(GenerationFields, frozen=True, kw_only=True):
 
     adapter_id: alias or reference; null or "" = the base. details: adds `details` to the answer.
     add_special_tokens: around `inputs`; true by default.
-    grammar: TGI's name for response_format.
+    grammar: TGI's name for response_format. top_n_tokens: TGI's for return_k_alternatives; 0 =
+    none.
     """
 
     adapter_id: str | None = None
@@ -50,6 +54,7 @@ class LoraxParameters(GenerationFields, frozen=True, kw_only=True):
     details: bool | None = None
     decoder_input_details: bool | None = None
     return_k_alternatives: Positive | None = None
+    top_n_tokens: NonNegative | None = None
     apply_chat_template: bool | None = None
     seed: Annotated[int, Meta(ge=0)] | None = None
     response_format: dict[str, Any] | None = None
@@ -69,7 +74,13 @@ def parse(
     body: bytes, limits: ApiLimits, bearer: str | None = None, route: Route = "/"
 ) -> ApiRequest:
     """Raises RequestError."""
-    plain = decode_plain(body)
+    return parse_plain(decode_plain(body), limits, bearer, route)
+
+
+def parse_plain(
+    plain: dict[str, Any], limits: ApiLimits, bearer: str | None, route: Route
+) -> ApiRequest:
+    """Raises RequestError."""
     check_fields(plain, LoraxParameters.__struct_fields__, limits)
     request = typed(plain, LoraxBody)
     given = request.parameters or LoraxParameters()
@@ -100,7 +111,8 @@ def parse(
         details=details,
         full_text=bool(given.return_full_text),
         show_seed=call.sampling.temperature > 0,
-        alternatives=given.return_k_alternatives is not None,
+        alternatives=given.return_k_alternatives,
+        top_tokens=given.top_n_tokens or None,
     )
     return ApiRequest(with_fields(call, given), LoraxFormatter, options)
 
@@ -132,11 +144,8 @@ def _details_wanted(given: LoraxParameters, stream: bool) -> bool:
         "decoder_input_details",
     )
     details = bool(given.details or given.decoder_input_details)
-    require(
-        stream or details or given.return_k_alternatives is None,
-        "needs `details`",
-        "return_k_alternatives",
-    )
+    for name in _LIKELY:
+        require(stream or details or not getattr(given, name), "needs `details`", name)
     return details
 
 
@@ -173,13 +182,8 @@ def _is_sampling(given: LoraxParameters) -> bool:
 
 def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool) -> SamplingParams:
     check_counts(given, given.max_new_tokens, limits)
-    seed, alternatives = given.seed, given.return_k_alternatives
+    seed, alternatives = given.seed, _alternatives(given, limits)
     require(seed is None or seed < 2**64, "expected a 64-bit unsigned integer", "seed")
-    require(
-        (alternatives or 0) <= limits.max_logprobs,
-        f"expected at most {limits.max_logprobs}, got {alternatives}",
-        "return_k_alternatives",
-    )
     temperature = 1.0 if given.temperature is None else given.temperature
     advised = limits.sampling_defaults
     least = advised.get("min_tokens", 0) if given.min_tokens is None else given.min_tokens
@@ -196,9 +200,18 @@ def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool)
         ignore_eos=bool(given.ignore_eos_token),
         stop_token_ids=tuple(given.stop_token_ids or ()),
         logit_bias=given.logit_bias or {},
-        logprobs=(alternatives or 0) if with_logprobs or alternatives else None,
+        logprobs=alternatives if with_logprobs or alternatives else None,
         prompt_logprobs=0 if given.decoder_input_details else None,
     )
+
+
+def _alternatives(given: LoraxParameters, limits: ApiLimits) -> int:
+    """How many of the likeliest tokens are wanted, by either name. Raises RequestError."""
+    most = limits.max_logprobs
+    wanted = [getattr(given, name) or 0 for name in _LIKELY]
+    for name, count in zip(_LIKELY, wanted, strict=True):
+        require(count <= most, f"expected at most {most}, got {count}", name)
+    return max(wanted)
 
 
 def _adapter(

@@ -80,8 +80,8 @@ def answered(begun: MessageObject, result: ChoiceResult, prompt: PromptInfo) -> 
     return msgspec.structs.replace(
         begun,
         content=_blocks(result),
-        stop_reason=stop_reason_of(result.finish, result.stop, bool(result.calls)),
-        stop_sequence=result.stop,
+        stop_reason=stop_reason_of(result.finish, result.matched, bool(result.calls)),
+        stop_sequence=stop_sequence_of(result.matched),
         usage=usage_of(prompt, result.generated_tokens, result.reasoning_tokens),
     )
 
@@ -97,11 +97,16 @@ def _blocks(result: ChoiceResult) -> list[Block]:
     return blocks
 
 
-def stop_reason_of(finish: FinishReason, stop: str | None, has_calls: bool) -> StopReason:
-    """stop: the stop string that ended the answer. Raises RequestError (incomplete)."""
+def stop_sequence_of(matched: int | str | None) -> str | None:
+    """matched: as in ChoiceResult."""
+    return matched if isinstance(matched, str) else None
+
+
+def stop_reason_of(finish: FinishReason, matched: int | str | None, has_calls: bool) -> StopReason:
+    """Raises RequestError (incomplete)."""
     if completed(finish) == "length":
         return "max_tokens"
-    if stop is not None:
+    if stop_sequence_of(matched) is not None:
         return "stop_sequence"
     return "tool_use" if has_calls else "end_turn"
 

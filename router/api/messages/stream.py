@@ -17,6 +17,7 @@ from router.api.messages.answer import (
     answered,
     message_of,
     stop_reason_of,
+    stop_sequence_of,
     usage_of,
 )
 from router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TextEvent
@@ -114,8 +115,8 @@ class MessageFormatter:
         data += self._add_text(TextBlock, event.text)
         data += b"".join(map(self._add_call, event.calls))
         if event.finish is not None:
-            reason = stop_reason_of(event.finish, event.stop, self._has_calls)
-            self._end = MessageEnd(reason, event.stop)
+            reason = stop_reason_of(event.finish, event.matched, self._has_calls)
+            self._end = MessageEnd(reason, stop_sequence_of(event.matched))
         return data
 
     def end(self) -> bytes:

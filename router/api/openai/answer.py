@@ -155,8 +155,8 @@ def _prompt_logprob(token: TextToken, most: int) -> dict[int, PromptLogprob] | N
     if token.logprob is None:
         return None
     found = {token.token_id: PromptLogprob(finite(token.logprob), token.rank, token.token)}
-    for rank, (token_id, text, value) in enumerate(token.top[:most], 1):
-        found.setdefault(token_id, PromptLogprob(finite(value), rank, text))
+    for rank, top in enumerate(token.top[:most], 1):
+        found.setdefault(top.token_id, PromptLogprob(finite(top.logprob), rank, top.text))
     return found
 
 

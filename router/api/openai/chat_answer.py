@@ -270,8 +270,8 @@ class ChatFormatter(OpenAIFormatter):
             finite(token.logprob),
             list(token.raw) if token.raw is not None else _bytes(token.token),
             [
-                TopLogprob(name(token_id, text), finite(value), _bytes(text))
-                for token_id, text, value in token.top
+                TopLogprob(name(top.token_id, top.text), finite(top.logprob), _bytes(top.text))
+                for top in token.top
             ],
         )
 

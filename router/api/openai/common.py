@@ -114,7 +114,11 @@ def decode_shared(plain: dict[str, Any], kind: type[S], limits: ApiLimits) -> S:
 
 def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:
     """The typed body, as `decode_shared` checks it. Raises RequestError."""
-    plain = decode_plain(body)
+    return typed_openai(decode_plain(body), kind, limits)
+
+
+def typed_openai(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:
+    """The same of plain values. Raises RequestError."""
     request = decode_shared(plain, kind, limits)
     options = plain.get("stream_options") or {}
     outputs = plain.get("structured_outputs") or {}

@@ -153,8 +153,8 @@ class CompletionsFormatter(OpenAIFormatter):
             return None
         name = self._options.name
         top: dict[str, float] = {}
-        for token_id, text, value in token.top[:most]:
-            top.setdefault(name(token_id, text), finite(value))
+        for one in token.top[:most]:
+            top.setdefault(name(one.token_id, one.text), finite(one.logprob))
         top.setdefault(name(token.token_id, token.token), finite(token.logprob))
         return top
 

@@ -1,7 +1,7 @@
 """A request body's bytes to a typed struct: strict JSON, every fault named by its field. Pure."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +21,7 @@ MAX_VALUES = 1 << 18
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 T = TypeVar("T", bound=msgspec.Struct)
+N = TypeVar("N", bound=str)
 
 
 def decode_body(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
@@ -62,6 +63,18 @@ def require(condition: object, message: str, param: str) -> None:
     """Raises RequestError (invalid) that names the field unless the condition holds."""
     if not condition:
         raise RequestError("invalid", f"`{param}`: {message}", param=param)
+
+
+def only_one_of(plain: Mapping[str, Any], names: Sequence[N]) -> N:
+    """The one of these fields that the body has: it says which API's shape the body is of.
+
+    Raises RequestError for none and for several.
+    """
+    said = [name for name in names if plain.get(name) is not None]
+    others = " or ".join(f"`{name}`" for name in names[1:])
+    require(said, f"is needed, or {others} in its place", names[0])
+    require(len(said) == 1, f"give it or `{said[0]}`, not both", said[-1])
+    return said[0]
 
 
 def check_query(query: Iterable[tuple[str, str]], known: Collection[str]) -> None:

@@ -87,7 +87,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("min_new_tokens", "use `min_tokens`", 0),
     **_row("sampling_seed random_seed", "use `seed`"),
     # What is reported of tokens
-    **_row("logprob_token_ids", "only the likeliest tokens are reported"),
+    **_row("logprob_token_ids token_ids_logprob", "only the likeliest tokens are reported"),
     **_row("top_logprobs top_n_tokens return_k_alternatives", "use `logprobs`", 0),
     **_row("details return_logprob flat_logprobs", "use `logprobs`"),
     **_row("decoder_input_details", "use `prompt_logprobs`"),
@@ -95,7 +95,10 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("return_prompt_token_ids", "use `return_token_ids`"),
     **_row("return_prompt_text return_token_offsets", "`/tokenize` returns them"),
     **_row("return_cached_tokens_details return_meta_info", "`usage` holds what is known"),
-    **_row("return_hidden_states return_routed_experts", "texts, ids and logprobs are reported"),
+    **_row(
+        "return_hidden_states return_routed_experts return_sampling_mask",
+        "texts, ids and logprobs are reported",
+    ),
     **_row("routed_experts_start_len routed_experts_prompt_start", "experts are not reported", 0),
     **_only("detokenize", "answers are texts; `return_token_ids` adds ids", True),
     **_row("no_stop_trim", "use `include_stop_str_in_output`"),
@@ -117,6 +120,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("audio web_search_options prompt_embeds image_data images_config", _TEXT_ALONE),
     **_row("mm_processor_kwargs media_io_kwargs use_audio_in_video", _TEXT_ALONE),
     **_row("min_dynamic_patch max_dynamic_patch", _TEXT_ALONE),
+    **_row("input_embeds audio_data video_data", _TEXT_ALONE),
     **_only("return_mm_kwargs", _TEXT_ALONE, True),
     **_row("suffix", "what follows a text is not read"),
     **_row("input_ids", "`/v1/completions` takes token ids as its `prompt`"),

@@ -10,19 +10,29 @@ from router.call import (
     PromptInfo,
     TextEvent,
     TextToken,
+    TopToken,
 )
 
 HEAD = AnswerHead("req1", 1700000000, "org/small", "json", "d" * 64, 7, "b" * 64)
-TOP = ((11, "Hel", -0.25), (12, "Bye", -1.5))
+BYE = TopToken(12, "Bye", -1.5)
+TOP = (TopToken(11, "Hel", -0.25), BYE)
 TOKENS = (
     TextToken(11, "Hel", "Hel", -0.25, False, TOP),
-    TextToken(13, "", "�", -0.5, False, ((13, "�", -0.5), (12, "Bye", -1.5)), b"\xc3"),
-    TextToken(14, "ü", "�", -0.75, False, ((14, "�", -0.75), (12, "Bye", -1.5)), b"\xbc"),
-    TextToken(2, "", "</s>", -0.125, True, ((2, "</s>", -0.125), (12, "Bye", -1.5))),
+    TextToken(13, "", "�", -0.5, False, (TopToken(13, "�", -0.5), BYE), b"\xc3"),
+    TextToken(14, "ü", "�", -0.75, False, (TopToken(14, "�", -0.75), BYE), b"\xbc"),
+    TextToken(2, "", "</s>", -0.125, True, (TopToken(2, "</s>", -0.125, True), BYE)),
 )
 PROMPT_TOKENS = (
     TextToken(0, "", "<s>", None, True),
-    TextToken(21, "Say", "Say", -2.0, False, ((22, "Tell", -0.5), (23, "See", -1.0)), rank=3),
+    TextToken(
+        21,
+        "Say",
+        "Say",
+        -2.0,
+        False,
+        (TopToken(22, "Tell", -0.5), TopToken(23, "See", -1.0)),
+        rank=3,
+    ),
 )
 PROMPT = PromptInfo(0, "Say", 2, 1, PROMPT_TOKENS, [token.token_id for token in PROMPT_TOKENS])
 

@@ -101,6 +101,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (GENERATE, {"adapter_id": "org/na\x00me"}, "adapter_id"),
     (GENERATE, {"adapter_id": 3}, "adapter_id"),
     (GENERATE, {"top_n_tokens": 3}, "top_n_tokens"),
+    (GENERATE, {"top_n_tokens": 21, "details": True}, "top_n_tokens"),
+    (GENERATE, {"top_n_tokens": -1}, "top_n_tokens"),
     (GENERATE, {"logit_bias": {"1": 101}}, "logit_bias"),
     (GENERATE, {"stop_token_ids": [1] * 65}, "stop_token_ids"),
     (GENERATE, {"min_tokens": 5, "max_new_tokens": 4}, "min_tokens"),
@@ -378,7 +380,8 @@ def test_lorax_filters_that_are_off(parameters: dict[str, Any]) -> None:
 # Of every parameter, something that it may ask for.
 ASKED: dict[str, Any] = {
     **dict.fromkeys(("adapter_id", "adapter_source", "api_token"), "hub"),
-    **dict.fromkeys(("best_of", "max_new_tokens", "truncate", "return_k_alternatives", "seed"), 2),
+    **dict.fromkeys(("best_of", "max_new_tokens", "truncate", "seed"), 2),
+    **dict.fromkeys(("return_k_alternatives", "top_n_tokens"), 2),
     **dict.fromkeys(("temperature", "repetition_penalty", "top_p", "typical_p"), 0.5),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_k"), 0),
     **dict.fromkeys(("min_p", "min_tokens", "priority"), 1),

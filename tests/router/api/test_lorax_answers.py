@@ -58,6 +58,51 @@ def test_details() -> None:
     assert "alternative_tokens" not in whole(details=True)["details"]["tokens"][0]
 
 
+LIKELY = [
+    {"id": 11, "text": "Hel", "logprob": -0.25, "special": False},
+    {"id": 12, "text": "Bye", "logprob": -1.5, "special": False},
+]
+END = {"id": 2, "text": "</s>", "logprob": -0.125, "special": True}
+
+
+def test_top_tokens_of_a_whole_answer() -> None:
+    answer = whole(details=True, top_n_tokens=2)
+    top = answer["details"]["top_tokens"]
+    assert len(top) == len(answer["details"]["tokens"]) == 4
+    assert (top[0], top[-1]) == (LIKELY, [END, LIKELY[1]])
+    parsed = TextGenerationOutput.parse_obj_as_instance(answer)
+    assert parsed.details is not None
+    assert parsed.details.top_tokens is not None
+    assert len(parsed.details.top_tokens) == 4
+    assert "top_tokens" not in whole(details=True, top_n_tokens=0)["details"]
+    assert "top_tokens" not in whole(details=True, return_k_alternatives=2)["details"]
+
+
+def test_top_tokens_of_a_stream() -> None:
+    form = formatter("/generate_stream", top_n_tokens=1)
+    parts = payloads(b"".join(map(form.chunk, events())))
+    assert [part["top_tokens"] for part in parts][::3] == [LIKELY[:1], [END]]
+    assert all(len(part["top_tokens"]) == 1 for part in parts)
+    read = TextGenerationStreamOutput.parse_obj_as_instance(parts[0])
+    assert read.top_tokens is not None
+    assert read.top_tokens[0].id == 11
+    plain = payloads(formatter("/generate_stream").chunk(events()[0]))
+    assert "top_tokens" not in plain[0]
+
+
+def test_each_name_has_its_own_number() -> None:
+    details = whole(details=True, top_n_tokens=1, return_k_alternatives=2)["details"]
+    assert [len(one) for one in details["top_tokens"]] == [1] * 4
+    assert [len(one["alternative_tokens"]) for one in details["tokens"]] == [2] * 4
+
+
+def test_top_tokens_of_every_candidate() -> None:
+    results = [result(choice=0, mean=-2), result(choice=1, mean=-1)]
+    form = formatter(details=True, best_of=2, do_sample=True, top_n_tokens=1)
+    details = json.loads(form.whole(results, [PROMPT]))["details"]
+    assert details["best_of_sequences"][0]["top_tokens"] == details["top_tokens"]
+
+
 @pytest.mark.parametrize(
     ("finish", "reason"), [("eos", "eos_token"), ("stop", "stop_sequence"), ("length", "length")]
 )

@@ -102,7 +102,7 @@ def test_whole_answer() -> None:
     ("found", "reason", "kinds"),
     [
         (result("Hi", "length"), "max_tokens", ["text"]),
-        (result("Hi", "stop", stop="END"), "stop_sequence", ["text"]),
+        (result("Hi", "stop", matched="END"), "stop_sequence", ["text"]),
         (result("Hi", "stop"), "end_turn", ["text"]),
         (result("", calls=(WEATHER,)), "tool_use", ["tool_use"]),
         (result("\n", calls=(WEATHER,)), "tool_use", ["tool_use"]),
@@ -120,7 +120,7 @@ def test_whole_answer() -> None:
 )
 def test_how_answers_end(found: ChoiceResult, reason: str, kinds: list[str]) -> None:
     answer = whole(found)
-    assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, found.stop)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, found.matched)
     assert [block["type"] for block in answer["content"]] == kinds
 
 
@@ -141,7 +141,7 @@ def test_input_of_a_call(arguments: str, given: Any) -> None:
 
 
 def test_events_of_a_text() -> None:
-    events = stream([event("Hel"), event("lo"), event("", "stop", stop="END")])
+    events = stream([event("Hel"), event("lo"), event("", "stop", matched="END")])
     assert [one["type"] for one in events] == [
         *("message_start", "ping", "content_block_start", "content_block_delta"),
         *("content_block_delta", "content_block_stop", "message_delta", "message_stop"),

@@ -50,7 +50,8 @@ def test_operations_are_whole() -> None:
         for method, operation in methods.items():
             ids.append(operation["operationId"])
             assert operation["summary"]
-            assert {"200", "201"} & operation["responses"].keys()
+            is_refusal = path == "/flush_cache"  # it says why
+            assert is_refusal or {"200", "201"} & operation["responses"].keys()
             assert all(response["description"] for response in operation["responses"].values())
             assert ("requestBody" not in operation) or method in ("post", "patch")
             places = [parameter["in"] for parameter in operation.get("parameters", ())]
@@ -69,7 +70,7 @@ def test_limits_of_fields_are_reported() -> None:
 
 def test_errors_have_their_shape() -> None:
     for path, status, kind in (
-        ("/generate", "422", "LoraxError"),
+        ("/generate_stream", "422", "LoraxError"),
         ("/v1/completions", "400", "OpenAIError"),
         ("/v1/messages", "529", "AnthropicError"),
     ):

@@ -247,11 +247,11 @@ async def test_a_key_is_no_credential_for_a_source(tmp_path: Path, worker: FakeW
     ("path", "word"),
     [
         ("/load", "GET /metrics"),
-        ("/server_info/", "GET /info"),
+        ("/get_load/", "GET /metrics"),
         ("/v1/embeddings", "no embeddings"),
         ("/responses", "POST /v1/responses"),
         ("/messages", "POST /v1/messages"),
-        ("/flush_cache", "keyed by content"),
+        ("/reset_prefix_cache", "keyed by content"),
     ],
 )
 async def test_other_servers_routes_say_what_serves(router: Running, path: str, word: str) -> None:

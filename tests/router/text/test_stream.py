@@ -100,7 +100,7 @@ def test_any_cut_of_the_events_gives_the_same_text(
     assert stream.finish == ("stop" if hit is not None else "length")
     assert [part.finish is not None for part in out] == [False] * (len(out) - 1) + [True]
     result = stream.result()
-    assert (result.stop, out[-1].stop) == (hit, hit)
+    assert (result.matched, out[-1].matched) == (hit, hit)
     assert (result.text, result.prompt_index, result.choice) == (text, 2, 3)
     assert sum(part.num_tokens for part in out) == result.generated_tokens
     assert sum((part.token_ids for part in out), ()) == result.token_ids
@@ -161,7 +161,7 @@ def test_tokens_carry_logprobs_and_bytes() -> None:
     tokens = stream.result().tokens
     assert [token.text for token in tokens] == [""] * (len(ids) - 1) + ["🙂"]
     assert b"".join(token.raw or b"" for token in tokens) == "🙂".encode()
-    assert tokens[0].top[1] == (0, "<s>", -1.0)
+    assert tokens[0].top[1] == (0, "<s>", -1.0, True)
     assert stream.result().sum_logprob == pytest.approx(-0.5 * len(ids))
 
 

@@ -1,0 +1,222 @@
+"""SGLang's shape of `/generate`: a body becomes that of a completion. Pure."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from router.api.openai import completions
+from router.api.openai.completions import CompletionsBody
+from router.api.request.body import only_one_of, require, typed
+from router.api.request.fields import (
+    MAX_INT32,
+    CacheSalt,
+    LogitBias,
+    NonNegative,
+    Penalty,
+    Positive,
+    Priority,
+    Probability,
+    RepetitionPenalty,
+    StopString,
+    TopK,
+    UnitInterval,
+)
+from router.api.request.formatter import ApiLimits, ApiRequest
+from router.api.request.known_elsewhere import check_unknown, unsupported
+from router.api.request.shapes import StructuredOutputs
+from router.api.sglang.answer import SglangFormatter, SglangOptions
+from router.call import RequestError
+
+DEFAULT_MAX_TOKENS = 128
+_TEXTS = ("text", "input_ids")
+# They change nothing about the answer, whatever they say.
+HARMLESS = ("log_metrics", "no_logs", "stream_options", "conversation_id", "routing_key")
+T = TypeVar("T")
+RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
+# -1 = of no token of the prompt.
+StartLen = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
+
+
+class SglangSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """SGLang's `sampling_params`. Each may be null.
+
+    max_new_tokens: 0 wants the prompt alone, with its logprobs.
+    """
+
+    max_new_tokens: NonNegative | None = None
+    min_new_tokens: NonNegative | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1e4)] | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    min_p: UnitInterval | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Positive | None = None
+    stop: str | list[StopString] | None = None
+    stop_token_ids: list[NonNegative] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+
+
+class SglangBody(msgspec.Struct, frozen=True, kw_only=True):
+    """text, input_ids: one of both; a list of texts, or of lists of ids, is several prompts.
+
+    Of a list of values for several prompts, all are the same: one adapter and one way to draw.
+    logprob_start_len: of the prompt's tokens, the first with a logprob.
+    """
+
+    text: str | list[str] | None = None
+    input_ids: list[NonNegative | list[NonNegative]] | None = None
+    sampling_params: SglangSampling | list[SglangSampling] | None = None
+    lora_path: str | list[str | None] | None = None
+    rid: RequestId | list[RequestId] | None = None
+    stream: bool | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: StartLen | list[StartLen] | None = None
+    top_logprobs_num: NonNegative | list[NonNegative] | None = None
+    return_text_in_logprobs: bool | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    extra_key: CacheSalt | None = None
+
+
+# What a completion calls them.
+_NAMES = {
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "structured_outputs.structural_tag": "sampling_params.structural_tag",
+    **{name: f"sampling_params.{name}" for name in SglangSampling.__struct_fields__},
+    "logprobs": "top_logprobs_num",
+}
+
+
+def is_native(plain: Mapping[str, Any]) -> bool:
+    """Whether it is SGLang's shape, not LoRAX's. Raises RequestError for a mixture."""
+    said = [name for name in _TEXTS if plain.get(name) is not None]
+    if plain.get("inputs") is None:
+        return bool(said)
+    if any(plain[name] for name in said):
+        only_one_of(plain, ("inputs", *said))
+    return False
+
+
+def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
+    """Raises RequestError."""
+    _check_fields(plain)
+    body = typed(plain, SglangBody)
+    field = only_one_of(plain, _TEXTS)
+    prompt = body.text if field == "text" else body.input_ids
+    assert prompt is not None
+    count = _num_prompts(prompt)
+    sampling = _alike(body.sampling_params, count, "sampling_params") or SglangSampling()
+    n, most = sampling.n or 1, limits.max_n
+    require(n <= most, f"expected at most {most}, got {n}", "sampling_params.n")
+    scored = bool(_alike(body.return_logprob, count, "return_logprob"))
+    options = _options(body, prompt, n, scored)
+    try:
+        asked = completions.request_of(_completion(body, sampling, prompt, options), limits, bearer)
+    except RequestError as error:
+        raise error.spelled(_NAMES | {"prompt": field}) from None
+    call = msgspec.structs.replace(asked.call, api="sglang")
+    if options.prompt_from is not None:
+        scored_too = msgspec.structs.replace(call.sampling, prompt_logprobs=options.top)
+        call = msgspec.structs.replace(call, sampling=scored_too)
+    return ApiRequest(call, SglangFormatter, options)
+
+
+def _check_fields(plain: dict[str, Any]) -> None:
+    """Fields that are not read. Raises RequestError."""
+    if plain.get("parameters"):
+        raise unsupported("parameters", "use `sampling_params`")
+    check_unknown(plain, SglangBody.__struct_fields__, HARMLESS)
+    given = plain.get("sampling_params")
+    for one in given if isinstance(given, list) else [given]:
+        if isinstance(one, dict):
+            names = {name: f"sampling_params.{name}" for name in one}
+            try:
+                check_unknown(one, SglangSampling.__struct_fields__, ())
+            except RequestError as error:
+                raise error.spelled(names) from None
+
+
+def _num_prompts(prompt: str | list[Any]) -> int | None:
+    """None = one, that is no list."""
+    is_one = isinstance(prompt, str) or any(isinstance(item, int) for item in prompt)
+    return None if is_one else len(prompt)
+
+
+def _alike(given: T | list[T] | list[T | None] | None, count: int | None, param: str) -> T | None:
+    """The one value that holds for all prompts. Raises RequestError."""
+    if not isinstance(given, list):
+        return given
+    require(count is not None, "a list is for several prompts", param)
+    require(len(given) == count, f"expected {count} values, got {len(given)}", param)
+    if any(one != given[0] for one in given):
+        raise unsupported(param, "one value for all prompts of a request: send several requests")
+    return given[0] if given else None
+
+
+def _options(body: SglangBody, prompt: str | list[Any], n: int, scored: bool) -> SglangOptions:
+    count = _num_prompts(prompt)
+    top = _alike(body.top_logprobs_num, count, "top_logprobs_num") or 0
+    start = _alike(body.logprob_start_len, count, "logprob_start_len")
+    rids = body.rid if isinstance(body.rid, list) else None
+    require(rids is None or len(rids) == count, f"expected {count or 'no list of'} ids", "rid")
+    return SglangOptions(
+        n=n,
+        is_list=count is not None or n > 1,
+        rid=body.rid if isinstance(body.rid, str) else None,
+        rids=tuple(rids or ()),
+        top=top if scored else None,
+        prompt_from=start if scored and start is not None and start >= 0 else None,
+        with_texts=bool(body.return_text_in_logprobs),
+    )
+
+
+def _completion(
+    body: SglangBody,
+    sampling: SglangSampling,
+    prompt: str | list[Any],
+    options: SglangOptions,
+) -> CompletionsBody:
+    """The same as a completion's body. Raises RequestError."""
+    require(
+        body.extra_key in (None, body.cache_salt) or body.cache_salt is None,
+        "contradicts `cache_salt`",
+        "extra_key",
+    )
+    count = _num_prompts(prompt)
+    tag = sampling.structural_tag
+    least = sampling.max_new_tokens
+    return CompletionsBody(
+        model="",
+        prompt=prompt,
+        lora_path=_alike(body.lora_path, count, "lora_path"),
+        max_tokens=DEFAULT_MAX_TOKENS if least is None else least,
+        echo=least == 0,
+        min_tokens=sampling.min_new_tokens,
+        seed=sampling.sampling_seed,
+        include_stop_str_in_output=sampling.no_stop_trim,
+        structured_outputs=None if tag is None else StructuredOutputs(structural_tag=tag),
+        logprobs=options.top,
+        stream=body.stream,
+        priority=body.priority,
+        cache_salt=body.cache_salt or body.extra_key,
+        **{name: getattr(sampling, name) for name in _SAME},
+    )
+
+
+_SAME = tuple(
+    name for name in SglangSampling.__struct_fields__ if name in CompletionsBody.__struct_fields__
+)

@@ -1,0 +1,77 @@
+"""The routes that generate: each finds the shape of a body, and `Answerer` does the rest."""
+
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api import sagemaker
+from router.api.lorax import request as lorax
+from router.api.messages import request as messages
+from router.api.openai import chat as openai_chat
+from router.api.openai import completions as openai_completions
+from router.api.request.body import decode_plain
+from router.api.request.formatter import ApiLimits, ApiRequest
+from router.api.responses import request as responses
+from router.api.sglang import request as sglang
+from router.generation.way_in import Parse
+from router.http.sse import takes_events
+from router.routes.info import InfoRoutes
+from router.routes.operator import Endpoint
+from router.service import Service
+
+
+class GenerateRoutes:
+    """Each endpoint answers one route."""
+
+    def __init__(self, service: Service, info: InfoRoutes) -> None:
+        self._service = service
+        self._info = info
+        self.generate_stream = self._fixed(partial(lorax.parse, route="/generate_stream"))
+        self.completions = self._fixed(openai_completions.parse)
+        self.chat = self._fixed(openai_chat.parse)
+        self.responses = self._fixed(responses.parse)
+        self.messages = self._fixed(messages.parse)
+        self._generate_or_stream = self._fixed(partial(lorax.parse, route="/"))
+
+    async def root(self, request: Request) -> Response:
+        """LoRAX's: a health check, or a request whose body says whether it streams."""
+        if request.method == "POST":
+            return await self._generate_or_stream(request)
+        return await self._info.health(request)
+
+    async def generate(self, request: Request) -> Response:
+        """LoRAX's shape or SGLang's, whose errors are as OpenAI's."""
+
+        def parse(body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
+            plain = decode_plain(body)
+            if not sglang.is_native(plain):
+                return lorax.parse_plain(plain, limits, bearer, route="/generate")
+            request.state.dialect = "openai"
+            return sglang.parse(plain, limits, bearer)
+
+        return await self._answer(request, parse)
+
+    async def invocations(self, request: Request) -> Response:
+        """SageMaker's: the body says whose shape it has, and so its errors have."""
+        adapter = request.headers.get(sagemaker.ADAPTER_HEADER)
+        said = sagemaker.Invocation(adapter or None, takes_events(request))
+
+        def parse(body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
+            plain = decode_plain(body)
+            request.state.dialect = sagemaker.dialect_of(sagemaker.shape_of(plain))
+            return sagemaker.parse(plain, said, limits, bearer)
+
+        return await self._answer(request, parse)
+
+    def _fixed(self, parse: Parse) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            return await self._answer(request, parse)
+
+        return endpoint
+
+    async def _answer(self, request: Request, parse: Parse) -> Response:
+        async def run(unread: Request) -> Response:
+            return await self._service.answerer.answer(unread, parse)
+
+        return await self._service.idempotency.answer(request, run)

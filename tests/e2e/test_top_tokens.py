@@ -1,0 +1,32 @@
+"""TGI's `top_n_tokens` against the live server: the same numbers as OpenAI's routes report."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.router.serving import events_of
+
+PARAMETERS: dict[str, Any] = {"adapter_id": "json", "max_new_tokens": 8, "details": True}
+
+
+def test_they_are_those_of_completions(http: httpx.Client) -> None:
+    asked = {"model": "json", "prompt": "Order", "max_tokens": 8, "temperature": 0, "logprobs": 3}
+    logprobs = http.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]
+    body = {"inputs": "Order", "parameters": {**PARAMETERS, "top_n_tokens": 3}}
+    details = http.post("/generate", json=body).json()["details"]
+    assert len(details["top_tokens"]) == len(details["tokens"]) == 8
+    for top, expected in zip(details["top_tokens"], logprobs["top_logprobs"], strict=True):
+        assert [one["logprob"] for one in top] == pytest.approx(list(expected.values()))
+        assert [one["text"] for one in top] == list(expected)
+    streamed = events_of(http.post("/generate_stream", json=body).text)
+    assert [event["top_tokens"] for event in streamed] == details["top_tokens"]
+    root = http.post("/", json=body).json()
+    assert root[0]["details"]["top_tokens"] == details["top_tokens"]
+
+
+def test_more_than_the_limit_is_refused(http: httpx.Client) -> None:
+    body = {"inputs": "Order", "parameters": {**PARAMETERS, "top_n_tokens": 21}}
+    answer = http.post("/generate", json=body)
+    assert answer.status_code == 422
+    assert "`top_n_tokens`: expected at most 20" in answer.json()["error"]

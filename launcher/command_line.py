@@ -57,6 +57,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
     ),
     "Memory": frozenset(
         {
+            "mode",
             "adapter_memory",
             "host_adapter_memory",
             "kv_memory",

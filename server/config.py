@@ -12,6 +12,7 @@ from adapters.peft.validate import AdapterLimits
 
 Device = Literal["auto", "cpu", "cuda"]
 # Of keys and values: as what is computed, or E4M3.
+ServeMode = Literal["server", "local", "interactive"]
 KvDtype = Literal["auto", "fp8"]
 # How weights in floating point are quantised when they are loaded.
 AtLoad = Literal["fp8", "nf4"]
@@ -66,6 +67,14 @@ class WorkerConfig:
     )
     max_lora_rank: int = field(
         default=256, metadata={"min": 1, "max": 256, "help": "largest LoRA rank"}
+    )
+    mode: ServeMode = field(
+        default="server",
+        metadata={
+            "help": "what sizes are for where no option gives them: `server` = as much at once as"
+            " the machine holds, `local` = 4 sequences, `interactive` = 1; the rest of a GPU is"
+            " left to other programs"
+        },
     )
     adapter_memory: int | None = field(
         default=None,
@@ -187,7 +196,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
 
     dtype is resolved; model_path is a folder. host_arena_bytes: size of the shared arena it maps.
     quantize: weights in floating point at load; None = not.
-    kv_memory: 0 = what weights, adapters and workspace leave of the GPU's share that may be used.
+    kv_memory: 0 = what weights, adapters and workspace leave of the GPU's share that may be used,
+    and of that no more than `kv_contexts` sequences of the whole context need; 0 = any.
     """
 
     model_path: str
@@ -208,3 +218,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     kv_dtype: KvDtype = "auto"
     log_format: Literal["text", "json"] = "text"
     grammar: ServedGrammarLimits = ServedGrammarLimits()
+    kv_contexts: int = 0

@@ -182,6 +182,7 @@ def engine_config(
         dtype=dtype,
         page_size=config.page_size,
         kv_memory=sizes.kv_memory,
+        kv_contexts=sizes.kv_contexts,
         adapter_memory=sizes.adapter_memory,
         host_arena_bytes=host_extents * extent_bytes,
         extent_bytes=extent_bytes,

@@ -159,7 +159,14 @@ def fill_device(model: ModelSpec, engine: EngineConfig, memory: DeviceMemory) ->
     if left < page_bytes(model, engine) * 2:
         share = f"{engine.gpu_memory_utilization:.2f} of {memory.total / _GIB:.1f} GiB"
         raise ConfigError(_too_little(parts, f"{usable / _GIB:.1f} GiB ({share})"))
-    return msgspec.structs.replace(engine, kv_memory=left)
+    return msgspec.structs.replace(engine, kv_memory=min(left, _most_kv(model, engine) or left))
+
+
+def _most_kv(model: ModelSpec, engine: EngineConfig) -> int:
+    """What `kv_contexts` allows; 0 = any."""
+    context = min(engine.max_context or model.max_context, model.max_context)
+    pages = -(-context // engine.page_size) + 1  # an admission keeps one in reserve
+    return engine.kv_contexts * pages * page_bytes(model, engine) * len(page_groups(model).windows)
 
 
 def _too_little(parts: dict[str, int], of: str) -> str:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from adapters.base import BaseSpec
 from adapters.manifest import ITEM_BYTES, SlabDtype
-from server.config import WorkerConfig
+from server.config import ServeMode, WorkerConfig
 
 MIN_EXTENT = 64 << 10
 MAX_EXTENT = 4 << 20
@@ -19,6 +19,10 @@ _CPU_ADAPTERS, _CPU_HOST_ADAPTERS, _CPU_KV = 256 << 20, 512 << 20, 256 << 20
 _CPU_RUNNING, _CPU_STEP_TOKENS = 64, 512
 _GPU_ADAPTER_SHARE = 10  # one part of so many
 _GPU_HOST_SHARE = 4
+# Sequences at once of a mode for few users, the most tokens of its steps, and for how many times
+# its sequences there are keys and values: earlier conversations are kept.
+_FEW: dict[ServeMode, int] = {"local": 4, "interactive": 1}
+_FEW_STEP_TOKENS, _KEPT = 2048, 2
 # From so much memory on: sequences at once, tokens a step. What a step needs beside weights grows
 # with both, and is to leave most of a small GPU to keys and values.
 _GPU_LOADS = ((64 << 30, 512, 8192), (32 << 30, 256, 4096), (0, 128, 2048))
@@ -26,12 +30,13 @@ _GPU_LOADS = ((64 << 30, 512, 8192), (32 << 30, 256, 4096), (0, 128, 2048))
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a worker allocates, in bytes, and how much it runs at once. kv_memory: 0 = the engine
-    cuts it from what its weights leave of the GPU."""
+    """What a worker allocates, in bytes, and how much it runs at once. kv_memory, kv_contexts: as
+    in EngineConfig."""
 
     adapter_memory: int
     host_adapter_memory: int
     kv_memory: int
+    kv_contexts: int
     max_running: int
     max_step_tokens: int
 
@@ -48,11 +53,15 @@ def choose_sizes(
     beside = max(min(adapters, host_bytes // _GPU_HOST_SHARE), _CPU_HOST_ADAPTERS)
     on_host = beside if on_gpu else _CPU_HOST_ADAPTERS
     running, step_tokens = _load(gpu_bytes) if on_gpu else (_CPU_RUNNING, _CPU_STEP_TOKENS)
+    few = _FEW.get(config.mode)
+    if few is not None:
+        running, step_tokens = few, min(step_tokens, _FEW_STEP_TOKENS)
     running, step_tokens = config.max_running or running, config.max_step_tokens or step_tokens
     return Sizes(
         adapter_memory=adapters,
         host_adapter_memory=config.host_adapter_memory or on_host,
         kv_memory=config.kv_memory or (0 if on_gpu else _CPU_KV),
+        kv_contexts=0 if few is None else _KEPT * running,
         max_running=min(running, step_tokens),  # each has one token a step at least
         max_step_tokens=step_tokens,
     )

@@ -69,6 +69,20 @@ def test_eight_billion_parameters_start_on_any_usual_gpu(gib: float, tokens: int
     assert executor_limits(MODEL, filled).num_pages * 16 > tokens
 
 
+def test_a_mode_for_few_leaves_the_rest_of_the_gpu() -> None:
+    memory = DeviceMemory(79 * GIB, 79 * GIB, 64 * GIB)
+    for context, contexts in ((8192, 8), (1000, 2)):
+        asked = msgspec.structs.replace(AUTO, max_context=context, kv_contexts=contexts)
+        limits = executor_limits(MODEL, fill_device(MODEL, asked, memory))
+        assert limits.num_pages == contexts * (-(-context // 16) + 1)
+        assert limits.max_context == context
+    all_of_it = msgspec.structs.replace(AUTO, kv_contexts=1000)
+    assert (
+        fill_device(MODEL, all_of_it, memory).kv_memory
+        == fill_device(MODEL, AUTO, memory).kv_memory
+    )
+
+
 def test_what_was_asked_for_is_kept() -> None:
     asked = engine_config(FOLDER, kv_memory=5 * GIB)
     assert fill_device(MODEL, asked, DeviceMemory(21 * GIB, 21 * GIB, 6 * GIB)) == asked

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.peft.validate import MAX_LORA_RANK
-from server.config import WorkerConfig
+from server.config import ServeMode, WorkerConfig
 from server.kernels.lora.table import MAX_RANK
 from server.worker.process.sizing import choose_sizes
 
@@ -35,6 +35,19 @@ def test_a_gpu_gets_a_share_for_adapters_and_leaves_the_cache_to_the_engine() ->
 def test_a_larger_gpu_runs_more_at_once(gib: float, running: int, step_tokens: int) -> None:
     sizes = choose_sizes(WorkerConfig(model="m"), "cuda", int(gib * GIB), 64 * GIB)
     assert (sizes.max_running, sizes.max_step_tokens) == (running, step_tokens)
+
+
+@pytest.mark.parametrize(("mode", "running"), [("local", 4), ("interactive", 1)])
+@pytest.mark.parametrize(("device", "step_tokens"), [("cpu", 512), ("cuda", 2048)])
+def test_modes_for_few_users(
+    mode: ServeMode, running: int, device: Literal["cpu", "cuda"], step_tokens: int
+) -> None:
+    sizes = choose_sizes(WorkerConfig(model="m", mode=mode), device, 80 * GIB, 64 * GIB)
+    assert (sizes.max_running, sizes.max_step_tokens) == (running, step_tokens)
+    assert sizes.kv_contexts == 2 * running
+    asked = WorkerConfig(model="m", mode=mode, max_running=9, max_step_tokens=3000)
+    sizes = choose_sizes(asked, device, 80 * GIB, 64 * GIB)
+    assert (sizes.max_running, sizes.max_step_tokens, sizes.kv_contexts) == (9, 3000, 18)
 
 
 @given(st.sampled_from(["cpu", "cuda"]), st.integers(1, 1 << 40), st.integers(1, 1 << 40))

@@ -52,6 +52,7 @@ class _Body(msgspec.Struct):
     model: Any = None
     adapter_id: Any = None
     lora_path: Any = None
+    merged_adapters: Any = None
     parameters: Any = None
     stream: Any = None
 
@@ -93,7 +94,7 @@ def _with_body(said: _Line) -> BatchRequest | BadLine:
 
 def _adapter_of(body: _Body) -> str:
     parameters = body.parameters if isinstance(body.parameters, dict) else {}
-    merged = parameters.get("merged_adapters")
+    merged = parameters.get("merged_adapters") or body.merged_adapters
     if isinstance(merged, dict):
         return msgspec.json.encode(merged, order="sorted").decode()
     named = (parameters.get("adapter_id"), body.lora_path, body.adapter_id, body.model)

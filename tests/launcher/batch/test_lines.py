@@ -41,6 +41,12 @@ def test_a_body_is_sent_as_it_stands() -> None:
             {"parameters": {"merged_adapters": {"weights": [1, 2], "ids": ["a", "b"]}}},
             '{"ids":["a","b"],"weights":[1,2]}',
         ),
+        (
+            "/v1/chat/completions",
+            {"model": "llama", "merged_adapters": {"ids": ["a"], "weights": [2]}},
+            '{"ids":["a"],"weights":[2]}',
+        ),
+        ("/v1/messages", {"model": "sql"}, "sql"),
     ],
 )
 def test_the_adapter_that_a_line_names(url: str, body: Any, adapter: str) -> None:

@@ -10,7 +10,7 @@ from server.kernels.launch.configs import PackedConfig
 from server.kernels.launch.launch import dot_precision, let_next_start, wait
 from server.kernels.linear.matrix import PackedMatrix
 from server.kernels.linear.packed import PackedBlocks, load_numbers, multiply_packed
-from server.kernels.linear.skinny import check_rows, store_product
+from server.kernels.linear.skinny import check_rows, shared_out, store_product
 
 MAX_ROWS = 64
 _LEAST_ROWS = 8  # of tensor cores
@@ -33,7 +33,7 @@ def packed_product(
     (rows, features), n = x.shape, matrix.shape[0]
     block_m = max(_LEAST_ROWS, int(triton.next_power_of_2(rows)))
     step = max(config.block_k, matrix.run) * config.parts
-    splits, span = _shares(features, step, config.splits)
+    splits, span = shared_out(features, step, config.splits)
     sums = x.new_empty(splits, n, block_m, dtype=torch.float32) if splits > 1 else out
     # It starts when the kernel before it has ended: its programs are so small that all would go
     # where that one leaves room, many to one processor and none to another.
@@ -57,14 +57,6 @@ def packed_product(
         PDL=config.programmatic_launch,
         num_warps=config.num_warps,
     )
-
-
-def _shares(features: int, step: int, most: int) -> tuple[int, int]:
-    """Among how many programs, at most so many, input features are shared out, and how many of
-    them, of whole steps, each but the last has."""
-    steps = triton.cdiv(features, step)
-    of_each = triton.cdiv(steps, most)
-    return triton.cdiv(steps, of_each), of_each * step
 
 
 @triton.jit(do_not_specialize=["rows"])

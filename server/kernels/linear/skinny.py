@@ -95,6 +95,14 @@ def check_rows(
         raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, for {weight[0]} features")
 
 
+def shared_out(features: int, step: int, most: int) -> tuple[int, int]:
+    """Among how many programs, at most so many, input features are shared out, and how many of
+    them, of whole steps, each but the last has."""
+    steps = triton.cdiv(features, step)
+    of_each = triton.cdiv(steps, most)
+    return triton.cdiv(steps, of_each), of_each * step
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_kernel(
     product: tl.tuple,

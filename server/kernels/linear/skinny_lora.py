@@ -21,6 +21,7 @@ from server.kernels.linear.skinny import (
     multiply,
     operands,
     rows_at_once,
+    shared_out,
     store_product,
 )
 from server.kernels.linear.stack import Stack, add_low_rank, load_ahead, seen_before, stack_of
@@ -118,9 +119,8 @@ def _shrinking(features: int, config: SkinnyLoraConfig) -> _Shrinking:
     gone through all input features."""
     if min(config.lora_programs, config.lora_splits) < 1:
         raise ValueError("launch parameters without programs that shrink")
-    steps = triton.cdiv(features, config.block_k)
-    of_each = triton.cdiv(steps, config.lora_splits)
-    return _Shrinking(config.lora_programs, triton.cdiv(steps, of_each), of_each * config.block_k)
+    parts = shared_out(features, config.block_k, config.lora_splits)
+    return _Shrinking(config.lora_programs, *parts)
 
 
 def _check_lora(

@@ -10,12 +10,10 @@ from launcher.monitoring.panels import (
     ratio,
     total,
 )
+from router.telemetry.metrics import GENERATION_PATHS
 
 _NO_FAULT = "no stream was resumed: a quantile of nothing is no number"
-_GENERATION = (
-    'route=~"/|/generate|/generate_stream|/invocations|/v1/completions|/v1/chat/completions'
-    '|/v1/responses|/v1/messages"'
-)
+_GENERATION = f'route=~"{"|".join(GENERATION_PATHS)}"'
 
 _GENERATED = "loraplex_adapter_generated_tokens_total"
 _ERRORS = "loraplex_request_errors_total"

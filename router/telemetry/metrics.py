@@ -17,9 +17,9 @@ from router.telemetry.top_adapters import TopAdapters
 from server.protocol import ErrorCode
 
 # What these are posted, tokens answer.
-GENERATION_PATHS = frozenset(
-    ("/", "/generate", "/generate_stream", "/invocations")
-    + ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+GENERATION_PATHS = (
+    *("/", "/generate", "/generate_stream", "/invocations"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
 )
 
 # How a sequence began: without an adapter; with one; with one that it had to wait for.

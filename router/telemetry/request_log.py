@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from starlette.types import Scope
@@ -22,7 +22,7 @@ Logged = Literal["no", "yes", "prompts"]
 class RequestLog:
     """paths: of generation requests; others are neither logged nor traced."""
 
-    def __init__(self, tracing: Tracing, paths: frozenset[str], logged: Logged) -> None:
+    def __init__(self, tracing: Tracing, paths: Collection[str], logged: Logged) -> None:
         self._tracing = tracing
         self._paths = paths
         self._logged = logged

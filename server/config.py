@@ -11,8 +11,8 @@ from adapters.manifest import SlabDtype
 from adapters.peft.validate import AdapterLimits
 
 Device = Literal["auto", "cpu", "cuda"]
-# Of keys and values: as what is computed, or E4M3.
 ServeMode = Literal["server", "local", "interactive"]
+# Of keys and values: as what is computed, or E4M3.
 KvDtype = Literal["auto", "fp8"]
 # How weights in floating point are quantised when they are loaded.
 AtLoad = Literal["fp8", "nf4"]

@@ -118,8 +118,8 @@ def _check_activation(matcher: Targeting, base: BaseSpec, findings: Findings) ->
     if unknown and not base.is_inferred:
         findings.add("bad_value", key, f"{key}: {unknown[0]} is no token of the base model")
     embed = base.model_modules.get("embed_tokens")
-    always = {path for targeted in _all_targeted(matcher, base) for path in targeted}
-    if any(".experts." in path or (embed and path == embed.path) for path in always):
+    paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
+    if any(".experts." in path or (embed and path == embed.path) for path in paths):
         message = f"{key} with embed_tokens or experts targeted is not supported"
         findings.add("unsupported_feature", key, message)
 

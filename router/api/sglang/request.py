@@ -198,13 +198,13 @@ def _completion(
     )
     count = _num_prompts(prompt)
     tag = sampling.structural_tag
-    least = sampling.max_new_tokens
+    most = sampling.max_new_tokens
     return CompletionsBody(
         model="",
         prompt=prompt,
         lora_path=_alike(body.lora_path, count, "lora_path"),
-        max_tokens=DEFAULT_MAX_TOKENS if least is None else least,
-        echo=least == 0,
+        max_tokens=DEFAULT_MAX_TOKENS if most is None else most,
+        echo=most == 0,
         min_tokens=sampling.min_new_tokens,
         seed=sampling.sampling_seed,
         include_stop_str_in_output=sampling.no_stop_trim,

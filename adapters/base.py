@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from adapters.sharding import WHOLE, Piece, Shard, Sharding, Span, pieces, total_width
+
 SiteKind = Literal[
     "qkv",
     "o",
@@ -36,6 +38,7 @@ class ModuleShape(msgspec.Struct, frozen=True):
 
     experts: how many experts of a layer have such a module; its path has `{}` for their number, as
     in `mlp.experts.{}.gate_proj`. 1 = an ordinary module. layers: those that have it; None = all.
+    sharding: how devices share it. spans: of its inputs or outputs that are shared; () = one.
     """
 
     path: str
@@ -43,6 +46,8 @@ class ModuleShape(msgspec.Struct, frozen=True):
     out_features: int
     experts: int = 1
     layers: tuple[int, ...] | None = None
+    sharding: Sharding = "none"
+    spans: tuple[Span, ...] = ()
 
     @property
     def is_of_experts(self) -> bool:
@@ -50,6 +55,33 @@ class ModuleShape(msgspec.Struct, frozen=True):
 
     def is_in(self, layer: int) -> bool:
         return self.layers is None or layer in self.layers
+
+    @property
+    def shared(self) -> tuple[Span, ...]:
+        """What `sharding` shares out."""
+        features = self.in_features if self.sharding == "row" else self.out_features
+        return self.spans or (Span(features),)
+
+    def of_shard(self, count: int) -> "ModuleShape":
+        """What each of so many devices has."""
+        if self.sharding == "none" or count == 1:
+            return self
+        width, spans = total_width(self.shared, count), ()
+        if self.sharding == "row":
+            return msgspec.structs.replace(self, in_features=width, spans=spans)
+        return msgspec.structs.replace(self, out_features=width, spans=spans)
+
+    def inputs(self, shard: Shard) -> tuple[Piece, ...]:
+        """Which input features a device has."""
+        return self._pieces("row", self.in_features, shard)
+
+    def outputs(self, shard: Shard) -> tuple[Piece, ...]:
+        """Which output features a device has."""
+        return self._pieces("column", self.out_features, shard)
+
+    def _pieces(self, sharding: Sharding, features: int, shard: Shard) -> tuple[Piece, ...]:
+        spans = self.shared if self.sharding == sharding else (Span(features),)
+        return pieces(spans, shard if self.sharding == sharding else WHOLE)
 
 
 class ExpertWeight(msgspec.Struct, frozen=True):
@@ -104,6 +136,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     expert_weights: tensors that hold all experts of a layer, in the order in which transformers
         registers them.
     routers: paths, within a layer, of modules that choose experts. Adapters may not change them.
+    shards: devices that share the base.
     """
 
     digest: str
@@ -121,10 +154,16 @@ class BaseSpec(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     expert_weights: tuple[ExpertWeight, ...] = ()
     routers: tuple[str, ...] = ()
+    shards: int = 1
 
     @property
     def is_inferred(self) -> bool:
         return not self.digest
+
+    def of_site(self, kind: SiteKind, projection: int) -> ModuleShape:
+        """A module of a site, whole. Those of one site share their input, and their experts."""
+        modules = self.model_modules if kind in MODEL_SITES else self.layer_modules
+        return modules[self.sites[kind][projection]]
 
 
 class BaseModule(msgspec.Struct, frozen=True):

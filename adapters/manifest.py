@@ -11,7 +11,7 @@ from adapters.coverage import Coverage
 SlabDtype = Literal["float32", "float16", "bfloat16"]
 ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 
 class AdapterTemplate(msgspec.Struct, frozen=True):
@@ -139,25 +139,37 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One adapter packed for one base, dtype and tensor-parallel shard.
+    """One adapter packed for one base and dtype.
 
-    The slab is cut into extents of `extent_bytes`. No tensor crosses an extent's border unless it
+    A slab has a part for each of the `shards` devices that share the base, one after the other. All
+    parts have the same layout, which this is: offsets are from a part's start.
+
+    A part is cut into extents of `extent_bytes`. No tensor crosses an extent's border unless it
     is larger than an extent. A larger tensor starts on a border and owns a *run* of extents that
     must stay contiguous. `runs` lists the lengths, in extents, of the pieces that may be placed
-    apart from each other, in order: all 1 but for such tensors. `nbytes == sum(runs) *
-    extent_bytes`. Only sites with some rank > 0 are listed.
+    apart from each other, in order: all 1 but for such tensors. Only sites with some rank > 0 are
+    listed.
     """
 
     digest: str
     base_digest: str
     dtype: SlabDtype
-    tp_rank: int
-    tp_size: int
     extent_bytes: int
     runs: tuple[int, ...]
     sites: tuple[SiteLayout, ...]
+    shards: int = 1
     version: int = LAYOUT_VERSION
 
     @property
-    def nbytes(self) -> int:
+    def shard_nbytes(self) -> int:
+        """Of one part."""
         return sum(self.runs) * self.extent_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.shards * self.shard_nbytes
+
+    @property
+    def all_runs(self) -> tuple[int, ...]:
+        """Of all parts."""
+        return self.runs * self.shards

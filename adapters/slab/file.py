@@ -46,7 +46,7 @@ class SlabSource(Protocol):
         """Writes the payload into an arena of extents, every byte of it. The arena's places mean
         nothing until it returns.
 
-        arena: its bytes, writable. first_extents: for each run of the layout, the number of the
+        arena: its bytes, writable. first_extents: for each run of all parts, the number of the
         arena's extent where it goes. Raises OSError, AdapterError.
         """
         ...

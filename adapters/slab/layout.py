@@ -52,7 +52,7 @@ class Packable(Protocol):
 def make_layout(
     adapter: Packable, base: BaseSpec, digest: str, dtype: SlabDtype, extent_bytes: int
 ) -> SlabLayout:
-    """The layout of an unsharded slab (`SlabLayout` states the rules).
+    """The layout of a slab (`SlabLayout` states the rules).
 
     extent_bytes: a positive multiple of 256.
     """
@@ -70,33 +70,33 @@ def make_layout(
         digest=digest,
         base_digest=base.digest,
         dtype=dtype,
-        tp_rank=0,
-        tp_size=1,
         extent_bytes=extent_bytes,
         runs=cursor.runs(),
         sites=tuple(sites),
+        shards=base.shards,
     )
 
 
 def room_problem(adapter: Packable, base: BaseSpec, room: SlabRoom) -> str | None:
     """Why an adapter can never be served from this memory, or None. Names the option to raise."""
     layout = make_layout(adapter, base, "", room.dtype, room.extent_bytes)
-    for option, nbytes in (
-        ("adapter_memory", room.device_bytes),
-        ("host_adapter_memory", room.host_bytes),
+    for option, needed, nbytes in (
+        ("adapter_memory", layout.shard_nbytes, room.device_bytes),
+        ("host_adapter_memory", layout.nbytes, room.host_bytes),
     ):
-        if layout.nbytes > nbytes // room.extent_bytes * room.extent_bytes:
+        if needed > nbytes // room.extent_bytes * room.extent_bytes:
             return (
-                f"the adapter takes {layout.nbytes} bytes of memory (packed in {room.dtype}), more "
+                f"the adapter takes {needed} bytes of memory (packed in {room.dtype}), more "
                 f"than the {nbytes} bytes that the worker has for all adapters: the operator can "
-                f"raise its option {option} to {layout.nbytes} or more"
+                f"raise its option {option} to {needed} or more"
             )
     return None
 
 
 def a_matrix(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
-    """The stacked A of a site; for `embed_tokens`, A transposed; of experts one A each."""
-    module = _module(base, site.kind, 0)
+    """The stacked A of a site; for `embed_tokens`, A transposed; of experts one A each. Of one
+    shard, as all that lies in a slab."""
+    module = base.of_site(site.kind, 0).of_shard(base.shards)
     shape: tuple[int, ...] = (site.a_rank, module.in_features)
     if site.kind == "embed_tokens":
         shape = shape[::-1]
@@ -109,7 +109,7 @@ def b_matrices(
     """The B of each projection of a site, or of each expert's; None where it is not targeted."""
     result: list[PlacedMatrix | None] = []
     for index, lora_rank in enumerate(site.ranks):
-        module = _module(base, site.kind, index)
+        module = base.of_site(site.kind, index).of_shard(base.shards)
         shape = (module.out_features, lora_rank)
         placed = _matrix(site.b_offsets[index], module, shape, item_bytes)
         result.append(placed if lora_rank else None)
@@ -133,12 +133,6 @@ def _site_order(base: BaseSpec) -> Iterator[tuple[int, SiteKind]]:
         for kind in of_layer:
             yield layer, kind
     yield -1, MODEL_SITES[1]
-
-
-def _module(base: BaseSpec, kind: SiteKind, projection: int) -> ModuleShape:
-    """Projections of a site share their input, and their experts."""
-    modules = base.model_modules if kind in MODEL_SITES else base.layer_modules
-    return modules[base.sites[kind][projection]]
 
 
 def _place_site(

@@ -8,16 +8,17 @@ from adapters.manifest import SlabLayout
 
 
 class SlabMemory:
-    """arena: all its bytes. first_extents: for each run of the layout, the number of the arena's
+    """arena: all its bytes. first_extents: for each run of all parts, the number of the arena's
     extent where it begins."""
 
     def __init__(self, layout: SlabLayout, arena: memoryview, first_extents: Sequence[int]) -> None:
         """Raises ValueError when they do not fit together."""
-        if len(first_extents) != len(layout.runs):
-            raise ValueError(f"{len(first_extents)} places for {len(layout.runs)} runs")
+        runs = layout.all_runs
+        if len(first_extents) != len(runs):
+            raise ValueError(f"{len(first_extents)} places for {len(runs)} runs")
         extent = layout.extent_bytes
         self._arena = arena
-        self._nbytes = [run * extent for run in layout.runs]
+        self._nbytes = [run * extent for run in runs]
         self._places = [first * extent for first in first_extents]
         self._offsets = [0, *accumulate(self._nbytes)]
         for place, nbytes in zip(self._places, self._nbytes, strict=True):
@@ -51,4 +52,4 @@ class SlabMemory:
 
 def one_after_another(layout: SlabLayout) -> list[int]:
     """First extents of a layout's runs in memory of its own."""
-    return [0, *accumulate(layout.runs)][:-1]
+    return [0, *accumulate(layout.all_runs)][:-1]

@@ -1,6 +1,8 @@
 """Which numbers of an adapter's tensors go where in its slab, for every form of saved LoRA."""
 
+import math
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +13,7 @@ from adapters.manifest import ITEM_BYTES, SiteLayout, SlabLayout
 from adapters.peft.lora_tensors import ExpertsLora, LoraTensors, ModuleLora, StackedLora
 from adapters.safetensors.floats import Raw
 from adapters.safetensors.header import TensorInfo
+from adapters.sharding import Piece, Shard
 from adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices
 from adapters.slab.memory import SlabMemory
 
@@ -33,7 +36,7 @@ class SlabTarget(NamedTuple):
     @property
     def whole(self) -> Raw | None:
         """The place of the whole tensor, if the slab has the same numbers in the same order."""
-        everything = len(self.rows) == self.tensor.shape[0] and self.columns == slice(None)
+        everything = self.place.size == math.prod(self.tensor.shape)
         if everything and self.factor == 1 and self.place.flags.c_contiguous:
             return self.place.reshape(-1).view(np.uint8)
         return None
@@ -75,69 +78,78 @@ def all_regions(
     }
     item_bytes = ITEM_BYTES[layout.dtype]
 
-    def region(placed: PlacedMatrix) -> Region:
-        raw = np.frombuffer(memory.at(placed.offset, placed.nbytes), np.uint8)
-        return Region(placed.offset, raw.view(f"<u{item_bytes}").reshape(placed.shape), [])
+    def region(placed: PlacedMatrix, shard: Shard) -> Region:
+        offset = placed.offset + shard.index * layout.shard_nbytes
+        raw = np.frombuffer(memory.at(offset, placed.nbytes), np.uint8)
+        return Region(offset, raw.view(f"<u{item_bytes}").reshape(placed.shape), [])
 
-    for site in layout.sites:
+    for site, index in product(layout.sites, range(layout.shards)):
+        shard = Shard(index, layout.shards)
         loras = [modules.get((site.layer, name)) for name in base.sites[site.kind]]
-        a = region(a_matrix(site, base, item_bytes))
-        a.targets.extend(_a_targets(site, loras, a.numbers))
+        a = region(a_matrix(site, base, item_bytes), shard)
+        for piece in base.of_site(site.kind, 0).inputs(shard):
+            a.targets.extend(_a_targets(site, loras, a.numbers, piece))
         yield a
-        for lora, placed in zip(loras, b_matrices(site, base, item_bytes), strict=True):
+        of_parts = enumerate(zip(loras, b_matrices(site, base, item_bytes), strict=True))
+        for projection, (lora, placed) in of_parts:
             if lora is not None and placed is not None:
-                b = region(placed)
-                b.targets.extend(_b_targets(lora, b.numbers))
+                b = region(placed, shard)
+                for piece in base.of_site(site.kind, projection).outputs(shard):
+                    b.targets.extend(_b_targets(lora, b.numbers, piece))
                 yield b
 
 
 def _a_targets(
-    site: SiteLayout, loras: Sequence[_Lora | None], numbers: Numbers
+    site: SiteLayout, loras: Sequence[_Lora | None], numbers: Numbers, piece: Piece
 ) -> Iterator[SlabTarget]:
     """numbers: the stacked A, `[a_rank, in]`; of the embedding `[in, a_rank]`; of experts
-    `[experts, a_rank, in]`."""
+    `[experts, a_rank, in]`. piece: of the inputs, what goes where."""
+    of_embedding = site.kind == "embed_tokens"
+    numbers = (numbers.T if of_embedding else numbers)[..., piece.target]
     begin = 0
     for lora in loras:
         if lora is None:
             continue
         ranks = slice(begin, begin + lora.lora_rank)
         if isinstance(lora, ModuleLora):
-            place = numbers.T if site.kind == "embed_tokens" else numbers
-            yield SlabTarget(lora.a, place[ranks], _rows(lora.a))
+            yield SlabTarget(lora.a, numbers[ranks], _rows(lora.a), piece.source)
         elif isinstance(lora, ExpertsLora):
             for pair in lora.pairs:
                 place = numbers[pair.expert, begin : begin + pair.lora_rank]
-                yield SlabTarget(pair.a, place, _rows(pair.a))
+                yield SlabTarget(pair.a, place, _rows(pair.a), piece.source)
         else:
-            yield _stacked_a(lora, numbers[:, ranks])
+            yield _stacked_a(lora, numbers[:, ranks], piece.source)
         if site.shares_a:
             return
         begin += lora.lora_rank
 
 
-def _b_targets(lora: _Lora, numbers: Numbers) -> Iterator[SlabTarget]:
-    """numbers: `[out, rank]`; of experts `[experts, out, rank]`."""
+def _b_targets(lora: _Lora, numbers: Numbers, piece: Piece) -> Iterator[SlabTarget]:
+    """numbers: `[out, rank]`; of experts `[experts, out, rank]`. piece: of the outputs, what goes
+    where."""
+    source, numbers = piece.source, numbers[..., piece.target, :]
     if isinstance(lora, ModuleLora):
-        yield SlabTarget(lora.b, numbers, _rows(lora.b))
+        yield SlabTarget(lora.b, numbers, _rows(lora.b)[source])
     elif isinstance(lora, ExpertsLora):
         for pair in lora.pairs:
             place = numbers[pair.expert, :, : pair.lora_rank]
-            yield SlabTarget(pair.b, place, _rows(pair.b), factor=pair.factor)
+            yield SlabTarget(pair.b, place, _rows(pair.b)[source], factor=pair.factor)
     elif not lora.is_swapped:
         # Columns are ranks, and within a rank experts.
-        yield SlabTarget(lora.b, numbers.transpose(1, 2, 0), lora.rows)
+        yield SlabTarget(lora.b, numbers.transpose(1, 2, 0), lora.rows[source])
     else:
-        columns = slice(lora.rows.start, lora.rows.stop, lora.rows.step)
+        rows = lora.rows[source]
+        columns = slice(rows.start, rows.stop, rows.step)
         for expert, own in enumerate(numbers):
             rows = range(expert * lora.lora_rank, (expert + 1) * lora.lora_rank)
             yield SlabTarget(lora.a, own.T, rows, columns)
 
 
-def _stacked_a(lora: StackedLora, numbers: Numbers) -> SlabTarget:
+def _stacked_a(lora: StackedLora, numbers: Numbers, inputs: slice) -> SlabTarget:
     """numbers: `[experts, rank, in]`, nothing between its experts."""
     if lora.is_swapped:
-        return SlabTarget(lora.b, numbers.transpose(2, 1, 0), _rows(lora.b))
-    return SlabTarget(lora.a, numbers.reshape(-1, numbers.shape[-1]), _rows(lora.a))
+        return SlabTarget(lora.b, numbers.transpose(2, 1, 0), _rows(lora.b)[inputs])
+    return SlabTarget(lora.a, numbers.reshape(-1, numbers.shape[-1]), _rows(lora.a), inputs)
 
 
 def _rows(tensor: TensorInfo) -> range:

@@ -161,13 +161,9 @@ class AdapterStore:
         """Whether it is here. It does not count as a use."""
         return self._contents.has(digest)
 
-    def open_slab(
-        self, digest: str, dtype: SlabDtype, extent_bytes: int, tp_rank: int = 0, tp_size: int = 1
-    ) -> SlabSource:
+    def open_slab(self, digest: str, dtype: SlabDtype, extent_bytes: int) -> SlabSource:
         """An admitted adapter's slab, from its file or else to be packed as it is read; the caller
         closes it."""
-        if (tp_rank, tp_size) != (0, 1):
-            raise ValueError("slabs are not sharded: tp_size must be 1")
         with disk_errors(self._home), ExitStack() as held:
             known = held.enter_context(self._contents.held(digest))
             manifest = present(known, digest)
@@ -207,7 +203,9 @@ class AdapterStore:
                 return True
 
     def _slab_file(self, digest: str, dtype: SlabDtype, extent_bytes: int) -> Path:
-        return self._slabs / f"{digest}-{dtype}-{extent_bytes}-0of1-v{LAYOUT_VERSION}.slab"
+        shards = self._base.shards
+        name = f"{digest}-{dtype}-{extent_bytes}-of{shards}-v{LAYOUT_VERSION}.slab"
+        return self._slabs / name
 
     def _admit_current(
         self, source: Source, ref: AdapterRef, token: str | None, progress: Progress

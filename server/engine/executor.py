@@ -54,13 +54,20 @@ class Masks(NamedTuple):
 class AdapterCopy(msgspec.Struct, frozen=True):
     """Copy a slab from the host arena to the device arena and write the slot's table rows.
 
-    host_extents, device_extents: the first extent of each run of `layout.runs`, in either arena.
+    host_extents: the first extent of each run of `layout.all_runs` in the host arena.
+    device_extents: of each run of `layout.runs` in the arena of every device.
     """
 
     adapter_slot: int
     layout: SlabLayout
     host_extents: tuple[int, ...]
     device_extents: tuple[int, ...]
+
+    def of_shard(self, index: int) -> "AdapterCopy":
+        """What one device copies."""
+        runs = len(self.layout.runs)
+        part = self.host_extents[index * runs : (index + 1) * runs]
+        return msgspec.structs.replace(self, host_extents=part)
 
 
 class CopyUsable(msgspec.Struct, frozen=True):

@@ -30,6 +30,6 @@ class SlabWitness:
     def _checksum(self, copy: AdapterCopy) -> bytes:
         size = copy.layout.extent_bytes
         checksum = blake2b(digest_size=16)
-        for first, run in zip(copy.host_extents, copy.layout.runs, strict=True):
+        for first, run in zip(copy.host_extents, copy.layout.all_runs, strict=True):
             checksum.update(self._arena[first * size : (first + run) * size])
         return checksum.digest()

@@ -30,7 +30,9 @@ def base_spec(
             for name, shape in linear.modules(layers).items()
         },
         model_modules={
-            "embed_tokens": ModuleShape(embedding.path, embedding.vocab_size, embedding.size),
+            "embed_tokens": ModuleShape(
+                embedding.path, embedding.vocab_size, embedding.size, sharding="row"
+            ),
             **model.head.linear.modules(),
         },
         sites={

@@ -12,13 +12,12 @@ import msgspec
 
 from adapters.base import ModuleShape, SiteKind, module_name
 from adapters.base import layer_path as layer_path
+from adapters.sharding import Sharding, Span
 from server.model.moe_spec import ExpertStorage, MoeSpec, Tensors
 from server.model.quantisation.quantisation import Quantisation
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu_tanh"]
-# How several devices share a matrix: by output features, by input features, or not at all.
-Sharding = Literal["column", "row", "none"]
 
 
 class RopeSpec(msgspec.Struct, frozen=True):
@@ -79,10 +78,12 @@ class Matrix(NamedTuple):
 
 class Part(msgspec.Struct, frozen=True):
     """One module of a matrix. path: as PEFT and the checkpoint name it, `self_attn.q_proj`; of
-    experts `mlp.experts.{}.w1`, for the number of one."""
+    experts `mlp.experts.{}.w1`, for the number of one. spans: of its outputs, as devices share
+    them; () = one."""
 
     path: str
     out_features: int
+    spans: tuple[Span, ...] = ()
 
     @property
     def name(self) -> str:
@@ -116,6 +117,11 @@ class LinearSpec(msgspec.Struct, frozen=True):
     def out_features(self) -> int:
         return sum(self.widths)
 
+    def spans_of(self, part: Part) -> tuple[Span, ...]:
+        """Of the features that devices share, those of the part's outputs or of all inputs."""
+        features = self.in_features if self.sharding == "row" else part.out_features
+        return part.spans or (Span(features),)
+
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
         if self.stored is not None:
@@ -142,7 +148,13 @@ class LinearSpec(msgspec.Struct, frozen=True):
         """By PEFT's short name. layers: those that have them; None = all."""
         return {
             part.name: ModuleShape(
-                part.path, self.in_features, part.out_features, self.experts, layers
+                part.path,
+                self.in_features,
+                part.out_features,
+                self.experts,
+                layers,
+                self.sharding,
+                self.spans_of(part),
             )
             for part in self.parts
         }
@@ -242,12 +254,18 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
 
 class EmbeddingSpec(msgspec.Struct, frozen=True):
-    """A table `[vocab_size, size]`, whose rows are multiplied by `scale`, rounded to the dtype."""
+    """A table `[vocab_size, size]`, whose rows are multiplied by `scale`, rounded to the dtype.
+    rows: those that this device has; None = all."""
 
     path: str
     vocab_size: int
     size: int
     scale: float = 1.0
+    rows: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.vocab_size if self.rows is None else self.rows
 
     @property
     def tensor(self) -> str:
@@ -379,7 +397,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         shape."""
         embedding = self.embedding
         shapes: dict[str, tuple[int, ...]] = {
-            embedding.tensor: (embedding.vocab_size, embedding.size)
+            embedding.tensor: (embedding.num_rows, embedding.size)
         }
         shapes.update(self.norm.tensors())
         if not self.head.tied:

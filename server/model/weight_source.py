@@ -7,9 +7,11 @@ from dataclasses import replace
 import torch
 from safetensors import SafetensorError, safe_open
 
+from adapters.sharding import WHOLE, Shard, Span, heads_of
 from server.config import AtLoad
 from server.kernels.linear.matrix import PackedMatrix
-from server.model.checkpoint.checkpoint import CheckpointError, Shard
+from server.model.checkpoint.checkpoint import CheckpointError, StoredFile
+from server.model.checkpoint.cuts import Cut, cut_of
 from server.model.checkpoint.expert_tensors import ExpertTensors
 from server.model.checkpoint.stored_forms import StoredForms
 from server.model.checkpoint.unpack import Stored, unpack
@@ -23,32 +25,33 @@ from server.model.spec import LinearSpec, layer_path
 
 
 class WeightSource:
-    """Tensors by name out of memory-mapped shards. forms: of quantised matrices. packed: these stay
-    so where they can."""
+    """Tensors by name out of memory-mapped files. forms: of quantised matrices. packed: these stay
+    so where they can. shard: of the device, whose part of each matrix is taken."""
 
     def __init__(
         self,
-        shards: tuple[Shard, ...],
+        files: tuple[StoredFile, ...],
         forms: StoredForms,
         dtype: torch.dtype,
         device: torch.device,
         *,
         packed: bool,
         at_load: AtLoad | None,
+        shard: Shard = WHOLE,
     ) -> None:
+        self._shard = shard
         self._packed, self._at_load = packed, at_load
         self.dtype = dtype
         self.device = device
         self._forms = forms
         self._stored = {
-            name: (shard.path, tensor.name)
-            for shard in shards
-            for name, tensor in shard.tensors.items()
+            name: (file.path, tensor.name)
+            for file in files
+            for name, tensor in file.tensors.items()
         }
         try:
             self._files = {
-                shard.path: safe_open(str(shard.path), framework="pt", device="cpu")
-                for shard in shards
+                file.path: safe_open(str(file.path), framework="pt", device="cpu") for file in files
             }
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read the weights: {error}") from None
@@ -67,34 +70,33 @@ class WeightSource:
         mapped = self.mapped(name)
         return torch.empty(mapped.shape, dtype=self.dtype, device=self.device).copy_(mapped)
 
-    def stack(self, names: tuple[str, ...]) -> torch.Tensor:
-        """Several tensors one below the other, copied once."""
-        parts = [self.mapped(name) for name in names]
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        stacked = torch.empty(shape, dtype=self.dtype, device=self.device)
-        row = 0
-        for part in parts:
-            stacked[row : row + part.shape[0]].copy_(part)
-            row += part.shape[0]
-        return stacked
+    def table(self, name: str) -> torch.Tensor:
+        """The device's rows of the embedding."""
+        mapped = self.mapped(name)
+        rows = Span(len(mapped))
+        table = self._zeros(rows.width(self._shard.count), mapped.shape[1])
+        mine = mapped[rows.piece(self._shard)]
+        table[: len(mine)].copy_(mine)
+        return table
+
+    def heads(self, of_heads: torch.Tensor) -> torch.Tensor:
+        """Those of the device. of_heads: `[heads, ...]`, of all."""
+        return of_heads[heads_of(len(of_heads), self._shard)]
 
     def linear(self, spec: LinearSpec, layer: int | None = None) -> Linear:
-        """layer: 0-based, where the matrix is one of a layer's."""
+        """The device's part. layer: 0-based, where the matrix is one of a layer's."""
         paths = [path_in(part.path, layer) for part in spec.parts]
+        cuts = [cut_of(spec, part, self._shard) for part in spec.parts]
+        heights = [cut.shape[0] for cut in cuts]
+        shape = (sum(heights), cuts[0].shape[1])
+        bias = self._bias(spec, cuts, layer)
         if self._packed and all(path in self._forms for path in paths):
-            parts = [
-                self._unpacked(path, (part.out_features, spec.in_features))
-                for path, part in zip(paths, spec.parts, strict=True)
-            ]
-            whole = joined(parts)
-            matrix = None if whole is None else matrix_of(whole)
-            if matrix is not None and matrix.shape == (spec.out_features, spec.in_features):
-                return QuantisedLinear(matrix, self._bias(spec, layer), self.dtype)
-        shape = (spec.out_features, spec.in_features)
-        weight = torch.empty(shape, dtype=self.dtype, device=self.device)
-        for part, rows in zip(spec.parts, weight.split(spec.widths), strict=True):
-            self.fill(path_in(part.path, layer), rows)
-        bias = self._bias(spec, layer)
+            matrix = self._matrix([*zip(paths, cuts, strict=True)])
+            if matrix is not None and matrix.shape == shape:
+                return QuantisedLinear(matrix, bias, self.dtype)
+        weight = self._zeros(*shape)
+        for path, cut, rows in zip(paths, cuts, weight.split(heights), strict=True):
+            self.fill(path, cut, rows)
         if layer is None or self._at_load is None:
             return DenseLinear(weight, bias)
         return self._quantised(weight, bias, self._at_load)
@@ -108,19 +110,40 @@ class WeightSource:
             packed.dequantised(weight)
         return DenseLinear(weight, bias)
 
-    def fill(self, path: str, weight: torch.Tensor) -> None:
-        """weight: `[out, in]`, which the matrix of the module at `path` is written to."""
-        if path in self._forms:
-            packed = self._unpacked(path, weight.shape)
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        """Of parts nothing may fill some features."""
+        make = torch.empty if self._shard.count == 1 else torch.zeros
+        return make(shape, dtype=self.dtype, device=self.device)
+
+    def _matrix(self, parts: Sequence[tuple[str, Cut]]) -> PackedMatrix | None:
+        """Of quantised modules, one below the other; None where the kernels cannot read it."""
+        found = [self._packed_part(path, cut) for path, cut in parts]
+        cut = [part for part in found if part is not None]
+        whole = joined(cut) if len(cut) == len(found) else None
+        return None if whole is None else matrix_of(whole)
+
+    def fill(self, path: str, cut: Cut, weight: torch.Tensor) -> None:
+        """weight: `cut.shape`, which the matrix of the module at `path` is written to."""
+        if path not in self._forms:
+            return cut.copy(self.mapped(f"{path}.weight"), weight)
+        packed = self._packed_part(path, cut)
+        if packed is not None:
             packed.dequantised(weight.view(packed.shape))
-        else:
-            weight.copy_(self.mapped(f"{path}.weight"))
+            return None
+        packed = self._unpacked(path, cut.whole).to(self.device)
+        whole = torch.empty(packed.shape, dtype=self.dtype, device=self.device)
+        return cut.copy(packed.dequantised(whole).view(cut.whole), weight)
+
+    def _packed_part(self, path: str, cut: Cut) -> PackedWeight | None:
+        """On the device; None where the part of a quantised matrix is none by itself."""
+        part = cut.of_packed(self._unpacked(path, cut.whole))
+        return None if part is None else part.to(self.device)
 
     def _unpacked(self, path: str, shape: Sequence[int]) -> PackedWeight:
-        """On the device. shape: `[out, in]`."""
+        """The whole matrix, in the host's memory. shape: `[out, in]`."""
         stored = Stored(lambda suffix: self._optional(f"{path}.{suffix}"), *shape)
         try:
-            return unpack(self._forms[path], stored).to(self.device)
+            return unpack(self._forms[path], stored)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
 
@@ -140,57 +163,62 @@ class WeightSource:
             return scale
         return 1.0
 
-    def _bias(self, spec: LinearSpec, layer: int | None) -> torch.Tensor | None:
-        """Writers of quantised weights store biases of zeros, too, where the model has none."""
+    def _bias(
+        self, spec: LinearSpec, cuts: Sequence[Cut], layer: int | None
+    ) -> torch.Tensor | None:
+        """Writers of quantised weights store biases of zeros, too, where the model has none. Where
+        devices sum their products, the first adds the bias."""
         paths = [path_in(part.path, layer) for part in spec.parts]
-        if spec.bias:
-            return self.stack(tuple(f"{path}.bias" for path in paths))
-        parts = [self._optional(f"{path}.bias") if path in self._forms else None for path in paths]
-        if not any(part is not None and part.any() for part in parts):
+        parts = [
+            self._optional(f"{path}.bias") if spec.bias or path in self._forms else None
+            for path in paths
+        ]
+        if spec.sharding == "row" and self._shard.index > 0:
             return None
-        bias = torch.zeros(spec.out_features, dtype=self.dtype, device=self.device)
-        for part, rows in zip(parts, bias.split(spec.widths), strict=True):
+        if not spec.bias and not any(part is not None and part.any() for part in parts):
+            return None
+        heights = [cut.shape[0] for cut in cuts]
+        bias = torch.zeros(sum(heights), dtype=self.dtype, device=self.device)
+        for part, cut, rows in zip(parts, cuts, bias.split(heights), strict=True):
             if part is not None:
-                rows.copy_(part)
+                cut.copy_rows(part, rows)
         return bias
 
     def experts(self, spec: LinearSpec, layer: int) -> ExpertsLinear:
         """Of all experts of a layer."""
-        tensors = self._expert_tensors(spec, layer)
-        matrix = self._packed_experts(spec, layer, tensors) if self._packed else None
+        cuts = [cut_of(spec, part, self._shard) for part in spec.parts]
+        outputs, inputs = sum(cut.shape[0] for cut in cuts), cuts[0].shape[1]
+        tensors = ExpertTensors(
+            spec,
+            cuts,
+            lambda path: self.mapped(layer_path(layer, path)),
+            lambda path, cut, weight: self.fill(layer_path(layer, path), cut, weight),
+        )
+        matrix = self._packed_experts(spec, cuts, layer, tensors) if self._packed else None
         weight: torch.Tensor | PackedMatrix
-        if matrix is not None:
+        if matrix is not None and matrix.shape[1] == inputs and outputs % matrix.rows == 0:
             weight = replace(matrix, matrices=spec.experts)
         else:
-            shape = (spec.experts, spec.out_features, spec.in_features)
-            weight = tensors.fill(torch.empty(shape, dtype=self.dtype, device=self.device))
+            weight = tensors.fill(self._zeros(spec.experts, outputs, inputs))
         if not spec.bias:
             return ExpertsLinear(weight)
-        bias = torch.empty(spec.experts, spec.out_features, dtype=self.dtype, device=self.device)
-        return ExpertsLinear(weight, tensors.fill_bias(bias))
+        bias = self._zeros(spec.experts, outputs)
+        if spec.sharding != "row" or self._shard.index == 0:
+            tensors.fill_bias(bias)
+        return ExpertsLinear(weight, bias)
 
     def _packed_experts(
-        self, spec: LinearSpec, layer: int, tensors: ExpertTensors
+        self, spec: LinearSpec, cuts: Sequence[Cut], layer: int, tensors: ExpertTensors
     ) -> PackedMatrix | None:
         """Of matrices `[experts * out, in]`; None where they are not quantised, or not all in one
         layout that the kernels read."""
-        matrices = [m._replace(path=layer_path(layer, m.path)) for m in spec.matrices()]
-        whole: PackedWeight | None = None
         if spec.stored is not None and spec.stored.form == "mxfp4":
-            whole = tensors.packed().to(self.device)
-        elif matrices and all(matrix.path in self._forms for matrix in matrices):
-            whole = joined([self._unpacked(path, shape) for path, *shape in matrices])
-        matrix = None if whole is None else matrix_of(whole)
-        if matrix is None or matrix.shape[1] != spec.in_features:
+            whole = tensors.packed()
+            return None if whole is None else matrix_of(whole.to(self.device))
+        paths = [layer_path(layer, matrix.path) for matrix in spec.matrices()]
+        if not paths or not all(path in self._forms for path in paths):
             return None
-        return matrix if spec.out_features % matrix.rows == 0 else None
-
-    def _expert_tensors(self, spec: LinearSpec, layer: int) -> ExpertTensors:
-        return ExpertTensors(
-            spec,
-            lambda path: self.mapped(layer_path(layer, path)),
-            lambda path, weight: self.fill(layer_path(layer, path), weight),
-        )
+        return self._matrix([*zip(paths, cuts * spec.experts, strict=True)])
 
 
 def path_in(path: str, layer: int | None) -> str:

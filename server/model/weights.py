@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from adapters.sharding import WHOLE, Shard
 from server.config import AtLoad
 from server.model.checkpoint.checkpoint import stored_tensors, tables
 from server.model.checkpoint.expert_forms import as_stored
@@ -100,8 +101,10 @@ def load_weights(
     *,
     packed: bool | None = None,
     at_load: AtLoad | None = None,
+    shard: Shard = WHOLE,
 ) -> ModelWeights:
-    """Read the checkpoint, cast to `dtype`. packed: quantised matrices stay so where kernels read
+    """Read the checkpoint, cast to `dtype`. model: whole; of its matrices the part of the device
+    with this shard is read. packed: quantised matrices stay so where kernels read
     them, and else are dequantised; None = on a GPU. at_load: how other matrices of layers are
     quantised. Raises CheckpointError with everything that is missing, unexpected or of another
     shape."""
@@ -115,8 +118,10 @@ def load_weights(
     with torch.inference_mode():
         forms = stored_forms(model, stored)
         stays = device.type == "cuda" if packed is None else packed
-        source = WeightSource(shards, forms, dtype, device, packed=stays, at_load=at_load)
-        embed = source.get(embedding)
+        source = WeightSource(
+            shards, forms, dtype, device, packed=stays, at_load=at_load, shard=shard
+        )
+        embed = source.table(embedding)
         layers = tuple(_load_layer(source, model, i) for i in range(model.num_layers))
         head = DenseLinear(embed) if model.head.tied else source.linear(model.head.linear)
         return ModelWeights(embed, layers, _norm(source, model.norm), head)
@@ -138,7 +143,7 @@ def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeig
         post_attention=optional(norms.post_attention),
         post_mlp=optional(norms.post_mlp),
         qk_norm=_qk_norm(source, spec.attention, index),
-        sinks=source.get(layer_path(index, SINKS)).float() if spec.attention.sinks else None,
+        sinks=_sinks(source, spec.attention, index),
         kv_scales=KvScales(*(source.kv_scale(layer_path(index, "self_attn"), of) for of in "kv")),
     )
 
@@ -169,7 +174,11 @@ def _qk_norm(source: WeightSource, spec: AttentionSpec, index: int) -> torch.Ten
     if spec.q_norm is None or spec.k_norm is None:
         return None
     q, k = (
-        _norm(source, norm, index).weight.view(-1, spec.head_dim).expand(heads, -1)
+        source.heads(_norm(source, norm, index).weight.view(-1, spec.head_dim).expand(heads, -1))
         for norm, heads in ((spec.q_norm, spec.num_heads), (spec.k_norm, spec.num_kv_heads))
     )
     return torch.cat((q, k))
+
+
+def _sinks(source: WeightSource, spec: AttentionSpec, index: int) -> torch.Tensor | None:
+    return source.heads(source.get(layer_path(index, SINKS)).float()) if spec.sinks else None

@@ -138,7 +138,7 @@ class AdapterLoads:
             return None
         self._asked.discard(layout.digest)
         problem = self.arena.refusal(layout.runs)
-        if problem is None and len(copy.host_extents) != len(layout.runs):
+        if problem is None and len(copy.host_extents) != len(layout.all_runs):
             problem = "malformed layout: one host extent a run expected"
         if problem is None and layout.extent_bytes != self.arena.extent_bytes:
             problem = f"slab has extents of {layout.extent_bytes} bytes, the arena has others"

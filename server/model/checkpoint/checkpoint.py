@@ -61,14 +61,14 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class StoredFile:
     path: Path
     nbytes: int
     header: bytes
     tensors: dict[str, StoredTensor]
 
 
-def stored_tensors(shards: Iterable[Shard]) -> dict[str, StoredTensor]:
+def stored_tensors(shards: Iterable[StoredFile]) -> dict[str, StoredTensor]:
     """All of them, by name."""
     return {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
 
@@ -124,7 +124,7 @@ def read_config(folder: Path, name: str = CONFIG_FILE) -> ModelSpec:
         raise UnservedError(folder / name, reason) from None
 
 
-def read_shards(folder: Path) -> tuple[Shard, ...]:
+def read_shards(folder: Path) -> tuple[StoredFile, ...]:
     """The weight files' headers, in order of name. Raises CheckpointError."""
     return tuple(_read_shard(folder / name) for name in _shard_names(folder))
 
@@ -179,7 +179,7 @@ def _shard_names(folder: Path) -> list[str]:
     return names
 
 
-def _read_shard(path: Path) -> Shard:
+def _read_shard(path: Path) -> StoredFile:
     nbytes = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -195,7 +195,7 @@ def _read_shard(path: Path) -> Shard:
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: malformed safetensors header ({error})") from None
-    return Shard(path, nbytes, header, tensors)
+    return StoredFile(path, nbytes, header, tensors)
 
 
 def _stored(name: str, entry: dict[str, Any], data: int, nbytes: int) -> StoredTensor:

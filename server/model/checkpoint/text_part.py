@@ -10,7 +10,7 @@ from pathlib import Path
 
 from server.model.checkpoint.checkpoint import (
     CheckpointError,
-    Shard,
+    StoredFile,
     StoredTensor,
     read_shards,
 )
@@ -23,7 +23,7 @@ _BODY = re.compile(
 _HEAD = re.compile(r"(?:language_model\.)?(?P<head>lm_head\..+)")
 
 
-def model_shards(folder: Path, model: ModelSpec) -> tuple[Shard, ...]:
+def model_shards(folder: Path, model: ModelSpec) -> tuple[StoredFile, ...]:
     """As `read_shards`, with the names of `ModelSpec.tensors`. Raises CheckpointError, also where
     two tensors would have one name."""
     shards = read_shards(folder)
@@ -33,7 +33,7 @@ def model_shards(folder: Path, model: ModelSpec) -> tuple[Shard, ...]:
     return tuple(replace(shard, tensors=_renamed(shard, seen)) for shard in shards)
 
 
-def _renamed(shard: Shard, seen: dict[str, str]) -> dict[str, StoredTensor]:
+def _renamed(shard: StoredFile, seen: dict[str, str]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for stored, tensor in shard.tensors.items():
         name = plain_name(stored)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from adapters.sharding import Span
 from server.model.families.fields import Fields
 from server.model.spec import (
     Activation,
@@ -226,6 +227,7 @@ def layer(
     """norms: None = those of Llama, before attention and before the MLP."""
     hidden, inner = sizes.hidden, sizes.inner
     qkv = zip("qkv", (of.q_size, of.kv_size, of.kv_size), strict=True)
+    head = of.head_dim
     return LayerSpec(
         attention=of,
         mlp=MlpSpec(inner, activation),
@@ -233,7 +235,7 @@ def layer(
         qkv=LinearSpec(
             "qkv",
             hidden,
-            tuple(Part(f"self_attn.{name}_proj", size) for name, size in qkv),
+            tuple(Part(f"self_attn.{name}_proj", size, (Span(size, head),)) for name, size in qkv),
             "column",
             biases.qkv,
         ),
@@ -251,7 +253,8 @@ def layer(
 
 def fused(linear: LinearSpec, path: str) -> LinearSpec:
     """The same matrix as one module, which the checkpoint and PEFT know whole."""
-    return msgspec.structs.replace(linear, parts=(Part(path, linear.out_features),))
+    spans = tuple(span for part in linear.parts for span in linear.spans_of(part))
+    return msgspec.structs.replace(linear, parts=(Part(path, linear.out_features, spans),))
 
 
 def llama_norms(sizes: ModelSizes) -> NormsSpec:

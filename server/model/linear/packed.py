@@ -35,6 +35,17 @@ class Fp8Weight:
     def nbytes(self) -> int:
         return self.numbers.nbytes + self.scales.nbytes
 
+    def cut(self, rows: slice, columns: slice) -> "Fp8Weight | None":
+        """Some rows and columns; None where columns begin within a block."""
+        high, wide = self.block
+        if high < len(self.numbers) and rows.start % high:
+            return self.by_row().cut(rows, columns)
+        of_rows, of_columns = _groups(rows, high), _groups(columns, wide)
+        if of_columns is None or of_rows is None:
+            return None
+        scales = self.scales[of_rows, of_columns]
+        return replace(self, numbers=self.numbers[rows, columns], scales=scales)
+
     def to(self, device: torch.device) -> "Fp8Weight":
         return replace(self, numbers=self.numbers.to(device), scales=self.scales.to(device))
 
@@ -95,6 +106,27 @@ class GroupedWeight:
             order=None if self.order is None else self.order.to(device),
         )
 
+    def cut(self, rows: slice, columns: slice) -> "GroupedWeight | None":
+        """Some rows and columns; None where columns begin within a group, or are sorted."""
+        width = columns.stop - columns.start
+        if width == self.in_features:
+            groups, codes = slice(None), self.codes
+        else:
+            found = _groups(columns, self.group)
+            if self.order is not None or found is None or columns.start * self.bits % 8:
+                return None
+            groups = found
+            ends = columns.start * self.bits // 8, -(-columns.stop * self.bits // 8)
+            codes = self.codes[:, slice(*ends)]
+        zeros = self.zeros
+        return replace(
+            self,
+            codes=codes[rows],
+            in_features=width,
+            scales=self.scales[rows, groups],
+            zeros=zeros[rows, groups] if isinstance(zeros, torch.Tensor) else zeros,
+        )
+
     def values(self, rows: slice) -> torch.Tensor:
         """Float32 `[rows, in]`."""
         width = self.in_features
@@ -115,6 +147,13 @@ class GroupedWeight:
 
 
 PackedWeight = Fp8Weight | GroupedWeight
+
+
+def _groups(features: slice, group: int) -> slice | None:
+    """Of some features; None where they begin within a group."""
+    if features.start % group:
+        return None
+    return slice(features.start // group, -(-features.stop // group))
 
 
 def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:

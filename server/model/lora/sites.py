@@ -58,7 +58,7 @@ class Sites:
             for number, layer in enumerate(model.layers)
         )
         embedding = model.embedding
-        self.embed = self._new(-1, "embed_tokens", embedding.vocab_size, (embedding.size,))
+        self.embed = self._new(-1, "embed_tokens", embedding.num_rows, (embedding.size,))
         self.lm_head = self._add(-1, model.head.linear)
         self._places = {(site.layer, site.kind): site for site in self._all}
         self.in_features = np.array([site.in_features for site in self._all])

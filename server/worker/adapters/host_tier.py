@@ -41,7 +41,7 @@ class SlabGone(SlabUnavailable):
 
 
 class StagedSlab(NamedTuple):
-    """extents: the first extent of each of layout.runs, in host memory.
+    """extents: the first extent of each of layout.all_runs, in host memory.
 
     load_s: seconds of reading it from disk, reported once; 0 if it was here.
     """
@@ -284,7 +284,7 @@ class HostTier:
             if placement is not None:
                 self._forget(placement.evicted)
                 if digest not in self._awaited:
-                    self._ahead.add(digest, sum(layout.runs), self._clock())
+                    self._ahead.add(digest, sum(layout.all_runs), self._clock())
                 return placement.extents
             if digest not in self._awaited:
                 return None
@@ -296,14 +296,14 @@ class HostTier:
         Pins that leave no room are ignored: pinned adapters lie on the device too, so serving
         another adapter is worth more than their copy here.
         """
-        arena, pins = self._arena, self._arena.pins
-        if arena.refusal(layout.runs) is not None:
+        arena, pins, runs = self._arena, self._arena.pins, layout.all_runs
+        if arena.refusal(runs) is not None:
             arena.pin_only(())
         try:
-            refusal = arena.refusal(layout.runs)
+            refusal = arena.refusal(runs)
             if refusal is not None:
                 raise SlabUnavailable(f"{refusal} (option host_adapter_memory)")
-            return self._make_room(digest, layout.runs)
+            return self._make_room(digest, runs)
         finally:
             arena.pin_only(pins)
 

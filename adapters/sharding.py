@@ -1,0 +1,93 @@
+"""How several devices share a model: which features of a module each of them has. Pure.
+
+A *shard* is one device's part of the model. All shards have the same shapes.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+# By output features, by input features, or not at all.
+Sharding = Literal["column", "row", "none"]
+# Features of each shard are a multiple of this where they do not divide.
+_ROUNDED = 8
+
+
+class Shard(NamedTuple):
+    """One of `count`."""
+
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = Shard()
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Neighbouring features that shards share out evenly.
+
+    unit: so many stay together, those of a head. Units are heads, which may be repeated but never
+    filled up; single features are filled up with zeros where they do not divide.
+    """
+
+    features: int
+    unit: int = 1
+
+    @property
+    def units(self) -> int:
+        return self.features // self.unit
+
+    def divides(self, count: int) -> bool:
+        """Whether so many shards can share it."""
+        return self.unit == 1 or self.units % count == 0 or count % self.units == 0
+
+    def width(self, count: int) -> int:
+        """Features of each shard."""
+        if self.features % (count * self.unit) == 0:
+            return self.features // count
+        if self.unit > 1:
+            return self.unit
+        return -(-self.features // (count * _ROUNDED)) * _ROUNDED
+
+    def piece(self, shard: Shard) -> slice:
+        """Which of its features a shard has."""
+        if self.unit > 1:
+            heads = heads_of(self.units, shard)
+            return slice(heads.start * self.unit, heads.stop * self.unit)
+        width = self.width(shard.count)
+        begin, end = (min(n * width, self.features) for n in (shard.index, shard.index + 1))
+        return slice(begin, end)
+
+
+def heads_of(heads: int, shard: Shard) -> slice:
+    """Which of so many heads a shard has. Heads that are fewer than shards are repeated: shards
+    that share a head are neighbours."""
+    each = max(1, heads // shard.count)
+    begin = shard.index * heads // shard.count
+    return slice(begin, begin + each)
+
+
+class Piece(NamedTuple):
+    """Some features of a module, and their place among those of the shard."""
+
+    source: slice
+    target: slice
+
+
+def pieces(spans: Sequence[Span], shard: Shard) -> tuple[Piece, ...]:
+    """Of what lies one after the other."""
+    found = []
+    source = target = 0
+    for span in spans:
+        piece = span.piece(shard)
+        begin, size = source + piece.start, piece.stop - piece.start
+        found.append(Piece(slice(begin, begin + size), slice(target, target + size)))
+        source += span.features
+        target += span.width(shard.count)
+    return tuple(found)
+
+
+def total_width(spans: Sequence[Span], count: int) -> int:
+    """Features of each shard."""
+    return sum(span.width(count) for span in spans)

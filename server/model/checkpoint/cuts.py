@@ -1,0 +1,69 @@
+"""Which rows and columns of a stored matrix one of several devices has."""
+
+from typing import NamedTuple
+
+import torch
+
+from adapters.sharding import WHOLE, Piece, Shard, Span, pieces, total_width
+from server.model.linear.packed import PackedWeight, joined
+from server.model.spec import LinearSpec, Part
+
+
+class Cut(NamedTuple):
+    """Of a matrix `[out, in]`. whole: its shape. shape: of the device's part. rows, columns: what
+    lies where in it; the rest are zeros."""
+
+    whole: tuple[int, int]
+    shape: tuple[int, int]
+    rows: tuple[Piece, ...]
+    columns: Piece
+
+    @property
+    def is_whole(self) -> bool:
+        return self.whole == self.shape
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no zeros fill it up."""
+        found = sum(size(piece) for piece in self.rows), size(self.columns)
+        return found == self.shape
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """source: the whole matrix. target: `shape`, which is written where there is a source."""
+        for rows in self.rows:
+            place = target[rows.target, self.columns.target]
+            place.copy_(source[rows.source, self.columns.source])
+
+    def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """As `copy`, of one number for each row."""
+        for rows in self.rows:
+            target[rows.target].copy_(source[rows.source])
+
+    def of_packed(self, weight: PackedWeight) -> PackedWeight | None:
+        """The part of a quantised matrix; None where a border lies within a group, or zeros fill
+        it up."""
+        if self.is_whole:
+            return weight
+        if not self.is_full:
+            return None
+        parts = [weight.cut(rows.source, self.columns.source) for rows in self.rows]
+        found = [part for part in parts if part is not None]
+        return joined(found) if len(found) == len(parts) else None
+
+
+def size(piece: Piece) -> int:
+    return piece.source.stop - piece.source.start
+
+
+def cut_of(spec: LinearSpec, part: Part, shard: Shard) -> Cut:
+    """Of a part of a whole matrix."""
+    outputs, inputs = (Span(part.out_features),), (Span(spec.in_features),)
+    of_rows = of_columns = WHOLE
+    if spec.sharding == "column":
+        outputs, of_rows = spec.spans_of(part), shard
+    elif spec.sharding == "row":
+        of_columns = shard
+    shape = (total_width(outputs, of_rows.count), total_width(inputs, of_columns.count))
+    (columns,) = pieces(inputs, of_columns)
+    whole = (part.out_features, spec.in_features)
+    return Cut(whole, shape, pieces(outputs, of_rows), columns)

@@ -1,0 +1,91 @@
+"""What of a model each of several devices has. Pure."""
+
+from msgspec.structs import replace
+
+from adapters.sharding import Span, total_width
+from server.config import ConfigError
+from server.model.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    NormSpec,
+    Part,
+)
+
+_MOST_SHARDS = 64
+
+
+def sharded(model: ModelSpec, count: int) -> ModelSpec:
+    """The spec of one device's part; all have the same. `vocab_size` stays that of the model.
+
+    Raises ConfigError where heads cannot be shared by so many, with the numbers that can.
+    """
+    if count == 1:
+        return model
+    served = shard_counts(model)
+    if count not in served:
+        raise ConfigError(
+            f"--tp {count}: the model's {model.num_heads} heads and {model.num_kv_heads} key-value"
+            f" heads can be shared by {', '.join(map(str, served))} devices"
+        )
+    head = model.head
+    return replace(
+        model,
+        embedding=_embedding(model.embedding, count),
+        layers=tuple(_layer(layer, count) for layer in model.layers),
+        head=replace(head, linear=_linear(head.linear, count)),
+    )
+
+
+def shard_counts(model: ModelSpec) -> tuple[int, ...]:
+    """Numbers of devices that can share the model, 1 first."""
+    attention = model.layers[0].attention
+    q, kv = _heads(attention)
+    most = min(attention.num_heads, _MOST_SHARDS)
+    return tuple(n for n in range(1, most + 1) if q.units % n == 0 and kv.divides(n))
+
+
+def _heads(attention: AttentionSpec) -> tuple[Span, Span]:
+    """Features of q, and of k or v."""
+    head = attention.head_dim
+    return Span(attention.q_size, head), Span(attention.kv_size, head)
+
+
+def _embedding(embedding: EmbeddingSpec, count: int) -> EmbeddingSpec:
+    return replace(embedding, rows=Span(embedding.vocab_size).width(count))
+
+
+def _layer(layer: LayerSpec, count: int) -> LayerSpec:
+    mlp = replace(layer.mlp, size=Span(layer.mlp.size).width(count))
+    qkv, o, gate_up, down = (_linear(linear, count) for linear in layer.linears)
+    attention = _attention(layer.attention, count)
+    return replace(layer, attention=attention, mlp=mlp, qkv=qkv, o=o, gate_up=gate_up, down=down)
+
+
+def _attention(attention: AttentionSpec, count: int) -> AttentionSpec:
+    head = attention.head_dim
+    q, kv = (span.width(count) for span in _heads(attention))
+    q_norm, k_norm = (
+        _norm(norm, attention.norms_all_heads, size)
+        for norm, size in ((attention.q_norm, q), (attention.k_norm, kv))
+    )
+    return replace(
+        attention, num_heads=q // head, num_kv_heads=kv // head, q_norm=q_norm, k_norm=k_norm
+    )
+
+
+def _norm(norm: NormSpec | None, of_all_heads: bool, size: int) -> NormSpec | None:
+    return replace(norm, size=size) if norm is not None and of_all_heads else norm
+
+
+def _linear(linear: LinearSpec, count: int) -> LinearSpec:
+    if linear.sharding == "none":
+        return linear
+    if linear.sharding == "row":
+        return replace(linear, in_features=Span(linear.in_features).width(count))
+    parts = tuple(
+        Part(part.path, total_width(linear.spans_of(part), count)) for part in linear.parts
+    )
+    return replace(linear, parts=parts)

@@ -97,11 +97,11 @@ class Decoder(Generic[P, L, Y]):
         weights, spec = layers[layer], self.spec.layers[layer]
         is_last = layer + 1 == len(layers)
         next_norm = self.weights.norm if is_last else layers[layer + 1].pre_attention
-        delta = ops.linear(attended, weights.o, lora, sites.o)
+        delta = ops.reduce(ops.linear(attended, weights.o, lora, sites.o))
         normed, hidden = ops.add_norm(
             delta, hidden, weights.pre_mlp, weights.post_attention, spec.residual_scale
         )
-        delta = self._mlp(layer, normed, lora)
+        delta = ops.reduce(self._mlp(layer, normed, lora))
         return ops.add_norm(delta, hidden, next_norm, weights.post_mlp, spec.residual_scale)
 
     def _mlp(self, layer: int, normed: torch.Tensor, lora: L | None) -> Y:

@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
-from server.config import ConfigError, EngineConfig
+from adapters.sharding import Shard
+from server.config import AtLoad, ConfigError, EngineConfig
 from server.engine.executor import AdapterCopy, CopyNews, Masks
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.engine.shared_memory import pages_made
@@ -21,6 +23,7 @@ from server.model.graphs.decode_batch import APPEND, POSITION, ROW, DecodeBatch
 from server.model.graphs.gpu_path import build
 from server.model.graphs.parts import Parts
 from server.model.graphs.start_phases import StartPhases
+from server.model.group import Alone, Group
 from server.model.lora.adapter_copies import AdapterCopies
 from server.model.lora.lora import DTYPES, AdapterTable
 from server.model.lora.sites import Sites
@@ -42,6 +45,7 @@ from server.model.sampling.results import Held, PromptLogprobs, StepTicket
 from server.model.sampling.row_sampling import RowSampling
 from server.model.sampling.sampler import Drawn, Sampler, ScoredSlice
 from server.model.sampling.to_draw import ToDraw
+from server.model.sharding import sharded
 from server.model.spec import ModelSpec
 from server.model.steps.rows import Rows
 from server.model.steps.step import Step
@@ -66,20 +70,25 @@ class TorchExecutor:
         config: EngineConfig,
         host_arena: memoryview,
         *,
+        group: Group | None = None,
         weights: WeightsLoader | None = None,
         graph_batches: Sequence[int] | None = None,
     ) -> None:
-        """weights: makes them otherwise than from the model's folder. graph_batches: padded batch
+        """group: devices that share the model; None = none do. weights: makes those of the device
+        otherwise than from the model's folder. graph_batches: padded batch
         sizes of decode graphs; None = all that `config.max_running` needs."""
         folder = Path(config.model_path)
         model = quantised_at_load(read_config(folder), config.quantize)
         self.device = torch.device(config.device)
+        group = group or Alone()
         if self.device.type == "cpu":
-            _leave_a_core()
+            _leave_a_core(group.shard.count)
         phases = StartPhases()
         with torch.inference_mode(), _advised(), _host_arena_made(host_arena, self.device):
-            load = weights or partial(load_weights, folder, at_load=config.quantize)
-            parts = _build_parts(config, model, load, self.device)
+            load = weights or partial(
+                _load, folder, model, at_load=config.quantize, shard=group.shard
+            )
+            parts = _build_parts(config, model, group, load, self.device)
             phases.done("weights and memory")
             self.limits = parts.limits
             self._rows, self._table = parts.rows, parts.table
@@ -91,6 +100,7 @@ class TorchExecutor:
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
         self._masks = MaskMemory(self.limits.max_rows, self.limits.vocab_size, self.device)
         self._copies = AdapterCopies(self._table, host_arena)
+        self._shard = group.shard
         phases.done("host memory")
         self.summary = (*parts.summary, f"operations: {built.backend}", phases.line())
 
@@ -141,7 +151,7 @@ class TorchExecutor:
             torch.cuda.synchronize(self.device)
 
     def start_copy(self, copy: AdapterCopy) -> None:
-        self._copies.start(copy)
+        self._copies.start(copy.of_shard(self._shard.index))
 
     def poll_copies(self) -> list[CopyNews]:
         with torch.inference_mode():
@@ -288,10 +298,29 @@ def _require_fp8(capability: tuple[int, int]) -> None:
         )
 
 
+def _load(
+    folder: Path,
+    whole: ModelSpec,
+    part: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    at_load: AtLoad | None,
+    shard: Shard,
+) -> ModelWeights:
+    """A WeightsLoader, from the model's folder."""
+    return load_weights(folder, whole, dtype, device, at_load=at_load, shard=shard)
+
+
 def _build_parts(
-    config: EngineConfig, model: ModelSpec, load: WeightsLoader, device: torch.device
+    config: EngineConfig,
+    whole: ModelSpec,
+    group: Group,
+    load: WeightsLoader,
+    device: torch.device,
 ) -> Parts:
     """Everything that lies on the device for good."""
+    model = sharded(whole, group.shard.count)
     dtype = DTYPES[config.dtype]
     on_gpu = device.type == "cuda"
     if on_gpu and config.kv_dtype == "fp8":
@@ -308,6 +337,7 @@ def _build_parts(
         now = torch.cuda.mem_get_info(device)[0]
         config = fill_device(model, config, DeviceMemory(total, free, now))
         summary = estimate_lines(model, config, free - now)
+        config = msgspec.structs.replace(config, kv_memory=group.least(config.kv_memory))
     limits = executor_limits(model, config)
     groups = page_groups(model)
     model = model.within(limits.max_context)
@@ -327,7 +357,7 @@ def _build_parts(
     rows = Rows(*size, device, limits.short_context, len(groups.windows))
     parameters = RowSampling(limits.max_rows, model.vocab_size, model.eos_token_ids, device)
     cache = KVCache(k, v, groups, dtype, tuple(layer.kv_scales for layer in weights.layers))
-    return Parts(model, weights, cache, table, rows, parameters, limits, summary)
+    return Parts(whole, group, model, weights, cache, table, rows, parameters, limits, summary)
 
 
 def _host_arena_made(memory: memoryview, device: torch.device) -> AbstractContextManager[None]:
@@ -350,9 +380,11 @@ def _advised() -> Iterator[None]:
         ) from error
 
 
-def _leave_a_core() -> None:
-    """The engine shares the machine with the router and the worker; never more threads than set."""
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), _cores() - 1)))
+def _leave_a_core(processes: int) -> None:
+    """The engine's processes share the machine with the router and the worker; never more threads
+    than set."""
+    own = (_cores() - 1) // processes
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), own)))
 
 
 def _cores() -> int:

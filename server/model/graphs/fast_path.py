@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from adapters.base import SiteKind
 from server.engine.executor import ExecutorLimits
 from server.kernels.launch.compile_ahead import compiled_together
 from server.model.decoder import Decoder
@@ -95,7 +96,7 @@ class _Start:
         room = (most, max((most, *captured)))
         attention = PagedAttention(parts.model, parts.cache, backend, *room)
         reach = (limits.max_context, max(limits.max_step_tokens, sizes[-1], *prompt_sizes))
-        ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach)
+        ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach, _summed(parts))
         draws = CudaDraws(rows, parts.parameters)
         outside = row_sizes(limits.max_rows, limits.max_step_tokens)
         return cls(parts, sizes, prompt_sizes, outside, backend, ops, draws)
@@ -118,7 +119,7 @@ class _Start:
 
     def decoder(self, layers: Sequence[LayerWeights]) -> CudaDecoder:
         weights = replace(self.parts.weights, layers=tuple(layers))
-        return Decoder(self.parts.model, weights, self.parts.table.sites, self.ops)
+        return self.parts.decoder(self.ops, weights)
 
     def compile_all(self, decoder: CudaDecoder) -> None:
         """Without it kernels are compiled one by one, as what follows comes to them."""
@@ -138,7 +139,7 @@ class _Start:
     def run_steps(self, decoder: CudaDecoder) -> None:
         """Those that no graph has."""
         parts = self.parts
-        run_steps(decoder, parts.rows, parts.limits)
+        run_steps(decoder, self.ops, parts.rows, parts.limits)
         self.draws.warm(parts.model.vocab_size, parts.cache.dtype)
 
     def rehearse(self, decoder: CudaDecoder) -> None:
@@ -194,6 +195,15 @@ class _Start:
 
     def _example(self, tokens: int) -> StepLayout:
         return prompts_of(self.parts.rows, self.parts.limits.max_context, tokens)
+
+
+def _summed(parts: Parts) -> frozenset[SiteKind]:
+    """Sites whose output devices sum, or norm together."""
+    if parts.group.shard.count == 1:
+        return frozenset()
+    layers = parts.whole.layers
+    norms_all = any(layer.attention.norms_all_heads for layer in layers)
+    return frozenset(("o", "down", *(("qkv",) if norms_all else ())))
 
 
 def _by_shape(layers: Iterable[LayerWeights]) -> list[list[Linear]]:

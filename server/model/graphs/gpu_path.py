@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from server.model.decoder import Decoder
 from server.model.graphs.parts import Built, Parts
 from server.model.graphs.start_phases import StartPhases
 from server.model.ops.kernel_limits import unsupported
@@ -19,9 +18,8 @@ log = logging.getLogger(__name__)
 
 def _build_reference(parts: Parts, why: str) -> Built:
     ops = TorchOps(parts.model, parts.cache, parts.table)
-    decoder = Decoder(parts.model, parts.weights, parts.table.sites, ops)
     draws = TorchDraws(parts.rows, parts.parameters)
-    return Built(decoder, draws, None, None, (), f"plain torch: {why}")
+    return Built(parts.decoder(ops), draws, None, None, (), f"plain torch: {why}")
 
 
 def why_not_fast(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -5,7 +5,9 @@ from typing import Any
 
 from server.engine.executor import ExecutorLimits
 from server.model.decoder import Decoder
+from server.model.group import Group
 from server.model.lora.lora import AdapterTable
+from server.model.ops.group_ops import GroupOps
 from server.model.ops.ops import KVCache
 from server.model.sampling.row_sampling import RowSampling
 from server.model.sampling.sampler import Draws
@@ -16,8 +18,11 @@ from server.model.weights import ModelWeights
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a set of ops works on; all on one device. summary: of its memory, for a person."""
+    """What a set of ops works on; all on one device. model: the device's part of the whole, which
+    it shares with its group. summary: of its memory, for a person."""
 
+    whole: ModelSpec
+    group: Group
     model: ModelSpec
     weights: ModelWeights
     cache: KVCache
@@ -26,6 +31,12 @@ class Parts:
     parameters: RowSampling
     limits: ExecutorLimits
     summary: tuple[str, ...]
+
+    def decoder(self, ops: Any, weights: ModelWeights | None = None) -> Decoder[Any, Any, Any]:
+        """ops: of the device alone. weights: None = all of them."""
+        if self.group.shard.count > 1:
+            ops = GroupOps(self.whole, ops, self.group)
+        return Decoder(self.model, weights or self.weights, self.table.sites, ops)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ class TokenGraphs:
         layers = self._decoder.weights.layers
         for layer, (weights, graph) in enumerate(zip(layers, graphs, strict=True)):
             graph.replay()
-            self._ops.attend(plan, layer, qkv, weights.qk_norm, weights.sinks)
+            self._decoder.ops.attend(plan, layer, qkv, weights.qk_norm, weights.sinks)
 
     def _lora(self, size: int, reach: Reach) -> DeviceLora | None:
         if reach is Reach.NONE:

@@ -13,6 +13,7 @@ from server.model.decoder import Decoder
 from server.model.moe_spec import MoeSpec
 from server.model.ops.memory import LOGITS_ROWS
 from server.model.ops.ops import StepLayout
+from server.model.ops.ops_cuda import CudaOps
 from server.model.ops.sizes import MOST_PADDING
 from server.model.spec import ModelSpec
 from server.model.steps.rows import Rows
@@ -21,16 +22,18 @@ from server.model.steps.rows import Rows
 _WARM_TOKENS = (3, 40, 300, 600, 2100)
 
 
-def run_steps(decoder: Decoder[Any, Any, Any], rows: Rows, limits: ExecutorLimits) -> None:
+def run_steps(
+    decoder: Decoder[Any, Any, Any], ops: CudaOps, rows: Rows, limits: ExecutorLimits
+) -> None:
     """As many tokens as use every kernel; with adapters as well, where some may come."""
     context, adapters = limits.max_context, limits.adapter_slots > 0
     most = min(limits.max_step_tokens, limits.max_rows * context)
     for tokens in warm_sizes(most, _of_experts(decoder.spec)):
-        run_step(decoder, rows, tokens, context, adapters)
+        run_step(decoder, ops, rows, tokens, context, adapters)
     for decodes in warm_decodes(decoder.spec.num_kv_heads, limits):
         layout = _on_scratch(rows, np.array([1] * decodes + [2]))
         token_ids = torch.zeros(decodes + 2, dtype=torch.int64, device=rows.device)
-        decoder.forward(token_ids, decoder.ops.plan(layout), None)
+        decoder.forward(token_ids, ops.plan(layout), None)
         torch.cuda.synchronize()  # uploads come round
 
 
@@ -55,7 +58,12 @@ def warm_sizes(max_step_tokens: int, others: Iterable[int] = ()) -> list[int]:
 
 
 def run_step(
-    decoder: Decoder[Any, Any, Any], rows: Rows, tokens: int, max_context: int, adapters: bool
+    decoder: Decoder[Any, Any, Any],
+    ops: CudaOps,
+    rows: Rows,
+    tokens: int,
+    max_context: int,
+    adapters: bool,
 ) -> None:
     """A mixed step on the scratch row: one decode, and chunks of the rest; logits of one token and
     of as many as a step can want. With adapters also as if they changed the embedding and the head,
@@ -64,7 +72,6 @@ def run_step(
     # Decodes come first, and a rest of one is another.
     layout = _on_scratch(rows, np.array([1] + ([rest] if rest else []) + [max_context] * chunks))
     token_ids = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
-    ops: Any = decoder.ops
     loras = [None, *ops.loras_to_warm(tokens)] if adapters else [None]
     for lora in loras:
         normed = decoder.forward(token_ids, ops.plan(layout), lora)

@@ -93,9 +93,10 @@ class Consumers:
     """What keeps a model's consumers from a part of LoRA.
 
     whole: sites of one module, of whose output the consumer takes parts: kernels finish LoRA by the
-    ranks of each part. sums_first: the rotation expands nothing, since norms of q and k over all
-    heads need the sum before, or since it would write to a cache of another dtype. fused: linears
-    of few tokens have a kernel with LoRA in it; quantised ones end before A x would be there.
+    ranks of each part; and sites whose output devices sum. sums_first: the rotation expands
+    nothing, since norms of q and k over all heads need the sum before, or since it would write to a
+    cache of another dtype. fused: linears of few tokens have a kernel with LoRA in it; quantised
+    ones end before A x would be there.
     """
 
     whole: frozenset[SiteKind] = frozenset()
@@ -103,12 +104,15 @@ class Consumers:
     fused: bool = True
 
     @classmethod
-    def of(cls, model: ModelSpec, *, fp8_cache: bool) -> "Consumers":
+    def of(
+        cls, model: ModelSpec, *, fp8_cache: bool, sums: frozenset[SiteKind] = frozenset()
+    ) -> "Consumers":
+        """sums: sites whose output devices sum before its consumer takes it."""
         takes_parts = {layer.qkv for layer in model.layers}
         takes_parts |= {x.gate_up for x in model.layers if not isinstance(x.mlp, MoeSpec)}
         whole = frozenset(linear.kind for linear in takes_parts if len(linear.parts) == 1)
         norms_all = any(layer.attention.norms_all_heads for layer in model.layers)
-        return cls(whole, norms_all or fp8_cache, fused=model.quantisation is None)
+        return cls(whole | sums, norms_all or fp8_cache, fused=model.quantisation is None)
 
     def strategies(self, regime: Regime) -> Strategies:
         """The row of STRATEGIES, with IN_PLACE for what a consumer cannot finish."""
@@ -120,6 +124,8 @@ class Consumers:
                 row[kind] = Strategy.IN_PLACE
         if row["gate_up"] is Strategy.IN_PLACE and row["down"] is Strategy.DELTA_OF_SHRUNK:
             row["down"] = Strategy.DELTA
+        if row["gate_up"] is Strategy.DEFER_AND_SHRINK_NEXT and row["down"] is Strategy.IN_PLACE:
+            row["gate_up"] = Strategy.DEFER
         return MappingProxyType(row)
 
 

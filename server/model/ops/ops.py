@@ -132,6 +132,10 @@ class Ops(Protocol[P, L, Y]):
         is given."""
         ...
 
+    def reduce(self, y: Y) -> Y:
+        """A product by input features, summed over the devices that share the model."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Over the last dimension, in float32."""
         ...

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from adapters.base import SiteKind
 from server.kernels.attention.decode_work import WorkLayout
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
@@ -69,8 +70,10 @@ class CudaOps:
         table: AdapterTable,
         attention: PagedAttention,
         limits: tuple[int, int],
+        sums: frozenset[SiteKind] = frozenset(),
     ) -> None:
-        """limits: the longest context, and the most tokens of a step, with what pads it."""
+        """limits: the longest context, and the most tokens of a step, with what pads it. sums: as
+        of Consumers."""
         max_context, max_tokens = limits
         self.model = model
         self.cache = cache
@@ -82,7 +85,9 @@ class CudaOps:
         self._experts = Experts(self._configs, self.products, table)
         self.rotations = Rotations(model, max_context, self.device)
         context = (self._configs, table, cache.dtype, self.device, max_tokens)
-        self._batches = LoraBatches(*context, Consumers.of(model, fp8_cache=cache.is_fp8))
+        self._batches = LoraBatches(
+            *context, Consumers.of(model, fp8_cache=cache.is_fp8, sums=sums)
+        )
         self._lora_linear = LoraLinear(
             self._configs, table.device_table, self.products, self.device
         )
@@ -155,6 +160,26 @@ class CudaOps:
         if lora is not None and lora.model_sites:
             self._lora_linear.add(x, y, lora, site)
         return y
+
+    def reduce(self, y: LinearOutput) -> LinearOutput:
+        return y
+
+    def complete(self, y: LinearOutput) -> torch.Tensor:
+        """See `ShardedOps`."""
+        match y:
+            case Ready():
+                return y.y
+            case ByExperts(results, weights):
+                summed = results.new_zeros(len(weights), results.shape[1])
+                early = self._configs.programmatic_launch
+                rule = (summed, None, None, 1.0)
+                add_experts_norm(results, weights, *rule, programmatic_launch=early)
+                return summed
+            case _:
+                raise TypeError("a product that is summed over devices defers no LoRA")
+
+    def completed(self, y: torch.Tensor) -> LinearOutput:
+        return Ready(y)
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm, programmatic_launch=self._configs.programmatic_launch)

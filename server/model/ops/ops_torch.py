@@ -202,6 +202,15 @@ class TorchOps:
             lora.add(site, x, y)
         return y
 
+    def reduce(self, y: torch.Tensor) -> torch.Tensor:
+        return y
+
+    def complete(self, y: torch.Tensor) -> torch.Tensor:
+        return y
+
+    def completed(self, y: torch.Tensor) -> torch.Tensor:
+        return y
+
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.epsilon)

@@ -51,19 +51,27 @@ class Driver:
         """weights: as of TorchExecutor. changes: of `engine_config`."""
         self.config = engine_config(folder, **changes)
         self.arena = bytearray(self.config.host_arena_bytes)
-        self.executor = TorchExecutor(self.config, memoryview(self.arena), weights=weights)
+        self.executor = self.make_executor(weights)
         self.free_pages = list(range(self.executor.limits.num_pages))
         self.step = 0
+
+    def make_executor(self, weights: WeightsLoader | None) -> TorchExecutor:
+        return TorchExecutor(self.config, memoryview(self.arena), weights=weights)
+
+    def devices(self) -> list[TorchExecutor]:
+        return [self.executor]
 
     def close(self) -> None:
         self.executor.close()
 
     def give_back(self, pages: list[int]) -> None:
         """They are the next that are taken, and hold NaN until somebody writes there."""
-        ops: Any = self.executor._decoder.ops
-        with torch.inference_mode():
-            for part in (ops.cache.k, ops.cache.v):
-                part[:, pages] = float("nan")
+        for device in self.devices():
+            ops: Any = device._decoder.ops
+            cache = getattr(ops, "_ops", ops).cache
+            with torch.inference_mode():
+                for part in (cache.k, cache.v):
+                    part[:, pages] = float("nan")
         self.free_pages += pages
 
     def load(self, slot: int, layout: SlabLayout, slab: bytes, first: int) -> CopyOver:
@@ -75,14 +83,16 @@ class Driver:
         and with a gap between each two in the host arena."""
         size = layout.extent_bytes
         host, device = [], []
-        host_next, device_next, read = 0, first + sum(layout.runs), 0
+        device_next = first + sum(layout.runs)
         for run in layout.runs:
+            device_next -= run
+            device.append(device_next)
+        host_next = read = 0
+        for run in layout.all_runs:
             self.arena[host_next * size : (host_next + run) * size] = slab[
                 read * size : (read + run) * size
             ]
             host.append(host_next)
-            device_next -= run
-            device.append(device_next)
             host_next += run + 1
             read += run
         self.executor.start_copy(AdapterCopy(slot, layout, tuple(host), tuple(device)))

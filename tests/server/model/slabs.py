@@ -4,6 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import msgspec
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -26,13 +27,15 @@ def pack(
     extent_bytes: int = 4096,
     dtype: SlabDtype = "float32",
     stored: torch.dtype | None = None,
+    shards: int = 1,
 ) -> tuple[SlabLayout, bytes]:
     """The layout and the payload, its runs one after the other.
 
     stored: what the weights are rounded to in the adapter's file; None = as the model has them.
+    shards: devices that share the base.
     """
     config = read_model(json.loads(model.config.to_json_string()))
-    base = base_spec(config, "0" * 64, ("base",))
+    base = msgspec.structs.replace(base_spec(config, "0" * 64, ("base",)), shards=shards)
     with tempfile.TemporaryDirectory() as name:
         model.save_pretrained(name, selected_adapters=[adapter], save_embedding_layers=False)
         folder = Path(name) / adapter

@@ -1,6 +1,6 @@
 """How parity with transformers and PEFT is measured: float32, logprobs within 1e-4."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -69,14 +69,24 @@ class Served:
     """A base with every adapter of the zoo on the device, and the oracle beside it.
 
     stored: what the adapters' files hold; PEFT then has the values that are stored, in float32.
+    make_driver: of the base's folder. shards: devices of the driver.
     """
 
-    def __init__(self, name: str, folder: Path, stored: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        stored: torch.dtype | None = None,
+        make_driver: Callable[[Path], Driver] = Driver,
+        shards: int = 1,
+    ) -> None:
         base = make_model(name)
-        self.driver = Driver(save_model(base, folder))
+        self.driver = make_driver(save_model(base, folder))
         self.adapters = zoo_of(VARIANTS[name])
         self.oracle = with_zoo(base, self.adapters)
-        self.slabs = {each: pack(self.oracle, each, stored=stored) for each in self.adapters}
+        self.slabs = {
+            each: pack(self.oracle, each, stored=stored, shards=shards) for each in self.adapters
+        }
         if stored is not None:
             round_adapters(self.oracle, stored)
         self.slots: dict[str | None, int] = {None: -1}

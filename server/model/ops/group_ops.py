@@ -1,0 +1,104 @@
+"""What ops do where several devices share the model."""
+
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from adapters.sharding import Shard, heads_of
+from server.model.group import Group
+from server.model.linear.linear import Linear
+from server.model.lora.sites import Site
+from server.model.ops.ops import Ops, StepLayout
+from server.model.spec import AttentionSpec, ModelSpec
+
+P = TypeVar("P")
+L = TypeVar("L")
+Y = TypeVar("Y")
+
+
+class ShardedOps(Ops[P, L, Y], Protocol[P, L, Y]):
+    """Ops of one device's part."""
+
+    def complete(self, y: Y) -> torch.Tensor:
+        """The product with its LoRA, `[tokens, out]`; of experts their sum."""
+        ...
+
+    def completed(self, y: torch.Tensor) -> Y:
+        """For the operation that takes the product."""
+        ...
+
+
+class GroupOps(Generic[P, L, Y]):
+    """Implements `Ops` by those of one device's part, and what all devices compute together."""
+
+    def __init__(self, whole: ModelSpec, ops: ShardedOps[P, L, Y], group: Group) -> None:
+        self._whole, self._ops, self._group = whole, ops, group
+        self.plan: Callable[[StepLayout], P] = ops.plan
+        self.lora: Callable[[np.ndarray], L | None] = ops.lora
+        self.linear, self.gated, self.moe = ops.linear, ops.gated, ops.moe
+        self.rms_norm, self.add_norm = ops.rms_norm, ops.add_norm
+
+    def embed(
+        self, token_ids: torch.Tensor, weight: torch.Tensor, lora: L | None, site: Site
+    ) -> torch.Tensor:
+        """Of ids of other devices zeros, to which they add theirs."""
+        ids = token_ids - self._group.shard.index * len(weight)
+        mine = (ids >= 0) & (ids < len(weight))
+        found = self._ops.embed(torch.where(mine, ids, 0), weight, lora, site)
+        return self._group.sum(found * mine.unsqueeze(1))
+
+    def reduce(self, y: Y) -> Y:
+        return self._ops.completed(self._group.sum(self._ops.complete(y)))
+
+    def logits(
+        self,
+        x: torch.Tensor,
+        linear: Linear,
+        lora: L | None,
+        site: Site,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        parts = self._group.gather(self._ops.logits(x, linear, lora, site))
+        found = parts.transpose(0, 1).flatten(1)[:, : self._whole.vocab_size]
+        return found.contiguous() if out is None else out.copy_(found)
+
+    def attend(
+        self,
+        plan: P,
+        layer: int,
+        qkv: Y,
+        qk_norm: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        spec = self._whole.layers[layer].attention
+        if qk_norm is not None and spec.norms_all_heads:
+            qkv = self._ops.completed(self._normed(spec, self._ops.complete(qkv), qk_norm))
+            qk_norm = None
+        return self._ops.attend(plan, layer, qkv, qk_norm, sinks)
+
+    def _normed(self, spec: AttentionSpec, qkv: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """With q and k normed over the heads of all devices."""
+        shard = self._group.shard
+        sizes = [_count(heads_of(n, shard)) for n in (spec.num_heads, spec.num_kv_heads)]
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        q, k, _ = (each.float() for each in heads.split([*sizes, sizes[1]], dim=1))
+        squares = torch.stack([x.square().sum((1, 2)) for x in (q, k)])
+        squares[1] /= _copies(spec, shard)
+        means = self._group.sum(squares) / squares.new_tensor([[spec.q_size], [spec.kv_size]])
+        factors = torch.rsqrt(means + spec.qk_epsilon)[:, :, None, None]
+        for x, w, factor, first in zip(
+            (q, k), weight.split(sizes), factors, (0, sizes[0]), strict=True
+        ):
+            heads[:, first : first + x.shape[1]].copy_(w * (x * factor).to(w.dtype))
+        return qkv
+
+
+def _count(heads: slice) -> int:
+    return int(heads.stop - heads.start)
+
+
+def _copies(spec: AttentionSpec, shard: Shard) -> int:
+    """Devices that have the same keys."""
+    return max(1, shard.count // spec.num_kv_heads)

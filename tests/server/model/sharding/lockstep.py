@@ -1,0 +1,133 @@
+"""Devices that share a model, as threads of one process that take turns."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from adapters.sharding import Shard
+from server.engine.executor import AdapterCopy, CopyNews, Masks
+from server.engine.plan import SliceResult, StepPlan
+from server.model.executor import TorchExecutor, WeightsLoader
+from tests.server.model.driver import Driver
+
+_WAIT_S = 240.0
+R = TypeVar("R")
+
+
+class _Table:
+    """Where threads meet. One thread computes at a time: Triton's interpreter has one state."""
+
+    def __init__(self, count: int) -> None:
+        self.turn = threading.Lock()
+        self.barrier = threading.Barrier(count)
+        self.laid: list[Any] = [None] * count
+
+    def exchange(self, index: int, value: R) -> list[R]:
+        self.laid[index] = value
+        self.turn.release()
+        try:
+            self.barrier.wait(_WAIT_S)
+            found = list(self.laid)
+            self.barrier.wait(_WAIT_S)
+        finally:
+            self.turn.acquire()
+        return found
+
+
+class ThreadGroup:
+    """Implements `server.model.group.Group`."""
+
+    def __init__(self, shard: Shard, table: _Table) -> None:
+        self.shard, self._table = shard, table
+        self.sums = 0
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        found = self._table.exchange(self.shard.index, x.clone())
+        return x.copy_(torch.stack(found).sum(0))
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._table.exchange(self.shard.index, x.clone()))
+
+    def least(self, number: int) -> int:
+        return min(self._table.exchange(self.shard.index, number))
+
+
+class Lockstep:
+    """As a TorchExecutor: all devices do the same, and give the same results."""
+
+    def __init__(self, count: int, make: Callable[[ThreadGroup], TorchExecutor]) -> None:
+        self._table = _Table(count)
+        self._threads = [ThreadPoolExecutor(1) for _ in range(count)]
+        self.groups = [ThreadGroup(Shard(i, count), self._table) for i in range(count)]
+        self.devices: list[TorchExecutor] = self._all(lambda i: make(self.groups[i]))
+        self.limits = self.devices[0].limits
+        assert all(device.limits == self.limits for device in self.devices)
+
+    def _all(self, call: Callable[[int], R]) -> list[R]:
+        def run(index: int) -> R:
+            with self._table.turn:
+                try:
+                    return call(index)
+                except BaseException:
+                    self._table.barrier.abort()
+                    raise
+
+        jobs = [thread.submit(run, i) for i, thread in enumerate(self._threads)]
+        failed = [job.exception() for job in jobs]
+        for error in failed:
+            if error is not None and not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return [job.result() for job in jobs]
+
+    def launch(self, plan: StepPlan) -> list[Any]:
+        return self._all(lambda i: self.devices[i].launch(plan))
+
+    def mask_memory(self, count: int) -> Any:
+        return self.devices[0].mask_memory(count)
+
+    def constrain(self, tickets: Sequence[Any], masks: Masks) -> None:
+        def one(i: int) -> None:
+            bits = self.devices[i].mask_memory(len(masks.slices))
+            bits[:] = masks.bits
+            self.devices[i].constrain(tickets[i], Masks(masks.slices, bits))
+
+        self._all(one)
+
+    def collect(self, tickets: Sequence[Any]) -> list[SliceResult]:
+        results = self._all(lambda i: self.devices[i].collect(tickets[i]))
+        assert all(each == results[0] for each in results)
+        return results[0]
+
+    def start_copy(self, copy: AdapterCopy) -> None:
+        self._all(lambda i: self.devices[i].start_copy(copy))
+
+    def poll_copies(self) -> list[CopyNews]:
+        return self._all(lambda i: self.devices[i].poll_copies())[0]
+
+    def close(self) -> None:
+        self._all(lambda i: self.devices[i].close())
+        for thread in self._threads:
+            thread.shutdown()
+
+
+class ShardedDriver(Driver):
+    """A Driver of several devices."""
+
+    def __init__(self, folder: Path, shards: int, **changes: Any) -> None:
+        self.shards = shards
+        super().__init__(folder, **changes)
+
+    def devices(self) -> list[TorchExecutor]:
+        return self.executor.devices
+
+    def make_executor(self, weights: WeightsLoader | None) -> Any:
+        arena = memoryview(self.arena)
+        return Lockstep(
+            self.shards,
+            lambda group: TorchExecutor(self.config, arena, group=group, weights=weights),
+        )

@@ -1,0 +1,60 @@
+"""A model that several devices share computes what transformers and PEFT compute."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from server.config import ConfigError
+from server.model.checkpoint.checkpoint import read_config
+from server.model.sharding import shard_counts, sharded
+from tests.server.model.driver import Stream, generate
+from tests.server.model.families.parity import GREEDY, Served, assert_parity, prompt
+from tests.server.model.families.variants import VARIANTS
+from tests.server.model.hub_models import make_model, save_model
+from tests.server.model.sharding.lockstep import ShardedDriver
+
+# PEFT says what it does about fan_in_fan_out and tied weights; that is what we compare with.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    # PEFT compares patterns with modules alone, though they hold for parameters too.
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
+]
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_base_models(name: str, shards: int, tmp_path: Path) -> None:
+    model = make_model(name)
+    folder = save_model(model, tmp_path)
+    if shards not in shard_counts(read_config(folder)):
+        with pytest.raises(ConfigError, match=f"--tp {shards}"):
+            sharded(read_config(folder), shards)
+        return
+    driver = ShardedDriver(folder, shards)
+    for chunk in (5, 64):
+        streams = [
+            Stream(driver, row, prompt(length, length), sampling=GREEDY)
+            for row, length in enumerate((1, 4, 17, 40))
+        ]
+        generate(driver, streams, 5, chunk)
+        for stream in streams:
+            assert_parity(model, None, stream)
+            stream.free()
+    driver.close()
+
+
+ADAPTED = [name for name, variant in VARIANTS.items() if variant.is_adapted]
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("name", ADAPTED)
+def test_every_adapter_in_one_batch(name: str, shards: int, tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    served = Served(name, folder, None, partial(ShardedDriver, shards=shards), shards)
+    pairs = served.streams((9, 2, 23, 14))
+    generate(served.driver, [stream for _, stream in pairs], 3, 64)
+    for adapter, stream in pairs:
+        assert_parity(served.oracle, adapter, stream)
+        stream.free()
+    served.driver.close()

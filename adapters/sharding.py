@@ -4,6 +4,7 @@ A *shard* is one device's part of the model. All shards have the same shapes.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -14,7 +15,8 @@ Sharding = Literal["column", "row", "none"]
 _ROUNDED = 8
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Shard:
     """One of `count`."""
 
     index: int = 0

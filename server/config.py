@@ -1,5 +1,7 @@
-"""A worker's and an engine's settings: frozen, built once by the launcher, no I/O here."""
+"""A worker's and an engine's settings: frozen, built once by the launcher."""
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -16,6 +18,12 @@ ServeMode = Literal["server", "local", "interactive"]
 KvDtype = Literal["auto", "fp8"]
 # How weights in floating point are quantised when they are loaded.
 AtLoad = Literal["fp8", "nf4"]
+
+
+def set_unset_variables(values: Mapping[str, str]) -> None:
+    """Of this process's environment, for libraries that read it."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
 
 
 class ConfigError(ValueError):
@@ -41,6 +49,15 @@ class WorkerConfig:
     device: Device = field(default="auto", metadata={"help": "where to compute"})
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = field(
         default="auto", metadata={"help": "of weights and activations (auto: fp32 on a CPU)"}
+    )
+    tp: int = field(
+        default=1,
+        metadata={
+            "min": 1,
+            "max": 64,
+            "help": "GPUs that share the model, each with a part of every matrix (tensor"
+            " parallelism); on a CPU processes",
+        },
     )
     quantize: AtLoad | None = field(
         default=None,
@@ -195,7 +212,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """What the engine process gets on its command line, as JSON.
 
     dtype is resolved; model_path is a folder. host_arena_bytes: size of the shared arena it maps.
-    quantize: weights in floating point at load; None = not.
+    quantize: weights in floating point at load; None = not. shards: devices that share the model.
+    Memory is that of each device, but for the host arena.
     kv_memory: 0 = what weights, adapters and workspace leave of the GPU's share that may be used,
     and of that no more than `kv_contexts` sequences of the whole context need; 0 = any.
     """
@@ -219,3 +237,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     log_format: Literal["text", "json"] = "text"
     grammar: ServedGrammarLimits = ServedGrammarLimits()
     kv_contexts: int = 0
+    shards: int = 1

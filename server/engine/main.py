@@ -22,6 +22,7 @@ import msgspec
 from adapters.common.logs import log_to_stderr
 from adapters.common.pauses import shorten_pauses
 from adapters.grammar.deep_threads import run_deep
+from adapters.sharding import Shard
 from server.config import ConfigError, EngineConfig
 from server.constraints.build import make_constraints
 from server.constraints.constraints import Constraints
@@ -29,6 +30,8 @@ from server.engine.certificates import CertifyOptions
 from server.engine.channel import WorkerChannel, WorkerGone
 from server.engine.executor import Executor, ExecutorLimits
 from server.engine.fake import CertifyingExecutor
+from server.engine.group.follower import Follower
+from server.engine.group.leader import GroupExecutor
 from server.engine.loop import EngineLoop, ExecutorLost
 from server.engine.memory.room import tokens_together
 from server.engine.messages import EngineFailed, EngineReady
@@ -49,6 +52,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--socket-fd", type=int, required=True, help="stream socket to the worker")
     parser.add_argument("--arena-fd", type=int, required=True, help="memory file with the slabs")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--shard", type=int, default=0, help="which device's part of the model")
+    parser.add_argument("--meeting", help="file through which processes of one model meet")
+    parser.add_argument(
+        "--link-fd",
+        type=int,
+        action="append",
+        default=[],
+        help="stream socket to another process of the model; of all but the first, to the first",
+    )
     parser.add_argument(
         "--pipeline-depth", type=int, choices=(1, 2), help="default: 2 on cuda, else 1"
     )
@@ -84,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
     try:
         config = msgspec.json.decode(options.config, type=EngineConfig)
-        log_to_stderr(written=config.log_format, text="engine: %(levelname)s %(message)s")
+        number = f" {options.shard}" if config.shards > 1 else ""
+        log_to_stderr(written=config.log_format, text=f"engine{number}: %(levelname)s %(message)s")
         executor = _build(options, config)
     except ConfigError as error:
         channel.send(EngineFailed(str(error)))
@@ -93,6 +106,8 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
         log.error("the engine cannot start", exc_info=error)
         channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
         return 1
+    if options.shard > 0:
+        return _follow(options, executor)
     depth = options.pipeline_depth or (2 if config.device == "cuda" else 1)
     scheduler = Scheduler(executor.limits, SchedulerConfig(max_waiting=config.max_waiting))
     constraints = _constraints(config, executor.limits)
@@ -126,7 +141,29 @@ def _build(options: argparse.Namespace, config: EngineConfig) -> Executor[Any]:
     # Not at the top: a process without a model needs no torch.
     from server.model.executor import TorchExecutor
 
-    return TorchExecutor(config, arena)
+    if config.shards == 1:
+        return TorchExecutor(config, arena)
+    from server.model.process_group import ProcessGroup
+
+    group = ProcessGroup(Shard(options.shard, config.shards), options.meeting, config.device)
+    executor = TorchExecutor(config, arena, group=group)
+    return executor if options.shard else GroupExecutor(executor, _links(options))
+
+
+def _links(options: argparse.Namespace) -> list[socket.socket]:
+    return [socket.socket(fileno=link) for link in options.link_fd]
+
+
+def _follow(options: argparse.Namespace, executor: Any) -> int:
+    """Until the first process has left, which may leave a step that never ends."""
+    (link,) = _links(options)
+    shorten_pauses()
+    try:
+        Follower(executor, link).run(left=lambda: os._exit(0))
+    except Exception as error:  # of any type: a step that fails here leaves the others waiting
+        log.error("a step failed", exc_info=error)
+        os._exit(1)
+    return 0
 
 
 def _map_arena(fd: int, nbytes: int) -> memoryview:

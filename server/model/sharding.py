@@ -22,14 +22,9 @@ def sharded(model: ModelSpec, count: int) -> ModelSpec:
 
     Raises ConfigError where heads cannot be shared by so many, with the numbers that can.
     """
+    check_shards(model, count)
     if count == 1:
         return model
-    served = shard_counts(model)
-    if count not in served:
-        raise ConfigError(
-            f"--tp {count}: the model's {model.num_heads} heads and {model.num_kv_heads} key-value"
-            f" heads can be shared by {', '.join(map(str, served))} devices"
-        )
     head = model.head
     return replace(
         model,
@@ -37,6 +32,16 @@ def sharded(model: ModelSpec, count: int) -> ModelSpec:
         layers=tuple(_layer(layer, count) for layer in model.layers),
         head=replace(head, linear=_linear(head.linear, count)),
     )
+
+
+def check_shards(model: ModelSpec, count: int) -> None:
+    """Raises ConfigError as `sharded`."""
+    served = shard_counts(model)
+    if count not in served:
+        raise ConfigError(
+            f"--tp {count}: the model's {model.num_heads} heads and {model.num_kv_heads} key-value"
+            f" heads can be shared by {', '.join(map(str, served))} devices"
+        )
 
 
 def shard_counts(model: ModelSpec) -> tuple[int, ...]:

@@ -218,7 +218,7 @@ class WeightSource:
         paths = [layer_path(layer, matrix.path) for matrix in spec.matrices()]
         if not paths or not all(path in self._forms for path in paths):
             return None
-        return self._matrix([*zip(paths, cuts * spec.experts, strict=True)])
+        return self._matrix([*zip(paths, [*cuts] * spec.experts, strict=True)])
 
 
 def path_in(path: str, layer: int | None) -> str:

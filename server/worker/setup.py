@@ -25,6 +25,7 @@ from server.model.card import model_card
 from server.model.checkpoint.checkpoint import CheckpointError
 from server.model.checkpoint.tensor_table import check_folder
 from server.model.quantised_at_load import quantised_at_load
+from server.model.sharding import check_shards
 from server.protocol import ModelCard
 from server.worker.adapters.adapter_orders import AdapterOrders
 from server.worker.adapters.adapter_service import AdapterService
@@ -41,7 +42,8 @@ from server.worker.process.device import (
     cuda_devices,
     torch_build,
 )
-from server.worker.process.engine_process import start_engine
+from server.worker.process.engine_group import start_group
+from server.worker.process.engine_process import spawn_engine
 from server.worker.process.engine_supervisor import EngineSupervisor
 from server.worker.process.model_source import ModelError, ModelFolder, find_model
 from server.worker.process.sizing import (
@@ -92,8 +94,14 @@ def prepare(config: WorkerConfig) -> Prepared:
 
 def _device(config: WorkerConfig) -> ChosenDevice:
     if config.executor != "torch":
+        if config.tp > 1:
+            raise DeviceError(f"--tp {config.tp}: the executor {config.executor} has one process")
         return ChosenDevice("cpu", True)
-    return choose_device(config.device, cuda_devices(), torch_build())
+    devices = cuda_devices()
+    chosen = choose_device(config.device, devices, torch_build())
+    if chosen.kind == "cuda" and config.tp > len(devices):
+        raise DeviceError(f"--tp {config.tp}: this machine shows {len(devices)} GPUs")
+    return chosen
 
 
 def _root(config: WorkerConfig, model: ModelFolder) -> str:
@@ -117,7 +125,8 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     quantised = quantised_at_load(model_config, config.quantize).quantisation
     if device.note is not None:
         log.warning("%s", device.note)
-    base = read_base_spec(model.path, names)
+    check_shards(model_config, config.tp)
+    base = msgspec.structs.replace(read_base_spec(model.path, names), shards=config.tp)
     dtype = choose_dtype(config.dtype, device.kind, model_config.dtype, device.has_bfloat16)
     engine = engine_config(config, device, model.path, base, dtype)
     card = model_card(
@@ -151,7 +160,8 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     syncing = ThreadPoolExecutor(1, "store-sync")
     store = open_store(config, base, engine, syncing, heavy_threads(_cores()))
     merger = Merger(store, config.merge_timeout_s)
-    start = partial(start_engine, config.executor, engine, memory.fd)
+    make = spawn_engine if engine.shards == 1 else start_group
+    start = partial(make, config.executor, engine, memory.fd)
     supervisor = EngineSupervisor(start, config.step_timeout_s)
     known = KnownEngine(supervisor)
     worker = _worker(worker_id, card, store, merger, engine, memory, known)
@@ -197,6 +207,7 @@ def engine_config(
         kv_dtype=config.kv_dtype,
         log_format=config.log_format,
         grammar=config.grammar,
+        shards=config.tp,
     )
 
 

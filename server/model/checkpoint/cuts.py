@@ -52,12 +52,13 @@ class Cut(NamedTuple):
 
 
 def size(piece: Piece) -> int:
-    return piece.source.stop - piece.source.start
+    return int(piece.source.stop - piece.source.start)
 
 
 def cut_of(spec: LinearSpec, part: Part, shard: Shard) -> Cut:
     """Of a part of a whole matrix."""
-    outputs, inputs = (Span(part.out_features),), (Span(spec.in_features),)
+    outputs: tuple[Span, ...] = (Span(part.out_features),)
+    inputs = (Span(spec.in_features),)
     of_rows = of_columns = WHOLE
     if spec.sharding == "column":
         outputs, of_rows = spec.spans_of(part), shard

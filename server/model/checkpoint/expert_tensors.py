@@ -40,8 +40,9 @@ class ExpertTensors:
                     self._fill_matrix(part.path.format(expert), cut, target)
             return weight
         for parts, rows in zip(self._experts(), weight, strict=True):
-            for part, cut, target in zip(parts, self._cuts, rows.split(self._heights), strict=True):
-                cut.copy(part, target)
+            places = rows.split(self._heights)
+            for matrix, cut, place in zip(parts, self._cuts, places, strict=True):
+                cut.copy(matrix, place)
         return weight
 
     def packed(self) -> GroupedWeight | None:

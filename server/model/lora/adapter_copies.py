@@ -71,15 +71,33 @@ class AdapterCopies:
         """
         if self._lost is not None:
             raise self._lost
+        told = self._ended()
+        while self._unusable and self._is_hidden(self._unusable[0]):
+            told.append(self._use(self._unusable.popleft()))
+        return told
+
+    def use_oldest(self) -> None:
+        """As `poll` does to a copy that has become usable, for the oldest that none may use yet.
+        On the CPU copies are usable at once."""
+        if self._unusable:
+            self._use(self._unusable.popleft())
+
+    def over(self) -> list[CopyOver]:
+        """As `poll`, which binds no slot."""
+        if self._lost is not None:
+            raise self._lost
+        return [news for news in self._ended() if isinstance(news, CopyOver)]
+
+    def _ended(self) -> list[CopyNews]:
         told, self._news = self._news, []
         while self._usable and self._usable[0].ended.query():
             told.append(self._end(self._usable.popleft()))
-        while self._unusable and self._is_hidden(self._unusable[0]):
-            moving = self._unusable.popleft()
-            self._usable.append(moving)
-            torch.cuda.current_stream().wait_event(moving.ended)
-            told.append(self._bind(moving.copy, moving.adapter))
         return told
+
+    def _use(self, moving: _Moving) -> CopyUsable:
+        self._usable.append(moving)
+        torch.cuda.current_stream().wait_event(moving.ended)
+        return self._bind(moving.copy, moving.adapter)
 
     def close(self) -> None:
         if self._pinned and self._host is not None and self._stream is not None:

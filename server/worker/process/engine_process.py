@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+from typing import NamedTuple
 
 import msgspec
 
@@ -47,6 +48,10 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return (self.pid,)
 
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -101,15 +106,27 @@ class EngineProcess:
         self._writer.close()
 
 
-async def start_engine(executor: str, config: EngineConfig, arena_fd: int) -> EngineProcess:
+class GroupPlace(NamedTuple):
+    """Of a process in a group that shares the model. links: sockets to the others, of the first
+    process; else to the first."""
+
+    number: int
+    meeting: str
+    links: tuple[int, ...]
+
+
+async def spawn_engine(
+    executor: str, config: EngineConfig, arena_fd: int, place: GroupPlace | None = None
+) -> EngineProcess:
     """Start an engine process; its first frame says whether it is ready. On the main thread.
+    place: None = it has the whole model.
 
     Raises OSError, and leaves nothing behind then.
     """
     ours, theirs = socket.socketpair()
     with contextlib.ExitStack() as undo:
         undo.callback(ours.close)
-        process = _spawn(executor, config, arena_fd, theirs)
+        process = _spawn(executor, config, arena_fd, theirs, place)
         undo.callback(process.kill)
         ours.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
@@ -120,7 +137,11 @@ async def start_engine(executor: str, config: EngineConfig, arena_fd: int) -> En
 
 
 def _spawn(
-    executor: str, config: EngineConfig, arena_fd: int, theirs: socket.socket
+    executor: str,
+    config: EngineConfig,
+    arena_fd: int,
+    theirs: socket.socket,
+    place: GroupPlace | None,
 ) -> subprocess.Popen[bytes]:
     with theirs:
         arguments = [
@@ -129,4 +150,9 @@ def _spawn(
             *("--arena-fd", str(arena_fd)),
             *("--config", msgspec.json.encode(config).decode()),
         ]
-        return tether.spawn(ENGINE_MODULE, arguments, pass_fds=(theirs.fileno(), arena_fd))
+        links: tuple[int, ...] = ()
+        if place is not None:
+            links = place.links
+            arguments += ["--shard", str(place.number), "--meeting", place.meeting]
+            arguments += [f"--link-fd={link}" for link in links]
+        return tether.spawn(ENGINE_MODULE, arguments, pass_fds=(theirs.fileno(), arena_fd, *links))

@@ -15,7 +15,7 @@ from server.engine.messages import (
     StepOutput,
     ToEngine,
 )
-from server.worker.process.engine_process import EngineDied, EngineProcess
+from server.worker.process.engine_process import EngineDied
 from server.worker.process.recovery import Backoff, StallWatch
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,24 @@ START_TIMEOUT_S = 1800.0
 # It sends four frames a second from its start, but reading a tensor from a slow disk may block its
 # interpreter for minutes.
 START_SILENCE_S = 300.0
+
+
+class Engine(Protocol):
+    """One life of an engine: a process, or several that share a model."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def pids(self) -> tuple[int, ...]: ...
+
+    def send(self, frame: ToEngine) -> None: ...
+
+    async def receive(self) -> FromEngine: ...
+
+    def kill(self) -> None: ...
+
+    async def close(self, grace_s: float) -> None: ...
 
 
 class EngineStartError(Exception):
@@ -59,7 +77,7 @@ class EngineSupervisor:
 
     def __init__(
         self,
-        start: Callable[[], Awaitable[EngineProcess]],
+        start: Callable[[], Awaitable[Engine]],
         step_timeout_s: float,
         start_timeout_s: float = START_TIMEOUT_S,
         start_silence_s: float = START_SILENCE_S,
@@ -69,7 +87,7 @@ class EngineSupervisor:
         self._start = start
         self._step_timeout_s = step_timeout_s
         self._backoff = Backoff()
-        self._engine: EngineProcess | None = None
+        self._engine: Engine | None = None
         self._closing = False
         self.ready = False
         self.restarts = 0
@@ -77,6 +95,11 @@ class EngineSupervisor:
     @property
     def engine_pid(self) -> int | None:
         return self._engine.pid if self._engine else None
+
+    @property
+    def engine_pids(self) -> tuple[int, ...]:
+        """Of all its processes."""
+        return self._engine.pids if self._engine else ()
 
     def send(self, frame: ToEngine) -> None:
         """To the present engine. Without an engine the frame is lost, as engine_lost reports."""
@@ -101,14 +124,14 @@ class EngineSupervisor:
                     raise EngineStartError(str(error)) from error
                 await self._lost(str(error), ready_at, listener)
 
-    async def _begin(self) -> EngineProcess:
+    async def _begin(self) -> Engine:
         """Raises EngineDied too when the machine has no process or descriptor left: it soon may."""
         try:
             return await self._start()
         except OSError as error:
             raise EngineDied(f"it could not be started: {error}") from error
 
-    async def _await_ready(self, engine: EngineProcess) -> EngineReady:
+    async def _await_ready(self, engine: Engine) -> EngineReady:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 frame = await self._heard(engine)
@@ -123,7 +146,7 @@ class EngineSupervisor:
             raise EngineDied(f"it spoke before it was ready ({type(frame).__name__})")
         return frame
 
-    async def _heard(self, engine: EngineProcess) -> FromEngine:
+    async def _heard(self, engine: Engine) -> FromEngine:
         """Its next frame while it starts. Raises EngineDied too when it has fallen silent."""
         limit = self._start_silence_s
         receiving = asyncio.create_task(engine.receive())
@@ -137,7 +160,7 @@ class EngineSupervisor:
             receiving.cancel()
         raise EngineDied(f"it gave no sign of life for {limit:g} s while it started")
 
-    async def _pump(self, engine: EngineProcess, listener: EngineListener) -> None:
+    async def _pump(self, engine: Engine, listener: EngineListener) -> None:
         watch = StallWatch(self._step_timeout_s, time.monotonic())
         watcher = asyncio.create_task(self._kill_when_stalled(engine, watch, listener))
         try:
@@ -153,7 +176,7 @@ class EngineSupervisor:
             watcher.cancel()
 
     async def _kill_when_stalled(
-        self, engine: EngineProcess, watch: StallWatch, listener: EngineListener
+        self, engine: Engine, watch: StallWatch, listener: EngineListener
     ) -> None:
         suspected, due = False, time.monotonic()
         while True:

@@ -40,7 +40,7 @@ def limits(**changes: Any) -> ExecutorLimits:
 
 
 def layout(digest: str, runs: tuple[int, ...] = (1, 1), extent_bytes: int = 256) -> SlabLayout:
-    return SlabLayout(digest, "base", "float32", 0, 1, extent_bytes, runs, ())
+    return SlabLayout(digest, "base", "float32", extent_bytes, runs, ())
 
 
 def make_request(

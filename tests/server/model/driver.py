@@ -14,7 +14,8 @@ from server.config import EngineConfig
 from server.engine.executor import AdapterCopy, CopyNews, CopyOver, Masks
 from server.engine.memory.pages import GroupPages
 from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
-from server.model.executor import TorchExecutor, WeightsLoader
+from server.model.executor import TorchExecutor
+from server.model.start import WeightsLoader
 from server.protocol import SamplingParams, TokenLogprob
 
 EXTENT = 4096

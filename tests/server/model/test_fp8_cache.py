@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama
 
 from server.config import ConfigError
-from server.model import executor
+from server.model import start
 from server.model.checkpoint.checkpoint import CheckpointError, read_config
 from server.model.ops.memory import executor_limits
 from server.model.weights import KvScales, load_weights
@@ -131,8 +131,8 @@ def test_half_the_bytes_are_twice_the_pages(tmp_path: Path) -> None:
 
 def test_a_gpu_that_does_not_convert_fp8_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--kv-dtype fp8 needs .* 8\.9, this one has 8\.0"):
-        executor._require_fp8((8, 0))
-    executor._require_fp8((8, 9))
+        start._require_fp8((8, 0))
+    start._require_fp8((8, 9))
 
 
 @pytest.mark.skipif(

@@ -11,7 +11,7 @@ EXTENT = 4096
 
 def write_slab_file(path: Path, digest: str, extents: int) -> None:
     """A slab of one-extent runs. digest: one character, or the same many times."""
-    layout = SlabLayout(digest, "base", "float32", 0, 1, EXTENT, (1,) * extents, ())
+    layout = SlabLayout(digest, "base", "float32", EXTENT, (1,) * extents, ())
     payload = bytearray((digest.encode() * layout.nbytes)[: layout.nbytes])
     slab_file.write_slab_file(path, layout, memoryview(payload), range(extents))
 

@@ -162,6 +162,7 @@ def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.Mon
 
     module: Any = lora_linear
     decoder, rows = pair.gpu.executor._decoder, pair.gpu.executor._rows
+    ops: Any = decoder.ops
     expand, tokens = module.expand, defaultdict[int, set[int]](set)
 
     def noted(y: Any, widths: Any, table: Any, site: int, *rest: Any, **options: Any) -> None:
@@ -170,7 +171,7 @@ def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module, "expand", noted)
     with torch.inference_mode():
-        warm_up.run_step(decoder, rows, 8, max_context=3, adapters=True)
+        warm_up.run_step(decoder, ops, rows, 8, max_context=3, adapters=True)
     assert tokens[decoder.sites.embed.number] == {8}
     assert tokens[decoder.sites.lm_head.number] == {1, 8}
 

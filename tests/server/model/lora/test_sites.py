@@ -189,8 +189,6 @@ def test_a_site_that_does_not_fit_is_refused(site: dict[str, Any], words: str) -
         "1" * 64,
         "0" * 64,
         "bfloat16",
-        0,
-        1,
         4096,
         (1, 1, 1, 40),
         (QKV, msgspec.structs.replace(QKV, **site)),
@@ -212,6 +210,6 @@ def test_a_site_that_does_not_fit_is_refused(site: dict[str, Any], words: str) -
     ],
 )
 def test_extents_outside_the_arena_are_refused(firsts: tuple[int, ...], words: str) -> None:
-    layout = SlabLayout("1" * 64, "0" * 64, "bfloat16", 0, 1, 4096, (1,), (QKV,))
+    layout = SlabLayout("1" * 64, "0" * 64, "bfloat16", 4096, (1,), (QKV,))
     with pytest.raises(ValueError, match=words):
         make_table(64, 4096).prepare(0, layout, firsts)

@@ -11,7 +11,8 @@ import torch
 from adapters.sharding import Shard
 from server.engine.executor import AdapterCopy, CopyNews, Masks
 from server.engine.plan import SliceResult, StepPlan
-from server.model.executor import TorchExecutor, WeightsLoader
+from server.model.executor import TorchExecutor
+from server.model.start import WeightsLoader
 from tests.server.model.driver import Driver
 
 _WAIT_S = 240.0
@@ -123,7 +124,8 @@ class ShardedDriver(Driver):
         super().__init__(folder, **changes)
 
     def devices(self) -> list[TorchExecutor]:
-        return self.executor.devices
+        group: Any = self.executor
+        return list(group.devices)
 
     def make_executor(self, weights: WeightsLoader | None) -> Any:
         arena = memoryview(self.arena)

@@ -25,7 +25,7 @@ from server.engine.messages import (
 )
 from server.worker import tether
 from server.worker.process import engine_supervisor, recovery
-from server.worker.process.engine_process import EngineDied, EngineProcess, start_engine
+from server.worker.process.engine_process import EngineDied, EngineProcess, spawn_engine
 from server.worker.process.engine_supervisor import (
     EngineListener,
     EngineStartError,
@@ -238,7 +238,7 @@ async def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "pidfd_open", no_descriptor)
     before = psutil.Process().num_fds()
     with pytest.raises(OSError, match="Too many open files"):
-        await start_engine("certify", cast(EngineConfig, {}), 0)
+        await spawn_engine("certify", cast(EngineConfig, {}), 0)
     assert processes[0].wait(30) == -9
     for _ in range(10):
         await asyncio.sleep(0)  # the transport is closed in a turn of the loop

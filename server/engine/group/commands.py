@@ -1,0 +1,61 @@
+"""The pipe between the processes of one engine: what the leader has the others do, too. Pure."""
+
+import msgspec
+import numpy as np
+
+from server.engine.executor import AdapterCopy, CopyOver, Masks
+from server.engine.plan import StepPlan
+
+
+class Launch(msgspec.Struct, frozen=True, array_like=True, tag="la"):
+    """Begin a step, after those before it."""
+
+    plan: StepPlan
+
+
+class Constrain(msgspec.Struct, frozen=True, array_like=True, tag="co"):
+    """Draw for the constrained slices of the newest step. bits: of `Masks`, row by row."""
+
+    slices: list[int]
+    bits: bytes
+
+    @classmethod
+    def of(cls, masks: Masks) -> "Constrain":
+        return cls(masks.slices, masks.bits.tobytes())
+
+    def masks(self, memory: np.ndarray) -> Masks:
+        """memory: of `Executor.mask_memory` for so many slices."""
+        memory[:] = np.frombuffer(self.bits, memory.dtype).reshape(memory.shape)
+        return Masks(self.slices, memory)
+
+
+class StartCopy(msgspec.Struct, frozen=True, array_like=True, tag="sc"):
+    """Begin a copy of an adapter. Answered by CopyOver."""
+
+    copy: AdapterCopy
+
+
+class UseCopy(msgspec.Struct, frozen=True, array_like=True, tag="uc"):
+    """The next step may use the oldest copy that none may use yet."""
+
+
+Command = Launch | Constrain | StartCopy | UseCopy
+
+_encoder = msgspec.msgpack.Encoder()
+_commands = msgspec.msgpack.Decoder(Command)
+_answers = msgspec.msgpack.Decoder(CopyOver)
+
+
+def encode(message: Command | CopyOver) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_command(frame: bytes) -> Command:
+    """Raises msgspec.MsgspecError."""
+    command: Command = _commands.decode(frame)
+    return command
+
+
+def decode_answer(frame: bytes) -> CopyOver:
+    """Raises msgspec.MsgspecError."""
+    return _answers.decode(frame)

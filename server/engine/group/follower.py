@@ -1,0 +1,93 @@
+"""A process that shares an engine's model: it carries out what the first process does."""
+
+import socket
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, assert_never
+
+import msgspec
+
+from server.engine.executor import CopyOver, Executor, T
+from server.engine.framing import FrameError, receive_frame, send_frame
+from server.engine.group.commands import (
+    Command,
+    Constrain,
+    Launch,
+    StartCopy,
+    UseCopy,
+    decode_command,
+    encode,
+)
+
+# While copies are under way the end of one is looked for this often.
+_POLL_S = 0.001
+
+
+class FollowingExecutor(Executor[T], Protocol[T]):
+    """An executor whose copies can be used when another process says so."""
+
+    def use_copy(self) -> None:
+        """Let the next step use the oldest copy that none may use yet."""
+        ...
+
+    def copies_over(self) -> list[CopyOver]:
+        """As `poll_copies`, which lets no step use a copy."""
+        ...
+
+
+class Follower:
+    """link: stream socket to the leader."""
+
+    def __init__(self, executor: FollowingExecutor[Any], link: socket.socket) -> None:
+        self._executor, self._link = executor, link
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._newest: Any = None  # its ticket
+        self._copying = 0
+
+    def run(self, left: Callable[[], None] = lambda: None) -> None:
+        """Until the leader has closed the link. left: called then, on another thread: a step may
+        wait for the leader for ever. Raises whatever a step raises."""
+
+        def read() -> None:
+            try:
+                while (frame := receive_frame(self._link)) is not None:
+                    self._commands.put(decode_command(frame))
+            except (OSError, FrameError, msgspec.MsgspecError):
+                pass  # the leader's end, one way or another
+            self._commands.put(None)
+            left()
+
+        threading.Thread(target=read, name="leader-reader", daemon=True).start()
+        while True:
+            try:
+                command = self._commands.get(timeout=_POLL_S if self._copying else None)
+            except Empty:
+                self._tell_of_copies()
+                continue
+            if command is None:
+                return
+            self._carry_out(command)
+            self._tell_of_copies()
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Launch(plan):
+                self._newest = self._executor.launch(plan)
+            case Constrain(slices):
+                masks = command.masks(self._executor.mask_memory(len(slices)))
+                self._executor.constrain(self._newest, masks)
+            case StartCopy(copy):
+                self._copying += 1
+                self._executor.start_copy(copy)
+            case UseCopy():
+                self._executor.use_copy()
+            case _:
+                assert_never(command)
+
+    def _tell_of_copies(self) -> None:
+        if not self._copying:
+            return
+        for over in self._executor.copies_over():
+            self._copying -= 1
+            send_frame(self._link, encode(over))

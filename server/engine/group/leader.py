@@ -1,0 +1,138 @@
+"""The executor of an engine whose model several processes share: each does what the first does."""
+
+import logging
+import queue
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Generic
+
+import msgspec
+import numpy as np
+
+from server.engine.executor import (
+    AdapterCopy,
+    CopyNews,
+    CopyOver,
+    CopyUsable,
+    Executor,
+    Masks,
+    T,
+)
+from server.engine.framing import FrameError, receive_frame, send_frame
+from server.engine.group.commands import (
+    Command,
+    Constrain,
+    Launch,
+    StartCopy,
+    UseCopy,
+    decode_answer,
+    encode,
+)
+from server.engine.plan import SliceResult, StepPlan
+
+log = logging.getLogger(__name__)
+
+
+class GroupLost(Exception):
+    """A process of the group is gone, or does not do what the others do."""
+
+
+class GroupExecutor(Generic[T]):
+    """Implements `Executor` by one of this process. Each call is sent to the others first, so that
+    they compute at the same time. Only the results of this process are read.
+
+    A failed step leaves the others waiting for this process: the group is lost then, and with it
+    the engine.
+    """
+
+    def __init__(self, executor: Executor[T], links: Sequence[socket.socket]) -> None:
+        """links: stream sockets to the other processes."""
+        self._executor, self._links = executor, links
+        self.limits, self.summary = executor.limits, executor.summary
+        self._answers: queue.SimpleQueue[CopyOver] = queue.SimpleQueue()
+        # Copies that are over in some processes, by slot: the error of each.
+        self._over: defaultdict[int, list[str | None]] = defaultdict(list)
+        self._gone = threading.Event()
+        self._readers = [
+            threading.Thread(target=self._read, args=(link,), name=f"shard-{i}", daemon=True)
+            for i, link in enumerate(links, 1)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> T:
+        self._tell(Launch(plan))
+        return self._executor.launch(plan, meanwhile)
+
+    def mask_memory(self, count: int) -> np.ndarray:
+        return self._executor.mask_memory(count)
+
+    def constrain(self, ticket: T, masks: Masks) -> None:
+        self._tell(Constrain.of(masks))
+        self._executor.constrain(ticket, masks)
+
+    def collect(self, ticket: T) -> list[SliceResult]:
+        return self._executor.collect(ticket)
+
+    def wait_idle(self) -> None:
+        raise GroupLost("the other processes of the group wait for this one")
+
+    def start_copy(self, copy: AdapterCopy) -> None:
+        self._tell(StartCopy(copy))
+        self._executor.start_copy(copy)
+
+    def poll_copies(self) -> list[CopyNews]:
+        """A copy is over once it is in every process."""
+        found: list[CopyNews] = []
+        for news in self._executor.poll_copies():
+            if isinstance(news, CopyUsable):
+                self._tell(UseCopy())
+                found.append(news)
+            else:
+                found += self._note(news)
+        with suppress(queue.Empty):
+            while True:
+                found += self._note(self._answers.get_nowait())
+        if self._gone.is_set():
+            raise GroupLost("a process of the group is gone")
+        return found
+
+    def close(self) -> None:
+        for link in self._links:
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
+        self._executor.close()
+
+    def _note(self, news: CopyOver) -> list[CopyOver]:
+        """One process's end of a copy; of the last one the end of all. Raises GroupLost where some
+        have the adapter and others do not."""
+        errors = self._over[news.adapter_slot]
+        errors.append(news.error)
+        if len(errors) <= len(self._links):
+            return []
+        del self._over[news.adapter_slot]
+        failed = [error for error in errors if error is not None]
+        if failed and len(failed) < len(errors):
+            raise GroupLost(f"a process of the group lacks an adapter: {failed[0]}")
+        return [news]
+
+    def _tell(self, command: Command) -> None:
+        """Raises GroupLost."""
+        frame = encode(command)
+        try:
+            for link in self._links:
+                send_frame(link, frame)
+        except (OSError, FrameError) as error:
+            raise GroupLost(f"a process of the group cannot be told: {error}") from error
+
+    def _read(self, link: socket.socket) -> None:
+        try:
+            while (frame := receive_frame(link)) is not None:
+                self._answers.put(decode_answer(frame))
+        except (OSError, FrameError, msgspec.MsgspecError) as error:
+            log.debug("reading from a process of the group: %s", error)
+        self._gone.set()

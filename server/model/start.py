@@ -1,0 +1,157 @@
+"""What a start brings to the device: weights, caches, tables, as far as its memory goes."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from adapters.sharding import Shard
+from server.config import AtLoad, ConfigError, EngineConfig
+from server.engine.shared_memory import pages_made
+from server.model.checkpoint.checkpoint import read_config
+from server.model.graphs.parts import Parts
+from server.model.group import Group
+from server.model.lora.lora import DTYPES, AdapterTable
+from server.model.lora.sites import Sites
+from server.model.ops.memory import (
+    MEMORY_ADVICE,
+    DeviceMemory,
+    estimate_lines,
+    executor_limits,
+    fill_device,
+    weights_bytes,
+)
+from server.model.ops.ops import KVCache
+from server.model.page_groups import page_groups
+from server.model.quantised_at_load import quantised_at_load
+from server.model.sampling.row_sampling import RowSampling
+from server.model.sharding import sharded
+from server.model.spec import ModelSpec
+from server.model.steps.rows import Rows
+from server.model.weights import ModelWeights, load_weights
+
+# As CUDA, its libraries and the CPU's allocator say it.
+_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+# From which on a GPU converts FP8.
+_FP8_CAPABILITY = (8, 9)
+WeightsLoader = Callable[[ModelSpec, torch.dtype, torch.device], ModelWeights]
+
+
+def build_parts(
+    config: EngineConfig, group: Group, load: WeightsLoader | None, device: torch.device
+) -> Parts:
+    """load: of the device's part of the model; None = from the model's folder. Raises
+    CheckpointError, ConfigError."""
+    folder = Path(config.model_path)
+    whole = quantised_at_load(read_config(folder), config.quantize)
+    if load is None:
+        load = partial(_load, folder, whole, at_load=config.quantize, shard=group.shard)
+    parts = _build_parts(config, whole, group, load, device)
+    group.least(parts.limits.num_pages)  # all have come so far
+    return parts
+
+
+def _require_fp8(capability: tuple[int, int]) -> None:
+    """Raises ConfigError."""
+    if capability < _FP8_CAPABILITY:
+        needed, found = (".".join(map(str, each)) for each in (_FP8_CAPABILITY, capability))
+        raise ConfigError(
+            f"--kv-dtype fp8 needs a GPU of compute capability {needed}, this one has {found}"
+        )
+
+
+def _load(
+    folder: Path,
+    whole: ModelSpec,
+    part: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    at_load: AtLoad | None,
+    shard: Shard,
+) -> ModelWeights:
+    """A WeightsLoader, from the model's folder."""
+    return load_weights(folder, whole, dtype, device, at_load=at_load, shard=shard)
+
+
+def _build_parts(
+    config: EngineConfig,
+    whole: ModelSpec,
+    group: Group,
+    load: WeightsLoader,
+    device: torch.device,
+) -> Parts:
+    """Everything that lies on the device for good."""
+    model = sharded(whole, group.shard.count)
+    dtype = DTYPES[config.dtype]
+    on_gpu = device.type == "cuda"
+    if on_gpu and config.kv_dtype == "fp8":
+        _require_fp8(torch.cuda.get_device_capability(device))
+    free, total = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
+    planned = config
+    if on_gpu:
+        left = free - weights_bytes(model, config.dtype, packed=True)
+        planned = fill_device(model, config, DeviceMemory(total, free, left))
+    executor_limits(model, planned)  # says what is wrong before the weights are read
+    weights = load(model, dtype, device)
+    summary: tuple[str, ...] = ()
+    if on_gpu:
+        now = torch.cuda.mem_get_info(device)[0]
+        config = fill_device(model, config, DeviceMemory(total, free, now))
+        summary = estimate_lines(model, config, free - now)
+        config = msgspec.structs.replace(config, kv_memory=group.least(config.kv_memory))
+    limits = executor_limits(model, config)
+    groups = page_groups(model)
+    model = model.within(limits.max_context)
+    # One page more than the scheduler has: padding of batches is written there.
+    shape = (limits.num_pages + 1, config.page_size, model.num_kv_heads, model.head_dim)
+    kept = dtype if config.kv_dtype == "auto" else torch.float8_e4m3fn
+    k, v = (torch.zeros(groups.places, *shape, dtype=kept, device=device) for _ in "kv")
+    table = AdapterTable(
+        Sites(model),
+        slots=max(config.adapter_slots, 1),
+        extents=limits.arena_extents,
+        extent_bytes=config.extent_bytes,
+        dtype=dtype,
+        device=device,
+    )
+    size = (limits.max_rows, limits.max_context, config.page_size)
+    rows = Rows(*size, device, limits.short_context, len(groups.windows))
+    parameters = RowSampling(limits.max_rows, model.vocab_size, model.eos_token_ids, device)
+    cache = KVCache(k, v, groups, dtype, tuple(layer.kv_scales for layer in weights.layers))
+    return Parts(whole, group, model, weights, cache, table, rows, parameters, limits, summary)
+
+
+def host_arena_made(memory: memoryview, device: torch.device) -> AbstractContextManager[None]:
+    """A start leaves most cores idle. On the CPU nothing is pinned, and what nobody uses takes no
+    memory."""
+    return nullcontext() if device.type == "cpu" else pages_made(memory, max(1, _cores() // 4))
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Memory that runs out is reported with what to do about it."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's, or what Triton and CUDA's libraries make of theirs
+        told = str(error).partition("\n")[0]
+        if not any(words in told for words in _NO_MEMORY):
+            raise
+        raise ConfigError(
+            f"the memory ran out at start: {told.rstrip('.')}. {MEMORY_ADVICE}"
+        ) from error
+
+
+def leave_a_core(processes: int) -> None:
+    """The engine's processes share the machine with the router and the worker; never more threads
+    than set."""
+    own = (_cores() - 1) // processes
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), own)))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

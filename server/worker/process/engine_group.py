@@ -1,0 +1,109 @@
+"""The processes of one engine whose model several devices share: they live and die together."""
+
+import asyncio
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from server.config import EngineConfig
+from server.engine.messages import Alive, EngineFailed, FromEngine, ToEngine
+from server.worker.process.engine_process import (
+    EngineDied,
+    EngineProcess,
+    GroupPlace,
+    spawn_engine,
+)
+
+
+class EngineGroup:
+    """Has the methods of an EngineProcess. The first process plans and speaks with the worker; of
+    the others the worker hears that they live, or why they cannot start."""
+
+    def __init__(self, processes: Sequence[EngineProcess], meeting: Path) -> None:
+        self._leader, *self._others = processes
+        self._meeting = meeting
+        self._ended: EngineDied | None = None
+        self._failed: EngineFailed | None = None
+        self._watching = [
+            asyncio.create_task(self._watch(number, process))
+            for number, process in enumerate(self._others, 1)
+        ]
+
+    @property
+    def pid(self) -> int:
+        return self._leader.pid
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The first process's first."""
+        return (self.pid, *(process.pid for process in self._others))
+
+    def send(self, frame: ToEngine) -> None:
+        self._leader.send(frame)
+
+    async def receive(self) -> FromEngine:
+        """As of EngineProcess. Raises EngineDied once any process is gone."""
+        try:
+            return await self._leader.receive()
+        except EngineDied:
+            if self._failed is not None:
+                failed, self._failed = self._failed, None
+                return failed
+            if self._ended is not None:
+                raise self._ended from None
+            raise
+
+    def kill(self) -> None:
+        for process in (self._leader, *self._others):
+            process.kill()
+
+    async def close(self, grace_s: float) -> None:
+        """As of EngineProcess. The others leave when the first one has left."""
+        await self._leader.close(grace_s)
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*(process.close(0) for process in self._others))
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        shutil.rmtree(self._meeting.parent, ignore_errors=True)
+
+    async def _watch(self, number: int, process: EngineProcess) -> None:
+        """Until it is gone, which ends all."""
+        try:
+            while True:
+                frame = await process.receive()
+                if isinstance(frame, EngineFailed):
+                    self._failed = frame
+                elif not isinstance(frame, Alive):
+                    raise EngineDied(f"it sent {type(frame).__name__}")
+        except EngineDied as error:
+            self._ended = EngineDied(f"the process of device {number}: {error}")
+        self.kill()
+
+
+async def start_group(executor: str, config: EngineConfig, arena_fd: int) -> EngineGroup:
+    """As `spawn_engine`, a process for each of `config.shards` devices."""
+    with ExitStack() as undo:
+        folder = Path(tempfile.mkdtemp(prefix="loraplex-group-"))
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        meeting = folder / "meeting"
+        pairs = [socket.socketpair() for _ in range(config.shards - 1)]
+        for ends in pairs:
+            for end in ends:
+                undo.callback(end.close)
+        leader = GroupPlace(0, str(meeting), tuple(ours.fileno() for ours, _ in pairs))
+        places = [leader]
+        for number, (_, theirs) in enumerate(pairs, 1):
+            places.append(GroupPlace(number, str(meeting), (theirs.fileno(),)))
+        processes: list[EngineProcess] = []
+        for place in places:
+            process = await spawn_engine(executor, config, arena_fd, place)
+            undo.callback(process.kill)
+            processes.append(process)
+        undo.pop_all()
+        for ends in pairs:
+            for end in ends:
+                end.close()
+        return EngineGroup(processes, meeting)

@@ -13,8 +13,17 @@ class Group(Protocol):
     @property
     def shard(self) -> Shard: ...
 
+    def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        """Once, before sums of up to so many rows."""
+        ...
+
+    def place(self, rows: int) -> torch.Tensor | None:
+        """Where `[rows, width]` is best written that will be summed; its content lasts up to the
+        next sum. None: anywhere."""
+        ...
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all devices, bit for bit the same on each. x may be overwritten."""
+        """The sum over all devices, bit for bit the same on each, in x itself."""
         ...
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -30,6 +39,11 @@ class Alone:
     """A device that has the whole model."""
 
     shard = WHOLE
+
+    def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None: ...
+
+    def place(self, rows: int) -> torch.Tensor | None:
+        return None
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x

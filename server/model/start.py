@@ -26,6 +26,7 @@ from server.model.ops.memory import (
     weights_bytes,
 )
 from server.model.ops.ops import KVCache
+from server.model.ops.sizes import MOST_PADDING
 from server.model.page_groups import page_groups
 from server.model.quantised_at_load import quantised_at_load
 from server.model.sampling.row_sampling import RowSampling
@@ -105,6 +106,8 @@ def _build_parts(
         summary = estimate_lines(model, config, free - now)
         config = msgspec.structs.replace(config, kv_memory=group.least(config.kv_memory))
     limits = executor_limits(model, config)
+    if group.shard.count > 1:
+        group.reserve(limits.max_step_tokens + MOST_PADDING, model.hidden_size, dtype)
     groups = page_groups(model)
     model = model.within(limits.max_context)
     # One page more than the scheduler has: padding of batches is written there.

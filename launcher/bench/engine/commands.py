@@ -103,6 +103,7 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
     parser.add_argument("--rank", type=lora_ranks, metavar="N,…", default=(16,))
     parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help="[auto]")
     parser.add_argument("--adapt-experts", action="store_true", help="adapters change experts too")
+    parser.add_argument("--tp", type=whole(1), default=1, help="devices that share the model [1]")
     parser.add_argument("--prompt-tokens", type=whole(1), default=128 if is_decode else 2048)
     if is_decode:
         parser.add_argument("--output-tokens", type=whole(1), default=144)
@@ -148,6 +149,7 @@ def _grid(arguments: argparse.Namespace, output_tokens: int, step_tokens: int) -
         constrained=getattr(arguments, "constrained", (0,)),
         adapt_experts=arguments.adapt_experts,
         kv_dtype=arguments.kv_dtype,
+        shards=arguments.tp,
     )
     if min(grid.constrained) > max(grid.batches):
         raise OptionError("no --batch is as large as one of --constrained")

@@ -27,6 +27,7 @@ from server.model.checkpoint.checkpoint import read_config
 from server.model.lora.lora import DTYPES
 from server.model.moe_spec import MoeSpec
 from server.model.ops.memory import weights_bytes
+from server.model.sharding import sharded
 from server.model.spec import LayerSpec, ModelSpec
 from server.protocol import SamplingParams
 
@@ -44,7 +45,7 @@ class Grid:
     """batches x adapters x ranks; a point with more adapters than sequences is left out.
     step_tokens: the most of a step. constrained: for each point, sequences that write JSON of a
     schema each, all different; more than there are sequences are left out. adapt_experts: adapters
-    change experts too."""
+    change experts too. shards: devices that share the model."""
 
     folder: Path
     device: Literal["cpu", "cuda"]
@@ -59,6 +60,12 @@ class Grid:
     constrained: tuple[int, ...] = (0,)
     adapt_experts: bool = False
     kv_dtype: KvDtype = "auto"
+    shards: int = 1
+
+    @property
+    def model(self) -> ModelSpec:
+        """The part of one device."""
+        return sharded(read_config(self.folder), self.shards)
 
     def points(self) -> Iterator[tuple[int, int, int]]:
         for lora_rank in self.ranks:
@@ -75,7 +82,7 @@ class StepTime:
     Milliseconds: step_ms: of a step on average; median_ms, p90_ms: of single ones. masks_ms: for
     which the engine's thread waits for masks in a step, median. schema_ms: from a schema never seen
     to its first mask, median. floor_ms: of reading a step's bytes (weights, adapters, keys and
-    values) at the bandwidth of this run.
+    values) at the bandwidth of this run, each device its part.
     """
 
     B: int
@@ -124,6 +131,7 @@ def engine_for(grid: Grid) -> OfflineEngine:
         step_tokens=grid.step_tokens,
         adapt_experts=grid.adapt_experts,
         kv_dtype=grid.kv_dtype,
+        shards=grid.shards,
     )
     config = sizes.config(grid.folder, grid.device, grid.dtype)
     return OfflineEngine(grid.folder, config, grid.batches, adapt_experts=grid.adapt_experts)
@@ -199,7 +207,7 @@ def prefill(grid: Grid) -> Iterator[PrefillRate]:
 
 def adapter_bytes(grid: Grid, lora_rank: int, rows: int) -> float:
     """Of its matrices that so many of its tokens read, without what extents leave free."""
-    model = read_config(grid.folder)
+    model = grid.model
     base = base_spec(model, "0" * 64, ("base",))
     modules = adapted_modules(base, experts=grid.adapt_experts).values()
     features = sum(
@@ -236,9 +244,9 @@ def _read(layer: LayerSpec, experts: int, rows: int) -> float:
 def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
     """Read by one decode step in the middle of the measured stretch."""
     batch, distinct, lora_rank = point
-    model = read_config(grid.folder)
+    model = grid.model
     weights = matrix_bytes(model, batch, grid.dtype)
-    weights += model.vocab_size * model.hidden_size * ITEM_BYTES[grid.dtype]
+    weights += model.embedding.num_rows * model.hidden_size * ITEM_BYTES[grid.dtype]
     context = grid.prompt_tokens + (SHORT_OUTPUT + grid.output_tokens) / 2
     adapters = distinct * adapter_bytes(grid, lora_rank, batch // max(distinct, 1))
     cache = batch * _seen(model, context) * token_bytes(model, grid.dtype, grid.kv_dtype)

@@ -4,6 +4,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -21,8 +22,8 @@ from adapters.peft.lora_tensors import LoraTensors, ModuleLora
 from adapters.safetensors.header import TensorInfo
 from adapters.slab.layout import make_layout
 from adapters.violations import Findings
+from launcher.bench.engine.group import make_executor
 from launcher.bench.engine.made_tokenizer import tokenizer_json
-from launcher.bench.engine.random_weights import STD, random_weights
 from launcher.bench.errors import BenchError
 from launcher.families.known_models import served_families
 from server.config import EngineConfig, KvDtype
@@ -43,10 +44,9 @@ from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
 from server.model.checkpoint.model_files import CONFIG_FILE
-from server.model.executor import TorchExecutor
-from server.model.lora.lora import DTYPES
 from server.model.ops.memory import layer_token_bytes
 from server.model.page_groups import page_groups
+from server.model.sharding import sharded
 from server.model.spec import ModelSpec
 from server.model.tokenizer.grammar_vocabulary import read_vocabulary
 from server.protocol import GenerateRequest, SamplingParams
@@ -122,9 +122,9 @@ def lora_layout(
     return make_layout(LoraTensors(config, modules), base, digest, dtype, EXTENT_BYTES)
 
 
-def slab_bytes(model: ModelSpec, dtype: SlabDtype, lora_rank: int, *, experts: bool) -> int:
-    base = base_spec(model, "0" * 64, ("base",))
-    return lora_layout(base, "0" * 64, lora_rank, dtype, experts=experts).nbytes
+def shared_base(model: ModelSpec, shards: int) -> BaseSpec:
+    """What adapters see of the whole model, which so many devices share."""
+    return msgspec.structs.replace(base_spec(model, "0" * 64, ("base",)), shards=shards)
 
 
 def token_bytes(model: ModelSpec, dtype: SlabDtype, kv_dtype: KvDtype = "auto") -> int:
@@ -137,7 +137,7 @@ class EngineSizes:
     """An engine's capacity: `adapters` of rank `lora_rank` on the device, sequences of up to
     `tokens` tokens, prompt and output. max_running: sequences computed at once. cached: sequences
     in the KV cache at once, None = as many as the rest of a GPU holds. step_tokens: the most of a
-    step. adapt_experts: adapters change experts too."""
+    step. adapt_experts: adapters change experts too. shards: devices that share the model."""
 
     adapters: int
     lora_rank: int
@@ -148,12 +148,14 @@ class EngineSizes:
     step_tokens: int
     adapt_experts: bool = False
     kv_dtype: KvDtype = "auto"
+    shards: int = 1
 
     def config(
         self, folder: Path, device: Literal["cpu", "cuda"], dtype: SlabDtype
     ) -> EngineConfig:
         """Raises CheckpointError."""
-        model = read_config(folder)
+        whole = read_config(folder)
+        model = sharded(whole, self.shards)
         # A page more, as an admission keeps some in reserve.
         context = min((-(-self.tokens // PAGE_SIZE) + 1) * PAGE_SIZE, model.max_context)
         kv_memory = 0
@@ -162,15 +164,16 @@ class EngineSizes:
             empty = len(groups.windows) * groups.places / model.num_layers
             tokens = 2 * self.cached * context
             kv_memory = int(tokens * empty * token_bytes(model, dtype, self.kv_dtype)) + _SPARE_KV
-        slab = slab_bytes(model, dtype, self.lora_rank, experts=self.adapt_experts)
+        base, of_experts = shared_base(whole, self.shards), self.adapt_experts
+        slab = lora_layout(base, "0" * 64, self.lora_rank, dtype, experts=of_experts)
         return EngineConfig(
             model_path=str(folder),
             device=device,
             dtype=dtype,
             page_size=PAGE_SIZE,
             kv_memory=kv_memory,
-            adapter_memory=max(self.adapters, 1) * slab + EXTENT_BYTES,
-            host_arena_bytes=slab,
+            adapter_memory=max(self.adapters, 1) * slab.shard_nbytes + EXTENT_BYTES,
+            host_arena_bytes=slab.nbytes,
             extent_bytes=EXTENT_BYTES,
             max_context=context,
             max_running=self.max_running,
@@ -178,6 +181,7 @@ class EngineSizes:
             max_step_tokens=self.step_tokens,
             kv_dtype=self.kv_dtype,
             adapter_slots=max(ADAPTER_SLOTS, self.adapters) if self.adapters else 0,
+            shards=self.shards,
         )
 
 
@@ -243,15 +247,10 @@ class OfflineEngine:
         adapt_experts: as the sizes that config was made of."""
         self.config, self._adapt_experts = config, adapt_experts
         model = read_config(folder)
-        self.base = base_spec(model, "0" * 64, ("base",))
+        self.base = shared_base(model, config.shards)
         self.vocab_size = model.vocab_size
-        dtype = DTYPES[config.dtype]
-        arena = torch.empty(config.host_arena_bytes // dtype.itemsize, dtype=dtype)
-        arena.normal_(std=STD)
-        self._arena = memoryview(arena.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        self.executor = TorchExecutor(
-            config, self._arena, weights=random_weights, graph_batches=batches
-        )
+        self._undo = ExitStack()
+        self.executor = make_executor(config, batches, self._undo)
         waiting = SchedulerConfig(max_waiting=config.max_waiting)
         self._scheduler = Scheduler(self.executor.limits, waiting)
         limits = self.executor.limits
@@ -267,6 +266,7 @@ class OfflineEngine:
     def close(self) -> None:
         self._constraints.close()
         self.executor.close()
+        self._undo.close()
         gc.unfreeze()
 
     def run(self, load: Load, note: Note = lambda _: None) -> float:
@@ -307,7 +307,7 @@ class OfflineEngine:
                 self.base, digest, rank, self.config.dtype, experts=experts
             )
         layout = msgspec.structs.replace(self._layouts[rank], digest=digest)
-        places = fit(bytearray([FREE]) * sum(layout.runs), layout.runs)
+        places = fit(bytearray([FREE]) * sum(layout.all_runs), layout.all_runs)
         assert places is not None
         return SlabStaged(layout, places)
 

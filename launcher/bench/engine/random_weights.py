@@ -23,7 +23,7 @@ def random_weights(model: ModelSpec, dtype: torch.dtype, device: torch.device) -
     """Every tensor of `dtype` on `device`, in the shapes of `model`: matrices of N(0, 0.02^2),
     biases of zeros, norms of ones. Matrices of layers are quantised as `model` says."""
     make = _RandomWeights(dtype, device, model.quantisation)
-    embed = make.matrix(model.vocab_size, model.hidden_size)
+    embed = make.matrix(model.embedding.num_rows, model.hidden_size)
     head = DenseLinear(embed) if model.head.tied else make.linear(model.head.linear)
     layers = (make.layer(index, layer) for index, layer in enumerate(model.layers))
     return ModelWeights(embed, tuple(layers), make.norm(model.norm), head)

@@ -22,6 +22,7 @@ from server.model.lora.lora import Reach
 from server.model.ops.attention_cuda import PagedAttention, prompt_backend
 from server.model.ops.device_lora import DeviceLora
 from server.model.ops.graph_attention import GraphAttention
+from server.model.ops.group_ops import SUMMED
 from server.model.ops.lora_linear import LinearOutput
 from server.model.ops.memory import LOGITS_ROWS
 from server.model.ops.ops import StepLayout
@@ -203,7 +204,7 @@ def _summed(parts: Parts) -> frozenset[SiteKind]:
         return frozenset()
     layers = parts.whole.layers
     norms_all = any(layer.attention.norms_all_heads for layer in layers)
-    return frozenset(("o", "down", *(("qkv",) if norms_all else ())))
+    return SUMMED | ({"qkv"} if norms_all else set())
 
 
 def _by_shape(layers: Iterable[LayerWeights]) -> list[list[Linear]]:

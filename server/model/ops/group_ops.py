@@ -6,6 +6,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
+from adapters.base import SiteKind
 from adapters.sharding import Shard, heads_of
 from server.model.group import Group
 from server.model.linear.linear import Linear
@@ -18,8 +19,23 @@ L = TypeVar("L")
 Y = TypeVar("Y")
 
 
+# Products by input features.
+SUMMED: frozenset[SiteKind] = frozenset(("o", "down"))
+
+
 class ShardedOps(Ops[P, L, Y], Protocol[P, L, Y]):
     """Ops of one device's part."""
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        linear: Linear,
+        lora: L | None,
+        site: Site,
+        out: torch.Tensor | None = None,
+    ) -> Y:
+        """As `Ops.linear`. out: where the output is to lie, `[tokens, out]`; None: anywhere."""
+        ...
 
     def complete(self, y: Y) -> torch.Tensor:
         """The product with its LoRA, `[tokens, out]`; of experts their sum."""
@@ -37,7 +53,7 @@ class GroupOps(Generic[P, L, Y]):
         self._whole, self._ops, self._group = whole, ops, group
         self.plan: Callable[[StepLayout], P] = ops.plan
         self.lora: Callable[[np.ndarray], L | None] = ops.lora
-        self.linear, self.gated, self.moe = ops.linear, ops.gated, ops.moe
+        self.gated, self.moe = ops.gated, ops.moe
         self.rms_norm, self.add_norm = ops.rms_norm, ops.add_norm
 
     def embed(
@@ -48,6 +64,10 @@ class GroupOps(Generic[P, L, Y]):
         mine = (ids >= 0) & (ids < len(weight))
         found = self._ops.embed(torch.where(mine, ids, 0), weight, lora, site)
         return self._group.sum(found * mine.unsqueeze(1))
+
+    def linear(self, x: torch.Tensor, linear: Linear, lora: L | None, site: Site) -> Y:
+        out = self._group.place(len(x)) if site.kind in SUMMED else None
+        return self._ops.linear(x, linear, lora, site, out)
 
     def reduce(self, y: Y) -> Y:
         return self._ops.completed(self._group.sum(self._ops.complete(y)))

@@ -185,9 +185,14 @@ class TorchOps:
         return y
 
     def linear(
-        self, x: torch.Tensor, linear: Linear, lora: LoraBatch | None, site: Site
+        self,
+        x: torch.Tensor,
+        linear: Linear,
+        lora: LoraBatch | None,
+        site: Site,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.logits(x, linear, lora, site)
+        return self.logits(x, linear, lora, site, out)
 
     def logits(
         self,

@@ -46,6 +46,12 @@ class ThreadGroup:
         self.shard, self._table = shard, table
         self.sums = 0
 
+    def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        self._shared = torch.full((rows, width), float("nan"), dtype=dtype)
+
+    def place(self, rows: int) -> torch.Tensor | None:
+        return self._shared[:rows]
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         self.sums += 1
         found = self._table.exchange(self.shard.index, x.clone())

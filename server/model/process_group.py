@@ -56,7 +56,7 @@ class ProcessGroup:
             # Not at the top: builds without CUDA lack it.
             from torch.distributed import _symmetric_memory as symmetric
 
-            self._shared = symmetric.empty((rows, width), dtype=dtype, device="cuda")
+            self._shared = symmetric.empty((rows, width), dtype=dtype, device=torch.device("cuda"))
             symmetric.rendezvous(self._shared, self._name)
 
     def place(self, rows: int) -> torch.Tensor | None:

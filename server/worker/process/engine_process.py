@@ -126,7 +126,7 @@ async def spawn_engine(
     ours, theirs = socket.socketpair()
     with contextlib.ExitStack() as undo:
         undo.callback(ours.close)
-        process = _spawn(executor, config, arena_fd, theirs, place)
+        process = spawn_process(executor, config, arena_fd, theirs, place)
         undo.callback(process.kill)
         ours.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
@@ -136,13 +136,14 @@ async def spawn_engine(
         return engine
 
 
-def _spawn(
+def spawn_process(
     executor: str,
     config: EngineConfig,
     arena_fd: int,
     theirs: socket.socket,
     place: GroupPlace | None,
 ) -> subprocess.Popen[bytes]:
+    """theirs: the engine's end of its pipe to the worker."""
     with theirs:
         arguments = [
             *("--executor", executor),

@@ -52,10 +52,12 @@ class Trio:
         folder: Path,
         max_running: int = 72,
         save: Callable[[Any, Path], object] = save_model,
+        make_gpu: Callable[..., Driver] = Driver,
         **options: Any,
     ) -> None:
         """name: of a row of VARIANTS. changes: what differs from it and from SIZES. save: writes
-        the model's folder, and may round the model. options: of `engine_config`."""
+        the model's folder, and may round the model. make_gpu: the GPU's Driver. options: of
+        `engine_config`."""
         base = make_model(name, **{**SIZES, **changes})
         save(base, folder)
         zoo = zoo_of(VARIANTS[name])
@@ -73,14 +75,15 @@ class Trio:
         common |= {"max_running": max_running, **options}
         self.exact = Driver(folder, **common)
         self.rough = Driver(folder, dtype="bfloat16", **common)
-        self.gpu = Driver(folder, dtype="bfloat16", device="cuda", **common)
+        self.gpu = make_gpu(folder, dtype="bfloat16", device="cuda", **common)
         self.slots: dict[str | None, int] = {None: -1}
         self.slabs: dict[str, tuple[SlabLayout, bytes]] = {}  # the GPU's
         self.next_extent = 0
         for slot, adapter in enumerate(zoo):
             extents = 0
             for driver in (self.exact, self.rough, self.gpu):
-                layout, slab = pack(oracle, adapter, dtype=driver.config.dtype)
+                of = driver.config
+                layout, slab = pack(oracle, adapter, dtype=of.dtype, shards=of.shards)
                 assert driver.load(slot, layout, slab, self.next_extent).error is None
                 extents = max(extents, sum(layout.runs))
             self.slots[adapter] = slot

@@ -1,0 +1,140 @@
+"""A model that two processes share answers as one does, also when one of them is killed."""
+
+import asyncio
+import itertools
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.serving import Serving, start_serving
+from tests.e2e.test_mixed_batch import bodies, generate
+
+KILLS = 3
+TIMEOUT_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("shared")
+    options = ("--tp", "2", "--cache-dir", str(folder / "cache"))
+    serving = start_serving(*options, log=folder / "log")
+    yield serving
+    serving.process.terminate()
+    assert serving.process.wait(TIMEOUT_S) == 0
+
+
+def engines(serving: Serving) -> list[psutil.Process]:
+    """The engine's processes, the first one of the model first."""
+    found = {}
+    for process in psutil.Process(serving.process.pid).children(recursive=True):
+        try:
+            arguments = process.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        if "server.engine.main" in arguments and "--shard" in arguments:
+            found[int(arguments[arguments.index("--shard") + 1])] = process
+    return [found[number] for number in sorted(found)]
+
+
+def client(serving: Serving) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=serving.url, timeout=TIMEOUT_S)
+
+
+async def test_answers_as_one_process_does(serving: Serving, shared: Serving) -> None:
+    requests = bodies()
+    assert len(engines(shared)) == 2
+    async with client(serving) as one, client(shared) as two:
+        expected, found = await asyncio.gather(
+            *(
+                asyncio.gather(*(generate(http, body, stream=True) for body in requests))
+                for http in (one, two)
+            )
+        )
+    assert found == expected
+
+
+async def kill_and_compare(shared: Serving, kills: int) -> list[float]:
+    """Kills each process in turn under load; seconds until the engine was there again."""
+    rng, requests = random.Random(1), bodies()
+    answered = 0
+    async with client(shared) as http:
+        expected = [await generate(http, body, stream=False) for body in requests]
+        over = asyncio.Event()
+
+        async def ask(first: int) -> None:
+            nonlocal answered
+            for number in itertools.count(first):
+                if over.is_set():
+                    return
+                at = number % len(requests)
+                assert await generate(http, requests[at], stream=True) == expected[at]
+                answered += 1
+
+        async def disturb() -> list[float]:
+            away = []
+            for number in range(kills):
+                before, soon = answered, rng.randrange(1, 9)
+                while answered < before + soon or len(engines(shared)) < 2:
+                    await asyncio.sleep(0.005)  # polls a condition, bounded by the test's time
+                victim = engines(shared)[number % 2]
+                victim.send_signal(signal.SIGKILL)
+                killed, before = time.monotonic(), answered
+                while answered < before + 8:
+                    await asyncio.sleep(0.005)
+                away.append(time.monotonic() - killed)
+            over.set()
+            return away
+
+        async with asyncio.TaskGroup() as group:
+            for first in range(8):
+                group.create_task(ask(first))
+            disturbing = group.create_task(disturb())
+        return disturbing.result()
+
+
+async def test_a_killed_process_costs_no_token(shared: Serving) -> None:
+    pids = {process.pid for process in engines(shared)}
+    away = await kill_and_compare(shared, KILLS)
+    assert len(away) == KILLS
+    assert not pids & {process.pid for process in engines(shared)}, "both are new"
+
+
+@pytest.mark.exhaustive
+async def test_many_killed_processes_cost_no_token(tmp_path: Path) -> None:
+    """Twenty, four to a server: a worker waits longer from one restart to the next."""
+    away = []
+    for number in range(5):
+        options = ("--tp", "2", "--cache-dir", str(tmp_path / "cache"))
+        serving = start_serving(*options, log=tmp_path / f"log{number}")
+        try:
+            away += await kill_and_compare(serving, 4)
+        finally:
+            serving.process.terminate()
+            serving.process.wait(TIMEOUT_S)
+    print("seconds until eight answers after a kill:", *(f"{each:.1f}" for each in sorted(away)))
+    assert len(away) == 20
+
+
+async def test_a_stopped_process_is_noticed(tmp_path: Path) -> None:
+    """One that stands still holds up the others: all are started again."""
+    options = ("--tp", "2", "--cache-dir", str(tmp_path / "cache"), "--step-timeout-s", "2")
+    serving = start_serving(*options, log=tmp_path / "log")
+    try:
+        async with client(serving) as http:
+            body = bodies()[1]
+            expected = await generate(http, body, stream=False)
+            stopped = engines(serving)
+            stopped[1].send_signal(signal.SIGSTOP)
+            assert await generate(http, body, stream=True) == expected
+            pids = {process.pid for process in engines(serving)}
+            assert not pids & {process.pid for process in stopped}
+    finally:
+        serving.process.terminate()
+        serving.process.wait(TIMEOUT_S)
+    assert "makes no step" in serving.log.read_text()

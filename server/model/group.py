@@ -13,8 +13,8 @@ class Group(Protocol):
     @property
     def shard(self) -> Shard: ...
 
-    def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        """Once, before sums of up to so many rows."""
+    def reserve(self, sums: tuple[int, int], gathers: tuple[int, int], dtype: torch.dtype) -> None:
+        """Once, for sums and gathers of up to so many rows, of so many columns."""
         ...
 
     def place(self, rows: int) -> torch.Tensor | None:
@@ -26,8 +26,9 @@ class Group(Protocol):
         """The sum over all devices, bit for bit the same on each, in x itself."""
         ...
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x `[...]` of every device: `[devices, ...]`."""
+    def gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """x `[rows, n]` of all devices side by side, as far as out `[rows, m]` has columns for
+        them. Returns out."""
         ...
 
     def least(self, number: int) -> int:
@@ -40,7 +41,9 @@ class Alone:
 
     shard = WHOLE
 
-    def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None: ...
+    def reserve(
+        self, sums: tuple[int, int], gathers: tuple[int, int], dtype: torch.dtype
+    ) -> None: ...
 
     def place(self, rows: int) -> torch.Tensor | None:
         return None
@@ -48,8 +51,8 @@ class Alone:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unsqueeze(0)
+    def gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(x)
 
     def least(self, number: int) -> int:
         return number

@@ -107,7 +107,9 @@ def _build_parts(
         config = msgspec.structs.replace(config, kv_memory=group.least(config.kv_memory))
     limits = executor_limits(model, config)
     if group.shard.count > 1:
-        group.reserve(limits.max_step_tokens + MOST_PADDING, model.hidden_size, dtype)
+        sums = (limits.max_step_tokens + MOST_PADDING, model.hidden_size)
+        logits = (limits.max_rows + MOST_PADDING, model.head.linear.out_features)
+        group.reserve(sums, logits, dtype)
     groups = page_groups(model)
     model = model.within(limits.max_context)
     # One page more than the scheduler has: padding of batches is written there.

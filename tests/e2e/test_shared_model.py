@@ -80,12 +80,12 @@ async def kill_and_compare(shared: Serving, kills: int) -> list[float]:
             away = []
             for number in range(kills):
                 before, soon = answered, rng.randrange(1, 9)
-                while answered < before + soon or len(engines(shared)) < 2:
+                while answered < before + soon or len(engines(shared)) < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)  # polls a condition, bounded by the test's time
                 victim = engines(shared)[number % 2]
                 victim.send_signal(signal.SIGKILL)
                 killed, before = time.monotonic(), answered
-                while answered < before + 8:
+                while answered < before + 8:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
                 away.append(time.monotonic() - killed)
             over.set()

@@ -80,9 +80,10 @@ class GroupOps(Generic[P, L, Y]):
         site: Site,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        parts = self._group.gather(self._ops.logits(x, linear, lora, site))
-        found = parts.transpose(0, 1).flatten(1)[:, : self._whole.vocab_size]
-        return found.contiguous() if out is None else out.copy_(found)
+        own = self._ops.logits(x, linear, lora, site)
+        return self._group.gather(
+            own, own.new_empty(len(own), self._whole.vocab_size) if out is None else out
+        )
 
     def attend(
         self,

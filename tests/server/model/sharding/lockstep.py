@@ -46,8 +46,8 @@ class ThreadGroup:
         self.shard, self._table = shard, table
         self.sums = 0
 
-    def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        self._shared = torch.full((rows, width), float("nan"), dtype=dtype)
+    def reserve(self, sums: tuple[int, int], gathers: tuple[int, int], dtype: torch.dtype) -> None:
+        self._shared = torch.full(sums, float("nan"), dtype=dtype)
 
     def place(self, rows: int) -> torch.Tensor | None:
         return self._shared[:rows]
@@ -57,8 +57,9 @@ class ThreadGroup:
         found = self._table.exchange(self.shard.index, x.clone())
         return x.copy_(torch.stack(found).sum(0))
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._table.exchange(self.shard.index, x.clone()))
+    def gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        found = torch.cat(self._table.exchange(self.shard.index, x.clone()), 1)
+        return out.copy_(found[:, : out.shape[1]])
 
     def least(self, number: int) -> int:
         return min(self._table.exchange(self.shard.index, number))

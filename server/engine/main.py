@@ -73,6 +73,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def leave_within_grace() -> None:
+    """Ends this process when it has not ended by itself."""
+    timer = threading.Timer(LEAVE_GRACE_S, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after Shutdown or with the worker gone, else 1."""
     options = parse(arguments)
@@ -159,7 +166,8 @@ def _follow(options: argparse.Namespace, executor: Any) -> int:
     (link,) = _links(options)
     shorten_pauses()
     try:
-        Follower(executor, link).run(left=lambda: os._exit(0))
+        Follower(executor, link).run(left=leave_within_grace)
+        executor.close()
     except Exception as error:  # of any type: a step that fails here leaves the others waiting
         log.error("a step failed", exc_info=error)
         os._exit(1)

@@ -72,7 +72,7 @@ class TorchExecutor:
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
         self._masks = MaskMemory(self.limits.max_rows, self.limits.vocab_size, self.device)
         self._copies = AdapterCopies(self._table, host_arena)
-        self._shard = group.shard
+        self._group = group
         phases.done("host memory")
         self.summary = (*parts.summary, f"operations: {built.backend}", phases.line())
 
@@ -123,7 +123,7 @@ class TorchExecutor:
             torch.cuda.synchronize(self.device)
 
     def start_copy(self, copy: AdapterCopy) -> None:
-        self._copies.start(copy.of_shard(self._shard.index))
+        self._copies.start(copy.of_shard(self._group.shard.index))
 
     def poll_copies(self) -> list[CopyNews]:
         with torch.inference_mode():
@@ -141,6 +141,8 @@ class TorchExecutor:
 
     def close(self) -> None:
         self._copies.close()
+        self._graphs = self._token_graphs = None
+        self._group.close()
 
     def _replay(self, batch: DecodeBatch, slices: Sequence[SeqSlice]) -> StepTicket:
         """A step of decodes alone: greedy rows are done in the graph, the others after it, in one

@@ -35,6 +35,10 @@ class Group(Protocol):
         """The smallest that a device has; on the host."""
         ...
 
+    def close(self) -> None:
+        """By all devices at about the same time, after their last call."""
+        ...
+
 
 class Alone:
     """A device that has the whole model."""
@@ -56,3 +60,5 @@ class Alone:
 
     def least(self, number: int) -> int:
         return number
+
+    def close(self) -> None: ...

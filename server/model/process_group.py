@@ -1,5 +1,6 @@
 """Processes of one host that share a model, a device each."""
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ from server.config import set_unset_variables
 
 # The worker notices sooner that no step ends.
 _TIMEOUT = timedelta(minutes=30)
+_LEAVE_S = 10.0
 # All are on one host. Multicast among GPUs is not used.
 _SETTINGS = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -40,11 +42,6 @@ class ProcessGroup:
             world_size=shard.count,
             timeout=_TIMEOUT,
         )
-
-    def close(self) -> None:
-        """No graph may have captured anything of this group that is still there."""
-        self._sums = self._gathers = None
-        distributed.destroy_process_group()
 
     def reserve(self, sums: tuple[int, int], gathers: tuple[int, int], dtype: torch.dtype) -> None:
         if self._on_gpu:
@@ -80,6 +77,13 @@ class ProcessGroup:
         found = torch.tensor(number)
         distributed.all_reduce(found, op=distributed.ReduceOp.MIN)
         return int(found)
+
+    def close(self) -> None:
+        """NCCL waits for the other devices; for one that is lost no longer than _LEAVE_S."""
+        self._sums = self._gathers = None
+        leaving = threading.Thread(target=distributed.destroy_process_group, daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_S)
 
 
 class _SharedMemory:

@@ -1,7 +1,6 @@
 """The offline engine's processes, one a device; run as a module it is one after the first."""
 
 import argparse
-import os
 import socket
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from server.config import EngineConfig
 from server.engine.executor import Executor
 from server.engine.group.follower import Follower
 from server.engine.group.leader import GroupExecutor
+from server.engine.main import leave_within_grace
 from server.model.executor import TorchExecutor
 from server.model.lora.lora import DTYPES
 from server.model.process_group import ProcessGroup
@@ -47,7 +47,6 @@ def make_executor(
     meeting = str(folder / "meeting")
     links = [_start(config, batches, number, meeting, undo) for number in range(1, config.shards)]
     group = ProcessGroup(Shard(0, config.shards), meeting, config.device)
-    undo.callback(group.close)
     executor = TorchExecutor(
         config, arena, group=group, weights=random_weights, graph_batches=batches
     )
@@ -98,7 +97,8 @@ def main() -> int:
         config, random_arena(config), group=group, weights=random_weights, graph_batches=batches
     )
     link = socket.socket(fileno=given.link_fd)
-    Follower(executor, link).run(left=lambda: os._exit(0))
+    Follower(executor, link).run(left=leave_within_grace)
+    executor.close()
     return 0
 
 

@@ -46,8 +46,8 @@ class Follower:
         self._copying = 0
 
     def run(self, left: Callable[[], None] = lambda: None) -> None:
-        """Until the leader has closed the link. left: called then, on another thread: a step may
-        wait for the leader for ever. Raises whatever a step raises."""
+        """Until the leader has closed the link. left: called then, on another thread: this one may
+        be in a step that waits for the leader for ever. Raises whatever a step raises."""
 
         def read() -> None:
             try:

@@ -61,6 +61,8 @@ class ThreadGroup:
         found = torch.cat(self._table.exchange(self.shard.index, x.clone()), 1)
         return out.copy_(found[:, : out.shape[1]])
 
+    def close(self) -> None: ...
+
     def least(self, number: int) -> int:
         return min(self._table.exchange(self.shard.index, number))
 

@@ -35,7 +35,6 @@ class GroupDriver(Driver):
         self.arena: Any = self._memory.view
         links = [self._start(number) for number in range(1, self._shards)]
         group = ProcessGroup(Shard(0, self._shards), self._meeting, self.config.device)
-        self._end.callback(group.close)
         executor = TorchExecutor(self.config, self._memory.view, group=group)
         return GroupExecutor(executor, links)
 

@@ -33,6 +33,7 @@ from adapters.peft.validate import (
     SlabRoom,
     check_base_name,
     check_config,
+    is_of_outputs,
     may_be_lora,
     place_tensors,
     validate,
@@ -227,12 +228,13 @@ class _Reading:
 
     def _check_numbers(self, tensor: TensorInfo, findings: Findings) -> None:
         lora, finite, fitting = may_be_lora(tensor), True, True
+        dtype: SlabDtype = "float32" if is_of_outputs(tensor) else self._slab
         for piece in self._weights.pieces(tensor.start, tensor.end):
             if self._digest is not None:
                 self._digest.update(piece)
             if tensor.name in self._sealed:
                 self._fingerprint.update(piece)
-            if lora and not fits(piece, tensor.dtype, self._slab):
+            if lora and not fits(piece, tensor.dtype, dtype):
                 fitting, finite = False, finite and is_finite(piece, tensor.dtype)
         if not finite:
             message = f"{tensor.name} has values that are NaN, infinite, or too large for float32"

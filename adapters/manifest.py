@@ -11,7 +11,7 @@ from adapters.coverage import Coverage
 SlabDtype = Literal["float32", "float16", "bfloat16"]
 ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 
 class AdapterTemplate(msgspec.Struct, frozen=True):
@@ -122,6 +122,10 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     scales: `lora_alpha / r` or `lora_alpha / sqrt(r)` (rsLoRA); not folded into the weights.
     shares_a: all projections have the same A, which is stored once. So it is where one tensor
         holds gate and up of all experts.
+    vectors: one entry per projection: which numbers the adapter has for each output (`vectors` of
+        `adapters.peft.lora_tensors`); () = the site has none.
+    vectors_offset: float32 `[2, out_features of all projections]`, whatever the slab's dtype; the
+        magnitudes of DoRA, then zeros. 0 in place of what the adapter does not have.
     """
 
     layer: int
@@ -131,6 +135,8 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     a_offset: int
     b_offsets: tuple[int, ...]
     shares_a: bool = False
+    vectors: tuple[int, ...] = ()
+    vectors_offset: int = 0
 
     @property
     def a_rank(self) -> int:

@@ -39,6 +39,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "max_lora_rank",
             "adapter_ttl_s",
             "adapter_timeout_s",
+            "dora_graphs",
         }
     ),
     "Callers": frozenset({"auth", "keys_file", "share_prefixes"}),

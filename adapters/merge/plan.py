@@ -53,6 +53,10 @@ class MergedModule(msgspec.Struct, frozen=True):
         return False
 
     @property
+    def vectors(self) -> int:
+        return 0
+
+    @property
     def nbytes(self) -> int:
         return self.lora_rank * (self.shape.in_features + self.shape.out_features) * _ITEM_BYTES
 
@@ -126,6 +130,8 @@ def _unmergeable(member: LoraTensors) -> str | None:
         return "changes experts; LoRA on experts cannot be merged"
     if member.config.alora_invocation_tokens:
         return "is activated by tokens of the prompt; such adapters cannot be merged"
+    if member.config.use_dora:
+        return "is DoRA; its magnitudes are of its own delta, and PEFT loses them in a merge"
     return None
 
 

@@ -51,6 +51,7 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         counts for them alone.
     alora_invocation_tokens: ids from whose last occurrence in the prompt on the adapter acts; () =
         it acts on all tokens.
+    use_dora: `(W + scale * B A)` has rows of the lengths that the adapter's magnitudes say.
     """
 
     base_model_name_or_path: str
@@ -70,6 +71,7 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     target_parameters: tuple[str, ...] = ()
     peft_version: str = ""
     alora_invocation_tokens: tuple[int, ...] = ()
+    use_dora: bool = False
 
     def scale(self, lora_rank: int, lora_alpha: float) -> float:
         """What `B A x` is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA."""
@@ -160,6 +162,7 @@ def _read(reader: "_Reader") -> PeftConfig:
         target_parameters=parameters,
         peft_version=reader.text("peft_version") if parameters else "",
         alora_invocation_tokens=reader.tokens("alora_invocation_tokens"),
+        use_dora=reader.flag("use_dora"),
     )
     if not config.target_modules and not parameters:
         reader.refuse("target_modules", "missing or empty: the adapter targets nothing")

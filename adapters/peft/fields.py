@@ -23,6 +23,7 @@ USED = frozenset(
         "revision",
         "target_modules",
         "target_parameters",
+        "use_dora",
         "use_rslora",
     }
 )
@@ -68,7 +69,6 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "swift_type": (None, "LORA"),
     "trainable_token_indices": (None,),
     "use_bdlora": (None, False),
-    "use_dora": (None, False),
     "use_qalora": (None, False),
     "velora_config": (None,),
 }

@@ -7,6 +7,9 @@ from adapters.peft.config import PeftConfig
 from adapters.peft.tensor_names import WHOLE, Naming
 from adapters.safetensors.header import TensorInfo
 
+# What an adapter has for each output of a module, beside A and B; bits.
+MAGNITUDES = 1
+
 
 class PlacedLora(msgspec.Struct, frozen=True):
     """LoRA of one module, or of one that all experts of a layer have, in any form:
@@ -26,20 +29,31 @@ class PlacedLora(msgspec.Struct, frozen=True):
         return False
 
     @property
+    def vectors(self) -> int:
+        """Which numbers it has for each output: MAGNITUDES or none."""
+        return 0
+
+    @property
     def sites(self) -> tuple[Site, ...]:
         """The modules that have tensors."""
         return ((self.layer, self.module),)
 
 
 class ModuleLora(PlacedLora, frozen=True, gc=False):
-    """LoRA of one module. a: `[lora_rank, in_features]`; b: `[out_features, lora_rank]`."""
+    """LoRA of one module. a: `[lora_rank, in_features]`; b: `[out_features, lora_rank]`.
+    magnitude: of DoRA, `[out_features]`."""
 
     a: TensorInfo
     b: TensorInfo
+    magnitude: TensorInfo | None = None
+
+    @property
+    def vectors(self) -> int:
+        return 0 if self.magnitude is None else MAGNITUDES
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
-        return self.a, self.b
+        return (self.a, self.b, *(() if self.magnitude is None else (self.magnitude,)))
 
 
 class ExpertPair(msgspec.Struct, frozen=True, gc=False):

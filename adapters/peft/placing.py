@@ -65,7 +65,8 @@ class ModulePlacer:
         fit = self._checks.fit(path, key, pair, shape.in_features, shape.out_features)
         if fit is None:
             return None
-        return ModuleLora(module.layer, module.name, *fit, pair["A"], pair["B"])
+        a, b, lengths = pair["A"], pair["B"], pair.get("M")
+        return ModuleLora(module.layer, module.name, *fit, a, b, lengths)
 
     def _experts(self, module: BaseModule) -> ExpertsLora | None:
         """Of a model in which each expert has modules of its own."""

@@ -25,9 +25,9 @@ _EXPERT = re.compile(r"(?P<head>.+\.)(?P<expert>0|[1-9][0-9]{0,5})(?P<tail>\.[^.
 
 
 class SortedTensors(msgspec.Struct, frozen=True):
-    """naming: how the adapter calls the modules. pairs: path in the base -> side (`A`, `B`) ->
-    tensor. copies: short name -> a copy of the base's own weights. has_experts: some pairs are of
-    modules that each expert has."""
+    """naming: how the adapter calls the modules. pairs: path in the base -> side (`A`, `B`, `M`)
+    -> tensor. copies: short name -> a copy of the base's own weights. has_experts: some pairs are
+    of modules that each expert has."""
 
     naming: Naming
     pairs: Mapping[str, dict[str, TensorInfo]]
@@ -101,7 +101,11 @@ class _Sorter:
         module = self._table.get(path)
         is_embedding = module is not None and module.name == "embed_tokens"
         there = self.pairs.get(path, {}).get(name.side)
-        if is_embedding is not name.is_embedding or is_embedding is name.has_weight:
+        if name.side == "M":
+            is_misplaced = False
+        else:
+            is_misplaced = is_embedding is not name.is_embedding or is_embedding is name.has_weight
+        if is_misplaced:
             kind = "lora_embedding_A/B" if is_embedding else "lora_A/B.weight"
             message = f"{tensor.name}: LoRA of {path} is stored as {kind}"
             self._findings.add("misplaced_tensor", tensor.name, message)

@@ -22,6 +22,11 @@ _LORA = re.compile(
     rf"{_PREFIX}(?P<path>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])"
     r"(?P<adapter>\.(?!weight$)[^.]+)?(?P<weight>\.weight)?"
 )
+# PEFT saves it without the adapter's name and without `.weight`.
+_MAGNITUDE = re.compile(
+    rf"{_PREFIX}(?P<path>.+)\.lora_magnitude_vector"
+    r"(?P<adapter>\.(?!weight$)[^.]+)?(?P<weight>\.weight)?"
+)
 _BASE_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.weight")
 # What PEFT calls an adapter that nobody named, and leaves out when it saves.
 _DEFAULT_ADAPTER = "default"
@@ -35,6 +40,10 @@ _OF_IMAGES = re.compile(
 )
 
 
+# Of a module's LoRA; M = the magnitudes of DoRA.
+Side = Literal["A", "B", "M"]
+
+
 class TensorName(msgspec.Struct, frozen=True):
     """path: of the module, as the trained model calls it. side: "" = the module's own weight.
 
@@ -42,7 +51,7 @@ class TensorName(msgspec.Struct, frozen=True):
     """
 
     path: str
-    side: Literal["A", "B", ""]
+    side: Side | Literal[""]
     has_prefix: bool
     is_embedding: bool = False
     has_weight: bool = True
@@ -114,6 +123,15 @@ def parse_tensor_name(name: str) -> TensorName | None:
             is_embedding=bool(lora["embedding"]),
             has_weight=bool(lora["weight"]),
             adapter=(lora["adapter"] or _DEFAULT_ADAPTER).removeprefix("."),
+        )
+    magnitude = _MAGNITUDE.fullmatch(plain)
+    if magnitude is not None:
+        return TensorName(
+            path=magnitude["path"],
+            side="M",
+            has_prefix=bool(magnitude["prefix"]),
+            has_weight=bool(magnitude["weight"]),
+            adapter=(magnitude["adapter"] or _DEFAULT_ADAPTER).removeprefix("."),
         )
     copy = _BASE_COPY.fullmatch(plain)
     return None if copy is None else TensorName(copy["path"], "", bool(copy["prefix"]))

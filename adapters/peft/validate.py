@@ -107,7 +107,19 @@ def check_config(
         findings.add("unsupported_feature", "ensure_weight_tying", message)
     if config.alora_invocation_tokens:
         _check_activation(matcher, base, findings)
+    if config.use_dora:
+        _check_dora(matcher, base, findings)
     return matcher
+
+
+def _check_dora(matcher: Targeting, base: BaseSpec, findings: Findings) -> None:
+    """PEFT has DoRA neither of tensors of all experts nor of activated LoRA."""
+    unserved = {"alora_invocation_tokens": bool(matcher.config.alora_invocation_tokens)}
+    paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
+    unserved["experts targeted"] = any(".experts." in path for path in paths)
+    for words in (words for words, is_there in unserved.items() if is_there):
+        message = f"use_dora with {words} is not supported"
+        findings.add("unsupported_feature", "use_dora", message)
 
 
 def _check_activation(matcher: Targeting, base: BaseSpec, findings: Findings) -> None:
@@ -145,6 +157,12 @@ def may_be_lora(tensor: TensorInfo) -> bool:
         return False
     name = parse_tensor_name(tensor.name)
     return name is not None and bool(name.side)
+
+
+def is_of_outputs(tensor: TensorInfo) -> bool:
+    """Whether it has a number for each output of a module, which stays float32."""
+    name = parse_tensor_name(tensor.name)
+    return name is not None and name.side == "M"
 
 
 def _all_targeted(matcher: Targeting, base: BaseSpec) -> Iterator[dict[str, str]]:

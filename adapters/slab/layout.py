@@ -12,6 +12,7 @@ from adapters.manifest import ITEM_BYTES, SiteLayout, SlabDtype, SlabLayout
 from adapters.peft.validate import SlabRoom
 
 ALIGNMENT = 256
+VECTOR_ROWS = 2
 _OPEN_EXTENTS = 16
 
 
@@ -40,6 +41,8 @@ class RankedModule(Protocol):
     def scale(self) -> float: ...
     @property
     def shares_a(self) -> bool: ...
+    @property
+    def vectors(self) -> int: ...
 
 
 class Packable(Protocol):
@@ -116,6 +119,20 @@ def b_matrices(
     return tuple(result)
 
 
+def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
+    """What a site has for each output, `[2, outputs]` in float32; None = nothing."""
+    if not site.vectors:
+        return None
+    shape = (VECTOR_ROWS, sum(widths_of(site.kind, base)))
+    return PlacedMatrix(site.vectors_offset, shape, math.prod(shape) * ITEM_BYTES["float32"])
+
+
+def widths_of(kind: SiteKind, base: BaseSpec) -> tuple[int, ...]:
+    """Outputs of each projection of a site."""
+    modules = base.model_modules if kind in MODEL_SITES else base.layer_modules
+    return tuple(modules[name].out_features for name in base.sites[kind])
+
+
 def _matrix(
     offset: int, module: ModuleShape, shape: tuple[int, ...], item_bytes: int
 ) -> PlacedMatrix:
@@ -158,12 +175,19 @@ def _place_site(
         b_offsets=(0,) * len(modules),
         shares_a=all(module is not None and module.shares_a for module in modules),
     )
+    vectors = tuple(module.vectors if module else 0 for module in modules)
+    if any(vectors):
+        site = msgspec.structs.replace(site, vectors=vectors)
     a_offset = cursor.place(a_matrix(site, base, item_bytes).nbytes)
     b_offsets = tuple(
         cursor.place(matrix.nbytes) if matrix else 0
         for matrix in b_matrices(site, base, item_bytes)
     )
-    return msgspec.structs.replace(site, a_offset=a_offset, b_offsets=b_offsets)
+    rows = vector_rows(site, base)
+    vectors_offset = 0 if rows is None else cursor.place(rows.nbytes)
+    return msgspec.structs.replace(
+        site, a_offset=a_offset, b_offsets=b_offsets, vectors_offset=vectors_offset
+    )
 
 
 class _Cursor:

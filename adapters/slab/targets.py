@@ -11,7 +11,7 @@ from adapters.manifest import ITEM_BYTES, SiteLayout, SlabLayout
 from adapters.peft.lora_tensors import ExpertsLora, LoraTensors, ModuleLora, StackedLora
 from adapters.safetensors.floats import Raw
 from adapters.safetensors.header import TensorInfo
-from adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices
+from adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices, vector_rows, widths_of
 from adapters.slab.memory import SlabMemory
 
 # Of a slab, whatever its dtype.
@@ -22,13 +22,15 @@ _Lora = ModuleLora | ExpertsLora | StackedLora
 class SlabTarget(NamedTuple):
     """Some numbers of a tensor, and their place. rows: which rows of the tensor. columns: which
     columns. place: of each number, indexed by row first, then in the order of the columns, in one
-    dimension or several. factor: what the numbers are multiplied with."""
+    dimension or several. factor: what the numbers are multiplied with. is_wide: they are float32,
+    whatever the slab's dtype."""
 
     tensor: TensorInfo
     place: Numbers
     rows: range
     columns: slice = slice(None)
     factor: float = 1.0
+    is_wide: bool = False
 
     @property
     def whole(self) -> Raw | None:
@@ -73,22 +75,28 @@ def all_regions(
     modules: dict[tuple[int, str], _Lora] = {
         (lora.layer, lora.module): lora for lora in adapter.modules
     }
-    item_bytes = ITEM_BYTES[layout.dtype]
+    own_bytes = ITEM_BYTES[layout.dtype]
 
-    def region(placed: PlacedMatrix) -> Region:
+    def region(placed: PlacedMatrix, item_bytes: int = own_bytes) -> Region:
         raw = np.frombuffer(memory.at(placed.offset, placed.nbytes), np.uint8)
         return Region(placed.offset, raw.view(f"<u{item_bytes}").reshape(placed.shape), [])
 
     for site in layout.sites:
         loras = [modules.get((site.layer, name)) for name in base.sites[site.kind]]
-        a = region(a_matrix(site, base, item_bytes))
+        a = region(a_matrix(site, base, own_bytes))
         a.targets.extend(_a_targets(site, loras, a.numbers))
         yield a
-        for lora, placed in zip(loras, b_matrices(site, base, item_bytes), strict=True):
+        for lora, placed in zip(loras, b_matrices(site, base, own_bytes), strict=True):
             if lora is not None and placed is not None:
                 b = region(placed)
                 b.targets.extend(_b_targets(lora, b.numbers))
                 yield b
+        rows = vector_rows(site, base)
+        if rows is not None:
+            of_outputs = region(rows, ITEM_BYTES["float32"])
+            widths = widths_of(site.kind, base)
+            of_outputs.targets.extend(_vector_targets(loras, widths, of_outputs.numbers))
+            yield of_outputs
 
 
 def _a_targets(
@@ -131,6 +139,19 @@ def _b_targets(lora: _Lora, numbers: Numbers) -> Iterator[SlabTarget]:
         for expert, own in enumerate(numbers):
             rows = range(expert * lora.lora_rank, (expert + 1) * lora.lora_rank)
             yield SlabTarget(lora.a, own.T, rows, columns)
+
+
+def _vector_targets(
+    loras: Sequence[_Lora | None], widths: Sequence[int], numbers: Numbers
+) -> Iterator[SlabTarget]:
+    """numbers: `[2, outputs]`."""
+    begin = 0
+    for lora, width in zip(loras, widths, strict=True):
+        end = begin + width
+        if isinstance(lora, ModuleLora) and lora.magnitude is not None:
+            place = numbers[0, begin:end]
+            yield SlabTarget(lora.magnitude, place, _rows(lora.magnitude), is_wide=True)
+        begin = end
 
 
 def _stacked_a(lora: StackedLora, numbers: Numbers) -> SlabTarget:

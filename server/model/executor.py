@@ -23,6 +23,7 @@ from server.model.graphs.parts import Parts
 from server.model.graphs.start_phases import StartPhases
 from server.model.lora.adapter_copies import AdapterCopies
 from server.model.lora.lora import DTYPES, AdapterTable
+from server.model.lora.output_vectors import OutputVectors
 from server.model.lora.sites import Sites
 from server.model.ops.memory import (
     MEMORY_ADVICE,
@@ -90,7 +91,9 @@ class TorchExecutor:
         self._parameters = parts.parameters
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
         self._masks = MaskMemory(self.limits.max_rows, self.limits.vocab_size, self.device)
-        self._copies = AdapterCopies(self._table, host_arena)
+        self._copies = AdapterCopies(
+            self._table, host_arena, OutputVectors(parts.weights, self._table.sites).pieces
+        )
         phases.done("host memory")
         self.summary = (*parts.summary, f"operations: {built.backend}", phases.line())
 
@@ -327,7 +330,9 @@ def _build_parts(
     rows = Rows(*size, device, limits.short_context, len(groups.windows))
     parameters = RowSampling(limits.max_rows, model.vocab_size, model.eos_token_ids, device)
     cache = KVCache(k, v, groups, dtype, tuple(layer.kv_scales for layer in weights.layers))
-    return Parts(model, weights, cache, table, rows, parameters, limits, summary)
+    return Parts(
+        model, weights, cache, table, rows, parameters, limits, summary, config.dora_graphs
+    )
 
 
 def _host_arena_made(memory: memoryview, device: torch.device) -> AbstractContextManager[None]:

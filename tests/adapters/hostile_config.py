@@ -21,7 +21,6 @@ _FEATURES: dict[str, Any] = {
     "monteclora_config": {},
     "trainable_token_indices": [3],
     "use_bdlora": {"target_modules_bd_a": []},
-    "use_dora": True,
     "use_qalora": True,
     "velora_config": {},
 }
@@ -189,7 +188,7 @@ def _documents() -> dict[str, tuple[Spoil, set[str]]]:
 def _together() -> dict[str, tuple[Spoil, set[str]]]:
     return {
         "many lies": (
-            config(use_dora=True, base_model_name_or_path="x/y", r=9),
+            config(use_qalora=True, base_model_name_or_path="x/y", r=9),
             {"unsupported_feature", "wrong_base", "rank_mismatch"},
         ),
         "lies in every part": (

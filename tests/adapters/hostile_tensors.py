@@ -28,6 +28,7 @@ from tests.adapters.spoils import (
 def cases(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
     """Name -> how a good folder is spoiled, and exactly what is found."""
     found = _strangers(base) | _names() | _shapes(base) | _values() | _together(base)
+    found |= _magnitudes()
     return {f"tensors: {name}": case for name, case in found.items()}
 
 
@@ -190,6 +191,59 @@ def _values() -> dict[str, tuple[Spoil, set[str]]]:
         "bytes": (claimed("U8", 4), {"unsupported_dtype", "rank_mismatch"}),
         "booleans": (claimed("BOOL", 4), {"unsupported_dtype", "rank_mismatch"}),
         "exponents alone": (claimed("F8_E8M0", 4), {"unsupported_dtype", "rank_mismatch"}),
+    }
+
+
+def _magnitudes() -> dict[str, tuple[Spoil, set[str]]]:
+    """Of DoRA."""
+    first = f"{Q}.lora_magnitude_vector"
+
+    def dora(change: Callable[[Tensors], Tensors], **keys: Any) -> Spoil:
+        def with_magnitudes(found: Tensors) -> Tensors:
+            lengths = {
+                name.replace("lora_B.weight", "lora_magnitude_vector"): np.ones(len(b), np.float32)
+                for name, b in found.items()
+                if "lora_B" in name
+            }
+            return change(found | lengths)
+
+        return both(config(use_dora=True, **keys), tensors(with_magnitudes))
+
+    def put(name: str, *values: float) -> Callable[[Tensors], Tensors]:
+        return lambda t: t | {name: np.resize(np.array(values, np.float32), t[first].shape)}
+
+    def wreck(found: Tensors) -> Tensors:
+        found[first] = np.full((3, 1), np.nan, np.float32)
+        return {n: t for n, t in found.items() if "1.self_attn.v_proj.lora_m" not in n}
+
+    def without_pair(found: Tensors) -> Tensors:
+        return {n: t for n, t in found.items() if n not in (FIRST, FIRST_B)}
+
+    strange = first.replace("q_proj", "w_proj")
+    return {
+        "dora without magnitudes": (config(use_dora=True), {"lone_tensor"}),
+        "magnitudes alone": (dora(without_pair), {"lone_tensor"}),
+        "magnitudes with nan": (dora(put(first, 1.0, np.nan)), {"not_finite"}),
+        "magnitudes without end": (dora(put(first, np.inf)), {"not_finite"}),
+        "magnitudes of too few": (
+            dora(lambda t: t | {first: t[first][:-1]}),
+            {"shape_mismatch"},
+        ),
+        "magnitudes in a column": (
+            dora(lambda t: t | {first: t[first][:, None]}),
+            {"shape_mismatch"},
+        ),
+        "magnitudes twice": (dora(put(f"{first}.weight", 1.0)), {"duplicate_tensor"}),
+        "magnitudes of no module": (dora(put(strange, 1.0)), {"unknown_module"}),
+        "magnitudes of another module": (
+            dora(put(first.replace("q_proj", "o_proj"), 1.0)),
+            {"untargeted_tensor"},
+        ),
+        "activated dora": (
+            dora(lambda t: t, alora_invocation_tokens=[1]),
+            {"unsupported_feature"},
+        ),
+        "dora, all of it": (dora(wreck), {"shape_mismatch", "not_finite", "lone_tensor"}),
     }
 
 

@@ -16,7 +16,8 @@ from server.model.weights import ModelWeights
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a set of ops works on; all on one device. summary: of its memory, for a person."""
+    """What a set of ops works on; all on one device. summary: of its memory, for a person.
+    dora_graphs: see WorkerConfig."""
 
     model: ModelSpec
     weights: ModelWeights
@@ -26,6 +27,7 @@ class Parts:
     parameters: RowSampling
     limits: ExecutorLimits
     summary: tuple[str, ...]
+    dora_graphs: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,8 +79,8 @@ def test_harmless_settings_are_accepted(changes: dict[str, Any]) -> None:
         ({"peft_type": "LOHA"}, "unsupported_peft_type", "peft_type"),
         ({"peft_type": None}, "unsupported_peft_type", "peft_type"),
         ({"peft_type": "lora"}, "unsupported_peft_type", "peft_type"),
-        ({"use_dora": True}, "unsupported_feature", "use_dora"),
-        ({"use_dora": 1}, "unsupported_feature", "use_dora"),
+        ({"use_dora": "yes"}, "bad_value", "use_dora"),
+        ({"use_dora": 1}, "bad_value", "use_dora"),
         ({"bias": "all"}, "unsupported_feature", "bias"),
         ({"bias": "lora_only"}, "unsupported_feature", "bias"),
         ({"lora_bias": True}, "unsupported_feature", "lora_bias"),
@@ -160,7 +160,7 @@ def test_each_lie_is_named(changes: dict[str, Any], code: str, where: str) -> No
 
 
 def test_all_violations_come_together() -> None:
-    codes = violation_codes(lambda: read_with(use_dora=True, r=0, new_key=1, peft_type="IA3"))
+    codes = violation_codes(lambda: read_with(use_qalora=True, r=0, new_key=1, peft_type="IA3"))
     assert codes == {"unsupported_feature", "bad_value", "unknown_key", "unsupported_peft_type"}
 
 

@@ -247,7 +247,11 @@ def test_inits_that_change_the_base_are_refused(init: str, tmp_path: Path) -> No
     assert violation_codes(lambda: judge_folder(folder, BASE, LIMITS)) == {"unsupported_feature"}
 
 
-def test_dora_is_refused_with_its_tensors(tmp_path: Path) -> None:
-    folder = save(tmp_path, target_modules=["q_proj"], use_dora=True)
-    codes = violation_codes(lambda: judge_folder(folder, BASE, LIMITS))
-    assert codes == {"unsupported_feature", "unknown_tensor"}
+def test_dora_has_a_length_for_each_output(tmp_path: Path) -> None:
+    folder = save(tmp_path, target_modules=["q_proj", "embed_tokens"], use_dora=True)
+    found = judge_folder(folder, BASE, LIMITS).tensors
+    assert found.config.use_dora
+    assert {lora.module for lora in found.ordinary} == {"q_proj", "embed_tokens"}
+    for lora in found.ordinary:
+        assert lora.magnitude is not None
+        assert lora.magnitude.shape == (BASE.hidden_size,)

@@ -69,12 +69,19 @@ class Served:
     """A base with every adapter of the zoo on the device, and the oracle beside it.
 
     stored: what the adapters' files hold; PEFT then has the values that are stored, in float32.
+    adapters: others than those of the zoo.
     """
 
-    def __init__(self, name: str, folder: Path, stored: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        stored: torch.dtype | None = None,
+        adapters: Mapping[str, LoraConfig] | None = None,
+    ) -> None:
         base = make_model(name)
         self.driver = Driver(save_model(base, folder))
-        self.adapters = zoo_of(VARIANTS[name])
+        self.adapters = zoo_of(VARIANTS[name]) if adapters is None else adapters
         self.oracle = with_zoo(base, self.adapters)
         self.slabs = {each: pack(self.oracle, each, stored=stored) for each in self.adapters}
         if stored is not None:

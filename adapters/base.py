@@ -36,6 +36,7 @@ class ModuleShape(msgspec.Struct, frozen=True):
 
     experts: how many experts of a layer have such a module; its path has `{}` for their number, as
     in `mlp.experts.{}.gate_proj`. 1 = an ordinary module. layers: those that have it; None = all.
+    has_bias: of an ordinary module.
     """
 
     path: str
@@ -43,6 +44,7 @@ class ModuleShape(msgspec.Struct, frozen=True):
     out_features: int
     experts: int = 1
     layers: tuple[int, ...] | None = None
+    has_bias: bool = False
 
     @property
     def is_of_experts(self) -> bool:

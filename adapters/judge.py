@@ -269,7 +269,7 @@ def _manifest(digest: str, adapter: LoraTensors, text: AdapterText) -> AdapterMa
     return AdapterManifest(
         digest=digest,
         base=adapter.config.base_model_name_or_path,
-        targets=tuple(sorted({module.module for module in adapter.modules})),
+        targets=tuple(sorted({each.module for each in (*adapter.modules, *adapter.biases)})),
         ranks=tuple(sorted({module.lora_rank for module in adapter.modules})),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         dtype="+".join(sorted({tensor.dtype for tensor in tensors})),

@@ -125,7 +125,8 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     vectors: one entry per projection: which numbers the adapter has for each output (`vectors` of
         `adapters.peft.lora_tensors`); () = the site has none.
     vectors_offset: float32 `[2, out_features of all projections]`, whatever the slab's dtype; the
-        magnitudes of DoRA, then zeros. 0 in place of what the adapter does not have.
+        magnitudes of DoRA, then biases in place of the base's. In a third row biases of B, if a
+        projection has one. 0 in place of what the adapter does not have.
     """
 
     layer: int
@@ -151,7 +152,7 @@ class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is larger than an extent. A larger tensor starts on a border and owns a *run* of extents that
     must stay contiguous. `runs` lists the lengths, in extents, of the pieces that may be placed
     apart from each other, in order: all 1 but for such tensors. `nbytes == sum(runs) *
-    extent_bytes`. Only sites with some rank > 0 are listed.
+    extent_bytes`. Only sites that the adapter changes are listed.
     """
 
     digest: str

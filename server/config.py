@@ -145,8 +145,8 @@ class WorkerConfig:
     dora_graphs: bool = field(
         default=False,
         metadata={
-            "help": "on a GPU also capture steps that have DoRA adapters: these steps are faster,"
-            " the start takes longer"
+            "help": "on a GPU also capture steps that have adapters with DoRA or biases: these are"
+            " faster, the start takes longer"
         },
     )
     model_names: tuple[str, ...] = field(

@@ -13,7 +13,7 @@ from adapters.base import BaseSpec, ModuleShape, module_path
 from adapters.coverage import Coverage, coverage_of
 from adapters.errors import AdapterError
 from adapters.merge.recipe import MergeRecipe
-from adapters.peft.lora_tensors import LoraTensors, ModuleLora
+from adapters.peft.lora_tensors import LoraTensors, ModuleLora, OwnBias
 from adapters.peft.validate import AdapterLimits
 from adapters.slab.layout import room_problem
 from adapters.violations import Findings
@@ -65,6 +65,10 @@ class MergePlan(msgspec.Struct, frozen=True):
     """The merged adapter before it is computed. modules: by layer, then by name."""
 
     modules: tuple[MergedModule, ...]
+
+    @property
+    def biases(self) -> tuple[OwnBias, ...]:
+        return ()
 
     @property
     def nbytes(self) -> int:
@@ -132,6 +136,8 @@ def _unmergeable(member: LoraTensors) -> str | None:
         return "is activated by tokens of the prompt; such adapters cannot be merged"
     if member.config.use_dora:
         return "is DoRA; its magnitudes are of its own delta, and PEFT loses them in a merge"
+    if member.biases or member.config.lora_bias:
+        return "has biases; PEFT merges none"
     return None
 
 

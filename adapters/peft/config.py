@@ -6,7 +6,7 @@ It does not look at tensors (`validate`) and does not match modules (`targeting`
 import json
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 
@@ -35,6 +35,8 @@ _MAX_INVOCATION = 1024
 # PEFT's defaults, for keys that a config leaves out.
 _DEFAULT_RANK = 8
 _DEFAULT_ALPHA = 8.0
+# Whose biases an adapter has trained: of no module, of all, or of those that it targets.
+Bias = Literal["none", "all", "lora_only"]
 _TEXTS = {"true": True, "false": False}
 _Number = TypeVar("_Number", int, float)
 
@@ -51,6 +53,7 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         counts for them alone.
     alora_invocation_tokens: ids from whose last occurrence in the prompt on the adapter acts; () =
         it acts on all tokens.
+    bias: whose biases the adapter has in place of the base's. lora_bias: B has a bias of its own.
     use_dora: `(W + scale * B A)` has rows of the lengths that the adapter's magnitudes say.
     """
 
@@ -72,6 +75,8 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     peft_version: str = ""
     alora_invocation_tokens: tuple[int, ...] = ()
     use_dora: bool = False
+    bias: Bias = "none"
+    lora_bias: bool = False
 
     def scale(self, lora_rank: int, lora_alpha: float) -> float:
         """What `B A x` is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA."""
@@ -163,6 +168,8 @@ def _read(reader: "_Reader") -> PeftConfig:
         peft_version=reader.text("peft_version") if parameters else "",
         alora_invocation_tokens=reader.tokens("alora_invocation_tokens"),
         use_dora=reader.flag("use_dora"),
+        bias=reader.bias("bias"),
+        lora_bias=reader.flag("lora_bias"),
     )
     if not config.target_modules and not parameters:
         reader.refuse("target_modules", "missing or empty: the adapter targets nothing")
@@ -205,6 +212,16 @@ class _Reader:
         if value is not None and not isinstance(value, bool):
             self.refuse(key, f"expected true or false, got {shown(value)}")
         return value is True
+
+    def bias(self, key: str) -> Bias:
+        value = self.raw.get(key)
+        for known in get_args(Bias):
+            if value == known:
+                return cast(Bias, known)
+        if value is not None:
+            expected = ", ".join(map(shown, get_args(Bias)))
+            self.refuse(key, f"expected one of {expected}, got {shown(value)}")
+        return "none"
 
     def rank(self, key: str, value: object) -> int:
         if type(value) is not int or not 1 <= value <= MAX_RANK:

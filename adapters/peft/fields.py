@@ -10,6 +10,7 @@ USED = frozenset(
         "alora_invocation_tokens",
         "alpha_pattern",
         "base_model_name_or_path",
+        "bias",
         "ensure_weight_tying",
         "exclude_modules",
         "fan_in_fan_out",
@@ -17,6 +18,7 @@ USED = frozenset(
         "layers_pattern",
         "layers_to_transform",
         "lora_alpha",
+        "lora_bias",
         "peft_type",
         "r",
         "rank_pattern",
@@ -57,11 +59,9 @@ HARMLESS = frozenset(
 # turns `{}` into the defaults and switches the variant on.
 REFUSED: dict[str, tuple[object, ...]] = {
     "arrow_config": (None,),
-    "bias": (None, "none"),
     "enable_lora": (None, []),
     "kasa_config": (None,),
     "layer_replication": (None, []),
-    "lora_bias": (None, False),
     "lora_ga_config": (None,),
     "megatron_config": (None,),
     "modules_to_save": (None, []),

@@ -8,7 +8,7 @@ from adapters.peft.tensor_names import WHOLE, Naming
 from adapters.safetensors.header import TensorInfo
 
 # What an adapter has for each output of a module, beside A and B; bits.
-MAGNITUDES = 1
+MAGNITUDES, B_BIAS, OWN_BIAS = 1, 2, 4
 
 
 class PlacedLora(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class PlacedLora(msgspec.Struct, frozen=True):
 
     @property
     def vectors(self) -> int:
-        """Which numbers it has for each output: MAGNITUDES or none."""
+        """Which numbers it has for each output: MAGNITUDES, B_BIAS or none."""
         return 0
 
     @property
@@ -41,19 +41,30 @@ class PlacedLora(msgspec.Struct, frozen=True):
 
 class ModuleLora(PlacedLora, frozen=True, gc=False):
     """LoRA of one module. a: `[lora_rank, in_features]`; b: `[out_features, lora_rank]`.
-    magnitude: of DoRA, `[out_features]`."""
+    magnitude: of DoRA, `[out_features]`. bias: of B, likewise."""
 
     a: TensorInfo
     b: TensorInfo
     magnitude: TensorInfo | None = None
+    bias: TensorInfo | None = None
 
     @property
     def vectors(self) -> int:
-        return 0 if self.magnitude is None else MAGNITUDES
+        lengths = 0 if self.magnitude is None else MAGNITUDES
+        return lengths | (0 if self.bias is None else B_BIAS)
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
-        return (self.a, self.b, *(() if self.magnitude is None else (self.magnitude,)))
+        of_outputs = (self.magnitude, self.bias)
+        return (self.a, self.b, *(tensor for tensor in of_outputs if tensor is not None))
+
+
+class OwnBias(msgspec.Struct, frozen=True, gc=False):
+    """What the adapter has in place of the bias of a module of the base; `[out_features]`."""
+
+    layer: int
+    module: str
+    tensor: TensorInfo
 
 
 class ExpertPair(msgspec.Struct, frozen=True, gc=False):
@@ -114,6 +125,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     `BaseSpec.embedding_digests` before the adapter is served, and otherwise not used.
     missing: targeted modules without tensors; they stay as the base has them.
     naming: how the adapter calls the modules.
+    biases: of any modules, also of those without LoRA.
     """
 
     config: PeftConfig
@@ -121,6 +133,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     base_copies: tuple[tuple[str, TensorInfo], ...] = ()
     missing: tuple[Site, ...] = ()
     naming: Naming = WHOLE
+    biases: tuple[OwnBias, ...] = ()
 
     @property
     def ordinary(self) -> tuple[ModuleLora, ...]:
@@ -136,7 +149,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     def tensors(self) -> tuple[TensorInfo, ...]:
         """Each once: modules may share them."""
         found = {tensor.name: tensor for module in self.modules for tensor in module.tensors}
-        return tuple(found.values())
+        return (*found.values(), *(bias.tensor for bias in self.biases))
 
     @property
     def coverage(self) -> Coverage:

@@ -7,12 +7,12 @@ from adapters.peft.targeting import Targeting
 from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from adapters.violations import Findings
 
-# Side (`A`, `B`, `M`) -> tensor.
+# Side -> tensor.
 Pair = Mapping[str, TensorInfo]
 
 
 # As what each side is stored.
-_STORED = {"A": "lora_A", "B": "lora_B", "M": "lora_magnitude_vector"}
+_STORED = {"A": "lora_A", "B": "lora_B", "M": "lora_magnitude_vector", "b": "lora_B.bias"}
 
 
 class Fit(NamedTuple):
@@ -49,29 +49,31 @@ class PairChecks:
         said = f"rank {lora_rank}" + (f" of {experts} experts" if experts > 1 else "")
         self._check(pair["A"], (rows, inputs), said, axis=0)
         self._check(pair["B"], (outputs, rows), said, axis=1)
-        if "M" in pair:
-            self._check_length(pair["M"], outputs)
+        for side in ("M", "b"):
+            if side in pair:
+                self.check_outputs(pair[side], outputs)
         if len(self._findings) != before:
             return None
         return Fit(lora_rank, self._matcher.config.scale(lora_rank, self._matcher.lora_alpha(key)))
 
     def _is_whole(self, pair: Pair) -> bool:
         """Whether the tensors are those that the config speaks of."""
-        is_dora = self._matcher.config.use_dora
-        needed = "ABM" if is_dora else "AB"
+        config = self._matcher.config
+        switches = {"M": ("use_dora", config.use_dora), "b": ("lora_bias", config.lora_bias)}
+        needed = ["A", "B", *(side for side, (_, is_on) in switches.items() if is_on)]
         lacking = [_STORED[side] for side in needed if side not in pair]
         first = next(iter(pair.values()))
         if lacking:
             message = f"{first.name} has no {' and no '.join(lacking)} beside it"
             self._findings.add("lone_tensor", first.name, message)
-        if "M" in pair and not is_dora:
-            name = pair["M"].name
-            message = f"{name}: magnitudes of DoRA, which the config does not switch on (use_dora)"
+        surplus = [side for side in switches if side in pair and side not in needed]
+        for side in surplus:
+            name, key = pair[side].name, switches[side][0]
+            message = f"{name}: the config does not switch {key} on"
             self._findings.add("unknown_tensor", name, message)
-            return False
-        return not lacking
+        return not lacking and not surplus
 
-    def _check_length(self, tensor: TensorInfo, outputs: int) -> None:
+    def check_outputs(self, tensor: TensorInfo, outputs: int) -> None:
         """Of a tensor with a number for each output."""
         self._check_dtype(tensor)
         if tensor.shape != (outputs,):

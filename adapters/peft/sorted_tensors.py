@@ -25,14 +25,15 @@ _EXPERT = re.compile(r"(?P<head>.+\.)(?P<expert>0|[1-9][0-9]{0,5})(?P<tail>\.[^.
 
 
 class SortedTensors(msgspec.Struct, frozen=True):
-    """naming: how the adapter calls the modules. pairs: path in the base -> side (`A`, `B`, `M`)
-    -> tensor. copies: short name -> a copy of the base's own weights. has_experts: some pairs are
-    of modules that each expert has."""
+    """naming: how the adapter calls the modules. pairs: path in the base -> side -> tensor.
+    copies: short name -> a copy of the base's own weights. has_experts: some pairs are of modules
+    that each expert has. biases: path -> the module's own bias, with its name."""
 
     naming: Naming
     pairs: Mapping[str, dict[str, TensorInfo]]
     copies: tuple[tuple[str, TensorInfo], ...]
     has_experts: bool = False
+    biases: Mapping[str, tuple[TensorInfo, TensorName]] = {}
 
 
 def sort_tensors(
@@ -46,7 +47,7 @@ def sort_tensors(
     for tensor, name in sorted(named, key=lambda each: not (each[1] and spelling.is_of(each[1]))):
         sorter.add(tensor, name)
     return SortedTensors(
-        spelling.naming, sorter.pairs, tuple(sorter.copies), has_experts=sorter.has_experts
+        spelling.naming, sorter.pairs, tuple(sorter.copies), sorter.has_experts, sorter.biases
     )
 
 
@@ -56,6 +57,7 @@ class _Sorter:
     def __init__(self, spelling: Spelling, base: BaseSpec, findings: Findings) -> None:
         self.pairs: dict[str, dict[str, TensorInfo]] = {}
         self.copies: list[tuple[str, TensorInfo]] = []
+        self.biases: dict[str, tuple[TensorInfo, TensorName]] = {}
         self._spelling = spelling
         self._base = base
         self._findings = findings
@@ -75,7 +77,14 @@ class _Sorter:
         path = None if name is None else meant_by_any(name.path)
         if name is None or path is None:
             self._findings.add(*self._unknown(tensor.name, name, path))
-        elif path in self._table and not name.side and self._table[path].layer < 0:
+        elif name.is_bias and path in self._table:
+            self._add_bias(tensor, name, path)
+        elif (
+            path in self._table
+            and not name.side
+            and not name.is_bias
+            and self._table[path].layer < 0
+        ):
             self._add_copy(tensor, name, self._table[path])
         elif not name.side or not self._is_known(path):
             self._findings.add(*self._unknown(tensor.name, name, path))
@@ -97,21 +106,28 @@ class _Sorter:
         ):
             self.copies.append((module.name, tensor))
 
+    def _add_bias(self, tensor: TensorInfo, name: TensorName, path: str) -> None:
+        there = self.biases.get(path)
+        if there is not None:
+            self._add_duplicate(tensor, there[0])
+        elif self._is_spelled_alike(tensor, name):
+            self.biases[path] = tensor, name
+
+    def _add_duplicate(self, tensor: TensorInfo, there: TensorInfo) -> None:
+        message = f"{tensor.name}: the same tensor is stored twice, also as {there.name}"
+        self._findings.add("duplicate_tensor", tensor.name, message)
+
     def _add_side(self, tensor: TensorInfo, name: TensorName, path: str) -> None:
         module = self._table.get(path)
         is_embedding = module is not None and module.name == "embed_tokens"
         there = self.pairs.get(path, {}).get(name.side)
-        if name.side == "M":
-            is_misplaced = False
-        else:
-            is_misplaced = is_embedding is not name.is_embedding or is_embedding is name.has_weight
-        if is_misplaced:
+        is_odd = is_embedding is not name.is_embedding or is_embedding is name.has_weight
+        if is_odd and not name.is_of_outputs:
             kind = "lora_embedding_A/B" if is_embedding else "lora_A/B.weight"
             message = f"{tensor.name}: LoRA of {path} is stored as {kind}"
             self._findings.add("misplaced_tensor", tensor.name, message)
         elif there is not None:
-            message = f"{tensor.name}: the same tensor is stored twice, also as {there.name}"
-            self._findings.add("duplicate_tensor", tensor.name, message)
+            self._add_duplicate(tensor, there)
         elif self._is_spelled_alike(tensor, name):
             self.pairs.setdefault(path, {})[name.side] = tensor
 

@@ -107,19 +107,31 @@ def check_config(
         findings.add("unsupported_feature", "ensure_weight_tying", message)
     if config.alora_invocation_tokens:
         _check_activation(matcher, base, findings)
-    if config.use_dora:
-        _check_dora(matcher, base, findings)
+    if config.use_dora or config.lora_bias or config.bias != "none":
+        _check_outputs(matcher, base, findings)
     return matcher
 
 
-def _check_dora(matcher: Targeting, base: BaseSpec, findings: Findings) -> None:
-    """PEFT has DoRA neither of tensors of all experts nor of activated LoRA."""
-    unserved = {"alora_invocation_tokens": bool(matcher.config.alora_invocation_tokens)}
+def _check_outputs(matcher: Targeting, base: BaseSpec, findings: Findings) -> None:
+    """What PEFT refuses to load, or cannot keep to the tokens of activated LoRA."""
+    config, embed = matcher.config, base.model_modules.get("embed_tokens")
     paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
-    unserved["experts targeted"] = any(".experts." in path for path in paths)
-    for words in (words for words, is_there in unserved.items() if is_there):
-        message = f"use_dora with {words} is not supported"
-        findings.add("unsupported_feature", "use_dora", message)
+    on_experts = any(".experts." in path for path in paths)
+    is_activated = bool(config.alora_invocation_tokens)
+    unserved = {
+        ("use_dora", "alora_invocation_tokens"): config.use_dora and is_activated,
+        ("use_dora", "experts targeted"): config.use_dora and on_experts,
+        ("lora_bias", "use_dora"): config.lora_bias and config.use_dora,
+        ("lora_bias", "experts targeted"): config.lora_bias and on_experts,
+        ("lora_bias", "embed_tokens targeted"): config.lora_bias
+        and embed is not None
+        and embed.path in paths,
+        ("bias", "alora_invocation_tokens"): config.bias != "none" and is_activated,
+    }
+    for (key, words), is_there in unserved.items():
+        if is_there:
+            message = f"{key} with {words} is not supported"
+            findings.add("unsupported_feature", key, message)
 
 
 def _check_activation(matcher: Targeting, base: BaseSpec, findings: Findings) -> None:
@@ -156,13 +168,13 @@ def may_be_lora(tensor: TensorInfo) -> bool:
     if tensor.dtype not in FLOAT_DTYPES:
         return False
     name = parse_tensor_name(tensor.name)
-    return name is not None and bool(name.side)
+    return name is not None and (bool(name.side) or name.is_bias)
 
 
 def is_of_outputs(tensor: TensorInfo) -> bool:
     """Whether it has a number for each output of a module, which stays float32."""
     name = parse_tensor_name(tensor.name)
-    return name is not None and name.side == "M"
+    return name is not None and name.is_of_outputs
 
 
 def _all_targeted(matcher: Targeting, base: BaseSpec) -> Iterator[dict[str, str]]:

@@ -2,17 +2,17 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
 from adapters.base import MODEL_SITES, BaseSpec, ModuleShape, SiteKind
 from adapters.manifest import ITEM_BYTES, SiteLayout, SlabDtype, SlabLayout
+from adapters.peft.lora_tensors import B_BIAS, OWN_BIAS, OwnBias
 from adapters.peft.validate import SlabRoom
 
 ALIGNMENT = 256
-VECTOR_ROWS = 2
 _OPEN_EXTENTS = 16
 
 
@@ -50,6 +50,8 @@ class Packable(Protocol):
 
     @property
     def modules(self) -> Sequence[RankedModule]: ...
+    @property
+    def biases(self) -> Sequence[OwnBias]: ...
 
 
 def make_layout(
@@ -62,13 +64,19 @@ def make_layout(
     if extent_bytes <= 0 or extent_bytes % ALIGNMENT:
         raise ValueError(f"extent_bytes must be a positive multiple of 256, got {extent_bytes}")
     by_site: dict[tuple[int, str], RankedModule] = {(m.layer, m.module): m for m in adapter.modules}
+    own = {(bias.layer, bias.module) for bias in adapter.biases}
     cursor = _Cursor(extent_bytes)
     sites: list[SiteLayout] = []
     for layer, kind in _site_order(base):
         names = base.sites[kind]
         modules = [by_site.get((layer, name)) for name in names]
-        if any(modules):
-            sites.append(_place_site(layer, kind, modules, base, ITEM_BYTES[dtype], cursor))
+        vectors = tuple(
+            (module.vectors if module else 0) | (OWN_BIAS if (layer, name) in own else 0)
+            for name, module in zip(names, modules, strict=True)
+        )
+        if any(modules) or any(vectors):
+            site = _unplaced(layer, kind, modules, vectors)
+            sites.append(_place_site(site, base, ITEM_BYTES[dtype], cursor))
     return SlabLayout(
         digest=digest,
         base_digest=base.digest,
@@ -120,11 +128,16 @@ def b_matrices(
 
 
 def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
-    """What a site has for each output, `[2, outputs]` in float32; None = nothing."""
+    """What a site has for each output, `[2, outputs]` or more in float32; None = nothing."""
     if not site.vectors:
         return None
-    shape = (VECTOR_ROWS, sum(widths_of(site.kind, base)))
+    shape = (num_vectors(site.vectors), sum(widths_of(site.kind, base)))
     return PlacedMatrix(site.vectors_offset, shape, math.prod(shape) * ITEM_BYTES["float32"])
+
+
+def num_vectors(vectors: Iterable[int]) -> int:
+    """Rows of what a site has for each output. vectors: as of SiteLayout."""
+    return 3 if any(bits & B_BIAS for bits in vectors) else 2
 
 
 def widths_of(kind: SiteKind, base: BaseSpec) -> tuple[int, ...]:
@@ -158,15 +171,14 @@ def _module(base: BaseSpec, kind: SiteKind, projection: int) -> ModuleShape:
     return modules[base.sites[kind][projection]]
 
 
-def _place_site(
+def _unplaced(
     layer: int,
     kind: SiteKind,
-    modules: list[RankedModule | None],
-    base: BaseSpec,
-    item_bytes: int,
-    cursor: "_Cursor",
+    modules: Sequence[RankedModule | None],
+    vectors: tuple[int, ...],
 ) -> SiteLayout:
-    site = SiteLayout(
+    """A site whose matrices have no places yet."""
+    return SiteLayout(
         layer,
         kind,
         ranks=tuple(module.lora_rank if module else 0 for module in modules),
@@ -174,10 +186,11 @@ def _place_site(
         a_offset=0,
         b_offsets=(0,) * len(modules),
         shares_a=all(module is not None and module.shares_a for module in modules),
+        vectors=vectors if any(vectors) else (),
     )
-    vectors = tuple(module.vectors if module else 0 for module in modules)
-    if any(vectors):
-        site = msgspec.structs.replace(site, vectors=vectors)
+
+
+def _place_site(site: SiteLayout, base: BaseSpec, item_bytes: int, cursor: "_Cursor") -> SiteLayout:
     a_offset = cursor.place(a_matrix(site, base, item_bytes).nbytes)
     b_offsets = tuple(
         cursor.place(matrix.nbytes) if matrix else 0

@@ -75,6 +75,7 @@ def all_regions(
     modules: dict[tuple[int, str], _Lora] = {
         (lora.layer, lora.module): lora for lora in adapter.modules
     }
+    biases = {(bias.layer, bias.module): bias.tensor for bias in adapter.biases}
     own_bytes = ITEM_BYTES[layout.dtype]
 
     def region(placed: PlacedMatrix, item_bytes: int = own_bytes) -> Region:
@@ -94,8 +95,10 @@ def all_regions(
         rows = vector_rows(site, base)
         if rows is not None:
             of_outputs = region(rows, ITEM_BYTES["float32"])
-            widths = widths_of(site.kind, base)
-            of_outputs.targets.extend(_vector_targets(loras, widths, of_outputs.numbers))
+            own = [biases.get((site.layer, name)) for name in base.sites[site.kind]]
+            places = np.split(of_outputs.numbers, np.cumsum(widths_of(site.kind, base))[:-1], 1)
+            for lora, bias, place in zip(loras, own, places, strict=True):
+                of_outputs.targets.extend(_vector_targets(lora, bias, place))
             yield of_outputs
 
 
@@ -142,16 +145,15 @@ def _b_targets(lora: _Lora, numbers: Numbers) -> Iterator[SlabTarget]:
 
 
 def _vector_targets(
-    loras: Sequence[_Lora | None], widths: Sequence[int], numbers: Numbers
+    lora: _Lora | None, own_bias: TensorInfo | None, numbers: Numbers
 ) -> Iterator[SlabTarget]:
-    """numbers: `[2, outputs]`."""
-    begin = 0
-    for lora, width in zip(loras, widths, strict=True):
-        end = begin + width
-        if isinstance(lora, ModuleLora) and lora.magnitude is not None:
-            place = numbers[0, begin:end]
-            yield SlabTarget(lora.magnitude, place, _rows(lora.magnitude), is_wide=True)
-        begin = end
+    """numbers: of one projection, `[2, outputs]`, or 3 rows where a projection has a bias of B."""
+    magnitude = bias = None
+    if isinstance(lora, ModuleLora):
+        magnitude, bias = lora.magnitude, lora.bias
+    for row, tensor in enumerate((magnitude, own_bias, bias)):
+        if tensor is not None:
+            yield SlabTarget(tensor, numbers[row], _rows(tensor), is_wide=True)
 
 
 def _stacked_a(lora: StackedLora, numbers: Numbers) -> SlabTarget:

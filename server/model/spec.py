@@ -140,9 +140,10 @@ class LinearSpec(msgspec.Struct, frozen=True):
 
     def modules(self, layers: tuple[int, ...] | None = None) -> dict[str, ModuleShape]:
         """By PEFT's short name. layers: those that have them; None = all."""
+        has_bias = self.bias and self.stored is None
         return {
             part.name: ModuleShape(
-                part.path, self.in_features, part.out_features, self.experts, layers
+                part.path, self.in_features, part.out_features, self.experts, layers, has_bias
             )
             for part in self.parts
         }

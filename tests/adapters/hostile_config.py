@@ -11,10 +11,8 @@ _NO_MATCH = {"unknown_target", "untargeted_tensor"}
 # Values of features that change the maths.
 _FEATURES: dict[str, Any] = {
     "arrow_config": {},
-    "bias": "lora_only",
     "kasa_config": {},
     "layer_replication": [[0, 1], [0, 2]],
-    "lora_bias": True,
     "lora_ga_config": {},
     "megatron_config": {},
     "modules_to_save": ["embed_tokens"],
@@ -45,8 +43,12 @@ def _features() -> dict[str, tuple[Spoil, set[str]]]:
         features[f"type {kind}"] = (config(peft_type=kind), {"unsupported_peft_type"})
     tying = config(ensure_weight_tying=True, target_modules=["q_proj", "v_proj", "lm_head"])
     return features | {
-        "bias all": (config(bias="all"), {"unsupported_feature"}),
-        "bias true": (config(bias=True), {"unsupported_feature"}),
+        "bias true": (config(bias=True), {"bad_value"}),
+        "bias of another name": (config(bias="boft_only"), {"bad_value"}),
+        "biases of an activated adapter": (
+            config(bias="all", alora_invocation_tokens=[1]),
+            {"unsupported_feature"},
+        ),
         "tied head": (tying, {"unsupported_feature"}),
         "unknown key": (config(lora_gating=True), {"unknown_key"}),
         "remote code": (config(auto_map={"AutoModel": "evil.py--M"}), {"unknown_key"}),

@@ -28,7 +28,7 @@ from tests.adapters.spoils import (
 def cases(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
     """Name -> how a good folder is spoiled, and exactly what is found."""
     found = _strangers(base) | _names() | _shapes(base) | _values() | _together(base)
-    found |= _magnitudes()
+    found |= _magnitudes() | _biases(base)
     return {f"tensors: {name}": case for name, case in found.items()}
 
 
@@ -244,6 +244,57 @@ def _magnitudes() -> dict[str, tuple[Spoil, set[str]]]:
             {"unsupported_feature"},
         ),
         "dora, all of it": (dora(wreck), {"shape_mismatch", "not_finite", "lone_tensor"}),
+    }
+
+
+def _biases(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
+    """That a config switches on."""
+    of_b, own, hidden = f"{Q}.lora_B.bias", f"{Q}.base_layer.bias", base.hidden_size
+
+    def biased(*added: tuple[str, int], **keys: Any) -> Spoil:
+        return both(config(**keys), *(extra(*each) for each in added))
+
+    def of_all_b(**keys: Any) -> Spoil:
+        def with_biases(found: Tensors) -> Tensors:
+            pairs = [(name, b) for name, b in found.items() if "lora_B" in name]
+            return found | {
+                name.replace("weight", "bias"): np.ones(len(b), np.float32) for name, b in pairs
+            }
+
+        return both(config(lora_bias=True, **keys), tensors(with_biases))
+
+    embed = ["q_proj", "v_proj", "embed_tokens"]
+    return {
+        "no bias of B": (config(lora_bias=True), {"lone_tensor"}),
+        "bias of B too short": (
+            both(of_all_b(), extra(of_b, hidden - 1)),
+            {"shape_mismatch"},
+        ),
+        "bias of B with nan": (
+            both(of_all_b(), tensors(lambda t: t | {of_b: t[of_b] * np.nan})),
+            {"not_finite"},
+        ),
+        "bias of B with dora": (of_all_b(use_dora=True), {"unsupported_feature", "lone_tensor"}),
+        "bias of B of an embedding": (
+            of_all_b(target_modules=embed),
+            {"unsupported_feature"},
+        ),
+        "bias of B twice": (
+            both(of_all_b(), extra(f"{Q}.lora_B.default.bias", hidden)),
+            {"duplicate_tensor"},
+        ),
+        "bias that the base has not": (
+            biased((own, hidden), bias="lora_only"),
+            {"unknown_tensor"},
+        ),
+        "bias of a norm": (
+            biased((f"{PREFIX}model.norm.bias", hidden), bias="all"),
+            {"unknown_tensor"},
+        ),
+        "bias of no module": (
+            biased((f"{Q.replace('q_proj', 'w_proj')}.bias", hidden), bias="all"),
+            {"unknown_tensor"},
+        ),
     }
 
 

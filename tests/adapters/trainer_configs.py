@@ -194,7 +194,6 @@ BASES = {
 # What changes the maths, in configs of the same trainers -> the code.
 OTHER: dict[str, tuple[Config, str]] = {
     "MergedLinear of PEFT 0.2": (PEFT_0_3 | {"enable_lora": [True, False]}, "unsupported_feature"),
-    "trained biases": (PEFT_0_4 | {"bias": "lora_only"}, "unsupported_feature"),
     "DoRA as text": (PEFT_0_9 | {"use_dora": "False"}, "bad_value"),
     "rsLoRA as text": (PEFT_0_9 | {"use_rslora": "False"}, "bad_value"),
     "rank as text": (PEFT_0_3 | {"r": "8"}, "bad_value"),

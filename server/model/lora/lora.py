@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from adapters.manifest import SlabLayout
-from adapters.slab.layout import VECTOR_ROWS
+from adapters.slab.layout import num_vectors
 from server.kernels.lora.table import MAX_RANK, RANK_BLOCKS, LoraTable
 from server.kernels.lora.vector_table import VectorTable
 from server.model.lora.sites import PlacedAdapter, Site, Sites, place
@@ -40,8 +40,8 @@ class Projection:
 class SiteWeights:
     """a_t: A transposed, `[in_features, sum(ranks)]`, or of the one rank that all projections
     share. All tensors are views into the arena; at a site of experts each has the experts in
-    front. vectors: float32 `[2, out_features]` of the whole site, factors of the base's product and
-    what is then added; None = it has none. vector_bits: as in `SiteLayout.vectors`."""
+    front. vectors: float32 `[2 or 3, out_features]` of the whole site, factors of the base's
+    product and what is then added; None = it has none. vector_bits: as in `SiteLayout.vectors`."""
 
     a_t: torch.Tensor
     projections: tuple[Projection, ...]
@@ -121,7 +121,7 @@ class Adapter:
     ) -> tuple[torch.Tensor | None, tuple[int, ...]]:
         if begin < 0:
             return None, ()
-        shape = (VECTOR_ROWS, sum(site.out_features))
+        shape = (num_vectors(bits), sum(site.out_features))
         return self._view(begin, shape, torch.float32), tuple(bits[: len(site.out_features)])
 
     def _view(
@@ -322,7 +322,7 @@ class LoraBatch:
 
 def _scale_and_expand(weights: SiteWeights, bridge: torch.Tensor, y: torch.Tensor) -> None:
     if weights.vectors is not None:
-        factors, addends = weights.vectors
+        factors, addends, *_ = weights.vectors
         y.copy_(torch.addcmul(addends, y, factors))
     _expand(weights, bridge, y)
 

@@ -1,15 +1,16 @@
 """What an adapter does to the base's own product, made from what it brings and the base's weights.
 
 DoRA (arXiv:2402.09353): the rows of `W + scale * B A` get the lengths that the adapter says. So
-`W x` is multiplied by `length / |W + scale * B A|`, row by row, and so is B; a bias is not.
+`W x` is multiplied by `length / |W + scale * B A|`, row by row, and so is B; a bias is not. Biases
+of the adapter are added, less those of the base that it replaces.
 """
 
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
-from adapters.peft.lora_tensors import MAGNITUDES
+from adapters.peft.lora_tensors import B_BIAS, MAGNITUDES, OWN_BIAS
 from server.model.linear.linear import Linear
 from server.model.lora.lora import Adapter, Projection, SiteWeights
 from server.model.lora.sites import Sites
@@ -51,18 +52,20 @@ class OutputVectors:
         if weights.vectors is None:
             return
         matrix, bias = self._of_base(number)
-        factors, addends = weights.vectors
-        factors_of = {projection.out_begin: projection for projection in weights.projections}
-        ends = accumulate(self._sites[number].out_features)
-        begin = 0
-        for end, bits in zip(ends, weights.vector_bits, strict=True):
+        factors, addends, *biases = weights.vectors
+        of_begin = {projection.out_begin: projection for projection in weights.projections}
+        borders = accumulate(self._sites[number].out_features, initial=0)
+        for (begin, end), bits in zip(pairwise(borders), weights.vector_bits, strict=True):
             if bits & MAGNITUDES:
-                yield from _scale(matrix, weights.a_t, factors_of[begin], factors)
+                yield from _scale(matrix, weights.a_t, of_begin[begin], factors)
             else:
                 factors[begin:end] = 1.0
-            begin = end
-        if bias is not None:
-            addends += (1.0 - factors) * bias
+            if bias is not None:  # the product has it already
+                if not bits & OWN_BIAS:
+                    addends[begin:end] = bias[begin:end]
+                addends[begin:end] -= factors[begin:end] * bias[begin:end]
+            if bits & B_BIAS:
+                addends[begin:end] += of_begin[begin].scale * biases[0][begin:end]
 
     def _of_base(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The base's matrix `[out_features, in_features]`, and its bias."""

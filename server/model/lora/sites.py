@@ -12,7 +12,7 @@ import numpy as np
 
 from adapters.base import SiteKind
 from adapters.manifest import SiteLayout, SlabLayout
-from adapters.slab.layout import VECTOR_ROWS
+from adapters.slab.layout import num_vectors
 from server.kernels.lora.table import MAX_PROJECTIONS
 from server.model.spec import LinearSpec, ModelSpec
 
@@ -175,7 +175,8 @@ def _place_vectors(
             raise ValueError(f"{site.kind}: one entry per projection expected, got {site.vectors}")
         bits[row, : len(site.vectors)] = site.vectors
     offsets = _int64(site.vectors_offset for site in layout.sites)
-    begins[has] = find(offsets[has], (VECTOR_ROWS * _FLOAT32_BYTES * outputs.sum(axis=1))[has])
+    rows = _int64(num_vectors(site.vectors) for site in layout.sites)
+    begins[has] = find(offsets[has], (rows * _FLOAT32_BYTES * outputs.sum(axis=1))[has])
     return begins, bits
 
 

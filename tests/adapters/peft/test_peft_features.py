@@ -23,9 +23,6 @@ WEIGHTS = "adapter_model.safetensors"
 
 # Feature -> the options that switch it on, and the key that is named.
 FEATURES: dict[str, tuple[dict[str, Any], str]] = {
-    "bias of all modules": ({"bias": "all"}, "bias"),
-    "bias of adapted modules": ({"bias": "lora_only"}, "bias"),
-    "bias of B": ({"lora_bias": True}, "lora_bias"),
     "saved head": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "saved norms": ({"modules_to_save": ["input_layernorm"]}, "modules_to_save"),
     "trained tokens": ({"trainable_token_indices": [3, 5]}, "trainable_token_indices"),

@@ -1,5 +1,5 @@
-"""DoRA by the GPU's kernels, in Triton's interpreter: as the reference operations, which
-`test_dora.py` holds to PEFT."""
+"""DoRA and biases by the GPU's kernels, in Triton's interpreter: as the reference operations, which
+`test_dora.py` and `test_biases.py` hold to PEFT."""
 
 import os
 from collections.abc import Iterator
@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 
 from server.model.lora.lora import Reach
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.gpu_pair import Pair, assert_same, small_pair
-from tests.server.model.hub_models import make_model
+from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.lora.dora_adapters import dora_adapters
 
 pytestmark = [
@@ -75,3 +76,20 @@ def test_without_graphs_of_their_own(pair: Pair, monkeypatch: pytest.MonkeyPatch
     pair.graphs.clear()
     assert_same(pair, [DORA, BASE, PLAIN, DORA], in_graphs=False)
     assert 4 not in pair.graphs
+
+
+def test_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of B, and in place of the base's, also where there is no LoRA."""
+    model = make_model("llama-biases-tied", **SMALL)
+    save_model(model, tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)  # the adapter's
+    adapters = {
+        "plain": LoraConfig(r=4, target_modules=["q_proj", "up_proj"]),
+        "biased": LoraConfig(r=4, target_modules=["q_proj", "up_proj"], bias="all", lora_bias=True),
+    }
+    with small_pair(model, adapters, tmp_path, monkeypatch, dora_graphs=True) as pair:
+        assert_same(pair, [1, BASE, 0, 1])
+        assert 4 in pair.graphs

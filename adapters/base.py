@@ -106,6 +106,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     expert_weights: tensors that hold all experts of a layer, in the order in which transformers
         registers them.
     routers: paths, within a layer, of modules that choose experts. Adapters may not change them.
+    is_tied: the head's matrix is the embedding's.
     """
 
     digest: str
@@ -123,6 +124,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     expert_weights: tuple[ExpertWeight, ...] = ()
     routers: tuple[str, ...] = ()
+    is_tied: bool = False
 
     @property
     def is_inferred(self) -> bool:

@@ -127,6 +127,9 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     vectors_offset: float32 `[2, out_features of all projections]`, whatever the slab's dtype; the
         magnitudes of DoRA, then biases in place of the base's. In a third row biases of B, if a
         projection has one. 0 in place of what the adapter does not have.
+    table_offset: of `embed_tokens` or `lm_head`, rows in place of the base's, `[rows, hidden]`; two
+        sites may have the same. -1 = none.
+    table_ids: the token of each of these rows; () = all tokens.
     """
 
     layer: int
@@ -138,6 +141,8 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shares_a: bool = False
     vectors: tuple[int, ...] = ()
     vectors_offset: int = 0
+    table_offset: int = -1
+    table_ids: tuple[int, ...] = ()
 
     @property
     def a_rank(self) -> int:

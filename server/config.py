@@ -65,6 +65,14 @@ class WorkerConfig:
         default=4 << 30,
         metadata={"min": 1, "help": "largest adapter, in bytes as published", "unit": "bytes"},
     )
+    max_table_bytes: int = field(
+        default=AdapterLimits().max_table_bytes,
+        metadata={
+            "help": "largest embed_tokens or lm_head that an adapter brings, in bytes as published"
+            " (0 = none may)",
+            "unit": "bytes",
+        },
+    )
     max_lora_rank: int = field(
         default=256, metadata={"min": 1, "max": 256, "help": "largest LoRA rank"}
     )

@@ -13,7 +13,7 @@ from adapters.base import BaseSpec, ModuleShape, module_path
 from adapters.coverage import Coverage, coverage_of
 from adapters.errors import AdapterError
 from adapters.merge.recipe import MergeRecipe
-from adapters.peft.lora_tensors import LoraTensors, ModuleLora, OwnBias
+from adapters.peft.lora_tensors import LoraTensors, ModuleLora, OwnBias, OwnTable
 from adapters.peft.validate import AdapterLimits
 from adapters.slab.layout import room_problem
 from adapters.violations import Findings
@@ -68,6 +68,10 @@ class MergePlan(msgspec.Struct, frozen=True):
 
     @property
     def biases(self) -> tuple[OwnBias, ...]:
+        return ()
+
+    @property
+    def tables(self) -> tuple[OwnTable, ...]:
         return ()
 
     @property
@@ -138,6 +142,8 @@ def _unmergeable(member: LoraTensors) -> str | None:
         return "is DoRA; its magnitudes are of its own delta, and PEFT loses them in a merge"
     if member.biases or member.config.lora_bias:
         return "has biases; PEFT merges none"
+    if member.tables:
+        return "has rows of the embedding or the head in place of the base's; these are not merged"
     return None
 
 

@@ -32,6 +32,9 @@ _MAX_PATTERN_CHARS = 4096
 _MAX_LAYERS = 4096
 _MAX_LAYERS_PATTERNS = 64
 _MAX_INVOCATION = 1024
+_MAX_TRAINED = 8192
+# Modules that an adapter may have whole, or rows of; PEFT writes the last of them itself.
+TABLES = ("embed_tokens", "lm_head", "model.embed_tokens")
 # PEFT's defaults, for keys that a config leaves out.
 _DEFAULT_RANK = 8
 _DEFAULT_ALPHA = 8.0
@@ -54,6 +57,8 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     alora_invocation_tokens: ids from whose last occurrence in the prompt on the adapter acts; () =
         it acts on all tokens.
     bias: whose biases the adapter has in place of the base's. lora_bias: B has a bias of its own.
+    modules_to_save: tables that the adapter has whole, in place of the base's.
+    trainable_token_indices: by table, the tokens whose rows the adapter has, in the file's order.
     use_dora: `(W + scale * B A)` has rows of the lengths that the adapter's magnitudes say.
     """
 
@@ -77,6 +82,8 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     use_dora: bool = False
     bias: Bias = "none"
     lora_bias: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    trainable_token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def scale(self, lora_rank: int, lora_alpha: float) -> float:
         """What `B A x` is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA."""
@@ -170,6 +177,8 @@ def _read(reader: "_Reader") -> PeftConfig:
         use_dora=reader.flag("use_dora"),
         bias=reader.bias("bias"),
         lora_bias=reader.flag("lora_bias"),
+        modules_to_save=reader.tables("modules_to_save"),
+        trainable_token_indices=reader.trained_tokens("trainable_token_indices"),
     )
     if not config.target_modules and not parameters:
         reader.refuse("target_modules", "missing or empty: the adapter targets nothing")
@@ -261,12 +270,40 @@ class _Reader:
                 return ()
         return tuple(sorted(set(items)))
 
-    def tokens(self, key: str) -> tuple[int, ...]:
+    def tables(self, key: str) -> tuple[str, ...]:
+        names = self.names(key)
+        unserved = [name for name in names if name not in TABLES]
+        if unserved:
+            message = f"{key}: {shown(unserved[0])} is not served, only {' and '.join(TABLES)} are"
+            self._findings.add("unsupported_feature", key, message)
+        return names
+
+    def trained_tokens(self, key: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """A list is of the embedding."""
         value = self.raw.get(key)
+        if value is None or value == [] or value == {}:
+            return ()
+        by_table = value if isinstance(value, dict) else {TABLES[0]: value}
+        short = {name.rpartition(".")[2] for name in by_table}
+        if not all(name in TABLES for name in by_table) or len(short) < len(by_table):
+            message = f"{key}: tables are {' and '.join(TABLES)}, got {shown(list(by_table))}"
+            self._findings.add("unsupported_feature", key, message)
+            return ()
+        found = []
+        for name, ids in by_table.items():
+            tokens = self.tokens(key, _MAX_TRAINED, ids)
+            if len(set(tokens)) < len(tokens):
+                self.refuse(key, "a token is there twice")
+            found.append((name, tokens))
+        return tuple(found)
+
+    def tokens(self, key: str, most: int = _MAX_INVOCATION, ids: object = None) -> tuple[int, ...]:
+        """ids: a part of the value; None = the value."""
+        value = self.raw.get(key) if ids is None else ids
         if value is None:
             return ()
-        if not isinstance(value, list) or not 0 < len(value) <= _MAX_INVOCATION:
-            self.refuse(key, f"expected 1 to {_MAX_INVOCATION} token ids, got {shown(value)}")
+        if not isinstance(value, list) or not 0 < len(value) <= most:
+            self.refuse(key, f"expected 1 to {most} token ids, got {shown(value)}")
             return ()
         for item in value:
             if type(item) is not int or item < 0:

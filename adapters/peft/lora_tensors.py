@@ -118,6 +118,15 @@ class StackedLora(PlacedLora, frozen=True):
         return self.a, self.b
 
 
+class OwnTable(msgspec.Struct, frozen=True):
+    """Rows that the adapter has in place of those of `embed_tokens` or `lm_head` (module). tensor:
+    `[rows, hidden]`. ids: the token of each row; () = all tokens."""
+
+    module: str
+    tensor: TensorInfo
+    ids: tuple[int, ...]
+
+
 class LoraTensors(msgspec.Struct, frozen=True):
     """A validated adapter. modules: by layer, then by name.
 
@@ -125,7 +134,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     `BaseSpec.embedding_digests` before the adapter is served, and otherwise not used.
     missing: targeted modules without tensors; they stay as the base has them.
     naming: how the adapter calls the modules.
-    biases: of any modules, also of those without LoRA.
+    biases: of any modules, also of those without LoRA. tables: of tied ones both have one tensor.
     """
 
     config: PeftConfig
@@ -134,6 +143,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     missing: tuple[Site, ...] = ()
     naming: Naming = WHOLE
     biases: tuple[OwnBias, ...] = ()
+    tables: tuple[OwnTable, ...] = ()
 
     @property
     def ordinary(self) -> tuple[ModuleLora, ...]:
@@ -149,7 +159,8 @@ class LoraTensors(msgspec.Struct, frozen=True):
     def tensors(self) -> tuple[TensorInfo, ...]:
         """Each once: modules may share them."""
         found = {tensor.name: tensor for module in self.modules for tensor in module.tensors}
-        return (*found.values(), *(bias.tensor for bias in self.biases))
+        others: tuple[OwnBias | OwnTable, ...] = (*self.biases, *self.tables)
+        return tuple((found | {each.tensor.name: each.tensor for each in others}).values())
 
     @property
     def coverage(self) -> Coverage:

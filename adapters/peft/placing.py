@@ -10,8 +10,10 @@ from adapters.peft.lora_tensors import (
     LoraTensors,
     ModuleLora,
     OwnBias,
+    OwnTable,
     StackedLora,
 )
+from adapters.peft.own_tables import TablePlacer
 from adapters.peft.pairs import Pair, PairChecks
 from adapters.peft.sorted_tensors import SortedTensors
 from adapters.peft.stacked import StackedPlace, holders, is_swapped, stacked_loras, stacked_places
@@ -55,8 +57,18 @@ class ModulePlacer:
                 modules.append(lora)
         found, missing, biases = self._found, tuple(self._missing), tuple(self._biases())
         return LoraTensors(
-            self._matcher.config, tuple(modules), found.copies, missing, found.naming, biases
+            self._matcher.config,
+            tuple(modules),
+            found.copies,
+            missing,
+            found.naming,
+            biases,
+            self._tables(),
         )
+
+    def _tables(self) -> tuple[OwnTable, ...]:
+        config, found = self._matcher.config, self._found
+        return TablePlacer(config, found.tables, found.rows, self._base, self._findings).place()
 
     def _biases(self) -> Iterator[OwnBias]:
         """In place of the base's."""

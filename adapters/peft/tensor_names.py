@@ -27,6 +27,9 @@ _MAGNITUDE = re.compile(
     rf"{_PREFIX}(?P<path>.+)\.lora_magnitude_vector"
     r"(?P<adapter>\.(?!weight$)[^.]+)?(?:\.weight)?"
 )
+_ROWS = re.compile(
+    rf"{_PREFIX}(?P<path>.+)\.token_adapter\.trainable_tokens_delta(?P<adapter>\.[^.]+)?"
+)
 _B_BIAS = re.compile(rf"{_PREFIX}(?P<path>.+)\.lora_B(?P<adapter>\.[^.]+)?\.bias")
 # PEFT wraps what is targeted, and calls the module itself `base_layer`.
 _OWN_BIAS = re.compile(rf"{_PREFIX}(?P<path>.+?)(?P<wrapped>\.base_layer)?\.bias")
@@ -49,7 +52,8 @@ Side = Literal["A", "B", "M", "b"]
 
 class TensorName(msgspec.Struct, frozen=True):
     """path: of the module, as the trained model calls it. side: "" = the module's own weight, or
-    its own bias (is_bias). is_wrapped: of a module that PEFT has wrapped.
+    its own bias (is_bias). is_wrapped: of a module that PEFT has wrapped. is_rows: of a
+    table, the rows of some tokens.
 
     is_embedding, has_weight, has_prefix: as spelled. adapter: its name in the training.
     """
@@ -62,6 +66,7 @@ class TensorName(msgspec.Struct, frozen=True):
     adapter: str = _DEFAULT_ADAPTER
     is_bias: bool = False
     is_wrapped: bool = False
+    is_rows: bool = False
 
     @property
     def is_of_outputs(self) -> bool:
@@ -135,6 +140,9 @@ def parse_tensor_name(name: str) -> TensorName | None:
             has_weight=bool(lora["weight"]),
             adapter=(lora["adapter"] or _DEFAULT_ADAPTER).removeprefix("."),
         )
+    rows = _ROWS.fullmatch(plain)
+    if rows is not None:
+        return TensorName(rows["path"], "", bool(rows["prefix"]), is_rows=True)
     of_outputs = _of_outputs(plain)
     if of_outputs is not None:
         return of_outputs

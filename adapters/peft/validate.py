@@ -13,6 +13,7 @@ from adapters.base_names import names_base, normal_name
 from adapters.manifest import SlabDtype
 from adapters.peft.config import MAX_RANK, PeftConfig
 from adapters.peft.lora_tensors import LoraTensors
+from adapters.peft.own_tables import check_tables, whole_tables
 from adapters.peft.placing import ModulePlacer
 from adapters.peft.sorted_tensors import sort_tensors
 from adapters.peft.targeted import check_parameters, targeted_paths
@@ -24,6 +25,7 @@ from adapters.violations import Findings, shown
 
 MAX_ADAPTER_BYTES = 4 << 30
 MAX_LORA_RANK = 256
+MAX_TABLE_BYTES = 2 << 30
 MAX_STORE_BYTES = 200 << 30
 
 
@@ -42,7 +44,8 @@ class SlabRoom(msgspec.Struct, frozen=True):
 class AdapterLimits(msgspec.Struct, frozen=True):
     """What the operator allows.
 
-    max_bytes: of one adapter's files. max_store_bytes: of a store's content and slabs together.
+    max_bytes: of one adapter's files. max_table_bytes: of an embedding or a head in it.
+    max_store_bytes: of a store's content and slabs together.
     allow_other_base: accept a config that names another base model, if the shapes fit.
     room: None = the packed size is not limited.
     """
@@ -52,6 +55,7 @@ class AdapterLimits(msgspec.Struct, frozen=True):
     allow_other_base: bool = False
     max_store_bytes: int = MAX_STORE_BYTES
     room: SlabRoom | None = None
+    max_table_bytes: int = MAX_TABLE_BYTES
 
 
 def validate(
@@ -78,12 +82,19 @@ def place_tensors(
 ) -> LoraTensors | None:
     """As `validate`. matcher: of a config that was checked; None = it cannot be read."""
     before = len(findings)
-    found = sort_tensors(tensors, base, findings)
+    own = frozenset[str]() if matcher is None else whole_tables(matcher.config, base)
+    found = sort_tensors(tensors, base, findings, own)
     if not found.pairs and len(findings) == before:
         findings.add("no_tensors", WEIGHTS_FILE, "the weights file has no LoRA tensors")
     if matcher is None or not matcher.is_sound:
         return None
-    return ModulePlacer(matcher, found, base, limits.max_lora_rank, findings).place()
+    placed = ModulePlacer(matcher, found, base, limits.max_lora_rank, findings).place()
+    for table in placed.tables:
+        name, nbytes = table.tensor.name, table.tensor.nbytes
+        if nbytes > limits.max_table_bytes:
+            most = f"at most {limits.max_table_bytes} are served (option max_table_bytes)"
+            findings.add("table_too_large", name, f"{name}: {nbytes} bytes; {most}")
+    return placed
 
 
 def check_config(
@@ -109,6 +120,9 @@ def check_config(
         _check_activation(matcher, base, findings)
     if config.use_dora or config.lora_bias or config.bias != "none":
         _check_outputs(matcher, base, findings)
+    if config.modules_to_save or config.trainable_token_indices:
+        paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
+        check_tables(config, frozenset(paths), base, findings)
     return matcher
 
 
@@ -168,7 +182,7 @@ def may_be_lora(tensor: TensorInfo) -> bool:
     if tensor.dtype not in FLOAT_DTYPES:
         return False
     name = parse_tensor_name(tensor.name)
-    return name is not None and (bool(name.side) or name.is_bias)
+    return name is not None and (bool(name.side) or name.is_bias or name.is_rows)
 
 
 def is_of_outputs(tensor: TensorInfo) -> bool:

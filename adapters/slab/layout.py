@@ -9,7 +9,7 @@ import msgspec
 
 from adapters.base import MODEL_SITES, BaseSpec, ModuleShape, SiteKind
 from adapters.manifest import ITEM_BYTES, SiteLayout, SlabDtype, SlabLayout
-from adapters.peft.lora_tensors import B_BIAS, OWN_BIAS, OwnBias
+from adapters.peft.lora_tensors import B_BIAS, OWN_BIAS, OwnBias, OwnTable
 from adapters.peft.validate import SlabRoom
 
 ALIGNMENT = 256
@@ -52,6 +52,8 @@ class Packable(Protocol):
     def modules(self) -> Sequence[RankedModule]: ...
     @property
     def biases(self) -> Sequence[OwnBias]: ...
+    @property
+    def tables(self) -> Sequence[OwnTable]: ...
 
 
 def make_layout(
@@ -65,8 +67,10 @@ def make_layout(
         raise ValueError(f"extent_bytes must be a positive multiple of 256, got {extent_bytes}")
     by_site: dict[tuple[int, str], RankedModule] = {(m.layer, m.module): m for m in adapter.modules}
     own = {(bias.layer, bias.module) for bias in adapter.biases}
+    tables = {table.module: table for table in adapter.tables}
     cursor = _Cursor(extent_bytes)
     sites: list[SiteLayout] = []
+    placer = _Tables(base, ITEM_BYTES[dtype], cursor)
     for layer, kind in _site_order(base):
         names = base.sites[kind]
         modules = [by_site.get((layer, name)) for name in names]
@@ -74,9 +78,11 @@ def make_layout(
             (module.vectors if module else 0) | (OWN_BIAS if (layer, name) in own else 0)
             for name, module in zip(names, modules, strict=True)
         )
-        if any(modules) or any(vectors):
+        table = tables.get(names[0]) if kind in MODEL_SITES else None
+        if any(modules) or any(vectors) or table is not None:
             site = _unplaced(layer, kind, modules, vectors)
-            sites.append(_place_site(site, base, ITEM_BYTES[dtype], cursor))
+            site = _place_site(site, base, ITEM_BYTES[dtype], cursor)
+            sites.append(site if table is None else placer.place(site, table))
     return SlabLayout(
         digest=digest,
         base_digest=base.digest,
@@ -133,6 +139,14 @@ def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
         return None
     shape = (num_vectors(site.vectors), sum(widths_of(site.kind, base)))
     return PlacedMatrix(site.vectors_offset, shape, math.prod(shape) * ITEM_BYTES["float32"])
+
+
+def table_rows(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix | None:
+    """Rows of a table in place of the base's, `[rows, hidden]`; None = the site has none."""
+    if site.table_offset < 0:
+        return None
+    shape = (len(site.table_ids) or base.vocab_size, base.hidden_size)
+    return PlacedMatrix(site.table_offset, shape, math.prod(shape) * item_bytes)
 
 
 def num_vectors(vectors: Iterable[int]) -> int:
@@ -201,6 +215,22 @@ def _place_site(site: SiteLayout, base: BaseSpec, item_bytes: int, cursor: "_Cur
     return msgspec.structs.replace(
         site, a_offset=a_offset, b_offsets=b_offsets, vectors_offset=vectors_offset
     )
+
+
+class _Tables:
+    """Places rows of tables; those that two sites have once."""
+
+    def __init__(self, base: BaseSpec, item_bytes: int, cursor: "_Cursor") -> None:
+        self._base, self._item_bytes, self._cursor = base, item_bytes, cursor
+        self._placed: dict[str, int] = {}
+
+    def place(self, site: SiteLayout, table: OwnTable) -> SiteLayout:
+        name = table.tensor.name
+        site = msgspec.structs.replace(site, table_offset=0, table_ids=table.ids)
+        rows = table_rows(site, self._base, self._item_bytes)
+        if name not in self._placed and rows is not None:
+            self._placed[name] = self._cursor.place(rows.nbytes)
+        return msgspec.structs.replace(site, table_offset=self._placed[name])
 
 
 class _Cursor:

@@ -11,7 +11,14 @@ from adapters.manifest import ITEM_BYTES, SiteLayout, SlabLayout
 from adapters.peft.lora_tensors import ExpertsLora, LoraTensors, ModuleLora, StackedLora
 from adapters.safetensors.floats import Raw
 from adapters.safetensors.header import TensorInfo
-from adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices, vector_rows, widths_of
+from adapters.slab.layout import (
+    PlacedMatrix,
+    a_matrix,
+    b_matrices,
+    table_rows,
+    vector_rows,
+    widths_of,
+)
 from adapters.slab.memory import SlabMemory
 
 # Of a slab, whatever its dtype.
@@ -75,6 +82,8 @@ def all_regions(
     modules: dict[tuple[int, str], _Lora] = {
         (lora.layer, lora.module): lora for lora in adapter.modules
     }
+    tables = {table.module: table.tensor for table in adapter.tables}
+    done: set[int] = set()
     biases = {(bias.layer, bias.module): bias.tensor for bias in adapter.biases}
     own_bytes = ITEM_BYTES[layout.dtype]
 
@@ -92,6 +101,13 @@ def all_regions(
                 b = region(placed)
                 b.targets.extend(_b_targets(lora, b.numbers))
                 yield b
+        table = table_rows(site, base, own_bytes)
+        if table is not None and table.offset not in done:
+            done.add(table.offset)
+            own_rows = region(table)
+            tensor = tables[base.sites[site.kind][0]]
+            own_rows.targets.append(SlabTarget(tensor, own_rows.numbers, _rows(tensor)))
+            yield own_rows
         rows = vector_rows(site, base)
         if rows is not None:
             of_outputs = region(rows, ITEM_BYTES["float32"])

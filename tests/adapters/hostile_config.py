@@ -15,9 +15,9 @@ _FEATURES: dict[str, Any] = {
     "layer_replication": [[0, 1], [0, 2]],
     "lora_ga_config": {},
     "megatron_config": {},
-    "modules_to_save": ["embed_tokens"],
+    "modules_to_save": ["norm"],
     "monteclora_config": {},
-    "trainable_token_indices": [3],
+    "trainable_token_indices": {"wte": [3]},
     "use_bdlora": {"target_modules_bd_a": []},
     "use_qalora": True,
     "velora_config": {},
@@ -43,6 +43,30 @@ def _features() -> dict[str, tuple[Spoil, set[str]]]:
         features[f"type {kind}"] = (config(peft_type=kind), {"unsupported_peft_type"})
     tying = config(ensure_weight_tying=True, target_modules=["q_proj", "v_proj", "lm_head"])
     return features | {
+        "head saved and targeted": (
+            config(modules_to_save=["lm_head"], target_modules=["q_proj", "v_proj", "lm_head"]),
+            {"unsupported_feature", "missing_tensor"},
+        ),
+        "head saved of an activated adapter": (
+            config(modules_to_save=["lm_head"], alora_invocation_tokens=[1]),
+            {"unsupported_feature", "missing_tensor"},
+        ),
+        "rows of a saved head": (
+            config(modules_to_save=["lm_head"], trainable_token_indices={"lm_head": [1]}),
+            {"unsupported_feature", "missing_tensor"},
+        ),
+        "trained token negative": (config(trainable_token_indices=[-1]), {"bad_value"}),
+        "trained token twice": (config(trainable_token_indices=[1, 2, 1]), {"bad_value"}),
+        "trained token as text": (config(trainable_token_indices=["a"]), {"bad_value"}),
+        "trained token true": (config(trainable_token_indices={"lm_head": [True]}), {"bad_value"}),
+        "trained tokens too many": (
+            config(trainable_token_indices=[*range(9000)]),
+            {"bad_value"},
+        ),
+        "trained tokens of one table twice": (
+            config(trainable_token_indices={"embed_tokens": [1], "model.embed_tokens": [2]}),
+            {"unsupported_feature"},
+        ),
         "bias true": (config(bias=True), {"bad_value"}),
         "bias of another name": (config(bias="boft_only"), {"bad_value"}),
         "biases of an activated adapter": (

@@ -28,7 +28,7 @@ from tests.adapters.spoils import (
 def cases(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
     """Name -> how a good folder is spoiled, and exactly what is found."""
     found = _strangers(base) | _names() | _shapes(base) | _values() | _together(base)
-    found |= _magnitudes() | _biases(base)
+    found |= _magnitudes() | _biases(base) | _tables(base)
     return {f"tensors: {name}": case for name, case in found.items()}
 
 
@@ -294,6 +294,60 @@ def _biases(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
         "bias of no module": (
             biased((f"{Q.replace('q_proj', 'w_proj')}.bias", hidden), bias="all"),
             {"unknown_tensor"},
+        ),
+    }
+
+
+def _tables(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
+    """Rows in place of the base's."""
+    hidden, vocab = base.hidden_size, base.vocab_size
+    head, embed = f"{PREFIX}lm_head.weight", f"{PREFIX}model.embed_tokens"
+    rows = f"{embed}.token_adapter.trainable_tokens_delta"
+
+    def with_head(*shape: int, fill: float = 1.0) -> Spoil:
+        array = np.full(shape, fill, np.float32)
+        return both(config(modules_to_save=["lm_head"]), tensors(lambda t: t | {head: array}))
+
+    def with_rows(*shape: int, ids: Any = (3, 5), fill: float = 1.0) -> Spoil:
+        array, keys = np.full(shape, fill, np.float32), list(ids)
+        return both(config(trainable_token_indices=keys), tensors(lambda t: t | {rows: array}))
+
+    return {
+        "no saved head": (config(modules_to_save=["lm_head"]), {"missing_tensor"}),
+        "saved head of another vocabulary": (
+            with_head(vocab + 8, hidden),
+            {"resized_embeddings", "missing_tensor"},
+        ),
+        "saved head with nan": (with_head(vocab, hidden, fill=np.nan), {"not_finite"}),
+        "saved head twice": (
+            both(
+                with_head(vocab, hidden),
+                extra(f"{PREFIX}lm_head.base_layer.weight", vocab, hidden),
+            ),
+            {"duplicate_tensor"},
+        ),
+        "no trained rows": (config(trainable_token_indices=[3]), {"missing_tensor"}),
+        "trained rows of more tokens": (with_rows(3, hidden), {"shape_mismatch"}),
+        "trained rows of another size": (with_rows(2, hidden + 1), {"shape_mismatch"}),
+        "trained rows with nan": (with_rows(2, hidden, fill=np.nan), {"not_finite"}),
+        "trained rows beyond the vocabulary": (
+            with_rows(2, hidden, ids=(3, vocab)),
+            {"bad_value"},
+        ),
+        "trained rows of no table": (
+            both(with_rows(2, hidden), extra(f"{PREFIX}x.token_adapter.trainable_tokens_delta", 2)),
+            {"unknown_tensor"},
+        ),
+        "trained rows of the other table": (
+            both(
+                with_rows(2, hidden),
+                extra(f"{PREFIX}lm_head.token_adapter.trainable_tokens_delta", 2, hidden),
+            ),
+            {"unknown_tensor"},
+        ),
+        "trained rows, all of it": (
+            both(with_rows(1, hidden, ids=(3, vocab + 5), fill=np.inf), extra(f"{Q}.lora_E", 1)),
+            {"bad_value", "shape_mismatch", "not_finite", "unknown_tensor"},
         ),
     }
 

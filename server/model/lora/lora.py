@@ -4,7 +4,7 @@ Owns where an adapter's bytes lie and what they mean; which adapter lies where i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from functools import cached_property
@@ -18,6 +18,7 @@ from adapters.manifest import SlabLayout
 from adapters.slab.layout import num_vectors
 from server.kernels.lora.table import MAX_RANK, RANK_BLOCKS, LoraTable
 from server.kernels.lora.vector_table import VectorTable
+from server.model.lora.own_rows import OwnRows, OwnSegment, ids_on
 from server.model.lora.sites import PlacedAdapter, Site, Sites, place
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -124,6 +125,17 @@ class Adapter:
         shape = (num_vectors(bits), sum(site.out_features))
         return self._view(begin, shape, torch.float32), tuple(bits[: len(site.out_features)])
 
+    def own_rows(self) -> dict[int, OwnRows]:
+        """By the site's number. Copies ids to the device on the current stream."""
+        hidden = self._sites.lm_head.in_features
+        return {
+            table.site: OwnRows(
+                self._view(table.begin, (table.rows, hidden)),
+                ids_on(self._arena.device, table.ids),
+            )
+            for table in self.placed.tables
+        }
+
     def _view(
         self, begin: int, shape: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
@@ -173,6 +185,8 @@ class AdapterTable:
         self._reaches = np.full(slots + 1, Reach.LAYERS)
         self._reaches[-1] = Reach.NONE
         self._widest = np.zeros(slots, dtype=np.int64)
+        self._own_rows: list[dict[int, OwnRows]] = [{} for _ in range(slots)]
+        self._with_own_rows = 0  # slots
         self._has_vectors = np.zeros(slots + 1, dtype=bool)  # the last as of `_reaches`
 
     def prepare(self, slot: int, layout: SlabLayout, device_extents: Sequence[int]) -> Adapter:
@@ -214,6 +228,8 @@ class AdapterTable:
         if placed.has_vectors or self._has_vectors[slot]:
             self.vector_table.upload(slot)
         self._has_vectors[slot] = placed.has_vectors
+        before, self._own_rows[slot] = self._own_rows[slot], adapter.own_rows()
+        self._with_own_rows += bool(self._own_rows[slot]) - bool(before)
         ranks = placed.ranks[~self.sites.of_experts[placed.sites]]
         self._widest[slot] = MAX_RANK if (ranks % 8).any() else ranks.max(initial=0)
 
@@ -237,6 +253,16 @@ class AdapterTable:
         """Whether some adapter of a batch changes the base's own products."""
         return bool(self._has_vectors[token_slots].any())
 
+    def own_segments(self, token_slots: np.ndarray) -> tuple[OwnSegment, ...]:
+        """Those of a batch whose adapters have rows of their own. token_slots: as of `batch`."""
+        if not self._with_own_rows:
+            return ()
+        return tuple(
+            OwnSegment(begin, end, self._own_rows[slot])
+            for begin, end, slot in _segments(token_slots)
+            if self._own_rows[slot]
+        )
+
     def rank_block(self, token_slots: np.ndarray) -> int | None:
         """The smallest of RANK_BLOCKS for all ranks of a batch's adapters; None: some rank is
         larger, or no multiple of 8."""
@@ -248,19 +274,24 @@ class AdapterTable:
         None where no token has an adapter."""
         if self.reach(token_slots) is Reach.NONE:
             return None
-        changes = np.flatnonzero(np.diff(token_slots)) + 1
-        borders = [0, *changes.tolist(), len(token_slots)]
         segments = tuple(
-            Segment(begin, end, self._weights(token_slots[begin]))
-            for begin, end in pairwise(borders)
-            if token_slots[begin] >= 0
+            Segment(begin, end, self._weights(slot)) for begin, end, slot in _segments(token_slots)
         )
         sites = frozenset[int]().union(*(s.weights for s in segments))
-        return LoraBatch(segments, sites, torch.from_numpy(token_slots))
+        own = self.own_segments(token_slots)
+        return LoraBatch(segments, sites, torch.from_numpy(token_slots), own)
 
     def _weights(self, slot: int) -> dict[int, SiteWeights]:
         adapter = self._slots[slot]
         return {} if adapter is None else adapter.weights
+
+
+def _segments(token_slots: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Where neighbours with one adapter begin and end, and its slot."""
+    changes = np.flatnonzero(np.diff(token_slots)) + 1
+    for begin, end in pairwise([0, *changes.tolist(), len(token_slots)]):
+        if token_slots[begin] >= 0:
+            yield begin, end, int(token_slots[begin])
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +307,13 @@ class Segment:
 class LoraBatch:
     """Adapters of one batch. sites: numbers of those that some adapter of it changes; others
     cost nothing.
-    token_slots: int64 `[tokens]` on the host, for kernels that route by token."""
+    token_slots: int64 `[tokens]` on the host, for kernels that route by token. own: those with rows
+    of their own in the embedding or the head."""
 
     segments: tuple[Segment, ...]
     sites: frozenset[int]
     token_slots: torch.Tensor
+    own: tuple[OwnSegment, ...] = ()
 
     def add(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
         """y += scale (x A^T) B^T of each token's adapter; x `[tokens, in]`, y `[tokens, out]`, of

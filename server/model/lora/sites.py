@@ -4,13 +4,13 @@ Everything of one adapter at once, in arrays: a load must not keep the step loop
 interpreter.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import numpy as np
 
-from adapters.base import SiteKind
+from adapters.base import MODEL_SITES, SiteKind
 from adapters.manifest import SiteLayout, SlabLayout
 from adapters.slab.layout import num_vectors
 from server.kernels.lora.table import MAX_PROJECTIONS
@@ -107,6 +107,17 @@ class Sites:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedTable:
+    """Rows in place of the base's. site: its number. begin: bytes from the arena's start. ids: as
+    `SiteLayout.table_ids`."""
+
+    site: int
+    begin: int
+    rows: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedAdapter:
     """Where one adapter's matrices begin in the arena.
 
@@ -115,7 +126,8 @@ class PlacedAdapter:
     What has rank 0 has no B. a_ranks: int64 `[n]`, rows of A: the sum of the ranks, or their
     largest where all projections share one A. At a site of experts each matrix is followed by those
     of the other experts. vectors: int64 `[n]`, where what it has for each output begins; -1 = it
-    has nothing. vector_bits: int64 `[n, 3]`, as in `SiteLayout.vectors`.
+    has nothing. vector_bits: int64 `[n, 3]`, as in `SiteLayout.vectors`. tables: of the embedding
+    and the head.
     """
 
     sites: np.ndarray
@@ -126,6 +138,7 @@ class PlacedAdapter:
     a_ranks: np.ndarray
     vectors: np.ndarray
     vector_bits: np.ndarray
+    tables: tuple[PlacedTable, ...] = ()
 
     @property
     def has_vectors(self) -> bool:
@@ -159,7 +172,22 @@ def place(
     a = find(a_offsets, a_ranks * known.in_features[sites] * of_one)
     b[used] = find(b_offsets[used], (ranks * outputs * of_one[:, None])[used])
     vectors, bits = _place_vectors(layout, outputs, find)
-    return PlacedAdapter(sites, a, b, ranks, scales, a_ranks, vectors, bits)
+    tables = tuple(_place_tables(known, layout, item_bytes, find))
+    return PlacedAdapter(sites, a, b, ranks, scales, a_ranks, vectors, bits, tables)
+
+
+def _place_tables(
+    known: Sites, layout: SlabLayout, item_bytes: int, find: _Find
+) -> Iterator[PlacedTable]:
+    vocab, hidden = known.embed.in_features, known.lm_head.in_features
+    for site in layout.sites:
+        if site.table_offset < 0:
+            continue
+        if site.kind not in MODEL_SITES or not all(0 <= each < vocab for each in site.table_ids):
+            raise ValueError(f"{site.kind}: rows of tokens that the model does not have")
+        rows = len(site.table_ids) or vocab
+        (begin,) = find(_int64([site.table_offset]), _int64([rows * hidden * item_bytes]))
+        yield PlacedTable(known.find(site).number, int(begin), rows, site.table_ids)
 
 
 def _place_vectors(

@@ -12,6 +12,7 @@ from server.kernels.lora.table import RANK_BLOCKS, LoraTable
 from server.kernels.lora.vector_table import VectorTable
 from server.kernels.lora.workspace import Workspace, allocate_workspace
 from server.model.lora.lora import AdapterTable, Reach
+from server.model.lora.own_rows import OwnSegment
 from server.model.ops import lora_strategy
 from server.model.ops.lora_strategy import Consumers, Regime, Strategies
 from server.model.ops.transfers import to_device
@@ -27,7 +28,7 @@ class DeviceLora:
     slots: int32 `[tokens]`, -1 = no adapter. segments: the tiles. workspace: what shrink leaves for
     expand. phase: which launch parameters apply. strategies: the regime's, by kind of site. reach:
     the most that the adapters may change. vectors: of what they do to the base's own products; None
-    = nothing.
+    = nothing. own: tokens whose adapters have rows of their own in the embedding or the head.
     """
 
     slots: torch.Tensor
@@ -37,6 +38,7 @@ class DeviceLora:
     strategies: Strategies
     reach: Reach
     vectors: VectorTable | None
+    own: tuple[OwnSegment, ...]
 
     @property
     def model_sites(self) -> bool:
@@ -130,7 +132,9 @@ class LoraBatches:
         if reach is Reach.NONE:
             return None
         slots = to_device(token_slots.astype(np.int32), self._device)
-        lora = self._allocate(slots, reach, outputs=self._table.changes_outputs(token_slots))
+        table = self._table
+        own = table.own_segments(token_slots) if reach is Reach.MODEL else ()
+        lora = self._allocate(slots, reach, outputs=table.changes_outputs(token_slots), own=own)
         lora.route(self._table.device_table)
         block = self._table.rank_block(token_slots) if _can_shrink(lora) else None
         return lora if block is None else self._shrinking(lora, block)
@@ -161,6 +165,7 @@ class LoraBatches:
         decodes: bool = False,
         captured: bool = False,
         outputs: bool = False,
+        own: tuple[OwnSegment, ...] = (),
     ) -> DeviceLora:
         """outputs: adapters may change the base's own products, which no kernel with LoRA in it
         gives away."""
@@ -175,10 +180,11 @@ class LoraBatches:
             kernel = fused_kernel(configs, tokens, sites, self._dtype, self._device)
         if kernel is not None:
             strategies = self._consumers.strategies(Regime.FUSED)
-            return FusedLora(slots, segments, workspace, phase, strategies, reach, vectors, kernel)
+            context = (slots, segments, workspace, phase, strategies, reach)
+            return FusedLora(*context, vectors, own, kernel)
         regime = lora_strategy.regime_of(tokens, decodes=decodes, captured=captured)
         strategies = self._consumers.strategies(regime)
-        return DeviceLora(slots, segments, workspace, phase, strategies, reach, vectors)
+        return DeviceLora(slots, segments, workspace, phase, strategies, reach, vectors, own)
 
     def _segments(self, tokens: int, phase: Phase) -> Segments:
         known, size = self._table.device_table.num_slots, self._configs.tile_rows(phase, tokens)
@@ -195,6 +201,7 @@ class LoraBatches:
             self._consumers.strategies(Regime.SHRINKING_PREFILL),
             lora.reach,
             lora.vectors,
+            lora.own,
             self._down[block],
         )
 

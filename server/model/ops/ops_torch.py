@@ -9,6 +9,7 @@ from torch.nn import functional
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, LoraBatch
+from server.model.lora.own_rows import embed_own, own_logits
 from server.model.lora.sites import LayerSites, Site
 from server.model.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertActivation
 from server.model.ops.ops import KVCache, StepLayout
@@ -181,13 +182,17 @@ class TorchOps:
     ) -> torch.Tensor:
         y = functional.embedding(token_ids, weight)
         if lora is not None:
+            embed_own(lora.own, site.number, token_ids, y)
             lora.add_embedding(site, token_ids, y)
         return y
 
     def linear(
         self, x: torch.Tensor, linear: Linear, lora: LoraBatch | None, site: Site
     ) -> torch.Tensor:
-        return self.logits(x, linear, lora, site)
+        y = linear.run(x)
+        if lora is not None:
+            lora.add(site, x, y)
+        return y
 
     def logits(
         self,
@@ -199,6 +204,7 @@ class TorchOps:
     ) -> torch.Tensor:
         y = linear.run(x, out)
         if lora is not None:
+            own_logits(lora.own, site.number, x, y)
             lora.add(site, x, y)
         return y
 

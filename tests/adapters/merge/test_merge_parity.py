@@ -233,8 +233,26 @@ def test_one_adapter_is_merged_linearly_as_in_peft(tmp_path: Path) -> None:
     assert_close(ours, merged_by_peft(folders, (0.7,), "ties_svd", density=0.3)[0])
 
 
-def test_dora_is_not_merged(tmp_path: Path) -> None:
-    """PEFT gives what it merges the lengths of the base's own rows."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [3]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_is_more_than_a_delta_is_not_merged(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = published(tmp_path / "a", 1, {"r": 2, "target_modules": ["q_proj"], **options})
+    tensors = judge_folder(folder, BASE, LIMITS).tensors
+    recipe = make_recipe([MergeMember("1" * 64, 2.0)], "linear", 1.0, "total")
+    codes = violation_codes(lambda: plan_merge(recipe, [tensors], BASE, LIMITS))
+    assert codes == {"unsupported_merge"}
+
+
+def test_peft_merges_no_lengths(tmp_path: Path) -> None:
+    """It gives what it merges the lengths of the base's own rows."""
     options = {"r": 2, "target_modules": ["q_proj"], "use_dora": True}
     folder = published(tmp_path / "dora", 1, options)
     peft = PeftModel.from_pretrained(model(), str(folder), "m0")
@@ -242,8 +260,3 @@ def test_dora_is_not_merged(tmp_path: Path) -> None:
     for _, module in lora_layers(peft):
         lengths = module.lora_magnitude_vector["merged"].weight
         torch.testing.assert_close(lengths, module.get_base_layer().weight.norm(dim=1))
-
-    tensors = judge_folder(folder, BASE, LIMITS).tensors
-    recipe = make_recipe([MergeMember("1" * 64, 2.0)], "linear", 1.0, "total")
-    codes = violation_codes(lambda: plan_merge(recipe, [tensors], BASE, LIMITS))
-    assert codes == {"unsupported_merge"}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -255,3 +256,17 @@ def test_dora_has_a_length_for_each_output(tmp_path: Path) -> None:
     for lora in found.ordinary:
         assert lora.magnitude is not None
         assert lora.magnitude.shape == (BASE.hidden_size,)
+
+
+@pytest.mark.parametrize(
+    "options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3, 5]}]
+)
+def test_tables_have_a_limit_of_their_own(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = save(tmp_path, target_modules=["q_proj"], **options)
+    judged = judge_folder(folder, BASE, LIMITS)
+    (table,) = judged.tensors.tables
+    assert table.module in judged.manifest.targets
+    nbytes = table.tensor.nbytes
+    judge_folder(folder, BASE, msgspec.structs.replace(LIMITS, max_table_bytes=nbytes))
+    less = msgspec.structs.replace(LIMITS, max_table_bytes=nbytes - 1)
+    assert violation_codes(lambda: judge_folder(folder, BASE, less)) == {"table_too_large"}

@@ -1,5 +1,5 @@
-"""DoRA and biases by the GPU's kernels, in Triton's interpreter: as the reference operations, which
-`test_dora.py` and `test_biases.py` hold to PEFT."""
+"""DoRA, biases and own tables by the GPU's kernels, in Triton's interpreter: as the reference
+operations, which the other tests here hold to PEFT."""
 
 import os
 from collections.abc import Iterator
@@ -93,3 +93,29 @@ def test_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_pair(model, adapters, tmp_path, monkeypatch, dora_graphs=True) as pair:
         assert_same(pair, [1, BASE, 0, 1])
         assert 4 in pair.graphs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": {"embed_tokens": [*range(3, 90, 2)], "lm_head": [4, 8]}},
+    ],
+    ids=["whole", "tokens"],
+)
+def test_tables_of_their_own(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("qwen3", **SMALL)
+    save_model(model, tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" in name or "lm_head" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)  # the adapter's
+    adapters = {"own": LoraConfig(r=4, target_modules=["q_proj"], **options)}
+    with small_pair(model, adapters, tmp_path, monkeypatch) as pair:
+        assert_same(pair, [0, BASE, BASE, 0], in_graphs=False)
+        assert 4 not in pair.graphs
+        pair.graphs.clear()
+        assert_same(pair, [BASE, BASE, BASE])
+        assert 3 in pair.graphs

@@ -39,6 +39,7 @@ class ModuleShape(msgspec.Struct, frozen=True):
     experts: how many experts of a layer have such a module; its path has `{}` for their number, as
     in `mlp.experts.{}.gate_proj`. 1 = an ordinary module. layers: those that have it; None = all.
     sharding: how devices share it. spans: of its inputs or outputs that are shared; () = one.
+    has_bias: of an ordinary module.
     """
 
     path: str
@@ -48,6 +49,7 @@ class ModuleShape(msgspec.Struct, frozen=True):
     layers: tuple[int, ...] | None = None
     sharding: Sharding = "none"
     spans: tuple[Span, ...] = ()
+    has_bias: bool = False
 
     @property
     def is_of_experts(self) -> bool:
@@ -137,6 +139,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
         registers them.
     routers: paths, within a layer, of modules that choose experts. Adapters may not change them.
     shards: devices that share the base.
+    is_tied: the head's matrix is the embedding's.
     """
 
     digest: str
@@ -155,6 +158,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     expert_weights: tuple[ExpertWeight, ...] = ()
     routers: tuple[str, ...] = ()
     shards: int = 1
+    is_tied: bool = False
 
     @property
     def is_inferred(self) -> bool:

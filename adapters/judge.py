@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from adapters.peft.files import (
     weight_files,
 )
 from adapters.peft.inferred_base import infer_base
-from adapters.peft.lora_tensors import LoraTensors
+from adapters.peft.lora_tensors import LoraTensors, OwnBias, OwnTable, PlacedLora
 from adapters.peft.targeting import Targeting
 from adapters.peft.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
 from adapters.peft.validate import (
@@ -33,6 +33,7 @@ from adapters.peft.validate import (
     SlabRoom,
     check_base_name,
     check_config,
+    is_of_outputs,
     may_be_lora,
     place_tensors,
     validate,
@@ -226,13 +227,15 @@ class _Reading:
         return self._fingerprint.value
 
     def _check_numbers(self, tensor: TensorInfo, findings: Findings) -> None:
-        lora, finite, fitting = may_be_lora(tensor), True, True
+        lora = may_be_lora(tensor) or tensor.name in self._sealed
+        finite = fitting = True
+        dtype: SlabDtype = "float32" if is_of_outputs(tensor) else self._slab
         for piece in self._weights.pieces(tensor.start, tensor.end):
             if self._digest is not None:
                 self._digest.update(piece)
             if tensor.name in self._sealed:
                 self._fingerprint.update(piece)
-            if lora and not fits(piece, tensor.dtype, self._slab):
+            if lora and not fits(piece, tensor.dtype, dtype):
                 fitting, finite = False, finite and is_finite(piece, tensor.dtype)
         if not finite:
             message = f"{tensor.name} has values that are NaN, infinite, or too large for float32"
@@ -261,13 +264,18 @@ def _check_room(adapter: LoraTensors, base: BaseSpec, limits: AdapterLimits) -> 
         raise AdapterError("too_large", problem)
 
 
+def _changed(adapter: LoraTensors) -> Iterator[PlacedLora | OwnBias | OwnTable]:
+    """What it has of each module."""
+    yield from (*adapter.modules, *adapter.biases, *adapter.tables)
+
+
 def _manifest(digest: str, adapter: LoraTensors, text: AdapterText) -> AdapterManifest:
     template = text.template
     tensors = adapter.tensors
     return AdapterManifest(
         digest=digest,
         base=adapter.config.base_model_name_or_path,
-        targets=tuple(sorted({module.module for module in adapter.modules})),
+        targets=tuple(sorted({each.module for each in _changed(adapter)})),
         ranks=tuple(sorted({module.lora_rank for module in adapter.modules})),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         dtype="+".join(sorted({tensor.dtype for tensor in tensors})),

@@ -122,6 +122,14 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     scales: `lora_alpha / r` or `lora_alpha / sqrt(r)` (rsLoRA); not folded into the weights.
     shares_a: all projections have the same A, which is stored once. So it is where one tensor
         holds gate and up of all experts.
+    vectors: one entry per projection: which numbers the adapter has for each output (`vectors` of
+        `adapters.peft.lora_tensors`); () = the site has none.
+    vectors_offset: float32 `[2, out_features of all projections]`, whatever the slab's dtype; the
+        magnitudes of DoRA, then biases in place of the base's. In a third row biases of B, if a
+        projection has one. 0 in place of what the adapter does not have.
+    table_offset: of `embed_tokens` or `lm_head`, rows in place of the base's, `[rows, hidden]`; two
+        sites may have the same. -1 = none.
+    table_ids: the token of each of these rows; () = all tokens.
     """
 
     layer: int
@@ -131,6 +139,10 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     a_offset: int
     b_offsets: tuple[int, ...]
     shares_a: bool = False
+    vectors: tuple[int, ...] = ()
+    vectors_offset: int = 0
+    table_offset: int = -1
+    table_ids: tuple[int, ...] = ()
 
     @property
     def a_rank(self) -> int:
@@ -147,8 +159,8 @@ class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     A part is cut into extents of `extent_bytes`. No tensor crosses an extent's border unless it
     is larger than an extent. A larger tensor starts on a border and owns a *run* of extents that
     must stay contiguous. `runs` lists the lengths, in extents, of the pieces that may be placed
-    apart from each other, in order: all 1 but for such tensors. Only sites with some rank > 0 are
-    listed.
+    apart from each other, in order: all 1 but for such tensors. Only sites that the adapter changes
+    are listed.
     """
 
     digest: str

@@ -36,9 +36,11 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "allow_other_base",
             "cache_dir",
             "max_adapter_bytes",
+            "max_table_bytes",
             "max_lora_rank",
             "adapter_ttl_s",
             "adapter_timeout_s",
+            "dora_graphs",
         }
     ),
     "Callers": frozenset({"auth", "keys_file", "share_prefixes"}),

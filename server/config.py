@@ -82,6 +82,14 @@ class WorkerConfig:
         default=4 << 30,
         metadata={"min": 1, "help": "largest adapter, in bytes as published", "unit": "bytes"},
     )
+    max_table_bytes: int = field(
+        default=AdapterLimits().max_table_bytes,
+        metadata={
+            "help": "largest embed_tokens or lm_head that an adapter brings, in bytes as published"
+            " (0 = none may)",
+            "unit": "bytes",
+        },
+    )
     max_lora_rank: int = field(
         default=256, metadata={"min": 1, "max": 256, "help": "largest LoRA rank"}
     )
@@ -158,6 +166,13 @@ class WorkerConfig:
     page_size: int = field(default=16, metadata={"min": 1, "help": "tokens a KV page"})
     adapter_slots: int = field(
         default=256, metadata={"min": 1, "max": 1 << 16, "help": "adapters on the device at once"}
+    )
+    dora_graphs: bool = field(
+        default=False,
+        metadata={
+            "help": "on a GPU also capture steps that have adapters with DoRA or biases: these are"
+            " faster, the start takes longer"
+        },
     )
     model_names: tuple[str, ...] = field(
         default=(),
@@ -238,3 +253,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     grammar: ServedGrammarLimits = ServedGrammarLimits()
     kv_contexts: int = 0
     shards: int = 1
+    dora_graphs: bool = False

@@ -13,7 +13,7 @@ from adapters.base import BaseSpec, ModuleShape, module_path
 from adapters.coverage import Coverage, coverage_of
 from adapters.errors import AdapterError
 from adapters.merge.recipe import MergeRecipe
-from adapters.peft.lora_tensors import LoraTensors, ModuleLora
+from adapters.peft.lora_tensors import LoraTensors, ModuleLora, OwnBias, OwnTable
 from adapters.peft.validate import AdapterLimits
 from adapters.slab.layout import room_problem
 from adapters.violations import Findings
@@ -53,6 +53,10 @@ class MergedModule(msgspec.Struct, frozen=True):
         return False
 
     @property
+    def vectors(self) -> int:
+        return 0
+
+    @property
     def nbytes(self) -> int:
         return self.lora_rank * (self.shape.in_features + self.shape.out_features) * _ITEM_BYTES
 
@@ -61,6 +65,14 @@ class MergePlan(msgspec.Struct, frozen=True):
     """The merged adapter before it is computed. modules: by layer, then by name."""
 
     modules: tuple[MergedModule, ...]
+
+    @property
+    def biases(self) -> tuple[OwnBias, ...]:
+        return ()
+
+    @property
+    def tables(self) -> tuple[OwnTable, ...]:
+        return ()
 
     @property
     def nbytes(self) -> int:
@@ -126,6 +138,12 @@ def _unmergeable(member: LoraTensors) -> str | None:
         return "changes experts; LoRA on experts cannot be merged"
     if member.config.alora_invocation_tokens:
         return "is activated by tokens of the prompt; such adapters cannot be merged"
+    if member.config.use_dora:
+        return "is DoRA; its magnitudes are of its own delta, and PEFT loses them in a merge"
+    if member.biases or member.config.lora_bias:
+        return "has biases; PEFT merges none"
+    if member.tables:
+        return "has rows of the embedding or the head in place of the base's; these are not merged"
     return None
 
 

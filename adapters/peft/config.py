@@ -6,7 +6,7 @@ It does not look at tensors (`validate`) and does not match modules (`targeting`
 import json
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 
@@ -32,9 +32,14 @@ _MAX_PATTERN_CHARS = 4096
 _MAX_LAYERS = 4096
 _MAX_LAYERS_PATTERNS = 64
 _MAX_INVOCATION = 1024
+_MAX_TRAINED = 8192
+# Modules that an adapter may have whole, or rows of; PEFT writes the last of them itself.
+TABLES = ("embed_tokens", "lm_head", "model.embed_tokens")
 # PEFT's defaults, for keys that a config leaves out.
 _DEFAULT_RANK = 8
 _DEFAULT_ALPHA = 8.0
+# Whose biases an adapter has trained: of no module, of all, or of those that it targets.
+Bias = Literal["none", "all", "lora_only"]
 _TEXTS = {"true": True, "false": False}
 _Number = TypeVar("_Number", int, float)
 
@@ -51,6 +56,10 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         counts for them alone.
     alora_invocation_tokens: ids from whose last occurrence in the prompt on the adapter acts; () =
         it acts on all tokens.
+    bias: whose biases the adapter has in place of the base's. lora_bias: B has a bias of its own.
+    modules_to_save: tables that the adapter has whole, in place of the base's.
+    trainable_token_indices: by table, the tokens whose rows the adapter has, in the file's order.
+    use_dora: `(W + scale * B A)` has rows of the lengths that the adapter's magnitudes say.
     """
 
     base_model_name_or_path: str
@@ -70,6 +79,11 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     target_parameters: tuple[str, ...] = ()
     peft_version: str = ""
     alora_invocation_tokens: tuple[int, ...] = ()
+    use_dora: bool = False
+    bias: Bias = "none"
+    lora_bias: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    trainable_token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def scale(self, lora_rank: int, lora_alpha: float) -> float:
         """What `B A x` is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA."""
@@ -160,6 +174,11 @@ def _read(reader: "_Reader") -> PeftConfig:
         target_parameters=parameters,
         peft_version=reader.text("peft_version") if parameters else "",
         alora_invocation_tokens=reader.tokens("alora_invocation_tokens"),
+        use_dora=reader.flag("use_dora"),
+        bias=reader.bias("bias"),
+        lora_bias=reader.flag("lora_bias"),
+        modules_to_save=reader.tables("modules_to_save"),
+        trainable_token_indices=reader.trained_tokens("trainable_token_indices"),
     )
     if not config.target_modules and not parameters:
         reader.refuse("target_modules", "missing or empty: the adapter targets nothing")
@@ -203,6 +222,16 @@ class _Reader:
             self.refuse(key, f"expected true or false, got {shown(value)}")
         return value is True
 
+    def bias(self, key: str) -> Bias:
+        value = self.raw.get(key)
+        for known in get_args(Bias):
+            if value == known:
+                return cast(Bias, known)
+        if value is not None:
+            expected = ", ".join(map(shown, get_args(Bias)))
+            self.refuse(key, f"expected one of {expected}, got {shown(value)}")
+        return "none"
+
     def rank(self, key: str, value: object) -> int:
         if type(value) is not int or not 1 <= value <= MAX_RANK:
             self.refuse(key, f"a rank is an integer from 1 to {MAX_RANK}, got {shown(value)}")
@@ -241,12 +270,40 @@ class _Reader:
                 return ()
         return tuple(sorted(set(items)))
 
-    def tokens(self, key: str) -> tuple[int, ...]:
+    def tables(self, key: str) -> tuple[str, ...]:
+        names = self.names(key)
+        unserved = [name for name in names if name not in TABLES]
+        if unserved:
+            message = f"{key}: {shown(unserved[0])} is not served, only {' and '.join(TABLES)} are"
+            self._findings.add("unsupported_feature", key, message)
+        return names
+
+    def trained_tokens(self, key: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """A list is of the embedding."""
         value = self.raw.get(key)
+        if value is None or value == [] or value == {}:
+            return ()
+        by_table = value if isinstance(value, dict) else {TABLES[0]: value}
+        short = {name.rpartition(".")[2] for name in by_table}
+        if not all(name in TABLES for name in by_table) or len(short) < len(by_table):
+            message = f"{key}: tables are {' and '.join(TABLES)}, got {shown(list(by_table))}"
+            self._findings.add("unsupported_feature", key, message)
+            return ()
+        found = []
+        for name, ids in by_table.items():
+            tokens = self.tokens(key, _MAX_TRAINED, ids)
+            if len(set(tokens)) < len(tokens):
+                self.refuse(key, "a token is there twice")
+            found.append((name, tokens))
+        return tuple(found)
+
+    def tokens(self, key: str, most: int = _MAX_INVOCATION, ids: object = None) -> tuple[int, ...]:
+        """ids: a part of the value; None = the value."""
+        value = self.raw.get(key) if ids is None else ids
         if value is None:
             return ()
-        if not isinstance(value, list) or not 0 < len(value) <= _MAX_INVOCATION:
-            self.refuse(key, f"expected 1 to {_MAX_INVOCATION} token ids, got {shown(value)}")
+        if not isinstance(value, list) or not 0 < len(value) <= most:
+            self.refuse(key, f"expected 1 to {most} token ids, got {shown(value)}")
             return ()
         for item in value:
             if type(item) is not int or item < 0:

@@ -7,6 +7,9 @@ from adapters.peft.config import PeftConfig
 from adapters.peft.tensor_names import WHOLE, Naming
 from adapters.safetensors.header import TensorInfo
 
+# What an adapter has for each output of a module, beside A and B; bits.
+MAGNITUDES, B_BIAS, OWN_BIAS = 1, 2, 4
+
 
 class PlacedLora(msgspec.Struct, frozen=True):
     """LoRA of one module, or of one that all experts of a layer have, in any form:
@@ -26,20 +29,42 @@ class PlacedLora(msgspec.Struct, frozen=True):
         return False
 
     @property
+    def vectors(self) -> int:
+        """Which numbers it has for each output: MAGNITUDES, B_BIAS or none."""
+        return 0
+
+    @property
     def sites(self) -> tuple[Site, ...]:
         """The modules that have tensors."""
         return ((self.layer, self.module),)
 
 
 class ModuleLora(PlacedLora, frozen=True, gc=False):
-    """LoRA of one module. a: `[lora_rank, in_features]`; b: `[out_features, lora_rank]`."""
+    """LoRA of one module. a: `[lora_rank, in_features]`; b: `[out_features, lora_rank]`.
+    magnitude: of DoRA, `[out_features]`. bias: of B, likewise."""
 
     a: TensorInfo
     b: TensorInfo
+    magnitude: TensorInfo | None = None
+    bias: TensorInfo | None = None
+
+    @property
+    def vectors(self) -> int:
+        lengths = 0 if self.magnitude is None else MAGNITUDES
+        return lengths | (0 if self.bias is None else B_BIAS)
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
-        return self.a, self.b
+        of_outputs = (self.magnitude, self.bias)
+        return (self.a, self.b, *(tensor for tensor in of_outputs if tensor is not None))
+
+
+class OwnBias(msgspec.Struct, frozen=True, gc=False):
+    """What the adapter has in place of the bias of a module of the base; `[out_features]`."""
+
+    layer: int
+    module: str
+    tensor: TensorInfo
 
 
 class ExpertPair(msgspec.Struct, frozen=True, gc=False):
@@ -93,6 +118,15 @@ class StackedLora(PlacedLora, frozen=True):
         return self.a, self.b
 
 
+class OwnTable(msgspec.Struct, frozen=True):
+    """Rows that the adapter has in place of those of `embed_tokens` or `lm_head` (module). tensor:
+    `[rows, hidden]`. ids: the token of each row; () = all tokens."""
+
+    module: str
+    tensor: TensorInfo
+    ids: tuple[int, ...]
+
+
 class LoraTensors(msgspec.Struct, frozen=True):
     """A validated adapter. modules: by layer, then by name.
 
@@ -100,6 +134,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     `BaseSpec.embedding_digests` before the adapter is served, and otherwise not used.
     missing: targeted modules without tensors; they stay as the base has them.
     naming: how the adapter calls the modules.
+    biases: of any modules, also of those without LoRA. tables: of tied ones both have one tensor.
     """
 
     config: PeftConfig
@@ -107,6 +142,14 @@ class LoraTensors(msgspec.Struct, frozen=True):
     base_copies: tuple[tuple[str, TensorInfo], ...] = ()
     missing: tuple[Site, ...] = ()
     naming: Naming = WHOLE
+    biases: tuple[OwnBias, ...] = ()
+    tables: tuple[OwnTable, ...] = ()
+
+    @property
+    def is_more_than_lora(self) -> bool:
+        """Whether it changes the base's own products, or brings rows of a table."""
+        of_outputs = (lora.magnitude or lora.bias for lora in self.ordinary)
+        return bool(self.biases or self.tables or any(of_outputs))
 
     @property
     def ordinary(self) -> tuple[ModuleLora, ...]:
@@ -122,7 +165,8 @@ class LoraTensors(msgspec.Struct, frozen=True):
     def tensors(self) -> tuple[TensorInfo, ...]:
         """Each once: modules may share them."""
         found = {tensor.name: tensor for module in self.modules for tensor in module.tensors}
-        return tuple(found.values())
+        others: tuple[OwnBias | OwnTable, ...] = (*self.biases, *self.tables)
+        return tuple((found | {each.tensor.name: each.tensor for each in others}).values())
 
     @property
     def coverage(self) -> Coverage:

@@ -1,4 +1,4 @@
-"""Checks the two tensors of one LoRA against what the config and the base say of it. Pure."""
+"""Checks the tensors of one LoRA against what the config and the base say of it. Pure."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,8 +7,12 @@ from adapters.peft.targeting import Targeting
 from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from adapters.violations import Findings
 
-# Side (`A`, `B`) -> tensor.
+# Side -> tensor.
 Pair = Mapping[str, TensorInfo]
+
+
+# As what each side is stored.
+_STORED = {"A": "lora_A", "B": "lora_B", "M": "lora_magnitude_vector", "b": "lora_B.bias"}
 
 
 class Fit(NamedTuple):
@@ -34,11 +38,7 @@ class PairChecks:
         path: in the base. key: what patterns see. inputs, outputs: of A and B. experts: how many
         share the pair, each with a rank of its own.
         """
-        if len(pair) != 2:
-            (side, tensor), *_ = pair.items()
-            other = "B" if side == "A" else "A"
-            message = f"{tensor.name} has no lora_{other} beside it"
-            self._findings.add("lone_tensor", tensor.name, message)
+        if not self._is_whole(pair):
             return None
         before = len(self._findings)
         lora_rank = self._matcher.lora_rank(key)
@@ -49,16 +49,47 @@ class PairChecks:
         said = f"rank {lora_rank}" + (f" of {experts} experts" if experts > 1 else "")
         self._check(pair["A"], (rows, inputs), said, axis=0)
         self._check(pair["B"], (outputs, rows), said, axis=1)
+        for side in ("M", "b"):
+            if side in pair:
+                self.check_outputs(pair[side], outputs)
         if len(self._findings) != before:
             return None
         return Fit(lora_rank, self._matcher.config.scale(lora_rank, self._matcher.lora_alpha(key)))
 
+    def _is_whole(self, pair: Pair) -> bool:
+        """Whether the tensors are those that the config speaks of."""
+        config = self._matcher.config
+        switches = {"M": ("use_dora", config.use_dora), "b": ("lora_bias", config.lora_bias)}
+        needed = ["A", "B", *(side for side, (_, is_on) in switches.items() if is_on)]
+        lacking = [_STORED[side] for side in needed if side not in pair]
+        first = next(iter(pair.values()))
+        if lacking:
+            message = f"{first.name} has no {' and no '.join(lacking)} beside it"
+            self._findings.add("lone_tensor", first.name, message)
+        surplus = [side for side in switches if side in pair and side not in needed]
+        for side in surplus:
+            name, key = pair[side].name, switches[side][0]
+            message = f"{name}: the config does not switch {key} on"
+            self._findings.add("unknown_tensor", name, message)
+        return not lacking and not surplus
+
+    def check_outputs(self, tensor: TensorInfo, outputs: int) -> None:
+        """Of a tensor with a number for each output."""
+        self._check_dtype(tensor)
+        if tensor.shape != (outputs,):
+            message = f"{tensor.name}: expected {[outputs]}, got {list(tensor.shape)}"
+            self._findings.add("shape_mismatch", tensor.name, message)
+
+    def _check_dtype(self, tensor: TensorInfo) -> None:
+        if tensor.dtype not in FLOAT_DTYPES:
+            expected = f"expected one of {sorted(FLOAT_DTYPES)}"
+            message = f"{tensor.name}: dtype {tensor.dtype}, {expected}"
+            self._findings.add("unsupported_dtype", tensor.name, message)
+
     def _check(self, tensor: TensorInfo, expected: tuple[int, int], said: str, axis: int) -> None:
         """said: the config's rank, in words. axis: the dimension that is the rank."""
         name, found = tensor.name, self._findings
-        if tensor.dtype not in FLOAT_DTYPES:
-            message = f"{name}: dtype {tensor.dtype}, expected one of {sorted(FLOAT_DTYPES)}"
-            found.add("unsupported_dtype", name, message)
+        self._check_dtype(tensor)
         if tensor.shape == expected:
             return
         shapes = f"expected {list(expected)}, got {list(tensor.shape)}"

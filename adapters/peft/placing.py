@@ -1,10 +1,19 @@
 """Puts the tensors of an adapter into the base's modules, or says why they do not fit. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from adapters.base import BaseModule, BaseSpec, base_modules
 from adapters.coverage import Site
-from adapters.peft.lora_tensors import ExpertPair, ExpertsLora, LoraTensors, ModuleLora, StackedLora
+from adapters.peft.lora_tensors import (
+    ExpertPair,
+    ExpertsLora,
+    LoraTensors,
+    ModuleLora,
+    OwnBias,
+    OwnTable,
+    StackedLora,
+)
+from adapters.peft.own_tables import TablePlacer
 from adapters.peft.pairs import Pair, PairChecks
 from adapters.peft.sorted_tensors import SortedTensors
 from adapters.peft.stacked import StackedPlace, holders, is_swapped, stacked_loras, stacked_places
@@ -46,10 +55,48 @@ class ModulePlacer:
                 lora = stacked.get((module.layer, module.name))
             if lora is not None:
                 modules.append(lora)
-        found = self._found
+        found, missing, biases = self._found, tuple(self._missing), tuple(self._biases())
         return LoraTensors(
-            self._matcher.config, tuple(modules), found.copies, tuple(self._missing), found.naming
+            self._matcher.config,
+            tuple(modules),
+            found.copies,
+            missing,
+            found.naming,
+            biases,
+            self._tables(),
         )
+
+    def _tables(self) -> tuple[OwnTable, ...]:
+        config, found = self._matcher.config, self._found
+        return TablePlacer(config, found.tables, found.rows, self._base, self._findings).place()
+
+    def _biases(self) -> Iterator[OwnBias]:
+        """In place of the base's."""
+        for module in base_modules(self._base):
+            if module.path not in self._found.biases:
+                continue
+            tensor, name = self._found.biases[module.path]
+            problem = self._bias_problem(module, is_wrapped=name.is_wrapped)
+            if problem is not None:
+                code, words = problem
+                self._findings.add(code, tensor.name, f"{tensor.name}: {words}")
+                continue
+            self._checks.check_outputs(tensor, module.shape.out_features)
+            yield OwnBias(module.layer, module.name, tensor)
+
+    def _bias_problem(self, module: BaseModule, *, is_wrapped: bool) -> tuple[str, str] | None:
+        """is_wrapped: as the tensor is spelled."""
+        config, is_targeted = self._matcher.config, module.path in self._targeted
+        if config.bias == "none":
+            return "unknown_tensor", "a bias, and the config has none (bias)"
+        if not module.shape.has_bias and not self._base.is_inferred:
+            return "unknown_tensor", f"{module.path} has no bias in the base model"
+        if config.bias == "lora_only" and not is_targeted:
+            return "untargeted_tensor", f"the config does not target {module.path}"
+        if is_wrapped is not is_targeted:
+            stored = "base_layer.bias" if is_targeted else "bias"
+            return "misplaced_tensor", f"the bias of {module.path} is stored as {stored}"
+        return None
 
     def _module(self, module: BaseModule, path: str, site: Site) -> ModuleLora | None:
         """path, site: of the module itself, or of one expert's."""
@@ -65,7 +112,8 @@ class ModulePlacer:
         fit = self._checks.fit(path, key, pair, shape.in_features, shape.out_features)
         if fit is None:
             return None
-        return ModuleLora(module.layer, module.name, *fit, pair["A"], pair["B"])
+        a, b, lengths, bias = pair["A"], pair["B"], pair.get("M"), pair.get("b")
+        return ModuleLora(module.layer, module.name, *fit, a, b, lengths, bias)
 
     def _experts(self, module: BaseModule) -> ExpertsLora | None:
         """Of a model in which each expert has modules of its own."""

@@ -25,37 +25,57 @@ _EXPERT = re.compile(r"(?P<head>.+\.)(?P<expert>0|[1-9][0-9]{0,5})(?P<tail>\.[^.
 
 
 class SortedTensors(msgspec.Struct, frozen=True):
-    """naming: how the adapter calls the modules. pairs: path in the base -> side (`A`, `B`) ->
-    tensor. copies: short name -> a copy of the base's own weights. has_experts: some pairs are of
-    modules that each expert has."""
+    """naming: how the adapter calls the modules. pairs: path in the base -> side -> tensor.
+    copies: short name -> a copy of the base's own weights. has_experts: some pairs are of modules
+    that each expert has. biases: path -> the module's own bias, with its name. tables, rows: short
+    name -> what the adapter has of a table, whole or for some tokens."""
 
     naming: Naming
     pairs: Mapping[str, dict[str, TensorInfo]]
     copies: tuple[tuple[str, TensorInfo], ...]
     has_experts: bool = False
+    biases: Mapping[str, tuple[TensorInfo, TensorName]] = {}
+    tables: Mapping[str, TensorInfo] = {}
+    rows: Mapping[str, TensorInfo] = {}
 
 
 def sort_tensors(
-    tensors: Iterable[TensorInfo], base: BaseSpec, findings: Findings
+    tensors: Iterable[TensorInfo],
+    base: BaseSpec,
+    findings: Findings,
+    own: frozenset[str] = frozenset(),
 ) -> SortedTensors:
-    """What does not belong to the base is added to `findings`."""
+    """What does not belong to the base is added to `findings`. own: short names of tables that the
+    adapter has whole."""
     named = [(tensor, parse_tensor_name(tensor.name)) for tensor in tensors]
     spelling = spelling_of(name for _, name in named if name is not None)
-    sorter = _Sorter(spelling, base, findings)
+    sorter = _Sorter(spelling, base, findings, own)
     # Of a tensor that is there twice, the odd spelling is the duplicate.
     for tensor, name in sorted(named, key=lambda each: not (each[1] and spelling.is_of(each[1]))):
         sorter.add(tensor, name)
     return SortedTensors(
-        spelling.naming, sorter.pairs, tuple(sorter.copies), has_experts=sorter.has_experts
+        spelling.naming,
+        sorter.pairs,
+        tuple(sorter.copies),
+        sorter.has_experts,
+        sorter.biases,
+        sorter.tables,
+        sorter.rows,
     )
 
 
 class _Sorter:
     """Into the base's modules. spelling: of most tensors, and so of all."""
 
-    def __init__(self, spelling: Spelling, base: BaseSpec, findings: Findings) -> None:
+    def __init__(
+        self, spelling: Spelling, base: BaseSpec, findings: Findings, own: frozenset[str]
+    ) -> None:
         self.pairs: dict[str, dict[str, TensorInfo]] = {}
         self.copies: list[tuple[str, TensorInfo]] = []
+        self.biases: dict[str, tuple[TensorInfo, TensorName]] = {}
+        self.tables: dict[str, TensorInfo] = {}
+        self.rows: dict[str, TensorInfo] = {}
+        self._own = own
         self._spelling = spelling
         self._base = base
         self._findings = findings
@@ -75,12 +95,31 @@ class _Sorter:
         path = None if name is None else meant_by_any(name.path)
         if name is None or path is None:
             self._findings.add(*self._unknown(tensor.name, name, path))
-        elif path in self._table and not name.side and self._table[path].layer < 0:
+        elif name.is_bias and path in self._table:
+            self._add_bias(tensor, name, path)
+        elif (
+            path in self._table
+            and not name.side
+            and not name.is_bias
+            and self._table[path].layer < 0
+        ):
             self._add_copy(tensor, name, self._table[path])
         elif not name.side or not self._is_known(path):
             self._findings.add(*self._unknown(tensor.name, name, path))
         else:
             self._add_side(tensor, name, path)
+
+    def _add_table(
+        self,
+        found: dict[str, TensorInfo],
+        tensor: TensorInfo,
+        name: TensorName,
+        module: BaseModule,
+    ) -> None:
+        if module.name in found:
+            self._add_duplicate(tensor, found[module.name])
+        elif self._is_spelled_alike(tensor, name):
+            found[module.name] = tensor
 
     def _is_known(self, path: str) -> bool:
         """Whether there may be LoRA of it."""
@@ -92,22 +131,40 @@ class _Sorter:
         return is_known
 
     def _add_copy(self, tensor: TensorInfo, name: TensorName, module: BaseModule) -> None:
+        if name.is_rows:
+            self._add_table(self.rows, tensor, name, module)
+            return
+        if module.name in self._own:
+            if _has_all_rows(tensor, self._base, self._findings):
+                self._add_table(self.tables, tensor, name, module)
+            return
         if self._is_spelled_alike(tensor, name) and _is_comparable(
             module, tensor, self._base, self._findings
         ):
             self.copies.append((module.name, tensor))
 
+    def _add_bias(self, tensor: TensorInfo, name: TensorName, path: str) -> None:
+        there = self.biases.get(path)
+        if there is not None:
+            self._add_duplicate(tensor, there[0])
+        elif self._is_spelled_alike(tensor, name):
+            self.biases[path] = tensor, name
+
+    def _add_duplicate(self, tensor: TensorInfo, there: TensorInfo) -> None:
+        message = f"{tensor.name}: the same tensor is stored twice, also as {there.name}"
+        self._findings.add("duplicate_tensor", tensor.name, message)
+
     def _add_side(self, tensor: TensorInfo, name: TensorName, path: str) -> None:
         module = self._table.get(path)
         is_embedding = module is not None and module.name == "embed_tokens"
         there = self.pairs.get(path, {}).get(name.side)
-        if is_embedding is not name.is_embedding or is_embedding is name.has_weight:
+        is_odd = is_embedding is not name.is_embedding or is_embedding is name.has_weight
+        if is_odd and not name.is_of_outputs:
             kind = "lora_embedding_A/B" if is_embedding else "lora_A/B.weight"
             message = f"{tensor.name}: LoRA of {path} is stored as {kind}"
             self._findings.add("misplaced_tensor", tensor.name, message)
         elif there is not None:
-            message = f"{tensor.name}: the same tensor is stored twice, also as {there.name}"
-            self._findings.add("duplicate_tensor", tensor.name, message)
+            self._add_duplicate(tensor, there)
         elif self._is_spelled_alike(tensor, name):
             self.pairs.setdefault(path, {})[name.side] = tensor
 
@@ -165,10 +222,7 @@ def _is_comparable(
 ) -> bool:
     """Whether a table saved beside the adapter can be compared with the base's own, here or where
     the base is known."""
-    rows, columns = base.vocab_size, base.hidden_size
-    if tensor.shape != (rows, columns):
-        message = f"{tensor.name}: {list(tensor.shape)} resizes the base's [{rows}, {columns}]"
-        findings.add("resized_embeddings", tensor.name, message)
+    if not _has_all_rows(tensor, base, findings):
         return False
     known = base.is_inferred or base.embedding_digests.get(module.name)
     if tensor.dtype not in FLOAT_DTYPES or not known:
@@ -179,3 +233,13 @@ def _is_comparable(
         findings.add("base_weights_included", tensor.name, message)
         return False
     return True
+
+
+def _has_all_rows(tensor: TensorInfo, base: BaseSpec, findings: Findings) -> bool:
+    """Whether a table is of the base's size."""
+    rows, columns = base.vocab_size, base.hidden_size
+    if tensor.shape == (rows, columns):
+        return True
+    message = f"{tensor.name}: {list(tensor.shape)} resizes the base's [{rows}, {columns}]"
+    findings.add("resized_embeddings", tensor.name, message)
+    return False

@@ -79,7 +79,7 @@ def is_swapped(found: Sequence[tuple[StackedPlace, Pair]], peft_version: str) ->
     PEFT has taken the sizes of a tensor in the order in which they are stored. Shapes say so, but
     for tensors that are square; these are as the others are, or as PEFT's version says.
     """
-    whole = [(place, pair) for place, pair in found if len(pair) == 2]
+    whole = [(place, pair) for place, pair in found if pair.keys() == {"A", "B"}]
     ways = {(place.fits(pair, False), place.fits(pair, True)) for place, pair in whole}
     if (True, False) in ways:
         return False

@@ -22,6 +22,17 @@ _LORA = re.compile(
     rf"{_PREFIX}(?P<path>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])"
     r"(?P<adapter>\.(?!weight$)[^.]+)?(?P<weight>\.weight)?"
 )
+# PEFT saves it without the adapter's name and without `.weight`.
+_MAGNITUDE = re.compile(
+    rf"{_PREFIX}(?P<path>.+)\.lora_magnitude_vector"
+    r"(?P<adapter>\.(?!weight$)[^.]+)?(?:\.weight)?"
+)
+_ROWS = re.compile(
+    rf"{_PREFIX}(?P<path>.+)\.token_adapter\.trainable_tokens_delta(?P<adapter>\.[^.]+)?"
+)
+_B_BIAS = re.compile(rf"{_PREFIX}(?P<path>.+)\.lora_B(?P<adapter>\.[^.]+)?\.bias")
+# PEFT wraps what is targeted, and calls the module itself `base_layer`.
+_OWN_BIAS = re.compile(rf"{_PREFIX}(?P<path>.+?)(?P<wrapped>\.base_layer)?\.bias")
 _BASE_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.weight")
 # What PEFT calls an adapter that nobody named, and leaves out when it saves.
 _DEFAULT_ADAPTER = "default"
@@ -35,18 +46,32 @@ _OF_IMAGES = re.compile(
 )
 
 
+# Of a module's LoRA; M = the magnitudes of DoRA, b = a bias of B.
+Side = Literal["A", "B", "M", "b"]
+
+
 class TensorName(msgspec.Struct, frozen=True):
-    """path: of the module, as the trained model calls it. side: "" = the module's own weight.
+    """path: of the module, as the trained model calls it. side: "" = the module's own weight, or
+    its own bias (is_bias). is_wrapped: of a module that PEFT has wrapped. is_rows: of a
+    table, the rows of some tokens.
 
     is_embedding, has_weight, has_prefix: as spelled. adapter: its name in the training.
     """
 
     path: str
-    side: Literal["A", "B", ""]
+    side: Side | Literal[""]
     has_prefix: bool
     is_embedding: bool = False
     has_weight: bool = True
     adapter: str = _DEFAULT_ADAPTER
+    is_bias: bool = False
+    is_wrapped: bool = False
+    is_rows: bool = False
+
+    @property
+    def is_of_outputs(self) -> bool:
+        """Whether the tensor has a number for each output of the module."""
+        return self.is_bias or self.side in ("M", "b")
 
 
 class Naming(msgspec.Struct, frozen=True):
@@ -115,8 +140,32 @@ def parse_tensor_name(name: str) -> TensorName | None:
             has_weight=bool(lora["weight"]),
             adapter=(lora["adapter"] or _DEFAULT_ADAPTER).removeprefix("."),
         )
+    rows = _ROWS.fullmatch(plain)
+    if rows is not None:
+        return TensorName(rows["path"], "", bool(rows["prefix"]), is_rows=True)
+    of_outputs = _of_outputs(plain)
+    if of_outputs is not None:
+        return of_outputs
     copy = _BASE_COPY.fullmatch(plain)
     return None if copy is None else TensorName(copy["path"], "", bool(copy["prefix"]))
+
+
+def _of_outputs(plain: str) -> TensorName | None:
+    sides: tuple[tuple[re.Pattern[str], Side], ...] = ((_MAGNITUDE, "M"), (_B_BIAS, "b"))
+    for pattern, side in sides:
+        found = pattern.fullmatch(plain)
+        if found is not None:
+            return TensorName(
+                path=found["path"],
+                side=side,
+                has_prefix=bool(found["prefix"]),
+                adapter=(found["adapter"] or _DEFAULT_ADAPTER).removeprefix("."),
+            )
+    own = _OWN_BIAS.fullmatch(plain)
+    if own is None:
+        return None
+    wrapped = bool(own["wrapped"])
+    return TensorName(own["path"], "", bool(own["prefix"]), is_bias=True, is_wrapped=wrapped)
 
 
 def spelling_of(names: Iterable[TensorName]) -> Spelling:

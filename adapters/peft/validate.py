@@ -13,6 +13,7 @@ from adapters.base_names import names_base, normal_name
 from adapters.manifest import SlabDtype
 from adapters.peft.config import MAX_RANK, PeftConfig
 from adapters.peft.lora_tensors import LoraTensors
+from adapters.peft.own_tables import check_tables, whole_tables
 from adapters.peft.placing import ModulePlacer
 from adapters.peft.sorted_tensors import sort_tensors
 from adapters.peft.targeted import check_parameters, targeted_paths
@@ -24,6 +25,7 @@ from adapters.violations import Findings, shown
 
 MAX_ADAPTER_BYTES = 4 << 30
 MAX_LORA_RANK = 256
+MAX_TABLE_BYTES = 2 << 30
 MAX_STORE_BYTES = 200 << 30
 
 
@@ -42,7 +44,8 @@ class SlabRoom(msgspec.Struct, frozen=True):
 class AdapterLimits(msgspec.Struct, frozen=True):
     """What the operator allows.
 
-    max_bytes: of one adapter's files. max_store_bytes: of a store's content and slabs together.
+    max_bytes: of one adapter's files. max_table_bytes: of an embedding or a head in it.
+    max_store_bytes: of a store's content and slabs together.
     allow_other_base: accept a config that names another base model, if the shapes fit.
     room: None = the packed size is not limited.
     """
@@ -52,6 +55,7 @@ class AdapterLimits(msgspec.Struct, frozen=True):
     allow_other_base: bool = False
     max_store_bytes: int = MAX_STORE_BYTES
     room: SlabRoom | None = None
+    max_table_bytes: int = MAX_TABLE_BYTES
 
 
 def validate(
@@ -78,12 +82,25 @@ def place_tensors(
 ) -> LoraTensors | None:
     """As `validate`. matcher: of a config that was checked; None = it cannot be read."""
     before = len(findings)
-    found = sort_tensors(tensors, base, findings)
+    own = frozenset[str]() if matcher is None else whole_tables(matcher.config, base)
+    found = sort_tensors(tensors, base, findings, own)
     if not found.pairs and len(findings) == before:
         findings.add("no_tensors", WEIGHTS_FILE, "the weights file has no LoRA tensors")
     if matcher is None or not matcher.is_sound:
         return None
-    return ModulePlacer(matcher, found, base, limits.max_lora_rank, findings).place()
+    placed = ModulePlacer(matcher, found, base, limits.max_lora_rank, findings).place()
+    for table in placed.tables:
+        name, nbytes = table.tensor.name, table.tensor.nbytes
+        if nbytes > limits.max_table_bytes:
+            most = f"at most {limits.max_table_bytes} are served (option max_table_bytes)"
+            findings.add("table_too_large", name, f"{name}: {nbytes} bytes; {most}")
+    if base.shards > 1 and placed.is_more_than_lora:
+        message = (
+            "DoRA, biases and rows of the embedding or the head are not served by a model that"
+            f" {base.shards} devices share (--tp)"
+        )
+        findings.add("unsupported_feature", WEIGHTS_FILE, message)
+    return placed
 
 
 def check_config(
@@ -107,7 +124,34 @@ def check_config(
         findings.add("unsupported_feature", "ensure_weight_tying", message)
     if config.alora_invocation_tokens:
         _check_activation(matcher, base, findings)
+    if config.use_dora or config.lora_bias or config.bias != "none":
+        _check_outputs(matcher, base, findings)
+    if config.modules_to_save or config.trainable_token_indices:
+        paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
+        check_tables(config, frozenset(paths), base, findings)
     return matcher
+
+
+def _check_outputs(matcher: Targeting, base: BaseSpec, findings: Findings) -> None:
+    """What PEFT refuses to load, or cannot keep to the tokens of activated LoRA."""
+    config, embed = matcher.config, base.model_modules.get("embed_tokens")
+    paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
+    on_experts = any(".experts." in path for path in paths)
+    is_activated = bool(config.alora_invocation_tokens)
+    unserved = {
+        ("use_dora", "alora_invocation_tokens"): config.use_dora and is_activated,
+        ("use_dora", "experts targeted"): config.use_dora and on_experts,
+        ("lora_bias", "use_dora"): config.lora_bias and config.use_dora,
+        ("lora_bias", "experts targeted"): config.lora_bias and on_experts,
+        ("lora_bias", "embed_tokens targeted"): config.lora_bias
+        and embed is not None
+        and embed.path in paths,
+        ("bias", "alora_invocation_tokens"): config.bias != "none" and is_activated,
+    }
+    for (key, words), is_there in unserved.items():
+        if is_there:
+            message = f"{key} with {words} is not supported"
+            findings.add("unsupported_feature", key, message)
 
 
 def _check_activation(matcher: Targeting, base: BaseSpec, findings: Findings) -> None:
@@ -144,7 +188,13 @@ def may_be_lora(tensor: TensorInfo) -> bool:
     if tensor.dtype not in FLOAT_DTYPES:
         return False
     name = parse_tensor_name(tensor.name)
-    return name is not None and bool(name.side)
+    return name is not None and (bool(name.side) or name.is_bias or name.is_rows)
+
+
+def is_of_outputs(tensor: TensorInfo) -> bool:
+    """Whether it has a number for each output of a module, which stays float32."""
+    name = parse_tensor_name(tensor.name)
+    return name is not None and name.is_of_outputs
 
 
 def _all_targeted(matcher: Targeting, base: BaseSpec) -> Iterator[dict[str, str]]:

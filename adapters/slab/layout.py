@@ -2,13 +2,14 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
 from adapters.base import MODEL_SITES, BaseSpec, ModuleShape, SiteKind
 from adapters.manifest import ITEM_BYTES, SiteLayout, SlabDtype, SlabLayout
+from adapters.peft.lora_tensors import B_BIAS, OWN_BIAS, OwnBias, OwnTable
 from adapters.peft.validate import SlabRoom
 
 ALIGNMENT = 256
@@ -40,6 +41,8 @@ class RankedModule(Protocol):
     def scale(self) -> float: ...
     @property
     def shares_a(self) -> bool: ...
+    @property
+    def vectors(self) -> int: ...
 
 
 class Packable(Protocol):
@@ -47,6 +50,10 @@ class Packable(Protocol):
 
     @property
     def modules(self) -> Sequence[RankedModule]: ...
+    @property
+    def biases(self) -> Sequence[OwnBias]: ...
+    @property
+    def tables(self) -> Sequence[OwnTable]: ...
 
 
 def make_layout(
@@ -59,13 +66,23 @@ def make_layout(
     if extent_bytes <= 0 or extent_bytes % ALIGNMENT:
         raise ValueError(f"extent_bytes must be a positive multiple of 256, got {extent_bytes}")
     by_site: dict[tuple[int, str], RankedModule] = {(m.layer, m.module): m for m in adapter.modules}
+    own = {(bias.layer, bias.module) for bias in adapter.biases}
+    tables = {table.module: table for table in adapter.tables}
     cursor = _Cursor(extent_bytes)
     sites: list[SiteLayout] = []
+    placer = _Tables(base, ITEM_BYTES[dtype], cursor)
     for layer, kind in _site_order(base):
         names = base.sites[kind]
         modules = [by_site.get((layer, name)) for name in names]
-        if any(modules):
-            sites.append(_place_site(layer, kind, modules, base, ITEM_BYTES[dtype], cursor))
+        vectors = tuple(
+            (module.vectors if module else 0) | (OWN_BIAS if (layer, name) in own else 0)
+            for name, module in zip(names, modules, strict=True)
+        )
+        table = tables.get(names[0]) if kind in MODEL_SITES else None
+        if any(modules) or any(vectors) or table is not None:
+            site = _unplaced(layer, kind, modules, vectors)
+            site = _place_site(site, base, ITEM_BYTES[dtype], cursor)
+            sites.append(site if table is None else placer.place(site, table))
     return SlabLayout(
         digest=digest,
         base_digest=base.digest,
@@ -116,6 +133,33 @@ def b_matrices(
     return tuple(result)
 
 
+def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
+    """What a site has for each output, `[2, outputs]` or more in float32; None = nothing."""
+    if not site.vectors:
+        return None
+    shape = (num_vectors(site.vectors), sum(widths_of(site.kind, base)))
+    return PlacedMatrix(site.vectors_offset, shape, math.prod(shape) * ITEM_BYTES["float32"])
+
+
+def table_rows(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix | None:
+    """Rows of a table in place of the base's, `[rows, hidden]`; None = the site has none."""
+    if site.table_offset < 0:
+        return None
+    shape = (len(site.table_ids) or base.vocab_size, base.hidden_size)
+    return PlacedMatrix(site.table_offset, shape, math.prod(shape) * item_bytes)
+
+
+def num_vectors(vectors: Iterable[int]) -> int:
+    """Rows of what a site has for each output. vectors: as of SiteLayout."""
+    return 3 if any(bits & B_BIAS for bits in vectors) else 2
+
+
+def widths_of(kind: SiteKind, base: BaseSpec) -> tuple[int, ...]:
+    """Outputs of each projection of a site."""
+    modules = base.model_modules if kind in MODEL_SITES else base.layer_modules
+    return tuple(modules[name].out_features for name in base.sites[kind])
+
+
 def _matrix(
     offset: int, module: ModuleShape, shape: tuple[int, ...], item_bytes: int
 ) -> PlacedMatrix:
@@ -135,15 +179,14 @@ def _site_order(base: BaseSpec) -> Iterator[tuple[int, SiteKind]]:
     yield -1, MODEL_SITES[1]
 
 
-def _place_site(
+def _unplaced(
     layer: int,
     kind: SiteKind,
-    modules: list[RankedModule | None],
-    base: BaseSpec,
-    item_bytes: int,
-    cursor: "_Cursor",
+    modules: Sequence[RankedModule | None],
+    vectors: tuple[int, ...],
 ) -> SiteLayout:
-    site = SiteLayout(
+    """A site whose matrices have no places yet."""
+    return SiteLayout(
         layer,
         kind,
         ranks=tuple(module.lora_rank if module else 0 for module in modules),
@@ -151,13 +194,37 @@ def _place_site(
         a_offset=0,
         b_offsets=(0,) * len(modules),
         shares_a=all(module is not None and module.shares_a for module in modules),
+        vectors=vectors if any(vectors) else (),
     )
+
+
+def _place_site(site: SiteLayout, base: BaseSpec, item_bytes: int, cursor: "_Cursor") -> SiteLayout:
     a_offset = cursor.place(a_matrix(site, base, item_bytes).nbytes)
     b_offsets = tuple(
         cursor.place(matrix.nbytes) if matrix else 0
         for matrix in b_matrices(site, base, item_bytes)
     )
-    return msgspec.structs.replace(site, a_offset=a_offset, b_offsets=b_offsets)
+    rows = vector_rows(site, base)
+    vectors_offset = 0 if rows is None else cursor.place(rows.nbytes)
+    return msgspec.structs.replace(
+        site, a_offset=a_offset, b_offsets=b_offsets, vectors_offset=vectors_offset
+    )
+
+
+class _Tables:
+    """Places rows of tables; those that two sites have once."""
+
+    def __init__(self, base: BaseSpec, item_bytes: int, cursor: "_Cursor") -> None:
+        self._base, self._item_bytes, self._cursor = base, item_bytes, cursor
+        self._placed: dict[str, int] = {}
+
+    def place(self, site: SiteLayout, table: OwnTable) -> SiteLayout:
+        name = table.tensor.name
+        site = msgspec.structs.replace(site, table_offset=0, table_ids=table.ids)
+        rows = table_rows(site, self._base, self._item_bytes)
+        if name not in self._placed and rows is not None:
+            self._placed[name] = self._cursor.place(rows.nbytes)
+        return msgspec.structs.replace(site, table_offset=self._placed[name])
 
 
 class _Cursor:

@@ -13,7 +13,7 @@ import numpy as np
 
 from adapters.base import BaseSpec
 from adapters.content_check import ContentCheck
-from adapters.manifest import ITEM_BYTES, SlabLayout
+from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
 from adapters.peft.lora_tensors import LoraTensors
 from adapters.safetensors.file import PIECE_BYTES, WeightsFile
 from adapters.safetensors.floats import (
@@ -79,8 +79,7 @@ class _Packer:
         self, weights: WeightsFile, layout: SlabLayout, check: ContentCheck, findings: Findings
     ) -> None:
         self._weights = weights
-        self._dtype = layout.dtype
-        self._item_bytes = ITEM_BYTES[layout.dtype]
+        self._own_dtype = layout.dtype
         self._check = check
         self._findings = findings
         self._read = np.empty(PIECE_BYTES, np.uint8)
@@ -89,6 +88,9 @@ class _Packer:
 
     def pack(self, tensor: TensorInfo, targets: list[SlabTarget]) -> None:
         self._fitting = True
+        # Targets of one tensor are alike.
+        self._dtype: SlabDtype = "float32" if targets[0].is_wide else self._own_dtype
+        self._item_bytes = ITEM_BYTES[self._dtype]
         whole = targets[0].whole if len(targets) == 1 else None
         if whole is not None:
             self._copy(tensor, whole)

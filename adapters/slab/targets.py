@@ -13,8 +13,15 @@ from adapters.manifest import ITEM_BYTES, SiteLayout, SlabLayout
 from adapters.peft.lora_tensors import ExpertsLora, LoraTensors, ModuleLora, StackedLora
 from adapters.safetensors.floats import Raw
 from adapters.safetensors.header import TensorInfo
-from adapters.sharding import Piece, Shard
-from adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices
+from adapters.sharding import WHOLE, Piece, Shard
+from adapters.slab.layout import (
+    PlacedMatrix,
+    a_matrix,
+    b_matrices,
+    table_rows,
+    vector_rows,
+    widths_of,
+)
 from adapters.slab.memory import SlabMemory
 
 # Of a slab, whatever its dtype.
@@ -25,13 +32,15 @@ _Lora = ModuleLora | ExpertsLora | StackedLora
 class SlabTarget(NamedTuple):
     """Some numbers of a tensor, and their place. rows: which rows of the tensor. columns: which
     columns. place: of each number, indexed by row first, then in the order of the columns, in one
-    dimension or several. factor: what the numbers are multiplied with."""
+    dimension or several. factor: what the numbers are multiplied with. is_wide: they are float32,
+    whatever the slab's dtype."""
 
     tensor: TensorInfo
     place: Numbers
     rows: range
     columns: slice = slice(None)
     factor: float = 1.0
+    is_wide: bool = False
 
     @property
     def whole(self) -> Raw | None:
@@ -76,9 +85,12 @@ def all_regions(
     modules: dict[tuple[int, str], _Lora] = {
         (lora.layer, lora.module): lora for lora in adapter.modules
     }
-    item_bytes = ITEM_BYTES[layout.dtype]
+    tables = {table.module: table.tensor for table in adapter.tables}
+    done: set[int] = set()
+    biases = {(bias.layer, bias.module): bias.tensor for bias in adapter.biases}
+    own_bytes = ITEM_BYTES[layout.dtype]
 
-    def region(placed: PlacedMatrix, shard: Shard) -> Region:
+    def region(placed: PlacedMatrix, shard: Shard, item_bytes: int = own_bytes) -> Region:
         offset = placed.offset + shard.index * layout.shard_nbytes
         raw = np.frombuffer(memory.at(offset, placed.nbytes), np.uint8)
         return Region(offset, raw.view(f"<u{item_bytes}").reshape(placed.shape), [])
@@ -86,17 +98,32 @@ def all_regions(
     for site, index in product(layout.sites, range(layout.shards)):
         shard = Shard(index, layout.shards)
         loras = [modules.get((site.layer, name)) for name in base.sites[site.kind]]
-        a = region(a_matrix(site, base, item_bytes), shard)
+        a = region(a_matrix(site, base, own_bytes), shard)
         for piece in base.of_site(site.kind, 0).inputs(shard):
             a.targets.extend(_a_targets(site, loras, a.numbers, piece))
         yield a
-        of_parts = enumerate(zip(loras, b_matrices(site, base, item_bytes), strict=True))
+        of_parts = enumerate(zip(loras, b_matrices(site, base, own_bytes), strict=True))
         for projection, (lora, placed) in of_parts:
             if lora is not None and placed is not None:
                 b = region(placed, shard)
                 for piece in base.of_site(site.kind, projection).outputs(shard):
                     b.targets.extend(_b_targets(lora, b.numbers, piece))
                 yield b
+        table = table_rows(site, base, own_bytes)
+        if table is not None and table.offset not in done:
+            done.add(table.offset)
+            own_rows = region(table, WHOLE)  # only a base that no devices share has them
+            tensor = tables[base.sites[site.kind][0]]
+            own_rows.targets.append(SlabTarget(tensor, own_rows.numbers, _rows(tensor)))
+            yield own_rows
+        rows = vector_rows(site, base)
+        if rows is not None:
+            of_outputs = region(rows, WHOLE, ITEM_BYTES["float32"])
+            own = [biases.get((site.layer, name)) for name in base.sites[site.kind]]
+            places = np.split(of_outputs.numbers, np.cumsum(widths_of(site.kind, base))[:-1], 1)
+            for lora, bias, place in zip(loras, own, places, strict=True):
+                of_outputs.targets.extend(_vector_targets(lora, bias, place))
+            yield of_outputs
 
 
 def _a_targets(
@@ -143,6 +170,18 @@ def _b_targets(lora: _Lora, numbers: Numbers, piece: Piece) -> Iterator[SlabTarg
         for expert, own in enumerate(numbers):
             rows = range(expert * lora.lora_rank, (expert + 1) * lora.lora_rank)
             yield SlabTarget(lora.a, own.T, rows, columns)
+
+
+def _vector_targets(
+    lora: _Lora | None, own_bias: TensorInfo | None, numbers: Numbers
+) -> Iterator[SlabTarget]:
+    """numbers: of one projection, `[2, outputs]`, or 3 rows where a projection has a bias of B."""
+    magnitude = bias = None
+    if isinstance(lora, ModuleLora):
+        magnitude, bias = lora.magnitude, lora.bias
+    for row, tensor in enumerate((magnitude, own_bias, bias)):
+        if tensor is not None:
+            yield SlabTarget(tensor, numbers[row], _rows(tensor), is_wide=True)
 
 
 def _stacked_a(lora: StackedLora, numbers: Numbers, inputs: slice) -> SlabTarget:

@@ -61,7 +61,9 @@ def check_kind(config: Mapping[str, Any]) -> None:
     """Raises AdapterError for what mlx-lm trains besides LoRA."""
     kind = config.get("fine_tune_type") or ("dora" if config.get("use_dora") else "lora")
     if kind == "dora":
-        raise refusal("DoRA (fine_tune_type) is not served: fuse it into its base, or train LoRA")
+        raise refusal(
+            "DoRA (fine_tune_type) is not converted: fuse it into its base, or train LoRA"
+        )
     if kind == "full":
         raise refusal(
             "fine_tune_type is full: its tensors replace weights of the base; fuse them into a "
@@ -114,7 +116,7 @@ def _modules(tensors: Sequence[TensorInfo]) -> list[_Module]:
 
 def _unknown(name: str) -> str:
     if name.endswith(".m"):
-        return f"{name}: DoRA is not served: fuse it into its base, or train LoRA"
+        return f"{name}: DoRA is not converted: fuse it into its base, or train LoRA"
     if name.endswith(("_scales", "_biases")):
         return f"{name}: the adapter itself is quantised, which is not converted"
     return f"{name} is no tensor of LoRA: it would replace a weight of the base"

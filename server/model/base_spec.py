@@ -44,6 +44,7 @@ def base_spec(
         eos_token_ids=eos_token_ids,
         expert_weights=tuple(_expert_weight(linear) for linear in linears if linear.stored),
         routers=_routers(model),
+        is_tied=model.head.tied,
     )
 
 

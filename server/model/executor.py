@@ -17,6 +17,7 @@ from server.model.graphs.gpu_path import build
 from server.model.graphs.start_phases import StartPhases
 from server.model.group import Alone, Group
 from server.model.lora.adapter_copies import AdapterCopies
+from server.model.lora.output_vectors import OutputVectors
 from server.model.ops.ops import StepLayout
 from server.model.ops.sizes import padded, padded_size
 from server.model.ops.transfers import to_device, to_host
@@ -71,7 +72,8 @@ class TorchExecutor:
         self._parameters = parts.parameters
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
         self._masks = MaskMemory(self.limits.max_rows, self.limits.vocab_size, self.device)
-        self._copies = AdapterCopies(self._table, host_arena)
+        vectors = OutputVectors(parts.weights, self._table.sites).pieces
+        self._copies = AdapterCopies(self._table, host_arena, vectors)
         self._group = group
         phases.done("host memory")
         self.summary = (*parts.summary, f"operations: {built.backend}", phases.line())

@@ -146,6 +146,7 @@ class LinearSpec(msgspec.Struct, frozen=True):
 
     def modules(self, layers: tuple[int, ...] | None = None) -> dict[str, ModuleShape]:
         """By PEFT's short name. layers: those that have them; None = all."""
+        has_bias = self.bias and self.stored is None
         return {
             part.name: ModuleShape(
                 part.path,
@@ -153,8 +154,9 @@ class LinearSpec(msgspec.Struct, frozen=True):
                 part.out_features,
                 self.experts,
                 layers,
-                self.sharding,
-                self.spans_of(part),
+                sharding=self.sharding,
+                spans=self.spans_of(part),
+                has_bias=has_bias,
             )
             for part in self.parts
         }

@@ -99,6 +99,10 @@ def _build_parts(
         planned = fill_device(model, config, DeviceMemory(total, free, left))
     executor_limits(model, planned)  # says what is wrong before the weights are read
     weights = load(model, dtype, device)
+    if group.shard.count > 1:
+        sums = (config.max_step_tokens + MOST_PADDING, model.hidden_size)
+        logits = (config.max_running + MOST_PADDING, model.head.linear.out_features)
+        group.reserve(sums, logits, dtype)
     summary: tuple[str, ...] = ()
     if on_gpu:
         now = torch.cuda.mem_get_info(device)[0]
@@ -106,16 +110,8 @@ def _build_parts(
         summary = estimate_lines(model, config, free - now)
         config = msgspec.structs.replace(config, kv_memory=group.least(config.kv_memory))
     limits = executor_limits(model, config)
-    if group.shard.count > 1:
-        sums = (limits.max_step_tokens + MOST_PADDING, model.hidden_size)
-        logits = (limits.max_rows + MOST_PADDING, model.head.linear.out_features)
-        group.reserve(sums, logits, dtype)
-    groups = page_groups(model)
+    cache = _make_cache(model, config, limits.num_pages, weights, device)
     model = model.within(limits.max_context)
-    # One page more than the scheduler has: padding of batches is written there.
-    shape = (limits.num_pages + 1, config.page_size, model.num_kv_heads, model.head_dim)
-    kept = dtype if config.kv_dtype == "auto" else torch.float8_e4m3fn
-    k, v = (torch.zeros(groups.places, *shape, dtype=kept, device=device) for _ in "kv")
     table = AdapterTable(
         Sites(model),
         slots=max(config.adapter_slots, 1),
@@ -125,10 +121,36 @@ def _build_parts(
         device=device,
     )
     size = (limits.max_rows, limits.max_context, config.page_size)
-    rows = Rows(*size, device, limits.short_context, len(groups.windows))
+    rows = Rows(*size, device, limits.short_context, len(cache.groups.windows))
     parameters = RowSampling(limits.max_rows, model.vocab_size, model.eos_token_ids, device)
-    cache = KVCache(k, v, groups, dtype, tuple(layer.kv_scales for layer in weights.layers))
-    return Parts(whole, group, model, weights, cache, table, rows, parameters, limits, summary)
+    return Parts(
+        whole,
+        group,
+        model,
+        weights,
+        cache,
+        table,
+        rows,
+        parameters,
+        limits,
+        summary,
+        config.dora_graphs,
+    )
+
+
+def _make_cache(
+    model: ModelSpec,
+    config: EngineConfig,
+    pages: int,
+    weights: ModelWeights,
+    device: torch.device,
+) -> KVCache:
+    groups, dtype = page_groups(model), DTYPES[config.dtype]
+    # One page more than the scheduler has: padding of batches is written there.
+    shape = (pages + 1, config.page_size, model.num_kv_heads, model.head_dim)
+    kept = dtype if config.kv_dtype == "auto" else torch.float8_e4m3fn
+    k, v = (torch.zeros(groups.places, *shape, dtype=kept, device=device) for _ in "kv")
+    return KVCache(k, v, groups, dtype, tuple(layer.kv_scales for layer in weights.layers))
 
 
 def host_arena_made(memory: memoryview, device: torch.device) -> AbstractContextManager[None]:

@@ -202,6 +202,7 @@ def engine_config(
         max_waiting=sizes.max_running + _max_waiting(config.max_waiting, sizes.max_running),
         max_step_tokens=sizes.max_step_tokens,
         adapter_slots=config.adapter_slots,
+        dora_graphs=config.dora_graphs,
         gpu_memory_utilization=config.gpu_memory_utilization,
         quantize=config.quantize,
         kv_dtype=config.kv_dtype,

@@ -11,17 +11,14 @@ _NO_MATCH = {"unknown_target", "untargeted_tensor"}
 # Values of features that change the maths.
 _FEATURES: dict[str, Any] = {
     "arrow_config": {},
-    "bias": "lora_only",
     "kasa_config": {},
     "layer_replication": [[0, 1], [0, 2]],
-    "lora_bias": True,
     "lora_ga_config": {},
     "megatron_config": {},
-    "modules_to_save": ["embed_tokens"],
+    "modules_to_save": ["norm"],
     "monteclora_config": {},
-    "trainable_token_indices": [3],
+    "trainable_token_indices": {"wte": [3]},
     "use_bdlora": {"target_modules_bd_a": []},
-    "use_dora": True,
     "use_qalora": True,
     "velora_config": {},
 }
@@ -46,8 +43,36 @@ def _features() -> dict[str, tuple[Spoil, set[str]]]:
         features[f"type {kind}"] = (config(peft_type=kind), {"unsupported_peft_type"})
     tying = config(ensure_weight_tying=True, target_modules=["q_proj", "v_proj", "lm_head"])
     return features | {
-        "bias all": (config(bias="all"), {"unsupported_feature"}),
-        "bias true": (config(bias=True), {"unsupported_feature"}),
+        "head saved and targeted": (
+            config(modules_to_save=["lm_head"], target_modules=["q_proj", "v_proj", "lm_head"]),
+            {"unsupported_feature", "missing_tensor"},
+        ),
+        "head saved of an activated adapter": (
+            config(modules_to_save=["lm_head"], alora_invocation_tokens=[1]),
+            {"unsupported_feature", "missing_tensor"},
+        ),
+        "rows of a saved head": (
+            config(modules_to_save=["lm_head"], trainable_token_indices={"lm_head": [1]}),
+            {"unsupported_feature", "missing_tensor"},
+        ),
+        "trained token negative": (config(trainable_token_indices=[-1]), {"bad_value"}),
+        "trained token twice": (config(trainable_token_indices=[1, 2, 1]), {"bad_value"}),
+        "trained token as text": (config(trainable_token_indices=["a"]), {"bad_value"}),
+        "trained token true": (config(trainable_token_indices={"lm_head": [True]}), {"bad_value"}),
+        "trained tokens too many": (
+            config(trainable_token_indices=[*range(9000)]),
+            {"bad_value"},
+        ),
+        "trained tokens of one table twice": (
+            config(trainable_token_indices={"embed_tokens": [1], "model.embed_tokens": [2]}),
+            {"unsupported_feature"},
+        ),
+        "bias true": (config(bias=True), {"bad_value"}),
+        "bias of another name": (config(bias="boft_only"), {"bad_value"}),
+        "biases of an activated adapter": (
+            config(bias="all", alora_invocation_tokens=[1]),
+            {"unsupported_feature"},
+        ),
         "tied head": (tying, {"unsupported_feature"}),
         "unknown key": (config(lora_gating=True), {"unknown_key"}),
         "remote code": (config(auto_map={"AutoModel": "evil.py--M"}), {"unknown_key"}),
@@ -189,7 +214,7 @@ def _documents() -> dict[str, tuple[Spoil, set[str]]]:
 def _together() -> dict[str, tuple[Spoil, set[str]]]:
     return {
         "many lies": (
-            config(use_dora=True, base_model_name_or_path="x/y", r=9),
+            config(use_qalora=True, base_model_name_or_path="x/y", r=9),
             {"unsupported_feature", "wrong_base", "rank_mismatch"},
         ),
         "lies in every part": (

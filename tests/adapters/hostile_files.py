@@ -224,7 +224,7 @@ def _files() -> dict[str, tuple[Spoil, set[str]]]:
             {"missing_file", "unsafe_format"},
         ),
         "pickle, lying config": (
-            both(config(use_dora=True, r=0), pickled("adapter_model.bin")),
+            both(config(use_qalora=True, r=0), pickled("adapter_model.bin")),
             {"unsafe_format", "unsupported_feature", "bad_value"},
         ),
         "shards": (moved(WEIGHTS, "adapter_model-00001-of-00002.safetensors"), {"missing_file"}),

@@ -28,6 +28,7 @@ from tests.adapters.spoils import (
 def cases(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
     """Name -> how a good folder is spoiled, and exactly what is found."""
     found = _strangers(base) | _names() | _shapes(base) | _values() | _together(base)
+    found |= _magnitudes() | _biases(base) | _tables(base)
     return {f"tensors: {name}": case for name, case in found.items()}
 
 
@@ -190,6 +191,164 @@ def _values() -> dict[str, tuple[Spoil, set[str]]]:
         "bytes": (claimed("U8", 4), {"unsupported_dtype", "rank_mismatch"}),
         "booleans": (claimed("BOOL", 4), {"unsupported_dtype", "rank_mismatch"}),
         "exponents alone": (claimed("F8_E8M0", 4), {"unsupported_dtype", "rank_mismatch"}),
+    }
+
+
+def _magnitudes() -> dict[str, tuple[Spoil, set[str]]]:
+    """Of DoRA."""
+    first = f"{Q}.lora_magnitude_vector"
+
+    def dora(change: Callable[[Tensors], Tensors], **keys: Any) -> Spoil:
+        def with_magnitudes(found: Tensors) -> Tensors:
+            lengths = {
+                name.replace("lora_B.weight", "lora_magnitude_vector"): np.ones(len(b), np.float32)
+                for name, b in found.items()
+                if "lora_B" in name
+            }
+            return change(found | lengths)
+
+        return both(config(use_dora=True, **keys), tensors(with_magnitudes))
+
+    def put(name: str, *values: float) -> Callable[[Tensors], Tensors]:
+        return lambda t: t | {name: np.resize(np.array(values, np.float32), t[first].shape)}
+
+    def wreck(found: Tensors) -> Tensors:
+        found[first] = np.full((3, 1), np.nan, np.float32)
+        return {n: t for n, t in found.items() if "1.self_attn.v_proj.lora_m" not in n}
+
+    def without_pair(found: Tensors) -> Tensors:
+        return {n: t for n, t in found.items() if n not in (FIRST, FIRST_B)}
+
+    strange = first.replace("q_proj", "w_proj")
+    return {
+        "dora without magnitudes": (config(use_dora=True), {"lone_tensor"}),
+        "magnitudes alone": (dora(without_pair), {"lone_tensor"}),
+        "magnitudes with nan": (dora(put(first, 1.0, np.nan)), {"not_finite"}),
+        "magnitudes without end": (dora(put(first, np.inf)), {"not_finite"}),
+        "magnitudes of too few": (
+            dora(lambda t: t | {first: t[first][:-1]}),
+            {"shape_mismatch"},
+        ),
+        "magnitudes in a column": (
+            dora(lambda t: t | {first: t[first][:, None]}),
+            {"shape_mismatch"},
+        ),
+        "magnitudes twice": (dora(put(f"{first}.weight", 1.0)), {"duplicate_tensor"}),
+        "magnitudes of no module": (dora(put(strange, 1.0)), {"unknown_module"}),
+        "magnitudes of another module": (
+            dora(put(first.replace("q_proj", "o_proj"), 1.0)),
+            {"untargeted_tensor"},
+        ),
+        "activated dora": (
+            dora(lambda t: t, alora_invocation_tokens=[1]),
+            {"unsupported_feature"},
+        ),
+        "dora, all of it": (dora(wreck), {"shape_mismatch", "not_finite", "lone_tensor"}),
+    }
+
+
+def _biases(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
+    """That a config switches on."""
+    of_b, own, hidden = f"{Q}.lora_B.bias", f"{Q}.base_layer.bias", base.hidden_size
+
+    def biased(*added: tuple[str, int], **keys: Any) -> Spoil:
+        return both(config(**keys), *(extra(*each) for each in added))
+
+    def of_all_b(**keys: Any) -> Spoil:
+        def with_biases(found: Tensors) -> Tensors:
+            pairs = [(name, b) for name, b in found.items() if "lora_B" in name]
+            return found | {
+                name.replace("weight", "bias"): np.ones(len(b), np.float32) for name, b in pairs
+            }
+
+        return both(config(lora_bias=True, **keys), tensors(with_biases))
+
+    embed = ["q_proj", "v_proj", "embed_tokens"]
+    return {
+        "no bias of B": (config(lora_bias=True), {"lone_tensor"}),
+        "bias of B too short": (
+            both(of_all_b(), extra(of_b, hidden - 1)),
+            {"shape_mismatch"},
+        ),
+        "bias of B with nan": (
+            both(of_all_b(), tensors(lambda t: t | {of_b: t[of_b] * np.nan})),
+            {"not_finite"},
+        ),
+        "bias of B with dora": (of_all_b(use_dora=True), {"unsupported_feature", "lone_tensor"}),
+        "bias of B of an embedding": (
+            of_all_b(target_modules=embed),
+            {"unsupported_feature"},
+        ),
+        "bias of B twice": (
+            both(of_all_b(), extra(f"{Q}.lora_B.default.bias", hidden)),
+            {"duplicate_tensor"},
+        ),
+        "bias that the base has not": (
+            biased((own, hidden), bias="lora_only"),
+            {"unknown_tensor"},
+        ),
+        "bias of a norm": (
+            biased((f"{PREFIX}model.norm.bias", hidden), bias="all"),
+            {"unknown_tensor"},
+        ),
+        "bias of no module": (
+            biased((f"{Q.replace('q_proj', 'w_proj')}.bias", hidden), bias="all"),
+            {"unknown_tensor"},
+        ),
+    }
+
+
+def _tables(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
+    """Rows in place of the base's."""
+    hidden, vocab = base.hidden_size, base.vocab_size
+    head, embed = f"{PREFIX}lm_head.weight", f"{PREFIX}model.embed_tokens"
+    rows = f"{embed}.token_adapter.trainable_tokens_delta"
+
+    def with_head(*shape: int, fill: float = 1.0) -> Spoil:
+        array = np.full(shape, fill, np.float32)
+        return both(config(modules_to_save=["lm_head"]), tensors(lambda t: t | {head: array}))
+
+    def with_rows(*shape: int, ids: Any = (3, 5), fill: float = 1.0) -> Spoil:
+        array, keys = np.full(shape, fill, np.float32), list(ids)
+        return both(config(trainable_token_indices=keys), tensors(lambda t: t | {rows: array}))
+
+    return {
+        "no saved head": (config(modules_to_save=["lm_head"]), {"missing_tensor"}),
+        "saved head of another vocabulary": (
+            with_head(vocab + 8, hidden),
+            {"resized_embeddings", "missing_tensor"},
+        ),
+        "saved head with nan": (with_head(vocab, hidden, fill=np.nan), {"not_finite"}),
+        "saved head twice": (
+            both(
+                with_head(vocab, hidden),
+                extra(f"{PREFIX}lm_head.base_layer.weight", vocab, hidden),
+            ),
+            {"duplicate_tensor"},
+        ),
+        "no trained rows": (config(trainable_token_indices=[3]), {"missing_tensor"}),
+        "trained rows of more tokens": (with_rows(3, hidden), {"shape_mismatch"}),
+        "trained rows of another size": (with_rows(2, hidden + 1), {"shape_mismatch"}),
+        "trained rows with nan": (with_rows(2, hidden, fill=np.nan), {"not_finite"}),
+        "trained rows beyond the vocabulary": (
+            with_rows(2, hidden, ids=(3, vocab)),
+            {"bad_value"},
+        ),
+        "trained rows of no table": (
+            both(with_rows(2, hidden), extra(f"{PREFIX}x.token_adapter.trainable_tokens_delta", 2)),
+            {"unknown_tensor"},
+        ),
+        "trained rows of the other table": (
+            both(
+                with_rows(2, hidden),
+                extra(f"{PREFIX}lm_head.token_adapter.trainable_tokens_delta", 2, hidden),
+            ),
+            {"unknown_tensor"},
+        ),
+        "trained rows, all of it": (
+            both(with_rows(1, hidden, ids=(3, vocab + 5), fill=np.inf), extra(f"{Q}.lora_E", 1)),
+            {"bad_value", "shape_mismatch", "not_finite", "unknown_tensor"},
+        ),
     }
 
 

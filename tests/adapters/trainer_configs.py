@@ -194,15 +194,13 @@ BASES = {
 # What changes the maths, in configs of the same trainers -> the code.
 OTHER: dict[str, tuple[Config, str]] = {
     "MergedLinear of PEFT 0.2": (PEFT_0_3 | {"enable_lora": [True, False]}, "unsupported_feature"),
-    "trained biases": (PEFT_0_4 | {"bias": "lora_only"}, "unsupported_feature"),
-    "DoRA": (PEFT_0_9 | {"use_dora": True}, "unsupported_feature"),
-    "DoRA as text": (PEFT_0_9 | {"use_dora": "False"}, "unsupported_feature"),
+    "DoRA as text": (PEFT_0_9 | {"use_dora": "False"}, "bad_value"),
     "rsLoRA as text": (PEFT_0_9 | {"use_rslora": "False"}, "bad_value"),
     "rank as text": (PEFT_0_3 | {"r": "8"}, "bad_value"),
     "LoftQ": (PEFT_0_7 | {"init_lora_weights": "loftq"}, "unsupported_feature"),
     "PiSSA": (PEFT_0_11 | {"init_lora_weights": "pissa_niter_16"}, "unsupported_feature"),
-    "saved modules": (PEFT_0_14 | {"modules_to_save": ["lm_head"]}, "unsupported_feature"),
-    "trained tokens": (PEFT_0_15 | {"trainable_token_indices": [1]}, "unsupported_feature"),
+    "saved modules": (PEFT_0_14 | {"modules_to_save": ["lm_head", "norm"]}, "unsupported_feature"),
+    "trained tokens": (PEFT_0_15 | {"trainable_token_indices": [1 << 30]}, "bad_value"),
     "activated LoRA of another vocabulary": (
         PEFT_0_18 | {"alora_invocation_tokens": [1 << 30]},
         "bad_value",

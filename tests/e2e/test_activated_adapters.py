@@ -20,6 +20,7 @@ TIMEOUT_S = 240
 PAGE = 16
 NEW_TOKENS = 9
 INVOCATIONS = {"first": [7, 8], "second": [9], "third": [8, 8, 7]}
+BIASED = "second"  # in B, from the invocation on
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 
 
@@ -38,6 +39,7 @@ def oracle_of(family: str) -> PeftModel:
         config = LoraConfig(
             r=4, target_modules=TARGETS, task_type="CAUSAL_LM", alora_invocation_tokens=ids
         )
+        config.lora_bias = name == BIASED
         model.add_adapter(name, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

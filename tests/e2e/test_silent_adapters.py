@@ -23,7 +23,7 @@ def test_declared_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     kept = {name: t for name, t in load_file(weights).items() if ".layers.0." in name}
     save_file(kept, weights, {"format": "pt"})
     config = tmp_path / "bad" / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_qalora": True}))
     server = start_serving(
         *("--adapter", f"cut={tmp_path / 'cut'}", "--adapter", f"bad={tmp_path / 'bad'}"),
         *("--adapter", "gone=hub:acme/never-there", "--cache-dir", str(tmp_path / "cache")),
@@ -42,7 +42,7 @@ def test_declared_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert server.process.wait(timeout=240) == 0
     told = {one["id"]: one for one in listed}
     assert "HF_HUB_OFFLINE" in told["gone"]["error"]
-    assert "use_dora" in told["bad"]["error"]
+    assert "use_qalora" in told["bad"]["error"]
     assert (told["cut"]["error"], told["cut"]["partial"]["layers"]) == (None, 1)
     assert all(not one["resident_on"] for one in listed)
     log = server.log.read_text()

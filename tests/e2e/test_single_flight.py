@@ -37,7 +37,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubHub]:
     for path in sql.iterdir():
         (broken / path.name).write_bytes(path.read_bytes())
     config = json.loads((broken / CONFIG).read_text())
-    (broken / CONFIG).write_text(json.dumps(config | {"use_dora": True}))
+    (broken / CONFIG).write_text(json.dumps(config | {"use_qalora": True}))
     with running_hub() as stub:
         stub.publish("org/cold", sql)
         stub.publish("org/broken", broken)

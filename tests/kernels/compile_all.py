@@ -41,9 +41,11 @@ from server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
 from server.kernels.linear.stack import allocate_stack, stack_rows
 from server.kernels.lora.expand import expand
 from server.kernels.lora.pending import PendingDelta, PendingLora
+from server.kernels.lora.scale_outputs import scale_outputs
 from server.kernels.lora.segments import allocate_segments, route
 from server.kernels.lora.shrink import gather_embedding, shrink
 from server.kernels.lora.table import RANK_BLOCKS, LoraTable
+from server.kernels.lora.vector_table import VectorTable
 from server.kernels.lora.workspace import allocate_workspace
 from server.kernels.moe.choose import assign_experts
 from server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
@@ -116,6 +118,7 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int, every_form: bool) -> N
         of_site = (table, 0, routed, workspace)
         shrink(x, *of_site, of_shrink, after_input=True)
         expand(y, WIDTHS, *of_site, of_expand, accumulate=phase != "decode", after_gemm=True)
+    scale_outputs(y, slots, VectorTable(2, 8, CPU), 0)
     pending = PendingLora(table, 0, segments, workspace)
     for activation in ACTIVATIONS if every_form else ACTIVATIONS[:1]:
         gated_lora(y, pending, configs.fused(phase, rows), activation)

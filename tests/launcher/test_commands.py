@@ -118,11 +118,11 @@ def test_check_lists_all_violations(
     capsys: pytest.CaptureFixture[str], adapter: Path, model: str
 ) -> None:
     config = json.loads((adapter / "adapter_config.json").read_text())
-    config |= {"use_dora": True, "base_model_name_or_path": "other/model"}
+    config |= {"use_qalora": True, "base_model_name_or_path": "other/model"}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     code, out, _ = run(capsys, "adapter", "check", str(adapter), "--base", model)
     assert code == 1
-    assert "use_dora" in out
+    assert "use_qalora" in out
     assert "wrong_base" in out
     code, told, _ = run(capsys, "adapter", "check", str(adapter), "--base", model, "--json")
     assert (code, json.loads(told)["can_be_served"]) == (1, False)
@@ -134,7 +134,7 @@ def test_check_lists_all_violations(
     assert "wrong_base" not in out
     named = ["--model-name", "other/model"]
     code, out, _ = run(capsys, "adapter", "check", str(adapter), "--base", model, *named)
-    assert "use_dora" in out
+    assert "use_qalora" in out
     assert "wrong_base" not in out
     for alone in (named, ["--allow-other-base"]):
         code, _, err = run(capsys, "adapter", "check", str(adapter), *alone)

@@ -94,7 +94,7 @@ def measure(
 ) -> CopyTimes:
     """adapters: that lie in host memory."""
     tiers = _Tiers(folder, torch.device(device), dtype, lora_rank, adapters)
-    copies = AdapterCopies(tiers.table, tiers.memory.view)
+    copies = AdapterCopies(tiers.table, tiers.memory.view, lambda _: iter(()))
     alone: list[float] = []
     transfers: list[float] = []
     try:

@@ -112,11 +112,17 @@ class _Start:
     @property
     def families(self) -> tuple[Reach, ...]:
         """What graphs have: no adapters, and where there are some, those that change layers; those
-        of experts, which cost every layer more, apart."""
+        of experts, which cost every layer more, apart; and where it is asked for, those that change
+        the base's own products."""
         if not self.parts.limits.adapter_slots:
             return (Reach.NONE,)
         has_experts = self.parts.table.sites.of_experts.any()
-        return (Reach.NONE, Reach.LAYERS, *((Reach.EXPERTS,) if has_experts else ()))
+        wanted = {Reach.EXPERTS: has_experts, Reach.OUTPUTS: self.parts.dora_graphs}
+        return (
+            Reach.NONE,
+            Reach.LAYERS,
+            *(reach for reach, is_wanted in wanted.items() if is_wanted),
+        )
 
     def decoder(self, layers: Sequence[LayerWeights]) -> CudaDecoder:
         weights = replace(self.parts.weights, layers=tuple(layers))

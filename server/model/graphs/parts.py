@@ -19,7 +19,8 @@ from server.model.weights import ModelWeights
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a set of ops works on; all on one device. model: the device's part of the whole, which
-    it shares with its group. summary: of its memory, for a person."""
+    it shares with its group. summary: of its memory, for a person. dora_graphs: see
+    WorkerConfig."""
 
     whole: ModelSpec
     group: Group
@@ -31,6 +32,7 @@ class Parts:
     parameters: RowSampling
     limits: ExecutorLimits
     summary: tuple[str, ...]
+    dora_graphs: bool
 
     def decoder(self, ops: Any, weights: ModelWeights | None = None) -> Decoder[Any, Any, Any]:
         """ops: of the device alone. weights: None = all of them."""

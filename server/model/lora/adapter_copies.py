@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
@@ -19,17 +19,31 @@ _PIECE_BYTES = 8 << 20
 # A plan is made while the step before it runs. What is left of a copy by then is over before the
 # plan's first kernel, if it is no more than this; else the running streams would wait for it.
 HIDDEN_COPY_S = 0.003
+_ALL_MADE = object()
 _NEWEST = 0.2  # weight of the newest copy in the mean rate
 
 
 class _Moving(NamedTuple):
-    """Its bytes are queued. began, ended: recorded around them."""
+    """Its bytes are queued. began, ended: recorded around them. made: recorded behind what was made
+    of them on the device; None = there was nothing to make."""
 
     copy: AdapterCopy
     adapter: Adapter
     nbytes: int
     began: torch.cuda.Event
     ended: torch.cuda.Event
+    made: torch.cuda.Event | None = None
+
+
+class _Making(NamedTuple):
+    """What steps need of it is made of what it brings, a piece at each poll. moving: None on the
+    CPU, where the copy took copy_s."""
+
+    copy: AdapterCopy
+    adapter: Adapter
+    pieces: Iterator[None]
+    moving: _Moving | None
+    copy_s: float = 0.0
 
 
 class AdapterCopies:
@@ -39,7 +53,13 @@ class AdapterCopies:
     On the CPU `start` copies. A slot can be used once `poll` reported it.
     """
 
-    def __init__(self, table: AdapterTable, host_arena: memoryview) -> None:
+    def __init__(
+        self,
+        table: AdapterTable,
+        host_arena: memoryview,
+        vectors: Callable[[Adapter], Iterator[None]],
+    ) -> None:
+        """vectors: as `OutputVectors.pieces`."""
         self.table = table
         self._host = torch.frombuffer(host_arena, dtype=torch.uint8) if host_arena else None
         self._stream = torch.cuda.Stream() if table.arena.is_cuda else None
@@ -49,6 +69,9 @@ class AdapterCopies:
         self._oldest_began = 0.0  # of all that move; perf_counter
         self._unusable: deque[_Moving] = deque()
         self._usable: deque[_Moving] = deque()  # all of them before those that are not
+        self._vectors = vectors
+        self._making: deque[_Making] = deque()
+        self._piece: torch.cuda.Event | None = None  # recorded behind the last one queued
         self._news: list[CopyNews] = []
         self._lost: Exception | None = None
 
@@ -73,14 +96,14 @@ class AdapterCopies:
             raise self._lost
         told = self._ended()
         while self._unusable and self._is_hidden(self._unusable[0]):
-            told.append(self._use(self._unusable.popleft()))
+            told.append(self._begin_use(self._unusable.popleft()))
         return told
 
     def use_oldest(self) -> None:
         """As `poll` does to a copy that has become usable, for the oldest that none may use yet.
         On the CPU copies are usable at once."""
         if self._unusable:
-            self._use(self._unusable.popleft())
+            self._begin_use(self._unusable.popleft())
 
     def over(self) -> list[CopyOver]:
         """As `poll`, which binds no slot."""
@@ -89,14 +112,15 @@ class AdapterCopies:
         return [news for news in self._ended() if isinstance(news, CopyOver)]
 
     def _ended(self) -> list[CopyNews]:
+        self._make()
         told, self._news = self._news, []
         while self._usable and self._usable[0].ended.query():
             told.append(self._end(self._usable.popleft()))
         return told
 
-    def _use(self, moving: _Moving) -> CopyUsable:
+    def _begin_use(self, moving: _Moving) -> CopyUsable:
         self._usable.append(moving)
-        torch.cuda.current_stream().wait_event(moving.ended)
+        torch.cuda.current_stream().wait_event(moving.made or moving.ended)
         return self._bind(moving.copy, moving.adapter)
 
     def close(self) -> None:
@@ -113,8 +137,11 @@ class AdapterCopies:
             self._queue(copy)
             copy_s = time.perf_counter() - now
             adapter = self.table.prepare(copy.adapter_slot, copy.layout, copy.device_extents)
-            self._news.append(self._bind(copy, adapter))
-            self._news.append(CopyOver(copy.adapter_slot, copy.layout.digest, copy_s=copy_s))
+            if adapter.placed.has_vectors:
+                pieces = self._vectors(adapter)
+                self._making.append(_Making(copy, adapter, pieces, None, copy_s))
+            else:
+                self._use(copy, adapter, copy_s)
             return
         began = self._stream.record_event(torch.cuda.Event(enable_timing=True))
         self._queue(copy)
@@ -123,7 +150,41 @@ class AdapterCopies:
         adapter = self.table.prepare(copy.adapter_slot, copy.layout, copy.device_extents)
         if not self._usable and not self._unusable:
             self._oldest_began = now
-        self._unusable.append(_Moving(copy, adapter, nbytes, began, ended))
+        moving = _Moving(copy, adapter, nbytes, began, ended)
+        if adapter.placed.has_vectors:
+            pieces = self._vectors(adapter)
+            self._making.append(_Making(copy, adapter, pieces, moving))
+        else:
+            self._unusable.append(moving)
+
+    def _make(self) -> None:
+        """Queue a piece of what the oldest of `_making` lacks, once the last piece is over: steps
+        share the device with one at most."""
+        if not self._making or (self._piece is not None and not self._piece.query()):
+            return
+        making = self._making[0]
+        try:
+            with self._beside:
+                done = next(making.pieces, _ALL_MADE) is _ALL_MADE
+        except Exception as error:  # foreign; other copies must still be answered
+            log.error("an adapter's vectors could not be made", exc_info=error)
+            self._making.popleft()
+            self._give_up(making.copy, COPY_FAILED)
+            return
+        event = None if self._stream is None else self._stream.record_event()
+        self._piece = event
+        if not done:
+            return
+        self._making.popleft()
+        if making.moving is None:
+            self._use(making.copy, making.adapter, making.copy_s)
+        else:
+            self._unusable.append(making.moving._replace(made=event))
+
+    def _use(self, copy: AdapterCopy, adapter: Adapter, copy_s: float) -> None:
+        """On the CPU."""
+        self._news.append(self._bind(copy, adapter))
+        self._news.append(CopyOver(copy.adapter_slot, copy.layout.digest, copy_s=copy_s))
 
     def _give_up(self, copy: AdapterCopy, error: str) -> None:
         try:
@@ -139,6 +200,8 @@ class AdapterCopies:
 
     def _is_hidden(self, first: _Moving) -> bool:
         """first: of those that are not usable."""
+        if first.made is not None or self._making:  # who knows how long that takes
+            return bool((first.made or first.ended).query())
         nbytes = sum(moving.nbytes for moving in self._usable) + first.nbytes
         spent_s = time.perf_counter() - self._oldest_began
         return is_hidden(nbytes, self._bytes_s, spent_s) or first.ended.query()

@@ -4,17 +4,21 @@ Owns where an adapter's bytes lie and what they mean; which adapter lies where i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
 
 from adapters.manifest import SlabLayout
+from adapters.slab.layout import num_vectors
 from server.kernels.lora.table import MAX_RANK, RANK_BLOCKS, LoraTable
+from server.kernels.lora.vector_table import VectorTable
+from server.model.lora.own_rows import OwnRows, OwnSegment, ids_on
 from server.model.lora.sites import PlacedAdapter, Site, Sites, place
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -37,10 +41,13 @@ class Projection:
 class SiteWeights:
     """a_t: A transposed, `[in_features, sum(ranks)]`, or of the one rank that all projections
     share. All tensors are views into the arena; at a site of experts each has the experts in
-    front."""
+    front. vectors: float32 `[2 or 3, out_features]` of the whole site, factors of the base's
+    product and what is then added; None = it has none. vector_bits: as in `SiteLayout.vectors`."""
 
     a_t: torch.Tensor
     projections: tuple[Projection, ...]
+    vectors: torch.Tensor | None = None
+    vector_bits: tuple[int, ...] = ()
 
     def of_expert(self, expert: int) -> "SiteWeights":
         projections = tuple(replace(p, b_t=p.b_t[expert]) for p in self.projections)
@@ -69,6 +76,8 @@ class Adapter:
             placed.ranks,
             placed.scales,
             placed.a_ranks,
+            placed.vectors,
+            placed.vector_bits,
         )
         return {
             number: self._site_weights(self._sites[number], *found)
@@ -76,8 +85,16 @@ class Adapter:
         }
 
     def _site_weights(
-        self, site: Site, a: int, b: list[int], ranks: list[int], scales: list[float], a_rank: int
+        self,
+        site: Site,
+        a: int,
+        b: list[int],
+        ranks: list[int],
+        scales: list[float],
+        a_rank: int,
+        *vectors: Any,
     ) -> SiteWeights:
+        """vectors: where the site's begin, and their bits."""
         shares_a = a_rank < sum(ranks)
         columns = [0] * len(ranks) if shares_a else list(accumulate((0, *ranks)))
         outputs = list(accumulate((0, *site.out_features)))
@@ -98,20 +115,45 @@ class Adapter:
             for i, width in enumerate(site.out_features)
             if ranks[i]
         )
-        return SiteWeights(a_t, projections)
+        return SiteWeights(a_t, projections, *self._vectors(site, *vectors))
 
-    def _view(self, begin: int, shape: tuple[int, ...]) -> torch.Tensor:
-        end = begin + math.prod(shape) * self._dtype.itemsize
-        return self._arena[begin:end].view(self._dtype).view(shape)
+    def _vectors(
+        self, site: Site, begin: int, bits: list[int]
+    ) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+        if begin < 0:
+            return None, ()
+        shape = (num_vectors(bits), sum(site.out_features))
+        return self._view(begin, shape, torch.float32), tuple(bits[: len(site.out_features)])
+
+    def own_rows(self) -> dict[int, OwnRows]:
+        """By the site's number. Copies ids to the device on the current stream."""
+        hidden = self._sites.lm_head.in_features
+        return {
+            table.site: OwnRows(
+                self._view(table.begin, (table.rows, hidden)),
+                ids_on(self._arena.device, table.ids),
+            )
+            for table in self.placed.tables
+        }
+
+    def _view(
+        self, begin: int, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """dtype: None = that of the slab."""
+        dtype = dtype or self._dtype
+        end = begin + math.prod(shape) * dtype.itemsize
+        return self._arena[begin:end].view(dtype).view(shape)
 
 
 class Reach(IntEnum):
     """The most that the adapters of a batch may change: nothing, as there are none; linears of
-    layers; experts of layers as well; the embedding or the head as well."""
+    layers; experts of layers as well; the base's own products as well, by factors and addends; the
+    embedding or the head as well."""
 
     NONE = 0
     LAYERS = auto()
     EXPERTS = auto()
+    OUTPUTS = auto()
     MODEL = auto()
 
 
@@ -137,11 +179,15 @@ class AdapterTable:
         self.extent_bytes = extent_bytes
         self.arena = torch.zeros(extents * extent_bytes, dtype=torch.uint8, device=device)
         self.device_table = LoraTable(len(sites), slots, device)
+        self.vector_table = VectorTable(len(sites), slots, device)
         self._slots: list[Adapter | None] = [None] * slots
         # Of each slot; the last is that of slot -1.
         self._reaches = np.full(slots + 1, Reach.LAYERS)
         self._reaches[-1] = Reach.NONE
         self._widest = np.zeros(slots, dtype=np.int64)
+        self._own_rows: list[dict[int, OwnRows]] = [{} for _ in range(slots)]
+        self._with_own_rows = 0  # slots
+        self._has_vectors = np.zeros(slots + 1, dtype=bool)  # the last as of `_reaches`
 
     def prepare(self, slot: int, layout: SlabLayout, device_extents: Sequence[int]) -> Adapter:
         """Find an adapter's weights in the arena and write its records of the device table.
@@ -169,6 +215,8 @@ class AdapterTable:
             placed.scales,
             placed.a_ranks,
         )
+        has = placed.vectors >= 0
+        self.vector_table.write(slot, placed.sites[has], start + placed.vectors[has])
         return Adapter(placed, self.sites, self.arena, self.dtype)
 
     def bind(self, slot: int, adapter: Adapter) -> None:
@@ -176,14 +224,21 @@ class AdapterTable:
         self.device_table.upload(slot)
         self._slots[slot] = adapter
         placed = adapter.placed
-        self._reaches[slot] = self._reach(placed.sites)
+        self._reaches[slot] = self._reach(placed)
+        if placed.has_vectors or self._has_vectors[slot]:
+            self.vector_table.upload(slot)
+        self._has_vectors[slot] = placed.has_vectors
+        before, self._own_rows[slot] = self._own_rows[slot], adapter.own_rows()
+        self._with_own_rows += bool(self._own_rows[slot]) - bool(before)
         ranks = placed.ranks[~self.sites.of_experts[placed.sites]]
         self._widest[slot] = MAX_RANK if (ranks % 8).any() else ranks.max(initial=0)
 
-    def _reach(self, sites: np.ndarray) -> Reach:
-        """Of an adapter that changes these."""
+    def _reach(self, placed: PlacedAdapter) -> Reach:
+        sites = placed.sites
         if self.sites.outside[sites].any():
             return Reach.MODEL
+        if placed.has_vectors:
+            return Reach.OUTPUTS
         return Reach.EXPERTS if self.sites.of_experts[sites].any() else Reach.LAYERS
 
     def reach(self, token_slots: np.ndarray) -> Reach:
@@ -193,6 +248,20 @@ class AdapterTable:
     def changes_model(self, token_slots: np.ndarray) -> bool:
         """Whether some adapter of a batch changes the embedding or the head."""
         return self.reach(token_slots) is Reach.MODEL
+
+    def changes_outputs(self, token_slots: np.ndarray) -> bool:
+        """Whether some adapter of a batch changes the base's own products."""
+        return bool(self._has_vectors[token_slots].any())
+
+    def own_segments(self, token_slots: np.ndarray) -> tuple[OwnSegment, ...]:
+        """Those of a batch whose adapters have rows of their own. token_slots: as of `batch`."""
+        if not self._with_own_rows:
+            return ()
+        return tuple(
+            OwnSegment(begin, end, self._own_rows[slot])
+            for begin, end, slot in _segments(token_slots)
+            if self._own_rows[slot]
+        )
 
     def rank_block(self, token_slots: np.ndarray) -> int | None:
         """The smallest of RANK_BLOCKS for all ranks of a batch's adapters; None: some rank is
@@ -205,19 +274,24 @@ class AdapterTable:
         None where no token has an adapter."""
         if self.reach(token_slots) is Reach.NONE:
             return None
-        changes = np.flatnonzero(np.diff(token_slots)) + 1
-        borders = [0, *changes.tolist(), len(token_slots)]
         segments = tuple(
-            Segment(begin, end, self._weights(token_slots[begin]))
-            for begin, end in pairwise(borders)
-            if token_slots[begin] >= 0
+            Segment(begin, end, self._weights(slot)) for begin, end, slot in _segments(token_slots)
         )
         sites = frozenset[int]().union(*(s.weights for s in segments))
-        return LoraBatch(segments, sites, torch.from_numpy(token_slots))
+        own = self.own_segments(token_slots)
+        return LoraBatch(segments, sites, torch.from_numpy(token_slots), own)
 
     def _weights(self, slot: int) -> dict[int, SiteWeights]:
         adapter = self._slots[slot]
         return {} if adapter is None else adapter.weights
+
+
+def _segments(token_slots: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Where neighbours with one adapter begin and end, and its slot."""
+    changes = np.flatnonzero(np.diff(token_slots)) + 1
+    for begin, end in pairwise([0, *changes.tolist(), len(token_slots)]):
+        if token_slots[begin] >= 0:
+            yield begin, end, int(token_slots[begin])
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,21 +307,24 @@ class Segment:
 class LoraBatch:
     """Adapters of one batch. sites: numbers of those that some adapter of it changes; others
     cost nothing.
-    token_slots: int64 `[tokens]` on the host, for kernels that route by token."""
+    token_slots: int64 `[tokens]` on the host, for kernels that route by token. own: those with rows
+    of their own in the embedding or the head."""
 
     segments: tuple[Segment, ...]
     sites: frozenset[int]
     token_slots: torch.Tensor
+    own: tuple[OwnSegment, ...] = ()
 
     def add(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
-        """y += scale (x A^T) B^T of each token's adapter; x `[tokens, in]`, y `[tokens, out]`."""
+        """y += scale (x A^T) B^T of each token's adapter; x `[tokens, in]`, y `[tokens, out]`, of
+        the base."""
         if site.number not in self.sites:
             return
         for segment in self.segments:
             weights = segment.weights.get(site.number)
             if weights is not None:
                 bridge = x[segment.begin : segment.end] @ weights.a_t
-                _expand(weights, bridge, y[segment.begin : segment.end])
+                _scale_and_expand(weights, bridge, y[segment.begin : segment.end])
 
     def add_expert(
         self, site: Site, expert: int, tokens: torch.Tensor, x: torch.Tensor, y: torch.Tensor
@@ -273,7 +350,14 @@ class LoraBatch:
             weights = segment.weights.get(site.number)
             if weights is not None:
                 bridge = weights.a_t[token_ids[segment.begin : segment.end]]
-                _expand(weights, bridge, y[segment.begin : segment.end])
+                _scale_and_expand(weights, bridge, y[segment.begin : segment.end])
+
+
+def _scale_and_expand(weights: SiteWeights, bridge: torch.Tensor, y: torch.Tensor) -> None:
+    if weights.vectors is not None:
+        factors, addends, *_ = weights.vectors
+        y.copy_(torch.addcmul(addends, y, factors))
+    _expand(weights, bridge, y)
 
 
 def _expand(weights: SiteWeights, bridge: torch.Tensor, y: torch.Tensor) -> None:

@@ -4,16 +4,21 @@ Everything of one adapter at once, in arrays: a load must not keep the step loop
 interpreter.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import numpy as np
 
-from adapters.base import SiteKind
+from adapters.base import MODEL_SITES, SiteKind
 from adapters.manifest import SiteLayout, SlabLayout
+from adapters.slab.layout import num_vectors
 from server.kernels.lora.table import MAX_PROJECTIONS
 from server.model.spec import LinearSpec, ModelSpec
+
+_FLOAT32_BYTES = 4
+# Offsets and bytes of matrices -> where they begin in the arena.
+_Find = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,17 @@ class Sites:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedTable:
+    """Rows in place of the base's. site: its number. begin: bytes from the arena's start. ids: as
+    `SiteLayout.table_ids`."""
+
+    site: int
+    begin: int
+    rows: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedAdapter:
     """Where one adapter's matrices begin in the arena.
 
@@ -109,7 +125,9 @@ class PlacedAdapter:
     b: int64 `[n, 3]`, the same of each projection. ranks: int64 `[n, 3]`; scales: float64 `[n, 3]`.
     What has rank 0 has no B. a_ranks: int64 `[n]`, rows of A: the sum of the ranks, or their
     largest where all projections share one A. At a site of experts each matrix is followed by those
-    of the other experts.
+    of the other experts. vectors: int64 `[n]`, where what it has for each output begins; -1 = it
+    has nothing. vector_bits: int64 `[n, 3]`, as in `SiteLayout.vectors`. tables: of the embedding
+    and the head.
     """
 
     sites: np.ndarray
@@ -118,6 +136,13 @@ class PlacedAdapter:
     ranks: np.ndarray
     scales: np.ndarray
     a_ranks: np.ndarray
+    vectors: np.ndarray
+    vector_bits: np.ndarray
+    tables: tuple[PlacedTable, ...] = ()
+
+    @property
+    def has_vectors(self) -> bool:
+        return bool((self.vectors >= 0).any())
 
 
 def place(
@@ -146,7 +171,41 @@ def place(
     of_one = known.products[sites] * item_bytes
     a = find(a_offsets, a_ranks * known.in_features[sites] * of_one)
     b[used] = find(b_offsets[used], (ranks * outputs * of_one[:, None])[used])
-    return PlacedAdapter(sites, a, b, ranks, scales, a_ranks)
+    vectors, bits = _place_vectors(layout, outputs, find)
+    tables = tuple(_place_tables(known, layout, item_bytes, find))
+    return PlacedAdapter(sites, a, b, ranks, scales, a_ranks, vectors, bits, tables)
+
+
+def _place_tables(
+    known: Sites, layout: SlabLayout, item_bytes: int, find: _Find
+) -> Iterator[PlacedTable]:
+    vocab, hidden = known.embed.in_features, known.lm_head.in_features
+    for site in layout.sites:
+        if site.table_offset < 0:
+            continue
+        if site.kind not in MODEL_SITES or not all(0 <= each < vocab for each in site.table_ids):
+            raise ValueError(f"{site.kind}: rows of tokens that the model does not have")
+        rows = len(site.table_ids) or vocab
+        (begin,) = find(_int64([site.table_offset]), _int64([rows * hidden * item_bytes]))
+        yield PlacedTable(known.find(site).number, int(begin), rows, site.table_ids)
+
+
+def _place_vectors(
+    layout: SlabLayout, outputs: np.ndarray, find: _Find
+) -> tuple[np.ndarray, np.ndarray]:
+    """`vectors` and `vector_bits` of a PlacedAdapter. outputs: int64 `[n, 3]`, of projections."""
+    begins, bits = np.full(len(outputs), -1), np.zeros_like(outputs)
+    has = np.array([bool(site.vectors) for site in layout.sites], dtype=bool)
+    if not has.any():
+        return begins, bits
+    for row, site in enumerate(layout.sites):
+        if site.vectors and len(site.vectors) != (outputs[row] > 0).sum():
+            raise ValueError(f"{site.kind}: one entry per projection expected, got {site.vectors}")
+        bits[row, : len(site.vectors)] = site.vectors
+    offsets = _int64(site.vectors_offset for site in layout.sites)
+    rows = _int64(num_vectors(site.vectors) for site in layout.sites)
+    begins[has] = find(offsets[has], (rows * _FLOAT32_BYTES * outputs.sum(axis=1))[has])
+    return begins, bits
 
 
 class _Runs:

@@ -9,8 +9,10 @@ from server.kernels.launch.configs import KernelConfigs, Phase, SkinnyLoraConfig
 from server.kernels.linear.stack import Stack, allocate_stack, stack_rows
 from server.kernels.lora.segments import Segments, allocate_segments, route
 from server.kernels.lora.table import RANK_BLOCKS, LoraTable
+from server.kernels.lora.vector_table import VectorTable
 from server.kernels.lora.workspace import Workspace, allocate_workspace
 from server.model.lora.lora import AdapterTable, Reach
+from server.model.lora.own_rows import OwnSegment
 from server.model.ops import lora_strategy
 from server.model.ops.lora_strategy import Consumers, Regime, Strategies
 from server.model.ops.transfers import to_device
@@ -25,7 +27,8 @@ class DeviceLora:
 
     slots: int32 `[tokens]`, -1 = no adapter. segments: the tiles. workspace: what shrink leaves for
     expand. phase: which launch parameters apply. strategies: the regime's, by kind of site. reach:
-    the most that the adapters may change.
+    the most that the adapters may change. vectors: of what they do to the base's own products; None
+    = nothing. own: tokens whose adapters have rows of their own in the embedding or the head.
     """
 
     slots: torch.Tensor
@@ -34,6 +37,8 @@ class DeviceLora:
     phase: Phase
     strategies: Strategies
     reach: Reach
+    vectors: VectorTable | None
+    own: tuple[OwnSegment, ...]
 
     @property
     def model_sites(self) -> bool:
@@ -127,7 +132,9 @@ class LoraBatches:
         if reach is Reach.NONE:
             return None
         slots = to_device(token_slots.astype(np.int32), self._device)
-        lora = self._allocate(slots, reach)
+        table = self._table
+        own = table.own_segments(token_slots) if reach is Reach.MODEL else ()
+        lora = self._allocate(slots, reach, outputs=table.changes_outputs(token_slots), own=own)
         lora.route(self._table.device_table)
         block = self._table.rank_block(token_slots) if _can_shrink(lora) else None
         return lora if block is None else self._shrinking(lora, block)
@@ -136,17 +143,19 @@ class LoraBatches:
         """LoRA of a graph, which routes it. slots: int32 `[tokens]`, filled before each replay.
         reach: the most that its adapters change, which is neither the embedding nor the head.
         decodes: every token is a decode."""
-        return self._allocate(slots, reach, decodes=decodes, captured=True)
+        outputs = reach is Reach.OUTPUTS
+        return self._allocate(slots, reach, decodes=decodes, captured=True, outputs=outputs)
 
     def to_warm(self, tokens: int) -> list[DeviceLora]:
         """LoRA of so many tokens in each regime that a step outside graphs can have, the plain one
         first. All tokens have slot 0, whose adapter may change the embedding and the head."""
         slots = torch.zeros(tokens, dtype=torch.int32, device=self._device)
-        plain = self._allocate(slots, Reach.MODEL)
-        plain.route(self._table.device_table)
+        plain, scaled = (self._allocate(slots, Reach.MODEL, outputs=each) for each in (False, True))
+        for lora in (plain, scaled):
+            lora.route(self._table.device_table)
         if not _can_shrink(plain):
-            return [plain]
-        return [plain, *(self._shrinking(plain, block) for block in RANK_BLOCKS)]
+            return [plain, scaled]
+        return [plain, scaled, *(self._shrinking(plain, block) for block in RANK_BLOCKS)]
 
     def _allocate(
         self,
@@ -155,21 +164,27 @@ class LoraBatches:
         *,
         decodes: bool = False,
         captured: bool = False,
+        outputs: bool = False,
+        own: tuple[OwnSegment, ...] = (),
     ) -> DeviceLora:
+        """outputs: adapters may change the base's own products, which no kernel with LoRA in it
+        gives away."""
         tokens, configs = len(slots), self._configs
         phase = lora_strategy.phase_of(tokens, decodes=decodes)
         workspace = self._workspaces[phase, configs.max_split(phase, tokens)]
         segments = self._segments(tokens, phase)
         sites = self._table.device_table.num_sites
         kernel = None
-        if self._consumers.fused:
+        vectors = self._table.vector_table if outputs else None
+        if self._consumers.fused and not outputs:
             kernel = fused_kernel(configs, tokens, sites, self._dtype, self._device)
         if kernel is not None:
             strategies = self._consumers.strategies(Regime.FUSED)
-            return FusedLora(slots, segments, workspace, phase, strategies, reach, kernel)
+            context = (slots, segments, workspace, phase, strategies, reach)
+            return FusedLora(*context, vectors, own, kernel)
         regime = lora_strategy.regime_of(tokens, decodes=decodes, captured=captured)
         strategies = self._consumers.strategies(regime)
-        return DeviceLora(slots, segments, workspace, phase, strategies, reach)
+        return DeviceLora(slots, segments, workspace, phase, strategies, reach, vectors, own)
 
     def _segments(self, tokens: int, phase: Phase) -> Segments:
         known, size = self._table.device_table.num_slots, self._configs.tile_rows(phase, tokens)
@@ -185,6 +200,8 @@ class LoraBatches:
             lora.phase,
             self._consumers.strategies(Regime.SHRINKING_PREFILL),
             lora.reach,
+            lora.vectors,
+            lora.own,
             self._down[block],
         )
 

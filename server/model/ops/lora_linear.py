@@ -11,6 +11,7 @@ from server.kernels.launch.configs import KernelConfigs, Phase
 from server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
 from server.kernels.lora.expand import expand
 from server.kernels.lora.pending import PendingDelta, PendingLora
+from server.kernels.lora.scale_outputs import scale_outputs
 from server.kernels.lora.shrink import gather_embedding, shrink
 from server.kernels.lora.table import LoraTable
 from server.kernels.lora.workspace import Workspace
@@ -107,6 +108,7 @@ class LoraLinear:
 
     def add(self, x: torch.Tensor, y: torch.Tensor, lora: DeviceLora, site: Site) -> None:
         """Shrink and expand in line: `y += scale * B (A x)`, for the head."""
+        _scale(y, lora, site)
         self._shrink(x, lora, site, after_input=False)
         self._expand(y, lora, site, lora.workspace, accumulate=True)
 
@@ -114,6 +116,7 @@ class LoraLinear:
         self, token_ids: torch.Tensor, y: torch.Tensor, lora: DeviceLora, site: Site
     ) -> None:
         """As `add`, for the embedding of token_ids, int `[tokens]`."""
+        _scale(y, lora, site)
         ids = token_ids.to(torch.int32)
         gather_embedding(ids, self._table, site.number, lora.segments, lora.workspace)
         self._expand(y, lora, site, lora.workspace, accumulate=True)
@@ -133,14 +136,14 @@ class LoraLinear:
         return Ready(gemm.y)
 
     def _delta(self, gemm: Gemm, lora: DeviceLora, site: Site) -> WithDelta:
-        with self._beside(gemm, lora.phase):
+        with self._beside(gemm, lora, site):
             self._shrink(gemm.x, lora, site, after_input=lora.phase != "prefill")
             delta = torch.empty_like(gemm.y)
             self._expand(delta, lora, site, lora.workspace, accumulate=False)
         return WithDelta(gemm.y, PendingDelta(self._table, site.number, lora.slots, delta))
 
     def _delta_of_shrunk(self, gemm: Gemm, lora: DeviceLora, site: Site) -> WithDelta:
-        with self._beside(gemm, lora.phase):
+        with self._beside(gemm, lora, site):
             delta = torch.empty_like(gemm.y)
             self._expand(delta, lora, site, _shrinking(lora).down, accumulate=False)
         return WithDelta(gemm.y, PendingDelta(self._table, site.number, lora.slots, delta))
@@ -152,14 +155,14 @@ class LoraLinear:
 
     def _deferred(self, gemm: Gemm, lora: DeviceLora, site: Site) -> PendingLora:
         """Shrink beside the linear; expand is to come."""
-        with self._beside(gemm, lora.phase):
+        with self._beside(gemm, lora, site):
             self._shrink(gemm.x, lora, site, after_input=lora.phase != "prefill")
         return PendingLora(self._table, site.number, lora.segments, lora.workspace)
 
     # ---- kernels and streams
 
     @contextmanager
-    def _beside(self, gemm: Gemm, phase: Phase) -> Iterator[None]:
+    def _beside(self, gemm: Gemm, lora: DeviceLora, site: Site) -> Iterator[None]:
         """Launches the linear beside what the body launches, which comes first. The current stream
         goes on when both are done; also after an error, because the next step must not get memory
         that the other stream still reads.
@@ -169,13 +172,14 @@ class LoraLinear:
         that its consumer starts sooner.
         """
         main, side = torch.cuda.current_stream(), self._side
-        of_lora, of_linear = (side, main) if phase == "prefill" else (main, side)
+        of_lora, of_linear = (side, main) if lora.phase == "prefill" else (main, side)
         side.wait_stream(main)
         try:
             with torch.cuda.stream(of_lora):
                 yield
             with torch.cuda.stream(of_linear):
                 self._products.linear(*gemm, beside_lora=True)
+                _scale(gemm.y, lora, site)
         finally:
             main.wait_stream(side)
 
@@ -191,6 +195,12 @@ class LoraLinear:
         config = self._configs.expand(lora.phase, len(y))
         context = (self._table, site.number, lora.segments, shrunk, config)
         expand(y, site.out_features, *context, accumulate=accumulate, after_gemm=True)
+
+
+def _scale(y: torch.Tensor, lora: DeviceLora, site: Site) -> None:
+    """What adapters do to the base's own product y."""
+    if lora.vectors is not None:
+        scale_outputs(y, lora.slots, lora.vectors, site.number)
 
 
 def _shrinking(lora: DeviceLora) -> ShrinkingLora:

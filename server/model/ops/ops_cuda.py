@@ -19,6 +19,7 @@ from server.kernels.pointwise.gated_lora import gated_lora
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, Reach
+from server.model.lora.own_rows import embed_own, own_logits
 from server.model.lora.sites import LayerSites, Site
 from server.model.ops.attention_cuda import Attention, PagedAttention
 from server.model.ops.cache_pages import cache_pages
@@ -131,6 +132,7 @@ class CudaOps:
     ) -> torch.Tensor:
         y = functional.embedding(token_ids, weight)
         if lora is not None and lora.model_sites:
+            embed_own(lora.own, site.number, token_ids, y)
             self._lora_linear.add_embedding(token_ids, y, lora, site)
         return y
 
@@ -158,6 +160,7 @@ class CudaOps:
     ) -> torch.Tensor:
         y = self.products.linear(x, linear, out)
         if lora is not None and lora.model_sites:
+            own_logits(lora.own, site.number, x, y)
             self._lora_linear.add(x, y, lora, site)
         return y
 

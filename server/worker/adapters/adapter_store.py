@@ -30,6 +30,7 @@ def adapter_limits(config: WorkerConfig, engine: EngineConfig) -> AdapterLimits:
     return AdapterLimits(
         max_bytes=config.max_adapter_bytes,
         max_lora_rank=config.max_lora_rank,
+        max_table_bytes=config.max_table_bytes,
         allow_other_base=config.allow_other_base,
         max_store_bytes=config.adapter_disk,
         room=SlabRoom(

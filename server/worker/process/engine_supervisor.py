@@ -29,7 +29,7 @@ START_TIMEOUT_S = 1800.0
 START_SILENCE_S = 300.0
 
 
-class Engine(Protocol):
+class EngineLife(Protocol):
     """One life of an engine: a process, or several that share a model."""
 
     @property
@@ -77,7 +77,7 @@ class EngineSupervisor:
 
     def __init__(
         self,
-        start: Callable[[], Awaitable[Engine]],
+        start: Callable[[], Awaitable[EngineLife]],
         step_timeout_s: float,
         start_timeout_s: float = START_TIMEOUT_S,
         start_silence_s: float = START_SILENCE_S,
@@ -87,7 +87,7 @@ class EngineSupervisor:
         self._start = start
         self._step_timeout_s = step_timeout_s
         self._backoff = Backoff()
-        self._engine: Engine | None = None
+        self._engine: EngineLife | None = None
         self._closing = False
         self.ready = False
         self.restarts = 0
@@ -124,14 +124,14 @@ class EngineSupervisor:
                     raise EngineStartError(str(error)) from error
                 await self._lost(str(error), ready_at, listener)
 
-    async def _begin(self) -> Engine:
+    async def _begin(self) -> EngineLife:
         """Raises EngineDied too when the machine has no process or descriptor left: it soon may."""
         try:
             return await self._start()
         except OSError as error:
             raise EngineDied(f"it could not be started: {error}") from error
 
-    async def _await_ready(self, engine: Engine) -> EngineReady:
+    async def _await_ready(self, engine: EngineLife) -> EngineReady:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 frame = await self._heard(engine)
@@ -146,7 +146,7 @@ class EngineSupervisor:
             raise EngineDied(f"it spoke before it was ready ({type(frame).__name__})")
         return frame
 
-    async def _heard(self, engine: Engine) -> FromEngine:
+    async def _heard(self, engine: EngineLife) -> FromEngine:
         """Its next frame while it starts. Raises EngineDied too when it has fallen silent."""
         limit = self._start_silence_s
         receiving = asyncio.create_task(engine.receive())
@@ -160,7 +160,7 @@ class EngineSupervisor:
             receiving.cancel()
         raise EngineDied(f"it gave no sign of life for {limit:g} s while it started")
 
-    async def _pump(self, engine: Engine, listener: EngineListener) -> None:
+    async def _pump(self, engine: EngineLife, listener: EngineListener) -> None:
         watch = StallWatch(self._step_timeout_s, time.monotonic())
         watcher = asyncio.create_task(self._kill_when_stalled(engine, watch, listener))
         try:
@@ -176,7 +176,7 @@ class EngineSupervisor:
             watcher.cancel()
 
     async def _kill_when_stalled(
-        self, engine: Engine, watch: StallWatch, listener: EngineListener
+        self, engine: EngineLife, watch: StallWatch, listener: EngineListener
     ) -> None:
         suspected, due = False, time.monotonic()
         while True:

@@ -16,10 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from adapters.judge import judge_folder
 from adapters.merge.delta import RandomKeeper, draw_seed
 from adapters.merge.job import MergeJob, run_job, write_job
+from adapters.merge.plan import plan_merge
 from adapters.merge.recipe import MergeMember, MergeRecipe, make_recipe
 from adapters.peft.validate import AdapterLimits
 from adapters.safetensors.file import open_weights
 from tests.adapter_folders import small_base
+from tests.adapters.refusals import violation_codes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BASE = small_base(num_layers=2, hidden=48, inner=64, kv=24, names=("base",))
@@ -229,3 +231,32 @@ def test_one_adapter_is_merged_linearly_as_in_peft(tmp_path: Path) -> None:
     assert recipe.strategy == "linear"
     ours = merged_by_us(tmp_path, recipe, folders)
     assert_close(ours, merged_by_peft(folders, (0.7,), "ties_svd", density=0.3)[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [3]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_is_more_than_a_delta_is_not_merged(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = published(tmp_path / "a", 1, {"r": 2, "target_modules": ["q_proj"], **options})
+    tensors = judge_folder(folder, BASE, LIMITS).tensors
+    recipe = make_recipe([MergeMember("1" * 64, 2.0)], "linear", 1.0, "total")
+    codes = violation_codes(lambda: plan_merge(recipe, [tensors], BASE, LIMITS))
+    assert codes == {"unsupported_merge"}
+
+
+def test_peft_merges_no_lengths(tmp_path: Path) -> None:
+    """It gives what it merges the lengths of the base's own rows."""
+    options = {"r": 2, "target_modules": ["q_proj"], "use_dora": True}
+    folder = published(tmp_path / "dora", 1, options)
+    peft = PeftModel.from_pretrained(model(), str(folder), "m0")
+    peft.add_weighted_adapter(["m0"], [1.0], "merged", "linear")
+    for _, module in lora_layers(peft):
+        lengths = module.lora_magnitude_vector["merged"].weight
+        torch.testing.assert_close(lengths, module.get_base_layer().weight.norm(dim=1))

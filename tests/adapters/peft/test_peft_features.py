@@ -23,13 +23,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 # Feature -> the options that switch it on, and the key that is named.
 FEATURES: dict[str, tuple[dict[str, Any], str]] = {
-    "bias of all modules": ({"bias": "all"}, "bias"),
-    "bias of adapted modules": ({"bias": "lora_only"}, "bias"),
-    "bias of B": ({"lora_bias": True}, "lora_bias"),
-    "saved head": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "saved norms": ({"modules_to_save": ["input_layernorm"]}, "modules_to_save"),
-    "trained tokens": ({"trainable_token_indices": [3, 5]}, "trainable_token_indices"),
-    "dora": ({"use_dora": True}, "use_dora"),
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     "olora": ({"init_lora_weights": "olora"}, "init_lora_weights"),
     "layers doubled": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),

@@ -61,6 +61,8 @@ def test_the_defaults_of_the_installed_peft_are_accepted() -> None:
         {"rank_pattern": None, "alpha_pattern": None},
         {"lora_alpha": 0.5},
         {"lora_alpha": -16},
+        {"bias": "all"},
+        {"bias": None},
         {"some_new_option": None, "another": False, "third": {}, "fourth": 0},
         {"target_modules": "all-linear"},
         {"target_modules": r".*\.(q|v)_proj"},
@@ -79,13 +81,13 @@ def test_harmless_settings_are_accepted(changes: dict[str, Any]) -> None:
         ({"peft_type": "LOHA"}, "unsupported_peft_type", "peft_type"),
         ({"peft_type": None}, "unsupported_peft_type", "peft_type"),
         ({"peft_type": "lora"}, "unsupported_peft_type", "peft_type"),
-        ({"use_dora": True}, "unsupported_feature", "use_dora"),
-        ({"use_dora": 1}, "unsupported_feature", "use_dora"),
-        ({"bias": "all"}, "unsupported_feature", "bias"),
-        ({"bias": "lora_only"}, "unsupported_feature", "bias"),
-        ({"lora_bias": True}, "unsupported_feature", "lora_bias"),
-        ({"modules_to_save": ["lm_head"]}, "unsupported_feature", "modules_to_save"),
-        ({"trainable_token_indices": [1]}, "unsupported_feature", "trainable_token_indices"),
+        ({"use_dora": "yes"}, "bad_value", "use_dora"),
+        ({"use_dora": 1}, "bad_value", "use_dora"),
+        ({"bias": "some"}, "bad_value", "bias"),
+        ({"bias": True}, "bad_value", "bias"),
+        ({"lora_bias": "yes"}, "bad_value", "lora_bias"),
+        ({"modules_to_save": ["score"]}, "unsupported_feature", "modules_to_save"),
+        ({"trainable_token_indices": [-1]}, "bad_value", "trainable_token_indices"),
         ({"alora_invocation_tokens": []}, "bad_value", "alora_invocation_tokens"),
         ({"alora_invocation_tokens": [-1]}, "bad_value", "alora_invocation_tokens"),
         ({"alora_invocation_tokens": [True]}, "bad_value", "alora_invocation_tokens"),
@@ -160,7 +162,7 @@ def test_each_lie_is_named(changes: dict[str, Any], code: str, where: str) -> No
 
 
 def test_all_violations_come_together() -> None:
-    codes = violation_codes(lambda: read_with(use_dora=True, r=0, new_key=1, peft_type="IA3"))
+    codes = violation_codes(lambda: read_with(use_qalora=True, r=0, new_key=1, peft_type="IA3"))
     assert codes == {"unsupported_feature", "bad_value", "unknown_key", "unsupported_peft_type"}
 
 

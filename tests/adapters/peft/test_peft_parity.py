@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -247,7 +248,25 @@ def test_inits_that_change_the_base_are_refused(init: str, tmp_path: Path) -> No
     assert violation_codes(lambda: judge_folder(folder, BASE, LIMITS)) == {"unsupported_feature"}
 
 
-def test_dora_is_refused_with_its_tensors(tmp_path: Path) -> None:
-    folder = save(tmp_path, target_modules=["q_proj"], use_dora=True)
-    codes = violation_codes(lambda: judge_folder(folder, BASE, LIMITS))
-    assert codes == {"unsupported_feature", "unknown_tensor"}
+def test_dora_has_a_length_for_each_output(tmp_path: Path) -> None:
+    folder = save(tmp_path, target_modules=["q_proj", "embed_tokens"], use_dora=True)
+    found = judge_folder(folder, BASE, LIMITS).tensors
+    assert found.config.use_dora
+    assert {lora.module for lora in found.ordinary} == {"q_proj", "embed_tokens"}
+    for lora in found.ordinary:
+        assert lora.magnitude is not None
+        assert lora.magnitude.shape == (BASE.hidden_size,)
+
+
+@pytest.mark.parametrize(
+    "options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3, 5]}]
+)
+def test_tables_have_a_limit_of_their_own(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = save(tmp_path, target_modules=["q_proj"], **options)
+    judged = judge_folder(folder, BASE, LIMITS)
+    (table,) = judged.tensors.tables
+    assert table.module in judged.manifest.targets
+    nbytes = table.tensor.nbytes
+    judge_folder(folder, BASE, msgspec.structs.replace(LIMITS, max_table_bytes=nbytes))
+    less = msgspec.structs.replace(LIMITS, max_table_bytes=nbytes - 1)
+    assert violation_codes(lambda: judge_folder(folder, BASE, less)) == {"table_too_large"}

@@ -36,7 +36,9 @@ def test_what_changes_the_maths_is_refused(trainer: str, tmp_path: Path) -> None
     base = base_of(config)
     folder = write_adapter(tmp_path / "a", base)
     write_config(folder, config)
-    assert violation_codes(lambda: judge_folder(folder, base)) == {code}
+    codes = violation_codes(lambda: judge_folder(folder, base))
+    # The file has nothing of what a configuration names beside LoRA.
+    assert codes - {"missing_tensor"} == {code}
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:

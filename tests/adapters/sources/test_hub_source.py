@@ -301,7 +301,7 @@ def test_a_passing_fault_passes(
 def test_what_is_refused_by_config_or_size_costs_no_weights(
     hub: StubHub, source: HubSource, folder: Path, tmp_path: Path
 ) -> None:
-    write_adapter(folder, BASE, config={"use_dora": True, "base_model_name_or_path": "x/y"})
+    write_adapter(folder, BASE, config={"use_qalora": True, "base_model_name_or_path": "x/y"})
     hub.publish("org/a", folder)
     error = refusal(lambda: store_of(source, tmp_path).admit(REF, None))
     assert error is not None

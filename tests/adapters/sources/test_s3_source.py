@@ -293,7 +293,7 @@ def test_what_is_refused_by_config_or_size_costs_no_weights(
     s3.publish("models/team/a", folder)
     small = store_of(source, tmp_path, AdapterLimits(max_bytes=1000))
     assert refused(small).code == "too_large"
-    write_adapter(folder, BASE, config={"use_dora": True})
+    write_adapter(folder, BASE, config={"use_qalora": True})
     s3.publish("models/team/b", folder)
     (folder / WEIGHTS).rename(folder / "adapter_model.bin")
     s3.publish("models/team/c", folder)

@@ -218,8 +218,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a hostile pickle": (_bad_pickle, "adapter_model.bin cannot be converted"),
     "DoRA": (lambda folder: write_mlx(folder, layer_pairs(0), fine_tune_type="dora"), "DoRA"),
     "another method": (
-        lambda folder: write_pickle(folder, use_dora=True),
-        "unsupported_feature at use_dora",
+        lambda folder: write_pickle(folder, use_qalora=True),
+        "unsupported_feature at use_qalora",
     ),
     "an unknown module": (
         lambda folder: write_mlx(

@@ -26,7 +26,10 @@ REASONS: dict[str, tuple[AdapterError | None, str]] = {
     "missing": (None, "no repository org/missing"),
     "private": (None, "org/private is private"),
     "down": (None, "the Hub does not answer"),
-    "dora": (invalid("unsupported_feature", "use_dora", "use_dora=True changes the maths"), "dora"),
+    "qalora": (
+        invalid("unsupported_feature", "use_qalora", "use_qalora=True changes the maths"),
+        "qalora",
+    ),
     "base": (invalid("wrong_base", "base", "the adapter was trained for 'x'"), "trained for 'x'"),
     "large": (AdapterError("too_large", "the adapter has 9 bytes; at most 1"), "at most 1"),
     "full": (AdapterError("unavailable", "the disk is full", (), 30.0), "the disk is full"),

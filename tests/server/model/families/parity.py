@@ -70,6 +70,7 @@ class Served:
 
     stored: what the adapters' files hold; PEFT then has the values that are stored, in float32.
     make_driver: of the base's folder. shards: devices of the driver.
+    adapters: others than those of the zoo.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class Served:
         stored: torch.dtype | None = None,
         make_driver: Callable[[Path], Driver] = Driver,
         shards: int = 1,
+        adapters: Mapping[str, LoraConfig] | None = None,
     ) -> None:
         base = make_model(name)
         self.driver = make_driver(save_model(base, folder))
-        self.adapters = zoo_of(VARIANTS[name])
+        self.adapters = zoo_of(VARIANTS[name]) if adapters is None else adapters
         self.oracle = with_zoo(base, self.adapters)
         self.slabs = {
             each: pack(self.oracle, each, stored=stored, shards=shards) for each in self.adapters

@@ -204,8 +204,8 @@ class LongCopy:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self)
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: self)
 
-    def record_event(self, event: object) -> object:
-        return event
+    def record_event(self, event: object = None) -> object:
+        return event or self
 
     def wait_event(self, event: object) -> None:
         self.waited_for.append(event)
@@ -288,6 +288,51 @@ def test_a_copy_that_fails_after_it_was_usable_is_the_loss_of_the_device(
     copy.failure = RuntimeError("uncorrectable")
     with pytest.raises(RuntimeError, match="uncorrectable"):
         driver.executor.poll_copies()
+
+
+@pytest.fixture(scope="module")
+def dora() -> tuple[SlabLayout, bytes]:
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True)
+    return pack(add_adapter(make_model("llama3"), "dora", config, 1), "dora")
+
+
+def test_lengths_are_made_in_pieces_and_the_next_copy_does_not_wait(
+    driver: Driver,
+    slab: tuple[SlabLayout, bytes],
+    dora: tuple[SlabLayout, bytes],
+    copy: LongCopy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One piece at each poll, once the last is over; usable behind the last one alone."""
+    monkeypatch.setattr("server.model.lora.output_vectors._PIECE", 1)
+    copy.copies._bytes_s = 1e12
+    start(driver, 1, dora[0])
+    start(driver, 2, slab[0])
+    assert driver.executor.poll_copies() == []  # a first piece, and how long it takes nobody knows
+    for _ in range(3):
+        assert driver.executor.poll_copies() == []
+    copy.done = True
+    told = driver.executor.poll_copies()
+    assert told == [CopyUsable(2, slab[0].digest)]
+    assert driver.executor.poll_copies() == [CopyOver(2, slab[0].digest, copy_s=1.0)]
+    pieces = 3
+    while not (told := driver.executor.poll_copies()):
+        pieces += 1
+    assert told == [CopyUsable(1, dora[0].digest)]
+    assert pieces >= 6  # two sites of three layers
+    assert driver.executor.poll_copies() == [CopyOver(1, dora[0].digest, copy_s=1.0)]
+
+
+def test_lengths_that_cannot_be_made_fail_that_copy_alone(
+    driver: Driver, dora: tuple[SlabLayout, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.linalg, "vector_norm", fail)
+        assert driver.load(0, *dora, first=0).error == COPY_FAILED
+    assert driver.load(0, *dora, first=0).error is None
 
 
 @given(

@@ -13,7 +13,7 @@ from server.model.families.registry import read_model
 from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import ExpertsLinear, MoeWeights
 from server.model.moe_spec import MoeSpec
-from server.model.ops.ops_torch import route
+from server.model.ops.experts_torch import route
 from tests.server.model.hub_models import SIZES
 
 EXPERTS, TOP_K = 12, 3

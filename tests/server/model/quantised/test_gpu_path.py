@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig
 
 from server.kernels.linear.matrix import PackedMatrix
 from server.model.linear.experts import MoeWeights
@@ -52,9 +53,10 @@ def pair(
     name, form = request.param
     zoo = zoo_of(VARIANTS[name])
     adapters = {each: zoo[each] for each in ("rank64_everything", "rank3_rslora")}
+    adapters["dora"] = LoraConfig(r=4, target_modules=[*VARIANTS[name].targets], use_dora=True)
     model = make_model(name, **SMALL)
     save_quantised(model, tmp_path, FORMATS[form])
-    with small_pair(model, adapters, tmp_path, monkeypatch) as found:
+    with small_pair(model, adapters, tmp_path, monkeypatch, dora_graphs=True) as found:
         yield found
 
 
@@ -78,6 +80,11 @@ def test_same_as_the_reference(pair: Pair) -> None:
     layers = pair.gpu.executor._decoder.weights.layers
     assert all(isinstance(linear, QuantisedLinear) for x in layers for linear in x.linears)
     assert_same(pair, [0, -1, 1, 1], abs=3e-4)
+
+
+def test_dora_as_the_reference(pair: Pair) -> None:
+    """Lengths are of the matrix that the kernels multiply with."""
+    assert_same(pair, [2, -1, 1, 2], abs=3e-4)
 
 
 def test_experts_as_the_reference(experts: Pair) -> None:

@@ -19,11 +19,14 @@ from tests.server.model.slabs import pack
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("form", ["nf4", "nf4-nested", "fp4"])
-def test_as_the_trainer(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "use_dora"),
+    [("nf4", False), ("nf4-nested", False), ("fp4", False), ("nf4-nested", True)],
+)
+def test_as_the_trainer(form: str, use_dora: bool, tmp_path: Path) -> None:
     """By transformers, bitsandbytes and PEFT on the same checkpoint; the mode is that of training,
     since outside of it bitsandbytes computes in bfloat16 on a CPU."""
-    config = LoraConfig(r=8, lora_alpha=16, target_modules=SEVEN)
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=SEVEN, use_dora=use_dora)
     base = make_model("llama3", intermediate_size=128)
     save_quantised(base, tmp_path, FORMATS[form])
     settings = {"bnb_4bit_compute_dtype": "float32", "llm_int8_skip_modules": ["lm_head"]}

@@ -128,13 +128,19 @@ async def test_a_failed_load_says_why(worker: Worker, name: str, error: str) -> 
 async def test_all_violations_are_reported_at_once(worker: Worker, root: Path) -> None:
     folder = write_adapter(root / "bad", base())
     config = json.loads((folder / "adapter_config.json").read_text())
-    config |= {"use_dora": True, "bias": "all", "target_modules": ["q_proj", "v_proj"]}
+    config |= {
+        "use_qalora": True,
+        "layer_replication": [[0, 1]],
+        "target_modules": ["q_proj", "v_proj"],
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     async with connected(worker) as router:
         await router.send(load("bad"))
         (state,) = await router.until_loaded(1)
         assert (state.stage, state.error) == ("failed", "invalid")
-        assert {"use_dora", "bias"} <= {violation.where for violation in state.violations}
+        assert {"use_qalora", "layer_replication"} <= {
+            violation.where for violation in state.violations
+        }
 
 
 async def test_another_digest_than_expected_is_a_violation(worker: Worker) -> None:

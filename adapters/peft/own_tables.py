@@ -1,0 +1,118 @@
+"""Rows of the embedding and the head that an adapter has in place of the base's. Pure.
+
+Source: PEFT 0.21, `modules_to_save`, `trainable_token_indices`, `ensure_weight_tying`.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from adapters.base import BaseSpec
+from adapters.peft.config import PeftConfig
+from adapters.peft.lora_tensors import OwnTable
+from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
+from adapters.violations import Findings
+
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+
+
+def whole_tables(config: PeftConfig, base: BaseSpec) -> frozenset[str]:
+    """Short names of the modules that the adapter has whole."""
+    saved = frozenset(name.rpartition(".")[2] for name in config.modules_to_save)
+    return frozenset((EMBEDDING, HEAD)) if saved and _is_tied(config, base) else saved
+
+
+def _is_tied(config: PeftConfig, base: BaseSpec) -> bool:
+    """Whether what is trained of one table is the other's, too."""
+    return base.is_tied and config.ensure_weight_tying
+
+
+def _trained_ids(config: PeftConfig) -> dict[str, tuple[int, ...]]:
+    """By short name."""
+    return {name.rpartition(".")[2]: ids for name, ids in config.trainable_token_indices}
+
+
+def check_tables(
+    config: PeftConfig, targeted: frozenset[str], base: BaseSpec, findings: Findings
+) -> None:
+    """Before there are tensors. targeted: whole names of modules."""
+    whole, rows = whole_tables(config, base), _trained_ids(config)
+
+    def refuse(key: str, words: str) -> None:
+        findings.add("unsupported_feature", key, f"{key}: {words}")
+
+    for key, names in (("modules_to_save", whole), ("trainable_token_indices", rows.keys())):
+        if names and config.alora_invocation_tokens:
+            refuse(key, "not with alora_invocation_tokens, since it acts on all tokens")
+        for module in (base.model_modules[name] for name in names & base.model_modules.keys()):
+            if module.path in targeted:
+                refuse(key, f"{module.path} is targeted, too; an adapter has one of the two")
+            if module.has_bias:
+                refuse(key, f"{module.path} of the base model has a bias")
+    if whole and rows and (base.is_tied or whole & rows.keys()):
+        refuse("trainable_token_indices", "not beside modules_to_save of the same or a tied table")
+    if len(set(rows.values())) > 1 and _is_tied(config, base):
+        refuse("ensure_weight_tying", "the tied tables have different trainable_token_indices")
+    wrong = [each for ids in rows.values() for each in ids if each >= base.vocab_size]
+    if wrong and not base.is_inferred:
+        message = f"trainable_token_indices: {wrong[0]} is no token of the base model"
+        findings.add("bad_value", "trainable_token_indices", message)
+
+
+class TablePlacer:
+    """tables, rows: short name -> what the adapter has. What is wrong is added to `findings`."""
+
+    def __init__(
+        self,
+        config: PeftConfig,
+        tables: Mapping[str, TensorInfo],
+        rows: Mapping[str, TensorInfo],
+        base: BaseSpec,
+        findings: Findings,
+    ) -> None:
+        self._config, self._base, self._findings = config, base, findings
+        self._tables, self._rows = tables, rows
+
+    def place(self) -> tuple[OwnTable, ...]:
+        return (*self._whole(), *self._trained())
+
+    def _whole(self) -> Iterator[OwnTable]:
+        config, base = self._config, self._base
+        wanted = whole_tables(config, base)
+        if wanted and _is_tied(config, base):
+            # PEFT loads both into one tensor, the head last.
+            shared = self._tables.get(HEAD) or self._tables.get(EMBEDDING)
+            found = {} if shared is None else dict.fromkeys(wanted, shared)
+        else:
+            found = {name: self._tables[name] for name in wanted if name in self._tables}
+        for name in sorted(wanted - found.keys()):
+            message = f"modules_to_save has {name}, and the file has no weights of it"
+            self._findings.add("missing_tensor", name, message)
+        for name in sorted(found):
+            yield OwnTable(name, found[name], ())
+
+    def _trained(self) -> Iterator[OwnTable]:
+        ids_of = _trained_ids(self._config)
+        follows = self._base.is_tied and (len(set(ids_of.values())) == 1) and EMBEDDING in ids_of
+        stored = {EMBEDDING} if follows else ids_of.keys()
+        for name in sorted(self._rows.keys() - stored):
+            tensor = self._rows[name]
+            message = f"{tensor.name}: trainable_token_indices has no rows of {name} of its own"
+            self._findings.add("unknown_tensor", tensor.name, message)
+        for name in sorted(stored):
+            if name not in self._rows:
+                message = f"trainable_token_indices has {name}, and the file has no rows of it"
+                self._findings.add("missing_tensor", name, message)
+                continue
+            tensor, ids = self._rows[name], ids_of[name]
+            self._check(tensor, (len(ids), self._base.hidden_size))
+            for each in (EMBEDDING, HEAD) if follows else (name,):
+                yield OwnTable(each, tensor, ids)
+
+    def _check(self, tensor: TensorInfo, shape: tuple[int, int]) -> None:
+        name = tensor.name
+        if tensor.dtype not in FLOAT_DTYPES:
+            expected = f"expected one of {sorted(FLOAT_DTYPES)}"
+            message = f"{name}: dtype {tensor.dtype}, {expected}"
+            self._findings.add("unsupported_dtype", name, message)
+        if tensor.shape != shape:
+            message = f"{name}: expected {list(shape)}, got {list(tensor.shape)}"
+            self._findings.add("shape_mismatch", name, message)

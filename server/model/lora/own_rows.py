@@ -1,0 +1,69 @@
+"""Rows of the embedding and the head that an adapter has in place of the base's, in one batch.
+
+Steps that have such an adapter run outside graphs, so the host knows whose tokens lie where. What
+is launched waits for nothing, and costs other tokens nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """rows: `[n, hidden]`. ids: int64 `[n]`, the token of each; None = all tokens."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor | None
+
+    def embed(self, token_ids: torch.Tensor, y: torch.Tensor) -> None:
+        """In y `[tokens, hidden]`, the base's rows of the tokens."""
+        if self.ids is None:
+            torch.index_select(self.rows, 0, token_ids.long(), out=y)
+            return
+        same = token_ids[:, None] == self.ids
+        own = self.rows[same.int().argmax(dim=1)]
+        y.copy_(torch.where(same.any(dim=1, keepdim=True), own, y))
+
+    def logits(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """In y `[tokens, vocab]`, the base's logits of x `[tokens, hidden]`."""
+        if self.ids is None:
+            torch.mm(x, self.rows.T, out=y)
+        else:
+            y.index_copy_(1, self.ids, x @ self.rows.T)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSegment:
+    """Tokens begin .. end of a batch have an adapter with rows of its own, by site."""
+
+    begin: int
+    end: int
+    by_site: Mapping[int, OwnRows]
+
+
+def ids_on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor | None:
+    """As OwnRows has them. Waits for nothing."""
+    if not ids:
+        return None
+    found = torch.tensor(ids)
+    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
+def embed_own(
+    segments: tuple[OwnSegment, ...], site: int, token_ids: torch.Tensor, y: torch.Tensor
+) -> None:
+    for segment in segments:
+        rows, part = segment.by_site.get(site), slice(segment.begin, segment.end)
+        if rows is not None:
+            rows.embed(token_ids[part], y[part])
+
+
+def own_logits(
+    segments: tuple[OwnSegment, ...], site: int, x: torch.Tensor, y: torch.Tensor
+) -> None:
+    for segment in segments:
+        rows, part = segment.by_site.get(site), slice(segment.begin, segment.end)
+        if rows is not None:
+            rows.logits(x[part], y[part])

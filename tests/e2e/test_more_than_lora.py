@@ -1,0 +1,111 @@
+"""DoRA, biases and own tables by HTTP: tokens and log-probabilities of what PEFT loads, while
+adapters take turns on the device."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from launcher.bench.engine.made_tokenizer import tokenizer_json
+from tests.e2e.serving import Serving, start_serving
+from tests.server.model.families.parity import TOLERANCE, prompt
+from tests.server.model.hub_models import VOCAB, make_model, reference_logprobs, save_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TIMEOUT_S = 240
+NEW_TOKENS = 6
+SLOTS = 2
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dora": {"use_dora": True},
+    "biased": {"bias": "all", "lora_bias": True},
+    "headed": {"modules_to_save": ["lm_head"]},
+    "tokens": {"trainable_token_indices": [*range(5, 90, 3)], "use_dora": True},
+}
+
+
+class Beside(NamedTuple):
+    """A server, and what PEFT makes of each adapter's folder."""
+
+    serving: Serving
+    oracles: dict[str, Any]
+
+
+def save_adapter(family: str, folder: Path, options: dict[str, Any], seed: int) -> None:
+    config = LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM", **options)
+    torch.manual_seed(seed)
+    model = get_peft_model(make_model(family), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=["llama-biases-tied", "gemma3"])
+def beside(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Beside]:
+    family, folder = request.param, tmp_path_factory.mktemp("more")
+    base = save_model(make_model(family), folder / "base")
+    (base / "tokenizer.json").write_text(tokenizer_json(VOCAB, (0, 1, 2)))
+    oracles: dict[str, Any] = {"base": make_model(family)}
+    for seed, (name, options) in enumerate(OPTIONS.items()):
+        save_adapter(family, folder / name, options, seed)
+        oracles[name] = PeftModel.from_pretrained(make_model(family), str(folder / name)).eval()
+    serving = start_serving(
+        *(str(base), "--device", "cpu", "--dtype", "float32", "--adapter-slots", str(SLOTS)),
+        *("--max-step-tokens", "40", "--adapter-root", str(folder), "--allow-other-base"),
+        *(part for name in OPTIONS for part in ("--adapter", f"{name}=local:{folder / name}")),
+        *("--model-name", "base", "--cache-dir", str(folder / "cache")),
+        log=folder / "log",
+    )
+    yield Beside(serving, oracles)
+    serving.process.terminate()
+    assert serving.process.wait(timeout=TIMEOUT_S) == 0
+
+
+def complete(serving: Serving, ids: list[int], model: str) -> Any:
+    body = {"model": model, "prompt": ids, "max_tokens": NEW_TOKENS, "temperature": 0}
+    body |= {"logprobs": 1, "return_token_ids": True, "ignore_eos": True}
+    answer = httpx.post(f"{serving.url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    return choice
+
+
+def test_tokens_are_those_of_peft(beside: Beside) -> None:
+    """More adapters than slots, asked for in turns: each is evicted and loaded again."""
+    assert len(OPTIONS) > 2 * SLOTS
+    asked = [
+        (name, prompt(length, 7 * length + place))
+        for length in (4, 51, 17)
+        for place, name in enumerate(beside.oracles)
+    ]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda of: complete(beside.serving, of[1], of[0]), asked))
+    for (name, ids), choice in zip(asked, answers, strict=True):
+        tokens = choice["token_ids"]
+        oracle = beside.oracles[name]
+        adapter = None if name == "base" else "default"
+        rows = reference_logprobs(oracle, adapter, [*ids, *tokens])[len(ids) - 1 : -1]
+        expected = [row[token].item() for row, token in zip(rows, tokens, strict=True)]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=TOLERANCE), name
+        best = rows.max(dim=-1).values.tolist()
+        assert expected == pytest.approx(best, abs=TOLERANCE), name
+
+
+def test_lengths_are_not_merged_or_scaled(beside: Beside) -> None:
+    for name in OPTIONS:
+        body = {"model": name, "prompt": [5, 6], "max_tokens": 1, "adapter_scale": 0.5}
+        url = f"{beside.serving.url}/v1/completions"
+        answer = httpx.post(url, json=body, timeout=TIMEOUT_S)
+        assert answer.is_success == (name == "plain"), answer.text
+        if name != "plain":
+            assert "merge" in answer.text

@@ -1,0 +1,127 @@
+"""Biases that adapters bring are PEFT's: float32, logprobs within 1e-4."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+
+from adapters.manifest import SlabLayout
+from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.families.parity import GREEDY, TOLERANCE, assert_parity, prompt
+from tests.server.model.families.variants import VARIANTS
+from tests.server.model.hub_models import add_adapter, make_model, reference_logprobs, save_model
+from tests.server.model.slabs import pack
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    # PEFT warns where a base without biases gets one of B.
+    pytest.mark.filterwarnings("ignore:`lora_bias=True`"),
+]
+# Biases everywhere and tied tables; biases of q, k and v; none at all.
+FAMILIES = ["llama-biases-tied", "qwen2", "gemma3"]
+
+
+class Biased(NamedTuple):
+    """An adapter in a model of its own: PEFT puts biases into the base."""
+
+    oracle: PeftModel
+    layout: SlabLayout
+    slab: bytes
+
+
+def biased(name: str, seed: int, config: LoraConfig) -> Biased:
+    oracle = add_adapter(make_model(name), "one", config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in oracle.named_parameters():
+            is_own = parameter_name.endswith(".bias") and "lora_" not in parameter_name
+            if is_own and parameter.requires_grad:
+                parameter += torch.randn(parameter.shape, generator=generator) * 0.3
+    return Biased(oracle, *pack(oracle, "one"))
+
+
+class Fleet(NamedTuple):
+    driver: Driver
+    adapters: dict[str, Biased]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    name = request.param
+    few, every = ["q_proj", "down_proj"], [*VARIANTS[name].targets]
+    head = [*few, "lm_head"]
+    configs = {
+        "plain": LoraConfig(r=4, lora_alpha=8, target_modules=every),
+        "of_b": LoraConfig(r=4, lora_alpha=6, target_modules=every, lora_bias=True),
+        "of_b_and_head": LoraConfig(r=4, lora_alpha=6, target_modules=head, lora_bias=True),
+        "of_targets": LoraConfig(r=4, target_modules=few, bias="lora_only"),
+        "of_all": LoraConfig(r=4, target_modules=few, bias="all"),
+        "of_b_and_all": LoraConfig(r=4, target_modules=few, bias="all", lora_bias=True),
+        "dora": LoraConfig(r=4, target_modules=few, bias="all", use_dora=True),
+    }
+    adapters = {each: biased(name, 3 + i, configs[each]) for i, each in enumerate(configs)}
+    driver = Driver(save_model(make_model(name), tmp_path_factory.mktemp("base")))
+    yield Fleet(driver, adapters)
+    driver.close()
+
+
+def load_all(fleet: Fleet, shift: int, first: int) -> dict[str | None, int]:
+    """The slot of each; first: extent of the first."""
+    slots: dict[str | None, int] = {None: -1}
+    for number, (name, adapter) in enumerate(fleet.adapters.items()):
+        slot = (number + shift) % len(fleet.adapters)
+        assert fleet.driver.load(slot, adapter.layout, adapter.slab, first).error is None
+        slots[name], first = slot, first + sum(adapter.layout.runs)
+    return slots
+
+
+@pytest.mark.parametrize(("chunk", "shift"), [(64, 0), (3, 2)])
+def test_in_one_batch_and_after_a_reload(fleet: Fleet, chunk: int, shift: int) -> None:
+    slots = load_all(fleet, shift, first=5 * shift)
+    streams = [
+        Stream(fleet.driver, row, prompt((9, 2, 14)[row % 3], row), slot=slot, sampling=GREEDY)
+        for row, slot in enumerate(slots.values())
+    ]
+    generate(fleet.driver, streams, 5, chunk)
+    for name, stream in zip(slots, streams, strict=True):
+        if name is not None:
+            assert_parity(fleet.adapters[name].oracle, "one", stream)
+        stream.free()
+    base = fleet.adapters["plain"].oracle  # its biases are the base's
+    assert_parity(base, None, streams[0])
+
+
+def test_alone(fleet: Fleet) -> None:
+    slots = load_all(fleet, 0, first=0)
+    for name, adapter in fleet.adapters.items():
+        stream = Stream(fleet.driver, 0, prompt(11, 2), slot=slots[name], sampling=GREEDY)
+        generate(fleet.driver, [stream], 4, 4)
+        assert_parity(adapter.oracle, "one", stream)
+        stream.free()
+
+
+def test_biases_change_the_answer(fleet: Fleet) -> None:
+    """Guards the tests above, where the base has biases."""
+    ids = prompt(12, 5)
+    for name, adapter in fleet.adapters.items():
+        oracle = adapter.oracle
+        biases = {
+            each: parameter.detach().clone()
+            for each, parameter in oracle.named_parameters()
+            if each.endswith(".bias") and parameter.requires_grad
+        }
+        if not biases:
+            assert name in ("plain", "of_targets", "of_all", "dora")
+            continue
+        found = reference_logprobs(oracle, "one", ids)
+        with torch.no_grad():
+            for each in biases:
+                oracle.get_parameter(each).zero_()
+            changed = reference_logprobs(oracle, "one", ids)
+            for each, bias in biases.items():
+                oracle.get_parameter(each).copy_(bias)
+        assert (found - changed).abs().max() > 100 * TOLERANCE

@@ -1,0 +1,121 @@
+"""DoRA, biases and own tables by the GPU's kernels, in Triton's interpreter: as the reference
+operations, which the other tests here hold to PEFT."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from server.model.lora.lora import Reach
+from tests.server.model.families.variants import VARIANTS
+from tests.server.model.gpu_pair import Pair, assert_same, small_pair
+from tests.server.model.hub_models import make_model, save_model
+from tests.server.model.lora.dora_adapters import dora_adapters
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
+    ),
+]
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+# Biases and tied tables; norms of all heads, which want the sum first; one module of q, k and v.
+SERVED: dict[tuple[str, str], dict[str, Any]] = {
+    ("llama-biases-tied", "fa2"): {},
+    ("olmo2", "fa3"): {},
+    ("phi3", "fa3"): {"hidden_size": 64},
+}
+PLAIN, DORA, FEW, TABLES = range(4)
+BASE = -1
+
+
+@pytest.fixture(scope="module", params=SERVED, ids="-".join)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    name, backend = request.param
+    model = make_model(name, **{**SMALL, **SERVED[request.param]})
+    adapters: dict[str, LoraConfig] = dora_adapters(VARIANTS[name])
+    folder: Path = tmp_path_factory.mktemp("base")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        small_pair(model, adapters, folder, patch, backend=backend, dora_graphs=True) as found,
+    ):
+        yield found
+
+
+@pytest.mark.parametrize(
+    "slots", [[DORA, BASE, PLAIN, FEW], [FEW], [PLAIN, BASE, PLAIN], [DORA, PLAIN, BASE, DORA]]
+)
+def test_same_as_the_reference(pair: Pair, slots: list[int]) -> None:
+    """In decode graphs and in graphs of prompts."""
+    pair.graphs.clear()
+    assert_same(pair, slots)
+    assert len(slots) in pair.graphs
+
+
+def test_tables_run_outside_graphs(pair: Pair) -> None:
+    for slots in ([TABLES, DORA, BASE, PLAIN], [TABLES, BASE, TABLES, BASE]):
+        pair.graphs.clear()
+        assert_same(pair, slots, in_graphs=False)
+        assert len(slots) not in pair.graphs
+
+
+def test_without_graphs_of_their_own(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is where `--dora-graphs` is not given."""
+    executor: Any = pair.gpu.executor
+    for graphs, name in ((executor._graphs, "_graphs"), (executor._token_graphs, "_captured")):
+        kept = {key: of for key, of in getattr(graphs, name).items() if key[1] != Reach.OUTPUTS}
+        assert len(kept) < len(getattr(graphs, name))
+        monkeypatch.setattr(graphs, name, kept)
+    pair.graphs.clear()
+    assert_same(pair, [DORA, BASE, PLAIN, DORA], in_graphs=False)
+    assert 4 not in pair.graphs
+
+
+def test_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of B, and in place of the base's, also where there is no LoRA."""
+    model = make_model("llama-biases-tied", **SMALL)
+    save_model(model, tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)  # the adapter's
+    adapters = {
+        "plain": LoraConfig(r=4, target_modules=["q_proj", "up_proj"]),
+        "biased": LoraConfig(r=4, target_modules=["q_proj", "up_proj"], bias="all", lora_bias=True),
+    }
+    with small_pair(model, adapters, tmp_path, monkeypatch, dora_graphs=True) as pair:
+        assert_same(pair, [1, BASE, 0, 1])
+        assert 4 in pair.graphs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": {"embed_tokens": [*range(3, 90, 2)], "lm_head": [4, 8]}},
+    ],
+    ids=["whole", "tokens"],
+)
+def test_tables_of_their_own(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("qwen3", **SMALL)
+    save_model(model, tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" in name or "lm_head" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)  # the adapter's
+    adapters = {"own": LoraConfig(r=4, target_modules=["q_proj"], **options)}
+    with small_pair(model, adapters, tmp_path, monkeypatch) as pair:
+        assert_same(pair, [0, BASE, BASE, 0], in_graphs=False)
+        assert 4 not in pair.graphs
+        pair.graphs.clear()
+        assert_same(pair, [BASE, BASE, BASE])
+        assert 3 in pair.graphs

@@ -1,0 +1,142 @@
+"""Rows of the embedding and the head that adapters bring are PEFT's: float32, logprobs within
+1e-4."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+
+from adapters.manifest import SlabLayout
+from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.families.parity import GREEDY, TOLERANCE, assert_parity, prompt
+from tests.server.model.hub_models import add_adapter, make_model, reference_logprobs, save_model
+from tests.server.model.slabs import pack
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+# Tied tables; tables of their own; a scaled embedding and tied tables.
+FAMILIES = ["llama-biases-tied", "llama3", "gemma3"]
+FEW = ["q_proj", "down_proj"]
+EVEN = list(range(4, 90, 2))
+SAVED: dict[str, dict[str, Any]] = {
+    "head": {"modules_to_save": ["lm_head"]},
+    "embedding": {"modules_to_save": ["embed_tokens"]},
+    "both": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "both_dora": {"modules_to_save": ["lm_head", "embed_tokens"], "use_dora": True},
+    "ensured": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "tokens": {"trainable_token_indices": EVEN},
+    "tokens_of_head": {"trainable_token_indices": {"lm_head": EVEN}},
+    "tokens_of_both": {"trainable_token_indices": {"embed_tokens": [9, 3], "lm_head": EVEN}},
+    "same_tokens": {"trainable_token_indices": {"embed_tokens": EVEN, "lm_head": EVEN}},
+    "ensured_tokens": {
+        "trainable_token_indices": {"embed_tokens": EVEN},
+        "ensure_weight_tying": True,
+    },
+    "tokens_and_head": {
+        "modules_to_save": ["lm_head"],
+        "trainable_token_indices": {"embed_tokens": [5, 6, 7]},
+    },
+    "plain": {},
+}
+
+
+class Saved(NamedTuple):
+    oracle: PeftModel
+    layout: SlabLayout
+    slab: bytes
+
+
+def saved(name: str, seed: int, options: dict[str, Any]) -> Saved:
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=FEW, **options)
+    oracle = add_adapter(make_model(name), "one", config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in oracle.named_parameters():
+            if parameter.requires_grad and "lora_" not in parameter_name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+    return Saved(oracle, *pack(oracle, "one"))
+
+
+class Tables(NamedTuple):
+    name: str
+    driver: Driver
+    adapters: dict[str, Saved]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tables(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Tables]:
+    name = request.param
+    # On tied tables PEFT saves the base's head of it, under a name of its own.
+    names = [each for each in SAVED if name == "llama3" or each != "tokens_and_head"]
+    adapters = {each: saved(name, 3 + i, SAVED[each]) for i, each in enumerate(names)}
+    driver = Driver(save_model(make_model(name), tmp_path_factory.mktemp("base")))
+    yield Tables(name, driver, adapters)
+    driver.close()
+
+
+def load_all(tables: Tables, shift: int, first: int) -> dict[str | None, int]:
+    """The slot of each; first: extent of the first."""
+    slots: dict[str | None, int] = {None: -1}
+    for number, (name, adapter) in enumerate(tables.adapters.items()):
+        slot = (number + shift) % len(tables.adapters)
+        assert tables.driver.load(slot, adapter.layout, adapter.slab, first).error is None
+        slots[name], first = slot, first + sum(adapter.layout.runs)
+    return slots
+
+
+@pytest.mark.parametrize(("chunk", "shift"), [(64, 0), (3, 5)])
+def test_in_one_batch_and_after_a_reload(tables: Tables, chunk: int, shift: int) -> None:
+    """With plain ones and the base; slots and extents change hands."""
+    slots = load_all(tables, shift, first=7 * shift)
+    streams = [
+        Stream(tables.driver, row, prompt((9, 2, 14)[row % 3], row), slot=slot, sampling=GREEDY)
+        for row, slot in enumerate([*slots.values(), *slots.values()])
+    ]
+    generate(tables.driver, streams, 5, chunk)
+    for name, stream in zip([*slots, *slots], streams, strict=True):
+        oracle = tables.adapters[name or "plain"].oracle
+        assert_parity(oracle, None if name is None else "one", stream)
+        stream.free()
+
+
+def test_alone(tables: Tables) -> None:
+    slots = load_all(tables, 0, first=0)
+    for name, adapter in tables.adapters.items():
+        stream = Stream(tables.driver, 0, prompt(11, 2), slot=slots[name], sampling=GREEDY)
+        generate(tables.driver, [stream], 4, 4)
+        assert_parity(adapter.oracle, "one", stream)
+        stream.free()
+
+
+def test_tied_rows_lie_in_the_slab_once(tables: Tables) -> None:
+    is_tied = tables.name != "llama3"
+    for name in ("tokens", "same_tokens", "ensured", "both"):
+        layout = tables.adapters[name].layout
+        offsets = {site.table_offset for site in layout.sites if site.table_offset >= 0}
+        shared = is_tied and name != "both"
+        alone = not is_tied and name in ("tokens", "ensured")
+        assert len(offsets) == (1 if shared or alone else 2), name
+
+
+def test_own_rows_change_the_answer(tables: Tables) -> None:
+    """Guards the tests above."""
+    ids = [*EVEN[:3], 3, 5, 7, 9, *prompt(12, 5)]
+    for name, adapter in tables.adapters.items():
+        oracle = adapter.oracle
+        trained = {
+            each: parameter.detach().clone()
+            for each, parameter in oracle.named_parameters()
+            if parameter.requires_grad and "lora_" not in each
+        }
+        assert bool(trained) == (name != "plain")
+        found = reference_logprobs(oracle, "one", ids)
+        for each, rows in trained.items():
+            with torch.no_grad():
+                oracle.get_parameter(each).zero_()
+            changed = reference_logprobs(oracle, "one", ids)
+            with torch.no_grad():
+                oracle.get_parameter(each).copy_(rows)
+            assert (found - changed).abs().max() > 100 * TOLERANCE, each

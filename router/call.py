@@ -18,9 +18,22 @@ from router.shape.shape import Shape
 from router.tools.tools import Tools
 from server.protocol import SamplingParams
 
-Api = Literal["lorax", "completions", "chat", "responses", "messages", "sglang"]
+Api = Literal[
+    "lorax",
+    "completions",
+    "chat",
+    "responses",
+    "messages",
+    "sglang",
+    "embeddings",  # OpenAI's
+    "embed",  # LoRAX's and TEI's
+]
 # The field that names the adapter, where it is not `model`.
-_ADAPTER_FIELDS: dict[Api, str] = {"lorax": "adapter_id", "sglang": "lora_path"}
+_ADAPTER_FIELDS: dict[Api, str] = {
+    "lorax": "adapter_id",
+    "sglang": "lora_path",
+    "embed": "adapter_id",
+}
 # What is left of a prompt that is cut.
 PromptEnd = Literal["first", "last"]
 # What clients made for servers of one model send as `model` when their user gave none.
@@ -153,6 +166,20 @@ class RequestError(Exception):
         return self
 
 
+class VectorCall(msgspec.Struct, frozen=True):
+    """What is wanted of prompts in place of answers.
+
+    normalises: to length 1; None = as the model's files say. dimensions: only so many of a vector's
+    numbers, the first; None = all. prompt_name, prompt: what is put before each text, by the name
+    that the model's files give it or as it is; both None = as the files say.
+    """
+
+    normalises: bool | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+    prompt: str | None = None
+
+
 class GenerationCall(msgspec.Struct, frozen=True):
     """One API request, validated as far as is possible without the model.
 
@@ -170,6 +197,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     shape: the form that the answer must have; None = any. tools: what the model may call.
     divides_reasoning: what the model reasons is no part of the text.
     bad_words: texts that must not occur; sampling.bad_words has their ids once the model is known.
+    vector: nothing is generated, and that is wanted of each prompt.
     """
 
     api: Api
@@ -198,6 +226,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     tools: Tools | None = None
     divides_reasoning: bool = False
     bad_words: tuple[str, ...] = ()
+    vector: VectorCall | None = None
 
 
 class TopToken(NamedTuple):
@@ -256,7 +285,8 @@ class ChoiceResult(msgspec.Struct, frozen=True):
     token_ids: of all generated tokens, the one that ended the choice included. reasoning, calls:
     what is no part of the text, where the answer is divided. reasoning_tokens: of
     `generated_tokens`, those of the reasoning and its markers. matched: the stop string or the
-    token that ended it. elapsed_s: from the request's arrival to the choice's end.
+    token that ended it. elapsed_s: from the request's arrival to the choice's end. vector: what
+    was wanted of the prompt in place of an answer.
     """
 
     prompt_index: int
@@ -272,6 +302,7 @@ class ChoiceResult(msgspec.Struct, frozen=True):
     reasoning_tokens: int = 0
     matched: int | str | None = None
     elapsed_s: float = 0.0
+    vector: tuple[float, ...] = ()
 
 
 class PromptInfo(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ import msgspec
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.manifest import SlabDtype
 from adapters.peft.validate import AdapterLimits
+from server.protocol import Pooling
 
 Device = Literal["auto", "cpu", "cuda"]
 ServeMode = Literal["server", "local", "interactive"]
@@ -170,6 +171,30 @@ class WorkerConfig:
     merge_timeout_s: float = field(
         default=600.0,
         metadata={"help": "seconds for one merge of adapters (ties and dare take long)"},
+    )
+    pooling: Pooling | None = field(
+        default=None,
+        metadata={
+            "help": "how vectors are made of a text's tokens (default: as the model's files say,"
+            " else `last`)"
+        },
+    )
+    normalize: Literal["yes", "no"] | None = field(
+        default=None,
+        metadata={
+            "help": "whether vectors have length 1 where no request says it (default: as the"
+            " model's files say, else yes)"
+        },
+    )
+    prompts: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "NAME=TEXT: what is put before a text whose request names it, beside those of"
+            " the model's files"
+        },
+    )
+    default_prompt: str = field(
+        default="", metadata={"help": "the prompt of requests for vectors that name none"}
     )
     log_format: Literal["text", "json"] = field(
         default="text", metadata={"help": "log lines for people or for programs"}

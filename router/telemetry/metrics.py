@@ -20,6 +20,7 @@ from server.protocol import ErrorCode
 GENERATION_PATHS = (
     *("/", "/generate", "/generate_stream", "/invocations"),
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/embeddings", "/embed"),
 )
 
 # How a sequence began: without an adapter; with one; with one that it had to wait for.
@@ -81,6 +82,7 @@ class RouterMetrics:
         self.cached_tokens = meters.counter(
             "cached_prompt_tokens", "Prompt tokens that a worker found in its prefix cache"
         )
+        self.vectors = meters.counter("vectors", "Prompts that were read for a vector")
         self.generated_tokens = meters.counter("generated_tokens", "Tokens received from workers")
         self.first_token_s = meters.histogram(
             "time_to_first_token_seconds",

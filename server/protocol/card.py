@@ -1,8 +1,33 @@
 """The model card: all that a router needs of a model. Pure."""
 
+from typing import Literal
+
 import msgspec
 
 from adapters.chat.conversation import DEFAULT_TEMPLATE, MessageForm
+from server.protocol.generation import Pooling
+
+
+class VectorForm(msgspec.Struct, frozen=True):
+    """How texts become vectors. size: numbers of one. max_tokens: of a text, with its prompt.
+    prompts: what may be put before a text, by name; default_prompt: the one that is, where a
+    request names none."""
+
+    size: int
+    max_tokens: int
+    pooling: Pooling = "last"
+    normalises: bool = True
+    prompts: dict[str, str] = {}
+    default_prompt: str | None = None
+
+
+class ClassForm(msgspec.Struct, frozen=True):
+    """A classifier's answers. activation: what makes probabilities of scores. pad_token_id: of
+    tokens at the end of a text that are left out."""
+
+    labels: tuple[str, ...]
+    activation: Literal["softmax", "sigmoid", "none"]
+    pad_token_id: int | None = None
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -17,6 +42,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     eos_token_ids: what ends its answers. max_context: prompt and output together.
     sampling_defaults: its authors' advice, by names of SamplingParams; suppressed_token_ids are
     never drawn. remarks: on advice that is not followed. weights: how they are quantised, "" = not.
+    writes: whether it gives text. vectors, classes: how it gives those; None = it does not.
     """
 
     base_digest: str
@@ -39,6 +65,9 @@ class ModelCard(msgspec.Struct, frozen=True):
     suppressed_token_ids: tuple[int, ...] = ()
     remarks: tuple[str, ...] = ()
     weights: str = ""
+    writes: bool = True
+    vectors: VectorForm | None = None
+    classes: ClassForm | None = None
 
     @property
     def all_templates(self) -> dict[str, str]:

@@ -57,6 +57,8 @@ from router.api.tokenize import (
     TokenizerInfo,
     TokenObject,
 )
+from router.api.vectors.embed import EmbedBody, LoraxEmbedding
+from router.api.vectors.embeddings import EmbeddingList, EmbeddingsBody
 
 Method = Literal["get", "post", "patch", "delete"]
 
@@ -251,6 +253,11 @@ OPERATIONS: tuple[Operation, ...] = (
         answers=(list[GenerateAnswer], Completion, ChatCompletion),
         events=(StreamAnswer, Completion, ChatChunk),
         done=True,
+    ),
+    _post("/v1/embeddings", "Vectors of texts (OpenAI)", EmbeddingsBody, EmbeddingList),
+    msgspec.structs.replace(
+        _post("/embed", "Vectors of texts, in LoRAX's shape or TEI's", EmbedBody, LoraxEmbedding),
+        answers=(LoraxEmbedding, list[list[float]]),
     ),
     _keyed("/v1/models", "The base and registered adapters", ModelList),
     _keyed("/v1/models/{name}", "One of them", ModelObject),

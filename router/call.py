@@ -27,6 +27,9 @@ Api = Literal[
     "sglang",
     "embeddings",  # OpenAI's
     "embed",  # LoRAX's and TEI's
+    "classify",
+    "score",
+    "rerank",
 ]
 # The field that names the adapter, where it is not `model`.
 _ADAPTER_FIELDS: dict[Api, str] = {
@@ -166,18 +169,30 @@ class RequestError(Exception):
         return self
 
 
+# A vector of a text; a number for each class; how well a document fits a query.
+VectorUse = Literal["vector", "classes", "fit"]
+
+
 class VectorCall(msgspec.Struct, frozen=True):
     """What is wanted of prompts in place of answers.
 
     normalises: to length 1; None = as the model's files say. dimensions: only so many of a vector's
     numbers, the first; None = all. prompt_name, prompt: what is put before each text, by the name
     that the model's files give it or as it is; both None = as the files say.
+    queries: of `fit`, one for each prompt, which are the documents. instruction: what the fit is
+    about; None = as the model's files say. max_document_tokens: documents are cut to so many.
+    is_raw: scores as the model gives them, not as probabilities.
     """
 
     normalises: bool | None = None
     dimensions: int | None = None
     prompt_name: str | None = None
     prompt: str | None = None
+    use: VectorUse = "vector"
+    queries: tuple[str, ...] = ()
+    instruction: str | None = None
+    max_document_tokens: int | None = None
+    is_raw: bool = False
 
 
 class GenerationCall(msgspec.Struct, frozen=True):
@@ -320,7 +335,8 @@ class PromptInfo(msgspec.Struct, frozen=True):
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
-    """What every part of one answer shares. model: as the caller named it. seed: the one in use."""
+    """What every part of one answer shares. model: as the caller named it. seed: the one in use.
+    labels: of a classifier's classes."""
 
     request_id: str
     created: int
@@ -329,3 +345,4 @@ class AnswerHead(msgspec.Struct, frozen=True):
     adapter_digest: str | None
     seed: int
     base_digest: str = ""
+    labels: tuple[str, ...] = ()

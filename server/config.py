@@ -196,6 +196,23 @@ class WorkerConfig:
     default_prompt: str = field(
         default="", metadata={"help": "the prompt of requests for vectors that name none"}
     )
+    rerank_tokens: str = field(
+        default="",
+        metadata={
+            "help": "YES,NO: tokens whose logits say how well a document fits a query (default: of"
+            " Qwen3-Reranker its own)"
+        },
+    )
+    rerank_template: str = field(
+        default="",
+        metadata={
+            "help": "what a reranker reads, with {query}, {document} and perhaps {instruction}"
+            " (default: of Qwen3-Reranker its own, else the tokenizer's pair)"
+        },
+    )
+    rerank_instruction: str = field(
+        default="", metadata={"help": "the instruction of requests that have none"}
+    )
     log_format: Literal["text", "json"] = field(
         default="text", metadata={"help": "log lines for people or for programs"}
     )

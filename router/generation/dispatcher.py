@@ -348,4 +348,5 @@ def _head(authorised: AuthorisedRequest, resolved: ResolvedRequest, seed: int) -
         adapter_digest=resolved.digest,
         seed=seed,
         base_digest=card.base_digest,
+        labels=() if card.classes is None else card.classes.labels,
     )

@@ -193,8 +193,8 @@ class Generation:
         size = sum(map(len, raw))
         found = await self.model.long_texts.run(size, lambda: reading.numbers(raw))
         return [
-            msgspec.structs.replace(r, vector=numbers)
-            for r, numbers in zip(results, found, strict=True)
+            msgspec.structs.replace(results[i], prompt_index=i, vector=numbers)
+            for i, numbers in enumerate(found)
         ]
 
     def close(self) -> None:

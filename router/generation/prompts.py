@@ -98,6 +98,9 @@ _PARAM: dict[Api, str] = {
     "sglang": "text",
     "embeddings": "input",
     "embed": "inputs",
+    "classify": "input",
+    "score": "documents",
+    "rerank": "documents",
 }
 
 

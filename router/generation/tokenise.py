@@ -9,14 +9,19 @@ from collections.abc import Sequence
 import msgspec
 
 from adapters.grammar.limits import GrammarLimits
-from router.call import GenerationCall
+from router.call import GenerationCall, VectorCall
 from router.generation.activation import adapter_from
 from router.generation.answer_ends import AnswerEnds
 from router.generation.answer_parts import AnswerParts, PartsOfAnswers
 from router.generation.answer_shape import AnswerShapes
+from router.generation.pair_prompts import pair_prompts
 from router.generation.prompts import Prompt, build_prompts, resolve_sampling
 from router.generation.vector_answers import VectorReading, vector_reading
-from router.generation.vector_prompts import vector_prompts
+from router.generation.vector_prompts import (
+    class_prompts,
+    paired_vector_prompts,
+    vector_prompts,
+)
 from router.names.served import ServedAdapter
 from router.parts.division import Division
 from router.policy.quota import UNSTATED_TOKENS
@@ -88,8 +93,8 @@ class Tokeniser:
         self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
     ) -> list[Prompt]:
         """The call's prompts, in order. Raises as `build_prompts`."""
-        if call.vector is not None and model.card.vectors is not None:
-            return await vector_prompts(call, call.vector, model.card.vectors, model)
+        if call.vector is not None:
+            return await _texts_read(call, call.vector, model)
         template = None if adapter is None else adapter.manifest.template
         return await build_prompts(call, model, template, self._sandbox)
 
@@ -101,8 +106,8 @@ class Tokeniser:
         prompts: Sequence[Prompt],
     ) -> TokenisedRequest:
         """Raises RequestError."""
-        if call.vector is not None and model.card.vectors is not None:
-            reading = vector_reading(call.vector, model.card.vectors)
+        reading = None if call.vector is None else vector_reading(call.vector, model.card)
+        if reading is not None:
             return _read(call, reading, adapter, prompts)
         parts = self._parts_of(call, model, adapter)
         ends = await self.ends.of(model, None if adapter is None else adapter.manifest)
@@ -136,6 +141,18 @@ class Tokeniser:
         if adapter is None:
             return self._parts.of(call, model.card)
         return self._parts.of(call, model.card, adapter.manifest.template, adapter.tool_format)
+
+
+async def _texts_read(call: GenerationCall, vector: VectorCall, model: TextModel) -> list[Prompt]:
+    """Raises RequestError."""
+    card = model.card
+    if vector.use == "classes":
+        return await class_prompts(call, model)
+    if vector.use == "vector" or card.pairs is None:
+        return await vector_prompts(call, vector, model)
+    if card.pairs.by == "vectors" and card.vectors is not None:
+        return await paired_vector_prompts(call, vector, card.vectors, model)
+    return await pair_prompts(call, vector, card.pairs, model)
 
 
 def _read(

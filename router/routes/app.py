@@ -118,6 +118,13 @@ def _vector_routes(service: Service) -> list[Route]:
     return [
         _post("/v1/embeddings", routes.embeddings),
         _post("/embed", routes.embed),
+        _post("/classify", routes.classify),
+        _post("/classify_batch", routes.classify_batch),
+        _post("/score", routes.score),
+        _post("/v1/score", routes.score),
+        _post("/rerank", routes.rerank),
+        _post("/v1/rerank", routes.rerank),
+        _post("/v2/rerank", routes.rerank_of_cohere),
     ]
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from router.call import GenerationCall, RequestError
+from router.call import GenerationCall, RequestError, VectorUse
 from router.names.served import ServedAdapter
 from router.policy.guards import GuardSample
 from router.policy.placement.placement import Reason
@@ -55,6 +55,7 @@ class RequestObserver:
         self._num_generated = 0
         self._decode_s = 0.0
         self._num_decoded = 0
+        self._use: VectorUse = "vector"
 
     @property
     def elapsed_s(self) -> float:
@@ -66,6 +67,8 @@ class RequestObserver:
     def asked(self, call: GenerationCall, tenant: str, base_name: str) -> None:
         """A caller who may asks for it, and there are workers."""
         self._began = self.clock()
+        if call.vector is not None:
+            self._use = call.vector.use
         note_call(self._request, call, tenant, base_name)
 
     def resolved(self, began: float) -> None:
@@ -133,8 +136,8 @@ class RequestObserver:
         return "cold" if first.load_s else "warm"
 
     def vector(self, event: TokenEvent) -> None:
-        """One of its prompts was read for a vector."""
-        self._metrics.vectors.inc()
+        """One of its prompts was read for numbers."""
+        self._metrics.vectors.labels(self._use).inc()
         if self.start is None:
             self.start = self._request.notes["loraplex.start"] = self._start(event)
 

@@ -72,8 +72,8 @@ def note_call(request: RequestInHand, call: GenerationCall, tenant: str, base_na
 
 
 def _operation(call: GenerationCall) -> str:
-    if call.vector is not None:
-        return "embeddings"
+    if call.vector is not None:  # of the others OpenTelemetry has no name
+        return "embeddings" if call.vector.use == "vector" else call.api
     return "text_completion" if call.messages is None else "chat"
 
 

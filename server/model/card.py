@@ -12,6 +12,7 @@ from server.model.checkpoint.checkpoint import (
     read_optional_json,
 )
 from server.model.checkpoint.sentence_files import SentenceFiles, read_sentence_files
+from server.model.pair_forms import pair_form
 from server.model.spec import ModelSpec
 from server.model.tokenizer.base_ends import end_token_ids
 from server.model.tokenizer.base_templates import chat_templates, template_tokens, usable_templates
@@ -43,6 +44,7 @@ def model_card(
     usable = usable_templates(templates, special_tokens)
     context = min(max_context or config.max_context, config.max_context)
     sentence = _sentence_files(folder)
+    vectors = vector_form(config, context, sentence, wishes)
     return ModelCard(
         base_digest=base_digest(folder),
         names=names,
@@ -62,8 +64,9 @@ def model_card(
         message_forms={name: template.form for name, template in usable.items()},
         remarks=tuple(f"{GENERATION_FILE}: {remark}" for remark in advice.remarks),
         writes=config.writes,
-        vectors=vector_form(config, context, sentence, wishes),
+        vectors=vectors,
         classes=class_form(config),
+        pairs=pair_form(config, names, sentence, wishes.pairs, tokenizer.token_to_id),
     )
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from server.config import ConfigError
 from server.model.checkpoint.sentence_files import SentenceFiles
+from server.model.pair_forms import NO_PAIR_WISHES, PairWishes
 from server.model.spec import ModelSpec
 from server.protocol import ClassForm, Pooling, VectorForm
 
@@ -12,12 +13,14 @@ _MOST_PROMPT_CHARS = 1 << 14
 
 
 class VectorWishes(NamedTuple):
-    """What the operator says of vectors; None = as the files say. prompts: NAME=TEXT."""
+    """What the operator says of vectors; None = as the files say. prompts: NAME=TEXT. pairs: of
+    scores of documents."""
 
     pooling: Pooling | None = None
     normalises: bool | None = None
     prompts: tuple[str, ...] = ()
     default_prompt: str = ""
+    pairs: PairWishes = NO_PAIR_WISHES
 
 
 NO_WISHES = VectorWishes()
@@ -28,7 +31,7 @@ def vector_form(
 ) -> VectorForm | None:
     """None: a classifier, which gives scores. Raises ConfigError."""
     if model.classes is not None:
-        if wishes != NO_WISHES:
+        if wishes._replace(pairs=NO_PAIR_WISHES) != NO_WISHES:
             raise ConfigError(
                 "--pooling, --normalize, --prompt and --default-prompt are of models that give"
                 " vectors; this one is a classifier"

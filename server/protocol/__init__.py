@@ -18,7 +18,7 @@ from server.protocol.adapters import (
     OrderAction,
     TierState,
 )
-from server.protocol.card import ClassForm, ModelCard, VectorForm
+from server.protocol.card import ClassForm, ModelCard, PairForm, VectorForm
 from server.protocol.frames import (
     MAX_FRAME_BYTES,
     RouterFrame,
@@ -72,6 +72,7 @@ __all__ = [
     "ModelCard",
     "OrderAction",
     "PROTOCOL_VERSION",
+    "PairForm",
     "Pooling",
     "RouterFrame",
     "RouterHello",

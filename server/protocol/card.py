@@ -30,6 +30,20 @@ class ClassForm(msgspec.Struct, frozen=True):
     pad_token_id: int | None = None
 
 
+class PairForm(msgspec.Struct, frozen=True):
+    """How a model says how well a document fits a query: by a classifier's one score, by the logits
+    of two tokens, or by the angle between two vectors.
+
+    token_ids: of a fit, and of none. template: what is read, with `{query}`, `{document}` and
+    perhaps `{instruction}`; "" = the tokenizer's own pair. instruction: where a request has none.
+    """
+
+    by: Literal["scores", "logits", "vectors"]
+    token_ids: tuple[int, ...] = ()
+    template: str = ""
+    instruction: str = ""
+
+
 class ModelCard(msgspec.Struct, frozen=True):
     """All that a router needs of a model, fetched once over HTTP as JSON and cached by its digest.
 
@@ -42,7 +56,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     eos_token_ids: what ends its answers. max_context: prompt and output together.
     sampling_defaults: its authors' advice, by names of SamplingParams; suppressed_token_ids are
     never drawn. remarks: on advice that is not followed. weights: how they are quantised, "" = not.
-    writes: whether it gives text. vectors, classes: how it gives those; None = it does not.
+    writes: whether it gives text. vectors, classes, pairs: how it gives those; None = it does not.
     """
 
     base_digest: str
@@ -68,6 +82,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     writes: bool = True
     vectors: VectorForm | None = None
     classes: ClassForm | None = None
+    pairs: PairForm | None = None
 
     @property
     def all_templates(self) -> dict[str, str]:

@@ -24,6 +24,7 @@ from server.model.base_facts import read_base_spec
 from server.model.card import model_card
 from server.model.checkpoint.checkpoint import CheckpointError
 from server.model.checkpoint.tensor_table import check_folder
+from server.model.pair_forms import PairWishes
 from server.model.quantised_at_load import quantised_at_load
 from server.model.vector_forms import VectorWishes
 from server.protocol import ModelCard
@@ -105,7 +106,8 @@ def _root(config: WorkerConfig, model: ModelFolder) -> str:
 
 def _vector_wishes(config: WorkerConfig) -> VectorWishes:
     normalises = None if config.normalize is None else config.normalize == "yes"
-    return VectorWishes(config.pooling, normalises, config.prompts, config.default_prompt)
+    pairs = PairWishes(config.rerank_tokens, config.rerank_template, config.rerank_instruction)
+    return VectorWishes(config.pooling, normalises, config.prompts, config.default_prompt, pairs)
 
 
 def _cores() -> int:

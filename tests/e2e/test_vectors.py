@@ -81,9 +81,9 @@ def test_prompts_of_the_files(client: openai.OpenAI, oracle: Oracle) -> None:
 
 
 def test_a_model_for_vectors_writes_no_text(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="writes no text"):
+    with pytest.raises(openai.BadRequestError, match="gives no text"):
         client.completions.create(model="one", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="use /v1/embeddings"):
+    with pytest.raises(openai.BadRequestError, match="vectors at /v1/embeddings"):
         client.chat.completions.create(model="base", messages=[{"role": "user", "content": "x"}])
 
 

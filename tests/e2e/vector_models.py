@@ -8,7 +8,13 @@ import numpy as np
 import torch
 from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer
-from transformers import AutoModel, Qwen3Config, Qwen3Model
+from transformers import (
+    AutoModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+    Qwen3Model,
+)
 
 from launcher.bench.engine.made_tokenizer import tokenizer_json
 from tests.server.model.hub_models import add_adapter, random_model
@@ -94,3 +100,22 @@ class Oracle:
                 states = self._model(input_ids=inputs).last_hidden_state
         vector = states[0, -1, :dimensions].double().numpy()
         return vector / np.linalg.norm(vector)
+
+
+def save_classifier(folder: Path, **settings: Any) -> Path:
+    """Its padding is its end, too, so that transformers judges the token before that."""
+    config = {**SETTINGS, "pad_token_id": _END, **settings}
+    model = random_model(Qwen3Config, Qwen3ForSequenceClassification, 4, **config)
+    model.save_pretrained(folder / "base")
+    save_tokenizer(folder / "base")
+    return folder / "base"
+
+
+def save_writer(folder: Path) -> Path:
+    """A model for text, which says by two tokens whether a document fits."""
+    random_model(Qwen3Config, Qwen3ForCausalLM, 6, **SETTINGS).save_pretrained(folder / "base")
+    save_tokenizer(folder / "base")
+    model = Qwen3ForCausalLM.from_pretrained(folder / "base", dtype="float32")
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    add_adapter(model, "one", lora, 5).save_pretrained(folder, selected_adapters=["one"])
+    return folder / "base"

@@ -239,7 +239,9 @@ async def test_a_model_of_the_other_kind_is_named(tmp_path: Path) -> None:
         make_card(writes=False),
         make_card(writes=False, vectors=None, classes=ClassForm(("a", "b"), "softmax")),
     )
-    for card, words in zip(cards, ("use /v1/embeddings", "it is a classifier"), strict=True):
+    for card, words in zip(
+        cards, ("it gives vectors at /v1/embeddings", "it gives classes at /classify"), strict=True
+    ):
         worker = FakeWorker(card)
         await worker.start()
         async with running_router(tmp_path, worker) as router:
@@ -260,7 +262,10 @@ async def test_a_model_of_the_other_kind_is_named(tmp_path: Path) -> None:
             if card.vectors is None:
                 answer = await embed(router, input="x")
                 assert answer.status_code == 400
-                assert "gives no vectors; it is a classifier" in answer.json()["error"]["message"]
+                assert (
+                    "gives no vectors; it gives classes at /classify"
+                    in answer.json()["error"]["message"]
+                )
         await worker.stop()
 
 

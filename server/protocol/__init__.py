@@ -18,7 +18,7 @@ from server.protocol.adapters import (
     OrderAction,
     TierState,
 )
-from server.protocol.card import ClassForm, ModelCard, PairForm, VectorForm
+from server.protocol.card import ClassForm, Gift, ModelCard, PairForm, VectorForm
 from server.protocol.frames import (
     MAX_FRAME_BYTES,
     RouterFrame,
@@ -65,6 +65,7 @@ __all__ = [
     "ErrorCode",
     "Finish",
     "GenerateRequest",
+    "Gift",
     "Inspect",
     "LoadStage",
     "MAX_FRAME_BYTES",

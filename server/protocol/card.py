@@ -7,6 +7,9 @@ import msgspec
 from adapters.chat.conversation import DEFAULT_TEMPLATE, MessageForm
 from server.protocol.generation import Pooling
 
+# What a model gives: the last are scores of documents.
+Gift = Literal["text", "vectors", "classes", "fits"]
+
 
 class VectorForm(msgspec.Struct, frozen=True):
     """How texts become vectors. size: numbers of one. max_tokens: of a text, with its prompt.
@@ -83,6 +86,17 @@ class ModelCard(msgspec.Struct, frozen=True):
     vectors: VectorForm | None = None
     classes: ClassForm | None = None
     pairs: PairForm | None = None
+
+    @property
+    def gives(self) -> tuple[Gift, ...]:
+        """What may be asked of it."""
+        gifts: dict[Gift, bool] = {
+            "text": self.writes,
+            "vectors": self.vectors is not None,
+            "classes": self.classes is not None,
+            "fits": self.pairs is not None,
+        }
+        return tuple(gift for gift, is_given in gifts.items() if is_given)
 
     @property
     def all_templates(self) -> dict[str, str]:

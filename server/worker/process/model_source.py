@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
@@ -113,7 +113,10 @@ def check_model(text: str, revision: str | None, *, with_tensors: bool = True) -
         with _readable(text):
             return check_folder(folder, with_tensors=with_tensors)
     with _explained(text, revision):
-        return read_config(_config_folder(text, revision))
+        folder = _config_folder(text, revision)
+        with suppress(RemoteEntryNotFoundError, LocalEntryNotFoundError):
+            hf_hub_download(text, MODULES_FILE, revision=folder.name)
+        return read_config(folder)
 
 
 def describe_model(text: str, revision: str | None) -> ModelSpec:

@@ -6,15 +6,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from router.api.openai.common import HARMLESS
 from router.api.request.body import decode_plain, only_one_of, require, typed
 from router.api.request.fields import NonNegative
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.request.generation_fields import adapter_named
-from router.api.request.known_elsewhere import check_unknown, check_unknown_parts
+from router.api.request.known_elsewhere import check_unknown_parts
 from router.api.request.prompts import prompts_of
 from router.api.vectors.embed import EmbedParameters
-from router.api.vectors.fields import ScoredBody, call_of
+from router.api.vectors.fields import ScoredBody, call_of, read_body
 from router.api.vectors.whole import (
     MAX_INPUTS,
     READ_ALONE,
@@ -85,8 +84,7 @@ def parse_plain(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) ->
     """Raises RequestError."""
     if shape_of(plain) == "inputs":
         return _of_lorax(plain, LoraxClassifyBody, limits, bearer)
-    check_unknown(plain, ClassifyBody.__struct_fields__, HARMLESS)
-    request = typed(plain, ClassifyBody)
+    request = read_body(plain, ClassifyBody)
     prompts = prompts_of(request.input, "input", MAX_INPUTS)
     vector = VectorCall(use="classes", is_raw=request.is_raw)
     call = call_of("classify", request, prompts, vector, limits, bearer)

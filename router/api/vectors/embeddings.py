@@ -8,13 +8,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from router.api.openai.common import HARMLESS
-from router.api.request.body import decode_plain, require, typed
+from router.api.request.body import decode_plain, require
 from router.api.request.fields import NonNegative, Positive
 from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import check_unknown
 from router.api.request.prompts import prompts_of
-from router.api.vectors.fields import ReadBody, call_of
+from router.api.vectors.fields import ReadBody, call_of, read_body
 from router.api.vectors.whole import (
     MAX_INPUTS,
     VectorUsage,
@@ -63,8 +61,7 @@ class EmbeddingList(msgspec.Struct, frozen=True):
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Raises RequestError."""
     plain = decode_plain(body)
-    check_unknown(plain, EmbeddingsBody.__struct_fields__, HARMLESS)
-    request = typed(plain, EmbeddingsBody)
+    request = read_body(plain, EmbeddingsBody)
     check_prompt(request.prompt_name, request.prompt)
     prompts = prompts_of(request.input, "input", MAX_INPUTS)
     vector = VectorCall(request.normalize, request.dimensions, request.prompt_name, request.prompt)

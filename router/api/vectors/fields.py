@@ -1,12 +1,13 @@
 """Fields that bodies about prompts have in common, and their checks. Pure."""
 
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from router.api.openai.common import Truncation, adapter_by
-from router.api.request.body import require
+from router.api.openai.common import HARMLESS, Truncation, adapter_by
+from router.api.request.body import require, typed
 from router.api.request.fields import CacheSalt, Priority
 from router.api.request.formatter import ApiLimits
 from router.api.request.generation_fields import AdapterFields, salt_of
+from router.api.request.known_elsewhere import check_unknown
 from router.api.vectors.whole import READ_ALONE
 from router.call import Api, GenerationCall, VectorCall
 
@@ -27,6 +28,9 @@ class ReadBody(AdapterFields, frozen=True, kw_only=True):
     cache_salt: CacheSalt | None = None
 
 
+R = TypeVar("R", bound=ReadBody)
+
+
 class ScoredBody(ReadBody, frozen=True, kw_only=True):
     """use_activation: false = scores as the model gives them, not as probabilities. activation,
     softmax: its older names."""
@@ -38,6 +42,14 @@ class ScoredBody(ReadBody, frozen=True, kw_only=True):
     @property
     def is_raw(self) -> bool:
         return False in (self.use_activation, self.activation, self.softmax)
+
+
+def read_body(plain: dict[str, Any], kind: type[R]) -> R:
+    """Fields that it does not know are refused unless they are harmless or ask for nothing. Raises
+    RequestError."""
+    check_unknown(plain, kind.__struct_fields__, HARMLESS)
+    require(isinstance(plain.get("metadata"), dict | None), "expected an object", "metadata")
+    return typed(plain, kind)
 
 
 def call_of(

@@ -6,12 +6,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from router.api.openai.common import HARMLESS
 from router.api.request.body import only_one_of, typed
 from router.api.request.fields import NonNegative, Positive
 from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import check_unknown, check_unknown_parts, unsupported
-from router.api.vectors.fields import ReadBody, ScoredBody, call_of
+from router.api.request.known_elsewhere import check_unknown_parts, unsupported
+from router.api.vectors.fields import ReadBody, ScoredBody, call_of, read_body
 from router.api.vectors.whole import MAX_INPUTS, VectorUsage, WholeFormatter, usage_of
 from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
 
@@ -107,8 +106,7 @@ def parse_plain(
     """Raises RequestError."""
     if shape_of(plain) == "texts":
         return _of_tei(plain, limits, bearer)
-    check_unknown(plain, RerankBody.__struct_fields__, HARMLESS)
-    request = typed(plain, RerankBody)
+    request = read_body(plain, RerankBody)
     if request.rank_fields not in (None, [], ["text"]):
         raise unsupported("rank_fields", "a document is its `text`")
     texts = tuple(d if isinstance(d, str) else d.text for d in request.documents)

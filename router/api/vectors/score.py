@@ -6,11 +6,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from router.api.openai.common import HARMLESS
-from router.api.request.body import decode_plain, only_one_of, require, typed
+from router.api.request.body import decode_plain, only_one_of, require
 from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import check_unknown
-from router.api.vectors.fields import ScoredBody, call_of
+from router.api.vectors.fields import ScoredBody, call_of, read_body
 from router.api.vectors.whole import MAX_INPUTS, VectorUsage, WholeFormatter, usage_of
 from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
 
@@ -18,6 +16,7 @@ Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 # Newer and older names of the two sides.
 _LEFT = ("queries", "text_1", "data_1")
 _RIGHT = ("documents", "text_2", "data_2")
+SIDES = (_LEFT, _RIGHT)
 
 
 class ScoreBody(ScoredBody, frozen=True, kw_only=True):
@@ -51,8 +50,7 @@ class ScoreList(msgspec.Struct, frozen=True):
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Raises RequestError."""
     plain = decode_plain(body)
-    check_unknown(plain, ScoreBody.__struct_fields__, HARMLESS)
-    request = typed(plain, ScoreBody)
+    request = read_body(plain, ScoreBody)
     queries, documents = _texts(plain, request, _LEFT), _texts(plain, request, _RIGHT)
     count = len(documents)
     if len(queries) == 1:

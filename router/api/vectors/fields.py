@@ -7,7 +7,7 @@ from router.api.request.body import require, typed
 from router.api.request.fields import CacheSalt, Priority
 from router.api.request.formatter import ApiLimits
 from router.api.request.generation_fields import AdapterFields, salt_of
-from router.api.request.known_elsewhere import check_unknown
+from router.api.request.known_elsewhere import check_unknown, unsupported
 from router.api.vectors.whole import READ_ALONE
 from router.call import Api, GenerationCall, VectorCall
 
@@ -28,6 +28,8 @@ class ReadBody(AdapterFields, frozen=True, kw_only=True):
     cache_salt: CacheSalt | None = None
 
 
+# Other servers' names of what is `input` here.
+_SAID_ELSEWHERE = ("inputs", "text", "texts", "input_ids")
 R = TypeVar("R", bound=ReadBody)
 
 
@@ -47,7 +49,11 @@ class ScoredBody(ReadBody, frozen=True, kw_only=True):
 def read_body(plain: dict[str, Any], kind: type[R]) -> R:
     """Fields that it does not know are refused unless they are harmless or ask for nothing. Raises
     RequestError."""
-    check_unknown(plain, kind.__struct_fields__, HARMLESS)
+    known = kind.__struct_fields__
+    for name in _SAID_ELSEWHERE:
+        if "input" in known and name not in known and plain.get(name):
+            raise unsupported(name, "use `input`")
+    check_unknown(plain, known, HARMLESS)
     require(isinstance(plain.get("metadata"), dict | None), "expected an object", "metadata")
     return typed(plain, kind)
 

@@ -191,6 +191,8 @@ async def test_what_a_tokenizer_puts_around_a_text_outlives_a_cut(tmp_path: Path
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
         ({"truncation_side": "left"}, "truncation_side", "needs"),
         ({"temperatur": 1}, "temperatur", "Unrecognized"),
+        ({"texts": ["x"]}, "texts", "use `input`"),
+        ({"metadata": 3}, "metadata", "an object"),
         ({"model": "hub:org/x", "adapter_source": "pbase"}, "adapter_source", "Predibase"),
     ],
 )

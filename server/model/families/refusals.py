@@ -47,7 +47,7 @@ def _head(config: Mapping[str, Any], served: str) -> str | None:
     found = ", ".join(map(str, named))[:160]
     if any("bidirectional" in str(name).lower() for name in named):
         return f"architectures: {shown(found)} attends to later tokens, too; served is {served}"
-    return f"architectures: {shown(found)} is no form of {served} that is served"
+    return f"architectures: {shown(found)} is no form that is served; served is {served}"
 
 
 def _of_mlx(config: Mapping[str, Any]) -> str | None:

@@ -121,7 +121,7 @@ def test_rows_of_missing_parts_are_of_types_that_there_are() -> None:
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "tagger": (
         {"architectures": ["LlamaForTokenClassification"], "id2label": {"0": "bad"}},
-        "architectures: 'LlamaForTokenClassification' is no form of LlamaForCausalLM that is",
+        "architectures: 'LlamaForTokenClassification' is no form that is served; served is Llama",
     ),
     "both ways": (
         {"model_type": "mistral", "architectures": ["MistralBidirectionalModel"]},

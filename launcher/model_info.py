@@ -24,6 +24,7 @@ from server.model.ops.memory import (
 from server.model.page_groups import page_groups
 from server.model.quantised_at_load import quantised_at_load
 from server.model.spec import ModelSpec
+from server.protocol import Gift
 from server.worker.process.device import ChosenDevice, choose_device, cuda_devices, torch_build
 from server.worker.process.model_source import describe_model
 from server.worker.process.sizing import choose_dtype
@@ -56,13 +57,15 @@ class Needs(msgspec.Struct, frozen=True):
 class ModelFacts(msgspec.Struct, frozen=True):
     """A model that can be served. max_context: tokens that it reaches. dtype: of its weights.
 
-    weights: how they are quantised, "" = not. windows: tokens -> layers that see no more.
+    weights: how they are quantised, "" = not. gives: what may be asked of it. windows: tokens ->
+    layers that see no more.
     adapters: modules that adapters may change. reference: why plain torch computes it on a GPU, or
     None.
     """
 
     model: str
     family: str
+    gives: tuple[Gift, ...]
     weights: str
     layers: int
     hidden_size: int
@@ -89,6 +92,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
         seen = (f"{window:,} tokens in {n} layers" for window, n in self.windows.items())
         rows = [
             ("family", self.family),
+            ("gives", ", ".join(self.gives)),
             ("weights", self.weights and f"{self.weights}, computed in the dtype"),
             ("layers", f"{self.layers}, of {self.hidden_size:,} features"),
             ("vocabulary", f"{self.vocab_size:,} tokens"),
@@ -99,6 +103,12 @@ class ModelFacts(msgspec.Struct, frozen=True):
             ("on a GPU", self.reference or "the project's kernels"),
         ]
         return [row for row in rows if row[1]]
+
+
+def _gives(model: ModelSpec) -> tuple[Gift, ...]:
+    if model.classes is not None:
+        return ("classes",)
+    return ("text", "vectors") if model.writes else ("vectors",)
 
 
 def describe(config: WorkerConfig) -> ModelFacts:
@@ -117,6 +127,7 @@ def describe(config: WorkerConfig) -> ModelFacts:
     return ModelFacts(
         model=config.model,
         family=model.family,
+        gives=_gives(model),
         weights="" if model.quantisation is None else model.quantisation.scheme,
         layers=model.num_layers,
         hidden_size=model.hidden_size,

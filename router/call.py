@@ -18,9 +18,25 @@ from router.shape.shape import Shape
 from router.tools.tools import Tools
 from server.protocol import SamplingParams
 
-Api = Literal["lorax", "completions", "chat", "responses", "messages", "sglang"]
+Api = Literal[
+    "lorax",
+    "completions",
+    "chat",
+    "responses",
+    "messages",
+    "sglang",
+    "embeddings",  # OpenAI's
+    "embed",  # LoRAX's and TEI's
+    "classify",
+    "score",
+    "rerank",
+]
 # The field that names the adapter, where it is not `model`.
-_ADAPTER_FIELDS: dict[Api, str] = {"lorax": "adapter_id", "sglang": "lora_path"}
+_ADAPTER_FIELDS: dict[Api, str] = {
+    "lorax": "adapter_id",
+    "sglang": "lora_path",
+    "embed": "adapter_id",
+}
 # What is left of a prompt that is cut.
 PromptEnd = Literal["first", "last"]
 # What clients made for servers of one model send as `model` when their user gave none.
@@ -153,6 +169,32 @@ class RequestError(Exception):
         return self
 
 
+# A vector of a text; a number for each class; how well a document fits a query.
+VectorUse = Literal["vector", "classes", "fit"]
+
+
+class VectorCall(msgspec.Struct, frozen=True):
+    """What is wanted of prompts in place of answers.
+
+    normalises: to length 1; None = as the model's files say. dimensions: only so many of a vector's
+    numbers, the first; None = all. prompt_name, prompt: what is put before each text, by the name
+    that the model's files give it or as it is; both None = as the files say.
+    queries: of `fit`, one for each prompt, which are the documents. instruction: what the fit is
+    about; None = as the model's files say. max_document_tokens: documents are cut to so many.
+    is_raw: scores as the model gives them, not as probabilities.
+    """
+
+    normalises: bool | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+    prompt: str | None = None
+    use: VectorUse = "vector"
+    queries: tuple[str, ...] = ()
+    instruction: str | None = None
+    max_document_tokens: int | None = None
+    is_raw: bool = False
+
+
 class GenerationCall(msgspec.Struct, frozen=True):
     """One API request, validated as far as is possible without the model.
 
@@ -170,6 +212,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     shape: the form that the answer must have; None = any. tools: what the model may call.
     divides_reasoning: what the model reasons is no part of the text.
     bad_words: texts that must not occur; sampling.bad_words has their ids once the model is known.
+    vector: nothing is generated, and that is wanted of each prompt.
     """
 
     api: Api
@@ -198,6 +241,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     tools: Tools | None = None
     divides_reasoning: bool = False
     bad_words: tuple[str, ...] = ()
+    vector: VectorCall | None = None
 
 
 class TopToken(NamedTuple):
@@ -256,7 +300,8 @@ class ChoiceResult(msgspec.Struct, frozen=True):
     token_ids: of all generated tokens, the one that ended the choice included. reasoning, calls:
     what is no part of the text, where the answer is divided. reasoning_tokens: of
     `generated_tokens`, those of the reasoning and its markers. matched: the stop string or the
-    token that ended it. elapsed_s: from the request's arrival to the choice's end.
+    token that ended it. elapsed_s: from the request's arrival to the choice's end. vector: what
+    was wanted of the prompt in place of an answer.
     """
 
     prompt_index: int
@@ -272,6 +317,7 @@ class ChoiceResult(msgspec.Struct, frozen=True):
     reasoning_tokens: int = 0
     matched: int | str | None = None
     elapsed_s: float = 0.0
+    vector: tuple[float, ...] = ()
 
 
 class PromptInfo(msgspec.Struct, frozen=True):
@@ -289,7 +335,8 @@ class PromptInfo(msgspec.Struct, frozen=True):
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
-    """What every part of one answer shares. model: as the caller named it. seed: the one in use."""
+    """What every part of one answer shares. model: as the caller named it. seed: the one in use.
+    labels: of a classifier's classes."""
 
     request_id: str
     created: int
@@ -298,3 +345,4 @@ class AnswerHead(msgspec.Struct, frozen=True):
     adapter_digest: str | None
     seed: int
     base_digest: str = ""
+    labels: tuple[str, ...] = ()

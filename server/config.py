@@ -11,6 +11,7 @@ import msgspec
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.manifest import SlabDtype
 from adapters.peft.validate import AdapterLimits
+from server.protocol import Pooling
 
 Device = Literal["auto", "cpu", "cuda"]
 ServeMode = Literal["server", "local", "interactive"]
@@ -202,6 +203,47 @@ class WorkerConfig:
     merge_timeout_s: float = field(
         default=600.0,
         metadata={"help": "seconds for one merge of adapters (ties and dare take long)"},
+    )
+    pooling: Pooling | None = field(
+        default=None,
+        metadata={
+            "help": "how vectors are made of a text's tokens (default: as the model's files say,"
+            " else `last`)"
+        },
+    )
+    normalize: Literal["yes", "no"] | None = field(
+        default=None,
+        metadata={
+            "help": "whether vectors have length 1 where no request says it (default: as the"
+            " model's files say, else yes)"
+        },
+    )
+    prompts: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "NAME=TEXT: what is put before a text whose request names it, beside those of"
+            " the model's files"
+        },
+    )
+    default_prompt: str = field(
+        default="", metadata={"help": "the prompt of requests for vectors that name none"}
+    )
+    rerank_tokens: str = field(
+        default="",
+        metadata={
+            "help": "YES,NO: tokens whose logits say how well a document fits a query (default: of"
+            " Qwen3-Reranker its own)"
+        },
+    )
+    rerank_template: str = field(
+        default="",
+        metadata={
+            "help": "what a reranker reads, with {query}, {document} and perhaps {instruction}"
+            " (default: of Qwen3-Reranker its own, else the tokenizer's pair)"
+        },
+    )
+    rerank_instruction: str = field(
+        default="", metadata={"help": "the instruction of requests that have none"}
     )
     log_format: Literal["text", "json"] = field(
         default="text", metadata={"help": "log lines for people or for programs"}

@@ -59,6 +59,12 @@ FLEET = Board(
                     ),
                     "Tokens a second.",
                 ),
+                Panel(
+                    "Vectors and scores",
+                    "reqps",
+                    (Query(rate("loraplex_vectors_total", by="use"), "{{use}}"),),
+                    "Prompts that were read for numbers. `fit`: of a document, for a query.",
+                ),
             ),
         ),
         (

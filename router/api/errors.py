@@ -20,7 +20,10 @@ _VLLM_ROUTES = (
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *("/load_lora_adapter", "/unload_lora_adapter"),
 )
-_OPENAI_ROUTES = ("/detokenize", "/tokenizer_info", "/flush_cache")
+_OPENAI_ROUTES = (
+    *("/detokenize", "/tokenizer_info", "/flush_cache"),
+    *("/classify", "/score", "/rerank", "/v2/rerank"),
+)
 
 
 class _Row(msgspec.Struct, frozen=True):

@@ -10,14 +10,16 @@ _HERE = {
     "/completions": "POST /v1/completions does it",
     "/responses": "POST /v1/responses does it",
     "/messages": "POST /v1/messages does it",
+    "/embeddings": "POST /v1/embeddings does it",
+    "/pooling": "POST /v1/embeddings and POST /classify do it",
+    "/v1/classify": "POST /classify does it",
+    "/predict": "POST /classify does it",
     "/adapters": "POST /v1/adapters does it",
     "/v1/tokenize": "POST /tokenize does it",
     "/v1/detokenize": "POST /detokenize does it",
     "/reset_prefix_cache": "no cache has to be emptied: each is keyed by content",
 }
 _NOT_SERVED = {
-    **dict.fromkeys(("/v1/embeddings", "/embed", "/pooling", "/classify"), "embeddings"),
-    **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/rerank"), "scores"),
     **dict.fromkeys(("/v1/batches", "/v1/files"), "batches"),
     **dict.fromkeys(("/v1/audio/speech", "/v1/audio/transcriptions"), "audio"),
     "/v1/images/generations": "images",

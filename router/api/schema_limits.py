@@ -15,6 +15,8 @@ from router.api.request.formatter import ApiLimits
 from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
 from router.api.responses.request import REFUSED
 from router.api.sglang.request import HARMLESS as HARMLESS_OF_SGLANG
+from router.api.vectors.score import SIDES
+from router.api.vectors.whole import MAX_INPUTS
 from router.tools.registry import FORMATS
 
 Schema = dict[str, Any]
@@ -24,7 +26,11 @@ _CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "Lora
     *("ResponsesBody", "ResponseStreamOptions", "ReasoningFields", "TextFields", "TextFormat"),
     *("MessagesBody", "CountTokensBody", "MessageMetadata", "ThinkingFields", "OutputFields"),
     *("SglangBody", "SglangSampling"),
+    *("EmbedBody", "EmbedParameters", "LoraxClassifyBody", "LoraxClassifyBatchBody"),
+    "TeiRerankBody",
 )
+# Of prompts that are read for numbers.
+_READ_BODIES = ("EmbeddingsBody", "ClassifyBody", "ScoreBody", "RerankBody")
 _MESSAGES_BODIES = ("MessagesBody", "CountTokensBody")
 _COMPLETIONS = ("CompletionsBody", "InvocationPromptBody")
 _OPENAI_BODIES = (
@@ -74,12 +80,13 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     for node in _nodes(components):
         if isinstance(node.get("pattern"), str):  # Python's end of a text; ECMA 262 has no \\Z
             node["pattern"] = node["pattern"].replace(r"\Z", "$")
-    for name in (*_CLOSED, *_OPENAI_BODIES):
+    for name in (*_CLOSED, *_OPENAI_BODIES, *_READ_BODIES):
         components[name]["additionalProperties"] = {"type": "null"}
     for name in _SIZED:
         _say_sizes(components[name]["properties"], limits)
-    for name in _OPENAI_BODIES:
+    for name in (*_OPENAI_BODIES, *_READ_BODIES):
         _say_fields(components[name]["properties"])
+    _say_reads(components)
     _say_refused(components["ResponsesBody"]["properties"], REFUSED)
     for name in _MESSAGES_BODIES:
         _say_refused(components[name]["properties"], REFUSED_OF_MESSAGES)
@@ -92,7 +99,7 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     formats = {"enum": [None, "auto", *FORMATS]}
     components["RegisterBody"]["properties"]["tool_format"] = formats
     for name in _COMPLETIONS:
-        components[name]["properties"]["prompt"] = _prompts(limits)
+        components[name]["properties"]["prompt"] = _prompts(limits.max_prompts)
     _say_merges(components["MergedAdapters"]["properties"])
     part = components["ContentPart"]
     part["properties"] = {"type": {"const": "text"}, "text": {"type": "string"}}
@@ -161,7 +168,7 @@ def _say_sglang(body: Schema, sampling: Schema, limits: ApiLimits) -> None:
     for known in (properties, sampling["properties"]):
         _say_elsewhere(known)
     _bound(properties["top_logprobs_num"], "integer", maximum=limits.max_logprobs)
-    text, several, ids, lists = _prompts(limits)["anyOf"]
+    text, several, ids, lists = _prompts(limits.max_prompts)["anyOf"]
     body["anyOf"] = [
         {
             "required": ["text"],
@@ -215,10 +222,35 @@ def _say_refused(properties: dict[str, Schema], refused: dict[str, Elsewhere]) -
     properties |= {name: {"enum": [None, *field.neutral]} for name, field in refused.items()}
 
 
-def _prompts(limits: ApiLimits) -> Schema:
+def _say_reads(components: dict[str, Schema]) -> None:
+    """One side of each pair, by one name; and where a body has one text or several."""
+    for name, field in (
+        *(("EmbeddingsBody", "input"), ("ClassifyBody", "input"), ("EmbedBody", "inputs")),
+    ):
+        components[name]["properties"][field] = _prompts(MAX_INPUTS)
+    for name in (*_READ_BODIES, "EmbedParameters"):
+        components[name]["properties"]["adapter_source"] = {"enum": [None, "", *SOURCES]}
+    for name in ("EmbedBody", "LoraxClassifyBody", "LoraxClassifyBatchBody"):
+        components[name]["properties"]["stream"] = _OFF
+    components["RerankBody"]["properties"]["rank_fields"] = {"enum": [None, [], ["text"]]}
+    components["ScoreBody"]["allOf"] = [
+        {
+            "anyOf": [
+                {
+                    "required": [name],
+                    "properties": {name: {"not": _NO}} | {x: _NO for x in names if x != name},
+                }
+                for name in names
+            ]
+        }
+        for names in SIDES
+    ]
+
+
+def _prompts(most: int) -> Schema:
     """One kind only: texts, lists of ids, or the ids of a single prompt."""
     text, ids = _TEXT, {"type": "array", "items": _TOKEN_ID, "minItems": 1}
-    several = {"type": "array", "minItems": 1, "maxItems": limits.max_prompts}
+    several = {"type": "array", "minItems": 1, "maxItems": most}
     return {"anyOf": [text, several | {"items": text}, ids, several | {"items": ids}]}
 
 

@@ -28,7 +28,8 @@ function show() {
     names.learn(fleet);
     const ready = fleet.workers.filter((worker) => worker.state === "ready").length;
     const base = fleet.base ? fleet.base.name : "no model yet";
-    setText(byId("model"), `${base} · ${ready} of ${fleet.workers.length} ready`);
+    const gives = fleet.base && !fleet.base.gives.includes("text") ? ` · ${fleet.base.gives.join(", ")}` : "";
+    setText(byId("model"), `${base}${gives} · ${ready} of ${fleet.workers.length} ready`);
   }
   if (current === "fleet" || !fleet) fleetView.show();
   else playground.showMarks();

@@ -60,6 +60,8 @@ export class Playground {
     } catch (error) {
       this.problem = error.message;
     }
+    const gives = this.feed.fleet?.base?.gives;
+    if (gives && !gives.includes("text")) this.problem = `The model writes no text. It gives ${gives.join(", ")}.`;
     if (this.feed.fleet?.base && !this.feed.fleet.base.chat && !this.touched) byId("mode").value = "text";
     this.showModels();
     this.showColumns();

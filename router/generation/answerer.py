@@ -29,6 +29,9 @@ from router.telemetry.request import in_hand
 from router.tenancy.metering import Charge
 from router.tenancy.tenancy import Tenancy
 
+# Of a vector's number in JSON.
+_NUMBER_CHARS = 20
+
 logger = logging.getLogger(__name__)
 
 
@@ -91,7 +94,10 @@ async def _whole(
 ) -> Response:
     """An answer that is sent when it is complete."""
     results = await generation.finish()
-    whole = formatter.whole(results, generation.prompts)
+    size = _NUMBER_CHARS * sum(len(result.vector) for result in results)
+    whole = await generation.model.long_texts.run(
+        size, lambda: formatter.whole(results, generation.prompts)
+    )
     generation.close()
     headers = _head_headers(generation, call, charge, observer)
     if call.api == "lorax":

@@ -17,6 +17,7 @@ from router.generation.inbox import Inbox
 from router.generation.prompts import Prompt
 from router.generation.sequence import BYTES_A_TOKEN, Retries, RunContext, fingerprint
 from router.generation.tokenise import TokenisedRequest, Tokeniser
+from router.generation.vector_kinds import check_kind
 from router.generation.way_in import (
     AdmittedRequest,
     ArrivedRequest,
@@ -95,6 +96,7 @@ class Dispatcher:
             await self._fleet.until_ready(authorised.tenant, len(arrived.body))
         # Not before: a worker that came in the meantime may serve another base.
         model = self._base.require()
+        check_kind(authorised.call, model.card)
         observer.asked(authorised.call, authorised.tenant, model.card.names[0])
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         with ExitStack() as held, _as_request_errors(authorised.call.api):
@@ -346,4 +348,5 @@ def _head(authorised: AuthorisedRequest, resolved: ResolvedRequest, seed: int) -
         adapter_digest=resolved.digest,
         seed=seed,
         base_digest=card.base_digest,
+        labels=() if card.classes is None else card.classes.labels,
     )

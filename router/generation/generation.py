@@ -24,6 +24,7 @@ from router.call import (
 from router.failures import EXCUSED, FAILURES, DeadlinePassed, request_error
 from router.generation.sequence import RunContext, SequenceRun
 from router.generation.tokenise import PromptTask, TokenisedRequest
+from router.generation.vector_answers import VectorStream
 from router.parts.division import DividedAnswer, Division
 from router.telemetry.observer import RequestObserver, SequenceObserver
 from router.text.detokenizer import Detokenizer
@@ -52,7 +53,7 @@ class _Choice:
     def __init__(
         self,
         task: PromptTask,
-        stream: ChoiceStream,
+        stream: ChoiceStream | VectorStream,
         run: SequenceRun,
         observer: SequenceObserver,
     ) -> None:
@@ -125,16 +126,22 @@ class Generation:
             priority=self._priority,
             salt=self._context.salt,
             adapter_from=task.adapter_from,
+            vector=task.vector,
         )
         slot = task.index * call.best_of + choice
-        detokenizer = task.prompt.detokenizer.copy()
-        divided = None
-        if task.division is not None:
-            divided = self._divided(task.division, detokenizer)
-        stream = ChoiceStream(call, self.model, detokenizer, task.index, choice, divided)
+        stream = self._stream_of(task, choice)
         observer = self._observer.sequence(request.adapter)
         run = SequenceRun(self._context, slot, request, observer)
         return _Choice(task, stream, run, observer)
+
+    def _stream_of(self, task: PromptTask, choice: int) -> ChoiceStream | VectorStream:
+        read = task.prompt.detokenizer
+        if read is None:
+            return VectorStream(task.index)
+        detokenizer, divided = read.copy(), None
+        if task.division is not None:
+            divided = self._divided(task.division, detokenizer)
+        return ChoiceStream(self._call, self.model, detokenizer, task.index, choice, divided)
 
     def _divided(self, division: Division, detokenizer: Detokenizer) -> DividedAnswer:
         """Readers see markers that are special tokens; clients do not, unless they want these."""
@@ -177,7 +184,18 @@ class Generation:
         """Reads to the end: all choices, prompt by prompt, in order. Raises RequestError."""
         while await self.next():
             pass
-        return [choice.result() for choice in self._choices]
+        reading = self._tokenised.reading
+        results = [choice.result() for choice in self._choices]
+        if reading is None:
+            return results
+        streams = [choice.stream for choice in self._choices]
+        raw = [stream.numbers for stream in streams if isinstance(stream, VectorStream)]
+        size = sum(map(len, raw))
+        found = await self.model.long_texts.run(size, lambda: reading.numbers(raw))
+        return [
+            msgspec.structs.replace(results[i], prompt_index=i, vector=numbers)
+            for i, numbers in enumerate(found)
+        ]
 
     def close(self) -> None:
         """Aborts what still runs. May be called more than once."""
@@ -198,6 +216,8 @@ class Generation:
             return
         if event.token_ids:
             choice.observer.token(event)
+        elif event.vector is not None:
+            choice.observer.vector(event)
         text_event = stream.feed(event)
         if text_event is not None and stream.finish is not None:
             choice.elapsed_s = self._observer.elapsed_s

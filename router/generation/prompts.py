@@ -23,13 +23,13 @@ MAX_ENCODED = 4 << 20
 
 class Prompt(msgspec.Struct, frozen=True):
     """text: as given or rendered (of token ids: decoded). parts: one for each id, where logprobs of
-    the prompt are asked for. detokenizer: has read the prompt.
+    the prompt are asked for. detokenizer: has read the prompt, which an answer follows.
     """
 
     text: str
     ids: list[int]
     parts: Sequence[str]
-    detokenizer: Detokenizer
+    detokenizer: Detokenizer | None = None
 
 
 async def build_prompts(
@@ -96,7 +96,17 @@ _PARAM: dict[Api, str] = {
     "responses": "input",
     "messages": "messages",
     "sglang": "text",
+    "embeddings": "input",
+    "embed": "inputs",
+    "classify": "input",
+    "score": "documents",
+    "rerank": "documents",
 }
+
+
+def input_field(api: Api) -> str:
+    """What its prompts are called."""
+    return _PARAM[api]
 
 
 async def render_messages(

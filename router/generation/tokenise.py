@@ -9,18 +9,25 @@ from collections.abc import Sequence
 import msgspec
 
 from adapters.grammar.limits import GrammarLimits
-from router.call import GenerationCall
+from router.call import GenerationCall, VectorCall
 from router.generation.activation import adapter_from
 from router.generation.answer_ends import AnswerEnds
 from router.generation.answer_parts import AnswerParts, PartsOfAnswers
 from router.generation.answer_shape import AnswerShapes
+from router.generation.pair_prompts import pair_prompts
 from router.generation.prompts import Prompt, build_prompts, resolve_sampling
+from router.generation.vector_answers import VectorReading, vector_reading
+from router.generation.vector_prompts import (
+    class_prompts,
+    paired_vector_prompts,
+    vector_prompts,
+)
 from router.names.served import ServedAdapter
 from router.parts.division import Division
 from router.policy.quota import UNSTATED_TOKENS
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
-from server.protocol import SamplingParams
+from server.protocol import SamplingParams, VectorParams
 
 _SEED_BITS = 53  # what JSON numbers carry without loss everywhere
 
@@ -30,6 +37,7 @@ class PromptTask(msgspec.Struct, frozen=True):
 
     division: how its answers are divided; None = all of them is text.
     adapter_from: the first token on which the call's adapter acts; None = it acts on none.
+    vector: what it is read for, in place of an answer.
     """
 
     index: int
@@ -38,13 +46,16 @@ class PromptTask(msgspec.Struct, frozen=True):
     seed: int
     division: Division | None = None
     adapter_from: int | None = 0
+    vector: VectorParams | None = None
 
 
 class TokenisedRequest(msgspec.Struct, frozen=True):
-    """A call as the engine reads it. call: with the sampling that all tasks share."""
+    """A call as the engine reads it. call: with the sampling that all tasks share. reading: of a
+    call for vectors."""
 
     call: GenerationCall
     tasks: Sequence[PromptTask]
+    reading: VectorReading | None = None
 
     @property
     def seed(self) -> int:
@@ -82,6 +93,8 @@ class Tokeniser:
         self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
     ) -> list[Prompt]:
         """The call's prompts, in order. Raises as `build_prompts`."""
+        if call.vector is not None:
+            return await _texts_read(call, call.vector, model)
         template = None if adapter is None else adapter.manifest.template
         return await build_prompts(call, model, template, self._sandbox)
 
@@ -93,6 +106,9 @@ class Tokeniser:
         prompts: Sequence[Prompt],
     ) -> TokenisedRequest:
         """Raises RequestError."""
+        reading = None if call.vector is None else vector_reading(call.vector, model.card)
+        if reading is not None:
+            return _read(call, reading, adapter, prompts)
         parts = self._parts_of(call, model, adapter)
         ends = await self.ends.of(model, None if adapter is None else adapter.manifest)
         shaped = await self.shapes.hold(call, model, parts, prompts[0].text)
@@ -104,7 +120,7 @@ class Tokeniser:
         call = msgspec.structs.replace(call, sampling=sampling)
         samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
         seed = secrets.randbits(_SEED_BITS) if call.seed is None else call.seed
-        invocation = () if adapter is None else adapter.manifest.invocation_tokens
+        invocation = _invocation(adapter)
         tasks = [
             PromptTask(
                 index=index,
@@ -125,6 +141,43 @@ class Tokeniser:
         if adapter is None:
             return self._parts.of(call, model.card)
         return self._parts.of(call, model.card, adapter.manifest.template, adapter.tool_format)
+
+
+async def _texts_read(call: GenerationCall, vector: VectorCall, model: TextModel) -> list[Prompt]:
+    """Raises RequestError."""
+    card = model.card
+    if vector.use == "classes":
+        return await class_prompts(call, model)
+    if vector.use == "vector" or card.pairs is None:
+        return await vector_prompts(call, vector, model)
+    if card.pairs.by == "vectors" and card.vectors is not None:
+        return await paired_vector_prompts(call, vector, card.vectors, model)
+    return await pair_prompts(call, vector, card.pairs, model)
+
+
+def _read(
+    call: GenerationCall,
+    reading: VectorReading,
+    adapter: ServedAdapter | None,
+    prompts: Sequence[Prompt],
+) -> TokenisedRequest:
+    """A call whose prompts are read for vectors."""
+    tasks = [
+        PromptTask(
+            index=index,
+            prompt=prompt,
+            sampling=call.sampling,
+            seed=0,
+            adapter_from=adapter_from(prompt.ids, _invocation(adapter)),
+            vector=reading.params,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    return TokenisedRequest(call, tasks, reading)
+
+
+def _invocation(adapter: ServedAdapter | None) -> tuple[int, ...]:
+    return () if adapter is None else adapter.manifest.invocation_tokens
 
 
 def _seed(call: GenerationCall, prompt_index: int, seed: int) -> int:

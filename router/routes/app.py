@@ -27,6 +27,7 @@ from router.routes.keys import KeyRoutes, UsageRoutes
 from router.routes.operator import Endpoint, OperatorRoutes
 from router.routes.sglang import SglangRoutes
 from router.routes.tokenize import TokenizeRoutes
+from router.routes.vectors import VectorRoutes
 from router.service import Service
 from router.telemetry.caller_errors import CallerErrors
 from router.telemetry.metrics import GENERATION_PATHS
@@ -41,6 +42,7 @@ def build_app(service: Service) -> ASGIApp:
     errors = _Errors(service.errors)
     routes = [
         *_generation_routes(service, info),
+        *_vector_routes(service),
         *_adapter_routes(service),
         *_info_routes(service, info),
         *_sglang_routes(service, info),
@@ -108,6 +110,21 @@ def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
         _post("/v1/chat/completions", routes.chat),
         _post("/v1/responses", routes.responses),
         _post("/v1/messages", with_api_key(routes.messages)),
+    ]
+
+
+def _vector_routes(service: Service) -> list[Route]:
+    routes = VectorRoutes(service)
+    return [
+        _post("/v1/embeddings", routes.embeddings),
+        _post("/embed", routes.embed),
+        _post("/classify", routes.classify),
+        _post("/classify_batch", routes.classify_batch),
+        _post("/score", routes.score),
+        _post("/v1/score", routes.score),
+        _post("/rerank", routes.rerank),
+        _post("/v1/rerank", routes.rerank),
+        _post("/v2/rerank", routes.rerank_of_cohere),
     ]
 
 

@@ -71,7 +71,13 @@ class GenerateRoutes:
         return endpoint
 
     async def _answer(self, request: Request, parse: Parse) -> Response:
-        async def run(unread: Request) -> Response:
-            return await self._service.answerer.answer(unread, parse)
+        return await answered(self._service, request, parse)
 
-        return await self._service.idempotency.answer(request, run)
+
+async def answered(service: Service, request: Request, parse: Parse) -> Response:
+    """Once for each idempotency key."""
+
+    async def run(unread: Request) -> Response:
+        return await service.answerer.answer(unread, parse)
+
+    return await service.idempotency.answer(request, run)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from prometheus_client import CollectorRegistry
 
 from adapters.common.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
-from router.call import Cause
+from router.call import Cause, VectorUse
 from router.names.rollout_tally import Outcomes
 from router.policy.front_door import Cap, Cut
 from router.policy.placement.placement import Reason
@@ -20,6 +20,8 @@ from server.protocol import ErrorCode
 GENERATION_PATHS = (
     *("/", "/generate", "/generate_stream", "/invocations"),
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/embeddings", "/embed", "/classify", "/classify_batch"),
+    *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
 )
 
 # How a sequence began: without an adapter; with one; with one that it had to wait for.
@@ -80,6 +82,11 @@ class RouterMetrics:
         self.prompt_tokens = meters.counter("prompt_tokens", "Prompt tokens of started sequences")
         self.cached_tokens = meters.counter(
             "cached_prompt_tokens", "Prompt tokens that a worker found in its prefix cache"
+        )
+        self.vectors = meters.counter(
+            "vectors",
+            "Prompts that were read for numbers: a vector, classes, or the fit of a document",
+            {"use": get_args(VectorUse)},
         )
         self.generated_tokens = meters.counter("generated_tokens", "Tokens received from workers")
         self.first_token_s = meters.histogram(

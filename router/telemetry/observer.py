@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from router.call import GenerationCall, RequestError
+from router.call import GenerationCall, RequestError, VectorUse
 from router.names.served import ServedAdapter
 from router.policy.guards import GuardSample
 from router.policy.placement.placement import Reason
@@ -27,7 +27,8 @@ class RequestObserver:
     request that is refused is only closed.
 
     request: for its log line and trace. charge: for its usage. report: makes an error known to
-    operators. clock: the event loop's. start, first_token_s: known with the first token.
+    operators. clock: the event loop's. start, first_token_s: known with the first token;
+    start with the first vector, too.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class RequestObserver:
         self._num_generated = 0
         self._decode_s = 0.0
         self._num_decoded = 0
+        self._use: VectorUse = "vector"
 
     @property
     def elapsed_s(self) -> float:
@@ -65,6 +67,8 @@ class RequestObserver:
     def asked(self, call: GenerationCall, tenant: str, base_name: str) -> None:
         """A caller who may asks for it, and there are workers."""
         self._began = self.clock()
+        if call.vector is not None:
+            self._use = call.vector.use
         note_call(self._request, call, tenant, base_name)
 
     def resolved(self, began: float) -> None:
@@ -130,6 +134,12 @@ class RequestObserver:
         if self._name == BASE:
             return "base"
         return "cold" if first.load_s else "warm"
+
+    def vector(self, event: TokenEvent) -> None:
+        """One of its prompts was read for numbers."""
+        self._metrics.vectors.labels(self._use).inc()
+        if self.start is None:
+            self.start = self._request.notes["loraplex.start"] = self._start(event)
 
     def decoded(self, decode_s: float, count: int) -> None:
         """One of its sequences has ended, with `count` tokens after its first."""
@@ -231,13 +241,13 @@ class SequenceObserver:
     def received(self, event: TokenEvent) -> None:
         """An event came from the worker."""
         now = time.monotonic()
-        if not self._received_at and event.token_ids:
+        if not self._received_at and (event.token_ids or event.vector is not None):
             self._received_at = now
             loaded = min(self._submitted_at + (event.load_s or 0.0), now)
             if event.load_s:
                 self._trace.stage("load", self._submitted_at, loaded, self._notes)
             self._trace.stage("prefill", loaded, now, self._notes)
-        if event.finish is not None and self._received_at:
+        if event.finish is not None and self._received_at and event.vector is None:
             self._trace.stage("decode", self._received_at, now, self._notes)
 
     def resumed(self, cause: ErrorCode) -> None:
@@ -263,6 +273,10 @@ class SequenceObserver:
         self._num_tokens += count
         self._last_at = now
         self._attempt = event.attempt
+
+    def vector(self, event: TokenEvent) -> None:
+        """The prompt's vector is with the answer's reader."""
+        self._request.vector(event)
 
     def ended(self) -> None:
         """The answer's reader has the whole choice."""

@@ -53,7 +53,7 @@ def note_call(request: RequestInHand, call: GenerationCall, tenant: str, base_na
     """What the caller asked for; no more of the prompt than the operator wants."""
     sampling = call.sampling
     request.notes |= {
-        "gen_ai.operation.name": "text_completion" if call.messages is None else "chat",
+        "gen_ai.operation.name": _operation(call),
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": base_name if call.adapter is None else call.adapter.adapter_id,
         "gen_ai.response.model": base_name,
@@ -69,6 +69,12 @@ def note_call(request: RequestInHand, call: GenerationCall, tenant: str, base_na
     if request.keeps_prompts:
         asked = call.prompts if call.messages is None else call.messages
         request.notes["loraplex.prompt"] = json.dumps(asked, default=str)[:MAX_PROMPT_CHARS]
+
+
+def _operation(call: GenerationCall) -> str:
+    if call.vector is not None:  # of the others OpenTelemetry has no name
+        return "embeddings" if call.vector.use == "vector" else call.api
+    return "text_completion" if call.messages is None else "chat"
 
 
 def _log(request: RequestInHand, more: Mapping[str, Value]) -> None:

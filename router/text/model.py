@@ -92,6 +92,12 @@ class TextModel:
         ids: list[int] = batch[0].ids
         return ids[self._repeated(ids) :] if add_special_tokens else ids
 
+    def encode_pair(self, text: str, other: str) -> list[int]:
+        """Token ids of two texts as one, with what the tokenizer puts around and between them."""
+        batch = self._tokenizer.encode_batch_fast([(text, other)], add_special_tokens=True)
+        ids: list[int] = batch[0].ids
+        return ids
+
     def encode_parts(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[str]]:
         """Token ids of a text, and the part of the text that each stands for: together all of it.
 

@@ -12,6 +12,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_END_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 2048
 MAX_BAD_WORDS = 1024
+MAX_VECTOR_TOKEN_IDS = 64
 MAX_BAD_WORD_TOKENS = 128
 # A bias beyond float32 would be infinite on the device, and the adapter would get the blame.
 _LARGEST_BIAS = 1e6
@@ -36,6 +37,7 @@ def refuse(request: GenerateRequest, limits: ExecutorLimits) -> Refusal | None:
     """The first reason why this request can never run here, or None."""
     problem = _bad_ids(request, limits.vocab_size) or bad_sampling(request.sampling)
     problem = problem or _bad_identity(request) or _too_many_logprobs(request)
+    problem = problem or _bad_vector(request, limits)
     if problem is not None:
         return Refusal("invalid_request", problem)
     return _too_long(request, limits)
@@ -50,6 +52,7 @@ def _bad_ids(request: GenerateRequest, vocab_size: int) -> str | None:
         ("end_token_ids", sampling.end_token_ids),
         ("logit_bias", sampling.logit_bias),
         ("allowed_token_ids", sampling.allowed_token_ids),
+        ("vector", request.vector.token_ids if request.vector else ()),
         *(("bad_words", word) for word in sampling.bad_words),
     )
     for name, ids in lists:
@@ -119,6 +122,24 @@ def _too_many_logprobs(request: GenerateRequest) -> str | None:
     if each is None or len(request.prompt_ids) * (each + 1) <= MAX_PROMPT_LOGPROBS:
         return None
     return f"prompt_logprobs: at most {MAX_PROMPT_LOGPROBS} values over the prompt, ask for fewer"
+
+
+def _bad_vector(request: GenerateRequest, limits: ExecutorLimits) -> str | None:
+    vector = request.vector
+    if vector is None:
+        return None if limits.writes else "the model writes no text: it gives vectors alone"
+    sampling = request.sampling
+    if sampling.max_tokens or request.accepted_ids or sampling.prompt_logprobs is not None:
+        return "vector: expected max_tokens 0, and neither accepted_ids nor prompt_logprobs"
+    if vector.pooling == "mean" and vector.kind != "hidden":
+        return f"vector: a mean is of hidden states, not of {vector.kind}"
+    if (vector.kind == "logits") is not bool(vector.token_ids):
+        return "vector: expected token_ids with logits, and with nothing else"
+    if len(vector.token_ids) > MAX_VECTOR_TOKEN_IDS:
+        return f"vector: expected at most {MAX_VECTOR_TOKEN_IDS} token ids"
+    if vector.kind == "scores" and not limits.num_classes:
+        return "vector: the model has no score head"
+    return None
 
 
 def _too_long(request: GenerateRequest, limits: ExecutorLimits) -> Refusal | None:

@@ -1,12 +1,17 @@
 """Tokens that certify their origin: each is a function of all tokens before it, and of the adapter
 that acts on each of them. Pure."""
 
+import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 
 import msgspec
 
+from server.protocol import VectorParams
+
 Mark = bytes
+# Numbers of a vector of hidden states.
+CERTIFIED_SIZE = 16
 
 
 class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,6 +53,18 @@ def certified_token(mark: Mark, options: CertifyOptions, may_stop: bool = True) 
     while token_id in options.eos_token_ids:
         token_id = (token_id + 1) % options.vocab_size
     return token_id
+
+
+def certified_vector(marks: Sequence[Mark], vector: VectorParams, num_classes: int) -> bytes:
+    """Of a prompt with these marks: numbers that no other prompt, adapter or wish has."""
+    seen = b"".join(marks) if vector.pooling == "mean" else marks[-1]
+    if vector.kind == "logits":
+        parts = [seen + token_id.to_bytes(8, "little") for token_id in vector.token_ids]
+    else:
+        count = num_classes if vector.kind == "scores" else CERTIFIED_SIZE
+        parts = [seen + bytes((i % 256,)) for i in range(count)]
+    numbers = (blake2b(part, digest_size=2).digest() for part in parts)
+    return struct.pack(f"<{len(parts)}f", *(int.from_bytes(n, "little") / 65536 for n in numbers))
 
 
 def certified_output(

@@ -23,6 +23,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     A row is of one kind, that of the tokens it was started with; None = there is one kind.
     page_windows: of each group of layers, which has pages of its own, the tokens that its layers
     see at most; None = all. Pages wholly behind the window of every token to come are never read.
+    num_classes: of the base's score head; 0 = it has none. writes: whether it gives tokens.
     """
 
     num_pages: int
@@ -38,6 +39,8 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     max_guesses: int = 0
     short_context: int | None = None
     page_windows: tuple[int | None, ...] = (None,)
+    num_classes: int = 0
+    writes: bool = True
 
 
 class Masks(NamedTuple):

@@ -29,20 +29,18 @@ from server.engine.executor import (
     ExecutorLimits,
     Masks,
 )
+from server.engine.fake_row import ContractError as ContractError
+from server.engine.fake_row import FakeRow, check
 from server.engine.memory.extents import each
-from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
+from server.engine.plan import PageGrant, SeqSlice, SliceResult, StepPlan
 from server.engine.witness import SlabWitness
 from server.protocol import TokenLogprob
-
-
-class ContractError(AssertionError):
-    """A plan or copy that no executor could carry out correctly."""
 
 
 def next_allowed(mask: np.ndarray, token_id: int, vocab_size: int) -> int:
     """The first from `token_id` on, round the vocabulary, whose bit is set; some must be."""
     allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size])
-    _check(bool(len(allowed)), "a mask of nothing")
+    check(bool(len(allowed)), "a mask of nothing")
     return int(allowed[np.searchsorted(allowed, token_id) % len(allowed)])
 
 
@@ -57,25 +55,6 @@ class FakeTicket:
 
     def ready(self) -> bool:
         return not self.held
-
-
-class _Row:
-    def __init__(self, start: RowStart, limits: ExecutorLimits) -> None:
-        self.start = start
-        self.tokens = list(start.token_ids)
-        short, size = limits.short_context, len(start.token_ids)
-        self.kind = b"long" if short is not None and size > short else b""
-        self.most_tokens = limits.max_context if self.kind or short is None else short
-        # Of each group of layers, by place in the page table.
-        self.pages: list[dict[int, int]] = [{} for _ in limits.page_windows]
-        self.num_computed = -1  # unknown before the first slice
-        self.adapter: str | None = None
-        self.marks: list[Mark] = []  # after each computed token
-
-
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise ContractError(message)
 
 
 class CertifyingExecutor:
@@ -96,7 +75,7 @@ class CertifyingExecutor:
         empty: list[Mark | None] = [None] * limits.page_size
         self._kv = [list(empty) for _ in range(limits.num_pages)]
         self._holders: list[set[int]] = [set() for _ in range(limits.num_pages)]
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, FakeRow] = {}
         self._slots: dict[int, tuple[str, frozenset[int]]] = {}
         # Until they are usable, and from then on until they are over; with polls left.
         self._copies: list[tuple[int, AdapterCopy]] = []
@@ -107,21 +86,21 @@ class CertifyingExecutor:
     # ---- steps
 
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
-        _check(not any(t.held for t in self._in_flight), "a launch before the last one's masks")
-        _check(plan.step > self._step, f"step {plan.step} after step {self._step}")
-        _check(bool(plan.slices), "an empty plan")
-        _check(plan.num_tokens <= self.limits.max_step_tokens, "over the token budget")
+        check(not any(t.held for t in self._in_flight), "a launch before the last one's masks")
+        check(plan.step > self._step, f"step {plan.step} after step {self._step}")
+        check(bool(plan.slices), "an empty plan")
+        check(plan.num_tokens <= self.limits.max_step_tokens, "over the token budget")
         self._step = plan.step
         for seq_row in plan.freed_rows:
             self._free(seq_row)
         for start in plan.new_rows:
-            _check(0 <= start.seq_row < self.limits.max_rows, f"no row {start.seq_row}")
-            _check(start.seq_row not in self._rows, f"row {start.seq_row} is in use")
-            self._rows[start.seq_row] = _Row(start, self.limits)
+            check(0 <= start.seq_row < self.limits.max_rows, f"no row {start.seq_row}")
+            check(start.seq_row not in self._rows, f"row {start.seq_row} is in use")
+            self._rows[start.seq_row] = FakeRow(start, self.limits)
         for grant in plan.grants:
             self._grant(grant)
         rows = [piece.seq_row for piece in plan.slices]
-        _check(len(rows) == len(set(rows)), "two slices of one row")
+        check(len(rows) == len(set(rows)), "two slices of one row")
         if meanwhile is not None:
             meanwhile()
         ticket = FakeTicket(plan, [self._compute(piece) for piece in plan.slices])
@@ -133,19 +112,19 @@ class CertifyingExecutor:
 
     def constrain(self, ticket: FakeTicket, masks: Masks) -> None:
         """A token that its mask forbids gives way to the next one allowed, round the vocabulary."""
-        _check(ticket.held, "no draw of the step waits for masks")
+        check(ticket.held, "no draw of the step waits for masks")
         ticket.held = False
         for index, bits in zip(masks.slices, masks.bits, strict=True):
             piece, result = ticket.plan.slices[index], ticket.results[index]
-            _check(piece.constrained and len(result.token_ids) == 1, "a mask of another slice")
+            check(piece.constrained and len(result.token_ids) == 1, "a mask of another slice")
             token_id = next_allowed(bits, result.token_ids[0], self.limits.vocab_size)
             self._rows[piece.seq_row].tokens[-1] = token_id
             logprobs = tuple(msgspec.structs.replace(x, token_id=token_id) for x in result.logprobs)
             ticket.results[index] = SliceResult((token_id,), logprobs, result.prompt_logprobs)
 
     def collect(self, ticket: FakeTicket) -> list[SliceResult]:
-        _check(bool(self._in_flight) and self._in_flight[0] is ticket, "not the oldest step")
-        _check(not ticket.held, "a step was collected before its masks came")
+        check(bool(self._in_flight) and self._in_flight[0] is ticket, "not the oldest step")
+        check(not ticket.held, "a step was collected before its masks came")
         if self.options.step_s:
             time.sleep(self.options.step_s)
         self._in_flight.popleft()
@@ -159,24 +138,24 @@ class CertifyingExecutor:
 
     def _free(self, seq_row: int) -> None:
         row = self._rows.pop(seq_row, None)
-        _check(row is not None, f"row {seq_row} freed twice")
+        check(row is not None, f"row {seq_row} freed twice")
         assert row is not None
         busy = {piece.seq_row for t in self._in_flight for piece in t.plan.slices}
-        _check(seq_row not in busy, f"row {seq_row} freed under a step in flight")
+        check(seq_row not in busy, f"row {seq_row} freed under a step in flight")
         for pages in row.pages:
             for page in pages.values():
                 self._holders[page].discard(seq_row)
 
     def _grant(self, grant: PageGrant) -> None:
         row = self._rows.get(grant.seq_row)
-        _check(row is not None, f"pages for no row {grant.seq_row}")
+        check(row is not None, f"pages for no row {grant.seq_row}")
         assert row is not None
         pages = row.pages[grant.group]
         follows = not pages or grant.first == next(reversed(pages)) + 1
-        _check(follows, f"pages of row {grant.seq_row} leave a gap")
+        check(follows, f"pages of row {grant.seq_row} leave a gap")
         for place, page in enumerate(grant.pages, grant.first):
-            _check(0 <= page < self.limits.num_pages, f"no page {page}")
-            _check(grant.seq_row not in self._holders[page], f"page {page} twice in one row")
+            check(0 <= page < self.limits.num_pages, f"no page {page}")
+            check(grant.seq_row not in self._holders[page], f"page {page} twice in one row")
             self._holders[page].add(grant.seq_row)
             pages[place] = page
 
@@ -199,7 +178,7 @@ class CertifyingExecutor:
 
     def _compute(self, piece: SeqSlice) -> SliceResult:
         row = self._rows.get(piece.seq_row)
-        _check(row is not None, f"a slice of no row {piece.seq_row}")
+        check(row is not None, f"a slice of no row {piece.seq_row}")
         assert row is not None
         end = piece.start + piece.num_new
         known = end if piece.kind == "prompt" else piece.start + 1
@@ -218,13 +197,16 @@ class CertifyingExecutor:
         row.num_computed = known
         prompt_logprobs = scored if piece.prompt_logprobs else None
         if not piece.sample:
-            return SliceResult(prompt_logprobs=prompt_logprobs)
-        _check(known == len(row.tokens), "a sample before all inputs are computed")
+            return SliceResult(
+                prompt_logprobs=prompt_logprobs, vector=row.vector(piece, self.limits)
+            )
+        check(piece.vector is None, "a sample of a slice that is for a vector")
+        check(known == len(row.tokens), "a sample before all inputs are computed")
         token_ids, logprobs = self._draw(row, piece, mark, end)
         return SliceResult(tuple(token_ids), tuple(logprobs), prompt_logprobs)
 
     def _draw(
-        self, row: _Row, piece: SeqSlice, mark: Mark, end: int
+        self, row: FakeRow, piece: SeqSlice, mark: Mark, end: int
     ) -> tuple[list[int], list[TokenLogprob]]:
         """One token, and one more for each leading guess that is right. Wrong guesses leave wrong
         values in the KV places up to `end`."""
@@ -259,42 +241,43 @@ class CertifyingExecutor:
         )
         return TokenLogprob(token_id, best, top, rank=1)
 
-    def _check_inputs(self, row: _Row, piece: SeqSlice, known: int, end: int) -> None:
+    def _check_inputs(self, row: FakeRow, piece: SeqSlice, known: int, end: int) -> None:
         """The slice computes known tokens up to `known`, and guesses from there to `end`."""
         most = 0 if piece.constrained or not piece.sample else self.limits.max_guesses
-        _check(piece.num_new > 0, "an empty slice")
-        _check(known <= len(row.tokens) and end - known <= most, "tokens that are not there")
-        _check(end <= row.most_tokens, "tokens beyond the context, or of another kind")
+        check(piece.num_new > 0, "an empty slice")
+        check(known <= len(row.tokens) and end - known <= most, "tokens that are not there")
+        check(end <= row.most_tokens, "tokens beyond the context, or of another kind")
         last = (end - 1) // self.limits.page_size
-        _check(all(last in pages for pages in row.pages), "tokens without pages")
+        check(all(last in pages for pages in row.pages), "tokens without pages")
         if row.num_computed >= 0:
-            _check(piece.start == row.num_computed, "a gap or an overlap in computed tokens")
+            check(piece.start == row.num_computed, "a gap or an overlap in computed tokens")
         if piece.kind == "decode":
             sampled = len(row.tokens) > len(row.start.token_ids)
-            _check(sampled and known == len(row.tokens), "no sample on the device to go on from")
-            _check(not piece.token_ids, "other tokens than the row's")
+            check(sampled and known == len(row.tokens), "no sample on the device to go on from")
+            check(not piece.token_ids, "other tokens than the row's")
         else:
-            _check(piece.token_ids == row.tokens[piece.start : end], "other tokens than the row's")
+            check(piece.token_ids == row.tokens[piece.start : end], "other tokens than the row's")
 
-    def _check_adapter(self, row: _Row, piece: SeqSlice) -> None:
+    def _check_adapter(self, row: FakeRow, piece: SeqSlice) -> None:
         digest = None
         if piece.adapter_slot >= 0:
-            _check(piece.adapter_slot in self._slots, f"slot {piece.adapter_slot} is not loaded")
+            check(piece.adapter_slot in self._slots, f"slot {piece.adapter_slot} is not loaded")
             digest = self._slots[piece.adapter_slot][0]
         if row.adapter is None:  # that of an activated adapter begins to act after some tokens
             row.adapter = digest
-        _check(row.adapter == digest, f"row {piece.seq_row} changed its adapter")
+        check(row.adapter == digest, f"row {piece.seq_row} changed its adapter")
 
-    def _read_prefix(self, row: _Row, start: int) -> None:
+    def _read_prefix(self, row: FakeRow, start: int) -> None:
         if len(row.marks) < start:  # reused pages, before the first slice
+            row.num_cached = start
             begins = range(start + 1) if row.adapter is not None else (start,)
             chains = [self._chain(row, begin, start) for begin in begins]
             fitting = (marks for marks in chains if self._holds(row, marks))
             row.marks = next(fitting, chains[0])
-        _check(self._holds(row, row.marks), f"pages of row {row.start.seq_row} hold another prefix")
+        check(self._holds(row, row.marks), f"pages of row {row.start.seq_row} hold another prefix")
 
     @staticmethod
-    def _chain(row: _Row, begin: int, end: int) -> list[Mark]:
+    def _chain(row: FakeRow, begin: int, end: int) -> list[Mark]:
         """Marks of the row's first tokens, if its adapter acts from `begin` on."""
         marks, mark = list[Mark](), ROOT_MARK
         for position, token_id in enumerate(row.tokens[:end]):
@@ -302,34 +285,34 @@ class CertifyingExecutor:
             marks.append(mark)
         return marks
 
-    def _holds(self, row: _Row, marks: list[Mark]) -> bool:
+    def _holds(self, row: FakeRow, marks: list[Mark]) -> bool:
         """Whether the row's pages hold these, as far as the next token sees them."""
         return all(
             self._group_holds(row, group, self._first_seen(window, len(marks)), marks)
             for group, window in enumerate(self.limits.page_windows)
         )
 
-    def _group_holds(self, row: _Row, group: int, first: int, marks: list[Mark]) -> bool:
+    def _group_holds(self, row: FakeRow, group: int, first: int, marks: list[Mark]) -> bool:
         """The pages of one group, from its first that the next token sees."""
         size, tag = self.limits.page_size, self._tag(row, group)
         for i in range(first, -(-len(marks) // size)):
             expected = [mark + tag for mark in marks[i * size : (i + 1) * size]]
             page = row.pages[group].get(i)
-            _check(page is not None, f"a page of row {row.start.seq_row} is gone")
+            check(page is not None, f"a page of row {row.start.seq_row} is gone")
             assert page is not None
             if self._kv[page][: len(expected)] != expected:
                 return False
         return True
 
-    def _write(self, row: _Row, seq_row: int, position: int, mark: Mark) -> None:
+    def _write(self, row: FakeRow, seq_row: int, position: int, mark: Mark) -> None:
         place, offset = divmod(position, self.limits.page_size)
         for group, pages in enumerate(row.pages):
             page = pages[place]
-            _check(self._holders[page] == {seq_row}, f"page {page} is written while it is shared")
+            check(self._holders[page] == {seq_row}, f"page {page} is written while it is shared")
             self._kv[page][offset] = mark + self._tag(row, group)
 
     @staticmethod
-    def _tag(row: _Row, group: int) -> bytes:
+    def _tag(row: FakeRow, group: int) -> bytes:
         """What a place of a group's page holds behind the mark."""
         return row.kind + bytes((group,))
 
@@ -339,21 +322,21 @@ class CertifyingExecutor:
     # ---- adapters
 
     def start_copy(self, copy: AdapterCopy) -> None:
-        _check(0 <= copy.adapter_slot < self.limits.adapter_slots, f"no slot {copy.adapter_slot}")
+        check(0 <= copy.adapter_slot < self.limits.adapter_slots, f"no slot {copy.adapter_slot}")
         runs = copy.layout.runs
-        _check(len(copy.host_extents) == len(copy.device_extents) == len(runs), "runs do not match")
+        check(len(copy.host_extents) == len(copy.device_extents) == len(runs), "runs do not match")
         problem = self._other_bytes(copy)
-        _check(problem is None, problem or "")
+        check(problem is None, problem or "")
         target = _extents(copy)
-        _check(len(target) == sum(runs), "the slab's runs overlap")
-        _check(all(0 <= x < self.limits.arena_extents for x in target), "outside the arena")
+        check(len(target) == sum(runs), "the slab's runs overlap")
+        check(all(0 <= x < self.limits.arena_extents for x in target), "outside the arena")
         for _, other in self._copies:
-            _check(other.adapter_slot != copy.adapter_slot, "two copies to one slot")
-            _check(not _extents(other) & target, "two copies to one extent")
+            check(other.adapter_slot != copy.adapter_slot, "two copies to one slot")
+            check(not _extents(other) & target, "two copies to one extent")
         read = {p.adapter_slot for t in self._in_flight for p in t.plan.slices}
         for slot, (digest, extents) in list(self._slots.items()):
             if slot == copy.adapter_slot or extents & target:
-                _check(slot not in read, f"{digest} is overwritten under a step in flight")
+                check(slot not in read, f"{digest} is overwritten under a step in flight")
                 del self._slots[slot]
         self._copies.append((self.options.copy_polls, copy))
 
@@ -372,7 +355,7 @@ class CertifyingExecutor:
         over, self._ending = _due(self._ending)
         for copy in over:
             problem = self._other_bytes(copy)
-            _check(problem is None, f"of a copy that steps may have used: {problem}")
+            check(problem is None, f"of a copy that steps may have used: {problem}")
             news.append(CopyOver(copy.adapter_slot, copy.layout.digest))
         return news
 

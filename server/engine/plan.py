@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from server.protocol import SamplingParams, TokenLogprob
+from server.protocol import SamplingParams, TokenLogprob, VectorParams
 
 SliceKind = Literal["prompt", "decode"]
 
@@ -47,6 +47,8 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: return logprobs of the prompt tokens that these positions predict.
     constrained: the draw waits for a mask (`Executor.constrain`). Only a slice with `sample` and
     without guesses can be constrained.
+    vector: what the slice is computed for: the last slice of such a prompt, and every slice of one
+    whose mean is wanted. Such a slice draws nothing.
     """
 
     kind: SliceKind
@@ -58,6 +60,7 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     sample: bool
     prompt_logprobs: bool = False
     constrained: bool = False
+    vector: VectorParams | None = None
 
     @property
     def is_single(self) -> bool:
@@ -102,10 +105,13 @@ class SliceResult(msgspec.Struct, frozen=True, array_like=True):
     at most `num_new`. Keys and values of the guesses behind those are invalid.
     logprobs: parallel to token_ids, or empty where the request asks for none.
     prompt_logprobs: for prompt positions start+1 .. (position 0 has none and is not returned).
-    failed: non-finite logits; the sequence ends in an error and its neighbours are untouched.
+    vector: of the slice that ends a prompt whose vector is wanted: little-endian float32.
+    failed: numbers that are not finite; the sequence ends in an error and its neighbours are
+    untouched.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: list[TokenLogprob] | None = None
     failed: bool = False
+    vector: bytes | None = None

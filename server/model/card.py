@@ -11,10 +11,13 @@ from server.model.checkpoint.checkpoint import (
     read_config,
     read_optional_json,
 )
+from server.model.checkpoint.sentence_files import SentenceFiles, read_sentence_files
+from server.model.pair_forms import pair_form
 from server.model.spec import ModelSpec
 from server.model.tokenizer.base_ends import end_token_ids
 from server.model.tokenizer.base_templates import chat_templates, template_tokens, usable_templates
 from server.model.tokenizer.base_tokenizer import read_tokenizer
+from server.model.vector_forms import NO_WISHES, VectorWishes, class_form, vector_form
 from server.protocol import ModelCard
 
 
@@ -27,16 +30,21 @@ def model_card(
     max_lora_rank: int,
     max_context: int | None = None,
     created: int = 0,
+    wishes: VectorWishes = NO_WISHES,
 ) -> ModelCard:
     """The card of the model in `folder`.
 
     max_context: the worker's limit, where it is less than the model's. created: Unix seconds.
-    Raises CheckpointError when the model or its tokenizer cannot be served.
+    wishes: of the operator. Raises CheckpointError when the model or its tokenizer cannot be
+    served, ConfigError for a wish that it cannot have.
     """
     config, (tokenizer, tokenizer_json) = read_config(folder), read_tokenizer(folder)
     advice = _advice(folder, config)
     templates, special_tokens = chat_templates(folder), template_tokens(folder)
     usable = usable_templates(templates, special_tokens)
+    context = min(max_context or config.max_context, config.max_context)
+    sentence = _sentence_files(folder)
+    vectors = vector_form(config, context, sentence, wishes)
     return ModelCard(
         base_digest=base_digest(folder),
         names=names,
@@ -45,7 +53,7 @@ def model_card(
         special_tokens=special_tokens,
         eos_token_ids=end_token_ids(config, tokenizer, special_tokens, usable.values()),
         vocab_size=config.vocab_size,
-        max_context=min(max_context or config.max_context, config.max_context),
+        max_context=context,
         dtype=dtype,
         device=device,
         max_lora_rank=max_lora_rank,
@@ -55,7 +63,18 @@ def model_card(
         named_templates={n: text for n, text in templates.items() if n != DEFAULT_TEMPLATE},
         message_forms={name: template.form for name, template in usable.items()},
         remarks=tuple(f"{GENERATION_FILE}: {remark}" for remark in advice.remarks),
+        writes=config.writes,
+        vectors=vectors,
+        classes=class_form(config),
+        pairs=pair_form(config, names, sentence, wishes.pairs, tokenizer.token_to_id),
     )
+
+
+def _sentence_files(folder: Path) -> SentenceFiles | None:
+    try:
+        return read_sentence_files(folder)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
 
 
 def _advice(folder: Path, config: ModelSpec) -> Advice:

@@ -22,7 +22,8 @@ from server.model.ops.ops import StepLayout
 from server.model.ops.sizes import padded, padded_size
 from server.model.ops.transfers import to_device, to_host
 from server.model.sampling.masks import MaskMemory
-from server.model.sampling.results import Held, PromptLogprobs, StepTicket
+from server.model.sampling.pooling import PooledSlice, Pooler, pooled_slices
+from server.model.sampling.results import Held, HostVectors, PromptLogprobs, StepTicket
 from server.model.sampling.sampler import Drawn, Sampler, ScoredSlice
 from server.model.sampling.to_draw import ToDraw
 from server.model.start import (
@@ -71,6 +72,7 @@ class TorchExecutor:
         self._row_sizes = built.row_sizes
         self._parameters = parts.parameters
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
+        self._pooler = Pooler(self._decoder.scores, self.device)
         self._masks = MaskMemory(self.limits.max_rows, self.limits.vocab_size, self.device)
         vectors = OutputVectors(parts.weights, self._table.sites).pieces
         self._copies = AdapterCopies(self._table, host_arena, vectors)
@@ -172,22 +174,30 @@ class TorchExecutor:
         ops, sizes = self._decoder.ops, self._row_sizes
         token_ids = self._rows.tokens[step.layout.token_rows, step.layout.positions].long()
         scored = _scored(step, self._rows)
-        wanted = _wanted(step, scored)
+        pooled = pooled_slices(step, self._rows.prompt_len)
+        wanted = _wanted(step, scored, pooled)
         forward = self._token_graphs.forward if captured else partial(self._forward, meanwhile)
         normed = forward(token_ids, step.layout, step.token_slots, padded(wanted, sizes))
 
+        def hidden_of(tokens: np.ndarray) -> torch.Tensor:
+            """And what pads them."""
+            if len(tokens) == len(wanted):
+                return normed
+            places = padded(np.searchsorted(wanted, tokens), sizes)
+            return normed[to_device(places, self.device)]
+
         def logits_of(tokens: np.ndarray) -> torch.Tensor:
-            rows, slots = normed, step.token_slots[padded(tokens, sizes)]
-            if len(tokens) < len(wanted):
-                places = padded(np.searchsorted(wanted, tokens), sizes)
-                rows = normed[to_device(places, self.device)]
+            rows, slots = hidden_of(tokens), step.token_slots[padded(tokens, sizes)]
             lora = ops.lora(slots) if self._table.changes_model(slots) else None
             return self._decoder.logits(rows, lora)[: len(tokens)]
 
         prompts = tuple(self._sampler.score(piece, logits_of) for piece in scored)
+        vectors = self._pooler.pool(
+            pooled, lambda tokens: hidden_of(tokens)[: len(tokens)], logits_of
+        )
         places = step.samples
         if not places.size:
-            return self._ticket(step.order.tolist(), places, None, prompts, None)
+            return self._ticket(step.order.tolist(), places, None, prompts, None, vectors)
         lengths = step.starts[places] + step.num_new[places]
         logits = logits_of(step.ends[places])
         rows = ToDraw(logits, np.arange(len(places)), step.seq_rows[places], lengths)
@@ -198,7 +208,7 @@ class TorchExecutor:
             token_ids = torch.empty(len(places), dtype=torch.int32, device=self.device)
             chosen = np.ones(len(places), dtype=bool)
             drawn, held = None, Held(rows, places, waiting[places], chosen, token_ids)
-        return self._ticket(step.order.tolist(), places, drawn, prompts, held)
+        return self._ticket(step.order.tolist(), places, drawn, prompts, held, vectors)
 
     def _forward(
         self,
@@ -235,11 +245,12 @@ class TorchExecutor:
         drawn: Drawn | None,
         prompts: tuple[PromptLogprobs, ...],
         held: Held | None,
+        vectors: tuple[HostVectors, ...] = (),
     ) -> StepTicket:
         token_ids = None if drawn is None else to_host(drawn.token_ids)
         found = () if drawn is None or drawn.logprobs is None else (drawn.logprobs,)
         done = self._mark() if held is None else None
-        return StepTicket(order, samples.tolist(), token_ids, found, prompts, done, held)
+        return StepTicket(order, samples.tolist(), token_ids, found, prompts, done, held, vectors)
 
     def _mark(self) -> torch.cuda.Event | None:
         """What is done when all that was launched so far is."""
@@ -268,8 +279,9 @@ def _scored(step: Step, rows: Rows) -> list[ScoredSlice]:
     return found
 
 
-def _wanted(step: Step, scored: Sequence[ScoredSlice]) -> np.ndarray:
-    """The tokens whose logits are needed, int64 `[n]`, ascending: those that give a sample, and
-    those that predict a token of a scored prompt."""
+def _wanted(step: Step, scored: Sequence[ScoredSlice], pooled: Sequence[PooledSlice]) -> np.ndarray:
+    """The tokens whose result is needed, int64 `[n]`, ascending: those that give a sample, those
+    that predict a token of a scored prompt, and those of a vector."""
     predicting = [np.arange(s.begin, s.begin + s.predicted) for s in scored]
-    return np.unique(np.concatenate([step.ends[step.samples], *predicting]))
+    numbers = [s.tokens for s in pooled]
+    return np.unique(np.concatenate([step.ends[step.samples], *predicting, *numbers]))

@@ -13,38 +13,12 @@ import msgspec
 from adapters.base import ModuleShape, SiteKind, module_name
 from adapters.base import layer_path as layer_path
 from adapters.sharding import Sharding, Span
+from server.model.classes_spec import SCORE, ClassesSpec
 from server.model.moe_spec import ExpertStorage, MoeSpec, Tensors
 from server.model.quantisation.quantisation import Quantisation
+from server.model.rope_spec import RopeSpec as RopeSpec
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu_tanh"]
-
-
-class RopeSpec(msgspec.Struct, frozen=True):
-    """Rotary embedding: `kind` as transformers names it, resolved to plain numbers.
-
-    attention_factor multiplies cos and sin. original_context: tokens before
-    scaling (llama3, yarn, longrope). rotary_dim: features of a head that turn, the first ones;
-    None = all. interleaved: pairs are neighbours, `x[2 i]` and `x[2 i + 1]`; else halves,
-    `x[i]` and `x[i + rotary_dim / 2]`. short_factors, long_factors (longrope): divide the
-    frequencies, `[rotary_dim / 2]`; all tokens of a sequence beyond `original_context` take the
-    long ones. Without long ones no sequence gets there.
-    """
-
-    kind: RopeKind
-    theta: float
-    factor: float = 1.0
-    original_context: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    rotary_dim: int | None = None
-    interleaved: bool = False
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
 
 
 class PositionScale(msgspec.Struct, frozen=True):
@@ -295,6 +269,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     is_text_part: of a larger model, whose checkpoint holds other parts, too.
     quantisation: of the matrices that the checkpoint does not hold in floating point; None = of
     none.
+    writes: whether it has a head for text. Without one that of its embedding stands in its place,
+    and nobody asks it for a token. classes: of a classifier.
     Raises ValueError where layers differ in what all must share: heads, and the modules of each
     kind of site.
     """
@@ -310,6 +286,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     extra_layers: int = 0
     is_text_part: bool = False
     quantisation: Quantisation | None = None
+    writes: bool = True
+    classes: ClassesSpec | None = None
 
     def __post_init__(self) -> None:
         kinds = set(self.layers)
@@ -404,6 +382,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
         shapes.update(self.norm.tensors())
         if not self.head.tied:
             shapes.update(self.head.linear.tensors())
+        if self.classes is not None:
+            shapes[SCORE] = (len(self.classes.labels), self.hidden_size)
         for index, layer in enumerate(self.layers):
             shapes.update((layer_path(index, name), shape) for name, shape in layer.tensors())
         return shapes

@@ -14,6 +14,7 @@ from server.model.checkpoint.expert_forms import as_stored
 from server.model.checkpoint.stored_forms import stored_forms
 from server.model.checkpoint.tensor_table import check_tensors, kinds
 from server.model.checkpoint.text_part import model_shards
+from server.model.classes_spec import SCORE
 from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear
@@ -85,12 +86,14 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embed: `[vocab, hidden]`; the head's matrix is the same tensor when they are tied."""
+    """embed: `[vocab, hidden]`; the head's matrix is the same tensor when they are tied. score: a
+    classifier's head, `[classes, hidden]`."""
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: Norm
     lm_head: Linear
+    score: torch.Tensor | None = None
 
 
 def load_weights(
@@ -124,7 +127,8 @@ def load_weights(
         embed = source.table(embedding)
         layers = tuple(_load_layer(source, model, i) for i in range(model.num_layers))
         head = DenseLinear(embed) if model.head.tied else source.linear(model.head.linear)
-        return ModelWeights(embed, layers, _norm(source, model.norm), head)
+        score = None if model.classes is None else source.get(SCORE)
+        return ModelWeights(embed, layers, _norm(source, model.norm), head, score)
 
 
 def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeights:

@@ -18,7 +18,7 @@ from server.protocol.adapters import (
     OrderAction,
     TierState,
 )
-from server.protocol.card import ModelCard
+from server.protocol.card import ClassForm, Gift, ModelCard, PairForm, VectorForm
 from server.protocol.frames import (
     MAX_FRAME_BYTES,
     RouterFrame,
@@ -32,9 +32,12 @@ from server.protocol.generation import (
     ErrorCode,
     Finish,
     GenerateRequest,
+    Pooling,
     StepEvents,
     TokenEvent,
     TokenLogprob,
+    VectorKind,
+    VectorParams,
 )
 from server.protocol.sampling import SamplingParams
 from server.protocol.workers import (
@@ -58,9 +61,11 @@ __all__ = [
     "AdapterReport",
     "AdapterState",
     "AdapterTiers",
+    "ClassForm",
     "ErrorCode",
     "Finish",
     "GenerateRequest",
+    "Gift",
     "Inspect",
     "LoadStage",
     "MAX_FRAME_BYTES",
@@ -68,6 +73,8 @@ __all__ = [
     "ModelCard",
     "OrderAction",
     "PROTOCOL_VERSION",
+    "PairForm",
+    "Pooling",
     "RouterFrame",
     "RouterHello",
     "SamplingParams",
@@ -75,6 +82,9 @@ __all__ = [
     "TierState",
     "TokenEvent",
     "TokenLogprob",
+    "VectorForm",
+    "VectorKind",
+    "VectorParams",
     "WorkerFrame",
     "WorkerHello",
     "WorkerPicture",

@@ -1,8 +1,50 @@
 """The model card: all that a router needs of a model. Pure."""
 
+from typing import Literal
+
 import msgspec
 
 from adapters.chat.conversation import DEFAULT_TEMPLATE, MessageForm
+from server.protocol.generation import Pooling
+
+# What a model gives: the last are scores of documents.
+Gift = Literal["text", "vectors", "classes", "fits"]
+
+
+class VectorForm(msgspec.Struct, frozen=True):
+    """How texts become vectors. size: numbers of one. max_tokens: of a text, with its prompt.
+    prompts: what may be put before a text, by name; default_prompt: the one that is, where a
+    request names none."""
+
+    size: int
+    max_tokens: int
+    pooling: Pooling = "last"
+    normalises: bool = True
+    prompts: dict[str, str] = {}
+    default_prompt: str | None = None
+
+
+class ClassForm(msgspec.Struct, frozen=True):
+    """A classifier's answers. activation: what makes probabilities of scores. pad_token_id: of
+    tokens at the end of a text that are left out."""
+
+    labels: tuple[str, ...]
+    activation: Literal["softmax", "sigmoid", "none"]
+    pad_token_id: int | None = None
+
+
+class PairForm(msgspec.Struct, frozen=True):
+    """How a model says how well a document fits a query: by a classifier's one score, by the logits
+    of two tokens, or by the angle between two vectors.
+
+    token_ids: of a fit, and of none. template: what is read, with `{query}`, `{document}` and
+    perhaps `{instruction}`; "" = the tokenizer's own pair. instruction: where a request has none.
+    """
+
+    by: Literal["scores", "logits", "vectors"]
+    token_ids: tuple[int, ...] = ()
+    template: str = ""
+    instruction: str = ""
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -17,6 +59,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     eos_token_ids: what ends its answers. max_context: prompt and output together.
     sampling_defaults: its authors' advice, by names of SamplingParams; suppressed_token_ids are
     never drawn. remarks: on advice that is not followed. weights: how they are quantised, "" = not.
+    writes: whether it gives text. vectors, classes, pairs: how it gives those; None = it does not.
     """
 
     base_digest: str
@@ -39,6 +82,21 @@ class ModelCard(msgspec.Struct, frozen=True):
     suppressed_token_ids: tuple[int, ...] = ()
     remarks: tuple[str, ...] = ()
     weights: str = ""
+    writes: bool = True
+    vectors: VectorForm | None = None
+    classes: ClassForm | None = None
+    pairs: PairForm | None = None
+
+    @property
+    def gives(self) -> tuple[Gift, ...]:
+        """What may be asked of it."""
+        gifts: dict[Gift, bool] = {
+            "text": self.writes,
+            "vectors": self.vectors is not None,
+            "classes": self.classes is not None,
+            "fits": self.pairs is not None,
+        }
+        return tuple(gift for gift, is_given in gifts.items() if is_given)
 
     @property
     def all_templates(self) -> dict[str, str]:

@@ -21,6 +21,24 @@ ErrorCode = Literal[
 ]
 
 
+Pooling = Literal["last", "mean"]
+# What numbers are wanted of a prompt: the last norm's output, what the score head makes of it, or
+# the logits of some tokens.
+VectorKind = Literal["hidden", "scores", "logits"]
+
+
+class VectorParams(msgspec.Struct, frozen=True, array_like=True):
+    """What a sequence ends with in place of an answer: numbers of its prompt.
+
+    pooling: of the prompt's last token, or the mean over all of its tokens (of `hidden` alone).
+    token_ids: those whose `logits` are wanted.
+    """
+
+    kind: VectorKind = "hidden"
+    pooling: Pooling = "last"
+    token_ids: tuple[int, ...] = ()
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     """One sequence to generate. `n` choices are n requests with the same prompt and seed.
 
@@ -28,6 +46,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     (resume); generation goes on at index len(accepted_ids). deadline_s: time left.
     salt: separates tenants in the prefix cache. adapter_from: of an activated adapter, the first
     token of the prompt on which it acts; None = it acts on none, nor on the answer.
+    vector: the prompt is read for that, and nothing is generated: `sampling.max_tokens` is 0.
     """
 
     request_id: str
@@ -42,6 +61,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     deadline_s: float | None = None
     salt: str = ""
     adapter_from: int | None = 0
+    vector: VectorParams | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="ab"):
@@ -70,7 +90,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     index: position in the output of the first of token_ids. A stop token is included in token_ids.
     logprobs: parallel to token_ids when asked for.
     prompt_logprobs, cached_tokens: on the first event. load_s: there too, the seconds for which it
-    waited for its adapter, if it did.
+    waited for its adapter, if it did. vector: on the last event of a sequence that was read for
+    one, its numbers as little-endian float32.
     """
 
     request_id: str
@@ -85,6 +106,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     error: ErrorCode | None = None
     message: str | None = None
     load_s: float | None = None
+    vector: bytes | None = None
 
 
 class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag="se"):

@@ -24,8 +24,10 @@ from server.model.base_facts import read_base_spec
 from server.model.card import model_card
 from server.model.checkpoint.checkpoint import CheckpointError
 from server.model.checkpoint.tensor_table import check_folder
+from server.model.pair_forms import PairWishes
 from server.model.quantised_at_load import quantised_at_load
 from server.model.sharding import check_shards
+from server.model.vector_forms import VectorWishes
 from server.protocol import ModelCard
 from server.worker.adapters.adapter_orders import AdapterOrders
 from server.worker.adapters.adapter_service import AdapterService
@@ -110,6 +112,12 @@ def _root(config: WorkerConfig, model: ModelFolder) -> str:
     return next(hub_ids, (*config.model_names, *model.names)[0])
 
 
+def _vector_wishes(config: WorkerConfig) -> VectorWishes:
+    normalises = None if config.normalize is None else config.normalize == "yes"
+    pairs = PairWishes(config.rerank_tokens, config.rerank_template, config.rerank_instruction)
+    return VectorWishes(config.pooling, normalises, config.prompts, config.default_prompt, pairs)
+
+
 def _cores() -> int:
     """That this process may run on."""
     return len(os.sched_getaffinity(0))
@@ -137,6 +145,7 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
         max_lora_rank=config.max_lora_rank,
         max_context=config.max_context,
         created=int(time.time()),
+        wishes=_vector_wishes(config),
     )
     root = _root(config, model)
     listed = tuple(dict.fromkeys([*config.model_names, root]))

@@ -20,6 +20,7 @@ _TEXTS = (
     r"|(de)?tokenize|invocations|generate|generate_stream)?"
 )
 _REGISTERS = r"POST /(v1/adapters.*|(v1/)?load_lora_adapter)"
+_READS = r"POST /(v1/embeddings|embed|classify|classify_batch|(v1/)?score|(v[12]/)?rerank)"
 _ALL = r".*"
 _FORM = (
     r"`(response_format|text\.format|output_config\.format|grammar|structured_outputs|guided_\w+|json_schema|regex|ebnf|bad_words"
@@ -71,6 +72,21 @@ UNSAID = (
     Rule(_LORAX, "what only a stream is", (422,), r"answers of `/generate` are whole"),
     Rule(_LORAX, "weights of merged adapters", (422,), r"weight for each|differ from 0|a density"),
     Rule(_LORAX, "what is merged is an adapter", (422,), r"got the base model"),
+    # Of numbers of texts
+    Rule(_READS, "the model gives it", (400, 422), r" gives no "),
+    Rule(_READS, "it fits the context", (400, 422), r"the model('s context is| reads texts)"),
+    Rule(_READS, "the queue could hold it", (400, 422), r"at most \d+ sequences a request"),
+    Rule(_READS, "a text has a token", (400, 422), r"expected a text of at least one token"),
+    Rule(_READS, "the vocabulary has the token", (400, 422), r"expected token ids from 0 to"),
+    Rule(_READS, "it could be an adapter's name", (400, 422), r"bad adapter reference"),
+    Rule(_READS, "what another field makes void", (400, 422), r"needs (`|an )"),
+    Rule(_READS, "two names of one thing agree", (400, 422), r"contradicts |not both|both be "),
+    Rule(_READS, "the model has the prompt", (400, 422), r"`prompt_name`: the model has no"),
+    Rule(_READS, "a vector has as many numbers", (400, 422), r"`dimensions`: the model's vec"),
+    Rule(_READS, "the template has a place for it", (400,), r"`instruction`: the model's prompt"),
+    Rule(_READS, "one query, or one for each document", (400,), r"expected one, or \d+"),
+    Rule(_READS, "weights of merged adapters", (400, 422), r"weight for each|differ from 0|a den"),
+    Rule(_READS, "what is merged is an adapter", (400, 422), r"got the base model"),
     # Of operators'
     Rule(_REGISTERS, "a reference names its source", (400,), r"names no source|bad adapter refer"),
     Rule(_REGISTERS, "a name has no `..`", (400,), r"expected letters, digits"),

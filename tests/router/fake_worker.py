@@ -6,6 +6,7 @@ Its tokenizer is byte-level without merges: a token's id is its byte, so any tex
 import asyncio
 import hashlib
 import json
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
@@ -41,6 +42,7 @@ from server.protocol import (
     TierState,
     TokenEvent,
     TokenLogprob,
+    VectorForm,
     WorkerFrame,
     WorkerHello,
     WorkerPicture,
@@ -91,6 +93,7 @@ def make_card(**changes: object) -> ModelCard:
         dtype="float32",
         device="cpu",
         max_lora_rank=64,
+        vectors=VectorForm(size=4, max_tokens=MAX_CONTEXT),
     )
     return msgspec.structs.replace(card, **changes)
 
@@ -119,6 +122,13 @@ def echo_script(request: GenerateRequest) -> list[int]:
     return [*ids_of(f"{name} says hello {request.choice}"), EOS]
 
 
+def numbers_of(request: GenerateRequest) -> list[float]:
+    """Of a prompt: its bytes' sum and count, its last byte, and the adapter's first digit."""
+    ids = request.prompt_ids
+    adapter = 0 if request.adapter is None else int(request.adapter[:2], 16)
+    return [float(sum(ids)), float(len(ids)), float(ids[-1]), float(adapter)]
+
+
 async def no_fault(worker: "FakeWorker", request: GenerateRequest, index: int) -> ErrorCode | None:
     await asyncio.sleep(0)
     return None
@@ -145,6 +155,7 @@ class FakeWorker:
         self.version = PROTOCOL_VERSION
         self.ready = True
         self.script: Script = echo_script
+        self.numbers: Callable[[GenerateRequest], list[float]] = numbers_of
         self.before_token: BeforeToken = no_fault
         self.loader: Loader = load_any
         self.merger: Merger = merge_any
@@ -372,6 +383,9 @@ class FakeWorker:
             error = TokenEvent(*key, 0, (), finish="error", error="adapter_unavailable")
             await self._emit(connection, error)
             return
+        if request.vector is not None:
+            await self._read(connection, request)
+            return
         if not request.sampling.max_tokens:
             await self._emit(connection, prompt_alone(request))
             return
@@ -396,6 +410,18 @@ class FakeWorker:
                 await self._note_finished(key)
                 return
         raise AssertionError("the script must end with a stop token or reach max_tokens")
+
+    async def _read(self, connection: ServerConnection, request: GenerateRequest) -> None:
+        key = (request.request_id, request.attempt, request.choice)
+        error = await self.before_token(self, request, 0)
+        if error is not None:
+            await self._emit(connection, TokenEvent(*key, 0, (), finish="error", error=error))
+            return
+        numbers = self.numbers(request)
+        vector = struct.pack(f"<{len(numbers)}f", *numbers) if numbers else None
+        event = TokenEvent(*key, 0, (), finish="length", cached_tokens=0, vector=vector)
+        await self._emit(connection, msgspec.structs.replace(event, load_s=self.load_s))
+        await self._note_finished(key)
 
     async def _load(self, connection: ServerConnection, load: AdapterLoad | AdapterMerge) -> None:
         await self._send(connection, AdapterState(load.load_id, "fetching"))

@@ -9,7 +9,7 @@ from adapters.ref import format_ref
 from router.api.admin.rollouts import RolloutObject, rollout_object
 from router.api.partial import PartialObject, partial_object
 from router.names.registration import Registration
-from server.protocol import AdapterPlace, ModelCard, TierState, WorkerPicture, WorkerStatus
+from server.protocol import AdapterPlace, Gift, ModelCard, TierState, WorkerPicture, WorkerStatus
 
 MAX_ADAPTERS = 4096
 
@@ -18,7 +18,7 @@ WorkerState = Literal["unreachable", "starting", "ready", "draining"]
 
 class BaseObject(msgspec.Struct, frozen=True):
     """The model that is served. weights: how they are quantised, "" = not. chat: it has a chat
-    template that can be used."""
+    template that can be used. gives: what may be asked of it."""
 
     name: str
     digest: str
@@ -27,6 +27,7 @@ class BaseObject(msgspec.Struct, frozen=True):
     device: str
     max_context: int
     chat: bool
+    gives: tuple[Gift, ...]
 
 
 class RouterObject(msgspec.Struct, frozen=True):
@@ -149,6 +150,7 @@ def base_object(card: ModelCard, chat: bool) -> BaseObject:
         device=card.device,
         max_context=card.max_context,
         chat=chat,
+        gives=card.gives,
     )
 
 

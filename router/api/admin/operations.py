@@ -57,6 +57,17 @@ from router.api.tokenize import (
     TokenizerInfo,
     TokenObject,
 )
+from router.api.vectors.classify import (
+    ClassifyBody,
+    ClassList,
+    LabelScore,
+    LoraxClassifyBatchBody,
+    LoraxClassifyBody,
+)
+from router.api.vectors.embed import EmbedBody, LoraxEmbedding
+from router.api.vectors.embeddings import EmbeddingList, EmbeddingsBody
+from router.api.vectors.rerank import RerankAnswer, RerankBody, TeiRank, TeiRerankBody
+from router.api.vectors.score import ScoreBody, ScoreList
 
 Method = Literal["get", "post", "patch", "delete"]
 
@@ -251,6 +262,35 @@ OPERATIONS: tuple[Operation, ...] = (
         answers=(list[GenerateAnswer], Completion, ChatCompletion),
         events=(StreamAnswer, Completion, ChatChunk),
         done=True,
+    ),
+    _post("/v1/embeddings", "Vectors of texts (OpenAI)", EmbeddingsBody, EmbeddingList),
+    msgspec.structs.replace(
+        _post("/embed", "Vectors of texts, in LoRAX's shape or TEI's", EmbedBody, LoraxEmbedding),
+        answers=(LoraxEmbedding, list[list[float]]),
+    ),
+    Operation(
+        "/classify",
+        "post",
+        "Classes of texts, in vLLM's shape or LoRAX's",
+        other_dialect="lorax",
+        requests=(ClassifyBody, LoraxClassifyBody),
+        answers=(ClassList, list[LabelScore]),
+    ),
+    _post("/classify_batch", "The same (LoRAX)", LoraxClassifyBatchBody, list[list[LabelScore]]),
+    *(
+        _post(path, "How well documents fit queries (vLLM)", ScoreBody, ScoreList)
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        Operation(
+            path,
+            "post",
+            "Documents by how well they fit a query, in the shape of Cohere, Jina, vLLM or TEI",
+            other_dialect="lorax",
+            requests=(RerankBody, TeiRerankBody),
+            answers=(RerankAnswer, list[TeiRank]),
+        )
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     _keyed("/v1/models", "The base and registered adapters", ModelList),
     _keyed("/v1/models/{name}", "One of them", ModelObject),

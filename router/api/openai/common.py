@@ -18,6 +18,7 @@ from router.api.request.fields import (
 )
 from router.api.request.formatter import ApiLimits
 from router.api.request.generation_fields import (
+    AdapterFields,
     GenerationFields,
     adapter_named,
     check_counts,
@@ -143,20 +144,30 @@ def typed_openai(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:
 def adapter_of(
     request: SharedBody, limits: ApiLimits, bearer: str | None
 ) -> AdapterChoice | MergedChoice | None:
+    """Raises RequestError."""
+    return adapter_by(request, request.model, request.lora_path, limits, bearer)
+
+
+def adapter_by(
+    fields: AdapterFields,
+    model: str | None,
+    path: str | None,
+    limits: ApiLimits,
+    bearer: str | None,
+) -> AdapterChoice | MergedChoice | None:
     """By `model`, SGLang's `base:adapter` too, or by `lora_path` or `merged_adapters` beside the
-    base's name.
+    base's name. path: of `lora_path`.
 
     Raises RequestError.
     """
-    name, param = within_base(request.model or "", limits.base_names), "model"
-    path = request.lora_path
+    name, param = within_base(model or "", limits.base_names), "model"
     if path:
         on_base = name in (*BASE_PLACEHOLDERS, *limits.base_names)
         require(on_base or name == path, f"contradicts the adapter in `model`, {name!r}", LORA_PATH)
         name, param = path, LORA_PATH
     needs = "needs an adapter in `model`, got the base"
     named = None if name in BASE_PLACEHOLDERS else name
-    return adapter_named(request, named, param, limits, bearer, needs)
+    return adapter_named(fields, named, param, limits, bearer, needs)
 
 
 def with_shared(call: GenerationCall, request: SharedBody, limits: ApiLimits) -> GenerationCall:

@@ -6,6 +6,7 @@ from router.api.openai.shape import with_shape
 from router.api.request.body import require
 from router.api.request.fields import NonNegative, Positive
 from router.api.request.formatter import ApiLimits, ApiRequest
+from router.api.request.prompts import prompts_of
 from router.call import GenerationCall
 
 DEFAULT_MAX_TOKENS = 16
@@ -33,7 +34,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
 
 def request_of(request: CompletionsBody, limits: ApiLimits, bearer: str | None) -> ApiRequest:
     """Raises RequestError."""
-    prompts = _prompts(request.prompt, limits)
+    prompts = prompts_of(request.prompt, "prompt", limits.max_prompts)
     n = request.n or 1
     best_of = n if request.best_of is None else request.best_of
     _check_best_of(n, best_of, bool(request.stream), limits)
@@ -75,26 +76,3 @@ def _check_best_of(n: int, best_of: int, stream: bool, limits: ApiLimits) -> Non
     require(best_of <= most, f"expected at most {most}, got {best_of}", "best_of")
     require(best_of >= n, f"expected at least `n`, got {best_of}", "best_of")
     require(not stream or best_of == n, "must equal `n` when streaming", "best_of")
-
-
-def _prompts(
-    prompt: str | list[str | int | list[int]], limits: ApiLimits
-) -> tuple[str | list[int], ...]:
-    """One kind only: texts, lists of ids, or the ids of a single prompt. Raises RequestError."""
-    if isinstance(prompt, str):
-        return (prompt,)
-    require(prompt, "expected at least one prompt", "prompt")
-    ids = [item for item in prompt if isinstance(item, int)]
-    if ids:
-        require(len(ids) == len(prompt), "expected token ids only, or none", "prompt")
-        return (ids,)
-    require(
-        len(prompt) <= limits.max_prompts,
-        f"expected at most {limits.max_prompts} prompts, got {len(prompt)}",
-        "prompt",
-    )
-    several = tuple(item for item in prompt if not isinstance(item, int))
-    texts = sum(isinstance(item, str) for item in several)
-    require(texts in (0, len(several)), "expected texts only, or lists of token ids only", "prompt")
-    require(all(item or item == "" for item in several), "expected no empty list", "prompt")
-    return several

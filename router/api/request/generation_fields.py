@@ -23,8 +23,8 @@ from router.api.request.merge import MergedAdapters, choose_merge, choose_scaled
 from router.call import AdapterChoice, GenerationCall, MergedChoice
 
 
-class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Each may be null. priority: how far behind the key's own the request stands.
+class AdapterFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be said of an adapter beside its name; each may be null.
 
     merged_adapters: instead of an adapter. adapter_scale: of what the adapter adds.
     """
@@ -33,6 +33,11 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     merged_adapters: MergedAdapters | None = None
     adapter_scale: float | None = None
     api_token: str | None = None
+
+
+class GenerationFields(AdapterFields, frozen=True, kw_only=True):
+    """Each may be null. priority: how far behind the key's own the request stands."""
+
     top_p: Probability | None = None
     top_k: TopK | None = None
     min_p: UnitInterval | None = None
@@ -50,7 +55,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def adapter_named(
-    fields: GenerationFields,
+    fields: AdapterFields,
     name: str | None,
     param: str,
     limits: ApiLimits,

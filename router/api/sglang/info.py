@@ -12,7 +12,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     model_path: str
     tokenizer_path: str
     weight_version: str
-    is_generation: bool = True
+    is_generation: bool
     preferred_sampling_params: str | None = None
 
 
@@ -48,7 +48,8 @@ class LoadedAdapters(msgspec.Struct, frozen=True):
 
 
 def served_model(card: ModelCard) -> ServedModel:
-    return ServedModel(card.names[0], card.root or card.names[0], card.base_digest)
+    root = card.root or card.names[0]
+    return ServedModel(card.names[0], root, card.base_digest, is_generation=card.writes)
 
 
 def served_settings(card: ModelCard, version: str, state: FleetState) -> ServedSettings:

@@ -82,6 +82,7 @@ class Batch:
                 sample=sample,
                 prompt_logprobs=start < sequence.prompt_len - 1 and sequence.needs_prompt_logprobs,
                 constrained=sample and sequence.constraint is not None,
+                vector=sequence.vector_at(end),
             )
         )
         self.sequences.append(sequence)

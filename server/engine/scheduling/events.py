@@ -15,7 +15,8 @@ def finished_before(sequence: Sequence, eos: Collection[int]) -> Finish | None:
     accepted = sequence.request.accepted_ids
     if accepted and _is_stop(sequence, accepted[-1], len(accepted) - 1, eos):
         return "stop"
-    if len(sequence.tokens) >= sequence.limit and not sequence.needs_prompt_logprobs:
+    is_read = sequence.needs_prompt_logprobs or sequence.request.vector is not None
+    if len(sequence.tokens) >= sequence.limit and not is_read:
         return "length"
     return None
 
@@ -92,11 +93,11 @@ def _ended(sequence: Sequence, constraint: Constraint) -> SequenceEvent:
 
 
 def not_finite(adapter: str | None) -> str:
-    """The error message for logits that are not finite. adapter: digest, None = the base."""
+    """The error message for results that are not finite. adapter: digest, None = the base."""
     if adapter is None:
-        return "the model gave logits that are not finite"
+        return "the model gave numbers that are not finite"
     return (
-        f"the model gave logits that are not finite with the adapter of digest {adapter[:12]}: "
+        f"the model gave numbers that are not finite with the adapter of digest {adapter[:12]}: "
         "its weights or its scale may be too large for this dtype"
     )
 
@@ -106,6 +107,7 @@ def token_event(
     token_ids: tuple[int, ...] = (),
     logprobs: tuple[TokenLogprob, ...] = (),
     finish: Finish | None = None,
+    vector: bytes | None = None,
 ) -> SequenceEvent:
     """The next event. The sequence accepts its tokens."""
     request, index, first = sequence.request, sequence.num_output, not sequence.started
@@ -126,6 +128,7 @@ def token_event(
         prompt_logprobs=prompt_logprobs,
         cached_tokens=sequence.cached_tokens if first else None,
         load_s=sequence.load_s or None if first else None,
+        vector=vector,
     )
     return SequenceEvent(sequence.key, event)
 

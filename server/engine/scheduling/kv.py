@@ -48,7 +48,7 @@ class SequencePages:
         if self._short_context is not None:
             sequence.set_long(len(sequence.tokens) > self._short_context)
         hashes, size = sequence.hashes, self.pool.page_size
-        full = 0 if sequence.needs_prompt_logprobs else (len(sequence.tokens) - 1) // size
+        full = 0 if sequence.computes_all else (len(sequence.tokens) - 1) // size
         while len(hashes) < full:
             if hashes and not (hashes[-1] in self._computing or self.pool.knows(hashes[-1])):
                 break
@@ -209,7 +209,7 @@ class SequencePages:
 
         At least one token is always computed.
         """
-        if sequence.needs_prompt_logprobs:
+        if sequence.computes_all:
             return
         size = self.pool.page_size
         for page in range(first, (len(sequence.tokens) - 1) // size):

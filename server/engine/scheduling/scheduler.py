@@ -325,8 +325,8 @@ class Scheduler:
         end = piece.start + piece.num_new
         if not piece.sample:
             self.pages.publish(sequence, end)
-            if end >= sequence.limit:  # the prompt was only to be scored
-                self._finish(sequence, "length")
+            if end >= sequence.limit:  # the prompt was only to be scored, or read for its vector
+                self._finish(sequence, "length", result.vector)
             return
         problem = bad_draw(piece, result.token_ids, self.limits.vocab_size)
         if problem is not None:
@@ -346,8 +346,8 @@ class Scheduler:
         self._events.append(error_event(sequence, code, message))
         self._end(sequence)
 
-    def _finish(self, sequence: Sequence, finish: Finish) -> None:
-        self._events.append(token_event(sequence, finish=finish))
+    def _finish(self, sequence: Sequence, finish: Finish, vector: bytes | None = None) -> None:
+        self._events.append(token_event(sequence, finish=finish, vector=vector))
         self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:

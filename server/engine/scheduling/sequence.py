@@ -16,7 +16,7 @@ from server.engine.memory.pages import (
     page_hash,
     root_hash,
 )
-from server.protocol import GenerateRequest, TokenLogprob
+from server.protocol import GenerateRequest, TokenLogprob, VectorParams
 
 
 class State(enum.Enum):
@@ -144,6 +144,21 @@ class Sequence:
     def needs_prompt_logprobs(self) -> bool:
         asked = self.request.sampling.prompt_logprobs is not None
         return asked and not self.started and not self.request.accepted_ids
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether every token of the prompt must be computed, also one whose keys and values are
+        cached: the cache holds nothing that its result, or a mean over results, could be made of.
+        """
+        vector = self.request.vector
+        return self.needs_prompt_logprobs or (vector is not None and vector.pooling == "mean")
+
+    def vector_at(self, end: int) -> VectorParams | None:
+        """What a slice that ends there is computed for, where that is no token."""
+        vector = self.request.vector
+        if vector is None or (vector.pooling == "last" and end < self.prompt_len):
+            return None
+        return vector
 
     def set_long(self, is_long: bool) -> None:
         """Before it takes a row. Long sequences and others share no pages."""

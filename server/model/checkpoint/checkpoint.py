@@ -22,6 +22,7 @@ from server.model.checkpoint.model_files import (
     what_it_is,
     without_weights,
 )
+from server.model.checkpoint.sentence_files import pools_vectors
 from server.model.families.registry import read_model
 from server.model.spec import ModelSpec
 
@@ -92,6 +93,8 @@ def tables(stored: Container[str], model: ModelSpec) -> tuple[str, ...]:
     """Names of the embedding and the head, the embedding first. Tied they are one table, which is
     stored under its own name, as the head (safetensors' `save_model`), or as both."""
     both = (model.embedding.tensor, model.head.tensor)
+    if not model.writes:
+        return both[:1]
     if not model.head.tied:
         return both
     return tuple(name for name in both if name in stored) or both[:1]
@@ -116,7 +119,7 @@ def read_config(folder: Path, name: str = CONFIG_FILE) -> ModelSpec:
     config = read_json(folder / name)
     generation = read_optional_json(folder / GENERATION_FILE)
     try:
-        return read_model(config, generation)
+        return read_model(config, generation, for_vectors=pools_vectors(folder))
     except ValueError as error:
         raise UnservedError(folder / name, str(error)) from None
     except (TypeError, AttributeError, ArithmeticError, KeyError, IndexError) as error:

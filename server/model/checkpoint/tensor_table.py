@@ -68,6 +68,7 @@ def check_tensors(folder: Path, shards: Sequence[StoredFile], model: ModelSpec) 
     stored = stored_tensors(shards)
     _refuse_quantised(folder, stored, model)
     expected = _expected(as_stored(model, stored), stored)
+    # Of a head that is tied, or that nobody asks.
     ignored = {model.head.tensor} if model.head.tied else set()
     ignored |= set(filter(_SCALES.fullmatch, stored))
     others = [name for name in stored if name not in expected and name not in ignored]

@@ -1,10 +1,11 @@
-"""The tensors of a text part within the checkpoint of a larger model. No torch.
+"""The tensors of a decoder within a checkpoint that names them otherwise. No torch.
 
-Savers put the text part under prefixes of their own; here all get the names that the part alone
-would have.
+Savers put the text part of a larger model under prefixes of their own, and a decoder without a head
+under none; here all get the names that a model for text would have.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ _BODY = re.compile(
     r"(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.text_model\.|"
     r"model\.)(?P<rest>(?:layers|embed_tokens|norm)\..+)"
 )
+_BARE = re.compile(r"(?:layers|embed_tokens|norm)\..+")
 _HEAD = re.compile(r"(?:language_model\.)?(?P<head>lm_head\..+)")
 
 
@@ -27,16 +29,23 @@ def model_shards(folder: Path, model: ModelSpec) -> tuple[StoredFile, ...]:
     """As `read_shards`, with the names of `ModelSpec.tensors`. Raises CheckpointError, also where
     two tensors would have one name."""
     shards = read_shards(folder)
-    if not model.is_text_part:
+    if not model.is_text_part and model.writes:
         return shards
     seen: dict[str, str] = {}
-    return tuple(replace(shard, tensors=_renamed(shard, seen)) for shard in shards)
+    name_of = plain_name if model.is_text_part else _under_model
+    return tuple(replace(shard, tensors=_renamed(shard, seen, name_of)) for shard in shards)
 
 
-def _renamed(shard: StoredFile, seen: dict[str, str]) -> dict[str, StoredTensor]:
+def _under_model(stored: str) -> str:
+    return f"model.{stored}" if _BARE.fullmatch(stored) else stored
+
+
+def _renamed(
+    shard: StoredFile, seen: dict[str, str], name_of: Callable[[str], str]
+) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for stored, tensor in shard.tensors.items():
-        name = plain_name(stored)
+        name = name_of(stored)
         other = seen.setdefault(name, stored)
         if other != stored:
             raise CheckpointError(f"{shard.path}: {stored} and {other} are the same tensor")

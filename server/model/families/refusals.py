@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from adapters.violations import shown
+from server.model.families.head_forms import head_form
 from server.model.families.missing_parts import missing_part
 
 _LISTED = "`loraplex info` lists what is"
@@ -22,13 +23,17 @@ def other_family(config: Mapping[str, Any], families: Collection[str]) -> str | 
     return f"model type {shown(model_type)} is not served{because}"
 
 
-def other_forms(config: Mapping[str, Any], architecture: str) -> list[str]:
+def other_forms(
+    config: Mapping[str, Any], architecture: str, *, for_vectors: bool = False
+) -> list[str]:
     """Reasons of a model of a served type: another head, MLX's weights, code of its own.
-    architecture: the class that is served."""
+    architecture: the class that is served. for_vectors: as of `read_model`."""
+    has_no_head = for_vectors or head_form(config, architecture) == "none"
     reasons = (
         _head(config, architecture),
         _of_mlx(config),
         _own_code(config, architecture),
+        _own_body(config) if has_no_head else None,
     )
     return [reason for reason in reasons if reason is not None]
 
@@ -37,10 +42,12 @@ def _head(config: Mapping[str, Any], served: str) -> str | None:
     named = config.get("architectures") or []
     if not isinstance(named, list):
         return f"architectures must be a list of names, got {shown(named)}"
-    if not named or served.lower() in (str(name).lower() for name in named):
+    if head_form(config, served) is not None:
         return None
     found = ", ".join(map(str, named))[:160]
-    return f"architectures: {shown(found)} is no model that writes text; served is {served}"
+    if any("bidirectional" in str(name).lower() for name in named):
+        return f"architectures: {shown(found)} attends to later tokens, too; served is {served}"
+    return f"architectures: {shown(found)} is no form that is served; served is {served}"
 
 
 def _of_mlx(config: Mapping[str, Any]) -> str | None:
@@ -56,6 +63,22 @@ def _own_code(config: Mapping[str, Any], served: str) -> str | None:
     if not isinstance(codes, Mapping):
         return f"auto_map must be a table, got {shown(codes)}"
     code = codes.get("AutoModelForCausalLM")
+    if code is None and head_form(config, served) == "classes":
+        code = codes.get("AutoModelForSequenceClassification")
+        served = str((config.get("architectures") or [""])[0])
     if code is None or str(code).rpartition(".")[2].lower() == served.lower():
         return None
     return f"auto_map: the model needs code of its own ({shown(code)}), which is never run"
+
+
+def _own_body(config: Mapping[str, Any]) -> str | None:
+    """Of a model for vectors, whose users run the code beside it: it may attend both ways, as
+    GTE-Qwen2's does under the library's own name."""
+    codes = config.get("auto_map")
+    code = codes.get("AutoModel") if isinstance(codes, Mapping) else None
+    if code is None:
+        return None
+    return (
+        f"auto_map: its vectors need code of its own ({shown(code)}), which is never run and may "
+        "attend to later tokens"
+    )

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from server.model.families.family import Family, refuse_other_attention
 from server.model.families.fields import Fields
+from server.model.families.head_forms import head_form, with_head
 from server.model.families.readers import (
     exaone,
     gemma,
@@ -69,11 +70,17 @@ def architectures() -> dict[str, str]:
     }
 
 
-def read_model(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
+def read_model(
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any] | None = None,
+    *,
+    for_vectors: bool = False,
+) -> ModelSpec:
     """Read `config.json` (and `generation_config.json`, whose end-of-sequence ids win).
 
-    Raises ValueError: of a model of another type with that alone, else with every unsupported
-    or malformed key at once, what matters most first.
+    for_vectors: its checkpoint says how texts become vectors, whatever head it has.
+    Raises ValueError: of a model of another type with that alone, else with every unsupported or
+    malformed key at once, what matters most first.
     """
     reason = other_family(config, architectures())
     if reason is not None:
@@ -84,12 +91,16 @@ def read_model(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
     family, fields = FAMILIES[text.family], Fields(text.config)
     architecture = family.architecture if composite is None else composite.architecture
     whole = {**text.config, "architectures": None, **config}
-    for reason in other_forms(whole, architecture):
+    for reason in other_forms(whole, architecture, for_vectors=for_vectors):
         fields.refuse(reason)
     quantisation = _quantisation(fields, whole, family.quantised)
     model = family.read(fields, generation or {})
     if composite is not None:
         _refuse_beside(config, fields)
+        if for_vectors:
+            fields.refuse("vectors of a model for text and images are not served")
+    form = head_form(whole, architecture) or "text"
+    model = with_head(model, "none" if for_vectors and form == "text" else form, fields)
     if fields.problems:
         raise ValueError("this model is not supported: " + "; ".join(fields.problems))
     within = model.within(model.max_context)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from server.model.families import family
 from server.model.families.family import ModelSizes
 from server.model.families.fields import Fields
-from server.model.spec import RopeKind, RopeSpec
+from server.model.rope_spec import RopeKind, RopeSpec
 
 Table = Mapping[str, Any]
 _PARTIAL = "partial_rotary_factor"

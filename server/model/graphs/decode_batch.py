@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from server.engine.plan import PageGrant, StepPlan
+from server.engine.plan import PageGrant, SeqSlice, StepPlan
 
 _FIRST_PAGE = 5
 ROW, POSITION, TOKEN, APPEND, SLOT = range(_FIRST_PAGE)
@@ -34,11 +34,10 @@ class DecodeBatch:
     @classmethod
     def of(cls, plan: StepPlan, groups: int = 1) -> "DecodeBatch | None":
         """None for a step with a slice of several tokens. A prompt slice of one token is taken as
-        a decode slice is, unless its prompt is scored. Decode slices have no guesses."""
+        a decode slice is, unless more than a token is wanted of it. Decode slices have no
+        guesses."""
         slices = plan.slices
-        if not slices or not all(
-            s.kind == "decode" or (s.is_single and not s.prompt_logprobs) for s in slices
-        ):
+        if not slices or not all(s.kind == "decode" or _is_like_decode(s) for s in slices):
             return None
         columns = np.array(
             [
@@ -69,3 +68,8 @@ class DecodeBatch:
         """Tokens that each sequence attends to."""
         contexts: np.ndarray = self.columns[POSITION] + 1
         return contexts
+
+
+def _is_like_decode(piece: SeqSlice) -> bool:
+    """Of a prompt slice: whether a token is all that it can give."""
+    return piece.is_single and not piece.prompt_logprobs and piece.vector is None

@@ -213,6 +213,8 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
         extent_bytes=engine.extent_bytes,
         short_context=model.within(max_context).short_context,
         page_windows=windows,
+        num_classes=0 if model.classes is None else len(model.classes.labels),
+        writes=model.writes,
     )
 
 

@@ -30,6 +30,22 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class HostVectors:
+    """Of one step, of one width: float32 `[n, width]`, on the way to the host. places: theirs."""
+
+    places: list[int]
+    values: torch.Tensor
+
+    def by_place(self) -> dict[int, bytes | None]:
+        """None: not all of a vector's numbers are finite."""
+        values = self.values.numpy().astype("<f4", copy=False)
+        finite = np.isfinite(values).all(axis=1)
+        return {
+            place: values[i].tobytes() if finite[i] else None for i, place in enumerate(self.places)
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """Draws of a launched step, of which some wait for masks.
 
@@ -60,6 +76,7 @@ class StepTicket:
     prompt_logprobs: tuple[PromptLogprobs, ...]
     done: torch.cuda.Event | None
     held: Held | None = None
+    vectors: tuple[HostVectors, ...] = ()
 
     def ready(self) -> bool:
         return self.held is None and (self.done is None or self.done.query())
@@ -82,11 +99,17 @@ class StepTicket:
         for found in self.logprobs:
             logprobs |= _by_place(found, tokens)
         prompts = {p.place: _prompt(p) for p in self.prompt_logprobs}
+        vectors: dict[int, bytes | None] = {}
+        for pooled in self.vectors:
+            vectors |= pooled.by_place()
+        failed |= {place for place, vector in vectors.items() if vector is None}
         results: list[SliceResult] = [SliceResult()] * len(self.order)
         for place, index in enumerate(self.order):
             token_ids = (tokens[place],) if place in tokens else ()
             chosen = (logprobs[place],) if place in logprobs else ()
-            results[index] = SliceResult(token_ids, chosen, prompts.get(place), place in failed)
+            results[index] = SliceResult(
+                token_ids, chosen, prompts.get(place), place in failed, vectors.get(place)
+            )
         return results
 
 

@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
@@ -41,6 +41,7 @@ from server.model.checkpoint.model_files import (
     without_config,
     without_weights,
 )
+from server.model.checkpoint.sentence_files import LENGTH_FILE, MODULES_FILE, PROMPTS_FILE
 from server.model.checkpoint.tensor_table import check_folder
 from server.model.spec import ModelSpec
 
@@ -57,8 +58,13 @@ METADATA_FILES = (
     "added_tokens.json",
     TEMPLATE_FILE,
     "chat_template.json",
+    MODULES_FILE,
+    PROMPTS_FILE,
+    LENGTH_FILE,
     INDEX_FILE,
 )
+# Of sentence-transformers' modules: `1_Pooling/config.json`.
+_MODULE_CONFIGS = f"[0-9]*_*/{CONFIG_FILE}"
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$")
 
 
@@ -107,7 +113,10 @@ def check_model(text: str, revision: str | None, *, with_tensors: bool = True) -
         with _readable(text):
             return check_folder(folder, with_tensors=with_tensors)
     with _explained(text, revision):
-        return read_config(_config_folder(text, revision))
+        folder = _config_folder(text, revision)
+        with suppress(RemoteEntryNotFoundError, LocalEntryNotFoundError):
+            hf_hub_download(text, MODULES_FILE, revision=folder.name)
+        return read_config(folder)
 
 
 def describe_model(text: str, revision: str | None) -> ModelSpec:
@@ -169,11 +178,16 @@ def _config_folder(repo: str, revision: str | None) -> Path:
         folder = Path(hf_hub_download(repo, CONFIG_FILE, revision=revision)).parent
     except RemoteEntryNotFoundError:
         raise ModelError(f"{repo} {without_config(_files(repo, revision), repo)}") from None
+    _check(repo, folder)
+    return folder
+
+
+def _check(repo: str, folder: Path) -> None:
+    """Raises ModelError for a configuration that cannot be served."""
     try:
         read_config(folder)
     except UnservedError as error:
         raise ModelError(f"{repo}: {error.reason}") from error
-    return folder
 
 
 def _files(repo: str, revision: str | None) -> list[str]:
@@ -191,9 +205,12 @@ def _download(repo: str, revision: str | None) -> tuple[Path, str]:
         log.warning("the Hub cannot be reached; %s is taken from the cache (%.12s)", repo, commit)
         return folder, commit
     files = _wanted_files(repo, commit, info)
+    fetch = partial(hf_hub_download, repo, revision=commit)
+    if MODULES_FILE in files:  # whose word counts before the weights come
+        fetch(MODULES_FILE)
+        _check(repo, folder)
     total = _bytes_of(info, files)
     log.info("model %s at %.12s: %s in %d files", repo, commit, gigabytes(total), len(files))
-    fetch = partial(hf_hub_download, repo, revision=commit)
     with _Progress(repo, total), ThreadPoolExecutor(DOWNLOADS) as pool:
         for _ in pool.map(fetch, files):
             pass
@@ -203,7 +220,8 @@ def _download(repo: str, revision: str | None) -> tuple[Path, str]:
 def _wanted_files(repo: str, commit: str, info: ModelInfo) -> list[str]:
     present = {sibling.rfilename for sibling in info.siblings or ()}
     wanted = [name for name in METADATA_FILES if name in present]
-    wanted += sorted(name for name in present if PurePath(name).match(f"{TEMPLATE_FOLDER}/*.jinja"))
+    patterns = (f"{TEMPLATE_FOLDER}/*.jinja", _MODULE_CONFIGS)
+    wanted += sorted(name for name in present if any(map(PurePath(name).match, patterns)))
     if INDEX_FILE in present:
         index = Path(hf_hub_download(repo, INDEX_FILE, revision=commit))
         shards = _shards(repo, index.read_bytes())

@@ -310,6 +310,7 @@ def test_about_the_server() -> None:
     card = make_card()
     model = msgspec.to_builtins(served_model(card))
     assert (model["model_path"], model["is_generation"]) == ("fake-base", True)
+    assert not served_model(msgspec.structs.replace(card, writes=False)).is_generation
     settings = msgspec.to_builtins(served_settings(card, "1", FleetState(2, 1, 9)))
     state = {"workers": 2, "workers_ready": 1, "max_running_requests": 9}
     assert (settings["context_length"], settings["internal_states"]) == (512, [state])

@@ -53,6 +53,7 @@ async def test_workers_arenas_and_adapters(router: Running, worker: FakeWorker) 
     got = await fleet(router)
     assert got["base"]["name"] == "fake-base"
     assert got["base"]["chat"] is True
+    assert got["base"]["gives"] == ["text", "vectors"]
     (one,) = got["workers"]
     assert (one["id"], one["state"], one["problem"]) == ("fake-0", "ready", None)
     assert (one["kv_pages"], one["device_extents"], one["host_extents"]) == (100, 64, 128)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from server.engine.admission import refuse
 from server.engine.executor import ExecutorLimits
-from server.protocol import GenerateRequest, SamplingParams
+from server.protocol import GenerateRequest, SamplingParams, VectorParams
 from tests.server.engine.harness import LIMITS, Harness, limits, make_request
 
 NAN, INF = math.nan, math.inf
@@ -57,6 +57,13 @@ HUGE = 2**62
         ("max_tokens", -1),
         ("min_tokens", -1),
         ("min_tokens", HUGE),
+        ("vector", VectorParams("logits")),
+        ("vector", VectorParams("hidden", token_ids=(5,))),
+        ("vector", VectorParams("logits", token_ids=(5, 100))),
+        ("vector", VectorParams("logits", token_ids=(5,) * 65)),
+        ("vector", VectorParams("logits", "mean", (5,))),
+        ("vector", VectorParams("scores")),
+        ("vector", VectorParams()),
         ("logprobs", -1),
         ("logprobs", 129),
         ("prompt_logprobs", -1),

@@ -16,7 +16,7 @@ from server.engine.memory.pages import GroupPages
 from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
 from server.model.executor import TorchExecutor
 from server.model.start import WeightsLoader
-from server.protocol import SamplingParams, TokenLogprob
+from server.protocol import SamplingParams, TokenLogprob, VectorParams
 
 EXTENT = 4096
 Allowed = Callable[[list[int]], Sequence[int]]
@@ -151,6 +151,8 @@ class Stream:
         sampling: SamplingParams | None = None,
         suppressed_until: int = 0,
     ) -> None:
+        self.wish: VectorParams | None = None
+        self.vector: np.ndarray | None = None
         self.driver = driver
         self.row = row
         self.slot = slot
@@ -172,6 +174,11 @@ class Stream:
 
     def bound(self, allowed: Allowed | None) -> "Stream":
         self.allowed = allowed
+        return self
+
+    def read_for(self, wish: VectorParams) -> "Stream":
+        """The prompt is read for a vector, and nothing follows."""
+        self.wish = wish
         return self
 
     def start(self) -> list[RowStart]:
@@ -215,6 +222,7 @@ class Stream:
         inputs = self.tokens[self.computed : self.computed + count]
         prefill = self.computed < self.prompt_len
         known = inline or count > 1 or prefill
+        wish = self.wish if self.wish and (last or self.wish.pooling == "mean") else None
         return SeqSlice(
             kind="prompt" if known else "decode",
             seq_row=self.row,
@@ -222,9 +230,10 @@ class Stream:
             num_new=count,
             token_ids=inputs if known else [],
             adapter_slot=self.slot,
-            sample=last,
+            sample=last and self.wish is None,
             prompt_logprobs=self.sampling.prompt_logprobs is not None and prefill,
             constrained=last and self.allowed is not None,
+            vector=wish,
         )
 
     def take(self, count: int, result: SliceResult) -> None:
@@ -234,6 +243,8 @@ class Stream:
         self.tokens += result.token_ids
         self.logprobs += result.logprobs
         self.prompt_logprobs += result.prompt_logprobs or []
+        if result.vector is not None:
+            self.vector = np.frombuffer(result.vector, "<f4")
 
     def free(self) -> None:
         for group in self.pages:
@@ -263,5 +274,11 @@ def step(driver: Driver, work: Sequence[tuple[Stream, int]]) -> None:
 
 def generate(driver: Driver, streams: Sequence[Stream], tokens: int, chunk: int) -> None:
     """Until every stream has `tokens` of output; prompts go in by chunks of up to `chunk`."""
-    while any(len(s.output) < tokens and not s.failed for s in streams):
-        step(driver, [(s, chunk) for s in streams if len(s.output) < tokens and not s.failed])
+
+    def goes_on(stream: Stream) -> bool:
+        if stream.wish is not None:
+            return stream.vector is None and not stream.failed
+        return len(stream.output) < tokens and not stream.failed
+
+    while any(map(goes_on, streams)):
+        step(driver, [(s, chunk) for s in streams if goes_on(s)])

@@ -119,13 +119,21 @@ def test_rows_of_missing_parts_are_of_types_that_there_are() -> None:
 
 # Of a served type: the reason that comes first.
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
-    "classifier": (
-        {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "bad"}},
-        "architectures: 'LlamaForSequenceClassification' is no model that writes text",
+    "tagger": (
+        {"architectures": ["LlamaForTokenClassification"], "id2label": {"0": "bad"}},
+        "architectures: 'LlamaForTokenClassification' is no form that is served; served is Llama",
     ),
-    "embeddings": (
-        {"model_type": "mistral", "architectures": ["MistralModel"]},
-        "architectures: 'MistralModel' is no model that writes text; served is MistralForCausalLM",
+    "both ways": (
+        {"model_type": "mistral", "architectures": ["MistralBidirectionalModel"]},
+        "architectures: 'MistralBidirectionalModel' attends to later tokens, too; served is",
+    ),
+    "embeddings by code": (
+        {
+            "model_type": "mistral",
+            "architectures": ["MistralModel"],
+            "auto_map": {"AutoModel": "modeling_mistral.MistralModel"},
+        },
+        "auto_map: its vectors need code of its own ('modeling_mistral.MistralModel')",
     ),
     "hqq": (
         {"quantization_config": {"quant_method": "hqq", "nbits": 4}},

@@ -6,11 +6,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from server.engine.certificates import CertifyOptions, certified_output
+from server.engine.certificates import (
+    ROOT_MARK,
+    CertifyOptions,
+    Mark,
+    certified_output,
+    certified_vector,
+    next_mark,
+)
 from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.protocol import GenerateRequest
+from server.protocol import GenerateRequest, TokenEvent, VectorParams
 from tests.server.engine.harness import Harness, limits, make_request
 
+CLASSES = 3
 ADAPTERS = st.sampled_from([None, None, "a", "b", "c", "d", "big", "huge"])
 RUNS = {"a": (1, 1), "b": (1,), "c": (2,), "d": (1, 1, 1), "big": (3, 1, 1), "huge": (9,)}
 PROMPTS = st.one_of(
@@ -31,8 +39,18 @@ WISHES = st.fixed_dictionaries(
         "prompt_logprobs": st.sampled_from([None, None, 1]),
         "num_accepted": st.sampled_from([0, 0, 0, 1, 5]),
         "adapter_from": st.sampled_from([0, 0, 0, 3, 4, 9, 40, None]),
+        "vector": st.sampled_from(
+            [
+                *[None] * 5,
+                VectorParams(),
+                VectorParams(pooling="mean"),
+                VectorParams("scores"),
+                VectorParams("logits", token_ids=(4, 9)),
+            ]
+        ),
     }
 )
+NO_ANSWER = {"max_tokens": 0, "prompt_logprobs": None, "num_accepted": 0}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -69,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         copy_polls: int,
         ending_polls: int,
     ) -> None:
-        engine = limits(**sizes)
+        engine = limits(**sizes, num_classes=CLASSES)
         self.options = CertifyOptions(
             engine.vocab_size,
             engine.eos_token_ids,
@@ -84,6 +102,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(wish=WISHES)
     def submit(self, wish: dict[str, Any]) -> None:
         wish = dict(wish)
+        if wish["vector"] is not None:
+            wish |= NO_ANSWER
         count = min(wish.pop("num_accepted"), wish["max_tokens"])
         wish["ignore_eos"] = wish["ignore_eos"] and not self.options.eos_percent
         begins = wish["adapter_from"]
@@ -167,11 +187,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert last.finish == "error" or key in self.aborted
             assert last.error != "internal"
             assert last.error != "deadline" or request.deadline_s is not None
+        self.check_vector(request, last)
         if last.finish != "error" and harness.tokens(key) and not request.accepted_ids:
             scored = harness.events[key][0].prompt_logprobs
             asked = sampling.prompt_logprobs is not None
             assert (scored is not None) == asked
             assert [p.token_id for p in scored or ()] == (request.prompt_ids if asked else [])
+
+    def check_vector(self, request: GenerateRequest, last: TokenEvent) -> None:
+        """Of the whole prompt, whatever of it was cached, cut or computed twice."""
+        if request.vector is None or last.finish in ("abort", "error"):
+            assert last.vector is None
+            return
+        begins, mark, marks = request.adapter_from, ROOT_MARK, list[Mark]()
+        for position, token_id in enumerate(request.prompt_ids):
+            acts = begins is not None and position >= begins
+            mark = next_mark(mark, token_id, request.adapter if acts else None)
+            marks.append(mark)
+        assert last.vector == certified_vector(marks, request.vector, CLASSES)
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)

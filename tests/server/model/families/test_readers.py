@@ -197,7 +197,7 @@ def test_windows_that_contexts_cannot_leave_are_none() -> None:
     [
         ({"model_type": "gpt2"}, "gpt2"),
         ({"model_type": None}, "model_type"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map"),

@@ -1,0 +1,155 @@
+"""`/classify` in vLLM's shape and in LoRAX's, and LoRAX's `/classify_batch`. Pure."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from router.api.request.body import decode_plain, only_one_of, require, typed
+from router.api.request.fields import NonNegative
+from router.api.request.formatter import ApiLimits, ApiRequest
+from router.api.request.generation_fields import adapter_named
+from router.api.request.known_elsewhere import check_unknown_parts
+from router.api.request.prompts import prompts_of
+from router.api.vectors.embed import EmbedParameters
+from router.api.vectors.fields import ScoredBody, call_of, read_body
+from router.api.vectors.whole import (
+    MAX_INPUTS,
+    READ_ALONE,
+    VectorUsage,
+    WholeFormatter,
+    usage_of,
+)
+from router.call import AnswerHead, ChoiceResult, GenerationCall, PromptInfo, VectorCall
+
+ClassifyShape = Literal["input", "inputs"]
+_SHAPES: tuple[ClassifyShape, ...] = ("input", "inputs")
+Text = Annotated[str, Meta(min_length=1)]
+
+
+class ClassifyBody(ScoredBody, frozen=True, kw_only=True):
+    """vLLM's. input: a text, a list of texts, token ids, or a list of lists of token ids."""
+
+    input: str | list[str | NonNegative | list[NonNegative]]
+
+
+class LoraxClassifyBody(msgspec.Struct, frozen=True):
+    """LoRAX's. stream: of its client; only false."""
+
+    inputs: Text
+    parameters: EmbedParameters | None = None
+    stream: bool | None = None
+
+
+class LoraxClassifyBatchBody(msgspec.Struct, frozen=True):
+    """LoRAX's. stream: of its client; only false."""
+
+    inputs: Annotated[list[Text], Meta(min_length=1, max_length=MAX_INPUTS)]
+    parameters: EmbedParameters | None = None
+    stream: bool | None = None
+
+
+class ClassObject(msgspec.Struct, frozen=True):
+    """Of one text. label: the likeliest. probs: of all classes, in the model's order."""
+
+    index: int
+    label: str
+    probs: Sequence[float]
+    num_classes: int
+
+
+class ClassList(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    data: list[ClassObject]
+    usage: VectorUsage
+    object: Literal["list"] = "list"
+
+
+class LabelScore(msgspec.Struct, frozen=True):
+    """One class of one text."""
+
+    label: str
+    score: float
+
+
+def shape_of(plain: dict[str, Any]) -> ClassifyShape:
+    """Raises RequestError unless the body is of one shape."""
+    return only_one_of(plain, _SHAPES)
+
+
+def parse_plain(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
+    """Raises RequestError."""
+    if shape_of(plain) == "inputs":
+        return _of_lorax(plain, LoraxClassifyBody, limits, bearer)
+    request = read_body(plain, ClassifyBody)
+    prompts = prompts_of(request.input, "input", MAX_INPUTS)
+    vector = VectorCall(use="classes", is_raw=request.is_raw)
+    call = call_of("classify", request, prompts, vector, limits, bearer)
+    return ApiRequest(call, ClassifyFormatter, None)
+
+
+def parse_batch(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
+    """Raises RequestError."""
+    return _of_lorax(decode_plain(body), LoraxClassifyBatchBody, limits, bearer)
+
+
+def _of_lorax(
+    plain: dict[str, Any],
+    kind: type[LoraxClassifyBody] | type[LoraxClassifyBatchBody],
+    limits: ApiLimits,
+    bearer: str | None,
+) -> ApiRequest:
+    check_unknown_parts(plain, kind.__struct_fields__, "")
+    inside = plain.get("parameters")
+    if isinstance(inside, dict):
+        check_unknown_parts(inside, EmbedParameters.__struct_fields__, "parameters.")
+    request = typed(plain, kind)
+    require(not request.stream, "classes are never streamed", "stream")
+    given = request.parameters or EmbedParameters()
+    needs = "needs `adapter_id` or `merged_adapters`"
+    is_batch = isinstance(request, LoraxClassifyBatchBody)
+    call = GenerationCall(
+        api="classify",
+        prompts=tuple(request.inputs) if is_batch else (str(request.inputs),),
+        messages=None,
+        adapter=adapter_named(given, given.adapter_id, "adapter_id", limits, bearer, needs),
+        sampling=READ_ALONE,
+        max_tokens=0,
+        vector=VectorCall(use="classes"),
+    )
+    return ApiRequest(call, LoraxClassifyFormatter, is_batch)
+
+
+class ClassifyFormatter(WholeFormatter):
+    def __init__(self, head: AnswerHead, _: None) -> None:
+        self._head = head
+
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
+        head = self._head
+        data = [self._object(result) for result in results]
+        answer = ClassList(
+            f"classify-{head.request_id}", head.created, head.model, data, usage_of(prompts)
+        )
+        return msgspec.json.encode(answer)
+
+    def _object(self, result: ChoiceResult) -> ClassObject:
+        probs, labels = result.vector, self._head.labels
+        likeliest = labels[max(range(len(probs)), key=probs.__getitem__)]
+        return ClassObject(result.prompt_index, likeliest, probs, len(probs))
+
+
+class LoraxClassifyFormatter(WholeFormatter):
+    """A list for each text, the likeliest class first."""
+
+    def __init__(self, head: AnswerHead, is_batch: bool) -> None:
+        self._labels, self._is_batch = head.labels, is_batch
+
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
+        lists = [
+            sorted(map(LabelScore, self._labels, result.vector), key=lambda one: -one.score)
+            for result in results
+        ]
+        return msgspec.json.encode(lists if self._is_batch else lists[0])

@@ -1,0 +1,95 @@
+"""`/embed` in LoRAX's shape and in that of Text Embeddings Inference (TEI). Pure."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from router.api.request.body import decode_plain, require, typed
+from router.api.request.fields import NonNegative, Positive
+from router.api.request.formatter import ApiLimits, ApiRequest
+from router.api.request.generation_fields import AdapterFields, adapter_named
+from router.api.request.known_elsewhere import check_unknown_parts
+from router.api.request.prompts import prompts_of
+from router.api.vectors.whole import MAX_INPUTS, READ_ALONE, WholeFormatter, encoded_list
+from router.call import AnswerHead, ChoiceResult, GenerationCall, PromptInfo, VectorCall
+
+EmbedShape = Literal["lorax", "tei"]
+# Fields that LoRAX's body has not: beside one of them the answer is TEI's.
+_OF_TEI = ("truncate", "truncation_direction", "prompt_name", "normalize", "dimensions")
+
+
+class EmbedParameters(AdapterFields, frozen=True, kw_only=True):
+    """adapter_id: alias or reference; null or "" = the base."""
+
+    adapter_id: str | None = None
+
+
+class EmbedBody(msgspec.Struct, frozen=True):
+    """One text in LoRAX's shape, or TEI's: a text, texts, token ids or lists of them, with any of
+    the fields from truncate on.
+
+    truncate: texts that are too long are cut, at their end unless truncation_direction says `Left`.
+    normalize: true by default in TEI's shape. stream: of LoRAX's client; only false.
+    """
+
+    inputs: str | list[str | NonNegative | list[NonNegative]]
+    parameters: EmbedParameters | None = None
+    stream: bool | None = None
+    truncate: bool | None = None
+    truncation_direction: Literal["Left", "Right"] | None = None
+    prompt_name: str | None = None
+    normalize: bool | None = None
+    dimensions: Positive | None = None
+
+
+class LoraxEmbedding(msgspec.Struct, frozen=True):
+    embeddings: Sequence[float]
+
+
+def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
+    """Raises RequestError."""
+    plain = decode_plain(body)
+    check_unknown_parts(plain, EmbedBody.__struct_fields__, "")
+    inside = plain.get("parameters")
+    if isinstance(inside, dict):
+        check_unknown_parts(inside, EmbedParameters.__struct_fields__, "parameters.")
+    request = typed(plain, EmbedBody)
+    require(not request.stream, "vectors are never streamed", "stream")
+    shape = _shape_of(plain)
+    given = request.parameters or EmbedParameters()
+    needs = "needs `adapter_id` or `merged_adapters`"
+    call = GenerationCall(
+        api="embed",
+        prompts=prompts_of(request.inputs, "inputs", MAX_INPUTS),
+        messages=None,
+        adapter=adapter_named(given, given.adapter_id, "adapter_id", limits, bearer, needs),
+        sampling=READ_ALONE,
+        max_tokens=0,
+        truncate=-1 if request.truncate else None,
+        truncate_keeps="last" if request.truncation_direction == "Left" else "first",
+        vector=VectorCall(_normalises(request, shape), request.dimensions, request.prompt_name),
+    )
+    return ApiRequest(call, EmbedFormatter, shape)
+
+
+def _shape_of(plain: dict[str, Any]) -> EmbedShape:
+    is_tei = not isinstance(plain["inputs"], str) or any(
+        plain.get(name) is not None for name in _OF_TEI
+    )
+    return "tei" if is_tei else "lorax"
+
+
+def _normalises(request: EmbedBody, shape: EmbedShape) -> bool | None:
+    return True if shape == "tei" and request.normalize is None else request.normalize
+
+
+class EmbedFormatter(WholeFormatter):
+    def __init__(self, head: AnswerHead, shape: EmbedShape) -> None:
+        self._shape = shape
+
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
+        vectors = [result.vector for result in results]
+        if self._shape == "lorax":
+            return msgspec.json.encode(LoraxEmbedding(vectors[0]))
+        return bytes(encoded_list(vectors))

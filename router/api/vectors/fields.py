@@ -1,0 +1,91 @@
+"""Fields that bodies about prompts have in common, and their checks. Pure."""
+
+from typing import Any, Literal, TypeVar
+
+from router.api.openai.common import HARMLESS, Truncation, adapter_by
+from router.api.request.body import require, typed
+from router.api.request.fields import CacheSalt, Priority
+from router.api.request.formatter import ApiLimits
+from router.api.request.generation_fields import AdapterFields, salt_of
+from router.api.request.known_elsewhere import check_unknown, unsupported
+from router.api.vectors.whole import READ_ALONE
+from router.call import Api, GenerationCall, VectorCall
+
+
+class ReadBody(AdapterFields, frozen=True, kw_only=True):
+    """model: an adapter's alias or reference, or the base's name; absent = the base.
+
+    truncate_prompt_tokens: texts are cut to so many tokens, -1 = to as many as fit.
+    """
+
+    model: str | None = None
+    user: str | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+    lora_path: str | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+
+
+# Other servers' names of what is `input` here.
+_SAID_ELSEWHERE = ("inputs", "text", "texts", "input_ids")
+R = TypeVar("R", bound=ReadBody)
+
+
+class ScoredBody(ReadBody, frozen=True, kw_only=True):
+    """use_activation: false = scores as the model gives them, not as probabilities. activation,
+    softmax: its older names."""
+
+    use_activation: bool | None = None
+    activation: bool | None = None
+    softmax: bool | None = None
+
+    @property
+    def is_raw(self) -> bool:
+        return False in (self.use_activation, self.activation, self.softmax)
+
+
+def read_body(plain: dict[str, Any], kind: type[R]) -> R:
+    """Fields that it does not know are refused unless they are harmless or ask for nothing. Raises
+    RequestError."""
+    known = kind.__struct_fields__
+    for name in _SAID_ELSEWHERE:
+        if "input" in known and name not in known and plain.get(name):
+            raise unsupported(name, "use `input`")
+    check_unknown(plain, known, HARMLESS)
+    require(isinstance(plain.get("metadata"), dict | None), "expected an object", "metadata")
+    return typed(plain, kind)
+
+
+def call_of(
+    api: Api,
+    request: ReadBody,
+    prompts: tuple[str | list[int], ...],
+    vector: VectorCall,
+    limits: ApiLimits,
+    bearer: str | None,
+) -> GenerationCall:
+    """Raises RequestError."""
+    cut = request.truncate_prompt_tokens
+    require(cut != 0, "expected at least 1, or -1 for all that fit", "truncate_prompt_tokens")
+    require(
+        cut is not None or request.truncation_side is None,
+        "needs `truncate_prompt_tokens`",
+        "truncation_side",
+    )
+    return GenerationCall(
+        api=api,
+        prompts=prompts,
+        messages=None,
+        adapter=adapter_by(request, request.model, request.lora_path, limits, bearer),
+        sampling=READ_ALONE,
+        max_tokens=0,
+        user=request.user,
+        add_special_tokens=request.add_special_tokens is not False,
+        truncate=cut,
+        truncate_keeps="last" if request.truncation_side == "left" else "first",
+        priority=request.priority or 0,
+        cache_salt=salt_of(request.cache_salt),
+        vector=vector,
+    )

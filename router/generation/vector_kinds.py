@@ -1,0 +1,38 @@
+"""Whether the base gives what a call wants: text, vectors, classes or fits. Pure."""
+
+from router.call import GenerationCall, RequestError, adapter_field
+from server.protocol import Gift, ModelCard
+
+_AT: dict[Gift, str] = {
+    "text": "text at /v1/chat/completions",
+    "vectors": "vectors at /v1/embeddings",
+    "classes": "classes at /classify",
+    "fits": "scores of documents at /v1/rerank",
+}
+_NO: dict[Gift, str] = {
+    "text": "no text",
+    "vectors": "no vectors",
+    "classes": "no classes",
+    "fits": "no scores of documents",
+}
+
+
+def check_kind(call: GenerationCall, card: ModelCard) -> None:
+    """Raises RequestError (unsupported), with the routes that the base does serve."""
+    wanted = _wanted(call)
+    if wanted in card.gives:
+        return
+    served = ", ".join(_AT[gift] for gift in card.gives)
+    message = f"the model {card.names[0]} gives {_NO[wanted]}; it gives {served}"
+    if wanted == "fits" and card.classes is not None:
+        message += f"; such a score needs a classifier of one label, not {len(card.classes.labels)}"
+    elif wanted == "fits":
+        message += "; the worker's --rerank-tokens and --rerank-template say how it gives a score"
+    raise RequestError("unsupported", message, param=adapter_field(call.api))
+
+
+def _wanted(call: GenerationCall) -> Gift:
+    if call.vector is None:
+        return "text"
+    wanted: dict[str, Gift] = {"vector": "vectors", "classes": "classes", "fit": "fits"}
+    return wanted[call.vector.use]

@@ -1,0 +1,152 @@
+"""Texts that are read for vectors or classes, as token ids: with what is put before them, whole or
+cut.
+
+Runs on the event loop; long texts are encoded in threads.
+"""
+
+from collections.abc import Sequence
+
+from router.call import GenerationCall, RequestError, VectorCall
+from router.generation.prompts import MAX_ENCODED, Prompt, check_ids, input_field
+from router.text.model import TextModel
+from server.protocol import VectorForm
+
+# What sentence-transformers calls the prompts of the two texts of a pair.
+QUERY, DOCUMENT = "query", "document"
+
+
+async def vector_prompts(
+    call: GenerationCall, vector: VectorCall, model: TextModel
+) -> list[Prompt]:
+    """In order. Raises RequestError (invalid, context_length)."""
+    form = model.card.vectors
+    before = "" if form is None else prompt_before(vector, form)
+    most = model.card.max_context if form is None else form.max_tokens
+    reader = TextReader(call, model, most)
+    size = sum(len(prompt) + len(before) for prompt in call.prompts)
+
+    def read() -> list[Prompt]:
+        return [
+            reader.prompt(prompt, before, reader.field(i)) for i, prompt in enumerate(call.prompts)
+        ]
+
+    return await model.long_texts.run(size, read)
+
+
+async def class_prompts(call: GenerationCall, model: TextModel) -> list[Prompt]:
+    """As `vector_prompts`, of a classifier."""
+    reader = TextReader(call, model, model.card.max_context)
+    size = sum(map(len, call.prompts))
+
+    def read() -> list[Prompt]:
+        found = [reader.prompt(text, "", reader.field(i)) for i, text in enumerate(call.prompts)]
+        return [unpadded(prompt, model) for prompt in found]
+
+    return await model.long_texts.run(size, read)
+
+
+async def paired_vector_prompts(
+    call: GenerationCall, vector: VectorCall, form: VectorForm, model: TextModel
+) -> list[Prompt]:
+    """Of queries (of one, where all are the same), then of documents: each is read alone."""
+    reader = TextReader(call, model, form.max_tokens)
+    queries = queries_of(vector)
+    texts = [
+        *((query, form.prompts.get(QUERY, ""), "query") for query in queries),
+        *(
+            (document, form.prompts.get(DOCUMENT, ""), reader.field(i))
+            for i, document in enumerate(call.prompts)
+        ),
+    ]
+    size = sum(len(text) + len(before) for text, before, _ in texts)
+    return await model.long_texts.run(size, lambda: [reader.prompt(*text) for text in texts])
+
+
+def queries_of(vector: VectorCall) -> Sequence[str]:
+    """One where all are the same."""
+    return vector.queries[:1] if len(set(vector.queries)) == 1 else vector.queries
+
+
+def prompt_before(vector: VectorCall, form: VectorForm) -> str:
+    """What is put before each text. Raises RequestError."""
+    if vector.prompt is not None:
+        return vector.prompt
+    name = form.default_prompt if vector.prompt_name is None else vector.prompt_name
+    if name is None:
+        return ""
+    if name not in form.prompts:
+        known = ", ".join(map(repr, form.prompts)) or "none"
+        message = f"`prompt_name`: the model has no prompt {name[:60]!r}; it has: {known}"
+        raise RequestError("invalid", message, param="prompt_name")
+    return form.prompts[name]
+
+
+def unpadded(prompt: Prompt, model: TextModel) -> Prompt:
+    """Without padding at its end: a classifier judges the last token before that."""
+    classes = model.card.classes
+    pad, ids = None if classes is None else classes.pad_token_id, prompt.ids
+    end = len(ids)
+    while end > 1 and ids[end - 1] == pad:
+        end -= 1
+    return prompt if end == len(ids) else Prompt(prompt.text, ids[:end], ())
+
+
+class TextReader:
+    """Of one call. most: tokens of a text."""
+
+    def __init__(self, call: GenerationCall, model: TextModel, most: int) -> None:
+        self._call, self._model = call, model
+        self.most = most
+        if call.truncate is not None and call.truncate >= 0:
+            self.most = min(call.truncate, most)
+
+    def field(self, index: int) -> str:
+        """Of a prompt."""
+        field = input_field(self._call.api)
+        return field if len(self._call.prompts) == 1 else f"{field}[{index}]"
+
+    def prompt(self, prompt: str | list[int], before: str, field: str) -> Prompt:
+        """Raises RequestError."""
+        if not isinstance(prompt, str):
+            check_ids(prompt, self._model, field)
+            return self.checked("", self._cut(prompt, len(prompt), 0), field)
+        text = before + prompt
+        self.check_size(text, field)
+        ids = self._model.encode(text, self._call.add_special_tokens)
+        if self._call.truncate is not None and len(ids) > self.most:
+            ids = self._cut(ids, *self._inside(text, ids))
+        return self.checked(text, ids, field)
+
+    def check_size(self, text: str, field: str) -> None:
+        """Raises RequestError."""
+        if self._call.truncate is None:
+            self._model.check_size(text, field)
+        elif len(text) > MAX_ENCODED:
+            message = f"expected a text of at most {MAX_ENCODED} characters, got {len(text)}"
+            raise RequestError("context_length", message, param=field)
+
+    def checked(self, text: str, ids: list[int], field: str) -> Prompt:
+        """Raises RequestError."""
+        if not ids:
+            raise RequestError("invalid", "expected a text of at least one token", param=field)
+        if len(ids) > self.most:
+            message = f"the model reads texts of at most {self.most} tokens; got {len(ids)}"
+            raise RequestError("context_length", message, param=field)
+        return Prompt(text, ids, ())
+
+    def _inside(self, text: str, ids: list[int]) -> tuple[int, int]:
+        """Where the text's own tokens end, and how many come before them: what a tokenizer puts
+        around a text stays when the text is cut."""
+        own = self._model.encode(text, add_special_tokens=False)
+        places = range(len(ids) - len(own) + 1)
+        before = next((i for i in places if ids[i : i + len(own)] == own), 0)
+        return (before + len(own), before) if len(own) < len(ids) else (len(ids), 0)
+
+    def _cut(self, ids: list[int], end: int, begin: int) -> list[int]:
+        """begin, end: of the tokens that may go."""
+        if self._call.truncate is None or len(ids) <= self.most:
+            return ids
+        room = max(0, self.most - begin - (len(ids) - end))
+        inside = ids[begin:end]
+        kept = inside[:room] if self._call.truncate_keeps == "first" else inside[-room:]
+        return [*ids[:begin], *(kept if room else ()), *ids[end:]][: self.most]

@@ -1,0 +1,57 @@
+"""The routes that give numbers of texts: each finds the shape of a body, and `Answerer` does the
+rest."""
+
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api.request.body import decode_plain
+from router.api.request.formatter import ApiLimits, ApiRequest
+from router.api.vectors import classify, embed, embeddings, rerank, score
+from router.api.vectors.rerank import RerankVersion
+from router.generation.way_in import Parse
+from router.routes.generate import answered
+from router.routes.operator import Endpoint
+from router.service import Service
+
+
+class VectorRoutes:
+    """Each endpoint answers one route. Errors have the shape of the body's API."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.embeddings = self._fixed(embeddings.parse)
+        self.embed = self._fixed(embed.parse)
+        self.classify_batch = self._fixed(classify.parse_batch)
+        self.score = self._fixed(score.parse)
+        self.rerank = partial(self._rerank, version=1)
+        self.rerank_of_cohere = partial(self._rerank, version=2)
+
+    async def classify(self, request: Request) -> Response:
+        """vLLM's shape or LoRAX's."""
+
+        def parse(body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
+            plain = decode_plain(body)
+            is_lorax = classify.shape_of(plain) == "inputs"
+            request.state.dialect = "lorax" if is_lorax else "openai"
+            return classify.parse_plain(plain, limits, bearer)
+
+        return await answered(self._service, request, parse)
+
+    async def _rerank(self, request: Request, version: RerankVersion) -> Response:
+        """The shape of Cohere, Jina and vLLM, or TEI's."""
+
+        def parse(body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
+            plain = decode_plain(body)
+            is_tei = rerank.shape_of(plain) == "texts"
+            request.state.dialect = "lorax" if is_tei else "openai"
+            return rerank.parse_plain(plain, limits, bearer, version)
+
+        return await answered(self._service, request, parse)
+
+    def _fixed(self, parse: Parse) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            return await answered(self._service, request, parse)
+
+        return endpoint

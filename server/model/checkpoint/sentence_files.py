@@ -1,0 +1,172 @@
+"""What sentence-transformers keeps beside a model: how its hidden states become vectors. No torch.
+
+What is done to them beyond pooling and a norm is refused by name.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from adapters.violations import shown
+from server.protocol import Pooling
+
+MODULES_FILE = "modules.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
+LENGTH_FILE = "sentence_bert_config.json"
+CONFIG_NAME = "config.json"
+_MAX_BYTES = 1 << 20
+_MAX_PROMPTS = 256
+# By their names in `modules.json`, without the package.
+_TRANSFORMER, _POOLING, _NORMALIZE, _LOGITS = "Transformer", "Pooling", "Normalize", "LogitScore"
+_TASKS = ("feature-extraction", "text-generation", "sequence-classification")
+_MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
+# How each mode was spelled in older files.
+_OLD_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+class SentenceFiles(NamedTuple):
+    """pooling: None = they are of no model for vectors. max_tokens: of a text; None = they do not
+    say. prompts: put before a text, by name. yes_no: tokens whose logits say whether a document
+    fits a query."""
+
+    pooling: Pooling | None
+    normalises: bool
+    max_tokens: int | None
+    prompts: dict[str, str]
+    default_prompt: str | None
+    yes_no: tuple[int, ...] = ()
+
+
+class _Module(NamedTuple):
+    kind: str
+    path: str
+
+
+def pools_vectors(folder: Path) -> bool:
+    """Whether the model is there for vectors."""
+    try:
+        return any(module.kind == _POOLING for module in _modules(folder))
+    except ValueError:
+        return True  # and `read_sentence_files` says what is wrong
+
+
+def read_sentence_files(folder: Path) -> SentenceFiles | None:
+    """None: there are none. Raises ValueError, with the file's name."""
+    modules = _modules(folder)
+    if not modules:
+        return None
+    kinds = [module.kind for module in modules]
+    pooling, yes_no = None, tuple[int, ...]()
+    if _POOLING in kinds:
+        expected = [_TRANSFORMER, _POOLING, _NORMALIZE]
+        pooling = _read_pooling(folder / modules[kinds.index(_POOLING)].path / CONFIG_NAME)
+    else:
+        expected = [_TRANSFORMER, _LOGITS]
+        if _LOGITS in kinds:
+            yes_no = _read_logits(folder / modules[kinds.index(_LOGITS)].path / CONFIG_NAME)
+    if kinds != expected[: len(kinds)]:
+        others = [kind for kind in kinds if kind not in expected] or kinds
+        raise ValueError(
+            f"{MODULES_FILE}: {', '.join(others)[:160]} is not served; served are "
+            f"{', '.join(expected)} in this order"
+        )
+    prompts, default = _read_prompts(folder)
+    return SentenceFiles(
+        pooling, _NORMALIZE in kinds, _read_length(folder), prompts, default, yes_no
+    )
+
+
+def _modules(folder: Path) -> list[_Module]:
+    """Raises ValueError."""
+    listed = _read(folder / MODULES_FILE)
+    if listed is None:
+        return []
+    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+        raise ValueError(f"{MODULES_FILE} must be a list of modules")
+    found = []
+    for each in listed:
+        path = str(each.get("path", ""))
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise ValueError(f"{MODULES_FILE}: path {shown(path)} leads out of the folder")
+        found.append(_Module(str(each.get("type", "")).rpartition(".")[2], path))
+    return found
+
+
+def _read_pooling(path: Path) -> Pooling:
+    name = f"{path.parent.name}/{path.name}"
+    table = _table(path, name)
+    modes = table.get("pooling_mode")
+    if modes is None:
+        modes = [mode for key, mode in _OLD_MODES.items() if table.get(key)] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else modes
+    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _MODES:
+        raise ValueError(f"{name}: pooling_mode must be lasttoken or mean, got {shown(modes)}")
+    pooling = _MODES[modes[0]]
+    if pooling == "mean" and table.get("include_prompt") is False:
+        raise ValueError(f"{name}: a mean without the prompt (include_prompt) is not served")
+    return pooling
+
+
+def _read_logits(path: Path) -> tuple[int, ...]:
+    name = f"{path.parent.name}/{path.name}"
+    table = _table(path, name)
+    ids = [table.get("true_token_id"), table.get("false_token_id")]
+    found = [i for i in ids if type(i) is int and i >= 0]
+    if len(found) != 2:
+        raise ValueError(f"{name}: true_token_id and false_token_id must be token ids")
+    return tuple(found)
+
+
+def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    table = _table(folder / PROMPTS_FILE, PROMPTS_FILE)
+    prompts, default = table.get("prompts") or {}, table.get("default_prompt_name")
+    if not isinstance(prompts, dict) or len(prompts) > _MAX_PROMPTS:
+        raise ValueError(f"{PROMPTS_FILE}: prompts must be a table of at most {_MAX_PROMPTS}")
+    known = {str(name): str(text) for name, text in prompts.items() if text is not None}
+    if default is not None and default not in known:
+        raise ValueError(f"{PROMPTS_FILE}: default_prompt_name is no prompt: {shown(default)}")
+    return known, default
+
+
+def _read_length(folder: Path) -> int | None:
+    table = _table(folder / LENGTH_FILE, LENGTH_FILE)
+    if table.get("do_lower_case"):
+        raise ValueError(f"{LENGTH_FILE}: do_lower_case must be false")
+    task = table.get("transformer_task")
+    if task not in (None, *_TASKS):
+        raise ValueError(
+            f"{LENGTH_FILE}: transformer_task must be {' or '.join(_TASKS)}, got {shown(task)}"
+        )
+    most = table.get("max_seq_length")
+    if most is not None and (type(most) is not int or most < 1):
+        raise ValueError(f"{LENGTH_FILE}: max_seq_length must be a positive integer")
+    return most
+
+
+def _table(path: Path, name: str) -> dict[str, Any]:
+    """Empty where there is no such file. name: for people."""
+    value = _read(path)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be an object")
+    return value
+
+
+def _read(path: Path) -> Any:
+    """None: there is no such file."""
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"{path.name}: larger than {_MAX_BYTES} bytes")
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name}: cannot be read as JSON ({error})") from None

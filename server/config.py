@@ -138,6 +138,14 @@ class WorkerConfig:
             " from 32 GiB, 8192 from 64 GiB; 512 on a CPU)",
         },
     )
+    batch_step_share: float = field(
+        default=0.125,
+        metadata={
+            "min": 0.01,
+            "max": 1,
+            "help": "share of --max-step-tokens for prompts of batches while others are computed",
+        },
+    )
     page_size: int = field(default=16, metadata={"min": 1, "help": "tokens a KV page"})
     adapter_slots: int = field(
         default=256, metadata={"min": 1, "max": 1 << 16, "help": "adapters on the device at once"}
@@ -219,3 +227,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     log_format: Literal["text", "json"] = "text"
     grammar: ServedGrammarLimits = ServedGrammarLimits()
     kv_contexts: int = 0
+    batch_step_share: float = 0.125

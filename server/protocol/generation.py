@@ -20,6 +20,9 @@ ErrorCode = Literal[
     "internal",
 ]
 
+# From here on a sequence is a batch's: nobody waits for its tokens.
+BACKGROUND_PRIORITY = 500
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     """One sequence to generate. `n` choices are n requests with the same prompt and seed.

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from server.engine.certificates import CertifyOptions, certified_output
 from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.protocol import GenerateRequest
+from server.protocol import BACKGROUND_PRIORITY, GenerateRequest
 from tests.server.engine.harness import Harness, limits, make_request
 
 ADAPTERS = st.sampled_from([None, None, "a", "b", "c", "d", "big", "huge"])
@@ -23,7 +23,7 @@ WISHES = st.fixed_dictionaries(
         "prompt": PROMPTS,
         "max_tokens": st.integers(0, 24),
         "adapter": ADAPTERS,
-        "priority": st.integers(0, 1),
+        "priority": st.sampled_from([0, 1, BACKGROUND_PRIORITY]),
         "deadline_s": st.sampled_from([None, None, None, 0.05, 5.0]),
         "salt": st.sampled_from(["", "", "tenant"]),
         "min_tokens": st.sampled_from([0, 0, 3]),

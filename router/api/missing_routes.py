@@ -10,6 +10,8 @@ _HERE = {
     "/completions": "POST /v1/completions does it",
     "/responses": "POST /v1/responses does it",
     "/messages": "POST /v1/messages does it",
+    "/files": "POST /v1/files does it",
+    "/batches": "POST /v1/batches does it",
     "/adapters": "POST /v1/adapters does it",
     "/v1/tokenize": "POST /tokenize does it",
     "/v1/detokenize": "POST /detokenize does it",
@@ -18,7 +20,6 @@ _HERE = {
 _NOT_SERVED = {
     **dict.fromkeys(("/v1/embeddings", "/embed", "/pooling", "/classify"), "embeddings"),
     **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/rerank"), "scores"),
-    **dict.fromkeys(("/v1/batches", "/v1/files"), "batches"),
     **dict.fromkeys(("/v1/audio/speech", "/v1/audio/transcriptions"), "audio"),
     "/v1/images/generations": "images",
     "/v1/moderations": "moderations",

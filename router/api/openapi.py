@@ -31,6 +31,9 @@ _QUERY: dict[str, Schema] = {
     "end": _DAY,
     "key": _TEXT,
     "adapter": _TEXT,
+    "after": _TEXT,
+    "purpose": _TEXT,
+    "order": {"enum": ["asc", "desc"]},
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED},
     "tenant": {"type": "string", "pattern": "^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"},
 }
@@ -92,7 +95,7 @@ def _operation(operation: Operation, schema_of: dict[str, Any], access: Access) 
     if operation.requests:
         described["requestBody"] = {
             "required": not operation.may_be_empty,
-            "content": {"application/json": {"schema": _any_of(operation.requests, schema_of)}},
+            "content": {operation.media: {"schema": _any_of(operation.requests, schema_of)}},
         }
     in_path = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
     parameters = [
@@ -166,7 +169,10 @@ def _dialects(operation: Operation) -> list[Dialect]:
 def _errors_of(operation: Operation) -> frozenset[int]:
     if operation.admin:
         return _ADMIN_ERRORS if operation.method == "get" else _ADMIN_ERRORS | _BODY_ERRORS
-    return _PLAIN_ERRORS | {400, 401, 403} if operation.key else _PLAIN_ERRORS
+    if not operation.key:
+        return _PLAIN_ERRORS
+    keyed = _PLAIN_ERRORS | {400, 401, 403}
+    return keyed if operation.method == "get" else keyed | _BODY_ERRORS | {409}
 
 
 def _operation_id(operation: Operation) -> str:

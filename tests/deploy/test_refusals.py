@@ -14,6 +14,7 @@ UNFIT: list[tuple[str, Object, str]] = [
     ("small", {"model": {"id": ""}}, "model.id is needed"),
     ("small", {"images": {"router": {"repository": ""}}}, "images.router.repository is needed"),
     ("small", {"images": {"worker": {"repository": ""}}}, "images.worker.repository is needed"),
+    ("small", {"router": {"filesClaim": "f", "replicas": 2}}, "routers share batches by Redis"),
     ("small", {"router": {"drainSeconds": 30}}, "a request may take requestTimeoutSeconds (600)"),
     ("small", {"router": {"terminationGracePeriodSeconds": 600}}, "needs at least 620"),
     ("small", {"worker": {"terminationGracePeriodSeconds": 30}}, "pool main: terminationGrace"),

@@ -164,6 +164,9 @@
 {{- define "loraplex.validate.outside" -}}
 {{- if and (eq .Values.redis.mode "external") (not .Values.redis.url) -}}{{- fail "redis.url is needed: where the external Redis is" -}}{{- end -}}
 {{- if and (ne .Values.redis.mode "external") .Values.redis.url -}}{{- fail (printf "redis.url is given, but redis.mode is %s, not external" .Values.redis.mode) -}}{{- end -}}
+{{- $router := .Values.router -}}
+{{- $routers := ternary (int $router.autoscaling.maxReplicas) (int $router.replicas) $router.autoscaling.enabled -}}
+{{- if and $router.filesClaim (gt $routers 1) (eq .Values.redis.mode "none") -}}{{- fail (printf "router.filesClaim: %d routers share batches by Redis: set redis.mode, or have one router" $routers) -}}{{- end -}}
 {{- $callers := index .Values.router.options "auth" | default "auto" -}}
 {{- if and (ne $callers "none") (not .Values.secrets.adminKey.name) (not .Values.secrets.apiKeys.name) -}}{{- fail "callers need keys: name secrets.apiKeys, or secrets.adminKey, with which they are made, or let anyone who reaches the routers use them with router.options.auth: none" -}}{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}{{- fail "ingress.hosts is needed" -}}{{- end -}}

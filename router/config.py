@@ -59,7 +59,7 @@ class RouterConfig:
             " the base model get the base (default: the base)"
         },
     )
-    default_source: Literal["hub", "local"] = field(
+    default_source: Literal["hub", "local", "modelscope"] = field(
         default="hub", metadata={"help": "source of an adapter_id that names none"}
     )
     share_hub_token: bool = field(

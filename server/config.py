@@ -9,6 +9,7 @@ import msgspec
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.manifest import SlabDtype
 from adapters.peft.validate import AdapterLimits
+from adapters.ref import MODELSCOPE_ENDPOINT
 
 Device = Literal["auto", "cpu", "cuda"]
 ServeMode = Literal["server", "local", "interactive"]
@@ -174,6 +175,16 @@ class WorkerConfig:
     https_hosts: tuple[str, ...] = field(
         default=(),
         metadata={"help": "host for https: adapters; HOST:PORT may be private (default: none)"},
+    )
+    modelscope_owners: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "owner on ModelScope whose public adapters are allowed; * = all (default: none)"
+        },
+    )
+    modelscope_endpoint: str = field(
+        default=MODELSCOPE_ENDPOINT,
+        metadata={"help": "where ModelScope, or a mirror of its API, is"},
     )
     merge_timeout_s: float = field(
         default=600.0,

@@ -28,6 +28,11 @@ UNFIT: list[tuple[str, Object, str]] = [
     ("small", {"adapters": [{"name": "a", "ref": "local:/c"}]}, "no options.adapter-root"),
     (
         "small",
+        {"adapters": [{"name": "a", "ref": "modelscope:b/c"}]},
+        "add it to options.modelscope",
+    ),
+    (
+        "small",
         {"hubOwners": ["acme"], "adapters": [{"name": "a", "ref": "hub:evil/a"}]},
         '"a" belongs to evil, who is not in hubOwners',
     ),

@@ -147,6 +147,12 @@
 {{- if not (has $host (index $options "https-host" | default list)) -}}
 {{- fail (printf "adapters: %q is on the host %s, which %s may not ask: add it to options.https-host" $adapter.name $host $.where) -}}
 {{- end -}}
+{{- else if hasPrefix "modelscope:" $ref -}}
+{{- $owner := regexReplaceAll "^modelscope:([^/]+)/.*$" $ref "${1}" -}}
+{{- $allowed := index $options "modelscope-owner" | default list -}}
+{{- if not (or (has $owner $allowed) (has "*" $allowed)) -}}
+{{- fail (printf "adapters: %q belongs to %s on ModelScope, whom %s may not ask: add it to options.modelscope-owner" $adapter.name $owner $.where) -}}
+{{- end -}}
 {{- else if hasPrefix "local:" $ref -}}
 {{- if not (index $options "adapter-root") -}}
 {{- fail (printf "adapters: %q is a local folder, and %s has no options.adapter-root" $adapter.name $.where) -}}

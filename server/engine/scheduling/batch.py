@@ -25,12 +25,16 @@ class Batch:
         self._short_context = limits.short_context
         self._guesses_left = self.budget - num_running if limits.max_guesses else 0
         self._background = self.budget
+        self._may_give_way = False
+        self.gave_way = False
 
-    def share_with_live(self, share: float, *queues: list[Sequence]) -> None:
-        """While others run or wait, prompts of batches have so much of the budget, less what
-        others' prompts have. queues: in order of precedence."""
+    def share_with_live(self, share: float, gave_way: bool, *queues: list[Sequence]) -> None:
+        """While others run or wait, prompts of batches have so much of the budget, and nothing in
+        a step with a prompt of others: a first token waits for no batch's. gave_way: they had
+        nothing in the step before, so they have their share now. queues: in order of precedence."""
         if any(queue and not queue[0].is_background for queue in queues):
             self._background = math.ceil(share * self.budget)
+            self._may_give_way = not gave_way
 
     def has_budget(self, sequence: Sequence) -> bool:
         """For some tokens of its prompt."""
@@ -102,10 +106,16 @@ class Batch:
         self.sequences.append(sequence)
         self.budget -= num_new
         if not is_decode:
-            self._background = max(0, self._background - num_new)
+            self._use_background(num_new, sequence.is_background)
         sequence.num_computed = start + num_new
         sequence.in_flight += 1
         sequence.pending += sample
+
+    def _use_background(self, num_new: int, is_background: bool) -> None:
+        """Of a prompt's tokens."""
+        self._background = max(0, self._background - num_new)
+        if self._may_give_way and not is_background:
+            self._background, self.gave_way = 0, True
 
     def _take_guesses(self, sequence: Sequence) -> int:
         """Guesses for a decode slice. They fit in the pages that the sequence has, and cannot go

@@ -55,6 +55,7 @@ class Scheduler:
         self._events: list[SequenceEvent] = []
         self._arrivals = self._step = 0
         self._now = 0.0
+        self._gave_way = False
         self._preemptions = self._prefix_hit_tokens = self._prompt_tokens = 0
 
     def submit(self, key: int, request: GenerateRequest, now: float) -> None:
@@ -180,7 +181,8 @@ class Scheduler:
         self.pages.begin_plan()
         running = list(self._running)
         batch = Batch(self._step + 1, self.limits, self.rows.freed, len(running))
-        batch.share_with_live(self.config.background_share, running, self._waiting)
+        share, gave_way = self.config.background_share, self._gave_way
+        batch.share_with_live(share, gave_way, running, self._waiting)
         longer = []
         for sequence in running:  # first the sequences that want one token
             wanted = sequence.num_wanted
@@ -194,6 +196,7 @@ class Scheduler:
                 batch.add(sequence)
         self._admit(batch)
         self._ask()
+        self._gave_way = batch.gave_way
         if not batch.sequences:
             return None
         self._step += 1

@@ -10,6 +10,7 @@ import msgspec
 from router.api.admin.keys import MAX_LISTED
 from router.api.admin.operations import OPERATIONS, Operation
 from router.api.errors import AnthropicError, Dialect, LoraxError, OpenAIError, error_table
+from router.api.files.requests import MAX_FILES_LISTED
 from router.api.request.formatter import ApiLimits
 from router.api.schema_limits import Schema, say_limits
 
@@ -34,6 +35,7 @@ _QUERY: dict[str, Schema] = {
     "after": _TEXT,
     "purpose": _TEXT,
     "order": {"enum": ["asc", "desc"]},
+    "limit of /v1/files": {"type": "integer", "minimum": 1, "maximum": MAX_FILES_LISTED},
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED},
     "tenant": {"type": "string", "pattern": "^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"},
 }
@@ -100,11 +102,18 @@ def _operation(operation: Operation, schema_of: dict[str, Any], access: Access) 
     in_path = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
     parameters = [
         *({"name": name, "in": "path", "required": True, "schema": _TEXT} for name in in_path),
-        *({"name": name, "in": "query", "schema": _QUERY[name]} for name in operation.query),
+        *(
+            {"name": name, "in": "query", "schema": _query(operation, name)}
+            for name in operation.query
+        ),
     ]
     if parameters:
         described["parameters"] = parameters
     return described
+
+
+def _query(operation: Operation, name: str) -> Schema:
+    return _QUERY.get(f"{name} of {operation.path}", _QUERY[name])
 
 
 def _keys(operation: Operation, access: Access) -> list[str]:

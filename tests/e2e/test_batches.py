@@ -96,8 +96,9 @@ def client(server: Serving) -> openai.OpenAI:
 def until_answered(server: Serving, batch_id: str, count: int) -> str:
     """The batch's status once so many lines have an answer, or it is over."""
     seen, deadline = -1, time.monotonic() + PATIENCE_S
+    api = client(server)
     while True:
-        batch = client(server).batches.retrieve(batch_id)
+        batch = api.batches.retrieve(batch_id)
         assert batch.request_counts is not None
         done = batch.request_counts.completed + batch.request_counts.failed
         if done >= count or batch.status in ("completed", "failed", "expired"):
@@ -106,7 +107,7 @@ def until_answered(server: Serving, batch_id: str, count: int) -> str:
             seen, deadline = done, time.monotonic() + PATIENCE_S
         assert time.monotonic() < deadline, server.log.read_text()[-4000:]
         assert server.process.poll() is None, server.log.read_text()[-4000:]
-        time.sleep(0.05)  # polls a condition, bounded by the deadline
+        time.sleep(0.25)  # polls a condition, bounded by the deadline
 
 
 def order_of(log: Path, names: list[str]) -> list[str]:

@@ -11,10 +11,11 @@ from router.api.request.body import decode_body, require
 from router.policy.batch_limits import LEAST_EXPIRY_S, MOST_EXPIRY_S
 
 MAX_FILES_LISTED = 10_000
-MAX_BATCHES_LISTED = 100
+MAX_BATCHES_LISTED = 1000
 USUAL_BATCHES_LISTED = 20
 _MOST_HOURS = 24 * 14
-_WINDOW = re.compile(r"([1-9][0-9]{0,2})([hd])")
+_WINDOW_PATTERN = r"^([1-9][0-9]{0,2})([hd])\Z"
+_WINDOW = re.compile(_WINDOW_PATTERN)
 _HOURS = {"h": 1, "d": 24}
 
 MetadataKey = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -37,12 +38,12 @@ class CreateBatchBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     input_file_id: str
     endpoint: str
-    completion_window: str
+    completion_window: Annotated[str, Meta(pattern=_WINDOW_PATTERN)]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
-class UploadForm(msgspec.Struct, frozen=True):
+class UploadForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fields of an upload, for its description: the form itself is read as it comes."""
 
     file: bytes

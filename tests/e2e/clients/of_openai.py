@@ -189,7 +189,7 @@ def responses_call_tools(url: str) -> None:
 def files_and_batches(url: str) -> None:
     bodies = [
         {"model": JSON, "messages": MESSAGES, "max_tokens": 4},
-        {"model": "nobody's", "messages": MESSAGES, "max_tokens": 4},
+        {"model": "nobody", "messages": MESSAGES, "max_tokens": 4},
     ]
     route: Any = "/v1/chat/completions"
     lines = [

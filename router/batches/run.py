@@ -126,6 +126,8 @@ class BatchRun:
 
     def end(self, how: Literal["cancelled", "expired"]) -> None:
         """What is in flight is given up; lines without an answer are told why."""
+        if self.state.end is not None:
+            return  # every line has its answer
         if how == "cancelled" and not self.state.cancelling_at:
             self.state = self._replaced(cancelling_at=int(time.time()))
         self._halt(how)

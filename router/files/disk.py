@@ -2,10 +2,12 @@
 
 import asyncio
 import errno
+import functools
 import logging
 import os
 import secrets
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -17,6 +19,8 @@ logger = logging.getLogger(__name__)
 TEMPORARY = ".tmp"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _RETRY_S = 30.0
+# Of their own: a slow disk must not keep threads from those who need none of it.
+_THREADS = ThreadPoolExecutor(8, "files")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,7 +30,8 @@ async def off_loop(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
     """In a thread: a disk may be slow. Raises RequestError (unavailable) for one that is full or
     broken, and what `work` raises."""
     try:
-        return await asyncio.to_thread(work, *args, **kwargs)
+        call = functools.partial(work, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
     except OSError as error:
         logger.error("--files-dir cannot be used: %s", error)
         why = "is full" if error.errno in _FULL else "cannot be used"

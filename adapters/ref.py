@@ -8,8 +8,9 @@ import msgspec
 
 from adapters.errors import AdapterError
 
-RefSource = Literal["hub", "local", "s3", "https", "alias"]
+RefSource = Literal["hub", "local", "s3", "https", "modelscope", "alias"]
 
+MODELSCOPE_ENDPOINT = "https://modelscope.cn"
 MAX_REF_CHARS = 1024
 MAX_TOKEN_CHARS = 4096
 
@@ -25,15 +26,19 @@ _NAMES: dict[RefSource, re.Pattern[str]] = {
     "local": re.compile(rf"/?{_QUOTED}(?:/{_QUOTED})*"),
     "s3": re.compile(rf"{_BUCKET}(?:/{_SEGMENT})+"),
     "https": re.compile(rf"{_HOST}(?:/{_SEGMENT})+"),
+    "modelscope": re.compile(rf"{_WORD}/{_WORD}"),
 }
 # Sources whose names others write as URLs, with `//` before and `/` after.
 _URLS = ("s3", "https")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _TOKEN = re.compile(rf"[!-~]{{1,{MAX_TOKEN_CHARS}}}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# Between a revision of ModelScope and a fingerprint: no name of Git's has it.
+_PINNED = "~"
+_MODELSCOPE_BRANCH = "master"
 _EXPECTED = (
     "hub:org/name, hub:org/name/folder@revision, local:path, s3:bucket/prefix, https://host/path, "
-    "or the name of a registered adapter"
+    "modelscope:owner/name, or the name of a registered adapter"
 )
 
 
@@ -42,10 +47,11 @@ class AdapterRef(msgspec.Struct, frozen=True):
 
     source: `alias` is a name that the operator registered.
     name: `org/name` or `org/name/folder` for `hub`, `bucket/prefix` for `s3`, `host[:port]/path`
-        for `https`. For `local` a path; characters other than A-Za-z0-9._+=,~- are written as in
-        URLs (`my%20adapter`).
-    revision: branch, tag or commit for `hub`, fingerprint of the folder for the others;
-        None = the default branch, or whatever the folder holds now.
+        for `https`, `owner/name` for `modelscope`. For `local` a path; characters other than
+        A-Za-z0-9._+=,~- are written as in URLs (`my%20adapter`).
+    revision: branch, tag or commit for `hub`, fingerprint of the folder for the others, both for
+        `modelscope` (`master~<fingerprint>`); None = the default branch, or whatever the folder
+        holds now.
     """
 
     source: RefSource
@@ -73,7 +79,8 @@ def parse_ref(text: str, default_source: RefSource = "hub") -> AdapterRef:
     if source == "hub" and not colon and hub_place(name)[1]:
         raise _bad_ref(text, f"a folder within a repository is written hub:{name}")
     if at and not _is_revision(source, revision):
-        kind = "a branch, tag or commit" if source == "hub" else "a fingerprint of 40 digits"
+        is_git = source in ("hub", "modelscope")
+        kind = "a branch, tag or commit" if is_git else "a fingerprint of 40 digits"
         raise _bad_ref(text, f"what follows '@' is not {kind}")
     return AdapterRef(source, name, revision if at else None)
 
@@ -106,7 +113,7 @@ def shown_name(ref: AdapterRef) -> str:
 
     A caller who used a registered name never learns the path, bucket or host behind it.
     """
-    is_public = ref.source in ("hub", "alias")
+    is_public = ref.source in ("hub", "modelscope", "alias")
     return format_ref(ref) if is_public else ref.name.rpartition("/")[2]
 
 
@@ -136,7 +143,26 @@ def is_pinned(ref: AdapterRef) -> bool:
     """Whether the reference names one content for ever: a commit, or a folder's fingerprint."""
     if ref.revision is None:
         return False
-    return bool(_COMMIT.fullmatch(ref.revision))
+    return bool(_COMMIT.fullmatch(pin_of(ref).fingerprint or ""))
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """What a revision says. label: a branch, tag or commit of ModelScope; "" elsewhere.
+    fingerprint: of the content, None = any."""
+
+    label: str
+    fingerprint: str | None
+
+    def of(self, fingerprint: str) -> str:
+        """The revision with this fingerprint."""
+        return f"{self.label}{_PINNED}{fingerprint}" if self.label else fingerprint
+
+
+def pin_of(ref: AdapterRef) -> Pin:
+    if ref.source != "modelscope":
+        return Pin("", ref.revision)
+    label, _, fingerprint = (ref.revision or _MODELSCOPE_BRANCH).partition(_PINNED)
+    return Pin(label, fingerprint or None)
 
 
 def check_token(token: str | None) -> None:
@@ -170,7 +196,11 @@ def _well_formed(source: RefSource, name: str) -> bool:
 
 
 def _is_revision(source: RefSource, text: str) -> bool:
-    if source == "hub":
+    if source == "modelscope":
+        text, pinned, fingerprint = text.partition(_PINNED)
+        if pinned and not _COMMIT.fullmatch(fingerprint):
+            return False
+    if source in ("hub", "modelscope"):
         return bool(_REVISION.fullmatch(text)) and _safe_path(text)
     return source != "alias" and bool(_COMMIT.fullmatch(text))
 

@@ -12,7 +12,6 @@ from adapters.common.logs import log_to_stderr
 from adapters.errors import AdapterError
 from launcher import config, names
 from launcher.batch import command as batch_command
-from launcher.batch.errors import BatchError
 from launcher.bench import commands as bench_commands
 from launcher.bench.errors import BenchError
 from launcher.command_line import Parser, add_options
@@ -21,6 +20,7 @@ from launcher.commands import lifecycle as lifecycle_commands
 from launcher.convert import command as convert_command
 from launcher.options import OptionError, Values, build
 from router.config import RouterConfig, RouterConfigError
+from router.lines.errors import BatchError
 from server.config import WorkerConfig
 
 ABOUT = """\

@@ -31,6 +31,8 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "hub_owners",
             "s3_buckets",
             "https_hosts",
+            "modelscope_owners",
+            "modelscope_endpoint",
             "default_source",
             "share_hub_token",
             "allow_other_base",

@@ -86,7 +86,7 @@ def check_worker(config: WorkerConfig) -> None:
     """Before a model is downloaded for nothing. Raises OptionError for sources and a Redis that
     cannot be, AdapterError for what this installation lacks.
     """
-    from adapters.sources.enabled import open_sources
+    from server.worker.adapters.adapter_store import sources_of
 
     _check_void(config)
     if config.redis:
@@ -97,7 +97,7 @@ def check_worker(config: WorkerConfig) -> None:
         except ValueError as error:
             raise OptionError(f"--redis: {error}") from error
     try:
-        open_sources(config.hub_owners, config.adapter_roots, config.s3_buckets, config.https_hosts)
+        sources_of(config)
     except AdapterError as error:
         if error.code != "bad_ref":
             raise

@@ -14,6 +14,8 @@ from adapters.common.meters import Meters
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef
 from router.background import Background
+from router.batches.build import make_batches
+from router.batches.desk import BatchDesk
 from router.call import Secret
 from router.config import RouterConfig, RouterConfigError
 from router.generation.answer_parts import AnswerParts
@@ -38,7 +40,7 @@ from router.operations.orphaned_unloads import OrphanedUnloads
 from router.operations.pins import Pins
 from router.operations.rollout_keeper import RolloutKeeper
 from router.operations.rollouts import Rollouts
-from router.operations.state_metrics import watch_sharing, watch_state
+from router.operations.state_metrics import watch_batches, watch_sharing, watch_state
 from router.operations.workers import AdapterWorkers
 from router.policy.front_door import FrontDoor
 from router.policy.placement.attempts import Quarantine, RetryBudget
@@ -130,6 +132,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         background=ground.background,
         orphaned_unloads=OrphanedUnloads(ground.sharing.store, admin),
         declared_check=_declared_check(ground),
+        batches=_batches(ground, dispatcher),
     )
     _declare_gauges(service, registry)
     return service
@@ -190,6 +193,21 @@ def _dispatcher(ground: _Ground, tokeniser: Tokeniser) -> Dispatcher:
     )
 
 
+def _batches(ground: _Ground, dispatcher: Dispatcher) -> BatchDesk | None:
+    config = ground.config
+    if config.files_dir is None:
+        return None
+    return make_batches(
+        config=config,
+        folder=config.files_dir,
+        sharing=ground.sharing,
+        tenancy=ground.tenancy,
+        dispatcher=dispatcher,
+        metrics=ground.metrics,
+        router_id=ground.router_id,
+    )
+
+
 def _watch(ground: _Ground, dispatcher: Dispatcher, file: AdaptersFile | None) -> FleetWatch:
     return FleetWatch(ground.base, ground.catalog, ground.fleet, dispatcher, file, ground.errors)
 
@@ -210,6 +228,7 @@ def _declare_gauges(service: Service, registry: CollectorRegistry) -> None:
     metrics, fleet, door = service.metrics, service.fleet, service.front_door
     watch_state(metrics, fleet, service.catalog, service.dispatcher)
     watch_sharing(metrics, service.sharing, service.tenancy)
+    watch_batches(metrics, service.batches)
     if service.config.metrics_compat:
         compat = CompatMetrics(
             service.base, fleet, service.catalog.rules.aliases, service.admin.use

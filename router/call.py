@@ -54,6 +54,8 @@ Cause = Literal[
     "forbidden",  # this caller may not
     "adapter_not_found",
     "key_not_found",
+    "file_not_found",
+    "batch_not_found",
     "route_not_found",
     "method_not_allowed",
     "body_timeout",  # the body did not arrive in time

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from adapters.grammar.limits import GrammarLimits
+from router.policy.batch_limits import BatchLimits, FilesLimits
 
 # The oldest proof of a caller's access that a request is accepted with.
 MAX_ADAPTER_TTL_S = 60.0
@@ -58,7 +59,7 @@ class RouterConfig:
             " the base model get the base (default: the base)"
         },
     )
-    default_source: Literal["hub", "local"] = field(
+    default_source: Literal["hub", "local", "modelscope"] = field(
         default="hub", metadata={"help": "source of an adapter_id that names none"}
     )
     share_hub_token: bool = field(
@@ -212,6 +213,15 @@ class RouterConfig:
             "help": "without Redis: an Idempotency-Key holds within this router alone; or 503"
         },
     )
+    files_dir: Path | None = field(
+        default=None,
+        metadata={
+            "help": "folder of /v1/files and /v1/batches, which several routers share (default:"
+            " they are off)"
+        },
+    )
+    files: FilesLimits = FilesLimits()
+    batch: BatchLimits = BatchLimits()
     max_requests: int = field(
         default=4096,
         metadata={"min": 1, "help": "requests being answered at once, streams included"},

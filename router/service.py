@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from adapters.common.meters import watch_loop_lag
 from router.background import Background
+from router.batches.desk import BatchDesk
 from router.config import RouterConfig, RouterConfigError
 from router.generation.answerer import Answerer
 from router.generation.dispatcher import Dispatcher
@@ -69,6 +70,7 @@ class Service:
     background: Background
     orphaned_unloads: OrphanedUnloads
     declared_check: DeclaredCheck
+    batches: BatchDesk | None
 
     def why_not_ready(self) -> str | None:
         """None = new requests are answered. An adapter that failed holds nobody up."""

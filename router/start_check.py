@@ -9,6 +9,7 @@ from adapters.errors import AdapterError
 from adapters.ref import is_name, is_owner, parse_ref
 from router.call import BASE_PLACEHOLDERS
 from router.config import RouterConfig, RouterConfigError
+from router.files.store import folder_id
 from router.http.tls import server_context
 from router.names.registration import Registration
 from router.operations.adapters_file import WHOLE
@@ -56,6 +57,9 @@ def check_options(config: RouterConfig) -> None:
         with blaming(f"--keys-file {config.keys_file}", KeysFileError):
             read_keys_file(config.keys_file)
     _check_adapters_file(config)
+    if config.files_dir is not None:
+        with blaming("--files-dir", OSError):
+            folder_id(config.files_dir.expanduser())
     with blaming("--redis", ValueError):
         make_sharing(config)
     with blaming("--otlp-endpoint", ValueError):
@@ -160,11 +164,12 @@ def _declared(text: str, config: RouterConfig) -> Registration:
     if name in BASE_PLACEHOLDERS:
         raise RouterConfigError(f"--adapter {text!r}: clients mean the base model by {name!r}")
     try:
-        ref = parse_ref(target, "local" if config.default_source == "local" else "hub")
+        ref = parse_ref(target, config.default_source)
     except AdapterError as error:
         raise RouterConfigError(f"--adapter {text!r}: {error.message}") from error
     if ref.source == "alias":
         raise RouterConfigError(
-            f"--adapter {text!r}: {target!r} names no source; write hub:, local:, s3: or https://"
+            f"--adapter {text!r}: {target!r} names no source; write hub:, local:, s3:, "
+            "https:// or modelscope:"
         )
     return Registration(name, ref, "option")

@@ -11,6 +11,7 @@ import msgspec
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.manifest import SlabDtype
 from adapters.peft.validate import AdapterLimits
+from adapters.ref import MODELSCOPE_ENDPOINT
 from server.protocol import Pooling
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -164,6 +165,14 @@ class WorkerConfig:
             " from 32 GiB, 8192 from 64 GiB; 512 on a CPU)",
         },
     )
+    batch_step_share: float = field(
+        default=0.125,
+        metadata={
+            "min": 0.01,
+            "max": 1,
+            "help": "share of --max-step-tokens for prompts of batches while others are computed",
+        },
+    )
     page_size: int = field(default=16, metadata={"min": 1, "help": "tokens a KV page"})
     adapter_slots: int = field(
         default=256, metadata={"min": 1, "max": 1 << 16, "help": "adapters on the device at once"}
@@ -199,6 +208,16 @@ class WorkerConfig:
     https_hosts: tuple[str, ...] = field(
         default=(),
         metadata={"help": "host for https: adapters; HOST:PORT may be private (default: none)"},
+    )
+    modelscope_owners: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "owner on ModelScope whose public adapters are allowed; * = all (default: none)"
+        },
+    )
+    modelscope_endpoint: str = field(
+        default=MODELSCOPE_ENDPOINT,
+        metadata={"help": "where ModelScope, or a mirror of its API, is"},
     )
     merge_timeout_s: float = field(
         default=600.0,
@@ -296,3 +315,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     kv_contexts: int = 0
     shards: int = 1
     dora_graphs: bool = False
+    batch_step_share: float = 0.125

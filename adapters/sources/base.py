@@ -4,7 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from adapters.ref import AdapterRef
+from adapters.ref import AdapterRef, RefSource
+
+# What enables a source that is not enabled by itself.
+ENABLING_OPTIONS: dict[RefSource, str] = {
+    "s3": "--s3-bucket",
+    "https": "--https-host",
+    "modelscope": "--modelscope-owner",
+}
 
 
 class Source(Protocol):

@@ -1,15 +1,17 @@
 """The sources that the operator enabled."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from adapters.errors import AdapterError
-from adapters.ref import RefSource, is_bucket, is_owner
+from adapters.ref import MODELSCOPE_ENDPOINT, RefSource, is_bucket, is_owner
 from adapters.sources.base import Source
 from adapters.sources.https import HttpsSource
 from adapters.sources.hub import HubSource
 from adapters.sources.local import LocalSource
+from adapters.sources.modelscope import ModelScopeSource
 
 
 def open_sources(
@@ -17,8 +19,13 @@ def open_sources(
     roots: Sequence[Path] = (),
     s3_buckets: Sequence[str] = (),
     https_hosts: Sequence[str] = (),
+    modelscope_owners: Sequence[str] = (),
+    modelscope_endpoint: str = MODELSCOPE_ENDPOINT,
 ) -> dict[RefSource, Source]:
-    """No bucket, no S3; no host, no HTTPS. Raises AdapterError for an option that cannot hold."""
+    """No bucket, no S3; no host, no HTTPS; no owner, no ModelScope.
+
+    Raises AdapterError for an option that cannot hold.
+    """
     for owner in hub_owners:
         _require(is_owner(owner), f"--hub-owner {owner!r}: expected one owner's name")
     for root in roots:
@@ -28,16 +35,25 @@ def open_sources(
         )
     for bucket in s3_buckets:
         _require(is_bucket(bucket), f"--s3-bucket {bucket!r}: expected a bucket's name")
+    for owner in modelscope_owners:
+        is_good = owner == "*" or is_owner(owner)
+        _require(is_good, f"--modelscope-owner {owner!r}: expected one owner's name, or *")
+    _require(
+        re.fullmatch(r"https?://[^/?#@\s]+/?", modelscope_endpoint),
+        f"--modelscope-endpoint {modelscope_endpoint!r}: expected https://host",
+    )
     sources: dict[RefSource, Source] = {"hub": HubSource(owners=hub_owners)}
     sources["local"] = LocalSource(roots)
     if s3_buckets:
         sources["s3"] = _s3(s3_buckets)
     if https_hosts:
         sources["https"] = HttpsSource(https_hosts)
+    if modelscope_owners:
+        sources["modelscope"] = ModelScopeSource(modelscope_owners, modelscope_endpoint)
     return sources
 
 
-def _require(condition: bool, message: str) -> None:
+def _require(condition: object, message: str) -> None:
     if not condition:
         raise AdapterError("bad_ref", message)
 

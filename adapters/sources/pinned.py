@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from adapters.errors import AdapterChanged, AdapterError
-from adapters.ref import AdapterRef, shown_name
+from adapters.ref import AdapterRef, pin_of, shown_name
 
 MAX_KNOWN = 4096
 RETRY_S = 1.0
@@ -45,8 +45,9 @@ class PinnedFiles:
 
     def _resolve(self, ref: AdapterRef) -> tuple[AdapterRef, Mapping[str, RemoteFile]]:
         files = self._list_now(ref)
-        pinned = AdapterRef(ref.source, ref.name, _revision(files))
-        if ref.revision not in (None, pinned.revision):
+        pin, fingerprint = pin_of(ref), _fingerprint(files)
+        pinned = AdapterRef(ref.source, ref.name, pin.of(fingerprint))
+        if pin.fingerprint not in (None, fingerprint):
             raise changed(ref)
         with self._lock:
             self._known[pinned] = files
@@ -56,7 +57,7 @@ class PinnedFiles:
         return pinned, files
 
 
-def _revision(files: Mapping[str, RemoteFile]) -> str:
+def _fingerprint(files: Mapping[str, RemoteFile]) -> str:
     parts = sorted(f"{name}\0{file.tag}\0{file.size}" for name, file in files.items())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
 

@@ -36,7 +36,7 @@ from adapters.safetensors.file import WeightsFile, join_files, open_weights
 from adapters.slab.file import SlabError, SlabFile, SlabSource, write_slab_file
 from adapters.slab.layout import make_layout
 from adapters.slab.unpacked import Unpacked
-from adapters.sources.base import Source
+from adapters.sources.base import ENABLING_OPTIONS, Source
 from adapters.sources.partial import partial_bytes
 from adapters.store.content import Contents, merged_member, present
 from adapters.store.quota import Quota
@@ -54,8 +54,6 @@ _MERGE_FAILURE_TTL_S = 600.0
 # Some 300 KB each: what comes is used soon.
 _MAX_JUDGED = 128
 _MAX_ALLOWED = 65_536
-# What enables a source that is not enabled by itself.
-_OPTIONS: dict[RefSource, str] = {"s3": "--s3-bucket", "https": "--https-host"}
 
 
 class AdapterStore:
@@ -121,7 +119,7 @@ class AdapterStore:
         """
         source = self._sources.get(ref.source)
         if source is None:
-            option = _OPTIONS.get(ref.source)
+            option = ENABLING_OPTIONS.get(ref.source)
             allowed = "" if option is None else f": no {option} allows them"
             message = f"adapters from {ref.source!r} are not enabled here{allowed}"
             raise AdapterError("forbidden", message)

@@ -24,6 +24,7 @@ SET_BY_CHART = {
         "cache-dir",
         "drain-delay-s",
         "drain-timeout-s",
+        "files-dir",
         "host",
         "hub-owner",
         "keys-file",

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from launcher.batch.errors import BatchError
 from launcher.bench.option_types import above, whole, worded
 from launcher.command_line import Parser, add_options
 from launcher.config import batch_options, resolve
 from launcher.options import OptionError
 from launcher.router_client import server_url
+from router.lines.errors import BatchError
 
 if TYPE_CHECKING:
-    from launcher.batch.index import BatchInput
     from launcher.batch.job import BatchJob, BatchPlan
-    from launcher.batch.journal import Journal
     from launcher.serve import Serve
+    from router.lines.index import BatchInput
+    from router.lines.journal import Journal
 
 ABOUT = """\
 Run a file of requests, one JSON object a line, in the format of OpenAI's batch API:
@@ -72,8 +72,8 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str]) -> int:
     """The exit code: 0 if every line has an answer. Raises BatchError, KeyboardInterrupt, and what
     `serve` raises."""
-    from launcher.batch.index import BatchInput
-    from launcher.batch.journal import Journal
+    from router.lines.index import BatchInput
+    from router.lines.journal import Journal
 
     out, errors = _files(arguments)
     _check_void(arguments)
@@ -94,8 +94,8 @@ def _run_lines(
 ) -> int:
     """until_over: False = it was stopped at once."""
     from launcher.batch.job import BatchJob
-    from launcher.batch.order import BLANK
     from launcher.batch.progress import Progress
+    from router.lines.order import BLANK
 
     total, done = source.lines - source.groups.count(BLANK), journal.skipped
     progress = Progress(sys.stderr, total, done, journal.failed)

@@ -9,18 +9,18 @@ import httpx
 
 from adapters.common.authorities import trusted_context
 from launcher.batch.attempts import LineAttempts
-from launcher.batch.errors import BatchError
-from launcher.batch.gate import Gate
-from launcher.batch.index import BatchInput
-from launcher.batch.journal import Journal
-from launcher.batch.lines import BadLine
-from launcher.batch.order import AdapterWindow, send_order
-from launcher.batch.pace import SendPace
 from launcher.batch.progress import Progress
-from launcher.batch.records import BatchFault, Outcome, record_id, record_of
 from launcher.bench.load.answers import error_text
 from launcher.router_client import bearer
 from router.http.client import http_client
+from router.lines.errors import BatchError
+from router.lines.gate import Gate
+from router.lines.index import BatchInput
+from router.lines.journal import Journal
+from router.lines.lines import BadLine
+from router.lines.order import AdapterWindow, send_order
+from router.lines.pace import SendPace
+from router.lines.records import BatchFault, Outcome, record_id, record_of
 
 _CHECK_S = 30.0  # for the server's first answer
 

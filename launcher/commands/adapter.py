@@ -199,6 +199,7 @@ def _sources(ref: AdapterRef) -> dict[RefSource, Source]:
         roots=[Path(path_of_local(ref.name)).parent] if ref.source == "local" else [],
         s3_buckets=[place] if ref.source == "s3" else [],
         https_hosts=[place] if ref.source == "https" else [],
+        modelscope_owners=[place] if ref.source == "modelscope" else [],
     )
 
 

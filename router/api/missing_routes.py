@@ -14,13 +14,14 @@ _HERE = {
     "/pooling": "POST /v1/embeddings and POST /classify do it",
     "/v1/classify": "POST /classify does it",
     "/predict": "POST /classify does it",
+    "/files": "POST /v1/files does it",
+    "/batches": "POST /v1/batches does it",
     "/adapters": "POST /v1/adapters does it",
     "/v1/tokenize": "POST /tokenize does it",
     "/v1/detokenize": "POST /detokenize does it",
     "/reset_prefix_cache": "no cache has to be emptied: each is keyed by content",
 }
 _NOT_SERVED = {
-    **dict.fromkeys(("/v1/batches", "/v1/files"), "batches"),
     **dict.fromkeys(("/v1/audio/speech", "/v1/audio/transcriptions"), "audio"),
     "/v1/images/generations": "images",
     "/v1/moderations": "moderations",

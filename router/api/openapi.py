@@ -10,6 +10,7 @@ import msgspec
 from router.api.admin.keys import MAX_LISTED
 from router.api.admin.operations import OPERATIONS, Operation
 from router.api.errors import AnthropicError, Dialect, LoraxError, OpenAIError, error_table
+from router.api.files.requests import MAX_FILES_LISTED
 from router.api.request.formatter import ApiLimits
 from router.api.schema_limits import Schema, say_limits
 
@@ -31,6 +32,10 @@ _QUERY: dict[str, Schema] = {
     "end": _DAY,
     "key": _TEXT,
     "adapter": _TEXT,
+    "after": _TEXT,
+    "purpose": _TEXT,
+    "order": {"enum": ["asc", "desc"]},
+    "limit of /v1/files": {"type": "integer", "minimum": 1, "maximum": MAX_FILES_LISTED},
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED},
     "tenant": {"type": "string", "pattern": "^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"},
 }
@@ -92,16 +97,23 @@ def _operation(operation: Operation, schema_of: dict[str, Any], access: Access) 
     if operation.requests:
         described["requestBody"] = {
             "required": not operation.may_be_empty,
-            "content": {"application/json": {"schema": _any_of(operation.requests, schema_of)}},
+            "content": {operation.media: {"schema": _any_of(operation.requests, schema_of)}},
         }
     in_path = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
     parameters = [
         *({"name": name, "in": "path", "required": True, "schema": _TEXT} for name in in_path),
-        *({"name": name, "in": "query", "schema": _QUERY[name]} for name in operation.query),
+        *(
+            {"name": name, "in": "query", "schema": _query(operation, name)}
+            for name in operation.query
+        ),
     ]
     if parameters:
         described["parameters"] = parameters
     return described
+
+
+def _query(operation: Operation, name: str) -> Schema:
+    return _QUERY.get(f"{name} of {operation.path}", _QUERY[name])
 
 
 def _keys(operation: Operation, access: Access) -> list[str]:
@@ -166,7 +178,10 @@ def _dialects(operation: Operation) -> list[Dialect]:
 def _errors_of(operation: Operation) -> frozenset[int]:
     if operation.admin:
         return _ADMIN_ERRORS if operation.method == "get" else _ADMIN_ERRORS | _BODY_ERRORS
-    return _PLAIN_ERRORS | {400, 401, 403} if operation.key else _PLAIN_ERRORS
+    if not operation.key:
+        return _PLAIN_ERRORS
+    keyed = _PLAIN_ERRORS | {400, 401, 403}
+    return keyed if operation.method == "get" else keyed | _BODY_ERRORS | {409}
 
 
 def _operation_id(operation: Operation) -> str:

@@ -70,6 +70,7 @@ _UNSERVED: dict[str, Schema] = {
     "apply_chat_template": _OFF,
 }
 _TEXT: Schema = {"type": "string"}
+_BYTES: Schema = {"type": "string", "contentMediaType": "application/octet-stream"}
 _NO: Schema = {"type": "null"}
 _TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _TOKEN_KEY: Schema = {"pattern": "^(0|[1-9][0-9]{0,9})$"}
@@ -82,6 +83,7 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
             node["pattern"] = node["pattern"].replace(r"\Z", "$")
     for name in (*_CLOSED, *_OPENAI_BODIES, *_READ_BODIES):
         components[name]["additionalProperties"] = {"type": "null"}
+    components["UploadForm"]["properties"]["file"] = _BYTES
     for name in _SIZED:
         _say_sizes(components[name]["properties"], limits)
     for name in (*_OPENAI_BODIES, *_READ_BODIES):

@@ -1,6 +1,7 @@
 """A generation request's way in: from its body to sequences that wait for workers."""
 
 import asyncio
+import math
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -57,6 +58,10 @@ class Started(NamedTuple):
 class Dispatcher:
     """Starts generations. `running` counts those that are not closed."""
 
+    # Of those that are no lines of batches; when the last of them was closed, on the loop's clock.
+    _live = 0
+    _live_until = -math.inf
+
     def __init__(
         self,
         base: BaseModel,
@@ -80,6 +85,11 @@ class Dispatcher:
         self._retries = retries
 
     @property
+    def live_at(self) -> float:
+        """When a request that is no batch's was there last; now if one is."""
+        return asyncio.get_running_loop().time() if self._live else self._live_until
+
+    @property
     def max_requests(self) -> int:
         return self._limits.max_requests
 
@@ -100,7 +110,7 @@ class Dispatcher:
         observer.asked(authorised.call, authorised.tenant, model.card.names[0])
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         with ExitStack() as held, _as_request_errors(authorised.call.api):
-            self._count(held)
+            self._count(held, authorised.caller.is_batch)
             held.callback(observer.closed)
             async with self._until(deadline):
                 self._refuse_early(authorised, charge)
@@ -167,15 +177,19 @@ class Dispatcher:
         check_scope(caller, adapter, names, self._catalog.rules.registered_name, param)
         return AuthorisedRequest(request_id, caller, call, adapter)
 
-    def _count(self, held: ExitStack) -> None:
+    def _count(self, held: ExitStack, is_batch: bool) -> None:
         """Raises RequestError when too many run."""
         if self.running >= self._limits.max_requests:
             raise RequestError("overloaded", f"{self.running} requests are being answered already")
         self.running += 1
-        held.callback(self._closed)
+        self._live += not is_batch
+        held.callback(self._closed, is_batch)
 
-    def _closed(self) -> None:
+    def _closed(self, is_batch: bool) -> None:
         self.running -= 1
+        if not is_batch:
+            self._live -= 1
+            self._live_until = asyncio.get_running_loop().time()
 
     def _refuse_early(self, authorised: AuthorisedRequest, charge: Charge) -> None:
         """Before any work is done for it: to refuse must be cheap. Raises as `_admit`."""

@@ -6,6 +6,7 @@ from functools import partial
 from typing import get_args
 
 from adapters.common.meters import Row
+from router.batches.desk import BatchDesk
 from router.generation.dispatcher import Dispatcher
 from router.names.aliases import Aliases
 from router.names.catalog import Catalog
@@ -128,6 +129,23 @@ def watch_sharing(metrics: RouterMetrics, sharing: Sharing, tenancy: Tenancy) ->
         {"mode": MODES},
         lambda: (((mode,), mode == admission.mode) for mode in MODES),
     )
+
+
+def watch_batches(metrics: RouterMetrics, desk: BatchDesk | None) -> None:
+    """All of this router's, but what is stored."""
+    meters = metrics.meters
+
+    def read(of: Callable[[BatchDesk], float]) -> Callable[[], float]:
+        return lambda: 0.0 if desk is None else of(desk)
+
+    for name, text, value in (
+        ("batches_running", "Batches that this router runs", lambda d: d.keeper.running),
+        ("batch_rows", "Sequences of batches that it runs", lambda d: d.keeper.rows.running),
+        ("batch_rows_limit", "As many as may run now", lambda d: d.keeper.rows.most),
+        ("files", "Files in --files-dir", lambda d: d.keeper.stored.files),
+        ("files_bytes", "What is in --files-dir, in bytes", lambda d: d.keeper.stored.nbytes),
+    ):
+        meters.watch(name, text, read(value))
 
 
 def _watch_workers(metrics: RouterMetrics, fleet: Fleet) -> None:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Lifespan
 
 from router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
 from router.api.missing_routes import hint
+from router.batches.desk import running_batches
 from router.call import Cause, RequestError
 from router.http.body import CLIENT_GONE_STATUS, ClientGone
 from router.http.by_port import ByPort
@@ -20,6 +21,7 @@ from router.http.edge import Edge
 from router.routes.adapters import AdapterRoutes
 from router.routes.api_key import with_api_key
 from router.routes.console import ConsoleRoutes
+from router.routes.files import FileRoutes
 from router.routes.fleet import FleetRoute
 from router.routes.generate import GenerateRoutes
 from router.routes.info import InfoRoutes
@@ -46,13 +48,14 @@ def build_app(service: Service) -> ASGIApp:
         *_adapter_routes(service),
         *_info_routes(service, info),
         *_sglang_routes(service, info),
+        *_file_routes(service),
         _get("/v1/fleet", OperatorRoutes(service).guarded(FleetRoute(service.watch).fleet)),
         *ConsoleRoutes().routes,
     ]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with service.run():
+        async with service.run(), running_batches(service.batches, service.background):
             yield
 
     app: ASGIApp = _with_cors(_starlette(routes, errors, lifespan), service.config.cors_origins)
@@ -60,13 +63,16 @@ def build_app(service: Service) -> ASGIApp:
         own = _starlette(_own_routes(info), errors)
         app = ByPort(app, own, service.config.metrics_port)
     dispatcher = service.dispatcher
-    return Edge(
+    edge = Edge(
         app,
         service.metrics,
         [*routes, *_own_routes(info)],
         RequestLog(service.tracing, GENERATION_PATHS, service.config.log_requests),
         lambda: dispatcher.draining,
     )
+    if service.batches is not None:
+        service.batches.door.app = edge
+    return edge
 
 
 def _starlette(
@@ -202,6 +208,18 @@ def _sglang_routes(service: Service, info: InfoRoutes) -> list[Route]:
         _get("/server_info", sglang.settings),
         _get("/get_server_info", sglang.settings),
         Route("/flush_cache", sglang.flush, methods=["GET", "POST"]),
+    ]
+
+
+def _file_routes(service: Service) -> list[Route]:
+    routes = FileRoutes(service)
+    return [
+        Route("/v1/files", routes.files, methods=["GET", "POST"]),
+        Route("/v1/files/{id}", routes.file, methods=["GET", "DELETE"]),
+        _get("/v1/files/{id}/content", routes.content),
+        Route("/v1/batches", routes.batches, methods=["GET", "POST"]),
+        _get("/v1/batches/{id}", routes.batch),
+        _post("/v1/batches/{id}/cancel", routes.cancel),
     ]
 
 

@@ -42,6 +42,7 @@ class RouterMetrics:
         self._declare_tokens()
         self._declare_placement()
         self._declare_adapters()
+        self._declare_batches()
 
     def _declare_requests(self) -> None:
         meters = self.meters
@@ -145,6 +146,22 @@ class RouterMetrics:
             "adapter_rollbacks",
             "Versions of adapters that were taken back; guard_alone: by one router, without Redis",
             {"by": get_args(RolledBackBy)},
+        )
+
+    def _declare_batches(self) -> None:
+        meters = self.meters
+        self.batches = meters.counter(
+            "batches",
+            "Batches that ended, by how",
+            {"end": ("completed", "failed", "expired", "cancelled")},
+        )
+        self.batch_lines = meters.counter(
+            "batch_lines",
+            "Lines of batches that were answered: in the output file, or in the error file",
+            {"outcome": ("completed", "failed")},
+        )
+        self.batch_retries = meters.counter(
+            "batch_line_retries", "Lines of batches that were to be asked again: all was busy"
         )
 
     def request(self, route: str, status: int) -> None:

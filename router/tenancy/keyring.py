@@ -54,6 +54,7 @@ class Keyring:
         self._written: list[ApiKey] = []
         self._tenants: dict[str, Tenant] = {}
         self._by_digest: dict[str, ApiKey] = {}
+        self._by_id: dict[str, ApiKey] = {}
         self._looked_at = 0.0
         self._looking = asyncio.Lock()
         self._is_shared = is_shared
@@ -82,10 +83,25 @@ class Keyring:
         found = None if key is None else _same(key, digest)
         if found is None and not self._is_up():
             raise RequestError("unavailable", "keys cannot be looked up now; try again soon")
-        good = check_key(found, digest, self._clock())
-        if self._closed and good.origin == "api" and not self._is_up():
+        return self._caller(check_key(found, digest, self._clock()))
+
+    def stand_in(self, tenant: str, key_id: str) -> Caller:
+        """Who asked for something that is done later, with a key that must be good still. Raises
+        RequestError (unauthorized, unavailable)."""
+        key = self._by_id.get(key_id)
+        found = None if key is None or key.tenant != tenant else key
+        if found is None and not self._is_up():
+            raise RequestError("unavailable", "keys cannot be looked up now; try again soon")
+        return self._caller(check_key(found, found.digest if found else "", self._clock()))
+
+    def _caller(self, key: ApiKey) -> Caller:
+        """Raises RequestError (unavailable)."""
+        if self._closed and key.origin == "api" and not self._is_up():
             raise RequestError("unavailable", "keys cannot be checked now; try again soon")
-        return Caller(good, self._tenants.get(good.tenant) or Tenant(good.tenant))
+        return Caller(key, self.tenant(key.tenant))
+
+    def tenant(self, name: str) -> Tenant:
+        return self._tenants.get(name) or Tenant(name)
 
     def tenants(self) -> set[str]:
         return {key.tenant for key in self.all()} | set(self._tenants)
@@ -162,6 +178,7 @@ class Keyring:
     def _index(self) -> None:
         keys = [*self._made.values.values(), *self._written]
         self._by_digest = {digest: key for key in keys for digest in digests_of(key)}
+        self._by_id = {key.id: key for key in keys}
 
     def _take(self, keys: list[ApiKey], tenants: list[Tenant]) -> None:
         self._written = keys

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from router.call import RequestError
-from router.policy.quota import Limits, Subject
+from router.policy.quota import Amount, Limits, Subject
+from server.protocol import BACKGROUND_PRIORITY
 
 KEY_PREFIX = "lpx_"
 MAX_MODELS = 256
@@ -29,6 +30,8 @@ KeyOrigin = Literal["api", "file"]
 Priority = Literal["high", "normal", "low"]
 Weight = Annotated[float, Meta(ge=0.01, le=100)]
 _BANDS: dict[Priority, int] = {"high": -1, "normal": 0, "low": 1}
+# Behind all others, whatever a body says of its own priority.
+_BATCH_BAND = 2 * BACKGROUND_PRIORITY
 
 
 class ApiKey(msgspec.Struct, frozen=True):
@@ -57,20 +60,25 @@ class ApiKey(msgspec.Struct, frozen=True):
 class Tenant(msgspec.Struct, frozen=True):
     """limits: of all its keys together. weight: of its share of the fleet, when others want it too.
 
-    priority: of requests whose key says none.
+    priority: of requests whose key says none. files, file_bytes: what it may store; None = as the
+    router's options say.
     """
 
     name: Word
     limits: Limits = Limits()
     weight: Weight = 1.0
     priority: Priority = "normal"
+    files: Amount | None = None
+    file_bytes: Annotated[int, Meta(ge=1, le=2**50)] | None = None
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who asks. key: None where no key is needed; then all is open. owner: whose the key is."""
+    """Who asks. key: None where no key is needed; then all is open. owner: whose the key is.
+    is_batch: it is a line of a batch."""
 
     key: ApiKey | None = None
     owner: Tenant = Tenant("")
+    is_batch: bool = False
 
     @property
     def tenant(self) -> str:
@@ -84,7 +92,7 @@ class Caller(msgspec.Struct, frozen=True):
     def priority(self) -> int:
         """Lower goes first."""
         own = None if self.key is None else self.key.priority
-        return _BANDS[own or self.owner.priority]
+        return _BANDS[own or self.owner.priority] + (_BATCH_BAND if self.is_batch else 0)
 
     @property
     def key_id(self) -> str:

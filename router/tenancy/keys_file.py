@@ -81,7 +81,7 @@ def read_keys(data: bytes) -> tuple[list[ApiKey], list[Tenant]]:
 
 
 def _tenant(entry: TenantEntry) -> Tenant:
-    return Tenant(entry.name, entry.limits, entry.weight, entry.priority)
+    return Tenant(**msgspec.structs.asdict(entry))
 
 
 def _key(entry: KeyEntry) -> ApiKey:

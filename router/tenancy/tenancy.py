@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import msgspec
+
 from adapters.common.loopback import is_loopback
 from router.background import Background
 from router.config import RouterConfig
@@ -16,6 +18,7 @@ from router.tenancy.audit import Audit
 from router.tenancy.keyring import Keyring
 from router.tenancy.keys import NOBODY, Caller
 from router.tenancy.metering import Metering
+from router.tenancy.vouchers import VOUCHER_SCHEME, Vouchers
 
 
 class ExposureError(Exception):
@@ -30,12 +33,16 @@ class Tenancy:
     keyring: Keyring
     metering: Metering
     audit: Audit
+    vouchers: Vouchers
 
     async def identify(self, authorization: str | None) -> Caller:
         """authorization: the header. Raises RequestError (unauthorized, unavailable)."""
+        scheme, _, given = (authorization or "").partition(" ")
+        if scheme == VOUCHER_SCHEME and (said := self.vouchers.read(given)) is not None:
+            found = self.keyring.stand_in(*said) if self.needs_keys else NOBODY
+            return msgspec.structs.replace(found, is_batch=True)
         if not self.needs_keys:
             return NOBODY
-        scheme, _, given = (authorization or "").partition(" ")
         return await self.keyring.identify(given.strip() if scheme.lower() == "bearer" else None)
 
     @asynccontextmanager
@@ -62,7 +69,9 @@ def make_tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tena
     is_shared = sharing.link is not None
     keyring = Keyring(store, config.keys_file, closed, is_shared, is_up, time.time)
     admission = Admission(store, is_up, config.quota_outage, router_id)
-    return Tenancy(needs_keys(config), keyring, Metering(store, admission), Audit(store))
+    return Tenancy(
+        needs_keys(config), keyring, Metering(store, admission), Audit(store), Vouchers()
+    )
 
 
 def needs_keys(config: RouterConfig) -> bool:

@@ -116,7 +116,10 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
     if options.shard > 0:
         return _follow(options, executor)
     depth = options.pipeline_depth or (2 if config.device == "cuda" else 1)
-    scheduler = Scheduler(executor.limits, SchedulerConfig(max_waiting=config.max_waiting))
+    scheduling = SchedulerConfig(
+        max_waiting=config.max_waiting, background_share=config.batch_step_share
+    )
+    scheduler = Scheduler(executor.limits, scheduling)
     constraints = _constraints(config, executor.limits)
     loop = EngineLoop(executor, scheduler, channel, depth, constraints)
     shorten_pauses()

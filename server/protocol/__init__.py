@@ -28,6 +28,7 @@ from server.protocol.frames import (
     encode,
 )
 from server.protocol.generation import (
+    BACKGROUND_PRIORITY,
     Abort,
     ErrorCode,
     Finish,
@@ -51,6 +52,7 @@ from server.protocol.workers import (
 )
 
 __all__ = [
+    "BACKGROUND_PRIORITY",
     "Abort",
     "AdapterLoad",
     "AdapterMerge",

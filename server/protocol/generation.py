@@ -20,6 +20,9 @@ ErrorCode = Literal[
     "internal",
 ]
 
+# From here on a sequence is a batch's: nobody waits for its tokens.
+BACKGROUND_PRIORITY = 500
+
 
 Pooling = Literal["last", "mean"]
 # What numbers are wanted of a prompt: the last norm's output, what the score head makes of it, or

@@ -210,6 +210,7 @@ def engine_config(
         # The worker counts credits; a burst may find all of them waiting at once.
         max_waiting=sizes.max_running + _max_waiting(config.max_waiting, sizes.max_running),
         max_step_tokens=sizes.max_step_tokens,
+        batch_step_share=config.batch_step_share,
         adapter_slots=config.adapter_slots,
         dora_graphs=config.dora_graphs,
         gpu_memory_utilization=config.gpu_memory_utilization,

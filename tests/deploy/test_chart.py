@@ -47,7 +47,7 @@ NEEDED: Object = {
 ODD: Object = {
     "pools": [{"name": "no"}, {"name": "on"}, {"name": "null"}],
     "worker": {"podLabels": {"odd": "true"}, "hubCacheClaim": "7"},
-    "router": {"tlsSecretName": "0123"},
+    "router": {"tlsSecretName": "0123", "filesClaim": "12"},
     "secrets": {
         "workers": {"name": "123", "key": "1"},
         "adminKey": {"name": "1e3", "key": "no"},

@@ -14,6 +14,7 @@ UNFIT: list[tuple[str, Object, str]] = [
     ("small", {"model": {"id": ""}}, "model.id is needed"),
     ("small", {"images": {"router": {"repository": ""}}}, "images.router.repository is needed"),
     ("small", {"images": {"worker": {"repository": ""}}}, "images.worker.repository is needed"),
+    ("small", {"router": {"filesClaim": "f", "replicas": 2}}, "routers share batches by Redis"),
     ("small", {"router": {"drainSeconds": 30}}, "a request may take requestTimeoutSeconds (600)"),
     ("small", {"router": {"terminationGracePeriodSeconds": 600}}, "needs at least 620"),
     ("small", {"worker": {"terminationGracePeriodSeconds": 30}}, "pool main: terminationGrace"),
@@ -25,6 +26,11 @@ UNFIT: list[tuple[str, Object, str]] = [
     ("small", {"adapters": [{"name": "a", "ref": "s3:b/c"}]}, "the bucket b, which pool main"),
     ("small", {"adapters": [{"name": "a", "ref": "https://h/c"}]}, "the host h, which pool main"),
     ("small", {"adapters": [{"name": "a", "ref": "local:/c"}]}, "no options.adapter-root"),
+    (
+        "small",
+        {"adapters": [{"name": "a", "ref": "modelscope:b/c"}]},
+        "add it to options.modelscope",
+    ),
     (
         "small",
         {"hubOwners": ["acme"], "adapters": [{"name": "a", "ref": "hub:evil/a"}]},

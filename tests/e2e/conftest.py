@@ -24,6 +24,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory, adapter_root: Path) -> Ite
         str(tmp_path_factory.mktemp("cache")),
         "--adapter-root",
         str(adapter_root),
+        "--files-dir",
+        str(tmp_path_factory.mktemp("files")),
         log=log,
     )
     try:

@@ -64,6 +64,12 @@ UNSAID = (
     Rule(_OPENAI, "tools have names of their own", (400,), r"no tool of `tools`|an earlier tool"),
     Rule(r"POST /v1/messages.*", "a block has what its type says", (400,), r"^`messages\["),
     Rule(r"POST /v1/responses", "an item has what its type says", (400,), r"^`input[`\[]"),
+    # Of files and batches
+    Rule(r"POST /v1/batches", "a route that a line may ask", (400,), r"`endpoint`: expected one"),
+    Rule(r"POST /v1/batches", "a file of the tenant", (404,), r"no file "),
+    Rule(r"POST /v1/batches", "at most two weeks", (400,), r"`completion_window`: expected hours"),
+    Rule(r"POST /v1/files", "a file has bytes", (400,), r"`file`: (it is empty|is needed)"),
+    Rule(r"POST /v1/files", "an expiry has both parts", (400,), r"`expires_after\["),
     # Of LoRAX's
     Rule(
         _LORAX, "the best of several is drawn, whole", (422,), r"several sequences|with `best_of`"

@@ -27,7 +27,7 @@ pytestmark = [
 @pytest.fixture(params=["open", "keyed"])
 def described(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Serving, str]]:
     """A served demo, and what schemathesis has to know of it: one for anyone, one with keys."""
-    options = ["--cache-dir", str(tmp_path / "cache")]
+    options = ["--cache-dir", str(tmp_path / "cache"), "--files-dir", str(tmp_path / "files")]
     auth = ""
     if request.param == "keyed":
         (tmp_path / "keys.yaml").write_text(KEYS)

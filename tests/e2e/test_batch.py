@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from launcher.batch.lines import BatchRequest, read_line
 from launcher.demo import EXAMPLES, adapter_paths
+from router.lines.lines import BatchRequest, read_line
 from tests.e2e.serving import ROOT, Serving
 from tests.launcher.batch.batch_files import line, numbers, records, write
 from tests.tethered import tethered

@@ -149,13 +149,24 @@ def test_an_adapters_file_that_says_nothing(
 FILES = {field.name for field in dataclasses.fields(RouterConfig) if "Path" in str(field.type)}
 
 
-@pytest.mark.parametrize("option", sorted(FILES - {"cache_dir", "tls_cert", "tls_key"}))
+@pytest.mark.parametrize(
+    "option", sorted(FILES - {"cache_dir", "files_dir", "tls_cert", "tls_key"})
+)
 def test_every_file_that_is_named_must_be_there(tmp_path: Path, option: str) -> None:
-    """But the cache, which is made."""
+    """But folders, which are made."""
     for path in (tmp_path / "absent", tmp_path):
         said = refused(**{option: path})
         assert said.startswith(f"--{option.replace('_', '-')}")
         assert str(path) in said
+
+
+def test_a_folder_of_files_must_be_possible(tmp_path: Path) -> None:
+    check_options(RouterConfig(files_dir=tmp_path / "made"))
+    assert (tmp_path / "made/tenants").is_dir()
+    (tmp_path / "file").write_text("x")
+    said = refused(files_dir=tmp_path / "file")
+    assert said.startswith("--files-dir")
+    assert str(tmp_path / "file") in said
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: Name
     ref: str | None = None
-    source: Literal["hub", "local", "s3", "https"] | None = None
+    source: Literal["hub", "local", "s3", "https", "modelscope"] | None = None
     id: str | None = None
     revision: str | None = None
     pin: bool | None = None
@@ -269,7 +269,8 @@ def parse_target(text: str, param: str, default_source: str) -> AdapterRef:
         ref = parse_ref(text, cast(RefSource, default_source))
     except AdapterError as error:
         raise RequestError("invalid", f"`{param}`: {error.message}", param=param) from None
-    require(ref.source != "alias", "names no source; write hub:, local:, s3: or https://", param)
+    message = "names no source; write hub:, local:, s3:, https:// or modelscope:"
+    require(ref.source != "alias", message, param)
     return ref
 
 

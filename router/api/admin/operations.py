@@ -30,6 +30,8 @@ from router.api.admin.keys import (
 )
 from router.api.admin.rollouts import AdapterHistory, DigestBody, RolloutBody, RolloutObject
 from router.api.errors import Dialect, dialect_of_path
+from router.api.files.objects import BatchList, BatchObject, DeletedFile, FileList, FileObject
+from router.api.files.requests import CreateBatchBody, UploadForm
 from router.api.lorax.answer import GenerateAnswer, StreamAnswer
 from router.api.lorax.request import LoraxBody
 from router.api.messages.answer import MessageObject
@@ -80,7 +82,7 @@ class Operation(msgspec.Struct, frozen=True):
     wants the admin key. key: it wants a caller's key where callers have keys. accepted: it may
     answer 202 with the same body, for what goes on. may_be_empty: the body. status: of success, or
     of all that it ever answers.
-    done: a stream ends with OpenAI's `[DONE]`.
+    done: a stream ends with OpenAI's `[DONE]`. media: of the body. in_batches: lines may ask it.
     """
 
     path: str
@@ -98,6 +100,8 @@ class Operation(msgspec.Struct, frozen=True):
     key: bool = False
     status: int = 200
     query: tuple[str, ...] = ()
+    media: str = "application/json"
+    in_batches: bool = True
 
     @property
     def dialect(self) -> Dialect:
@@ -201,6 +205,27 @@ _LIFECYCLE = (
         "/unload_lora_adapter", "post", "Unload and delete (SGLang)", LoadedAdapters, UnloadLoraBody
     ),
 )
+_FILE = "/v1/files/{id}"
+_BATCH = "/v1/batches/{id}"
+_PAGE = ("after", "limit")
+_FILES = (
+    msgspec.structs.replace(
+        _post("/v1/files", "Store a file of lines for a batch (OpenAI)", UploadForm, FileObject),
+        media="multipart/form-data",
+        in_batches=False,
+    ),
+    _keyed("/v1/files", "The tenant's files", FileList, *_PAGE, "order", "purpose"),
+    _keyed(_FILE, "One of them", FileObject),
+    Operation(_FILE, "delete", "Delete it", answers=(DeletedFile,), key=True),
+    Operation(f"{_FILE}/content", "get", "What is in it", text=True, key=True),
+    msgspec.structs.replace(
+        _post("/v1/batches", "Run the lines of a file (OpenAI)", CreateBatchBody, BatchObject),
+        in_batches=False,
+    ),
+    _keyed("/v1/batches", "The tenant's batches", BatchList, *_PAGE),
+    _keyed(_BATCH, "One of them", BatchObject),
+    Operation(f"{_BATCH}/cancel", "post", "End it early", answers=(BatchObject,), key=True),
+)
 _BOTH: tuple[Method, ...] = ("get", "post")
 OPERATIONS: tuple[Operation, ...] = (
     _post(
@@ -294,6 +319,7 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     _keyed("/v1/models", "The base and registered adapters", ModelList),
     _keyed("/v1/models/{name}", "One of them", ModelObject),
+    *_FILES,
     *_KEYS,
     *_LIFECYCLE,
     Operation(

@@ -29,7 +29,7 @@ LogitBias = dict[NonNegative, Annotated[float, Meta(ge=-100, le=100)]]
 Priority = Annotated[int, Meta(ge=0, le=100)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 
-SOURCES = ("hub", "local", "s3", "https")
+SOURCES = ("hub", "local", "s3", "https", "modelscope")
 _HUB_TOKEN_PREFIX = "hf_"
 
 

@@ -1,5 +1,7 @@
 """A step that is being planned, and then in flight: its plan and its sequences. Pure."""
 
+import math
+
 from server.constraints.constraint import Constraint
 from server.engine.executor import ExecutorLimits
 from server.engine.plan import PageGrant, RowStart, SeqSlice, StepPlan
@@ -22,6 +24,21 @@ class Batch:
         self._max_guesses = limits.max_guesses
         self._short_context = limits.short_context
         self._guesses_left = self.budget - num_running if limits.max_guesses else 0
+        self._background = self.budget
+        self._may_give_way = False
+        self.gave_way = False
+
+    def share_with_live(self, share: float, gave_way: bool, *queues: list[Sequence]) -> None:
+        """While others run or wait, prompts of batches have so much of the budget, and nothing in
+        a step with a prompt of others: a first token waits for no batch's. gave_way: they had
+        nothing in the step before, so they have their share now. queues: in order of precedence."""
+        if any(queue and not queue[0].is_background for queue in queues):
+            self._background = math.ceil(share * self.budget)
+            self._may_give_way = not gave_way
+
+    def has_budget(self, sequence: Sequence) -> bool:
+        """For some tokens of its prompt."""
+        return self.budget > 0 and (not sequence.is_background or self._background > 0)
 
     def start(self, sequence: Sequence) -> None:
         """The sequence has just been given its row and pages."""
@@ -63,6 +80,8 @@ class Batch:
         allow."""
         start = sequence.num_computed
         num_new = min(self.budget, sequence.num_wanted, sequence.room(self._page_size))
+        if sequence.is_background and num_new > 1:
+            num_new = max(1, min(num_new, self._background))
         if start < sequence.adapter_from:  # a slice has one adapter
             num_new = min(num_new, sequence.adapter_from - start)
         end = start + num_new
@@ -87,9 +106,17 @@ class Batch:
         )
         self.sequences.append(sequence)
         self.budget -= num_new
+        if not is_decode:
+            self._use_background(num_new, sequence.is_background)
         sequence.num_computed = start + num_new
         sequence.in_flight += 1
         sequence.pending += sample
+
+    def _use_background(self, num_new: int, is_background: bool) -> None:
+        """Of a prompt's tokens."""
+        self._background = max(0, self._background - num_new)
+        if self._may_give_way and not is_background:
+            self._background, self.gave_way = 0, True
 
     def _take_guesses(self, sequence: Sequence) -> int:
         """Guesses for a decode slice. They fit in the pages that the sequence has, and cannot go

@@ -29,6 +29,7 @@ from server.engine.scheduling.kv import SequencePages
 from server.engine.scheduling.loading import AdapterLoads
 from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.engine.scheduling.sequence import BY_PRECEDENCE, Precedence, Sequence, State, discard
+from server.engine.scheduling.sequence_rows import SequenceRows
 from server.protocol import ErrorCode, Finish, GenerateRequest
 
 
@@ -45,21 +46,17 @@ class Scheduler:
         self.grammars = GrammarWaits()
         self._eos = frozenset(limits.eos_token_ids)
         # Every running sequence can have a token in every step.
-        num_rows = min(limits.max_rows, limits.max_step_tokens)
-        self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._freed_rows: list[int] = []
+        self.rows = SequenceRows(min(limits.max_rows, limits.max_step_tokens))
         self._sequences: dict[int, Sequence] = {}
         self._waiting, self._running = list[Sequence](), list[Sequence]()  # in order of precedence
         self._departing: set[Sequence] = set()  # to be released at a later commit
         self._in_flight: deque[Batch] = deque()
         self._deadlines = Deadlines()
         self._events: list[SequenceEvent] = []
-        self._arrivals = 0
-        self._step = 0
+        self._arrivals = self._step = 0
         self._now = 0.0
+        self._gave_way = False
         self._preemptions = self._prefix_hit_tokens = self._prompt_tokens = 0
-
-    # ---- requests
 
     def submit(self, key: int, request: GenerateRequest, now: float) -> None:
         """Take a request. A bad request ends at once in an error event."""
@@ -122,8 +119,6 @@ class Scheduler:
             else:
                 self._settle(sequence)
 
-    # ---- adapters
-
     def slab_staged(self, staged: SlabStaged, now: float) -> None:
         copy = AdapterCopy(-1, staged.layout, staged.extents, ())
         problem = self.loads.staged(copy, staged.load_s, now)
@@ -148,8 +143,6 @@ class Scheduler:
     def _fail_waiters(self, waiters: list[Sequence], message: str) -> None:
         for sequence in waiters:
             self._fail(sequence, "adapter_unavailable", message)
-
-    # ---- output
 
     def take_events(self) -> list[SequenceEvent]:
         """All events since the last call."""
@@ -180,8 +173,6 @@ class Scheduler:
             adapter_bytes=self.arena.used_bytes,
         )
 
-    # ---- plan
-
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before something else happens."""
         self._now = now
@@ -189,7 +180,9 @@ class Scheduler:
         self._make_room(now)
         self.pages.begin_plan()
         running = list(self._running)
-        batch = Batch(self._step + 1, self.limits, self._freed_rows, len(running))
+        batch = Batch(self._step + 1, self.limits, self.rows.freed, len(running))
+        share, gave_way = self.config.background_share, self._gave_way
+        batch.share_with_live(share, gave_way, running, self._waiting)
         longer = []
         for sequence in running:  # first the sequences that want one token
             wanted = sequence.num_wanted
@@ -199,14 +192,15 @@ class Scheduler:
                 batch.add(sequence)
         for sequence in (s for s in longer if s.can_run):
             self._admit(batch, sequence.precedence.priority)  # between two chunks: nothing is cut
-            if batch.budget and self._grow(batch, sequence):
+            if batch.has_budget(sequence) and self._grow(batch, sequence):
                 batch.add(sequence)
         self._admit(batch)
         self._ask()
+        self._gave_way = batch.gave_way
         if not batch.sequences:
             return None
         self._step += 1
-        self._freed_rows = []
+        self.rows.freed = []
         self._in_flight.append(batch)
         return batch.plan
 
@@ -256,10 +250,12 @@ class Scheduler:
         if any(s.leaving for s in self._departing):
             return
         for sequence in list(self._waiting):
-            if not batch.budget or not self._free_rows or sequence.precedence.priority >= priority:
+            if not batch.has_budget(sequence) or sequence.precedence.priority >= priority:
                 return
             if self.loads.holds_back(sequence):
                 continue
+            if not self._has_row(sequence):
+                return
             if not self.pages.look_up(sequence, bool(self._running)):
                 return  # in order, as below
             if self.pages.is_computed_elsewhere(sequence):
@@ -272,6 +268,12 @@ class Scheduler:
             else:
                 return  # in order: small ones must not overtake a large one for ever
 
+    def _has_row(self, sequence: Sequence) -> bool:
+        """A batch gives its row to who is waited for, once no step in flight needs it."""
+        if not self.rows.free and sequence.takes_row_of_last(self._running):
+            self._preempt(self._running[-1])
+        return bool(self.rows.free)
+
     def _has_adapter(self, sequence: Sequence) -> bool:
         return sequence.adapter is None or self.arena.stage(sequence.adapter) == "ready"
 
@@ -279,7 +281,7 @@ class Scheduler:
         discard(self._waiting, sequence)
         insort(self._running, sequence, key=BY_PRECEDENCE)
         sequence.move(State.RUNNING)
-        sequence.seq_row = self._free_rows.pop()
+        sequence.seq_row = self.rows.free.pop()
         if sequence.adapter is not None:
             placement = self.arena.acquire(sequence.adapter)
             assert placement is not None
@@ -294,8 +296,6 @@ class Scheduler:
     def constraints(self, slices: list[int]) -> list[Constraint | None]:
         """Constraints of these slices of the oldest step in flight; None = the sequence ended."""
         return self._in_flight[0].constraints(slices)
-
-    # ---- commit
 
     def commit(self, step: int, results: list[SliceResult]) -> None:
         """Take the results of the oldest step in flight."""
@@ -340,8 +340,6 @@ class Scheduler:
         if self._events[-1].event.finish is not None:
             self._end(sequence)
 
-    # ---- endings
-
     def _fail(self, sequence: Sequence, code: ErrorCode, message: str) -> None:
         self._events.append(error_event(sequence, code, message))
         self._end(sequence)
@@ -381,8 +379,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.pages.release(sequence)
-        self._free_rows.append(sequence.seq_row)
-        self._freed_rows.append(sequence.seq_row)
+        self.rows.give_back(sequence.seq_row)
         if sequence.adapter is not None:
             self.arena.release(sequence.adapter)
         sequence.seq_row = sequence.adapter_slot = -1

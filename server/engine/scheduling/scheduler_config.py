@@ -8,8 +8,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     many more may come without being asked for.
 
     drain_after_s: how long a staged adapter waits for room before other adapters drain.
+    background_share: of a step's tokens, for prompts of batches while others run or wait.
     """
 
     max_waiting: int = 1024
     max_loading: int = 8
     drain_after_s: float = 1.0
+    background_share: float = 0.125

@@ -16,7 +16,7 @@ from server.engine.memory.pages import (
     page_hash,
     root_hash,
 )
-from server.protocol import GenerateRequest, TokenLogprob, VectorParams
+from server.protocol import BACKGROUND_PRIORITY, GenerateRequest, TokenLogprob, VectorParams
 
 
 class State(enum.Enum):
@@ -97,6 +97,15 @@ class Sequence:
         if state not in TRANSITIONS[self.state]:
             raise ValueError(f"sequence {self.key}: {self.state.name} -> {state.name}")
         self.state = state
+
+    @property
+    def is_background(self) -> bool:
+        """Nobody waits for its tokens."""
+        return self.precedence.priority >= BACKGROUND_PRIORITY
+
+    def takes_row_of_last(self, running: "list[Sequence]") -> bool:
+        """The last one is a batch's, and this one is not. running: in order of precedence."""
+        return bool(running) and running[-1].is_background and not self.is_background
 
     @property
     def can_run(self) -> bool:

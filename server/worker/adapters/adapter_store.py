@@ -4,6 +4,8 @@ from concurrent.futures import Executor
 
 from adapters.base import BaseSpec
 from adapters.peft.validate import AdapterLimits, SlabRoom
+from adapters.ref import RefSource
+from adapters.sources.base import Source
 from adapters.sources.enabled import open_sources
 from adapters.store.store import AdapterStore
 from server.config import EngineConfig, WorkerConfig
@@ -17,12 +19,22 @@ def open_store(
     return AdapterStore(
         config.cache_dir,
         base,
-        open_sources(
-            config.hub_owners, config.adapter_roots, config.s3_buckets, config.https_hosts
-        ),
+        sources_of(config),
         adapter_limits(config, engine),
         syncing=syncing,
         judging=judging,
+    )
+
+
+def sources_of(config: WorkerConfig) -> dict[RefSource, Source]:
+    """Raises AdapterError for an option that cannot hold."""
+    return open_sources(
+        config.hub_owners,
+        config.adapter_roots,
+        config.s3_buckets,
+        config.https_hosts,
+        config.modelscope_owners,
+        config.modelscope_endpoint,
     )
 
 

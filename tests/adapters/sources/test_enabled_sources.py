@@ -24,6 +24,7 @@ def test_buckets_and_hosts_enable_their_sources() -> None:
     assert set(open_sources()) == {"hub", "local"}
     assert set(open_sources(s3_buckets=["models"])) == {"hub", "local", "s3"}
     assert set(open_sources(https_hosts=["a.test"])) == {"hub", "local", "https"}
+    assert set(open_sources(modelscope_owners=["*"])) == {"hub", "local", "modelscope"}
     assert refusal(lambda: open_sources(https_hosts=["https://a.test"])) is not None
 
 
@@ -34,6 +35,8 @@ def test_buckets_and_hosts_enable_their_sources() -> None:
         ({"s3_buckets": ["s3://models"]}, "--s3-bucket 's3://models'"),
         ({"s3_buckets": ["Models"]}, "--s3-bucket 'Models'"),
         ({"https_hosts": ["a b"]}, "--https-host 'a b'"),
+        ({"modelscope_owners": ["a/b"]}, "--modelscope-owner 'a/b'"),
+        ({"modelscope_endpoint": "modelscope.cn"}, "--modelscope-endpoint 'modelscope.cn'"),
         ({"roots": [Path("/no/such/folder")]}, "--adapter-root /no/such/folder"),
         ({"roots": [Path(__file__)]}, f"--adapter-root {__file__}"),
         ({"roots": [Path("x" * 5000)]}, "--adapter-root xxx"),

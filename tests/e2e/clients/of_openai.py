@@ -1,6 +1,7 @@
 """OpenAI's own client: parsed answers, helpers of streams and tools, the Responses API."""
 
 import json
+import time
 from typing import Any, Literal
 
 import openai
@@ -185,6 +186,47 @@ def responses_call_tools(url: str) -> None:
         check_weather(json.loads(call.arguments), "arguments of a response's call")
 
 
+def files_and_batches(url: str) -> None:
+    bodies = [
+        {"model": JSON, "messages": MESSAGES, "max_tokens": 4},
+        {"model": "nobody", "messages": MESSAGES, "max_tokens": 4},
+    ]
+    route: Any = "/v1/chat/completions"
+    lines = [
+        json.dumps({"custom_id": f"{number}", "method": "POST", "url": route, "body": body})
+        for number, body in enumerate(bodies)
+    ]
+    api = client(url)
+    file = api.files.create(
+        file=("in.jsonl", "\n".join(lines).encode()),
+        purpose="batch",
+        expires_after={"anchor": "created_at", "seconds": 3600},
+    )
+    check(file.expires_at == file.created_at + 3600, f"expires_at: {file}")
+    check(api.files.retrieve(file.id) == file, "retrieved file")
+    check(api.files.content(file.id).text == "\n".join(lines), "content")
+    check(file.id in [one.id for one in api.files.list(purpose="batch", limit=1)], "listed file")
+    batch = api.batches.create(
+        input_file_id=file.id, endpoint=route, completion_window="24h", metadata={"a": "b"}
+    )
+    while batch.status not in ("completed", "failed"):
+        time.sleep(0.1)
+        batch = api.batches.retrieve(batch.id)
+    counts = batch.request_counts
+    check(counts is not None and (counts.completed, counts.failed) == (1, 1), f"counts: {batch}")
+    check(batch.id in [one.id for one in api.batches.list(limit=1)], "listed batch")
+    good = json.loads(api.files.content(batch.output_file_id or "").text)
+    check(good["response"]["body"]["object"] == "chat.completion", f"answer: {good}")
+    bad = json.loads(api.files.content(batch.error_file_id or "").text)
+    check(bad["response"]["status_code"] in (403, 404), f"error: {bad}")
+    try:
+        api.batches.cancel(batch.id)
+        check(False, "a batch that is over was cancelled")
+    except openai.ConflictError:
+        pass
+    check(api.files.delete(file.id).deleted, "deleted")
+
+
 if __name__ == "__main__":
     run(
         parsed_answers,
@@ -195,4 +237,5 @@ if __name__ == "__main__":
         tool_messages,
         parsed_responses,
         responses_call_tools,
+        files_and_batches,
     )

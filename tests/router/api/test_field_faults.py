@@ -92,7 +92,8 @@ def choices(kind: inspect.Type, where: str = "") -> list[tuple[str, Any, tuple[A
     ]
 
 
-BODIES = {repr(kind): kind for one in OPERATIONS for kind in one.requests}
+JSON = [one for one in OPERATIONS if one.media == "application/json"]
+BODIES = {repr(kind): kind for one in JSON for kind in one.requests}
 READ = [*BODIES.values(), FileEntry, KeysFile]
 CHOICES = [(kind, *choice) for kind in READ for choice in choices(inspect.type_info(kind))]
 

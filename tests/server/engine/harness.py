@@ -258,7 +258,7 @@ class Harness:
         assert not self.held
         assert not self.scheduler.loads.copying
         assert all(self.scheduler.arena.leases(d) == 0 for d in self.scheduler.arena.ready)
-        assert sorted(self.scheduler._free_rows) == list(
+        assert sorted(self.scheduler.rows.free) == list(
             range(min(self.limits.max_rows, self.limits.max_step_tokens))
         )
         assert not self.scheduler.pages._computing

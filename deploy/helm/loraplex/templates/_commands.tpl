@@ -33,6 +33,9 @@
 {{- end }}
 - "--cache-dir=/var/cache/loraplex"
 - "--adapters-file=/etc/loraplex/adapters/adapters.yaml"
+{{- if $values.router.filesClaim }}
+- "--files-dir=/var/lib/loraplex/files"
+{{- end }}
 - "--request-timeout-s={{ $values.requestTimeoutSeconds }}"
 - "--drain-delay-s={{ $values.router.drainDelaySeconds }}"
 - "--drain-timeout-s={{ include "loraplex.drainSeconds" (dict "root" $ "of" $values.router) }}"

@@ -147,6 +147,12 @@
 {{- if not (has $host (index $options "https-host" | default list)) -}}
 {{- fail (printf "adapters: %q is on the host %s, which %s may not ask: add it to options.https-host" $adapter.name $host $.where) -}}
 {{- end -}}
+{{- else if hasPrefix "modelscope:" $ref -}}
+{{- $owner := regexReplaceAll "^modelscope:([^/]+)/.*$" $ref "${1}" -}}
+{{- $allowed := index $options "modelscope-owner" | default list -}}
+{{- if not (or (has $owner $allowed) (has "*" $allowed)) -}}
+{{- fail (printf "adapters: %q belongs to %s on ModelScope, whom %s may not ask: add it to options.modelscope-owner" $adapter.name $owner $.where) -}}
+{{- end -}}
 {{- else if hasPrefix "local:" $ref -}}
 {{- if not (index $options "adapter-root") -}}
 {{- fail (printf "adapters: %q is a local folder, and %s has no options.adapter-root" $adapter.name $.where) -}}
@@ -164,6 +170,9 @@
 {{- define "loraplex.validate.outside" -}}
 {{- if and (eq .Values.redis.mode "external") (not .Values.redis.url) -}}{{- fail "redis.url is needed: where the external Redis is" -}}{{- end -}}
 {{- if and (ne .Values.redis.mode "external") .Values.redis.url -}}{{- fail (printf "redis.url is given, but redis.mode is %s, not external" .Values.redis.mode) -}}{{- end -}}
+{{- $router := .Values.router -}}
+{{- $routers := ternary (int $router.autoscaling.maxReplicas) (int $router.replicas) $router.autoscaling.enabled -}}
+{{- if and $router.filesClaim (gt $routers 1) (eq .Values.redis.mode "none") -}}{{- fail (printf "router.filesClaim: %d routers share batches by Redis: set redis.mode, or have one router" $routers) -}}{{- end -}}
 {{- $callers := index .Values.router.options "auth" | default "auto" -}}
 {{- if and (ne $callers "none") (not .Values.secrets.adminKey.name) (not .Values.secrets.apiKeys.name) -}}{{- fail "callers need keys: name secrets.apiKeys, or secrets.adminKey, with which they are made, or let anyone who reaches the routers use them with router.options.auth: none" -}}{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}{{- fail "ingress.hosts is needed" -}}{{- end -}}

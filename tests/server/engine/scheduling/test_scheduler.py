@@ -11,7 +11,7 @@ from server.engine.messages import SlabStaged
 from server.engine.plan import SliceResult
 from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.engine.scheduling.sequence import Precedence, Sequence, State
-from server.protocol import TokenLogprob
+from server.protocol import BACKGROUND_PRIORITY, GenerateRequest, TokenLogprob
 from tests.server.engine.harness import Harness, layout, limits, make_request
 
 
@@ -60,6 +60,55 @@ def test_who_goes_before_a_long_prompt_goes_between_its_chunks() -> None:
         assert not harness.events.get(like)
         harness.cycle()
     harness.run()
+    harness.assert_at_rest()
+
+
+def batch_request(prompt: list[int], count: int) -> GenerateRequest:
+    return make_request(prompt, count, priority=BACKGROUND_PRIORITY)
+
+
+def test_prompts_of_batches_have_a_share_of_a_step_beside_others() -> None:
+    config = SchedulerConfig(background_share=0.25)
+    harness = Harness(limits(max_step_tokens=16), config=config)
+    batch = harness.submit(batch_request(list(range(5, 45)), 1))
+    harness.cycle()
+    stream = harness.submit(make_request([5, 6], 30))
+    while not harness.events.get(batch):
+        harness.cycle()
+    sizes = [[s.num_new for s in plan.slices] for plan in harness.plans]
+    # Alone it has all of a step, and nothing beside the prompt of another.
+    assert sizes[:4] == [[16], [2], [1, 4], [1, 4]]
+    assert len(harness.tokens(stream)) == len(harness.plans) - 1
+    harness.run()
+    assert harness.tokens(batch) == expected(harness, list(range(5, 45)), 1, None)
+    harness.assert_at_rest()
+
+
+def test_prompts_of_others_do_not_starve_a_batch() -> None:
+    harness = Harness(limits(max_step_tokens=16), config=SchedulerConfig(background_share=0.25))
+    batch = harness.submit(batch_request(list(range(5, 45)), 1))
+    while not harness.events.get(batch):
+        harness.submit(make_request([5, 6], 1))
+        harness.cycle()
+    sizes = [[s.num_new for s in plan.slices] for plan in harness.plans]
+    assert sizes[:4] == [[2], [2, 2], [2], [2, 2]]
+    harness.run()
+    harness.assert_at_rest()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_batch_gives_its_row_to_who_is_waited_for(depth: int) -> None:
+    harness = Harness(limits(max_rows=2), depth=depth)
+    batches = [harness.submit(batch_request([5, 6 + i], 12)) for i in range(3)]
+    for _ in range(4):
+        harness.cycle()
+    live = [harness.submit(make_request([5, 20 + i], 3)) for i in range(3)]
+    while not all(harness.tokens(key)[2:] for key in live):
+        harness.cycle()
+        assert not any(harness.tokens(key)[11:] for key in batches)
+    harness.run()
+    for i, key in enumerate(batches):
+        assert harness.tokens(key) == expected(harness, [5, 6 + i], 12, None)
     harness.assert_at_rest()
 
 

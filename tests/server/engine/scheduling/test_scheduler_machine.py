@@ -15,7 +15,7 @@ from server.engine.certificates import (
     next_mark,
 )
 from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.protocol import GenerateRequest, TokenEvent, VectorParams
+from server.protocol import BACKGROUND_PRIORITY, GenerateRequest, TokenEvent, VectorParams
 from tests.server.engine.harness import Harness, limits, make_request
 
 CLASSES = 3
@@ -31,7 +31,7 @@ WISHES = st.fixed_dictionaries(
         "prompt": PROMPTS,
         "max_tokens": st.integers(0, 24),
         "adapter": ADAPTERS,
-        "priority": st.integers(0, 1),
+        "priority": st.sampled_from([0, 1, BACKGROUND_PRIORITY]),
         "deadline_s": st.sampled_from([None, None, None, 0.05, 5.0]),
         "salt": st.sampled_from(["", "", "tenant"]),
         "min_tokens": st.sampled_from([0, 0, 3]),

@@ -16,19 +16,33 @@ PATHS = tuple(
     and operation.requests
     and operation.answers
     and not operation.admin
+    and operation.in_batches
 )
 # msgspec's, and Python's for JSON that is nested too deeply.
 _UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _MOST_SHOWN = 80
 
 
+class LineRules(msgspec.Struct, frozen=True):
+    """paths: of the routes that lines may ask. max_lines: None = no limit."""
+
+    paths: tuple[str, ...] = PATHS
+    max_bytes: int = MAX_LINE_BYTES
+    max_lines: int | None = None
+
+
+ANY_ROUTE = LineRules()
+
+
 class BatchRequest(msgspec.Struct, frozen=True):
-    """body: as it stands in the line. adapter: what it names, in its words; "" = the base."""
+    """body: as it stands in the line. adapter: what it names, in its words; "" = the base. rows:
+    sequences that it asks for."""
 
     custom_id: str
     path: str
     body: bytes
     adapter: str
+    rows: int = 1
 
 
 class BadLine(msgspec.Struct, frozen=True):
@@ -47,7 +61,7 @@ class _Line(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The fields by which the APIs name adapters and ask for streams."""
+    """The fields by which the APIs name adapters, ask for streams, and for several sequences."""
 
     model: Any = None
     adapter_id: Any = None
@@ -55,16 +69,21 @@ class _Body(msgspec.Struct):
     merged_adapters: Any = None
     parameters: Any = None
     stream: Any = None
+    n: Any = None
+    best_of: Any = None
+    prompt: Any = None
+    text: Any = None
+    input: Any = None
 
 
 _decode_line = msgspec.json.Decoder(_Line).decode
 _decode_body = msgspec.json.Decoder(_Body).decode
 
 
-def read_line(line: bytes) -> BatchRequest | BadLine:
+def read_line(line: bytes, rules: LineRules = ANY_ROUTE) -> BatchRequest | BadLine:
     """line: without its end."""
-    if len(line) > MAX_LINE_BYTES:
-        return BadLine("line_too_long", f"the line has more than {MAX_LINE_BYTES} bytes")
+    if len(line) > rules.max_bytes:
+        return BadLine("line_too_long", f"the line has more than {rules.max_bytes} bytes")
     try:
         said = _decode_line(line)
     except _UNREADABLE as error:
@@ -74,8 +93,8 @@ def read_line(line: bytes) -> BatchRequest | BadLine:
     if said.method != "POST":
         message = f"method must be POST, got {_shown(said.method)}"
         return BadLine("invalid_method", message, said.custom_id)
-    if said.url not in PATHS:
-        message = f"url must be one of {', '.join(PATHS)}; got {_shown(said.url)}"
+    if said.url not in rules.paths:
+        message = f"url must be one of {', '.join(rules.paths)}; got {_shown(said.url)}"
         return BadLine("invalid_url", message, said.custom_id)
     return _with_body(said)
 
@@ -89,7 +108,7 @@ def _with_body(said: _Line) -> BatchRequest | BadLine:
     if body.stream is True:
         message = "an answer of a batch is whole: leave stream out"
         return BadLine("stream_not_supported", message, said.custom_id)
-    return BatchRequest(said.custom_id, said.url, content, _adapter_of(body))
+    return BatchRequest(said.custom_id, said.url, content, _adapter_of(body), _rows_of(body))
 
 
 def _adapter_of(body: _Body) -> str:
@@ -100,6 +119,22 @@ def _adapter_of(body: _Body) -> str:
     named = (parameters.get("adapter_id"), body.lora_path, body.adapter_id, body.model)
     names = (name for name in named if isinstance(name, str) and name not in BASE_PLACEHOLDERS)
     return next(names, "")
+
+
+def _rows_of(body: _Body) -> int:
+    """As far as it can be told without the route: a list of texts is a sequence for each."""
+    parameters = body.parameters if isinstance(body.parameters, dict) else {}
+    counts = (body.n, body.best_of, parameters.get("best_of"))
+    each = max((count for count in counts if type(count) is int), default=1)
+    prompts = max(map(_texts_in, (body.prompt, body.text, body.input)))
+    return max(1, each) * prompts
+
+
+def _texts_in(field: Any) -> int:
+    """Lists of token ids and of items are one."""
+    if not isinstance(field, list) or not field:
+        return 1
+    return len(field) if isinstance(field[0], str | list) else 1
 
 
 def _shown(value: Any) -> str:

@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from launcher.batch.pace import SendPace
+from router.lines.pace import SendPace
 
 
 class Gate:

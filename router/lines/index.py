@@ -10,20 +10,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO
 
-from launcher.batch.errors import BatchError
-from launcher.batch.lines import MAX_LINE_BYTES, BadLine, BatchRequest, read_line
-from launcher.batch.order import BAD, BLANK, TWICE
-from launcher.batch.records import mark_of
+from router.lines.errors import BatchError
+from router.lines.lines import ANY_ROUTE, BadLine, BatchRequest, LineRules, read_line
+from router.lines.order import BAD, BLANK, TWICE
+from router.lines.records import mark_of
 
 
 class BatchInput:
     """Lines by their place, from 0. groups: as in `send_order`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rules: LineRules = ANY_ROUTE) -> None:
         """Raises BatchError."""
         self._path = path
+        self._rules = rules
         self._offsets = array("Q")
         self._marks = array("Q")
         self.groups = array("i")
@@ -42,11 +42,13 @@ class BatchInput:
         adapters: dict[str, int] = {}
         seen: set[bytes] = set()
         offset = 0
-        for line in _lines(self._file):
+        for line in self._lines():
             content = line.strip()
+            if self.lines == self._rules.max_lines:
+                raise BatchError(f"there are more than {self._rules.max_lines} lines")
             self._offsets.append(offset)
             self._marks.append(mark_of(content))
-            self.groups.append(_group(content, adapters, seen))
+            self.groups.append(self._group(content, adapters, seen))
             offset = self._file.tell()
         self.adapters = len(adapters)
 
@@ -61,10 +63,10 @@ class BatchInput:
     def read(self, place: int) -> BatchRequest | BadLine:
         """Raises BatchError if the file has changed since it was read through."""
         self._file.seek(self._offsets[place])
-        content = next(_lines(self._file), b"").strip()
+        content = next(self._lines(), b"").strip()
         if mark_of(content) != self._marks[place]:
             raise BatchError(f"{self._path} has changed in line {place + 1} since the start")
-        said = read_line(content)
+        said = read_line(content, self._rules)
         if self.groups[place] == TWICE:
             message = f"an earlier line has the custom_id {said.custom_id!r}, too"
             return BadLine("duplicate_custom_id", message, said.custom_id)
@@ -73,26 +75,25 @@ class BatchInput:
     def close(self) -> None:
         self._file.close()
 
+    def _lines(self) -> Iterator[bytes]:
+        """Of a line that is too long no more than its beginning."""
+        most = self._rules.max_bytes
+        while line := self._file.readline(most + 2):
+            rest = line
+            while len(line) > most and rest and not rest.endswith(b"\n"):
+                rest = self._file.readline(most)
+            yield line
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Of a line that is too long no more than its beginning."""
-    while line := file.readline(MAX_LINE_BYTES + 2):
-        rest = line
-        while len(line) > MAX_LINE_BYTES and rest and not rest.endswith(b"\n"):
-            rest = file.readline(MAX_LINE_BYTES)
-        yield line
-
-
-def _group(content: bytes, adapters: dict[str, int], seen: set[bytes]) -> int:
-    """adapters: numbers by name. seen: digests of custom_ids; both get this line's."""
-    if not content:
-        return BLANK
-    said = read_line(content)
-    if said.custom_id is not None:
-        digest = blake2b(said.custom_id.encode(), digest_size=16).digest()
-        if digest in seen:
-            return TWICE
-        seen.add(digest)
-    if isinstance(said, BadLine):
-        return BAD
-    return adapters.setdefault(said.adapter, len(adapters))
+    def _group(self, content: bytes, adapters: dict[str, int], seen: set[bytes]) -> int:
+        """adapters: numbers by name. seen: digests of custom_ids; both get this line's."""
+        if not content:
+            return BLANK
+        said = read_line(content, self._rules)
+        if said.custom_id is not None:
+            digest = blake2b(said.custom_id.encode(), digest_size=16).digest()
+            if digest in seen:
+                return TWICE
+            seen.add(digest)
+        if isinstance(said, BadLine):
+            return BAD
+        return adapters.setdefault(said.adapter, len(adapters))

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from launcher.batch.errors import BatchError
-from launcher.batch.index import BatchInput
-from launcher.batch.records import RECORD_BEGIN, BatchRecord, answered_line, encode
+from router.lines.errors import BatchError
+from router.lines.index import BatchInput
+from router.lines.records import RECORD_BEGIN, BatchRecord, answered_line, encode
 
 
 class _RecordFile:
@@ -55,7 +55,8 @@ class _RecordFile:
 
 
 class Journal:
-    """answered: a byte for each line of the input, 1 = it has an answer."""
+    """answered: a byte for each line of the input, 1 = it has an answer. failed: how many of them
+    are in the error file."""
 
     def __init__(self, out: Path, errors: Path, source: BatchInput, restart: bool) -> None:
         """Reads what earlier runs have answered. Raises BatchError."""
@@ -100,6 +101,7 @@ class Journal:
         except OSError as error:
             raise BatchError(f"{file.path} cannot be written: {error.strerror}") from None
         self.answered[place] = 1
+        self.failed += not record.is_success
 
     def close(self) -> None:
         """Raises BatchError."""

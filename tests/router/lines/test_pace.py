@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.batch.pace import SendPace, Verdict, after_failure, pause_s
+from router.lines.pace import SendPace, Verdict, after_failure, pause_s
 
 
 @pytest.mark.parametrize(

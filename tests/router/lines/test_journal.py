@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.batch.errors import BatchError
-from launcher.batch.index import BatchInput
-from launcher.batch.journal import Journal
-from launcher.batch.lines import BadLine
-from launcher.batch.order import send_order
-from launcher.batch.records import BatchFault, Outcome, record_id, record_of, response_of
+from router.lines.errors import BatchError
+from router.lines.index import BatchInput
+from router.lines.journal import Journal
+from router.lines.lines import BadLine
+from router.lines.order import send_order
+from router.lines.records import BatchFault, Outcome, record_id, record_of, response_of
 from tests.launcher.batch.batch_files import chat, line, numbers, records, write
 
 LINES = [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.batch.records import (
+from router.lines.records import (
     RECORD_BEGIN,
     BatchFault,
     BatchResponse,

@@ -1,0 +1,123 @@
+"""What callers ask of `/v1/files` and `/v1/batches`: bodies, form fields and queries. Pure."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from router.api.request.body import decode_body, require
+from router.policy.batch_limits import LEAST_EXPIRY_S, MOST_EXPIRY_S
+
+MAX_FILES_LISTED = 10_000
+MAX_BATCHES_LISTED = 1000
+USUAL_BATCHES_LISTED = 20
+_MOST_HOURS = 24 * 14
+_WINDOW_PATTERN = r"^([1-9][0-9]{0,2})([hd])\Z"
+_WINDOW = re.compile(_WINDOW_PATTERN)
+_HOURS = {"h": 1, "d": 24}
+
+MetadataKey = Annotated[str, Meta(min_length=1, max_length=64)]
+MetadataText = Annotated[str, Meta(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataText], Meta(max_length=16)]
+ExpirySeconds = Annotated[int, Meta(ge=LEAST_EXPIRY_S, le=MOST_EXPIRY_S)]
+Order = Literal["asc", "desc"]
+
+
+class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """seconds: from a file's creation."""
+
+    anchor: Literal["created_at"]
+    seconds: ExpirySeconds
+
+
+class CreateBatchBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """completion_window: hours or days, as `24h` or `7d`. output_expires_after: of the files that
+    the batch makes."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Annotated[str, Meta(pattern=_WINDOW_PATTERN)]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class UploadForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of an upload, for its description: the form itself is read as it comes."""
+
+    file: bytes
+    purpose: Literal["batch"]
+    anchor: Literal["created_at"] | None = msgspec.field(default=None, name="expires_after[anchor]")
+    seconds: ExpirySeconds | None = msgspec.field(default=None, name="expires_after[seconds]")
+
+
+FORM_FIELDS = tuple(field.encode_name for field in msgspec.structs.fields(UploadForm))
+
+
+class ListQuery(msgspec.Struct, frozen=True):
+    """after: the id that the page before ended with. purpose: "" = all."""
+
+    limit: int
+    after: str = ""
+    order: Order = "desc"
+    purpose: str = ""
+
+
+def parse_create(body: bytes, endpoints: tuple[str, ...]) -> tuple[CreateBatchBody, int]:
+    """And the completion window in seconds. Raises RequestError."""
+    wanted, _ = decode_body(body, CreateBatchBody)
+    require(
+        wanted.endpoint in endpoints,
+        f"expected one of {', '.join(endpoints)}; got {wanted.endpoint[:80]!r}",
+        "endpoint",
+    )
+    match = _WINDOW.fullmatch(wanted.completion_window)
+    hours = 0 if match is None else int(match[1]) * _HOURS[match[2]]
+    require(
+        0 < hours <= _MOST_HOURS,
+        f"expected hours or days, as 24h or 7d, at most {_MOST_HOURS // 24}d",
+        "completion_window",
+    )
+    return wanted, hours * 3600
+
+
+def parse_form(fields: Mapping[str, str], usual_expiry_s: int) -> int:
+    """For how many seconds the file is kept. Raises RequestError."""
+    purpose = fields.get("purpose")
+    require(purpose == "batch", f"expected 'batch', got {purpose!r:.80}", "purpose")
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return usual_expiry_s
+    require(anchor == "created_at", "expected 'created_at'", "expires_after[anchor]")
+    return _whole(seconds or "", LEAST_EXPIRY_S, MOST_EXPIRY_S, "expires_after[seconds]")
+
+
+def parse_list(query: Mapping[str, str], usual: int, most: int) -> ListQuery:
+    """Raises RequestError."""
+    order = query.get("order", "desc")
+    require(order in ("asc", "desc"), f"expected asc or desc, got {order[:80]!r}", "order")
+    limit = _whole(query.get("limit", str(usual)), 1, most, "limit")
+    newest_last: Order = "asc" if order == "asc" else "desc"
+    return ListQuery(limit, query.get("after", ""), newest_last, query.get("purpose", ""))
+
+
+def _whole(text: str, least: int, most: int, param: str) -> int:
+    is_number = 0 < len(text) <= 12 and text.isascii() and text.isdigit()
+    number = int(text) if is_number else -1
+    require(
+        least <= number <= most,
+        f"expected a whole number from {least} to {most}, got {text[:80]!r}",
+        param,
+    )
+    return number
+
+
+def page_of(ids: Sequence[str], query: ListQuery) -> tuple[list[str], bool]:
+    """The ids of the page, and whether more follow. Ids sort by the time of their making."""
+    is_newest_first = query.order == "desc"
+    ordered = sorted(ids, reverse=is_newest_first)
+    if query.after:
+        ordered = [one for one in ordered if (one < query.after) is is_newest_first]
+        ordered = [one for one in ordered if one != query.after]
+    return ordered[: query.limit], len(ordered) > query.limit

@@ -1,0 +1,79 @@
+"""The parts of files and batches, from a router's options."""
+
+from pathlib import Path
+
+from router.batches.claims import Claims
+from router.batches.desk import BatchDesk
+from router.batches.fleet_view import FleetView
+from router.batches.folder import BatchFolder
+from router.batches.inside import InsideDoor
+from router.batches.keeper import BatchKeeper
+from router.batches.row_shares import RowShares
+from router.batches.run import BatchParts
+from router.config import RouterConfig
+from router.files.store import FileStore
+from router.files.stored_file import StorageLimits
+from router.files.upload import UploadLimits, Uploads
+from router.generation.dispatcher import Dispatcher
+from router.lines.lines import LineRules
+from router.shared.sharing import Sharing
+from router.telemetry.metrics import RouterMetrics
+from router.tenancy.tenancy import Tenancy
+
+# What a line has around its body.
+_AROUND_BYTES = 64 << 10
+_STOP_S = 5.0
+
+
+def make_batches(
+    config: RouterConfig,
+    folder: Path,
+    sharing: Sharing,
+    tenancy: Tenancy,
+    dispatcher: Dispatcher,
+    metrics: RouterMetrics,
+    router_id: str,
+) -> BatchDesk:
+    """folder: --files-dir."""
+
+    def room_of(tenant: str) -> StorageLimits:
+        owner = tenancy.keyring.tenant(tenant)
+        return StorageLimits(
+            owner.files or config.files.tenant_count,
+            owner.file_bytes or config.files.tenant_bytes,
+        )
+
+    root, door = folder.expanduser(), InsideDoor()
+    store = FileStore(root)
+    batches = BatchFolder(root, store)
+    parts = BatchParts(
+        folder=batches,
+        store=store,
+        rows=RowShares(config.batch.rows, config.batch.live_rows),
+        rules=LineRules(
+            max_bytes=config.max_body_bytes + _AROUND_BYTES, max_lines=config.batch.max_lines
+        ),
+        metrics=metrics,
+        ask=door.ask,
+        voucher=tenancy.vouchers.header,
+        room_of=room_of,
+    )
+    keeper = BatchKeeper(
+        parts=parts,
+        claims=Claims(sharing.store, batches, router_id),
+        view=FleetView(sharing.store, router_id, sharing.link is not None),
+        live=lambda: dispatcher.live_at,
+        draining=lambda: dispatcher.draining,
+        stop_s=min(_STOP_S, config.drain_timeout_s),
+    )
+    files = config.files
+    uploads = UploadLimits(files.max_file_bytes, config.body_timeout_s, files.expire_s)
+    return BatchDesk(
+        store=store,
+        folder=batches,
+        keeper=keeper,
+        uploads=Uploads(store, uploads),
+        room_of=room_of,
+        expiry_s=files.expire_s,
+        door=door,
+    )

@@ -1,0 +1,143 @@
+"""Tenants' files below `--files-dir`. Routers may share it. Every method may wait for the disk.
+
+tenants/<tenant>/files/<id>.json     what is known of a file; it is there once the content is
+                      /<id>.jsonl    the content
+                      /<id>.part     an upload under way
+tenants/<tenant>/batches/            see `router.batches.folder`
+"""
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from adapters.common.disk import sync_path
+from router.call import RequestError
+from router.files.disk import TEMPORARY, names_in, read_if_there, write_whole
+from router.files.stored_file import FILE_ID, StorageLimits, StoredAmount, StoredFile, ids_of, is_id
+
+_NOBODY = "_"  # no tenant's name begins so
+_NOTE, _CONTENT, _PART = ".json", ".jsonl", ".part"
+# What a router that died has left behind.
+_LEFT_S = 86400.0
+# Some programs remove a file system's last space at their peril.
+_SPARE_BYTES = 64 << 20
+_read_note = msgspec.json.Decoder(StoredFile).decode
+
+
+class FileStore:
+    """Raises OSError."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._tenants = root / "tenants"
+
+    def folder(self, tenant: str, kind: str) -> Path:
+        """kind: files or batches."""
+        return self._tenants / (tenant or _NOBODY) / kind
+
+    def tenants(self) -> list[str]:
+        return ["" if name == _NOBODY else name for name in names_in(self._tenants)]
+
+    def ids(self, tenant: str) -> list[str]:
+        return ids_of(names_in(self._folder(tenant)), FILE_ID, _NOTE)
+
+    def find(self, tenant: str, file_id: str) -> StoredFile | None:
+        if not is_id(FILE_ID, file_id):
+            return None
+        note = read_if_there(self._folder(tenant) / f"{file_id}{_NOTE}")
+        return None if note is None else _read_note(note)
+
+    def get(self, tenant: str, file_id: str, param: str | None = None) -> StoredFile:
+        """Raises RequestError (file_not_found), also for one that has expired."""
+        found = self.find(tenant, file_id)
+        if found is None or found.expires_at <= time.time():
+            raise RequestError("file_not_found", f"no file {file_id[:80]!r}", param=param)
+        return found
+
+    def content(self, tenant: str, file_id: str) -> Path:
+        return self._folder(tenant) / f"{file_id}{_CONTENT}"
+
+    def stored(self, tenant: str) -> StoredAmount:
+        """Uploads under way, and what batches write, among it."""
+        files = nbytes = 0
+        for kind in ("files", "batches"):
+            folder = self.folder(tenant, kind)
+            with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+                for entry in entries:
+                    is_note = entry.name.endswith(_NOTE)
+                    files += is_note and kind == "files"
+                    with contextlib.suppress(FileNotFoundError):
+                        nbytes += 0 if is_note else entry.stat().st_size
+        return StoredAmount(files, nbytes)
+
+    def check_room(self, tenant: str, limits: StorageLimits, files: int, nbytes: int) -> None:
+        """For so many more. Raises RequestError."""
+        limits.check(self.stored(tenant), files, nbytes)
+        space = os.statvfs(self._tenants)
+        if space.f_bavail * space.f_frsize < nbytes + _SPARE_BYTES:
+            raise RequestError("unavailable", "the disk of --files-dir is full; try again later")
+
+    def begin(self, tenant: str, file_id: str) -> Path:
+        """Where an upload is written to."""
+        self._folder(tenant).mkdir(parents=True, exist_ok=True)
+        return self._folder(tenant) / f"{file_id}{_PART}"
+
+    def keep(self, tenant: str, written: Path, file: StoredFile) -> None:
+        """What was written becomes the content of a file. It may have been, in a step that a crash
+        broke off."""
+        content = self.content(tenant, file.id)
+        content.parent.mkdir(parents=True, exist_ok=True)
+        if written.exists():
+            sync_path(written)
+            written.rename(content)
+        self._note(tenant, file)
+
+    def _note(self, tenant: str, file: StoredFile) -> None:
+        write_whole(self._folder(tenant) / f"{file.id}{_NOTE}", msgspec.json.encode(file))
+
+    def delete(self, tenant: str, file_id: str) -> None:
+        for ending in (_NOTE, _CONTENT):
+            (self._folder(tenant) / f"{file_id}{ending}").unlink(missing_ok=True)
+
+    def sweep(self, tenant: str, in_use: Collection[str], now: float) -> int:
+        """Removes what has expired, and what dead routers left. in_use: ids of files that stay.
+        Returns how many files have gone."""
+        gone = 0
+        for file_id in self.ids(tenant):
+            file = self.find(tenant, file_id)
+            if file is not None and file.expires_at <= now and file_id not in in_use:
+                self.delete(tenant, file_id)
+                gone += 1
+        for name in names_in(self._folder(tenant)):
+            path = self._folder(tenant) / name
+            is_left = name.endswith((_PART, TEMPORARY)) or (
+                name.endswith(_CONTENT) and not path.with_suffix(_NOTE).exists()
+            )
+            with contextlib.suppress(FileNotFoundError):
+                if is_left and path.stat().st_mtime < now - _LEFT_S:
+                    path.unlink()
+        return gone
+
+    def _folder(self, tenant: str) -> Path:
+        return self.folder(tenant, "files")
+
+
+def folder_id(root: Path) -> str:
+    """Which folder it is, whatever it is called here: routers that share it read the same. Makes
+    it. Raises OSError."""
+    (root / "tenants").mkdir(parents=True, exist_ok=True)
+    path = root / "id"
+    said = read_if_there(path)
+    if said is None:
+        made = root / f".id.{secrets.token_hex(4)}{TEMPORARY}"
+        made.write_text(secrets.token_hex(16))
+        with contextlib.suppress(FileExistsError):
+            os.link(made, path)  # the first one wins
+        made.unlink()
+        said = path.read_bytes()
+    return said.decode()

@@ -1,0 +1,44 @@
+"""Options of files and batches. Pure."""
+
+from dataclasses import dataclass, field
+
+LEAST_EXPIRY_S = 3600
+MOST_EXPIRY_S = 30 * 86400
+
+
+@dataclass(frozen=True, slots=True)
+class FilesLimits:
+    """Of `--files-dir`. A tenant of the keys file may have others."""
+
+    max_file_bytes: int = field(
+        default=200 << 20,
+        metadata={"min": 1, "help": "largest file that is uploaded", "unit": "bytes"},
+    )
+    tenant_bytes: int = field(
+        default=10 << 30,
+        metadata={"min": 1, "help": "a tenant's files together", "unit": "bytes"},
+    )
+    tenant_count: int = field(default=1000, metadata={"min": 1, "help": "a tenant's files"})
+    expire_s: int = field(
+        default=MOST_EXPIRY_S,
+        metadata={
+            "min": LEAST_EXPIRY_S,
+            "max": MOST_EXPIRY_S,
+            "help": "seconds for which a file is kept that says nothing else",
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Of batches that the router runs."""
+
+    max_lines: int = field(default=50_000, metadata={"min": 1, "help": "most lines of a batch"})
+    rows: int = field(
+        default=64,
+        metadata={"min": 1, "help": "sequences of batches that run at once, of all together"},
+    )
+    live_rows: int = field(
+        default=4,
+        metadata={"help": "the same while other requests run (0 = batches wait for their end)"},
+    )

@@ -64,6 +64,7 @@ def info_options() -> tuple[Option, ...]:
         "revision",
         "device",
         "dtype",
+        "tp",
         "quantize",
         "kv_dtype",
         "max_context",

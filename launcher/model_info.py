@@ -1,8 +1,10 @@
 """`loraplex info MODEL`: what a base model is and needs on this machine, or the sentence that a
 worker refuses it with. Imports neither torch nor a kernel."""
 
+import dataclasses
 import os
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -23,6 +25,7 @@ from server.model.ops.memory import (
 )
 from server.model.page_groups import page_groups
 from server.model.quantised_at_load import quantised_at_load
+from server.model.sharding import check_shards, shard_counts, sharded
 from server.model.spec import ModelSpec
 from server.protocol import Gift
 from server.worker.process.device import ChosenDevice, choose_device, cuda_devices, torch_build
@@ -33,6 +36,7 @@ from server.worker.setup import engine_config
 # Of a GPU that has what any GPU here may have, where this machine has none.
 _USUAL_GPU = (9, 0)
 _GIB = 1 << 30
+_USUAL_COUNTS = (1, 2, 4, 8)
 
 
 class Needs(msgspec.Struct, frozen=True):
@@ -60,7 +64,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     weights: how they are quantised, "" = not. gives: what may be asked of it. windows: tokens ->
     layers that see no more.
     adapters: modules that adapters may change. reference: why plain torch computes it on a GPU, or
-    None.
+    None. shared: number of devices that can share it -> bytes of weights of each. fits: the fewest
+    of them that hold it with devices like this machine's; None = none do.
     """
 
     model: str
@@ -75,6 +80,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     dtype: str
     adapters: tuple[str, ...]
     reference: str | None
+    shared: dict[int, int]
+    fits: int | None
     needs: Needs
 
     def written(self, *, for_programs: bool) -> str:
@@ -101,8 +108,14 @@ class ModelFacts(msgspec.Struct, frozen=True):
             ("dtype", self.dtype),
             ("adapters", " ".join(self.adapters)),
             ("on a GPU", self.reference or "the project's kernels"),
+            ("--tp", self._shares()),
         ]
         return [row for row in rows if row[1]]
+
+    def _shares(self) -> str:
+        each = ", ".join(f"{count}: {n / _GIB:.2f} GiB" for count, n in self.shared.items())
+        fits = "none of these fits" if self.fits is None else f"{self.fits} fits"
+        return f"weights of each device by their number: {each}; {fits} here"
 
 
 def _gives(model: ModelSpec) -> tuple[Gift, ...]:
@@ -124,6 +137,13 @@ def describe(config: WorkerConfig) -> ModelFacts:
     base = base_spec(model, "", ())
     on_gpu = device.kind == "cuda"
     capability = devices[0].capability if on_gpu else _USUAL_GPU
+    check_shards(model, config.tp)
+
+    @cache
+    def needs(count: int) -> Needs:
+        options = dataclasses.replace(config, tp=count)
+        return _needs(options, device, sharded(model, count), base, dtype)
+
     return ModelFacts(
         model=config.model,
         family=model.family,
@@ -137,8 +157,18 @@ def describe(config: WorkerConfig) -> ModelFacts:
         dtype=model.dtype,
         adapters=(*base.layer_modules, *base.model_modules),
         reference=_reference(model, dtype if on_gpu else "bfloat16", capability),
-        needs=_needs(config, device, model, base, dtype),
+        shared={
+            count: weights_bytes(sharded(model, count), dtype, packed=on_gpu)
+            for count in _counts(model)
+        },
+        fits=next((count for count in _counts(model) if needs(count).problem is None), None),
+        needs=needs(config.tp),
     )
+
+
+def _counts(model: ModelSpec) -> tuple[int, ...]:
+    """Usual numbers of devices that can share it."""
+    return tuple(count for count in shard_counts(model) if count in _USUAL_COUNTS)
 
 
 def _reference(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> str | None:

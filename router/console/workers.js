@@ -111,7 +111,8 @@ class WorkerCard {
     const known = worker.extent_bytes > 0;
     this.arenas.hidden = !known;
     if (known) {
-      setText(this.deviceName, worker.device === "cpu" ? "Device (CPU)" : "GPU");
+      const device = worker.device === "cpu" ? "Device (CPU)" : "GPU";
+      setText(this.deviceName, worker.shards > 1 ? `${device}, one of ${worker.shards}` : device);
       this.arena("device", worker, style, picked);
       this.arena("host", worker, style, picked);
     }

@@ -197,6 +197,7 @@ def _ready(executor: Executor[Any], config: EngineConfig) -> EngineReady:
         dtype=config.dtype,
         device=config.device,
         adapter_slots=limits.adapter_slots,
+        shards=config.shards,
         summary=(
             _cache_line(limits),
             f"adapters: {arena_bytes / 2**20:.0f} MiB, at most {limits.adapter_slots} at once",

@@ -81,7 +81,8 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="sd"):
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="er"):
-    """All memory is allocated and warm. summary: lines for a person (memory split, back ends)."""
+    """All memory is allocated and warm. summary: lines for a person (memory split, back ends).
+    shards: devices that share the model; arena_bytes: of each."""
 
     total_pages: int
     page_size: int
@@ -93,6 +94,7 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="er"):
     device: str
     summary: tuple[str, ...] = ()
     adapter_slots: int = 0
+    shards: int = 1
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="ef"):

@@ -13,7 +13,7 @@ from adapters.safetensors.floats import float_digest
 from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import (
     CheckpointError,
-    StoredFile,
+    ModelFile,
     base_digest,
     read_config,
     stored_tensors,
@@ -56,7 +56,7 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
     return base_spec(model, digest, names, digests, tokenizer.get_vocab(), ends)
 
 
-def _digest(shards: Mapping[str, StoredFile], name: str) -> str:
+def _digest(shards: Mapping[str, ModelFile], name: str) -> str:
     shard = shards.get(name)
     if shard is None or shard.tensors[name].dtype not in _FLOAT_DTYPES:
         raise CheckpointError(f"the model's weights have no {name} in floating point")

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from adapters.sharding import WHOLE, Shard, Span, heads_of
 from server.config import AtLoad
 from server.kernels.linear.matrix import PackedMatrix
-from server.model.checkpoint.checkpoint import CheckpointError, StoredFile
+from server.model.checkpoint.checkpoint import CheckpointError, ModelFile
 from server.model.checkpoint.cuts import Cut, cut_of
 from server.model.checkpoint.expert_tensors import ExpertTensors
 from server.model.checkpoint.stored_forms import StoredForms
@@ -30,7 +30,7 @@ class WeightSource:
 
     def __init__(
         self,
-        files: tuple[StoredFile, ...],
+        files: tuple[ModelFile, ...],
         forms: StoredForms,
         dtype: torch.dtype,
         device: torch.device,

@@ -85,7 +85,7 @@ class WorkerPicture(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
 
     in_use: adapters with sequences in flight here, and how many, whoever sent them.
     version: of `places`; None = as the router has them. places_left_out: above the bound.
-    restarts: engines lost since the worker was started.
+    restarts: engines lost since the worker was started. shards: devices that share its model.
     """
 
     order_id: str
@@ -103,3 +103,4 @@ class WorkerPicture(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
     version: int
     places: tuple[AdapterPlace, ...] | None
     places_left_out: int = 0
+    shards: int = 1

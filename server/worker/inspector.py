@@ -99,6 +99,7 @@ class Inspector:
             version=self._version,
             places=None if asked.known == self._version else self._places,
             places_left_out=self._left_out,
+            shards=ready.shards,
         )
 
     def _look(self, resident: frozenset[str], loading: frozenset[str]) -> None:

@@ -98,7 +98,7 @@ MISWRITTEN: list[tuple[Object, str]] = [
     ({"router": {"options": {"max-body-bytes": "lots"}}}, "/router/options/max-body-bytes"),
     ({"worker": {"options": {"dtype": "int3"}}}, "/worker/options/dtype"),
     ({"worker": {"options": {"s3-bucket": "one"}}}, "/worker/options/s3-bucket"),
-    ({"worker": {"gpus": 2}}, "/worker/gpus"),
+    ({"worker": {"gpus": 65}}, "/worker/gpus"),
     ({"worker": {"hostAdapterMemory": "16 GB"}}, "/worker/hostAdapterMemory"),
     (
         {"worker": {"extraEnv": [{"name": "LORAPLEX_PORT", "value": "1"}]}},

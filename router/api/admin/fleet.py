@@ -64,7 +64,8 @@ class WorkerObject(msgspec.Struct, frozen=True):
     in_flight, credits: sequences of this router there. running, waiting: whoever sent them.
     in_use: digest -> sequences in flight. Counts (tokens, evictions, preemptions) begin with the
     engine; restarts: engines lost since the worker was started.
-    extents: of `extent_bytes` each. places: null = as in the event before.
+    shards: devices that share its model, each with as many extents. extents: of `extent_bytes`
+    each. places: null = as in the event before.
     """
 
     url: str
@@ -88,6 +89,7 @@ class WorkerObject(msgspec.Struct, frozen=True):
     extent_bytes: int = 0
     device_extents: int = 0
     host_extents: int = 0
+    shards: int = 1
     in_use: dict[str, int] = {}
     places: tuple[PlaceObject, ...] | None = None
     places_left_out: int = 0

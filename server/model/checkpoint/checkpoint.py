@@ -62,14 +62,14 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredFile:
+class ModelFile:
     path: Path
     nbytes: int
     header: bytes
     tensors: dict[str, StoredTensor]
 
 
-def stored_tensors(shards: Iterable[StoredFile]) -> dict[str, StoredTensor]:
+def stored_tensors(shards: Iterable[ModelFile]) -> dict[str, StoredTensor]:
     """All of them, by name."""
     return {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
 
@@ -127,7 +127,7 @@ def read_config(folder: Path, name: str = CONFIG_FILE) -> ModelSpec:
         raise UnservedError(folder / name, reason) from None
 
 
-def read_shards(folder: Path) -> tuple[StoredFile, ...]:
+def read_shards(folder: Path) -> tuple[ModelFile, ...]:
     """The weight files' headers, in order of name. Raises CheckpointError."""
     return tuple(_read_shard(folder / name) for name in _shard_names(folder))
 
@@ -182,7 +182,7 @@ def _shard_names(folder: Path) -> list[str]:
     return names
 
 
-def _read_shard(path: Path) -> StoredFile:
+def _read_shard(path: Path) -> ModelFile:
     nbytes = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -198,7 +198,7 @@ def _read_shard(path: Path) -> StoredFile:
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: malformed safetensors header ({error})") from None
-    return StoredFile(path, nbytes, header, tensors)
+    return ModelFile(path, nbytes, header, tensors)
 
 
 def _stored(name: str, entry: dict[str, Any], data: int, nbytes: int) -> StoredTensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 from adapters.peft.tensor_names import is_of_images
 from server.model.checkpoint.checkpoint import (
     CheckpointError,
-    StoredFile,
+    ModelFile,
     StoredTensor,
     read_config,
     stored_tensors,
@@ -60,7 +60,7 @@ def check_folder(folder: Path, *, with_tensors: bool = True) -> ModelSpec:
     return model
 
 
-def check_tensors(folder: Path, shards: Sequence[StoredFile], model: ModelSpec) -> tuple[str, ...]:
+def check_tensors(folder: Path, shards: Sequence[ModelFile], model: ModelSpec) -> tuple[str, ...]:
     """Names of stored tensors that are left out, since they change no token.
 
     Raises CheckpointError with everything that is missing, unexpected or of another shape.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from server.model.checkpoint.checkpoint import (
     CheckpointError,
-    StoredFile,
+    ModelFile,
     StoredTensor,
     read_shards,
 )
@@ -25,7 +25,7 @@ _BARE = re.compile(r"(?:layers|embed_tokens|norm)\..+")
 _HEAD = re.compile(r"(?:language_model\.)?(?P<head>lm_head\..+)")
 
 
-def model_shards(folder: Path, model: ModelSpec) -> tuple[StoredFile, ...]:
+def model_shards(folder: Path, model: ModelSpec) -> tuple[ModelFile, ...]:
     """As `read_shards`, with the names of `ModelSpec.tensors`. Raises CheckpointError, also where
     two tensors would have one name."""
     shards = read_shards(folder)
@@ -41,7 +41,7 @@ def _under_model(stored: str) -> str:
 
 
 def _renamed(
-    shard: StoredFile, seen: dict[str, str], name_of: Callable[[str], str]
+    shard: ModelFile, seen: dict[str, str], name_of: Callable[[str], str]
 ) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for stored, tensor in shard.tensors.items():

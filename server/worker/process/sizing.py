@@ -50,7 +50,8 @@ def choose_sizes(
     adapters = config.adapter_memory or (
         gpu_bytes // _GPU_ADAPTER_SHARE if on_gpu else _CPU_ADAPTERS
     )
-    beside = max(min(adapters, host_bytes // _GPU_HOST_SHARE), _CPU_HOST_ADAPTERS)
+    # A packed adapter has the parts of all devices.
+    beside = max(min(adapters * config.tp, host_bytes // _GPU_HOST_SHARE), _CPU_HOST_ADAPTERS)
     on_host = beside if on_gpu else _CPU_HOST_ADAPTERS
     running, step_tokens = _load(gpu_bytes) if on_gpu else (_CPU_RUNNING, _CPU_STEP_TOKENS)
     few = _FEW.get(config.mode)

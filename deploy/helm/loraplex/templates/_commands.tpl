@@ -65,6 +65,9 @@
 - "--port=8090"
 - "--worker-id=$(POD_NAME)"
 - "--device={{ ternary "cuda" "cpu" (gt (int $pool.gpus) 0) }}"
+{{- if gt (int $pool.gpus) 1 }}
+- "--tp={{ int $pool.gpus }}"
+{{- end }}
 - "--secret-file=/etc/loraplex/credentials/workers"
 - "--cache-dir=/var/cache/loraplex/adapters"
 - "--adapter-disk={{ include "loraplex.pool.adapterDisk" . }}"

@@ -38,11 +38,12 @@ class Fp8Weight:
     def cut(self, rows: slice, columns: slice) -> "Fp8Weight | None":
         """Some rows and columns; None where columns begin within a block."""
         high, wide = self.block
-        if high < len(self.numbers) and rows.start % high:
-            return self.by_row().cut(rows, columns)
-        of_rows, of_columns = _groups(rows, high), _groups(columns, wide)
-        if of_columns is None or of_rows is None:
+        outputs, inputs = self.shape
+        of_rows, of_columns = _groups(rows, high, outputs), _groups(columns, wide, inputs)
+        if of_columns is None:
             return None
+        if of_rows is None:
+            return self.by_row().cut(rows, columns)
         scales = self.scales[of_rows, of_columns]
         return replace(self, numbers=self.numbers[rows, columns], scales=scales)
 
@@ -112,7 +113,7 @@ class GroupedWeight:
         if width == self.in_features:
             groups, codes = slice(None), self.codes
         else:
-            found = _groups(columns, self.group)
+            found = _groups(columns, self.group, self.in_features)
             if self.order is not None or found is None or columns.start * self.bits % 8:
                 return None
             groups = found
@@ -149,8 +150,10 @@ class GroupedWeight:
 PackedWeight = Fp8Weight | GroupedWeight
 
 
-def _groups(features: slice, group: int) -> slice | None:
-    """Of some features; None where they begin within a group."""
+def _groups(features: slice, group: int, total: int) -> slice | None:
+    """Of some features of so many; None where they begin within a group."""
+    if group >= total:
+        return slice(0, 1)
     if features.start % group:
         return None
     return slice(features.start // group, -(-features.stop // group))

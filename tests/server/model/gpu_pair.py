@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from adapters.manifest import SlabLayout
 from server.kernels.launch.configs import read_configs
 from server.model import executor as executor_module
 from server.model.graphs.decode_batch import DecodeBatch
@@ -24,6 +25,7 @@ from server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import EVERY_LOGPROB, Allowed, Driver, Stream, generate
 from tests.server.model.hub_models import VOCAB, add_adapter, save_model
+from tests.server.model.sharding.lockstep import ShardedDriver
 from tests.server.model.slabs import pack
 
 
@@ -47,13 +49,14 @@ class Pair:
         few_tokens, mixed_tokens: what LoRA takes for few, and for so many that their prompts and
         decodes are mixed; most_tokens: of steps with prompts that graphs take; 0 = as ever;
         backend: of prompts' attention, "fa3" with an H100's launch parameters, "none" as if
-        FlashInfer had no head size; changes: of `engine_config`."""
+        FlashInfer had no head size; changes: of `engine_config`, whose shards are those of the
+        GPU path alone."""
         if not (folder / "config.json").exists():
             save_model(model, folder)
         for seed, (name, config) in enumerate(adapters.items()):
             model = add_adapter(model, name, config, seed + 1)
         slabs = [pack(model, name) for name in adapters]
-        self.reference = Driver(folder, **changes)
+        self.reference = Driver(folder, **{**changes, "shards": 1})
         fake_flashinfer.install(patch)
         from server.kernels.sampling import draw, greedy
         from server.model.ops import (
@@ -79,16 +82,28 @@ class Pair:
             patch.setattr(sizes, "_MOST_TOKENS", most_tokens)
             patch.setattr(sizes, "_MOST_WORK", 0)
         self.graphs = replace_graphs(patch)
-        self.gpu = Driver(folder, weights=partial(load_weights, folder, packed=True), **changes)
-        for driver in (self.reference, self.gpu):
-            first = 0
-            for slot, (layout, slab) in enumerate(slabs):
-                assert driver.load(slot, layout, slab, first).error is None
-                first += sum(layout.runs)
+        self.gpu = _gpu_driver(folder, changes)
+        of_gpu = [pack(model, name, shards=self.gpu.config.shards) for name in adapters]
+        for driver, packed in ((self.reference, slabs), (self.gpu, of_gpu)):
+            _load(driver, packed)
 
     def close(self) -> None:
         self.reference.close()
         self.gpu.close()
+
+
+def _gpu_driver(folder: Path, changes: dict[str, Any]) -> Driver:
+    if changes.get("shards", 1) > 1:
+        return ShardedDriver(folder, **changes)
+    return Driver(folder, weights=partial(load_weights, folder, packed=True), **changes)
+
+
+def _load(driver: Driver, packed: Iterable[tuple[SlabLayout, bytes]]) -> None:
+    """Into slots 0, 1, …"""
+    first = 0
+    for slot, (layout, slab) in enumerate(packed):
+        assert driver.load(slot, layout, slab, first).error is None
+        first += sum(layout.runs)
 
 
 @contextmanager

@@ -130,7 +130,7 @@ class ShardedDriver(Driver):
 
     def __init__(self, folder: Path, shards: int, **changes: Any) -> None:
         self.shards = shards
-        super().__init__(folder, **changes)
+        super().__init__(folder, shards=shards, **changes)
 
     def devices(self) -> list[TorchExecutor]:
         group: Any = self.executor

@@ -22,7 +22,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+LONG = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("shards", [2, pytest.param(4, marks=LONG)])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_base_models(name: str, shards: int, tmp_path: Path) -> None:
     model = make_model(name)
@@ -47,7 +50,7 @@ def test_base_models(name: str, shards: int, tmp_path: Path) -> None:
 ADAPTED = [name for name, variant in VARIANTS.items() if variant.is_adapted]
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", [pytest.param(2, marks=LONG), 4])
 @pytest.mark.parametrize("name", ADAPTED)
 def test_every_adapter_in_one_batch(name: str, shards: int, tmp_path: Path) -> None:
     folder = tmp_path / "base"

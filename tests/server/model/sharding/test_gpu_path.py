@@ -1,0 +1,46 @@
+"""A model that devices share by the GPU's kernels, in Triton's interpreter."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.model.adapter_zoo import zoo_of
+from tests.server.model.families.variants import VARIANTS
+from tests.server.model.gpu_pair import assert_same, ordinary, small_pair
+from tests.server.model.hub_models import make_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    # PEFT compares patterns with modules alone, though they hold for parameters too.
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
+    # Infinity is meant.
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
+    ),
+]
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+SERVED: dict[tuple[str, str], dict[str, Any]] = {
+    ("llama3", "fa3"): {},
+    ("olmo2", "fa2"): {},
+    ("qwen3-moe", "fa3"): {"head_dim": 16},
+    ("phi3", "fa3"): {"hidden_size": 64},
+}
+ALWAYS = {("olmo2", "fa2"), ("qwen3-moe", "fa3")}
+
+
+@pytest.mark.parametrize("row", ordinary(SERVED, ALWAYS))
+def test_two_devices(row: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base and adapters, those of the embedding and the head too."""
+    name, backend = row
+    variant = VARIANTS[name]
+    model = make_model(name, **{**SMALL, **SERVED[row]})
+    zoo = zoo_of(variant)
+    adapters = {each: zoo[each] for each in ("rank64_everything", "rank3_rslora")}
+    adapters |= dict(list(variant.others().items())[:1])  # of experts, where there are some
+    options: dict[str, Any] = {"backend": backend, "shards": 2}
+    with small_pair(model, adapters, tmp_path, monkeypatch, **options) as pair:
+        assert_same(pair, [len(adapters) - 1, -1, 1, 1])
+        assert_same(pair, [0, 1, -1], in_graphs=False)

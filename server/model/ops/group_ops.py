@@ -105,14 +105,14 @@ class GroupOps(Generic[P, L, Y]):
         sizes = [_count(heads_of(n, shard)) for n in (spec.num_heads, spec.num_kv_heads)]
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         q, k, _ = (each.float() for each in heads.split([*sizes, sizes[1]], dim=1))
-        squares = torch.stack([x.square().sum((1, 2)) for x in (q, k)])
-        squares[1] /= _copies(spec, shard)
-        means = self._group.sum(squares) / squares.new_tensor([[spec.q_size], [spec.kv_size]])
-        factors = torch.rsqrt(means + spec.qk_epsilon)[:, :, None, None]
-        for x, w, factor, first in zip(
-            (q, k), weight.split(sizes), factors, (0, sizes[0]), strict=True
-        ):
-            heads[:, first : first + x.shape[1]].copy_(w * (x * factor).to(w.dtype))
+        squares = torch.stack([q.square().sum((1, 2)), k.square().sum((1, 2))])
+        sums = self._group.sum(squares)
+        sums[1] /= _copies(spec, shard)
+        places = heads.split([*sizes, sizes[1]], dim=1)
+        of_all = zip((q, k), weight.split(sizes), sums, (spec.q_size, spec.kv_size), strict=True)
+        for place, (x, w, squared, size) in zip(places, of_all, strict=False):
+            factor = torch.rsqrt(squared / size + spec.qk_epsilon)[:, None, None]
+            place.copy_(w * (x * factor).to(w.dtype))
         return qkv
 
 

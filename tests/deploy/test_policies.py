@@ -324,5 +324,15 @@ def test_the_worker_has_a_gpu_or_says_cpu() -> None:
         assert flags(container)["device"] == ("cuda" if has_gpu else "cpu")
 
 
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_gpus_of_a_worker_share_its_model(gpus: int) -> None:
+    change: Object = {"worker": {"gpus": gpus}}
+    found = objects_of(render(merged(values_of("small"), change)))
+    (worker,) = of_kind(found, "StatefulSet")
+    (container,) = worker["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+    assert flags(container).get("tp", "1") == str(gpus)
+
+
 def test_values_of_tests_are_not_shipped() -> None:
     assert "ci/" in (CHART / ".helmignore").read_text()

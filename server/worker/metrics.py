@@ -58,6 +58,7 @@ class WorkerMetrics:
         self.refused = meters.counter(
             "refused_requests", "Requests not taken", {"error": get_args(ErrorCode)}
         )
+        self.devices = meters.gauge("devices", "Devices that share the model")
         self.restarts = meters.counter("engine_restarts", "Times the engine was lost")
         self.loop_lag_s = meters.histogram(
             "event_loop_lag_seconds",
@@ -180,6 +181,7 @@ class WorkerMetrics:
 
     def engine_started(self, ready: EngineReady) -> None:
         """A new engine counts from zero."""
+        self.devices.set(ready.shards)
         self.total_pages.set(ready.total_pages)
         self.adapter_limit.labels("device").set(ready.arena_bytes)
         self._seen = EngineStats()

@@ -134,9 +134,9 @@ def test_two_tokens_judge(writer: Serving, folders: dict[str, Path], model: str)
 @pytest.mark.skipif(
     not CLIENTS_PYTHON.exists(), reason="`make test` makes the environment for these clients"
 )
-@pytest.mark.parametrize("script", ["of_rerankers", "of_classifiers"])
+@pytest.mark.parametrize("script", ["for_rerankers", "for_classifiers"])
 def test_clients(judge: Serving, classifier: Serving, script: str) -> None:
-    url = judge.url if script == "of_rerankers" else classifier.url
+    url = judge.url if script == "for_rerankers" else classifier.url
     done = subprocess.run(
         [str(CLIENTS_PYTHON), "-m", f"tests.e2e.clients.{script}", url],
         cwd=ROOT,

@@ -118,7 +118,7 @@ def test_metrics_and_headers(embedder: Serving) -> None:
 )
 def test_clients(embedder: Serving) -> None:
     done = subprocess.run(
-        [str(CLIENTS_PYTHON), "-m", "tests.e2e.clients.of_vectors", embedder.url],
+        [str(CLIENTS_PYTHON), "-m", "tests.e2e.clients.for_vectors", embedder.url],
         cwd=ROOT,
         env=os.environ | {"PYTHONWARNINGS": "ignore"},
         capture_output=True,

@@ -1,7 +1,7 @@
 """Steps on the scratch row, which is no sequence's: what they launch is warm then."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,17 +13,19 @@ from server.model.decoder import Decoder
 from server.model.moe_spec import MoeSpec
 from server.model.ops.memory import LOGITS_ROWS
 from server.model.ops.ops import StepLayout
-from server.model.ops.ops_cuda import CudaOps
 from server.model.ops.sizes import MOST_PADDING
 from server.model.spec import ModelSpec
 from server.model.steps.rows import Rows
+
+if TYPE_CHECKING:
+    from server.model.ops.ops_cuda import CudaOps  # which needs FlashInfer
 
 # Token counts that between them use every kernel of steps outside graphs.
 _WARM_TOKENS = (3, 40, 300, 600, 2100)
 
 
 def run_steps(
-    decoder: Decoder[Any, Any, Any], ops: CudaOps, rows: Rows, limits: ExecutorLimits
+    decoder: Decoder[Any, Any, Any], ops: "CudaOps", rows: Rows, limits: ExecutorLimits
 ) -> None:
     """As many tokens as use every kernel; with adapters as well, where some may come."""
     context, adapters = limits.max_context, limits.adapter_slots > 0
@@ -59,7 +61,7 @@ def warm_sizes(max_step_tokens: int, others: Iterable[int] = ()) -> list[int]:
 
 def run_step(
     decoder: Decoder[Any, Any, Any],
-    ops: CudaOps,
+    ops: "CudaOps",
     rows: Rows,
     tokens: int,
     max_context: int,

@@ -79,7 +79,11 @@ async def test_register_by_parts(router: Running, worker: FakeWorker) -> None:
         ({"name": "x", "ref": "plain"}, 400, "names no source"),
         ({"name": "x", "ref": "org/one", "id": "org/two"}, 400, "give it, or"),
         ({"name": "x", "ref": "org/one", "pinned": True}, 400, "pinned"),
-        ({"name": "x", "ref": "org/one", "source": "huub"}, 400, "one of https, hub, local, s3"),
+        (
+            {"name": "x", "ref": "org/one", "source": "huub"},
+            400,
+            "one of https, hub, local, modelscope, s3",
+        ),
         ({"name": "x", "ref": "org/one", "guards": {}}, 400, "`guards`: they need `versions`"),
         ({"name": "x", "ref": "org/one", "guards": None}, 400, "`guards`: they need `versions`"),
         ({"name": "x", "revision": "v1", "versions": [VERSION]}, 400, "`versions`: give it, or"),

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from adapters.sharding import Shard
+from server.model.checkpoint.checkpoint import read_config
 from server.model.weights import load_weights
 from server.protocol import SamplingParams
 from tests.server.model.adapter_zoo import ZOO, with_zoo
@@ -96,9 +98,6 @@ def test_the_same_as_one_device(shards: int, sampling: SamplingParams, tmp_path:
 @pytest.mark.parametrize("shards", [2, 4])
 def test_parts_of_the_weights_are_the_whole(shards: int, tmp_path: Path) -> None:
     """Side by side, or summed, the parts of each matrix are what one device has."""
-    from adapters.sharding import Shard
-    from server.model.checkpoint.checkpoint import read_config
-
     folder = save_model(make_model("qwen2"), tmp_path)
     model = read_config(folder)
     load = partial(load_weights, folder, model, torch.float32, torch.device("cpu"))
@@ -106,7 +105,7 @@ def test_parts_of_the_weights_are_the_whole(shards: int, tmp_path: Path) -> None
     parts = [load(shard=Shard(index, shards)) for index in range(shards)]
     x = torch.randn(3, model.hidden_size)
     down = whole.layers[0].linears[3]
-    inner = torch.randn(3, down.in_features)
+    inner: Any = torch.randn(3, down.in_features)
     cut = inner.split(down.in_features // shards, 1)
     summed = sum(
         part.layers[0].linears[3].run(mine.contiguous())

@@ -53,8 +53,9 @@ class GroupExecutor(Generic[T]):
         self._executor, self._links = executor, links
         self.limits, self.summary = executor.limits, executor.summary
         self._answers: queue.SimpleQueue[CopyOver] = queue.SimpleQueue()
-        # Copies that are over in some processes, by slot: the error of each.
-        self._over: defaultdict[int, list[str | None]] = defaultdict(list)
+        # Copies that are over in some processes, by digest: the error of each. A slot may have
+        # another adapter by then; an adapter is not copied again before its copy is over.
+        self._over: defaultdict[str, list[str | None]] = defaultdict(list)
         self._gone = threading.Event()
         self._readers = [
             threading.Thread(target=self._read, args=(link,), name=f"shard-{i}", daemon=True)
@@ -110,11 +111,11 @@ class GroupExecutor(Generic[T]):
     def _note(self, news: CopyOver) -> list[CopyOver]:
         """One process's end of a copy; of the last one the end of all. Raises GroupLost where some
         have the adapter and others do not."""
-        errors = self._over[news.adapter_slot]
+        errors = self._over[news.digest]
         errors.append(news.error)
         if len(errors) <= len(self._links):
             return []
-        del self._over[news.adapter_slot]
+        del self._over[news.digest]
         failed = [error for error in errors if error is not None]
         if failed and len(failed) < len(errors):
             raise GroupLost(f"a process of the group lacks an adapter: {failed[0]}")

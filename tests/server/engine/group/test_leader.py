@@ -1,0 +1,148 @@
+"""The first process of a group: what it sends on, and what it makes of the others' answers."""
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server.engine.executor import AdapterCopy, CopyNews, CopyOver, CopyUsable, Masks
+from server.engine.framing import receive_frame, send_frame
+from server.engine.group.commands import (
+    Command,
+    Constrain,
+    Launch,
+    StartCopy,
+    UseCopy,
+    decode_command,
+    encode,
+)
+from server.engine.group.leader import GroupExecutor, GroupLost
+from server.engine.plan import StepPlan
+from tests.server.engine.harness import layout
+
+TIMEOUT_S = 60.0
+PLAN = StepPlan(7, [], [], [], [])
+
+
+class Alone:
+    """An executor that notes its calls, and reports what it is given."""
+
+    limits: Any = None
+    summary = ()
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.news: list[CopyNews] = []
+
+    def launch(self, plan: StepPlan, meanwhile: Any = None) -> str:
+        self.calls.append(f"launch {plan.step}")
+        return "ticket"
+
+    def constrain(self, ticket: str, masks: Masks) -> None:
+        self.calls.append(f"constrain {masks.slices}")
+
+    def start_copy(self, copy: AdapterCopy) -> None:
+        self.calls.append(f"copy {copy.adapter_slot}")
+
+    def poll_copies(self) -> list[CopyNews]:
+        told, self.news = self.news, []
+        return told
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class Pair:
+    """A leader, and the other end of its link."""
+
+    def __init__(self) -> None:
+        ours, self.link = socket.socketpair()
+        self.alone = Alone()
+        executor: Any = self.alone
+        self.leader: GroupExecutor[Any] = GroupExecutor(executor, [ours])
+
+    def told(self) -> Command:
+        frame = receive_frame(self.link)
+        assert frame is not None
+        return decode_command(frame)
+
+    def answer(self, over: CopyOver) -> None:
+        send_frame(self.link, encode(over))
+
+    def until_told(self) -> list[CopyNews]:
+        """What a poll gives, once it gives something."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            if found := self.leader.poll_copies():
+                return found
+            time.sleep(0.001)  # polls a condition, bounded by the deadline
+        raise TimeoutError("no news")
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    found = Pair()
+    yield found
+    found.leader.close()
+    found.link.close()
+
+
+def test_what_it_does_the_others_do(pair: Pair) -> None:
+    assert pair.leader.launch(PLAN) == "ticket"
+    assert pair.told() == Launch(PLAN)
+    bits = np.array([[3, -1]], dtype=np.int32)
+    pair.leader.constrain("ticket", Masks([4], bits))
+    told = pair.told()
+    assert isinstance(told, Constrain)
+    masks = told.masks(np.zeros((1, 2), dtype=np.int32))
+    assert masks.slices == [4]
+    assert (masks.bits == bits).all()
+    copy = AdapterCopy(2, layout("a", (1, 2)), (0, 1), (5, 6))
+    pair.leader.start_copy(copy)
+    assert pair.told() == StartCopy(copy)
+    assert pair.alone.calls == ["launch 7", "constrain [4]", "copy 2"]
+
+
+def test_a_copy_is_over_once_all_have_it(pair: Pair) -> None:
+    pair.alone.news = [CopyUsable(2, "a"), CopyOver(2, "a")]
+    assert pair.leader.poll_copies() == [CopyUsable(2, "a")]
+    assert pair.told() == UseCopy()
+    assert pair.leader.poll_copies() == []
+    pair.answer(CopyOver(2, "a"))
+    assert pair.until_told() == [CopyOver(2, "a")]
+
+
+def test_a_slot_that_has_another_adapter_by_then(pair: Pair) -> None:
+    """The other process is late with the first adapter: the second is not over with that."""
+    pair.alone.news = [CopyOver(2, "a"), CopyOver(2, "b")]
+    assert pair.leader.poll_copies() == []
+    pair.answer(CopyOver(2, "a"))
+    assert pair.until_told() == [CopyOver(2, "a")]
+    assert pair.leader.poll_copies() == []
+    pair.answer(CopyOver(2, "b"))
+    assert pair.until_told() == [CopyOver(2, "b")]
+
+
+def test_a_copy_that_fails_everywhere_is_a_refusal(pair: Pair) -> None:
+    pair.alone.news = [CopyOver(2, "a", "does not fit")]
+    pair.answer(CopyOver(2, "a", "does not fit"))
+    assert pair.until_told() == [CopyOver(2, "a", "does not fit")]
+
+
+def test_a_copy_that_fails_in_one_process_loses_the_group(pair: Pair) -> None:
+    pair.alone.news = [CopyOver(2, "a")]
+    assert pair.leader.poll_copies() == []
+    pair.answer(CopyOver(2, "a", "no memory"))
+    with pytest.raises(GroupLost, match="no memory"):
+        pair.until_told()
+
+
+def test_a_process_that_is_gone_loses_the_group(pair: Pair) -> None:
+    pair.link.close()
+    with pytest.raises(GroupLost, match="is gone"):
+        pair.until_told()
+    with pytest.raises(GroupLost):
+        pair.leader.wait_idle()

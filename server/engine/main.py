@@ -73,13 +73,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def leave_within_grace() -> None:
-    """Ends this process when it has not ended by itself."""
-    timer = threading.Timer(LEAVE_GRACE_S, os._exit, (0,))
-    timer.daemon = True
-    timer.start()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after Shutdown or with the worker gone, else 1."""
     options = parse(arguments)
@@ -165,11 +158,11 @@ def _links(options: argparse.Namespace) -> list[socket.socket]:
 
 
 def _follow(options: argparse.Namespace, executor: Any) -> int:
-    """Until the first process has left, which may leave a step that never ends."""
+    """Until the first process has left."""
     (link,) = _links(options)
     shorten_pauses()
     try:
-        Follower(executor, link).run(left=leave_within_grace)
+        Follower(executor, link).run()
         executor.close()
     except Exception as error:  # of any type: a step that fails here leaves the others waiting
         log.error("a step failed", exc_info=error)

@@ -4,7 +4,7 @@ import argparse
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from server.config import EngineConfig
 from server.engine.executor import Executor
 from server.engine.group.follower import Follower
 from server.engine.group.leader import GroupExecutor
-from server.engine.main import leave_within_grace
 from server.model.executor import TorchExecutor
 from server.model.lora.lora import DTYPES
 from server.model.process_group import ProcessGroup
@@ -70,16 +69,9 @@ def _start(
     ]
     with theirs:
         process = tether.spawn(_MODULE, arguments, pass_fds=(theirs.fileno(),))
-    undo.callback(_ended(process.kill, process.wait))
+    undo.callback(process.wait)
+    undo.callback(process.kill)
     return ours
-
-
-def _ended(kill: Callable[[], None], wait: Callable[[], int]) -> Callable[[], None]:
-    def end() -> None:
-        kill()
-        wait()
-
-    return end
 
 
 def main() -> int:
@@ -97,7 +89,7 @@ def main() -> int:
         config, random_arena(config), group=group, weights=random_weights, graph_batches=batches
     )
     link = socket.socket(fileno=given.link_fd)
-    Follower(executor, link).run(left=leave_within_grace)
+    Follower(executor, link).run()
     executor.close()
     return 0
 

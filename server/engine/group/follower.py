@@ -2,7 +2,6 @@
 
 import socket
 import threading
-from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, assert_never
 
@@ -45,9 +44,9 @@ class Follower:
         self._newest: Any = None  # its ticket
         self._copying = 0
 
-    def run(self, left: Callable[[], None] = lambda: None) -> None:
-        """Until the leader has closed the link. left: called then, on another thread: this one may
-        be in a step that waits for the leader for ever. Raises whatever a step raises."""
+    def run(self) -> None:
+        """Until the leader has closed the link. A step whose leader is gone never ends: who has
+        started the processes kills them all. Raises whatever a step raises."""
 
         def read() -> None:
             try:
@@ -56,7 +55,6 @@ class Follower:
             except (OSError, FrameError, msgspec.MsgspecError):
                 pass  # the leader's end, one way or another
             self._commands.put(None)
-            left()
 
         threading.Thread(target=read, name="leader-reader", daemon=True).start()
         while True:

@@ -52,23 +52,15 @@ class ProcessGroup:
         return None if self._sums is None else self._sums.rows(rows)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        shared = None if self._sums is None else self._sums.like(x)
-        if shared is None or self._sums is None:
-            distributed.all_reduce(x)
-        elif x.data_ptr() == shared.data_ptr():
-            self._sums.sum(shared)
+        if self._sums is not None and self._sums.holds(x):
+            self._sums.sum(x)
         else:
-            shared.copy_(x)
-            self._sums.sum(shared)
-            x.copy_(shared)
+            distributed.all_reduce(x)
         return x
 
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        shared = None if self._gathers is None else self._gathers.like(x)
-        if shared is not None and self._gathers is not None:
-            shared.copy_(x)
-            self._gathers.read(len(x), out)
-            return out
+        if self._gathers is not None and self._gathers.holds(x):
+            return self._gathers.gather(x, out)
         parts = [torch.empty_like(x) for _ in range(self.shard.count)]
         distributed.all_gather(parts, x.contiguous())
         return _side_by_side(parts, out)
@@ -106,21 +98,28 @@ class _SharedMemory:
         """The first ones; None: there are fewer."""
         return self._own[:count] if count <= len(self._own) else None
 
-    def like(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Room for x `[rows, n]`; None: it does not fit."""
-        found = self.rows(len(x))
-        fits = found is not None and found.shape == x.shape and found.dtype == x.dtype
-        return found if fits else None
+    def holds(self, x: torch.Tensor) -> bool:
+        """Whether x `[rows, n]` has room here."""
+        own = self._own
+        return len(x) <= len(own) and x.shape[1:] == own.shape[1:] and x.dtype == own.dtype
 
-    def sum(self, rows: torch.Tensor) -> None:
-        """The first rows of all GPUs, in place."""
-        torch.ops.symm_mem.two_shot_all_reduce_(rows, "sum", self._group)
+    def sum(self, x: torch.Tensor) -> None:
+        """In place, over all GPUs; quicker where x lies here already."""
+        shared = self._own[: len(x)]
+        is_here = x.data_ptr() == shared.data_ptr()
+        if not is_here:
+            shared.copy_(x)
+        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self._group)
+        if not is_here:
+            x.copy_(shared)
 
-    def read(self, rows: int, out: torch.Tensor) -> None:
-        """The first rows of all GPUs, side by side."""
+    def gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """x of all GPUs, side by side."""
+        self._own[: len(x)].copy_(x)
         self._all.barrier()
-        _side_by_side([tensor[:rows] for tensor in self._tensors], out)
+        _side_by_side([tensor[: len(x)] for tensor in self._tensors], out)
         self._all.barrier()  # nobody writes there before all have read
+        return out
 
 
 def _side_by_side(parts: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:

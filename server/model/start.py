@@ -99,10 +99,9 @@ def _build_parts(
         planned = fill_device(model, config, DeviceMemory(total, free, left))
     executor_limits(model, planned)  # says what is wrong before the weights are read
     weights = load(model, dtype, device)
-    if group.shard.count > 1:
-        sums = (config.max_step_tokens + MOST_PADDING, model.hidden_size)
-        logits = (config.max_running + MOST_PADDING, model.head.linear.out_features)
-        group.reserve(sums, logits, dtype)
+    sums = (config.max_step_tokens + MOST_PADDING, model.hidden_size)
+    logits = (config.max_running + MOST_PADDING, model.head.linear.out_features)
+    group.reserve(sums, logits, dtype)
     summary: tuple[str, ...] = ()
     if on_gpu:
         now = torch.cuda.mem_get_info(device)[0]

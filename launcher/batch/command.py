@@ -95,9 +95,8 @@ def _run_lines(
     """until_over: False = it was stopped at once."""
     from launcher.batch.job import BatchJob
     from launcher.batch.progress import Progress
-    from router.lines.order import BLANK
 
-    total, done = source.lines - source.groups.count(BLANK), journal.skipped
+    total, done = source.requests, journal.skipped
     progress = Progress(sys.stderr, total, done, journal.failed)
     skipped = f"; {done:,} have an answer already and are skipped" if done else ""
     progress.say(f"{total:,} lines, {source.adapters:,} adapters{skipped}")

@@ -25,7 +25,7 @@ from router.lines.gate import Gate
 from router.lines.index import BatchInput
 from router.lines.journal import Journal
 from router.lines.lines import BadLine, BatchRequest, LineRules
-from router.lines.order import BLANK, AdapterWindow, send_order
+from router.lines.order import AdapterWindow, send_order
 from router.lines.pace import BUSY, TOO_LONG, SendPace, pause_s
 from router.lines.records import (
     BatchFault,
@@ -125,7 +125,7 @@ class BatchRun:
             await self._finalize("failed")
 
     def end(self, how: Literal["cancelled", "expired"]) -> None:
-        """What is in flight is given up; lines without an answer are told why."""
+        """Gives up what is in flight. Each line without an answer gets the reason."""
         if self.state.end is not None:
             return  # every line has its answer
         if how == "cancelled" and not self.state.cancelling_at:
@@ -162,14 +162,14 @@ class BatchRun:
             name = self.state.input_file_id
             text = str(error).replace(str(path), name)
             raise _UnusableInputError("invalid_input_file", f"{name}: {text}") from None
-        if source.groups.count(BLANK) == source.lines:
+        if not source.requests:
             source.close()
             raise _UnusableInputError("empty_file", "the input file has no lines")
         return source
 
     async def _run_lines(self, source: BatchInput) -> None:
         out, errors = self._parts.folder.answers(self.state)
-        total = source.lines - source.groups.count(BLANK)
+        total = source.requests
         with closing(await off_loop(Journal, out, errors, source, False)) as journal:
             self._count(journal, total)
             await off_loop(self._parts.folder.save, self.state)

@@ -53,6 +53,11 @@ class BatchInput:
         self.adapters = len(adapters)
 
     @property
+    def requests(self) -> int:
+        """Lines that are not blank."""
+        return self.lines - self.groups.count(BLANK)
+
+    @property
     def lines(self) -> int:
         """Blank ones among them."""
         return len(self._offsets)

@@ -25,7 +25,7 @@ from server.model.ops.memory import (
 )
 from server.model.page_groups import page_groups
 from server.model.quantised_at_load import quantised_at_load
-from server.model.sharding import check_shards, shard_counts, sharded
+from server.model.sharding import shard_counts, sharded
 from server.model.spec import ModelSpec
 from server.protocol import Gift
 from server.worker.process.device import ChosenDevice, choose_device, cuda_devices, torch_build
@@ -127,7 +127,7 @@ def _gives(model: ModelSpec) -> tuple[Gift, ...]:
 def describe(config: WorkerConfig) -> ModelFacts:
     """Of a model of the Hub only small files are fetched.
 
-    Raises ModelError, CheckpointError, DeviceError, WorkerStartError.
+    Raises ModelError, CheckpointError, ConfigError, DeviceError, WorkerStartError.
     """
     place = str(model_path()) if config.model == "demo" else config.model
     model = quantised_at_load(describe_model(place, config.revision), config.quantize)
@@ -137,7 +137,6 @@ def describe(config: WorkerConfig) -> ModelFacts:
     base = base_spec(model, "", ())
     on_gpu = device.kind == "cuda"
     capability = devices[0].capability if on_gpu else _USUAL_GPU
-    check_shards(model, config.tp)
 
     @cache
     def needs(count: int) -> Needs:

@@ -156,8 +156,7 @@ def num_vectors(vectors: Iterable[int]) -> int:
 
 def widths_of(kind: SiteKind, base: BaseSpec) -> tuple[int, ...]:
     """Outputs of each projection of a site."""
-    modules = base.model_modules if kind in MODEL_SITES else base.layer_modules
-    return tuple(modules[name].out_features for name in base.sites[kind])
+    return tuple(base.of_site(kind, i).out_features for i in range(len(base.sites[kind])))
 
 
 def _matrix(

@@ -90,6 +90,12 @@ class Trio:
             self.slabs[adapter] = layout, slab
             self.next_extent += extents
 
+    @property
+    def slots_of_layers(self) -> list[int]:
+        """Of the base, and of adapters that change neither the embedding nor the head."""
+        outside = ("rank64_everything", "embed_only", "head_only")
+        return [slot for name, slot in self.slots.items() if name not in outside]
+
     def close(self) -> None:
         for driver in (self.exact, self.rough, self.gpu):
             driver.close()

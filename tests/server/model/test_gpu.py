@@ -46,8 +46,8 @@ def test_base(trio: Trio, chunk: int) -> None:
 @pytest.mark.parametrize("batch", [1, 3, 40, 70])
 def test_adapters_of_layers(trio: Trio, batch: int) -> None:
     """These run in graphs: no adapter touches the embedding or the head."""
-    names = [n for n in trio.slots if n not in ("rank64_everything", "embed_only", "head_only")]
-    slots = [trio.slots[names[(1 + i) % len(names)]] for i in range(batch)]
+    of_layers = trio.slots_of_layers
+    slots = [of_layers[(1 + i) % len(of_layers)] for i in range(batch)]
     assert_near(trio, slots, 64)
 
 

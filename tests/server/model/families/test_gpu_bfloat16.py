@@ -49,8 +49,7 @@ def test_base(trio: Trio, chunk: int) -> None:
 
 def test_adapters_of_layers(trio: Trio) -> None:
     """These run in graphs: no adapter touches the embedding or the head."""
-    outside = ("rank64_everything", "embed_only", "head_only")
-    assert_near(trio, [slot for name, slot in trio.slots.items() if name not in outside], 64)
+    assert_near(trio, trio.slots_of_layers, 64)
 
 
 def test_every_adapter_in_one_batch(trio: Trio) -> None:

@@ -68,8 +68,7 @@ def test_base(trio: Trio, chunk: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_few_rows_with_adapters(trio: Trio, rows: int) -> None:
-    outside = ("rank64_everything", "embed_only", "head_only")
-    slots = [slot for name, slot in trio.slots.items() if name not in outside]
+    slots = trio.slots_of_layers
     assert_near(trio, slots[-rows:], 64)
 
 

@@ -1,6 +1,5 @@
 """Processes of one host that share a model, a device each."""
 
-import threading
 from datetime import timedelta
 from typing import Any
 
@@ -12,19 +11,13 @@ from server.config import set_unset_variables
 
 # The worker notices sooner that no step ends.
 _TIMEOUT = timedelta(minutes=30)
-_LEAVE_S = 10.0
 # All are on one host. Multicast among GPUs is not used.
-_SETTINGS = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-}
+_SETTINGS = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 class ProcessGroup:
-    """On GPUs what is reserved is exchanged through memory that all of them read and write, which
-    graphs can capture; the rest goes by NCCL. On a CPU all goes by gloo."""
+    """GPUs exchange tensors through memory that all of them read and write, which graphs can
+    capture. CPUs exchange them by gloo, which also starts the group."""
 
     def __init__(self, shard: Shard, meeting: str, device: str) -> None:
         """meeting: path of a file that does not exist yet, the same for all. Waits for all."""
@@ -36,7 +29,7 @@ class ProcessGroup:
         if self._on_gpu:
             torch.cuda.set_device(shard.index)
         distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._on_gpu else "gloo",
+            "gloo",
             init_method=f"file://{meeting}",
             rank=shard.index,
             world_size=shard.count,
@@ -45,21 +38,20 @@ class ProcessGroup:
 
     def reserve(self, sums: tuple[int, int], gathers: tuple[int, int], dtype: torch.dtype) -> None:
         if self._on_gpu:
-            self._sums = _SharedMemory(sums, dtype)
-            self._gathers = _SharedMemory(gathers, dtype)
+            self._sums, self._gathers = _SharedMemory(sums, dtype), _SharedMemory(gathers, dtype)
 
     def place(self, rows: int) -> torch.Tensor | None:
         return None if self._sums is None else self._sums.rows(rows)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if self._sums is not None and self._sums.holds(x):
-            self._sums.sum(x)
-        else:
+        if self._sums is None:
             distributed.all_reduce(x)
+        else:
+            self._sums.sum(x)
         return x
 
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        if self._gathers is not None and self._gathers.holds(x):
+        if self._gathers is not None:
             return self._gathers.gather(x, out)
         parts = [torch.empty_like(x) for _ in range(self.shard.count)]
         distributed.all_gather(parts, x.contiguous())
@@ -71,17 +63,18 @@ class ProcessGroup:
         return int(found)
 
     def close(self) -> None:
-        """NCCL waits for the other devices; for one that is lost no longer than _LEAVE_S."""
         self._sums = self._gathers = None
-        leaving = threading.Thread(target=distributed.destroy_process_group, daemon=True)
-        leaving.start()
-        leaving.join(_LEAVE_S)
+        distributed.destroy_process_group()
 
 
 class _SharedMemory:
-    """A tensor on each GPU that the others read and write. Made by all at once."""
+    """Bytes on each GPU that the others read and write. Made by all at once.
+
+    Torch counts the meetings of a process, not of a group: one group of a process has such memory.
+    """
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        """shape, dtype: of the largest tensor."""
         # Not at the top: builds without CUDA lack it.
         from torch.distributed import _symmetric_memory as symmetric
 
@@ -94,18 +87,12 @@ class _SharedMemory:
             self._all.get_buffer(index, shape, dtype) for index in range(self._all.world_size)
         ]
 
-    def rows(self, count: int) -> torch.Tensor | None:
-        """The first ones; None: there are fewer."""
-        return self._own[:count] if count <= len(self._own) else None
-
-    def holds(self, x: torch.Tensor) -> bool:
-        """Whether x `[rows, n]` has room here."""
-        own = self._own
-        return len(x) <= len(own) and x.shape[1:] == own.shape[1:] and x.dtype == own.dtype
+    def rows(self, count: int) -> torch.Tensor:
+        return self._own[:count]
 
     def sum(self, x: torch.Tensor) -> None:
         """In place, over all GPUs; quicker where x lies here already."""
-        shared = self._own[: len(x)]
+        shared = _like(self._own, x)
         is_here = x.data_ptr() == shared.data_ptr()
         if not is_here:
             shared.copy_(x)
@@ -114,12 +101,18 @@ class _SharedMemory:
             x.copy_(shared)
 
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """x of all GPUs, side by side."""
-        self._own[: len(x)].copy_(x)
-        self._all.barrier()
-        _side_by_side([tensor[: len(x)] for tensor in self._tensors], out)
-        self._all.barrier()  # nobody writes there before all have read
+        """x of all GPUs side by side, as many rows at a time as have room."""
+        for some, into in zip(x.split(len(self._own)), out.split(len(self._own)), strict=True):
+            _like(self._own, some).copy_(some)
+            self._all.barrier()
+            _side_by_side([_like(tensor, some) for tensor in self._tensors], into)
+            self._all.barrier()  # nobody writes there before all have read
         return out
+
+
+def _like(memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The beginning of memory, in the shape and dtype of x, which has room there."""
+    return memory.view(-1).view(x.dtype)[: x.numel()].view(x.shape)
 
 
 def _side_by_side(parts: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:

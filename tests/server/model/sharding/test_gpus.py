@@ -1,6 +1,7 @@
 """A model that two GPUs share, in bfloat16, with adapters of parity's table."""
 
-from collections.abc import Iterator
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +26,24 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def trio(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Trio]:
-    folder = tmp_path_factory.mktemp("base")
+@pytest.mark.parametrize("name", MODELS)
+def test_family(name: str, tmp_path: Path) -> None:
+    """In its own process: only the first group of a process can share memory of GPUs."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        process.submit(_check, name, tmp_path).result()
 
+
+def _check(name: str, folder: Path) -> None:
     def make_gpu(base: Path, **options: Any) -> GroupDriver:
         return GroupDriver(base, 2, folder / "meeting", **options)
 
-    found = Trio(request.param, MODELS[request.param], folder / "base", 24, make_gpu=make_gpu)
-    assert found.gpu.devices()[0]._graphs is not None
-    yield found
-    found.close()
-
-
-@pytest.mark.parametrize("chunk", [7, 64])
-def test_base(trio: Trio, chunk: int) -> None:
-    assert_near(trio, [-1] * 24, chunk)
-
-
-def test_adapters_of_layers(trio: Trio) -> None:
-    """These run in graphs: no adapter touches the embedding or the head."""
-    assert_near(trio, trio.slots_of_layers, 64)
-
-
-def test_every_adapter_in_one_batch(trio: Trio) -> None:
-    assert_near(trio, [*trio.slots.values()], 11)
+    trio = Trio(name, MODELS[name], folder / "base", 24, make_gpu=make_gpu)
+    try:
+        assert trio.gpu.devices()[0]._graphs is not None
+        for chunk in (7, 64):
+            assert_near(trio, [-1] * 24, chunk)
+        # In graphs: no adapter touches the embedding or the head.
+        assert_near(trio, trio.slots_of_layers, 64)
+        assert_near(trio, [*trio.slots.values()], 11)
+    finally:
+        trio.close()

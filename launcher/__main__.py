@@ -224,13 +224,17 @@ def _batch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 def _start_failures() -> Iterator[None]:
     """Of processes that this one starts, and of what they are for."""
     from launcher.processes import ChildFailed
+    from server.config import ConfigError
     from server.model.checkpoint.checkpoint import CheckpointError
     from server.worker.address import AddressError
+    from server.worker.process.device import DeviceError
     from server.worker.process.model_source import ModelError
+    from server.worker.setup import WorkerStartError
 
+    setup_errors = (ConfigError, DeviceError, ModelError, WorkerStartError)
     try:
         yield
-    except (AddressError, BatchError, CheckpointError, ChildFailed, ModelError) as error:
+    except (AddressError, BatchError, CheckpointError, ChildFailed, *setup_errors) as error:
         fail(str(error), 1)
 
 

@@ -59,6 +59,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "log_format",
         }
     ),
+    "GPUs": frozenset({"worker_count", "tp"}),
     "Memory": frozenset(
         {
             "mode",
@@ -136,7 +137,7 @@ def _help(option: Option) -> str:
     notes = []
     if option.is_list:
         notes.append("may be repeated")
-    elif not option.is_required and option.default not in ("", None, False):
+    elif option.unset == "auto" or not (option.is_required or option.default in ("", None, False)):
         notes.append(f"default: {show(option, option.default)}")
     notes.append(option.variable)
     return f"{option.help} [{'; '.join(notes)}]"

@@ -17,6 +17,7 @@ from launcher.options import (
     path_of,
     unknown_variables,
 )
+from launcher.worker_groups import AskedGroups
 from router.config import RouterConfig, RouterConfigError
 from server.config import WorkerConfig
 
@@ -24,6 +25,7 @@ _MAX_SECRET_BYTES = 4096
 
 WORKER_OPTIONS = options_of(WorkerConfig)
 ROUTER_OPTIONS = options_of(RouterConfig)
+GROUP_OPTIONS = options_of(AskedGroups)
 API_KEY = Option("api_key", "api-key", "text", "a caller's key", default="", is_secret=True)
 
 
@@ -40,7 +42,7 @@ def environment() -> Mapping[str, str]:
 
 
 def serve_options() -> tuple[Option, ...]:
-    """What `serve` takes: the router's options and the worker's; it sets the wiring itself.
+    """What `serve` takes: options of the router, of workers and its own; it sets the wiring.
 
     Where both have an option, one value serves both, but for the address, which is the router's.
     """
@@ -48,7 +50,8 @@ def serve_options() -> tuple[Option, ...]:
     router = {option.field: option for option in ROUTER_OPTIONS if option.field not in wiring}
     worker = {option.field: option for option in WORKER_OPTIONS if option.field not in wiring}
     address = {name: router[name] for name in ("host", "port", "redis")}
-    return tuple((router | worker | address).values())
+    own = {option.field: option for option in GROUP_OPTIONS}
+    return tuple((router | worker | address | own).values())
 
 
 def batch_options() -> tuple[Option, ...]:
@@ -119,7 +122,7 @@ def _check_void(config: WorkerConfig) -> None:
 
 def check_variables(environ: Mapping[str, str]) -> None:
     """Raises OptionError for LORAPLEX_ variables that are no option of any command."""
-    options = (*WORKER_OPTIONS, *ROUTER_OPTIONS, API_KEY)
+    options = (*WORKER_OPTIONS, *ROUTER_OPTIONS, *GROUP_OPTIONS, API_KEY)
     known = {option.variable for option in options}
     known |= {f"{option.variable}_FILE" for option in options if option.is_secret}
     problems = unknown_variables(environ, known)

@@ -1,61 +1,27 @@
 """`loraplex info MODEL`: what a base model is and needs on this machine, or the sentence that a
 worker refuses it with. Imports neither torch nor a kernel."""
 
-import dataclasses
-import os
 from collections import Counter
-from functools import cache
-from pathlib import Path
 
 import msgspec
 
-from adapters.base import BaseSpec
-from adapters.manifest import SlabDtype
 from launcher.demo import model_path
-from server.config import ConfigError, EngineConfig, WorkerConfig
-from server.engine.memory.room import tokens_together
+from launcher.model_needs import ModelNeeds, Needs, choose_groups
+from launcher.options import OptionError
+from launcher.worker_groups import AskedGroups
+from server.config import WorkerConfig
 from server.model.base_spec import base_spec
 from server.model.ops.kernel_limits import unsupported
-from server.model.ops.memory import (
-    DeviceMemory,
-    executor_limits,
-    fill_device,
-    page_bytes,
-    weights_bytes,
-)
-from server.model.page_groups import page_groups
 from server.model.quantised_at_load import quantised_at_load
-from server.model.sharding import shard_counts, sharded
 from server.model.spec import ModelSpec
 from server.protocol import Gift
-from server.worker.process.device import ChosenDevice, choose_device, cuda_devices, torch_build
+from server.worker.process.device import CudaDevice, choose_device, cuda_devices, torch_build
 from server.worker.process.model_source import describe_model
 from server.worker.process.sizing import choose_dtype
-from server.worker.setup import engine_config
 
 # Of a GPU that has what any GPU here may have, where this machine has none.
 _USUAL_GPU = (9, 0)
 _GIB = 1 << 30
-_USUAL_COUNTS = (1, 2, 4, 8)
-
-
-class Needs(msgspec.Struct, frozen=True):
-    """On this machine. weights, kv_memory: bytes. kv_bytes: keys and values of one token.
-
-    kv_tokens: of all sequences together, where these are short; long_tokens: where each has
-    max_context tokens, since pages behind a window come free. max_context: tokens of one sequence.
-    problem: why the model does not fit, or None; then these are 0.
-    """
-
-    device: str
-    dtype: SlabDtype
-    weights: int
-    kv_bytes: int
-    kv_memory: int
-    kv_tokens: int
-    long_tokens: int
-    max_context: int
-    problem: str | None = None
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -65,7 +31,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     layers that see no more.
     adapters: modules that adapters may change. reference: why plain torch computes it on a GPU, or
     None. shared: number of devices that can share it -> bytes of weights of each. fits: the fewest
-    of them that hold it with devices like this machine's; None = none do.
+    of them that hold it with devices like this machine's; None = none do. groups: what
+    `loraplex serve` makes of several GPUs; "" = there are none.
     """
 
     model: str
@@ -82,6 +49,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     reference: str | None
     shared: dict[int, int]
     fits: int | None
+    groups: str
     needs: Needs
 
     def written(self, *, for_programs: bool) -> str:
@@ -92,7 +60,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
         lines = [head if problem is None else f"{head}, but not here: {problem}"]
         lines += [f"  {name:<11} {text}" for name, text in self._rows()]
         lines.append(f"on this machine ({self.needs.device}, {self.needs.dtype})")
-        lines += [f"  {name:<11} {text}" for name, text in _need_rows(self.needs)]
+        lines += [f"  {name:<11} {text}" for name, text in self.needs.rows()]
         return "\n".join(lines) + "\n"
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -109,6 +77,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
             ("adapters", " ".join(self.adapters)),
             ("on a GPU", self.reference or "the project's kernels"),
             ("--tp", self._shares()),
+            ("serve", self.groups),
         ]
         return [row for row in rows if row[1]]
 
@@ -137,12 +106,7 @@ def describe(config: WorkerConfig) -> ModelFacts:
     base = base_spec(model, "", ())
     on_gpu = device.kind == "cuda"
     capability = devices[0].capability if on_gpu else _USUAL_GPU
-
-    @cache
-    def needs(count: int) -> Needs:
-        options = dataclasses.replace(config, tp=count)
-        return _needs(options, device, sharded(model, count), base, dtype)
-
+    needs = ModelNeeds(config, model, device)
     return ModelFacts(
         model=config.model,
         family=model.family,
@@ -156,82 +120,21 @@ def describe(config: WorkerConfig) -> ModelFacts:
         dtype=model.dtype,
         adapters=(*base.layer_modules, *base.model_modules),
         reference=_reference(model, dtype if on_gpu else "bfloat16", capability),
-        shared={
-            count: weights_bytes(sharded(model, count), dtype, packed=on_gpu)
-            for count in _counts(model)
-        },
-        fits=next((count for count in _counts(model) if needs(count).problem is None), None),
-        needs=needs(config.tp),
+        shared={count: needs.weights(count) for count in needs.counts},
+        fits=next((count for count in needs.counts if needs.fit(count) != "no"), None),
+        groups=_groups(needs, devices) if on_gpu and len(devices) > 1 else "",
+        needs=needs.of(config.tp),
     )
 
 
-def _counts(model: ModelSpec) -> tuple[int, ...]:
-    """Usual numbers of devices that can share it."""
-    return tuple(count for count in shard_counts(model) if count in _USUAL_COUNTS)
+def _groups(needs: ModelNeeds, gpus: list[CudaDevice]) -> str:
+    """Without `--tp` and `--workers`."""
+    try:
+        return choose_groups(AskedGroups(), needs, gpus).written()
+    except OptionError as error:
+        return str(error)
 
 
 def _reference(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> str | None:
     reason = unsupported(model, dtype, capability)
     return None if reason is None else f"plain torch, which is slower: {reason}"
-
-
-def _needs(
-    config: WorkerConfig, device: ChosenDevice, model: ModelSpec, base: BaseSpec, dtype: SlabDtype
-) -> Needs:
-    engine = engine_config(config, device, Path(config.model), base, dtype)
-    weights = weights_bytes(model, dtype, packed=device.kind == "cuda")
-    windows = page_groups(model).windows
-    found = Needs(
-        device=device.kind,
-        dtype=dtype,
-        weights=weights,
-        kv_bytes=page_bytes(model, engine) * len(windows) // engine.page_size,
-        kv_memory=engine.kv_memory,
-        kv_tokens=0,
-        long_tokens=0,
-        max_context=0,
-    )
-    try:
-        engine = _filled(model, engine, weights, device)
-        limits = executor_limits(model, engine)
-    except ConfigError as error:
-        return msgspec.structs.replace(found, problem=str(error))
-    room = (limits.num_pages, limits.page_size, limits.page_windows)
-    return msgspec.structs.replace(
-        found,
-        kv_memory=engine.kv_memory,
-        kv_tokens=tokens_together(*room, each=limits.page_size),
-        long_tokens=tokens_together(*room, each=limits.max_context),
-        max_context=limits.max_context,
-    )
-
-
-def _filled(
-    model: ModelSpec, engine: EngineConfig, weights: int, device: ChosenDevice
-) -> EngineConfig:
-    """With the device's memory divided, as if nothing else ran there. Raises ConfigError."""
-    if device.kind == "cuda":
-        total = device.memory_bytes
-        return fill_device(model, engine, DeviceMemory(total, total, total - weights))
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    taken = weights + engine.kv_memory + engine.adapter_memory + engine.host_arena_bytes
-    if taken > total:
-        raise ConfigError(
-            f"weights, keys and values and adapters take {taken / _GIB:.1f} GiB of"
-            f" {total / _GIB:.1f} GiB of memory"
-        )
-    return engine
-
-
-def _need_rows(needs: Needs) -> list[tuple[str, str]]:
-    rows = [
-        ("weights", f"{needs.weights / _GIB:.2f} GiB"),
-        ("a token", f"{needs.kv_bytes:,} bytes of keys and values"),
-    ]
-    if needs.problem is None:
-        of_each = f"of one sequence at most {needs.max_context:,}"
-        in_all = f"{needs.kv_tokens:,} tokens in {needs.kv_memory / _GIB:.2f} GiB"
-        if needs.long_tokens > needs.kv_tokens:
-            of_each += f", and {needs.long_tokens:,} in sequences so long"
-        rows.append(("cache", f"{in_all}; {of_each}"))
-    return rows

@@ -1,7 +1,7 @@
 """Options from config dataclasses: their flags, variables, and values from text. Pure.
 
 A field's metadata: `help`; `flag` (default: its name, in the singular for a list, whose flag is
-repeated); `unit` ("bytes"); `secret`; `min`, `max`.
+repeated); `unit` ("bytes"); `secret`; `min`, `max`; `unset`, the word for None.
 """
 
 import dataclasses
@@ -53,6 +53,7 @@ class Option:
     choices: tuple[str, ...] = ()
     is_list: bool = False
     is_optional: bool = False
+    unset: str = "none"  # what None is called
     is_secret: bool = False
     fallback: str = ""  # another variable that may hold a secret
     low: float = 0
@@ -99,6 +100,7 @@ def _option(field: "dataclasses.Field[Any]", hint: Any, within: str) -> Option:
         choices=typing.get_args(hint) if kind == "choice" else (),
         is_list=is_list,
         is_optional=is_optional,
+        unset=field.metadata.get("unset", "none"),
         is_secret=bool(field.metadata.get("secret", False)),
         fallback=field.metadata.get("fallback", ""),
         low=field.metadata.get("min", 0),
@@ -140,7 +142,7 @@ def parse(option: Option, texts: Sequence[str], source: str) -> Values:
 
 
 def _parse_one(option: Option, text: str, source: str) -> Value:
-    if option.is_optional and text.strip().lower() == "none":
+    if option.is_optional and text.strip().lower() == option.unset:
         return None
     if option.kind == "text":
         return _text(text, source)
@@ -267,7 +269,7 @@ def show(option: Option, value: Value) -> str:
         for unit in ("TiB", "GiB", "MiB", "KiB"):
             if value and value % _BYTE_UNITS[unit.lower()] == 0:
                 return f"{value // _BYTE_UNITS[unit.lower()]}{unit}"
-    return "none" if value is None else str(value)
+    return option.unset if value is None else str(value)
 
 
 # The environment

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 
 from launcher.command_line import GROUPS, REST
-from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS, serve_options
+from launcher.config import GROUP_OPTIONS, ROUTER_OPTIONS, WORKER_OPTIONS, serve_options
 from launcher.options import Option, show
 
 _HEAD = """\
@@ -31,7 +31,7 @@ _SERVE = """\
 `serve` takes the options of both the router and the worker, but for
 {without}.
 An option of both gets one value for both; `--host` and `--port` are the router's. Without MODEL
-`serve` serves the demo.
+`serve` serves the demo. Its own options, and what it takes otherwise than a worker:
 """
 _COLUMNS = "| option | variable | default | meaning |\n| --- | --- | --- | --- |\n"
 
@@ -44,6 +44,7 @@ def render() -> str:
     parts = [
         _HEAD,
         _SERVE.format(without=", ".join(f"`{name}`" for name in names)),
+        f"{_COLUMNS}{_rows(GROUP_OPTIONS)}",
         _section("loraplex router", ROUTER_OPTIONS),
         _section("loraplex worker MODEL", WORKER_OPTIONS),
     ]
@@ -78,7 +79,7 @@ def _default(option: Option) -> str:
         return "needed"
     if option.kind == "bool":
         return "yes" if option.default else "no"
-    if option.default in ("", (), None):
+    if option.default in ("", ()) or (option.default is None and option.unset == "none"):
         return ""
     value = f"{option.default:g}" if option.kind == "float" else show(option, option.default)
     return f"`{value}`"

@@ -11,6 +11,7 @@ from adapters.ref import local_name, parse_ref
 from launcher.demo import EXAMPLES, adapter_paths, model_path
 from launcher.demo.recipe import BASE_NAME
 from launcher.options import OptionError, Values, build, path_of
+from launcher.worker_groups import AskedGroups, WorkerGroups, undivided
 from router.config import RouterConfig
 from server.config import WorkerConfig
 
@@ -21,16 +22,20 @@ DEMO_EXAMPLE = next(text for text in EXAMPLES if "'" not in text)
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """The two configurations; adapter names and a prompt for the example shown when ready."""
+    """The configurations of all workers, and of the router; adapter names and a prompt for the
+    example shown when ready. asked: of groups of GPUs; groups: those that are chosen."""
 
     worker: WorkerConfig
     router: RouterConfig
+    asked: AskedGroups
+    groups: WorkerGroups
     aliases: tuple[str, ...]
     example: str
 
 
 def plan(values: Mapping[str, Values]) -> ServePlan:
-    """The children's configurations from `serve`'s options. Raises OptionError."""
+    """The children's configurations from `serve`'s options, before GPUs are looked at. Raises
+    OptionError."""
     is_demo = values["model"] is None
     aliases: list[str] = []
     roots: list[Path] = list(_paths(values["adapter_roots"]))
@@ -47,15 +52,17 @@ def plan(values: Mapping[str, Values]) -> ServePlan:
         roots.extend(of_alias)
     model = str(model_path()) if is_demo else values["model"]
     roots_value = tuple(dict.fromkeys(roots))
-    shared = with_demo_name({**values, "model": model, "adapter_roots": roots_value})
+    asked = build(AskedGroups, values)
+    tp = values["tp"] or 1
+    shared = with_demo_name({**values, "model": model, "adapter_roots": roots_value, "tp": tp})
     worker: WorkerConfig = build(WorkerConfig, shared)
     router_values = {**values, "workers": (), "adapters": tuple(aliases)}
     router: RouterConfig = build(RouterConfig, router_values)
     names = tuple(alias.partition("=")[0] for alias in aliases)
     example = DEMO_EXAMPLE if is_demo else "Tell me about llamas."
-    # This worker is the router's beside it, and no other's.
+    # Workers here are the router's beside them, and no other's.
     worker = dataclasses.replace(worker, host=LOOPBACK, port=0, redis="", redis_password="")
-    return ServePlan(worker, router, names, example)
+    return ServePlan(worker, router, asked, undivided(asked, "this machine"), names, example)
 
 
 def with_demo_name(values: Mapping[str, Values]) -> dict[str, Values]:

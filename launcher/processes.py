@@ -52,6 +52,14 @@ def say(text: str) -> None:
     _screen.show(f"loraplex: {text}")
 
 
+def named_line(process: str, line: str) -> str:
+    """A child's line with the child's name. Lines for programs stay JSON, the others are shown as
+    columns."""
+    if line.startswith('{"'):
+        return f'{{"process": "{process}", {line[1:]}'
+    return f"{process:<6} | {line}"
+
+
 class ChildFailed(Exception):
     """A child ended before it was ever ready; str() is a sentence for a person."""
 
@@ -181,8 +189,7 @@ class ChildSupervisor:
 
     def _on_line(self, line: str) -> None:
         self._last_lines.append(line)
-        # Lines for programs stay whole.
-        _screen.show(line if line.startswith("{") else f"{self.name:<6} | {line}")
+        _screen.show(named_line(self.name, line))
 
     def _failure(self, ending: str) -> str:
         """A child's own sentence (`loraplex: …`) says it best."""

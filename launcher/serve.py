@@ -1,34 +1,31 @@
-"""`loraplex serve`: a worker and a router on this machine, started, joined, watched and stopped."""
+"""`loraplex serve`: workers and a router on this machine, started, joined, watched and stopped."""
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import httpx
 
 from adapters.common.loopback import is_loopback
-from launcher.config import (
-    ROUTER_OPTIONS,
-    WORKER_OPTIONS,
-    check_router,
-    check_worker,
-    child_environment,
-)
-from launcher.options import Option, Values, render, values_of
+from launcher.config import ROUTER_OPTIONS, check_router, check_worker, child_environment
+from launcher.local_worker import STOP_MARGIN_S, local_workers, until_ready
+from launcher.model_needs import ModelNeeds, choose_groups
+from launcher.options import Values, render, values_of
 from launcher.plan import LOOPBACK, ServePlan, plan
 from launcher.processes import Child, ChildSupervisor, Say, say, start_child
 from launcher.until_signal import Supervised, run_services
 from router.config import RouterConfig
 from router.tenancy.tenancy import needs_keys
+from server.model.quantised_at_load import quantised_at_load
+from server.model.spec import ModelSpec
 from server.worker.address import open_listener
+from server.worker.process.device import choose_device, cuda_devices, torch_build
 from server.worker.process.model_source import check_model
-
-POLL_INTERVAL_S = 0.1
-STOP_MARGIN_S = 10.0
+from server.worker.process.sizing import choose_sizes
+from server.worker.setup import host_bytes
 
 
 def free_port(host: str, port: int) -> int:
@@ -51,52 +48,26 @@ class Serve:
 
     def __init__(self, plan: ServePlan, environ: Mapping[str, str]) -> None:
         port = free_port(plan.router.host, plan.router.port)
-        # Kept open here, so that a restarted worker is found where the first one was.
-        self._listener = open_listener(LOOPBACK, 0)
-        self._worker_url = f"http://{LOOPBACK}:{self._listener.getsockname()[1]}"
         secret = secrets.token_urlsafe(32)
-        self._plan = dataclasses.replace(
-            plan,
-            worker=dataclasses.replace(plan.worker, secret=secret),
-            router=dataclasses.replace(
-                plan.router,
-                port=port,
-                secret=secret,
-                workers=(self._worker_url.replace("http", "ws"),),
-            ),
-        )
+        config = dataclasses.replace(plan.worker, secret=secret)
+        self._plan = plan
         self._environ = environ
-        self.worker = ChildSupervisor("worker", self._start_worker, say)
+        self.workers = local_workers(plan.groups, config, environ)
+        addresses = tuple(f"ws://{worker.address}" for worker in self.workers)
+        self._router = dataclasses.replace(plan.router, port=port, secret=secret, workers=addresses)
         self.router = ChildSupervisor("router", self._start_router, say)
 
     @property
     def url(self) -> str:
-        host = self._plan.router.host
+        host = self._router.host
         shown = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-        scheme = "http" if self._plan.router.tls_cert is None else "https"
-        return f"{scheme}://{shown}:{self._plan.router.port}"
-
-    def _start_worker(self, on_line: Say) -> Child:
-        values = values_of(self._plan.worker)
-        options = [option for option in WORKER_OPTIONS if option.field not in ("model", "port")]
-        fd = self._listener.fileno()
-        arguments = ["worker", self._plan.worker.model, f"--listen-fd={fd}"]
-        return self._start_child(arguments, options, values, on_line, (fd,))
+        scheme = "http" if self._router.tls_cert is None else "https"
+        return f"{scheme}://{shown}:{self._router.port}"
 
     def _start_router(self, on_line: Say) -> Child:
-        values = values_of(self._plan.router)
-        return self._start_child(["router"], ROUTER_OPTIONS, values, on_line)
-
-    def _start_child(
-        self,
-        command: list[str],
-        options: Sequence[Option],
-        values: Mapping[str, Values],
-        on_line: Say,
-        pass_fds: tuple[int, ...] = (),
-    ) -> Child:
-        environ = child_environment(self._environ, options, values)
-        return start_child([*command, *render(options, values)], environ, on_line, pass_fds)
+        values = values_of(self._router)
+        environ = child_environment(self._environ, ROUTER_OPTIONS, values)
+        return start_child(["router", *render(ROUTER_OPTIONS, values)], environ, on_line)
 
     async def run(self, client: ServeClient | None = None) -> bool:
         """Until a signal, or the client's end. False when it was stopped at once. Raises
@@ -116,21 +87,24 @@ class Serve:
             await self._stop_all()
 
         clients = () if client is None else (client,)
-        with self._listener:
-            return await run_services((self.worker, self.router, *clients), announce, stop_all)
+        services = (*(worker.service for worker in self.workers), self.router, *clients)
+        try:
+            return await run_services(services, announce, stop_all)
+        finally:
+            for worker in self.workers:
+                worker.close()
 
     async def _stop_all(self) -> None:
-        """The router first: it finishes its answers while the worker still computes."""
-        router = self._plan.router
+        """The router first: it finishes its answers while workers still compute."""
+        router = self._router
         await self.router.stop(router.drain_delay_s + router.drain_timeout_s + STOP_MARGIN_S)
-        await self.worker.stop(self._plan.worker.drain_timeout_s + STOP_MARGIN_S)
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
 
     async def _until_ready(self) -> None:
         # It asks its own children, and sends no secret: whose names a certificate has is no matter.
         async with httpx.AsyncClient(trust_env=False, timeout=5.0, verify=False) as http:
-            await _until_ready(http, self._worker_url)
-            self.worker.was_ready.set()
-            await _until_ready(http, self.url)
+            await asyncio.gather(*(worker.until_ready(http) for worker in self.workers))
+            await until_ready(http, self.url)
             self.router.was_ready.set()
 
     def example(self) -> str:
@@ -140,18 +114,10 @@ class Serve:
             parameters["adapter_id"] = self._plan.aliases[0]
         body = json.dumps({"inputs": self._plan.example, "parameters": parameters})
         quoted = body.replace("'", "'\\''")
-        key = ' -H "Authorization: Bearer $KEY"' if needs_keys(self._plan.router) else ""
+        key = ' -H "Authorization: Bearer $KEY"' if needs_keys(self._router) else ""
         return (
             f"    curl {self.url}/generate{key} -H 'Content-Type: application/json' -d '{quoted}'"
         )
-
-
-async def _until_ready(http: httpx.AsyncClient, url: str) -> None:
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            if (await http.get(f"{url}/health/ready")).status_code == 200:
-                return
-        await asyncio.sleep(POLL_INTERVAL_S)
 
 
 def warn_if_open(config: RouterConfig, say: Callable[[str], None]) -> None:
@@ -160,13 +126,27 @@ def warn_if_open(config: RouterConfig, say: Callable[[str], None]) -> None:
 
 
 def checked_plan(values: Mapping[str, Values]) -> ServePlan:
-    """Raises OptionError; of a model that cannot be served ModelError or CheckpointError."""
+    """Raises OptionError, DeviceError; of a model that cannot be served ModelError,
+    CheckpointError, ConfigError or WorkerStartError."""
     chosen = plan(values)
     check_router(chosen.router)
     check_worker(chosen.worker)
     with_tensors = chosen.worker.executor == "torch"
-    check_model(chosen.worker.model, chosen.worker.revision, with_tensors=with_tensors)
-    return chosen
+    model = check_model(chosen.worker.model, chosen.worker.revision, with_tensors=with_tensors)
+    return _divided(chosen, model) if with_tensors else chosen
+
+
+def _divided(chosen: ServePlan, model: ModelSpec) -> ServePlan:
+    """With the machine's GPUs and memory divided among workers. Raises as `checked_plan`."""
+    config, gpus = chosen.worker, cuda_devices()
+    device = choose_device(config.device, gpus, torch_build())
+    needs = ModelNeeds(config, quantised_at_load(model, config.quantize), device)
+    groups = choose_groups(chosen.asked, needs, gpus)
+    if groups.workers > 1:
+        each = dataclasses.replace(config, tp=groups.tp)
+        sizes = choose_sizes(each, device.kind, device.memory_bytes, host_bytes() // groups.workers)
+        config = dataclasses.replace(config, host_adapter_memory=sizes.host_adapter_memory)
+    return dataclasses.replace(chosen, worker=config, groups=groups)
 
 
 def serve(values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
@@ -174,6 +154,8 @@ def serve(values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
     `checked_plan` raises, before anything is started."""
     chosen = checked_plan(values)
     warn_if_open(chosen.router, say)
+    if chosen.groups.are_several:
+        say(chosen.groups.written())
     if not asyncio.run(_run(chosen, environ)):
         raise KeyboardInterrupt
 

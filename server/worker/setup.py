@@ -123,7 +123,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _host_bytes() -> int:
+def host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -187,7 +187,7 @@ def engine_config(
     config: WorkerConfig, device: ChosenDevice, folder: Path, base: BaseSpec, dtype: SlabDtype
 ) -> EngineConfig:
     """The engine's settings on this machine. folder: the model's. Raises WorkerStartError."""
-    sizes = choose_sizes(config, device.kind, device.memory_bytes, _host_bytes())
+    sizes = choose_sizes(config, device.kind, device.memory_bytes, host_bytes())
     extent_bytes = choose_extent_bytes(base, dtype, sizes.adapter_memory)
     host_extents = sizes.host_adapter_memory // extent_bytes
     if host_extents < 1:

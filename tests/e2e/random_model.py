@@ -9,7 +9,7 @@ from tests.e2e.serving import Serving, start_serving
 
 CONTEXT = 16_384
 MODELS = ("base", "one", "two")  # the base and its adapters
-_SIZES = {
+SIZES = {
     "vocab_size": 1024,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -28,7 +28,7 @@ def start_random(folder: Path) -> Serving:
     """folder: an empty one, for the model, its adapters and what the server writes."""
     (folder / "shape").mkdir()
     llama = json.loads((SHIPPED / "llama-3.1-8b" / "config.json").read_text())
-    (folder / "shape" / "config.json").write_text(json.dumps(llama | _SIZES))
+    (folder / "shape" / "config.json").write_text(json.dumps(llama | SIZES))
     maker = Maker(folder / "shape", "float32", "cpu", 1)
     maker.model(folder / "model")
     names = MODELS[1:]

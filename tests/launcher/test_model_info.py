@@ -141,3 +141,40 @@ def test_of_what_is_no_model_one_sentence_is_said(
     (line,) = (out + err).splitlines()
     assert line.startswith(f"loraplex: {path}: ")
     assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "arguments", "says"),
+    [
+        (str(LLAMA_8B), 1, (), ""),
+        (str(LLAMA_8B), 2, (), "--workers 2 --tp 1: 2 workers of 1 GPU, since 1 GPU holds"),
+        (str(LLAMA_8B), 2, ("--mode", "local"), "--workers 1 --tp 1: 1 worker of 1 GPU"),
+        (str(LLAMA_8B), 2, ("--device", "cpu"), ""),
+        ("llama-3.1-70b", 8, (), "--workers 2 --tp 4: 2 workers of 4 GPUs, since 4 GPUs hold"),
+        ("llama-3.1-70b", 8, ("--quantize", "fp8"), "--workers 4 --tp 2: 4 workers of 2 GPUs"),
+        ("llama-3.1-70b", 2, (), "the model does not fit 2 GPUs a worker"),
+    ],
+)
+def test_what_serve_makes_of_several_gpus(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    count: int,
+    arguments: tuple[str, ...],
+    says: str,
+) -> None:
+    """Two GPUs have room for the weights of 70B in bfloat16, with none for keys and values."""
+    if model == "llama-3.1-70b":
+        big = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+        heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(json.loads(LLAMA_8B.read_text()) | big | heads))
+        model = str(path)
+    monkeypatch.setattr(model_info, "cuda_devices", lambda: [H100] * count)
+    monkeypatch.setattr(model_info, "torch_build", lambda: TorchBuild("2.9", "12.8"))
+    groups = facts(capsys, model, *arguments)["groups"]
+    assert groups.startswith(says)
+    assert bool(groups) == bool(says)
+    main(["info", model, *arguments])
+    assert (f"serve       {groups}" in capsys.readouterr().out) == bool(says)

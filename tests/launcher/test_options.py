@@ -21,6 +21,7 @@ from launcher.options import (
     unknown_variables,
     values_of,
 )
+from launcher.worker_groups import AskedGroups
 from router.config import RouterConfig
 from server.config import WorkerConfig
 
@@ -235,6 +236,33 @@ def test_serve_takes_both_halves_options_once() -> None:
     assert {"model", "kv_memory", "adapters", "max_queue", "port"} <= options.keys()
     assert not {"workers", "secret", "worker_id"} & options.keys()
     assert options["port"].default == 8080
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "asked"),
+    [
+        ((), {}, AskedGroups()),
+        (("--workers", "auto", "--tp", "AUTO"), {}, AskedGroups()),
+        (("--workers", "3"), {"LORAPLEX_TP": "2"}, AskedGroups(3, 2)),
+        (("--tp", "1"), {"LORAPLEX_WORKERS": "auto"}, AskedGroups(None, 1)),
+    ],
+)
+def test_groups_are_chosen_or_asked_for(
+    flags: tuple[str, ...], variables: dict[str, str], asked: AskedGroups
+) -> None:
+    parser = Parser()
+    add_options(parser, config.GROUP_OPTIONS)
+    config.check_variables(variables)
+    values = config.resolve(config.GROUP_OPTIONS, parser.parse_args(flags), variables)
+    assert build(AskedGroups, values) == asked
+
+
+@pytest.mark.parametrize("text", ["0", "65", "none", "many"])
+def test_a_bad_number_of_workers_is_refused_by_name(text: str) -> None:
+    parser = Parser()
+    add_options(parser, config.GROUP_OPTIONS)
+    with pytest.raises(OptionError, match="--workers must be"):
+        config.resolve(config.GROUP_OPTIONS, parser.parse_args(["--workers", text]), {})
 
 
 @pytest.mark.parametrize("kind", [WorkerConfig, RouterConfig])

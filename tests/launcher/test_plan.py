@@ -127,4 +127,5 @@ def test_without_a_model_the_demo_is_served(tmp_path: Path) -> None:
 def test_the_line_to_try_has_a_key_where_callers_need_one(auth: str, has_key: bool) -> None:
     serve = Serve(planned("--auth", auth), {})
     assert ('-H "Authorization: Bearer $KEY"' in serve.example()) == has_key
-    serve._listener.close()
+    for worker in serve.workers:
+        worker.close()

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.processes import MAX_LINE_BYTES, Child, ChildFailed, ChildSupervisor, Lines, Say
+from launcher.processes import (
+    MAX_LINE_BYTES,
+    Child,
+    ChildFailed,
+    ChildSupervisor,
+    Lines,
+    Say,
+    named_line,
+)
 from server.worker import tether
 
 TIMEOUT_S = 240
@@ -125,3 +133,11 @@ async def test_lines_are_read_to_the_last_when_nobody_reads_ours(
             patched.setattr("sys.stdout", unread)
             with pytest.raises(ChildFailed, match="^no such model$"):
                 await asyncio.wait_for(case.service.run(), TIMEOUT_S)
+
+
+def test_a_line_says_whose_it_is() -> None:
+    assert named_line("router", "hello") == "router | hello"
+    assert named_line("worker-0", '{"level": "info", "message": "a \\"b\\""}') == (
+        '{"process": "worker-0", "level": "info", "message": "a \\"b\\""}'
+    )
+    assert named_line("worker-0", "{oops") == "worker-0 | {oops"

@@ -259,7 +259,7 @@ def test_a_cache_folder_that_cannot_be_is_said(tmp_path: Path) -> None:
 def test_bad_options_stop_the_start() -> None:
     assert "--kv-memory" in failure("serve", "--kv-memory", "lots", code=2)
     assert "LORAPLEX_KV_MEMORY" in failure("serve", code=2, LORAPLEX_KV_MEMORY="lots")
-    assert "did you mean" in failure("router", code=2, LORAPLEX_WORKERS="ws://x")
+    assert "did you mean" in failure("router", code=2, LORAPLEX_WORKRE="ws://x")
     assert "--worker" in failure("router", code=2)
     assert "--adapter" in failure("serve", "--adapter", "nonsense", code=2)
 

@@ -1,0 +1,57 @@
+"""What each worker of `loraplex serve` has of the machine."""
+
+import os
+from contextlib import ExitStack
+
+import pytest
+
+from launcher.local_worker import LocalWorker, local_workers, visible
+from launcher.worker_groups import AskedGroups, WorkerGroups, undivided
+from server.config import WorkerConfig
+
+
+@pytest.mark.parametrize(
+    ("named", "places", "shown"),
+    [
+        (None, (0,), "0"),
+        (None, (2, 3), "2,3"),
+        ("4,5,6,7", (2, 3), "6,7"),
+        ("GPU-8932f937, GPU-ab", (1,), "GPU-ab"),
+        ("MIG-1,MIG-2", (0,), "MIG-1"),
+    ],
+)
+def test_gpus_are_named_as_cuda_does(
+    named: str | None, places: tuple[int, ...], shown: str
+) -> None:
+    assert visible(named, places) == shown
+
+
+def made(groups: WorkerGroups, environ: dict[str, str]) -> list[LocalWorker]:
+    with ExitStack() as held:
+        workers = local_workers(groups, WorkerConfig("m"), environ)
+        for worker in workers:
+            held.callback(worker.close)
+        return workers
+
+
+def test_each_has_its_gpus_name_and_port() -> None:
+    workers = made(WorkerGroups(2, ((0, 1), (2, 3)), ""), {"PATH": "/bin"})
+    assert [worker.config.worker_id for worker in workers] == ["worker-0", "worker-1"]
+    assert [worker.service.name for worker in workers] == ["worker-0", "worker-1"]
+    assert [worker.environ["CUDA_VISIBLE_DEVICES"] for worker in workers] == ["0,1", "2,3"]
+    assert {(worker.config.tp, worker.environ["PATH"]) for worker in workers} == {(2, "/bin")}
+    assert len({worker.address for worker in workers}) == 2
+
+
+def test_one_worker_has_all_as_it_is() -> None:
+    (worker,) = made(undivided(AskedGroups(), "the CPU"), {"PATH": "/bin"})
+    assert (worker.config.worker_id, worker.service.name) == ("", "worker")
+    assert worker.environ == {"PATH": "/bin"}
+
+
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(17)))
+    groups = undivided(AskedGroups(2, 2), "the CPU")
+    assert [worker.environ["OMP_NUM_THREADS"] for worker in made(groups, {})] == ["4", "4"]
+    given = made(groups, {"OMP_NUM_THREADS": "3"})
+    assert [worker.environ["OMP_NUM_THREADS"] for worker in given] == ["3", "3"]

@@ -79,13 +79,13 @@ def local_workers(
 
 def _share(groups: WorkerGroups, number: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that give one worker its part of the machine."""
-    gpus = groups.gpus[number]
+    share, gpus = {}, groups.gpus[number]
     if gpus:
-        return {VISIBLE: visible(environ.get(VISIBLE), gpus)}
-    if groups.workers == 1 or THREADS in environ:
-        return {}
-    cores = len(os.sched_getaffinity(0))
-    return {THREADS: str(max(1, (cores - 1) // (groups.workers * groups.tp)))}
+        share[VISIBLE] = visible(environ.get(VISIBLE), gpus)
+    if groups.workers > 1 and THREADS not in environ:
+        cores = len(os.sched_getaffinity(0)) - 1
+        share[THREADS] = str(max(1, cores // (groups.workers * groups.tp)))
+    return share
 
 
 def visible(named: str | None, places: Sequence[int]) -> str:

@@ -7,11 +7,17 @@ import pytest
 from adapters.errors import AdapterError
 from adapters.ref import parse_ref, path_of_local
 from adapters.sources.local import LocalSource
-from launcher import config
+from launcher import config, serve
+from launcher.bench.engine.offline import SHIPPED
 from launcher.command_line import Parser, add_options
 from launcher.options import OptionError
 from launcher.plan import ServePlan, plan, resolve_alias
 from launcher.serve import Serve
+from server.model.checkpoint.checkpoint import read_config
+from server.worker.process.device import CudaDevice, TorchBuild
+
+LLAMA_8B = SHIPPED / "llama-3.1-8b"
+H100 = CudaDevice("H100", (9, 0), 80 << 30)
 
 
 def planned(*argv: str) -> ServePlan:
@@ -123,9 +129,38 @@ def test_without_a_model_the_demo_is_served(tmp_path: Path) -> None:
     assert tmp_path in made.worker.adapter_roots
 
 
+@pytest.mark.parametrize(
+    ("gpus", "host_gib", "options", "groups", "adapter_gib"),
+    [
+        (1, 64, (), ((),), None),
+        (2, 64, (), ((0,), (1,)), 8),
+        (2, 32, (), ((0,), (1,)), 4),
+        (2, 32, ("--host-adapter-memory", "6GiB"), ((0,), (1,)), 6),
+        (2, 64, ("--workers", "1"), ((0,),), None),
+        (2, 64, ("--tp", "2"), ((0, 1),), None),
+        (2, 64, ("--device", "cpu", "--workers", "2"), ((), ()), 0.5),
+    ],
+)
+def test_the_machine_is_divided_among_workers(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    host_gib: int,
+    options: tuple[str, ...],
+    groups: tuple[tuple[int, ...], ...],
+    adapter_gib: float | None,
+) -> None:
+    monkeypatch.setattr(serve, "cuda_devices", lambda: [H100] * gpus)
+    monkeypatch.setattr(serve, "torch_build", lambda: TorchBuild("2.9", "12.8"))
+    monkeypatch.setattr(serve, "host_bytes", lambda: host_gib << 30)
+    found = serve._divided(planned(str(LLAMA_8B), *options), read_config(LLAMA_8B))
+    assert found.groups.gpus == groups
+    memory = found.worker.host_adapter_memory
+    assert memory == (None if adapter_gib is None else adapter_gib * 2**30)
+
+
 @pytest.mark.parametrize(("auth", "has_key"), [("keys", True), ("none", False)])
 def test_the_line_to_try_has_a_key_where_callers_need_one(auth: str, has_key: bool) -> None:
-    serve = Serve(planned("--auth", auth), {})
-    assert ('-H "Authorization: Bearer $KEY"' in serve.example()) == has_key
-    for worker in serve.workers:
+    running = Serve(planned("--auth", auth), {})
+    assert ('-H "Authorization: Bearer $KEY"' in running.example()) == has_key
+    for worker in running.workers:
         worker.close()

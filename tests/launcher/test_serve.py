@@ -262,6 +262,7 @@ def test_bad_options_stop_the_start() -> None:
     assert "did you mean" in failure("router", code=2, LORAPLEX_WORKRE="ws://x")
     assert "--worker" in failure("router", code=2)
     assert "--adapter" in failure("serve", "--adapter", "nonsense", code=2)
+    assert "--workers must be at least 1" in failure("serve", "--workers", "0", code=2)
 
 
 @pytest.mark.parametrize(

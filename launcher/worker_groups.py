@@ -90,7 +90,7 @@ def divide(
     alike = sum(gpu == gpus[0] for gpu in gpus)
     room = alike if asked.least <= alike else len(gpus)
     tp = asked.tp or _fewest(room // (asked.worker_count or 1), counts, fit)
-    workers = asked.worker_count or max(1, room // tp)
+    workers = asked.worker_count or max(1, alike // tp)
     groups = tuple(tuple(order[i * tp : (i + 1) * tp]) for i in range(workers))
     return WorkerGroups(tp, groups, _why(asked, tp, workers, len(gpus), len(gpus) - alike))
 

@@ -76,6 +76,7 @@ def test_unlike_gpus_are_used_where_they_are_asked_for() -> None:
     )
     assert chosen(gpus, fits_from(1), workers=3).gpus == ((0,), (2,), (1,))
     assert chosen(gpus, fits_from(1), tp=3).gpus == ((0, 2, 1),)
+    assert chosen(["H100", "T4", "T4", "T4"], fits_from(1), tp=2).workers == 1
 
 
 def test_the_reason_names_what_was_chosen() -> None:

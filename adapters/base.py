@@ -139,7 +139,8 @@ class BaseSpec(msgspec.Struct, frozen=True):
         registers them.
     routers: paths, within a layer, of modules that choose experts. Adapters may not change them.
     shards: devices that share the base.
-    is_tied: the head's matrix is the embedding's.
+    is_tied: the head's matrix is the embedding's. num_classes: labels of its score head; 0 = it
+        has none.
     """
 
     digest: str
@@ -159,6 +160,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     routers: tuple[str, ...] = ()
     shards: int = 1
     is_tied: bool = False
+    num_classes: int = 0
 
     @property
     def is_inferred(self) -> bool:

@@ -2,18 +2,20 @@
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from adapters.base import BaseSpec
+from adapters.classes import HEAD_OF_CLASSES
 from adapters.common.disk import entries_of
 from adapters.content_check import ContentDigest, DigestCheck, Fingerprint, Seal
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest, AdapterText, SlabDtype
 from adapters.nearby import adapters_near
+from adapters.peft.classes_file import CLASSES_FILE, read_classes
 from adapters.peft.config import CONFIG_FILE, parse_config, trained_for
 from adapters.peft.files import (
     check_bytes,
@@ -40,7 +42,7 @@ from adapters.peft.validate import (
 )
 from adapters.safetensors.file import Weights, open_shards, open_weights
 from adapters.safetensors.floats import FloatDigest, fits, is_finite
-from adapters.safetensors.header import TensorInfo
+from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from adapters.slab.layout import room_problem
 from adapters.violations import Findings
 
@@ -80,6 +82,9 @@ def judge_folder(
             adapter = place_tensors(targeting, tensors, base, limits, findings)
             identity = weights.identity()
             digest = None
+            if adapter is not None and adapter.head is not None and not findings:
+                classes = read_classes(small.get(CLASSES_FILE), adapter.head, base, findings)
+                text = text._replace(classes=classes)
             if adapter is not None and not findings:
                 digest = ContentDigest(adapter.config, text)
             reading = _Reading(weights, tensors, adapter, base, digest, limits.room)
@@ -222,12 +227,17 @@ class _Reading:
         for tensor in self._tensors:
             if tensor.name in self._copies:
                 self._check_copy(tensor, findings)
-            elif self._digest is not None or may_be_lora(tensor):
+            elif self._digest is not None or self._counts(tensor):
                 self._check_numbers(tensor, findings)
         return self._fingerprint.value
 
+    def _counts(self, tensor: TensorInfo) -> bool:
+        """Whether its values matter."""
+        is_sealed = tensor.name in self._sealed and tensor.dtype in FLOAT_DTYPES
+        return is_sealed or may_be_lora(tensor)
+
     def _check_numbers(self, tensor: TensorInfo, findings: Findings) -> None:
-        lora = may_be_lora(tensor) or tensor.name in self._sealed
+        counts = self._counts(tensor)
         finite = fitting = True
         dtype: SlabDtype = "float32" if is_of_outputs(tensor) else self._slab
         for piece in self._weights.pieces(tensor.start, tensor.end):
@@ -235,7 +245,7 @@ class _Reading:
                 self._digest.update(piece)
             if tensor.name in self._sealed:
                 self._fingerprint.update(piece)
-            if lora and not fits(piece, tensor.dtype, dtype):
+            if counts and not fits(piece, tensor.dtype, dtype):
                 fitting, finite = False, finite and is_finite(piece, tensor.dtype)
         if not finite:
             message = f"{tensor.name} has values that are NaN, infinite, or too large for float32"
@@ -264,9 +274,12 @@ def _check_room(adapter: LoraTensors, base: BaseSpec, limits: AdapterLimits) -> 
         raise AdapterError("too_large", problem)
 
 
-def _changed(adapter: LoraTensors) -> Iterator[PlacedLora | OwnBias | OwnTable]:
-    """What it has of each module."""
-    yield from (*adapter.modules, *adapter.biases, *adapter.tables)
+def _changed(adapter: LoraTensors) -> set[str]:
+    """Short names of modules."""
+    changed: tuple[PlacedLora | OwnBias | OwnTable, ...]
+    changed = (*adapter.modules, *adapter.biases, *adapter.tables)
+    head = () if adapter.head is None else (HEAD_OF_CLASSES,)
+    return {each.module for each in changed}.union(head)
 
 
 def _manifest(digest: str, adapter: LoraTensors, text: AdapterText) -> AdapterManifest:
@@ -275,7 +288,7 @@ def _manifest(digest: str, adapter: LoraTensors, text: AdapterText) -> AdapterMa
     return AdapterManifest(
         digest=digest,
         base=adapter.config.base_model_name_or_path,
-        targets=tuple(sorted({each.module for each in _changed(adapter)})),
+        targets=tuple(sorted(_changed(adapter))),
         ranks=tuple(sorted({module.lora_rank for module in adapter.modules})),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         dtype="+".join(sorted({tensor.dtype for tensor in tensors})),
@@ -285,4 +298,5 @@ def _manifest(digest: str, adapter: LoraTensors, text: AdapterText) -> AdapterMa
         coverage=adapter.coverage,
         end_token_ids=text.end_token_ids,
         invocation_tokens=adapter.config.alora_invocation_tokens,
+        classes=text.classes,
     )

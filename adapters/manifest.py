@@ -6,6 +6,7 @@ import msgspec
 
 from adapters.base import SiteKind
 from adapters.chat.conversation import DEFAULT_TEMPLATE
+from adapters.classes import OwnClasses
 from adapters.coverage import Coverage
 
 SlabDtype = Literal["float32", "float16", "bfloat16"]
@@ -36,10 +37,12 @@ class AdapterText(NamedTuple):
     """What an adapter says of its text, beside its weights.
 
     end_token_ids: ids that end its answers beside the base's, as its files name them, ascending.
+    classes: what its score head scores; None = it has none.
     """
 
     template: AdapterTemplate | None = None
     end_token_ids: tuple[int, ...] = ()
+    classes: OwnClasses | None = None
 
 
 class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
@@ -58,6 +61,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     end_token_ids: see AdapterText; None = it was judged before they were kept.
     invocation_tokens: of an activated adapter, which acts from their last occurrence in the prompt
         on; () = it acts on all tokens.
+    classes: see AdapterText.
     """
 
     digest: str
@@ -73,6 +77,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     end_token_ids: tuple[int, ...] | None = None
     named_templates: dict[str, str] | None = None
     invocation_tokens: tuple[int, ...] = ()
+    classes: OwnClasses | None = None
 
     @property
     def partial(self) -> Coverage | None:
@@ -98,7 +103,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def text(self) -> AdapterText:
-        return AdapterText(self.template, self.end_token_ids or ())
+        return AdapterText(self.template, self.end_token_ids or (), self.classes)
 
     @property
     def template(self) -> AdapterTemplate | None:
@@ -150,6 +155,13 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return max(self.ranks) if self.shares_a else sum(self.ranks)
 
 
+class OwnHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a score head's rows lie, `[labels, hidden]`. offset: as in `SiteLayout`."""
+
+    offset: int
+    labels: int
+
+
 class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One adapter packed for one base and dtype.
 
@@ -160,7 +172,7 @@ class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is larger than an extent. A larger tensor starts on a border and owns a *run* of extents that
     must stay contiguous. `runs` lists the lengths, in extents, of the pieces that may be placed
     apart from each other, in order: all 1 but for such tensors. Only sites that the adapter changes
-    are listed.
+    are listed. head: of a classifier.
     """
 
     digest: str
@@ -171,6 +183,7 @@ class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sites: tuple[SiteLayout, ...]
     shards: int = 1
     version: int = LAYOUT_VERSION
+    head: OwnHead | None = None
 
     @property
     def shard_nbytes(self) -> int:

@@ -37,6 +37,7 @@ from router.operations.file_watch import AdaptersFile
 from router.operations.fleet_watch import FleetWatch
 from router.operations.membership import Membership
 from router.operations.orphaned_unloads import OrphanedUnloads
+from router.operations.other_work import work_of
 from router.operations.pins import Pins
 from router.operations.rollout_keeper import RolloutKeeper
 from router.operations.rollouts import Rollouts
@@ -105,6 +106,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     file = _adapters_file(config, admin, rollouts, ground.fleet.names_known)
     tokeniser = _tokeniser(ground)
     dispatcher = _dispatcher(ground, tokeniser)
+    batches = _batches(ground, dispatcher)
     service = Service(
         config=config,
         router_id=ground.router_id,
@@ -125,14 +127,14 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         sandbox=ground.sandbox,
         saved_card=saved_card(config),
         errors=ground.errors,
-        watch=_watch(ground, dispatcher, file),
+        watch=_watch(ground, dispatcher, file, batches),
         tracing=_tracing(config),
         front_door=FrontDoor(config.max_connections, config.max_connections_per_address),
         idempotency=_idempotency(ground),
         background=ground.background,
         orphaned_unloads=OrphanedUnloads(ground.sharing.store, admin),
         declared_check=_declared_check(ground),
-        batches=_batches(ground, dispatcher),
+        batches=batches,
     )
     _declare_gauges(service, registry)
     return service
@@ -208,8 +210,21 @@ def _batches(ground: _Ground, dispatcher: Dispatcher) -> BatchDesk | None:
     )
 
 
-def _watch(ground: _Ground, dispatcher: Dispatcher, file: AdaptersFile | None) -> FleetWatch:
-    return FleetWatch(ground.base, ground.catalog, ground.fleet, dispatcher, file, ground.errors)
+def _watch(
+    ground: _Ground,
+    dispatcher: Dispatcher,
+    file: AdaptersFile | None,
+    batches: BatchDesk | None,
+) -> FleetWatch:
+    return FleetWatch(
+        ground.base,
+        ground.catalog,
+        ground.fleet,
+        dispatcher,
+        file,
+        ground.errors,
+        lambda: work_of(ground.metrics, batches),
+    )
 
 
 def _answerer(ground: _Ground, dispatcher: Dispatcher) -> Answerer:

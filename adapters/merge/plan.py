@@ -75,6 +75,10 @@ class MergePlan(msgspec.Struct, frozen=True):
         return ()
 
     @property
+    def head(self) -> None:
+        return None
+
+    @property
     def nbytes(self) -> int:
         """Of its weights file, but for the header."""
         return sum(module.nbytes for module in self.modules)
@@ -144,6 +148,8 @@ def _unmergeable(member: LoraTensors) -> str | None:
         return "has biases; PEFT merges none"
     if member.tables:
         return "has rows of the embedding or the head in place of the base's; these are not merged"
+    if member.head is not None:
+        return "has a score head of its own; such heads are not merged"
     return None
 
 

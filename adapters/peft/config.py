@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 
+from adapters.classes import HEAD_OF_CLASSES
 from adapters.common.strict_json import StrictJsonError, decode_object
 from adapters.peft.fields import (
     HARMLESS,
@@ -35,6 +36,9 @@ _MAX_INVOCATION = 1024
 _MAX_TRAINED = 8192
 # Modules that an adapter may have whole, or rows of; PEFT writes the last of them itself.
 TABLES = ("embed_tokens", "lm_head", "model.embed_tokens")
+# What PEFT calls a classifier, and what it then adds to `modules_to_save`: a model has one of them.
+SEQ_CLS = "SEQ_CLS"
+_HEADS_OF_OTHERS = ("classifier",)
 # PEFT's defaults, for keys that a config leaves out.
 _DEFAULT_RANK = 8
 _DEFAULT_ALPHA = 8.0
@@ -57,7 +61,8 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     alora_invocation_tokens: ids from whose last occurrence in the prompt on the adapter acts; () =
         it acts on all tokens.
     bias: whose biases the adapter has in place of the base's. lora_bias: B has a bias of its own.
-    modules_to_save: tables that the adapter has whole, in place of the base's.
+    modules_to_save: tables that the adapter has whole, in place of the base's; and its score head.
+    task_type: `SEQ_CLS` where the adapter may have that head and `modules_to_save` is empty.
     trainable_token_indices: by table, the tokens whose rows the adapter has, in the file's order.
     use_dora: `(W + scale * B A)` has rows of the lengths that the adapter's magnitudes say.
     """
@@ -84,6 +89,7 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     lora_bias: bool = False
     modules_to_save: tuple[str, ...] = ()
     trainable_token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    task_type: str = ""
 
     def scale(self, lora_rank: int, lora_alpha: float) -> float:
         """What `B A x` is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA."""
@@ -156,6 +162,8 @@ def _is_name(value: object) -> bool:
 
 def _read(reader: "_Reader") -> PeftConfig:
     parameters = reader.names("target_parameters")
+    saved = reader.saved("modules_to_save")
+    is_classifier = not saved and reader.raw.get("task_type") == SEQ_CLS
     config = PeftConfig(
         base_model_name_or_path=reader.text("base_model_name_or_path"),
         revision=reader.text("revision"),
@@ -177,8 +185,9 @@ def _read(reader: "_Reader") -> PeftConfig:
         use_dora=reader.flag("use_dora"),
         bias=reader.bias("bias"),
         lora_bias=reader.flag("lora_bias"),
-        modules_to_save=reader.tables("modules_to_save"),
+        modules_to_save=saved,
         trainable_token_indices=reader.trained_tokens("trainable_token_indices"),
+        task_type=SEQ_CLS if is_classifier else "",
     )
     if not config.target_modules and not parameters:
         reader.refuse("target_modules", "missing or empty: the adapter targets nothing")
@@ -270,11 +279,13 @@ class _Reader:
                 return ()
         return tuple(sorted(set(items)))
 
-    def tables(self, key: str) -> tuple[str, ...]:
-        names = self.names(key)
-        unserved = [name for name in names if name not in TABLES]
+    def saved(self, key: str) -> tuple[str, ...]:
+        names, served = self.names(key), (*TABLES, HEAD_OF_CLASSES)
+        if HEAD_OF_CLASSES in names:
+            names = tuple(name for name in names if name not in _HEADS_OF_OTHERS)
+        unserved = [name for name in names if name not in served]
         if unserved:
-            message = f"{key}: {shown(unserved[0])} is not served, only {' and '.join(TABLES)} are"
+            message = f"{key}: {shown(unserved[0])} is not served, only {' and '.join(served)} are"
             self._findings.add("unsupported_feature", key, message)
         return names
 

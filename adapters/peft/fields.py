@@ -26,6 +26,7 @@ USED = frozenset(
         "revision",
         "target_modules",
         "target_parameters",
+        "task_type",
         "trainable_token_indices",
         "use_dora",
         "use_rslora",
@@ -53,7 +54,6 @@ HARMLESS = frozenset(
         "peft_version",
         "qalora_group_size",
         "runtime_config",
-        "task_type",
     }
 )
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from adapters.errors import AdapterError
+from adapters.peft.classes_file import CLASSES_FILE, MAX_CLASSES_BYTES
 from adapters.peft.config import CONFIG_FILE, MAX_CONFIG_BYTES
 from adapters.peft.tokenizer_files import TOKENIZER_FILES
 from adapters.peft.validate import AdapterLimits
@@ -20,6 +21,8 @@ from adapters.violations import Findings, invalid
 
 # Of mlx-lm's format. It is not read.
 MLX_FILE = "adapters.safetensors"
+# Largest accepted size of each file that may stand beside config and weights.
+SIDE_FILES: dict[str, int] = {**TOKENIZER_FILES, CLASSES_FILE: MAX_CLASSES_BYTES}
 _CONVERT = "`loraplex adapter convert FOLDER --out OUT` makes a safetensors adapter of it"
 _UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -32,7 +35,7 @@ def is_unsafe(name: str) -> bool:
 def is_relevant(name: str) -> bool:
     """Whether it says something of the adapter, be it only why it is refused."""
     known = (CONFIG_FILE, WEIGHTS_FILE, MLX_FILE, *INDEX_FILES)
-    return name in known or name in TOKENIZER_FILES or is_shard(name) or is_unsafe(name)
+    return name in known or name in SIDE_FILES or is_shard(name) or is_unsafe(name)
 
 
 def weight_files(names: Iterable[str]) -> tuple[str, ...]:
@@ -73,7 +76,7 @@ def small_files(
         findings.add("missing_file", CONFIG_FILE, f"there is no {CONFIG_FILE}{meant}")
     _check_weight_files(listing, findings)
     index = index_file(listing)
-    allowed = {CONFIG_FILE: MAX_CONFIG_BYTES, **TOKENIZER_FILES}
+    allowed = {CONFIG_FILE: MAX_CONFIG_BYTES, **SIDE_FILES}
     allowed |= {} if index is None else {index: MAX_INDEX_BYTES}
     small: list[str] = []
     for name, most in allowed.items():
@@ -135,5 +138,5 @@ def check_bytes(total: int, limits: AdapterLimits) -> None:
 
 
 def fetched_bytes(listing: Mapping[str, int]) -> int:
-    fetched = {CONFIG_FILE, *TOKENIZER_FILES, index_file(listing), *weight_files(listing)}
+    fetched = {CONFIG_FILE, *SIDE_FILES, index_file(listing), *weight_files(listing)}
     return sum(size for name, size in listing.items() if name in fetched)

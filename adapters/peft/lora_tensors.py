@@ -135,6 +135,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     missing: targeted modules without tensors; they stay as the base has them.
     naming: how the adapter calls the modules.
     biases: of any modules, also of those without LoRA. tables: of tied ones both have one tensor.
+    head: of a classifier, `[labels, hidden]`.
     """
 
     config: PeftConfig
@@ -144,12 +145,13 @@ class LoraTensors(msgspec.Struct, frozen=True):
     naming: Naming = WHOLE
     biases: tuple[OwnBias, ...] = ()
     tables: tuple[OwnTable, ...] = ()
+    head: TensorInfo | None = None
 
     @property
     def is_more_than_lora(self) -> bool:
-        """Whether it changes the base's own products, or brings rows of a table."""
+        """Whether it changes the base's own products, or brings rows of a table or a head."""
         of_outputs = (lora.magnitude or lora.bias for lora in self.ordinary)
-        return bool(self.biases or self.tables or any(of_outputs))
+        return bool(self.biases or self.tables or self.head or any(of_outputs))
 
     @property
     def ordinary(self) -> tuple[ModuleLora, ...]:
@@ -166,7 +168,8 @@ class LoraTensors(msgspec.Struct, frozen=True):
         """Each once: modules may share them."""
         found = {tensor.name: tensor for module in self.modules for tensor in module.tensors}
         others: tuple[OwnBias | OwnTable, ...] = (*self.biases, *self.tables)
-        return tuple((found | {each.tensor.name: each.tensor for each in others}).values())
+        found |= {each.tensor.name: each.tensor for each in others}
+        return tuple((found | ({self.head.name: self.head} if self.head else {})).values())
 
     @property
     def coverage(self) -> Coverage:

@@ -13,6 +13,7 @@ from adapters.peft.lora_tensors import (
     OwnTable,
     StackedLora,
 )
+from adapters.peft.own_head import place_head
 from adapters.peft.own_tables import TablePlacer
 from adapters.peft.pairs import Pair, PairChecks
 from adapters.peft.sorted_tensors import SortedTensors
@@ -64,6 +65,7 @@ class ModulePlacer:
             found.naming,
             biases,
             self._tables(),
+            place_head(self._matcher.config, found.head, self._base, self._findings),
         )
 
     def _tables(self) -> tuple[OwnTable, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from adapters.base import ANY_EXPERT, BaseModule, BaseSpec, base_modules
+from adapters.classes import HEAD_OF_CLASSES
 from adapters.peft.stacked import holders
 from adapters.peft.targeted import router_paths
 from adapters.peft.tensor_names import (
@@ -28,7 +29,7 @@ class SortedTensors(msgspec.Struct, frozen=True):
     """naming: how the adapter calls the modules. pairs: path in the base -> side -> tensor.
     copies: short name -> a copy of the base's own weights. has_experts: some pairs are of modules
     that each expert has. biases: path -> the module's own bias, with its name. tables, rows: short
-    name -> what the adapter has of a table, whole or for some tokens."""
+    name -> what the adapter has of a table, whole or for some tokens. head: of a classifier."""
 
     naming: Naming
     pairs: Mapping[str, dict[str, TensorInfo]]
@@ -37,6 +38,7 @@ class SortedTensors(msgspec.Struct, frozen=True):
     biases: Mapping[str, tuple[TensorInfo, TensorName]] = {}
     tables: Mapping[str, TensorInfo] = {}
     rows: Mapping[str, TensorInfo] = {}
+    head: TensorInfo | None = None
 
 
 def sort_tensors(
@@ -46,7 +48,7 @@ def sort_tensors(
     own: frozenset[str] = frozenset(),
 ) -> SortedTensors:
     """What does not belong to the base is added to `findings`. own: short names of tables that the
-    adapter has whole."""
+    adapter has whole; and the score head, if it may be there."""
     named = [(tensor, parse_tensor_name(tensor.name)) for tensor in tensors]
     spelling = spelling_of(name for _, name in named if name is not None)
     sorter = _Sorter(spelling, base, findings, own)
@@ -61,6 +63,7 @@ def sort_tensors(
         sorter.biases,
         sorter.tables,
         sorter.rows,
+        sorter.head,
     )
 
 
@@ -75,6 +78,7 @@ class _Sorter:
         self.biases: dict[str, tuple[TensorInfo, TensorName]] = {}
         self.tables: dict[str, TensorInfo] = {}
         self.rows: dict[str, TensorInfo] = {}
+        self.head: TensorInfo | None = None
         self._own = own
         self._spelling = spelling
         self._base = base
@@ -95,6 +99,8 @@ class _Sorter:
         path = None if name is None else meant_by_any(name.path)
         if name is None or path is None:
             self._findings.add(*self._unknown(tensor.name, name, path))
+        elif path == HEAD_OF_CLASSES and path in self._own and name.is_weight:
+            self._add_head(tensor, name)
         elif name.is_bias and path in self._table:
             self._add_bias(tensor, name, path)
         elif (
@@ -120,6 +126,12 @@ class _Sorter:
             self._add_duplicate(tensor, found[module.name])
         elif self._is_spelled_alike(tensor, name):
             found[module.name] = tensor
+
+    def _add_head(self, tensor: TensorInfo, name: TensorName) -> None:
+        if self.head is not None:
+            self._add_duplicate(tensor, self.head)
+        elif self._is_spelled_alike(tensor, name):
+            self.head = tensor
 
     def _is_known(self, path: str) -> bool:
         """Whether there may be LoRA of it."""

@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from adapters.classes import HEAD_OF_CLASSES
+
 # torch.compile, FSDP, activation checkpointing, Lightning, DDP and DeepSpeed.
 _WRAPPERS = re.compile(
     r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|module)\."
@@ -38,7 +40,7 @@ _BASE_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.weight")
 _DEFAULT_ADAPTER = "default"
 # What the body of a decoder holds, in every model.
 _OF_BODY = ("layers.", "embed_tokens")
-_BODY, _HEAD = "model.", "lm_head"
+_BODY, _HEADS = "model.", ("lm_head", HEAD_OF_CLASSES)
 _WITHIN = "the text model within a larger model"
 # Parts beside that text model.
 _OF_IMAGES = re.compile(
@@ -69,6 +71,11 @@ class TensorName(msgspec.Struct, frozen=True):
     is_rows: bool = False
 
     @property
+    def is_weight(self) -> bool:
+        """Whether it is the module's own weight, whole."""
+        return not self.side and not self.is_bias and not self.is_rows
+
+    @property
     def is_of_outputs(self) -> bool:
         """Whether the tensor has a number for each output of the module."""
         return self.is_bias or self.side in ("M", "b")
@@ -77,8 +84,8 @@ class TensorName(msgspec.Struct, frozen=True):
 class Naming(msgspec.Struct, frozen=True):
     """How a model calls the modules of the decoder in it.
 
-    words: which model that is, for people. body, head: what comes before `layers.…` and `lm_head`;
-    head: None = it has none.
+    words: which model that is, for people. body, head: what comes before `layers.…`, and before
+    `lm_head` or `score`; head: None = it has neither.
     """
 
     words: str
@@ -96,7 +103,10 @@ class Naming(msgspec.Struct, frozen=True):
         rest = path.removeprefix(self.body)
         if path.startswith(self.body) and rest.startswith(_OF_BODY):
             return _BODY + rest
-        return _HEAD if self.head is not None and path == self.head + _HEAD else None
+        if self.head is None or not path.startswith(self.head):
+            return None
+        name = path.removeprefix(self.head)
+        return name if name in _HEADS else None
 
 
 WHOLE = Naming("the model itself", _BODY, "")

@@ -10,9 +10,11 @@ import msgspec
 
 from adapters.base import BaseSpec
 from adapters.base_names import names_base, normal_name
+from adapters.classes import HEAD_OF_CLASSES
 from adapters.manifest import SlabDtype
 from adapters.peft.config import MAX_RANK, PeftConfig
 from adapters.peft.lora_tensors import LoraTensors
+from adapters.peft.own_head import check_head, own_head
 from adapters.peft.own_tables import check_tables, whole_tables
 from adapters.peft.placing import ModulePlacer
 from adapters.peft.sorted_tensors import sort_tensors
@@ -82,7 +84,7 @@ def place_tensors(
 ) -> LoraTensors | None:
     """As `validate`. matcher: of a config that was checked; None = it cannot be read."""
     before = len(findings)
-    own = frozenset[str]() if matcher is None else whole_tables(matcher.config, base)
+    own = frozenset[str]() if matcher is None else whole_modules(matcher.config, base)
     found = sort_tensors(tensors, base, findings, own)
     if not found.pairs and len(findings) == before:
         findings.add("no_tensors", WEIGHTS_FILE, "the weights file has no LoRA tensors")
@@ -96,11 +98,17 @@ def place_tensors(
             findings.add("table_too_large", name, f"{name}: {nbytes} bytes; {most}")
     if base.shards > 1 and placed.is_more_than_lora:
         message = (
-            "DoRA, biases and rows of the embedding or the head are not served by a model that"
-            f" {base.shards} devices share (--tp)"
+            "DoRA, biases, score heads and rows of the embedding or the head are not served by a"
+            f" model that {base.shards} devices share (--tp)"
         )
         findings.add("unsupported_feature", WEIGHTS_FILE, message)
     return placed
+
+
+def whole_modules(config: PeftConfig, base: BaseSpec) -> frozenset[str]:
+    """Short names of those that the adapter has, or may have, whole."""
+    head = () if own_head(config) == "none" else (HEAD_OF_CLASSES,)
+    return whole_tables(config, base).union(head)
 
 
 def check_config(
@@ -126,6 +134,7 @@ def check_config(
         _check_activation(matcher, base, findings)
     if config.use_dora or config.lora_bias or config.bias != "none":
         _check_outputs(matcher, base, findings)
+    check_head(config, findings)
     if config.modules_to_save or config.trainable_token_indices:
         paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
         check_tables(config, frozenset(paths), base, findings)

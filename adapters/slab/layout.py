@@ -8,9 +8,10 @@ from typing import Protocol
 import msgspec
 
 from adapters.base import MODEL_SITES, BaseSpec, ModuleShape, SiteKind
-from adapters.manifest import ITEM_BYTES, SiteLayout, SlabDtype, SlabLayout
+from adapters.manifest import ITEM_BYTES, OwnHead, SiteLayout, SlabDtype, SlabLayout
 from adapters.peft.lora_tensors import B_BIAS, OWN_BIAS, OwnBias, OwnTable
 from adapters.peft.validate import SlabRoom
+from adapters.safetensors.header import TensorInfo
 
 ALIGNMENT = 256
 _OPEN_EXTENTS = 16
@@ -54,6 +55,8 @@ class Packable(Protocol):
     def biases(self) -> Sequence[OwnBias]: ...
     @property
     def tables(self) -> Sequence[OwnTable]: ...
+    @property
+    def head(self) -> TensorInfo | None: ...
 
 
 def make_layout(
@@ -83,6 +86,10 @@ def make_layout(
             site = _unplaced(layer, kind, modules, vectors)
             site = _place_site(site, base, ITEM_BYTES[dtype], cursor)
             sites.append(site if table is None else placer.place(site, table))
+    head = None if adapter.head is None else OwnHead(0, adapter.head.shape[0])
+    if head is not None:
+        nbytes = head_rows(head, base, ITEM_BYTES[dtype]).nbytes
+        head = msgspec.structs.replace(head, offset=cursor.place(nbytes))
     return SlabLayout(
         digest=digest,
         base_digest=base.digest,
@@ -91,6 +98,7 @@ def make_layout(
         runs=cursor.runs(),
         sites=tuple(sites),
         shards=base.shards,
+        head=head,
     )
 
 
@@ -147,6 +155,12 @@ def table_rows(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatri
         return None
     shape = (len(site.table_ids) or base.vocab_size, base.hidden_size)
     return PlacedMatrix(site.table_offset, shape, math.prod(shape) * item_bytes)
+
+
+def head_rows(head: OwnHead, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
+    """Of a classifier, `[labels, hidden]`."""
+    shape = (head.labels, base.hidden_size)
+    return PlacedMatrix(head.offset, shape, math.prod(shape) * item_bytes)
 
 
 def num_vectors(vectors: Iterable[int]) -> int:

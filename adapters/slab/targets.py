@@ -18,6 +18,7 @@ from adapters.slab.layout import (
     PlacedMatrix,
     a_matrix,
     b_matrices,
+    head_rows,
     table_rows,
     vector_rows,
     widths_of,
@@ -82,6 +83,24 @@ class Region(NamedTuple):
 def all_regions(
     adapter: LoraTensors, base: BaseSpec, layout: SlabLayout, memory: SlabMemory
 ) -> Iterator[Region]:
+    yield from _of_sites(adapter, base, layout, memory)
+    if adapter.head is not None and layout.head is not None:
+        item_bytes = ITEM_BYTES[layout.dtype]
+        head = _region(memory, head_rows(layout.head, base, item_bytes), item_bytes)
+        head.targets.append(SlabTarget(adapter.head, head.numbers, _rows(adapter.head)))
+        yield head
+
+
+def _region(memory: SlabMemory, placed: PlacedMatrix, item_bytes: int, begin: int = 0) -> Region:
+    """begin: of the part of the slab in which it lies."""
+    offset = placed.offset + begin
+    raw = np.frombuffer(memory.at(offset, placed.nbytes), np.uint8)
+    return Region(offset, raw.view(f"<u{item_bytes}").reshape(placed.shape), [])
+
+
+def _of_sites(
+    adapter: LoraTensors, base: BaseSpec, layout: SlabLayout, memory: SlabMemory
+) -> Iterator[Region]:
     modules: dict[tuple[int, str], _Lora] = {
         (lora.layer, lora.module): lora for lora in adapter.modules
     }
@@ -91,9 +110,7 @@ def all_regions(
     own_bytes = ITEM_BYTES[layout.dtype]
 
     def region(placed: PlacedMatrix, shard: Shard, item_bytes: int = own_bytes) -> Region:
-        offset = placed.offset + shard.index * layout.shard_nbytes
-        raw = np.frombuffer(memory.at(offset, placed.nbytes), np.uint8)
-        return Region(offset, raw.view(f"<u{item_bytes}").reshape(placed.shape), [])
+        return _region(memory, placed, item_bytes, shard.index * layout.shard_nbytes)
 
     for site, index in product(layout.sites, range(layout.shards)):
         shard = Shard(index, layout.shards)

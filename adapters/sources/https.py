@@ -19,7 +19,7 @@ import httpx
 from adapters.common.authorities import trusted_context
 from adapters.errors import AdapterError
 from adapters.peft.config import CONFIG_FILE
-from adapters.peft.tokenizer_files import TOKENIZER_FILES
+from adapters.peft.files import SIDE_FILES
 from adapters.peft.validate import WEIGHTS_FILE
 from adapters.ref import AdapterRef, shown_name
 from adapters.safetensors.weights_index import INDEX_FILES, MAX_INDEX_BYTES, MAX_SHARDS, parse_index
@@ -30,7 +30,7 @@ from adapters.violations import Findings, invalid
 DEFAULT_TIMEOUT_S = 10.0
 PORT = 443
 MAX_ADDRESSES = 4
-_FILES = (CONFIG_FILE, WEIGHTS_FILE, *TOKENIZER_FILES)
+_FILES = (CONFIG_FILE, WEIGHTS_FILE, *SIDE_FILES)
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _HOST = re.compile(r"([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::([0-9]{1,5}))?")
 # Nobody says what stands behind a translated address.

@@ -14,7 +14,8 @@ from launcher.bench.simulation.command import add_fairness, add_placement
 from launcher.command_line import Parser
 
 ABOUT = """\
-Measure. `decode`, `prefill` and `throughput` run the engine in this process on random weights;
+Measure. `decode`, `prefill`, `vectors` and `throughput` run the engine in this process on random
+weights; `vectors` reads prompts for vectors, by turns with the same prompts for prefill;
 `lora-kernels` times LoRA alone and over the base, `prompt-attention` one layer's attention of
 prompts, `masks` what grammars cost the host; `placement` compares placement policies on simulated
 fleets, `fairness` floods them; `router` measures a router before a worker without an engine;

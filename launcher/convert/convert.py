@@ -13,8 +13,7 @@ from adapters.common.strict_json import StrictJsonError, decode_object
 from adapters.errors import AdapterError
 from adapters.judge import Judged, judge_folder
 from adapters.peft.config import CONFIG_FILE, MAX_CONFIG_BYTES
-from adapters.peft.files import is_unsafe
-from adapters.peft.tokenizer_files import TOKENIZER_FILES
+from adapters.peft.files import SIDE_FILES, is_unsafe
 from adapters.peft.validate import AdapterLimits
 from adapters.safetensors.file import WeightsFile, open_weights
 from adapters.safetensors.header import TensorInfo
@@ -34,7 +33,7 @@ from launcher.convert.result import publish, workplace, write_result
 _RAW_FILE = "raw.safetensors"
 _RESULT = "adapter"
 _OTHER_FILES = ("generation_config.json", "special_tokens_map.json")
-_MAX_COPIED_BYTES = max(TOKENIZER_FILES.values())
+_MAX_COPIED_BYTES = max(SIDE_FILES.values())
 
 
 class ConversionOptions(msgspec.Struct, frozen=True):
@@ -147,7 +146,7 @@ def _plan(
 
 def _copy_tokenizer(source: Path, target: Path, listing: Listing) -> tuple[str, ...]:
     """What serving reads beside the weights comes along, as it is."""
-    names = sorted({*TOKENIZER_FILES, *_OTHER_FILES} & set(listing.files))
+    names = sorted({*SIDE_FILES, *_OTHER_FILES} & set(listing.files))
     for name in names:
         with (source / name).open("rb") as file:
             data = file.read(_MAX_COPIED_BYTES + 1)

@@ -128,6 +128,43 @@ FLEET = Board(
             ),
         ),
         (
+            "Batches",
+            (
+                Panel(
+                    "Lines of batches",
+                    "ops",
+                    (
+                        Query(rate("loraplex_batch_lines_total", by="outcome"), "{{outcome}}"),
+                        Query(rate("loraplex_batch_line_retries_total"), "to be asked again"),
+                    ),
+                    "Answered lines, and those that found all busy.",
+                ),
+                Panel(
+                    "Rows of batches",
+                    "short",
+                    (
+                        Query(total(pick("loraplex_batch_rows")), "sequences"),
+                        Query(total(pick("loraplex_batch_rows_limit")), "limit"),
+                        Query(total(pick("loraplex_batches_running")), "batches"),
+                    ),
+                    "The limit falls while live requests run.",
+                ),
+                Panel(
+                    "Batches that ended",
+                    "ops",
+                    (Query(rate("loraplex_batches_total", by="end"), "{{end}}"),),
+                    "`failed`: the input could not be read. A bad line fails alone.",
+                ),
+                Panel(
+                    "Stored files",
+                    "bytes",
+                    (Query(f"max({pick('loraplex_files_bytes')})"),),
+                    "In the folder of files, which routers share.",
+                    "stat",
+                ),
+            ),
+        ),
+        (
             "Routing",
             (
                 Panel(

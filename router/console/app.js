@@ -1,6 +1,7 @@
 // Puts the console together: views, live state, theme, keys, shortcuts.
 
 import { keys } from "./api.js";
+import { BatchView } from "./batches.js";
 import { forgetColours } from "./canvas.js";
 import { announce, byId, setText } from "./dom.js";
 import { FleetFeed } from "./fleet.js";
@@ -8,7 +9,7 @@ import { FleetView } from "./fleet-view.js";
 import { Names } from "./names.js";
 import { Playground } from "./playground.js";
 
-const VIEWS = ["fleet", "playground"];
+const VIEWS = ["fleet", "playground", "batches"];
 const THEMES = ["system", "light", "dark"];
 const STATES = { connecting: "Connecting", live: "Live", reconnecting: "Reconnecting", locked: "Locked", paused: "Paused" };
 
@@ -16,6 +17,7 @@ const names = new Names();
 const feed = new FleetFeed(() => show());
 const fleetView = new FleetView(feed, names, () => openKeys("admin"));
 const playground = new Playground(feed, names, openKeys);
+const batchView = new BatchView(() => openKeys("api"));
 
 function show() {
   const live = byId("live");
@@ -32,7 +34,7 @@ function show() {
     setText(byId("model"), `${base}${gives} · ${ready} of ${fleet.workers.length} ready`);
   }
   if (current === "fleet" || !fleet) fleetView.show();
-  else playground.showMarks();
+  else if (current === "playground") playground.showMarks();
 }
 
 // Views
@@ -50,13 +52,15 @@ function go(view) {
   document.body.dataset.view = view;
   if (!location.hash.startsWith(`#${view}`)) history.replaceState(null, "", `#${view}`);
   if (view === "playground") playground.learn();
+  batchView.watch(view === "batches");
   show();
 }
 
 for (const view of VIEWS) byId(`tab-${view}`).addEventListener("click", () => go(view));
 document.querySelector(".tabs").addEventListener("keydown", (event) => {
   if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
-  const next = VIEWS[(VIEWS.indexOf(current) + 1) % VIEWS.length];
+  const step = event.key === "ArrowRight" ? 1 : VIEWS.length - 1;
+  const next = VIEWS[(VIEWS.indexOf(current) + step) % VIEWS.length];
   go(next);
   byId(`tab-${next}`).focus();
 });
@@ -106,6 +110,7 @@ function useKeys() {
   byId("keys").close();
   feed.restart();
   playground.learn();
+  batchView.ask();
 }
 
 byId("open-keys").addEventListener("click", () => openKeys(current === "fleet" ? "admin" : "api"));
@@ -134,10 +139,12 @@ singleKeys.addEventListener("change", () => {
   localStorage.setItem("loraplex.single-keys", singleKeys.checked ? "on" : "off");
 });
 
+const FILTERS = { fleet: "adapter-filter", playground: "model-filter" };
 const SHORTCUTS = {
   1: () => go("fleet"),
   2: () => go("playground"),
-  "/": () => byId(current === "fleet" ? "adapter-filter" : "model-filter").focus(),
+  3: () => go("batches"),
+  "/": () => byId(FILTERS[current] ?? "main").focus(),
   k: () => openKeys(current === "fleet" ? "admin" : "api"),
   t: nextTheme,
   "?": () => byId("help").showModal(),

@@ -7,6 +7,8 @@ import { spelled } from "./names.js";
 import { RolloutCard, rolloutBadge } from "./rollout.js";
 import { Workers } from "./workers.js";
 
+const USES = { vector: "vectors", classes: "classes", fit: "fits" };
+
 export class FleetView {
   /** openKeys: shows the dialog in which keys are typed. */
   constructor(feed, names, openKeys) {
@@ -44,6 +46,7 @@ export class FleetView {
     byId("fleet-body").classList.toggle("stale", this.feed.state !== "live");
     if (fleet === null) return;
     this.showTiles(fleet);
+    this.showWork(fleet);
     this.workers.show(fleet.workers, this.feed.rates, this.picked);
     this.showAdapters();
     this.showErrors(fleet);
@@ -81,6 +84,25 @@ export class FleetView {
     resident.show(digits(onDevices.size), `${digits(fleet.adapters.length + fleet.adapters_left_out)} registered · ${plural(evicted, "eviction")}`);
     errors.show(digits(told), told ? `last at ${clockTime(fleet.errors[0].time)}` : "none lately", series(history, "errors"), 4);
     errors.node.dataset.tone = told ? "bad" : "";
+  }
+
+  /** What is no live answer: nothing is said of what was never asked for. */
+  showWork({ work }) {
+    const said = [];
+    const counts = Object.entries(work.vectors).filter(([, count]) => count);
+    if (counts.length) {
+      const rate = digits(this.feed.history.at(-1).vectors);
+      const each = counts.map(([use, count]) => `${digits(count)} ${USES[use]}`).join(", ");
+      said.push(`Prompts read for numbers: ${rate} a second; ${each} so far.`);
+    }
+    if (work.batches) {
+      const { running, rows, rows_limit: limit, files, bytes: stored } = work.batches;
+      const busy = running ? `${digits(running)} running with ${digits(rows)} of ${plural(limit, "row")}` : "none running";
+      said.push(`Batches: ${busy}; ${plural(files, "file")}, ${bytes(stored)}.`);
+    }
+    const node = byId("work");
+    node.hidden = !said.length;
+    setText(node, said.join(" "));
   }
 
   showAdapters() {

@@ -127,6 +127,7 @@ export class FleetFeed {
       waiting: next.router.queue + sum(next.workers, "waiting"),
       running: sum(next.workers, "running"),
       kv: total ? used / total : 0,
+      vectors: before ? Math.max(0, vectorCount(next) - vectorCount(before)) / elapsed : 0,
       errors: errorCount(next) - (before ? errorCount(before) : errorCount(next)),
     });
     if (this.history.length > HISTORY) this.history.shift();
@@ -134,6 +135,7 @@ export class FleetFeed {
 }
 
 const sum = (items, name) => items.reduce((total, item) => total + item[name], 0);
+const vectorCount = (fleet) => Object.values(fleet.work.vectors).reduce((total, count) => total + count, 0);
 const errorCount = (fleet) => sum(fleet.errors, "count");
 
 function push(map, key, value) {

@@ -18,7 +18,7 @@ from router.generation.inbox import Inbox
 from router.generation.prompts import Prompt
 from router.generation.sequence import BYTES_A_TOKEN, Retries, RunContext, fingerprint
 from router.generation.tokenise import TokenisedRequest, Tokeniser
-from router.generation.vector_kinds import check_kind
+from router.generation.vector_kinds import check_early, check_kind
 from router.generation.way_in import (
     AdmittedRequest,
     ArrivedRequest,
@@ -106,7 +106,7 @@ class Dispatcher:
             await self._fleet.until_ready(authorised.tenant, len(arrived.body))
         # Not before: a worker that came in the meantime may serve another base.
         model = self._base.require()
-        check_kind(authorised.call, model.card)
+        check_early(authorised.call, model.card)
         observer.asked(authorised.call, authorised.tenant, model.card.names[0])
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         with ExitStack() as held, _as_request_errors(authorised.call.api):
@@ -117,7 +117,8 @@ class Dispatcher:
                 adapter = await self._resolve(authorised, observer)
                 if adapter is not None:
                     held.callback(self._use.hold(adapter))
-                resolved = ResolvedRequest(model, adapter)
+                resolved = ResolvedRequest.of(model, adapter)
+                check_kind(authorised.call, resolved.model.card, resolved.adapter)
                 tokenised = await self._tokenise(authorised, resolved, observer)
             admitted = await self._admit(authorised, resolved, tokenised, charge, held)
             generation = self._run(
@@ -133,7 +134,8 @@ class Dispatcher:
         with _as_request_errors(authorised.call.api):
             async with self._until(deadline):
                 model = self._base.require()
-                resolved = ResolvedRequest(model, await self._resolve(authorised, observer))
+                adapter = await self._resolve(authorised, observer)
+                resolved = ResolvedRequest.of(model, adapter)
                 return await self._prompts(authorised, resolved, observer)
 
     def give_up(self) -> None:

@@ -1,6 +1,7 @@
-"""Whether the base gives what a call wants: text, vectors, classes or fits. Pure."""
+"""Whether a model gives what a call wants: text, vectors, classes or fits. Pure."""
 
 from router.call import GenerationCall, RequestError, adapter_field
+from router.names.served import ServedAdapter
 from server.protocol import Gift, ModelCard
 
 _AT: dict[Gift, str] = {
@@ -9,6 +10,8 @@ _AT: dict[Gift, str] = {
     "classes": "classes at /classify",
     "fits": "scores of documents at /v1/rerank",
 }
+# What an adapter with a score head makes a model give.
+_OF_HEADS: tuple[Gift, ...] = ("classes", "fits")
 _NO: dict[Gift, str] = {
     "text": "no text",
     "vectors": "no vectors",
@@ -17,13 +20,24 @@ _NO: dict[Gift, str] = {
 }
 
 
-def check_kind(call: GenerationCall, card: ModelCard) -> None:
-    """Raises RequestError (unsupported), with the routes that the base does serve."""
+def check_early(call: GenerationCall, card: ModelCard) -> None:
+    """As `check_kind`, before it is known what the call's adapter is: it may have a score head."""
+    if call.adapter is None or _wanted(call) not in _OF_HEADS:
+        check_kind(call, card, None)
+
+
+def check_kind(call: GenerationCall, card: ModelCard, adapter: ServedAdapter | None) -> None:
+    """card: of the model under the adapter. Raises RequestError (unsupported), with the routes that
+    it does serve."""
     wanted = _wanted(call)
     if wanted in card.gives:
         return
     served = ", ".join(_AT[gift] for gift in card.gives)
-    message = f"the model {card.names[0]} gives {_NO[wanted]}; it gives {served}"
+    name = f"the model {card.names[0]}"
+    if adapter is not None:
+        head = "no" if adapter.manifest.classes is None else "a"
+        name += f" with the adapter {adapter.adapter_id}, which has {head} score head,"
+    message = f"{name} gives {_NO[wanted]}; it gives {served}"
     if wanted == "fits" and card.classes is not None:
         message += f"; such a score needs a classifier of one label, not {len(card.classes.labels)}"
     elif wanted == "fits":

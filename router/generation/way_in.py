@@ -45,10 +45,16 @@ class AuthorisedRequest(msgspec.Struct, frozen=True):
 
 
 class ResolvedRequest(msgspec.Struct, frozen=True):
-    """What its words mean now. adapter: None = the base."""
+    """What its words mean now. adapter: None = the base. model: as it is under the adapter."""
 
     model: TextModel
     adapter: ServedAdapter | None
+
+    @classmethod
+    def of(cls, model: TextModel, adapter: ServedAdapter | None) -> "ResolvedRequest":
+        """model: of the base."""
+        classes = None if adapter is None else adapter.manifest.classes
+        return cls(model if classes is None else model.under(classes), adapter)
 
     @property
     def digest(self) -> str | None:

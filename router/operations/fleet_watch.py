@@ -17,6 +17,7 @@ from router.api.admin.fleet import (
     RegisteredObject,
     RouterObject,
     WorkerObject,
+    WorkObject,
     base_object,
     place_objects,
     registered_objects,
@@ -51,6 +52,7 @@ class FleetWatch:
         dispatcher: Dispatcher,
         file: AdaptersFile | None,
         errors: CallerErrors,
+        work: Callable[[], WorkObject],
     ) -> None:
         self.closing = asyncio.Event()
         self._base = base
@@ -59,6 +61,7 @@ class FleetWatch:
         self._dispatcher = dispatcher
         self._file = file
         self._errors = errors
+        self._work = work
         self._watchers = 0
         self._latest: FleetObject | None = None
         self._looked_at = 0.0
@@ -127,6 +130,7 @@ class FleetWatch:
                 running=self._dispatcher.running,
                 max_requests=self._dispatcher.max_requests,
             ),
+            work=self._work(),
             workers=workers,
             adapters=self._registered[1],
             adapters_left_out=max(0, len(registrations) - MAX_ADAPTERS),

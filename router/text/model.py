@@ -3,6 +3,7 @@
 Thread-safe: encoding lets go of the interpreter, so long prompts belong in a thread.
 """
 
+import copy
 import json
 from collections.abc import Collection, Sequence
 from itertools import accumulate
@@ -12,6 +13,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from adapters.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of
+from adapters.classes import OwnClasses
 from router.call import GenerationCall, RequestError
 from router.text.detokenizer import Detokenizer, common_prefix
 from router.text.long_texts import LongTexts
@@ -62,6 +64,12 @@ class TextModel:
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
         self.templates = BaseTemplates(card)
+
+    def under(self, own: OwnClasses) -> "TextModel":
+        """The same under an adapter with a score head of its own."""
+        other = copy.copy(self)
+        other.card = self.card.with_head(own)
+        return other
 
     # Text to ids
 

@@ -137,7 +137,7 @@ def _bad_vector(request: GenerateRequest, limits: ExecutorLimits) -> str | None:
         return "vector: expected token_ids with logits, and with nothing else"
     if len(vector.token_ids) > MAX_VECTOR_TOKEN_IDS:
         return f"vector: expected at most {MAX_VECTOR_TOKEN_IDS} token ids"
-    if vector.kind == "scores" and not limits.num_classes:
+    if vector.kind == "scores" and not limits.num_classes and request.adapter is None:
         return "vector: the model has no score head"
     return None
 

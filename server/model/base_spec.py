@@ -45,6 +45,7 @@ def base_spec(
         expert_weights=tuple(_expert_weight(linear) for linear in linears if linear.stored),
         routers=_routers(model),
         is_tied=model.head.tied,
+        num_classes=0 if model.classes is None else len(model.classes.labels),
     )
 
 

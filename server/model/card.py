@@ -17,7 +17,7 @@ from server.model.spec import ModelSpec
 from server.model.tokenizer.base_ends import end_token_ids
 from server.model.tokenizer.base_templates import chat_templates, template_tokens, usable_templates
 from server.model.tokenizer.base_tokenizer import read_tokenizer
-from server.model.vector_forms import NO_WISHES, VectorWishes, class_form, vector_form
+from server.model.vector_forms import NO_WISHES, VectorWishes, vector_form
 from server.protocol import ModelCard
 
 
@@ -65,7 +65,8 @@ def model_card(
         remarks=tuple(f"{GENERATION_FILE}: {remark}" for remark in advice.remarks),
         writes=config.writes,
         vectors=vectors,
-        classes=class_form(config),
+        classes=config.classes,
+        pad_token_id=config.pad_token_id,
         pairs=pair_form(config, names, sentence, wishes.pairs, tokenizer.token_to_id),
     )
 

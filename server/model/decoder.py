@@ -114,12 +114,6 @@ class Decoder(Generic[P, L, Y]):
         inner = ops.gated(gate_up, weights.spec.activation)
         return ops.linear(inner, weights.down, lora, sites.down)
 
-    def scores(self, normed: torch.Tensor) -> torch.Tensor:
-        """Of a classifier: rows of `forward`'s result `[rows, hidden]` -> `[rows, classes]`."""
-        if self.weights.score is None:
-            raise ValueError("the model has no score head")
-        return torch.nn.functional.linear(normed, self.weights.score)
-
     def logits(
         self, normed: torch.Tensor, lora: L | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:

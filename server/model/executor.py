@@ -72,7 +72,7 @@ class TorchExecutor:
         self._row_sizes = built.row_sizes
         self._parameters = parts.parameters
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
-        self._pooler = Pooler(self._decoder.scores, self.device)
+        self._pooler = Pooler(self._head, self.device)
         self._masks = MaskMemory(self.limits.max_rows, self.limits.vocab_size, self.device)
         vectors = OutputVectors(parts.weights, self._table.sites).pieces
         self._copies = AdapterCopies(self._table, host_arena, vectors)
@@ -147,6 +147,11 @@ class TorchExecutor:
         self._copies.close()
         self._graphs = self._token_graphs = None
         self._group.close()
+
+    def _head(self, slot: int) -> torch.Tensor | None:
+        """Of a classifier, `[labels, hidden]`: an adapter's own, else the base's."""
+        own = self._table.head(slot)
+        return self._decoder.weights.score if own is None else own
 
     def _replay(self, batch: DecodeBatch, slices: Sequence[SeqSlice]) -> StepTicket:
         """A step of decodes alone: greedy rows are done in the graph, the others after it, in one

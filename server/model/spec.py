@@ -12,8 +12,8 @@ import msgspec
 
 from adapters.base import ModuleShape, SiteKind, module_name
 from adapters.base import layer_path as layer_path
+from adapters.classes import SCORE, ClassForm
 from adapters.sharding import Sharding, Span
-from server.model.classes_spec import SCORE, ClassesSpec
 from server.model.moe_spec import ExpertStorage, MoeSpec, Tensors
 from server.model.quantisation.quantisation import Quantisation
 from server.model.rope_spec import RopeSpec as RopeSpec
@@ -270,7 +270,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     quantisation: of the matrices that the checkpoint does not hold in floating point; None = of
     none.
     writes: whether it has a head for text. Without one that of its embedding stands in its place,
-    and nobody asks it for a token. classes: of a classifier.
+    and nobody asks it for a token. classes: of a classifier. pad_token_id: see `ClassForm`.
     Raises ValueError where layers differ in what all must share: heads, and the modules of each
     kind of site.
     """
@@ -287,7 +287,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     is_text_part: bool = False
     quantisation: Quantisation | None = None
     writes: bool = True
-    classes: ClassesSpec | None = None
+    classes: ClassForm | None = None
+    pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         kinds = set(self.layers)

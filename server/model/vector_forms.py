@@ -7,7 +7,7 @@ from server.config import ConfigError
 from server.model.checkpoint.sentence_files import SentenceFiles
 from server.model.pair_forms import NO_PAIR_WISHES, PairWishes
 from server.model.spec import ModelSpec
-from server.protocol import ClassForm, Pooling, VectorForm
+from server.protocol import Pooling, VectorForm
 
 _MOST_PROMPT_CHARS = 1 << 14
 
@@ -52,13 +52,6 @@ def vector_form(
         prompts=prompts,
         default_prompt=default,
     )
-
-
-def class_form(model: ModelSpec) -> ClassForm | None:
-    classes = model.classes
-    if classes is None:
-        return None
-    return ClassForm(classes.labels, classes.activation, classes.pad_token_id)
 
 
 def _prompts(texts: Sequence[str]) -> dict[str, str]:

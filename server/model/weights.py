@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from adapters.classes import SCORE
 from adapters.sharding import WHOLE, Shard
 from server.config import AtLoad
 from server.model.checkpoint.checkpoint import stored_tensors, tables
@@ -14,7 +15,6 @@ from server.model.checkpoint.expert_forms import as_stored
 from server.model.checkpoint.stored_forms import stored_forms
 from server.model.checkpoint.tensor_table import check_tensors, kinds
 from server.model.checkpoint.text_part import model_shards
-from server.model.classes_spec import SCORE
 from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear

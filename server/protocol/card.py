@@ -5,6 +5,8 @@ from typing import Literal
 import msgspec
 
 from adapters.chat.conversation import DEFAULT_TEMPLATE, MessageForm
+from adapters.classes import ClassForm as ClassForm
+from adapters.classes import OwnClasses
 from server.protocol.generation import Pooling
 
 # What a model gives: the last are scores of documents.
@@ -22,15 +24,6 @@ class VectorForm(msgspec.Struct, frozen=True):
     normalises: bool = True
     prompts: dict[str, str] = {}
     default_prompt: str | None = None
-
-
-class ClassForm(msgspec.Struct, frozen=True):
-    """A classifier's answers. activation: what makes probabilities of scores. pad_token_id: of
-    tokens at the end of a text that are left out."""
-
-    labels: tuple[str, ...]
-    activation: Literal["softmax", "sigmoid", "none"]
-    pad_token_id: int | None = None
 
 
 class PairForm(msgspec.Struct, frozen=True):
@@ -60,6 +53,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     sampling_defaults: its authors' advice, by names of SamplingParams; suppressed_token_ids are
     never drawn. remarks: on advice that is not followed. weights: how they are quantised, "" = not.
     writes: whether it gives text. vectors, classes, pairs: how it gives those; None = it does not.
+    pad_token_id: see `ClassForm`.
     """
 
     base_digest: str
@@ -86,6 +80,16 @@ class ModelCard(msgspec.Struct, frozen=True):
     vectors: VectorForm | None = None
     classes: ClassForm | None = None
     pairs: PairForm | None = None
+    pad_token_id: int | None = None
+
+    def with_head(self, own: OwnClasses) -> "ModelCard":
+        """Of the model under an adapter with a score head of its own: a classifier."""
+        classes = own.over(self.classes, self.pad_token_id)
+        form = PairForm("scores") if self.pairs is None else self.pairs
+        pairs = PairForm("scores", (), form.template, form.instruction) if own.count == 1 else None
+        return msgspec.structs.replace(
+            self, writes=False, vectors=None, classes=classes, pairs=pairs
+        )
 
     @property
     def gives(self) -> tuple[Gift, ...]:

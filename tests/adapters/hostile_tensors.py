@@ -17,6 +17,8 @@ from tests.adapters.spoils import (
     config,
     entry,
     extra,
+    file,
+    header,
     renamed,
     stored_as,
     tensors,
@@ -28,7 +30,7 @@ from tests.adapters.spoils import (
 def cases(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
     """Name -> how a good folder is spoiled, and exactly what is found."""
     found = _strangers(base) | _names() | _shapes(base) | _values() | _together(base)
-    found |= _magnitudes() | _biases(base) | _tables(base)
+    found |= _magnitudes() | _biases(base) | _tables(base) | _heads(base)
     return {f"tensors: {name}": case for name, case in found.items()}
 
 
@@ -348,6 +350,67 @@ def _tables(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
         "trained rows, all of it": (
             both(with_rows(1, hidden, ids=(3, vocab + 5), fill=np.inf), extra(f"{Q}.lora_E", 1)),
             {"bad_value", "shape_mismatch", "not_finite", "unknown_tensor"},
+        ),
+    }
+
+
+def _heads(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
+    name, hidden = f"{PREFIX}score.weight", base.hidden_size
+    named = config(task_type="SEQ_CLS", modules_to_save=["classifier", "score"])
+
+    def with_head(*shape: int, fill: float = 0.5) -> Spoil:
+        array = np.full(shape, fill, np.float32)
+        return both(named, tensors(lambda t: t | {name: array}))
+
+    def labelled(text: str) -> Spoil:
+        return both(with_head(3, hidden), file("config.json", text))
+
+    second = {f"{PREFIX}score._fsdp_wrapped_module.weight": np.ones((3, hidden), np.float32)}
+    return {
+        "no score head": (named, {"missing_tensor"}),
+        "score head of another width": (with_head(3, hidden + 1), {"shape_mismatch"}),
+        "score head of no labels": (with_head(0, hidden), {"shape_mismatch"}),
+        "score head of one dimension": (with_head(hidden), {"shape_mismatch"}),
+        "score head of too many labels": (with_head(4097, hidden), {"shape_mismatch"}),
+        "score head with nan": (with_head(3, hidden, fill=np.nan), {"not_finite"}),
+        "score head as integers": (
+            both(with_head(3, hidden), header(lambda h: h | {name: h[name] | {"dtype": "I32"}})),
+            {"unsupported_dtype"},
+        ),
+        "two score heads": (
+            both(with_head(3, hidden), tensors(lambda t: t | second)),
+            {"duplicate_tensor"},
+        ),
+        "score head and another classifier": (
+            both(with_head(3, hidden), extra(f"{PREFIX}classifier.weight", 3, hidden)),
+            {"unknown_tensor"},
+        ),
+        "score head and a head for text": (
+            both(with_head(3, hidden), config(modules_to_save=["lm_head", "score"])),
+            {"unsupported_feature", "missing_tensor"},
+        ),
+        "score head with a bias": (
+            both(with_head(3, hidden), extra(f"{PREFIX}score.bias", 3)),
+            {"unknown_tensor"},
+        ),
+        "score head of an activated adapter": (
+            both(with_head(3, hidden), config(alora_invocation_tokens=[1])),
+            {"unsupported_feature"},
+        ),
+        "labels of another head": (
+            labelled('{"id2label": {"0": "a", "1": "b"}}'),
+            {"labels_mismatch"},
+        ),
+        "labels with a gap": (labelled('{"id2label": {"0": "a", "2": "b"}}'), {"bad_value"}),
+        "labels that are a list": (labelled('{"id2label": ["a"]}'), {"bad_value"}),
+        "labels that are no JSON": (labelled("{"), {"bad_config"}),
+        "scores through a layer": (
+            labelled('{"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}}'),
+            {"bad_value"},
+        ),
+        "score head, all of it": (
+            both(with_head(3, hidden + 1, fill=np.inf), extra(f"{Q}.lora_E", 1)),
+            {"shape_mismatch", "not_finite", "unknown_tensor"},
         ),
     }
 

@@ -21,6 +21,7 @@ from router.api.admin.fleet import (
     RegisteredObject,
     RouterObject,
     WorkerObject,
+    WorkObject,
 )
 from router.names.rollout_tally import SLICE_S
 from tests.e2e.browsing import STEP_MS, chromium
@@ -52,6 +53,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         *("--adapter-root", str(broken.parent)),
         *("--admin-key-file", str(folder / "admin-key"), "--cache-dir", str(folder / "cache")),
         *("--adapter-memory", "4MiB", "--host-adapter-memory", "8MiB", "--auth", "keys"),
+        *("--files-dir", str(folder / "files")),
         log=folder / "log",
     )
     yield server
@@ -300,7 +302,9 @@ def test_the_theme_is_the_systems_until_one_is_chosen(opener: Opener) -> None:
     assert brightness(page) < 150
 
 
-@pytest.mark.parametrize(("view", "scheme"), sparse(["fleet", "playground"], ["light", "dark"]))
+@pytest.mark.parametrize(
+    ("view", "scheme"), sparse(["fleet", "playground", "batches"], ["light", "dark"])
+)
 def test_accessible(opener: Opener, view: str, scheme: Any) -> None:
     """By axe-core, contrast included. It makes elements of text: the policy forbids that."""
     page = opener.open(view, color_scheme=scheme, bypass_csp=True)
@@ -312,7 +316,7 @@ def test_accessible(opener: Opener, view: str, scheme: Any) -> None:
     assert found.violations_count == 0, found.generate_report()
 
 
-@pytest.mark.parametrize("view", ["fleet", "playground"])
+@pytest.mark.parametrize("view", ["fleet", "playground", "batches"])
 def test_fits_a_phone(opener: Opener, view: str) -> None:
     page = opener.open(view, viewport={"width": 390, "height": 844})
     live(page)
@@ -489,7 +493,8 @@ def picture(workers: int, adapters: int, each: int, extents: int = 8192) -> Flee
     )
     router = RouterObject(0, 1024, 0, 0, 4096)
     shown = tuple(one(number) for number in range(workers))
-    return FleetObject(1.0, "1", None, router, shown, registered, 0, [], [])
+    work = WorkObject({"vector": 0, "classes": 0, "fit": 0}, None)
+    return FleetObject(1.0, "1", None, router, work, shown, registered, 0, [], [])
 
 
 def tell(page: Page, fleet: FleetObject) -> None:

@@ -11,7 +11,14 @@ from tests.e2e.serving import ROOT, Serving
 CLIENTS_PYTHON = ROOT / ".venv-clients/bin/python"
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parent / "clients").glob("of_*.py"))
 # They send what the openai package sends, which has a script of its own.
-ON_OPENAI = ("of_agents", "of_langchain", "of_litellm", "of_llama_index", "of_pydantic_ai")
+ON_OPENAI = (
+    "of_agents",
+    "of_haystack",
+    "of_langchain",
+    "of_litellm",
+    "of_llama_index",
+    "of_pydantic_ai",
+)
 TIMEOUT_S = 240
 
 

@@ -116,9 +116,10 @@ def test_metrics_and_headers(embedder: Serving) -> None:
 @pytest.mark.skipif(
     not CLIENTS_PYTHON.exists(), reason="`make test` makes the environment for these clients"
 )
-def test_clients(embedder: Serving) -> None:
+@pytest.mark.parametrize("script", ["for_vectors", "for_haystack"])
+def test_clients(embedder: Serving, script: str) -> None:
     done = subprocess.run(
-        [str(CLIENTS_PYTHON), "-m", "tests.e2e.clients.for_vectors", embedder.url],
+        [str(CLIENTS_PYTHON), "-m", f"tests.e2e.clients.{script}", embedder.url],
         cwd=ROOT,
         env=os.environ | {"PYTHONWARNINGS": "ignore"},
         capture_output=True,

@@ -251,6 +251,32 @@ def test_prefill(
     assert "unrecognized" in refusal(capsys, 2, "prefill", "--config", str(tiny), *words)
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_vectors_beside_prefill(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pooling: str
+) -> None:
+    """The same prompts by turns; nothing is generated for vectors."""
+    ran: list[Load] = []
+    run = OfflineEngine.run
+
+    def noted(engine: OfflineEngine, load: Load) -> float:
+        ran.append(load)
+        return run(engine, load)
+
+    monkeypatch.setattr(OfflineEngine, "run", noted)
+    load = ("--batch", "2", "--adapters", "0,2", "--rank", "4", "--prompt-tokens", "40")
+    options = (*load, "--pooling", pooling, "--step-tokens", "24")
+    points = bench(capsys, "vectors", "--config", str(tiny), *options)
+    assert [(p["B"], p["D"], p["r"]) for p in points] == [(2, 0, 0), (2, 2, 4)]
+    for point in points:
+        ratio = point["vector_tokens_per_s"] / point["prefill_tokens_per_s"]
+        assert point["ratio"] == pytest.approx(ratio, rel=0.01, abs=0.002)
+        assert point["vectors_per_s"] == pytest.approx(point["vector_tokens_per_s"] / 40, rel=0.05)
+    timed = [each for each in ran if each.prompt_tokens == 40]
+    assert [each.vector is not None for each in timed] == [False, True] * (len(timed) // 2)
+    assert {each.vector.pooling for each in timed if each.vector is not None} == {pooling}
+
+
 OUTPUT = Lengths.parse("uniform(3,20)")
 
 

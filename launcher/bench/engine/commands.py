@@ -24,7 +24,7 @@ _MOST_ADAPTERS = 100_000
 
 
 def add_engine_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
-    """`decode`, `prefill`, `throughput`, `lora-kernels`, `prompt-attention` and `masks`."""
+    """`decode`, `prefill`, `vectors`, `throughput` and those of kernels and masks."""
     for name, about, run in (
         ("decode", "time of a decode step", run_decode),
         ("prefill", "prompt tokens a second", run_prefill),
@@ -32,6 +32,11 @@ def add_engine_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
         parser = actions.add_parser(name, help=about)
         _add_grid(parser, name == "decode")
         parser.set_defaults(run=run)
+    vectors = actions.add_parser("vectors", help="prompts read for vectors, beside prefill")
+    _add_grid(vectors, is_decode=False)
+    pooling = ("last", "mean")
+    vectors.add_argument("--pooling", choices=pooling, default="last", help="of tokens [last]")
+    vectors.set_defaults(run=run_vectors, batch=(64,), adapters=(0, 16), prompt_tokens=512)
     _add_throughput(actions.add_parser("throughput", help="the load of `serve` without a server"))
     kernels = actions.add_parser("lora-kernels", help="LoRA's share of a decode step")
     kernels.add_argument("--rank", action="append", choices=("16", "64", "mix"))
@@ -187,6 +192,13 @@ def run_prefill(arguments: argparse.Namespace) -> None:
     from launcher.bench.engine.grid import prefill, table
 
     print_points(prefill(_grid(arguments, 1, arguments.step_tokens)), arguments.json, table)
+
+
+def run_vectors(arguments: argparse.Namespace) -> None:
+    from launcher.bench.engine.grid import table, vectors
+
+    grid = _grid(arguments, 1, arguments.step_tokens)
+    print_points(vectors(grid, arguments.pooling), arguments.json, table)
 
 
 def run_throughput(arguments: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
-"""`loraplex bench decode` and `prefill`: step times of the offline engine over a grid."""
+"""`loraplex bench decode`, `prefill` and `vectors`: the offline engine over a grid of loads."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -29,7 +29,7 @@ from server.model.moe_spec import MoeSpec
 from server.model.ops.memory import weights_bytes
 from server.model.sharding import sharded
 from server.model.spec import LayerSpec, ModelSpec
-from server.protocol import SamplingParams
+from server.protocol import Pooling, SamplingParams, VectorParams
 
 # Of the shorter of the two runs whose difference is a step's time.
 SHORT_OUTPUT = 16
@@ -108,6 +108,20 @@ class PrefillRate:
     tokens_per_s: float
     step_ms: float
     matrix_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class VectorRate:
+    """Tokens a second of prompts that are read for vectors, and of the same prompts with one token
+    of output each, by turns in one run; ratio: of the former to the latter."""
+
+    B: int
+    D: int
+    r: int
+    vectors_per_s: float
+    vector_tokens_per_s: float
+    prefill_tokens_per_s: float
+    ratio: float
 
 
 def engine_for(grid: Grid) -> OfflineEngine:
@@ -202,6 +216,32 @@ def prefill(grid: Grid) -> Iterator[PrefillRate]:
     engine.close()
 
 
+def vectors(grid: Grid, pooling: Pooling) -> Iterator[VectorRate]:
+    """As `prefill`, beside prompts that are read for vectors."""
+    engine = engine_for(grid)
+    for batch, distinct, lora_rank in grid.points():
+        if distinct:
+            engine.load_adapters(distinct, lora_rank)
+        prompts = Load(batch, distinct, lora_rank, grid.prompt_tokens, 1, grid.sampling)
+        read = replace(prompts, vector=VectorParams(pooling=pooling))
+        for load in (prompts, read):
+            engine.run(load)
+        rounds = [(engine.run(prompts), engine.run(read)) for _ in range(_PREFILL_ROUNDS)]
+        prefill_s, vector_s = map(sum, zip(*rounds, strict=True))
+        count = _PREFILL_ROUNDS * batch
+        tokens = count * grid.prompt_tokens
+        yield VectorRate(
+            B=batch,
+            D=distinct,
+            r=lora_rank if distinct else 0,
+            vectors_per_s=round(count / vector_s, 1),
+            vector_tokens_per_s=round(tokens / vector_s, 1),
+            prefill_tokens_per_s=round(tokens / prefill_s, 1),
+            ratio=round(prefill_s / vector_s, 3),
+        )
+    engine.close()
+
+
 # ---- bytes and ceilings
 
 
@@ -290,11 +330,12 @@ def _seconds(run: Callable[[], object], device: str) -> float:
     return (time.perf_counter() - started) / _REPEATS
 
 
-def table(results: Sequence[StepTime | PrefillRate]) -> str:
+def table(results: Sequence[StepTime | PrefillRate | VectorRate]) -> str:
     """For a person."""
     if not results:
         return "nothing to measure"
     rows = [asdict(result) for result in results]
-    lines = ["".join(f"{name:>15}" for name in rows[0])]
-    lines += ["".join(f"{value:>15}" for value in row.values()) for row in rows]
+    widths = {name: max(15, len(name) + 2) for name in rows[0]}
+    lines = ["".join(f"{name:>{width}}" for name, width in widths.items())]
+    lines += ["".join(f"{row[name]:>{width}}" for name, width in widths.items()) for row in rows]
     return "\n".join(lines)

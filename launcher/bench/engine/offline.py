@@ -49,7 +49,7 @@ from server.model.page_groups import page_groups
 from server.model.sharding import sharded
 from server.model.spec import ModelSpec
 from server.model.tokenizer.grammar_vocabulary import read_vocabulary
-from server.protocol import GenerateRequest, SamplingParams
+from server.protocol import GenerateRequest, SamplingParams, VectorParams
 
 SHIPPED = Path(__file__).parent / "configs"
 EXTENT_BYTES = 512 << 10
@@ -188,7 +188,8 @@ class EngineSizes:
 @dataclass(frozen=True, slots=True)
 class Load:
     """requests sequences at once, spread over `adapters` distinct adapters of `rank` (0 = none).
-    grammars: each holds one of the first requests."""
+    grammars: each holds one of the first requests. vector: prompts are read for that, and nothing
+    is generated."""
 
     requests: int
     adapters: int
@@ -197,6 +198,7 @@ class Load:
     output_tokens: int
     sampling: SamplingParams = GREEDY
     grammars: tuple[str, ...] = ()
+    vector: VectorParams | None = None
 
 
 def adapter_digest(rank: int, number: int) -> str:
@@ -298,7 +300,12 @@ class OfflineEngine:
         sampling = load.sampling
         if number < len(load.grammars):
             sampling = msgspec.structs.replace(sampling, grammar=load.grammars[number])
-        return submit(number, adapter, prompt, load.output_tokens, sampling, seed, salt)
+        made = submit(number, adapter, prompt, load.output_tokens, sampling, seed, salt)
+        if load.vector is None:
+            return made
+        sampling = msgspec.structs.replace(made.request.sampling, max_tokens=0)
+        replaced = msgspec.structs.replace(made.request, sampling=sampling, vector=load.vector)
+        return msgspec.structs.replace(made, request=replaced)
 
     def _staged(self, digest: str, rank: int) -> SlabStaged:
         if rank not in self._layouts:

@@ -8,6 +8,7 @@ import msgspec
 from adapters.ref import format_ref
 from router.api.admin.rollouts import RolloutObject, rollout_object
 from router.api.partial import PartialObject, partial_object
+from router.call import VectorUse
 from router.names.registration import Registration
 from server.protocol import AdapterPlace, Gift, ModelCard, TierState, WorkerPicture, WorkerStatus
 
@@ -38,6 +39,25 @@ class RouterObject(msgspec.Struct, frozen=True):
     queue_bytes: int
     running: int
     max_requests: int
+
+
+class BatchesObject(msgspec.Struct, frozen=True):
+    """Batches that this router runs, and what all have stored. rows: their sequences; rows_limit:
+    as many as may run now. files, bytes: in the folder of files."""
+
+    running: int
+    rows: int
+    rows_limit: int
+    files: int
+    bytes: int
+
+
+class WorkObject(msgspec.Struct, frozen=True):
+    """Work of this router that is no live answer. vectors: prompts that were read for numbers since
+    it started, by use. batches: null = it serves none."""
+
+    vectors: dict[VectorUse, int]
+    batches: BatchesObject | None
 
 
 class PlaceObject(msgspec.Struct, frozen=True):
@@ -135,6 +155,7 @@ class FleetObject(msgspec.Struct, frozen=True):
     version: str
     base: BaseObject | None
     router: RouterObject
+    work: WorkObject
     workers: tuple[WorkerObject, ...]
     adapters: tuple[RegisteredObject, ...] | None
     adapters_left_out: int

@@ -136,6 +136,12 @@ class Adapter:
             for table in self.placed.tables
         }
 
+    def head(self) -> torch.Tensor | None:
+        """Of a classifier, `[labels, hidden]`; a view into the arena."""
+        head = self.placed.head
+        hidden = self._sites.lm_head.in_features
+        return None if head is None else self._view(head.begin, (head.labels, hidden))
+
     def _view(
         self, begin: int, shape: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
@@ -262,6 +268,11 @@ class AdapterTable:
             for begin, end, slot in _segments(token_slots)
             if self._own_rows[slot]
         )
+
+    def head(self, slot: int) -> torch.Tensor | None:
+        """The score head of the adapter in a slot, `[labels, hidden]`; None = it has none."""
+        adapter = self._slots[slot] if slot >= 0 else None
+        return None if adapter is None else adapter.head()
 
     def rank_block(self, token_slots: np.ndarray) -> int | None:
         """The smallest of RANK_BLOCKS for all ranks of a batch's adapters; None: some rank is

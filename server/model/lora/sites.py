@@ -118,6 +118,14 @@ class PlacedTable:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedHead:
+    """A score head. begin: bytes from the arena's start."""
+
+    begin: int
+    labels: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedAdapter:
     """Where one adapter's matrices begin in the arena.
 
@@ -127,7 +135,7 @@ class PlacedAdapter:
     largest where all projections share one A. At a site of experts each matrix is followed by those
     of the other experts. vectors: int64 `[n]`, where what it has for each output begins; -1 = it
     has nothing. vector_bits: int64 `[n, 3]`, as in `SiteLayout.vectors`. tables: of the embedding
-    and the head.
+    and the head. head: of a classifier.
     """
 
     sites: np.ndarray
@@ -139,6 +147,7 @@ class PlacedAdapter:
     vectors: np.ndarray
     vector_bits: np.ndarray
     tables: tuple[PlacedTable, ...] = ()
+    head: PlacedHead | None = None
 
     @property
     def has_vectors(self) -> bool:
@@ -173,7 +182,8 @@ def place(
     b[used] = find(b_offsets[used], (ranks * outputs * of_one[:, None])[used])
     vectors, bits = _place_vectors(layout, outputs, find)
     tables = tuple(_place_tables(known, layout, item_bytes, find))
-    return PlacedAdapter(sites, a, b, ranks, scales, a_ranks, vectors, bits, tables)
+    head = _place_head(known, layout, item_bytes, find)
+    return PlacedAdapter(sites, a, b, ranks, scales, a_ranks, vectors, bits, tables, head)
 
 
 def _place_tables(
@@ -188,6 +198,17 @@ def _place_tables(
         rows = len(site.table_ids) or vocab
         (begin,) = find(_int64([site.table_offset]), _int64([rows * hidden * item_bytes]))
         yield PlacedTable(known.find(site).number, int(begin), rows, site.table_ids)
+
+
+def _place_head(
+    known: Sites, layout: SlabLayout, item_bytes: int, find: _Find
+) -> PlacedHead | None:
+    if layout.head is None:
+        return None
+    offset, labels = layout.head.offset, layout.head.labels
+    nbytes = labels * known.lm_head.in_features * item_bytes
+    (begin,) = find(_int64([offset]), _int64([nbytes]))
+    return PlacedHead(int(begin), labels)
 
 
 def _place_vectors(

@@ -18,8 +18,8 @@ from server.protocol import VectorParams
 
 # Places of tokens in the batch, int64 `[n]`, ascending -> their normed hidden states `[n, hidden]`.
 HiddenOf = Callable[[np.ndarray], torch.Tensor]
-# Normed hidden states `[n, hidden]` -> what the score head makes of them, `[n, classes]`.
-ScoresOf = Callable[[torch.Tensor], torch.Tensor]
+# An adapter's slot, -1 = none -> the score head under it, `[classes, hidden]`; None = it has none.
+HeadOf = Callable[[int], torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ def pooled_slices(step: Step, prompt_len: np.ndarray) -> list[PooledSlice]:
 class Pooler:
     """Of all rows. A mean over a row's prompt begins with the prompt's first token."""
 
-    def __init__(self, scores_of: ScoresOf, device: torch.device) -> None:
-        self._scores_of = scores_of
+    def __init__(self, head_of: HeadOf, device: torch.device) -> None:
+        self._head_of = head_of
         self._device = device
         self._sums: dict[int, torch.Tensor] = {}  # of rows whose prompt has more slices to come
 
@@ -70,14 +70,22 @@ class Pooler:
         )
         if hidden:
             found.append(_to_host(hidden, hidden_of(_ends(hidden))))
-        if scored:
-            found.append(_to_host(scored, self._scores_of(hidden_of(_ends(scored)))))
+        for slot in dict.fromkeys(each.piece.adapter_slot for each in scored):
+            of_slot = [each for each in scored if each.piece.adapter_slot == slot]
+            found.append(_to_host(of_slot, self._scores(slot, hidden_of(_ends(of_slot)))))
         if by_logits:
             logits = logits_of(_ends(by_logits))
             for row, each in zip(logits, by_logits, strict=True):
                 ids = to_device(np.array(each.vector.token_ids), self._device)
                 found.append(_to_host([each], row[ids][None]))
         return tuple(found)
+
+    def _scores(self, slot: int, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: normed, `[n, hidden]`. Without a head no number is finite."""
+        head = self._head_of(slot)
+        if head is None:
+            return hidden.new_full((len(hidden), 1), float("nan"))
+        return torch.nn.functional.linear(hidden, head)
 
     def _means(self, slices: Iterable[PooledSlice], hidden_of: HiddenOf) -> Iterable[HostVectors]:
         for each in slices:

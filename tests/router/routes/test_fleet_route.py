@@ -65,6 +65,24 @@ async def test_workers_arenas_and_adapters(router: Running, worker: FakeWorker) 
     assert (pirate["name"], pirate["digest"], pirate["ranks"]) == ("pirate", PIRATE, [8])
 
 
+async def test_other_work(tmp_path: Path, worker: FakeWorker) -> None:
+    """Vectors by use, and batches where they are served."""
+    async with running_router(tmp_path, worker) as router:
+        assert (await fleet(router))["work"]["batches"] is None
+        body = {"model": "fake-base", "input": ["a", "b"]}
+        assert (await router.client.post("/v1/embeddings", json=body)).status_code == 200
+
+        async def is_counted() -> bool:
+            counts = (await fleet(router))["work"]["vectors"]
+            return bool(counts == {"vector": 2, "classes": 0, "fit": 0})
+
+        await poll(is_counted)
+    async with running_router(tmp_path, worker, files_dir=tmp_path / "files") as router:
+        batches = (await fleet(router))["work"]["batches"]
+        assert (batches["running"], batches["rows"], batches["files"]) == (0, 0, 0)
+        assert batches["rows_limit"] > 0
+
+
 async def test_a_stream_shows_places_and_adapters_once(router: Running, worker: FakeWorker) -> None:
     worker.place(place(PIRATE))
     seen = pictures(router)

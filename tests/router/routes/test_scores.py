@@ -9,7 +9,16 @@ from typing import Any
 import httpx
 import pytest
 
-from server.protocol import ClassForm, GenerateRequest, PairForm, VectorForm, VectorParams
+from adapters.classes import OwnClasses
+from adapters.manifest import AdapterManifest
+from server.protocol import (
+    AdapterLoad,
+    ClassForm,
+    GenerateRequest,
+    PairForm,
+    VectorForm,
+    VectorParams,
+)
 from tests.router.fake_worker import BASE_NAME, FakeWorker, make_card, make_manifest
 from tests.router.serving import Running, running_router
 
@@ -73,6 +82,33 @@ async def test_classes(tmp_path: Path) -> None:
         several = await post(router, "/classify_batch", inputs=["ab", "abcde"], **text)
         assert [one[0]["label"] for one in several] == ["bad", "odd"]
         assert await router.metric('loraplex_vectors_total{use="classes"}') == 9
+
+
+async def test_heads_of_adapters(tmp_path: Path) -> None:
+    """On a model for text: an adapter with a head gives classes alone, one without gives none."""
+    classes = OwnClasses(2, ("calm", "angry"), None, ord("_"))
+
+    async def load(order: AdapterLoad) -> AdapterManifest:
+        return make_manifest(order.ref.name, classes=classes if "mood" in order.ref.name else None)
+
+    async with served(tmp_path, vectors=VectorForm(2, 64)) as (router, worker):
+        worker.loader = load
+        worker.numbers = lambda _: [0.0, 1.0]
+        body = await post(router, "/classify", model="org/mood", input="ab__")
+        odds = 1 / (1 + math.exp(-1))
+        assert body["data"][0]["probs"] == pytest.approx([1 - odds, odds])
+        assert body["data"][0]["label"] == "angry"
+        assert worker.requests[-1].vector == VectorParams("scores")
+        assert bytes(worker.requests[-1].prompt_ids) == b"ab"
+        for path, words in (("completions", "no text"), ("embeddings", "no vectors")):
+            said = {"prompt": "x", "max_tokens": 1} if path == "completions" else {"input": "x"}
+            refused = await post(router, f"/v1/{path}", 400, model="org/mood", **said)
+            message = refused["error"]["message"]
+            assert "with the adapter org/mood, which has a score head, gives " + words in message
+        refused = await post(router, "/classify", 400, model="org/pirate", input="x")
+        assert "which has no score head, gives no classes" in refused["error"]["message"]
+        refused = await post(router, "/classify", 400, input="x")
+        assert f"the model {BASE_NAME} gives no classes" in refused["error"]["message"]
 
 
 async def test_labels_of_their_own(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from server.model.checkpoint.checkpoint import CheckpointError, read_config
 from server.model.checkpoint.sentence_files import read_sentence_files
 from server.model.checkpoint.tensor_table import check_folder
 from server.model.families.registry import read_model
-from server.model.vector_forms import VectorWishes, class_form, vector_form
+from server.model.vector_forms import VectorWishes, vector_form
 from server.protocol import ClassForm, VectorForm
 from tests.server.model.hub_models import make_model, save_model
 
@@ -210,7 +210,7 @@ def test_code_that_may_attend_both_ways_is_never_run_causally(tmp_path: Path) ->
 )
 def test_classes(config: dict[str, Any], expected: ClassForm) -> None:
     model = read_model({**QWEN, "architectures": ["Qwen2ForSequenceClassification"], **config})
-    assert class_form(model) == expected
+    assert model.classes == expected
     assert not model.writes
     assert vector_form(model, 128, None, VectorWishes()) is None
     with pytest.raises(ConfigError, match="this one is a classifier"):
@@ -222,7 +222,7 @@ def test_classes(config: dict[str, Any], expected: ClassForm) -> None:
     [
         ({"id2label": {"1": "a", "5": "b"}}, "id2label must name labels 0 to 1"),
         ({"id2label": ["a"]}, "id2label must be a table"),
-        ({"num_labels": 10**6}, "id2label: at most"),
+        ({"num_labels": 10**6}, "num_labels: at most"),
         ({"sentence_transformers": {"activation_fn": "mine.Gauss"}}, "activation_fn"),
     ],
 )

@@ -1,0 +1,185 @@
+"""Adapters with score heads of their own by HTTP: classes and fits of what PEFT loads, beside
+answers of the same model, while adapters take turns on the device."""
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from tokenizers import Tokenizer
+from transformers import AutoModelForSequenceClassification
+
+from tests.e2e.serving import Serving, start_serving
+from tests.e2e.vector_models import save_classifier, save_writer
+from tests.server.model.hub_models import add_adapter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TOLERANCE = 1e-4
+TIMEOUT_S = 240
+SLOTS = 2
+TEXTS = ["hi", "a text of some length " * 6, "Ünïcödé"]
+# Labels; names where a config.json lies beside the adapter.
+ON_WRITER: dict[str, Sequence[str]] = {
+    "moods": ("good", "bad", "odd"),
+    "unnamed": ("LABEL_0", "LABEL_1"),
+    "fit": ("LABEL_0",),
+}
+ON_CLASSIFIER: dict[str, Sequence[str]] = {"own": ("good", "bad"), "renamed": ("yes", "no")}
+NAMED = ("moods", "renamed")
+
+
+class Classes(NamedTuple):
+    """A server, and the folder of its base and adapters."""
+
+    serving: Serving
+    folder: Path
+
+    def oracle(self, name: str) -> Any:
+        return PeftModel.from_pretrained(load(self.folder, adapters(self)[name]), self.path(name))
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+
+def adapters(classes: Classes) -> dict[str, Sequence[str]]:
+    return ON_WRITER if (classes.folder / "moods").exists() else ON_CLASSIFIER
+
+
+def load(folder: Path, labels: Sequence[str]) -> Any:
+    make: Any = AutoModelForSequenceClassification
+    return make.from_pretrained(folder / "base", num_labels=len(labels), dtype="float32")
+
+
+def save_head(folder: Path, name: str, labels: Sequence[str], seed: int) -> None:
+    torch.manual_seed(seed)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="SEQ_CLS")
+    made = add_adapter(load(folder, labels), name, lora, seed)
+    with torch.no_grad():
+        for parameter_name, parameter in made.named_parameters():
+            if "score.modules_to_save" in parameter_name:
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+    made.save_pretrained(str(folder), selected_adapters=[name])
+    if name in NAMED:
+        config = {"id2label": dict(enumerate(labels)), "model_type": "qwen3"}
+        (folder / name / "config.json").write_text(json.dumps(config))
+
+
+def served(folder: Path, names: Sequence[str]) -> Iterator[Classes]:
+    serving = start_serving(
+        *(str(folder / "base"), "--device", "cpu", "--dtype", "float32"),
+        *("--adapter-slots", str(SLOTS), "--max-step-tokens", "64"),
+        *("--adapter-root", str(folder), "--cache-dir", str(folder / "cache")),
+        *(part for name in names for part in ("--adapter", f"{name}=local:{folder / name}")),
+        log=folder / "log",
+    )
+    yield Classes(serving, folder)
+    serving.process.terminate()
+    assert serving.process.wait(timeout=TIMEOUT_S) == 0
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Classes]:
+    """A model for text; its adapter `one` has no head."""
+    folder = tmp_path_factory.mktemp("writer")
+    save_writer(folder)
+    for seed, (name, labels) in enumerate(ON_WRITER.items()):
+        save_head(folder, name, labels, seed)
+    yield from served(folder, [*ON_WRITER, "one"])
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Classes]:
+    folder = tmp_path_factory.mktemp("classifier")
+    save_classifier(folder, id2label={0: "good", 1: "bad"})
+    for seed, (name, labels) in enumerate(ON_CLASSIFIER.items()):
+        save_head(folder, name, labels, seed)
+    yield from served(folder, [*ON_CLASSIFIER])
+
+
+def post(classes: Classes, path: str, **body: Any) -> Any:
+    answer = httpx.post(f"{classes.serving.url}{path}", json=body, timeout=TIMEOUT_S)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(classes: Classes, path: str, **body: Any) -> str:
+    answer = httpx.post(f"{classes.serving.url}{path}", json=body, timeout=TIMEOUT_S)
+    assert answer.status_code in (400, 422), answer.text
+    return answer.text
+
+
+@torch.inference_mode()
+def scores(classes: Classes, name: str, *texts: str) -> torch.Tensor:
+    tokenizer = Tokenizer.from_file(str(classes.folder / "base" / "tokenizer.json"))
+    ids = tokenizer.encode(texts[0], *texts[1:]).ids  # type: ignore[arg-type]
+    oracle = classes.oracle(name)
+    oracle.train(False)
+    found: torch.Tensor = oracle(input_ids=torch.tensor([ids])).logits[0]
+    return found
+
+
+def assert_classes(classes: Classes, name: str) -> None:
+    labels = adapters(classes)[name]
+    body = post(classes, "/classify", model=name, input=TEXTS)
+    assert body["model"] == name
+    for text, one in zip(TEXTS, body["data"], strict=True):
+        found = scores(classes, name, text)
+        wanted = (found.sigmoid() if len(labels) == 1 else found.softmax(-1)).numpy()
+        assert np.abs(np.array(one["probs"]) - wanted).max() < TOLERANCE, (name, text)
+        assert one["label"] == labels[int(wanted.argmax())]
+    lorax = post(classes, "/classify", inputs=TEXTS[0], parameters={"adapter_id": name})
+    assert sorted(one["label"] for one in lorax) == sorted(labels)
+
+
+def test_on_a_model_for_text(writer: Classes) -> None:
+    """In turns with each other and with answers: more adapters than slots."""
+    before = post(writer, "/v1/completions", model="one", prompt="x", max_tokens=6, temperature=0)
+    for _ in range(2):
+        with ThreadPoolExecutor(4) as pool:
+            done = [pool.submit(assert_classes, writer, name) for name in ON_WRITER]
+            body: dict[str, Any] = {"prompt": "x", "max_tokens": 6, "temperature": 0}
+            text = pool.submit(post, writer, "/v1/completions", model="one", **body)
+            for each in done:
+                each.result()
+        assert text.result()["choices"][0]["text"] == before["choices"][0]["text"]
+
+
+def test_one_label_judges_pairs(writer: Classes) -> None:
+    wanted = [scores(writer, "fit", "what", text).sigmoid().item() for text in TEXTS]
+    body = post(writer, "/v1/rerank", model="fit", query="what", documents=TEXTS)
+    found = {one["index"]: one["relevance_score"] for one in body["results"]}
+    assert [found[i] for i in range(3)] == pytest.approx(wanted, abs=TOLERANCE)
+    body = post(writer, "/v1/score", model="fit", queries="what", documents=TEXTS)
+    assert [one["score"] for one in body["data"]] == pytest.approx(wanted, abs=TOLERANCE)
+    words = refused(writer, "/v1/rerank", model="moods", query="what", documents=TEXTS)
+    assert "needs a classifier of one label, not 3" in words
+
+
+def test_on_a_classifier(classifier: Classes) -> None:
+    """A head of the adapter's own goes before the base's."""
+    for name in [*ON_CLASSIFIER, *ON_CLASSIFIER]:
+        assert_classes(classifier, name)
+    base = post(classifier, "/classify", input=TEXTS)
+    own = post(classifier, "/classify", model="own", input=TEXTS)
+    gaps = [
+        abs(one["probs"][0] - other["probs"][0])
+        for one, other in zip(base["data"], own["data"], strict=True)
+    ]
+    assert max(gaps) > 100 * TOLERANCE
+
+
+def test_what_a_head_does_not_give_is_refused(writer: Classes) -> None:
+    words = refused(writer, "/v1/completions", model="moods", prompt="x", max_tokens=2)
+    assert "with the adapter moods, which has a score head, gives no text" in words
+    words = refused(writer, "/v1/embeddings", model="moods", input="x")
+    assert "gives no vectors; it gives classes at /classify" in words
+    words = refused(writer, "/classify", model="one", input="x")
+    assert "with the adapter one, which has no score head, gives no classes" in words
+    words = refused(writer, "/classify", model="moods", input="x", adapter_scale=0.5)
+    assert "such heads are not merged" in words

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from adapters.judge import judge_folder
+from adapters.judge import is_intact, judge_folder
 from adapters.manifest import AdapterManifest
 from adapters.peft.validate import AdapterLimits
 from tests.adapters.refusals import refusal, violation_codes
@@ -62,6 +62,11 @@ def test_added_tokens_are_part_of_the_identity(tmp_path: Path) -> None:
         found = manifest(folder)
         assert [token.id for token in found.added_tokens] == sorted(added.values())
         digests.add(found.digest)
+        kept = msgspec.json.decode(msgspec.json.encode(found), type=AdapterManifest)
+        tensors = judge_folder(folder, KNOWN).tensors
+        without = msgspec.structs.replace(kept, added_tokens=())
+        assert is_intact(folder, tensors, kept)
+        assert not is_intact(folder, tensors, without)
     assert len(digests) == 4
 
 

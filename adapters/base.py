@@ -166,6 +166,12 @@ class BaseSpec(msgspec.Struct, frozen=True):
     def is_inferred(self) -> bool:
         return not self.digest
 
+    @property
+    def num_tokens(self) -> int:
+        """Ids below it are its tokenizer's; the tables may have more rows. One that was inferred
+        may have no known vocabulary: 0."""
+        return max(self.tokens.values()) + 1 if self.tokens else self.vocab_size
+
     def of_site(self, kind: SiteKind, projection: int) -> ModuleShape:
         """A module of a site, whole. Those of one site share their input, and their experts."""
         modules = self.model_modules if kind in MODEL_SITES else self.layer_modules

@@ -20,34 +20,39 @@ _ENDS_VERSION = b"loraplex adapter 3"
 _NAMED_VERSION = b"loraplex adapter 4"
 # With a part for what its score head scores, too.
 _CLASSES_VERSION = b"loraplex adapter 5"
+# With a part for tokens that the base does not have, too.
+_ADDED_VERSION = b"loraplex adapter 6"
 _MIX = 0x9E37_79B9_7F4A_7C15
 _MASK = (1 << 64) - 1
 
 
 class ContentDigest:
     """sha256 over the used config, the default chat template, its special tokens, the adapter's own
-    ends of an answer, its other templates, what its score head scores, and the weights file. Each
-    but the last comes with its length.
+    ends of an answer, its other templates, what its score head scores, its added tokens and the
+    weights file. Each but the last comes with its length.
     """
 
     def __init__(self, config: PeftConfig, text: AdapterText) -> None:
-        template, ends, classes = text
+        template, ends, classes, added = text
         tokens, named = (template.special_tokens, template.named) if template else ({}, {})
         default = (template.source or "") if template else ""
         parts = [msgspec.json.encode(config), default.encode()]
         version = _DIGEST_VERSION
-        if tokens or ends or named or classes:
+        if tokens or ends or named or classes or added:
             parts.append(msgspec.json.encode(tokens, order="sorted"))
             version = _TOKENS_VERSION
-        if ends or named or classes:
+        if ends or named or classes or added:
             parts.append(msgspec.json.encode(ends))
             version = _ENDS_VERSION
-        if named or classes:
+        if named or classes or added:
             parts.append(msgspec.json.encode(named, order="sorted"))
             version = _NAMED_VERSION
-        if classes:
+        if classes or added:
             parts.append(msgspec.json.encode(classes))
             version = _CLASSES_VERSION
+        if added:
+            parts.append(msgspec.json.encode(added))
+            version = _ADDED_VERSION
         self._sha256 = hashlib.sha256(version)
         for part in parts:
             self._sha256.update(len(part).to_bytes(8, "little") + part)

@@ -82,6 +82,8 @@ def judge_folder(
             adapter = place_tensors(targeting, tensors, base, limits, findings)
             identity = weights.identity()
             digest = None
+            if adapter is not None:
+                _check_tokens(adapter, text, base, findings)
             if adapter is not None and adapter.head is not None and not findings:
                 classes = read_classes(small.get(CLASSES_FILE), adapter.head, base, findings)
                 text = text._replace(classes=classes)
@@ -93,7 +95,7 @@ def judge_folder(
         if adapter is None or digest is None:
             raise AssertionError("files that cannot be read left no violation")
         _check_room(adapter, base, limits)
-    manifest = _manifest(digest.hexdigest(), adapter, text)
+    manifest = _manifest(digest.hexdigest(), adapter, text, base)
     return Judged(manifest, adapter, Seal(identity, fingerprint))
 
 
@@ -282,7 +284,19 @@ def _changed(adapter: LoraTensors) -> set[str]:
     return {each.module for each in changed}.union(head)
 
 
-def _manifest(digest: str, adapter: LoraTensors, text: AdapterText) -> AdapterManifest:
+def _check_tokens(
+    adapter: LoraTensors, text: AdapterText, base: BaseSpec, findings: Findings
+) -> None:
+    """Each of its tokens needs a row of its tables."""
+    size, added = adapter.table_size(base.vocab_size), text.added_tokens
+    if size and added and added[-1].id >= size:
+        message = f"token {added[-1].id} is added, and the tables have {size} rows"
+        findings.add("resized_embeddings", "tokenizer.json", message)
+
+
+def _manifest(
+    digest: str, adapter: LoraTensors, text: AdapterText, base: BaseSpec
+) -> AdapterManifest:
     template = text.template
     tensors = adapter.tensors
     return AdapterManifest(
@@ -299,4 +313,6 @@ def _manifest(digest: str, adapter: LoraTensors, text: AdapterText) -> AdapterMa
         end_token_ids=text.end_token_ids,
         invocation_tokens=adapter.config.alora_invocation_tokens,
         classes=text.classes,
+        added_tokens=text.added_tokens,
+        table_size=adapter.table_size(base.vocab_size),
     )

@@ -33,16 +33,31 @@ class AdapterTemplate(msgspec.Struct, frozen=True):
         return default | self.named
 
 
+class OwnToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A token that the base's tokenizer does not have. special and the like: as in
+    `tokenizer.json`."""
+
+    id: int
+    content: str
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+
 class AdapterText(NamedTuple):
     """What an adapter says of its text, beside its weights.
 
     end_token_ids: ids that end its answers beside the base's, as its files name them, ascending.
     classes: what its score head scores; None = it has none.
+    added_tokens: those of its tokenizer beside the base's, by id without a gap.
     """
 
     template: AdapterTemplate | None = None
     end_token_ids: tuple[int, ...] = ()
     classes: OwnClasses | None = None
+    added_tokens: tuple[OwnToken, ...] = ()
 
 
 class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
@@ -62,6 +77,8 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     invocation_tokens: of an activated adapter, which acts from their last occurrence in the prompt
         on; () = it acts on all tokens.
     classes: see AdapterText.
+    added_tokens: see AdapterText. table_size: ids from it on do not exist for the adapter, whose
+        tables end there; 0 = all ids of the base do.
     """
 
     digest: str
@@ -78,6 +95,8 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     named_templates: dict[str, str] | None = None
     invocation_tokens: tuple[int, ...] = ()
     classes: OwnClasses | None = None
+    added_tokens: tuple[OwnToken, ...] = ()
+    table_size: int = 0
 
     @property
     def partial(self) -> Coverage | None:
@@ -103,7 +122,8 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def text(self) -> AdapterText:
-        return AdapterText(self.template, self.end_token_ids or (), self.classes)
+        classes, added = self.classes, self.added_tokens
+        return AdapterText(self.template, self.end_token_ids or (), classes, added)
 
     @property
     def template(self) -> AdapterTemplate | None:
@@ -134,7 +154,8 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
         projection has one. 0 in place of what the adapter does not have.
     table_offset: of `embed_tokens` or `lm_head`, rows in place of the base's, `[rows, hidden]`; two
         sites may have the same. -1 = none.
-    table_ids: the token of each of these rows; () = all tokens.
+    table_ids: the token of each of these rows; () = all tokens, or the first `table_size`.
+    table_size: of the adapter's vocabulary, where its table is smaller than the base's; 0 = not.
     """
 
     layer: int
@@ -148,6 +169,7 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     vectors_offset: int = 0
     table_offset: int = -1
     table_ids: tuple[int, ...] = ()
+    table_size: int = 0
 
     @property
     def a_rank(self) -> int:

@@ -120,11 +120,16 @@ class StackedLora(PlacedLora, frozen=True):
 
 class OwnTable(msgspec.Struct, frozen=True):
     """Rows that the adapter has in place of those of `embed_tokens` or `lm_head` (module). tensor:
-    `[rows, hidden]`. ids: the token of each row; () = all tokens."""
+    `[rows, hidden]`. ids: the token of each row; () = all tokens of the adapter's vocabulary."""
 
     module: str
     tensor: TensorInfo
     ids: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Tokens of the adapter's vocabulary; 0 = those of the base's."""
+        return 0 if self.ids else self.tensor.shape[0]
 
 
 class LoraTensors(msgspec.Struct, frozen=True):
@@ -146,6 +151,12 @@ class LoraTensors(msgspec.Struct, frozen=True):
     biases: tuple[OwnBias, ...] = ()
     tables: tuple[OwnTable, ...] = ()
     head: TensorInfo | None = None
+
+    def table_size(self, vocab_size: int) -> int:
+        """Of its vocabulary, where its tables are smaller than the base's of `vocab_size`; else
+        0."""
+        sizes = {table.size for table in self.tables} - {0, vocab_size}
+        return min(sizes, default=0)
 
     @property
     def is_more_than_lora(self) -> bool:

@@ -78,18 +78,43 @@ class TablePlacer:
 
     def _whole(self) -> Iterator[OwnTable]:
         config, base = self._config, self._base
-        wanted = whole_tables(config, base)
-        if wanted and _is_tied(config, base):
+        saved = wanted = whole_tables(config, base)
+        if any(table.shape[0] != base.vocab_size for table in self._tables.values()):
+            wanted = frozenset((EMBEDDING, HEAD))
+            self._check_resized()
+        if wanted and (_is_tied(config, base) or (base.is_tied and not saved)):
             # PEFT loads both into one tensor, the head last.
             shared = self._tables.get(HEAD) or self._tables.get(EMBEDDING)
             found = {} if shared is None else dict.fromkeys(wanted, shared)
         else:
             found = {name: self._tables[name] for name in wanted if name in self._tables}
         for name in sorted(wanted - found.keys()):
-            message = f"modules_to_save has {name}, and the file has no weights of it"
+            words = "modules_to_save has" if name in saved else "the tables are resized, also"
+            message = f"{words} {name}, and the file has no weights of it"
             self._findings.add("missing_tensor", name, message)
+        if len({tensor.shape for tensor in found.values()}) > 1:
+            message = "embed_tokens and lm_head have different numbers of tokens"
+            self._findings.add("resized_embeddings", HEAD, message)
         for name in sorted(found):
             yield OwnTable(name, found[name], ())
+
+    def _check_resized(self) -> None:
+        """Of tables that are smaller than the base's. PEFT saves them as the training has resized
+        them, whatever the config says."""
+        modules = self._base.model_modules.values()
+        for key, is_there in (
+            ("alora_invocation_tokens", self._config.alora_invocation_tokens),
+            ("trainable_token_indices", self._config.trainable_token_indices),
+            ("a head with a bias", any(module.has_bias for module in modules)),
+        ):
+            if is_there:
+                words = "beside resized tables is not supported; train without resizing"
+                self._findings.add("unsupported_feature", key, f"{key} {words}")
+        for table in self._tables.values():
+            if table.dtype not in FLOAT_DTYPES:
+                expected = f"expected one of {sorted(FLOAT_DTYPES)}"
+                message = f"{table.name}: dtype {table.dtype}, {expected}"
+                self._findings.add("unsupported_dtype", table.name, message)
 
     def _trained(self) -> Iterator[OwnTable]:
         ids_of = _trained_ids(self._config)

@@ -21,6 +21,7 @@ from adapters.peft.tensor_names import (
 from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from adapters.violations import Findings, shown
 
+_BESIDE_OWN = frozenset(("modules_to_save", "original_module"))
 _LAYER = re.compile(r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\..+")
 _EXPERT = re.compile(r"(?P<head>.+\.)(?P<expert>0|[1-9][0-9]{0,5})(?P<tail>\.[^.]+)")
 
@@ -97,6 +98,8 @@ class _Sorter:
 
     def add(self, tensor: TensorInfo, name: TensorName | None) -> None:
         path = None if name is None else meant_by_any(name.path)
+        if name is not None and self._is_beside_own(name):
+            return
         if name is None or path is None:
             self._findings.add(*self._unknown(tensor.name, name, path))
         elif path == HEAD_OF_CLASSES and path in self._own and name.is_weight:
@@ -114,6 +117,13 @@ class _Sorter:
             self._findings.add(*self._unknown(tensor.name, name, path))
         else:
             self._add_side(tensor, name, path)
+
+    def _is_beside_own(self, name: TensorName) -> bool:
+        """Of a table in `modules_to_save` PEFT also writes the base's own, and the table again,
+        where it saves resized tables. It loads neither."""
+        head, _, last = name.path.rpartition(".")
+        path = meant_by_any(head) if last in _BESIDE_OWN else None
+        return path in self._table and self._table[path].name in self._own
 
     def _add_table(
         self,
@@ -146,11 +156,11 @@ class _Sorter:
         if name.is_rows:
             self._add_table(self.rows, tensor, name, module)
             return
-        if module.name in self._own:
-            if _has_all_rows(tensor, self._base, self._findings):
-                self._add_table(self.tables, tensor, name, module)
+        if not _has_rows_of_all(tensor, self._base, self._findings):
             return
-        if self._is_spelled_alike(tensor, name) and _is_comparable(
+        if module.name in self._own or tensor.shape[0] != self._base.vocab_size:
+            self._add_table(self.tables, tensor, name, module)
+        elif self._is_spelled_alike(tensor, name) and _is_comparable(
             module, tensor, self._base, self._findings
         ):
             self.copies.append((module.name, tensor))
@@ -234,8 +244,6 @@ def _is_comparable(
 ) -> bool:
     """Whether a table saved beside the adapter can be compared with the base's own, here or where
     the base is known."""
-    if not _has_all_rows(tensor, base, findings):
-        return False
     known = base.is_inferred or base.embedding_digests.get(module.name)
     if tensor.dtype not in FLOAT_DTYPES or not known:
         message = (
@@ -247,11 +255,14 @@ def _is_comparable(
     return True
 
 
-def _has_all_rows(tensor: TensorInfo, base: BaseSpec, findings: Findings) -> bool:
-    """Whether a table is of the base's size."""
+def _has_rows_of_all(tensor: TensorInfo, base: BaseSpec, findings: Findings) -> bool:
+    """Whether a table has a row for each token of the base's tokenizer, and no more than the
+    base's."""
     rows, columns = base.vocab_size, base.hidden_size
-    if tensor.shape == (rows, columns):
+    known = min(base.num_tokens, rows)
+    if tensor.shape[1:] == (columns,) and known <= tensor.shape[0] <= rows:
         return True
-    message = f"{tensor.name}: {list(tensor.shape)} resizes the base's [{rows}, {columns}]"
+    least = "" if known == rows else f", of which {known} are tokens"
+    message = f"{tensor.name}: {list(tensor.shape)} resizes the base's [{rows}, {columns}]{least}"
     findings.add("resized_embeddings", tensor.name, message)
     return False

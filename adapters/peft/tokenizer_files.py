@@ -1,11 +1,12 @@
 """Tokenizer files beside an adapter. A chat template is taken, with its special tokens, and so are
-the tokens that end answers. Added tokens are refused. Pure.
+the tokens that end answers and those that are added. Pure.
 
-Text is tokenised with the base's tokenizer, so an adapter may bring its own only if it has the
-same tokens. Trainers save it with every adapter; most of these files say nothing new.
+Text is tokenised with the base's tokenizer and these tokens, so an adapter may bring its own only
+if it has the same tokens otherwise. Trainers save it with every adapter; most of these files say
+nothing new.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,7 +14,8 @@ import msgspec
 from adapters.base import BaseSpec
 from adapters.chat.conversation import DEFAULT_TEMPLATE, TEMPLATE_FILE
 from adapters.common.strict_json import StrictJsonError, decode_object
-from adapters.manifest import AdapterTemplate, AdapterText
+from adapters.manifest import AdapterTemplate, AdapterText, OwnToken
+from adapters.peft.added_tokens import AddedTokens, listed_token
 from adapters.peft.own_ends import GENERATION_FILE, MAX_GENERATION_BYTES, own_ends
 from adapters.peft.special_tokens import special_tokens
 from adapters.violations import Findings, shown
@@ -31,9 +33,14 @@ TOKENIZER_FILES: dict[str, int] = {
 }
 
 
-class _AddedToken(msgspec.Struct):
+class _ListedToken(msgspec.Struct):
     id: int
     content: str = ""
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
 
 
 class _Model(msgspec.Struct):
@@ -44,7 +51,7 @@ class _Model(msgspec.Struct):
 
 class _Tokenizer(msgspec.Struct):
     model: _Model
-    added_tokens: list[_AddedToken] | None = None
+    added_tokens: list[_ListedToken] | None = None
 
 
 def read_tokenizer_files(
@@ -52,37 +59,41 @@ def read_tokenizer_files(
 ) -> AdapterText:
     """The adapter's own chat templates, if it brings any, and its own ends of an answer.
 
-    files: those of `TOKENIZER_FILES` that the folder has, within their sizes. Tokens which the
-    base's tokenizer does not have, and files that cannot be judged, are added to `findings`.
+    files: those of `TOKENIZER_FILES` that the folder has, within their sizes. Tokens which cannot
+    be served, and files that cannot be judged, are added to `findings`.
     """
     config = _object(files, "tokenizer_config.json", findings)
-    listed = config.get("added_tokens_decoder")
-    if isinstance(listed, dict):
-        by_id = [
-            (_content(token), int(key))
-            for key, token in listed.items()
-            if key.isascii() and key.isdigit() and len(key) < 10
-        ]
-        _check_tokens("tokenizer_config.json", by_id, base, findings)
-    added = _object(files, "added_tokens.json", findings)
-    by_text = [(text, i) for text, i in added.items() if type(i) is int]
-    _check_tokens("added_tokens.json", by_text, base, findings)
-    if "tokenizer.json" in files:
-        _check_tokenizer(files["tokenizer.json"], base, findings)
+    added = _added_tokens(files, config, base, findings)
+    if base.tokens:
+        base = msgspec.structs.replace(base, tokens=base.tokens | {t.content: t.id for t in added})
     ends = own_ends(files.get(GENERATION_FILE), config, base, findings)
     sources = _chat_templates(files.get(TEMPLATE_FILE), config, findings)
     if not sources:
-        return AdapterText(None, ends)
+        return AdapterText(None, ends, added)
     special = _special_tokens(config, findings)
     _check_named("\n".join(sources.values()), special, base, findings)
     default = sources.pop(DEFAULT_TEMPLATE, None)
-    return AdapterText(AdapterTemplate(default, special, sources), ends)
+    return AdapterText(AdapterTemplate(default, special, sources), ends, added)
 
 
-def _content(token: object) -> str:
-    """Of an entry that is no token nothing, which is no token of the base's."""
-    content = token.get("content") if isinstance(token, dict) else None
-    return content if isinstance(content, str) else ""
+def _added_tokens(
+    files: Mapping[str, bytes], config: Mapping[str, Any], base: BaseSpec, findings: Findings
+) -> tuple[OwnToken, ...]:
+    tokens = AddedTokens(base, findings)
+    if "tokenizer.json" in files:
+        _read_tokenizer(files["tokenizer.json"], base, tokens, findings)
+    listed = config.get("added_tokens_decoder")
+    if isinstance(listed, dict):
+        numbered = [
+            listed_token(int(key), token)
+            for key, token in listed.items()
+            if key.isascii() and key.isdigit() and len(key) < 10
+        ]
+        tokens.read("tokenizer_config.json", numbered)
+    spelled = _object(files, "added_tokens.json", findings)
+    by_text = [OwnToken(i, text) for text, i in spelled.items() if type(i) is int]
+    tokens.read("added_tokens.json", by_text)
+    return tokens.all()
 
 
 def _object(files: Mapping[str, bytes], name: str, findings: Findings) -> dict[str, Any]:
@@ -95,7 +106,7 @@ def _object(files: Mapping[str, bytes], name: str, findings: Findings) -> dict[s
         return {}
 
 
-def _check_tokenizer(data: bytes, base: BaseSpec, findings: Findings) -> None:
+def _read_tokenizer(data: bytes, base: BaseSpec, found: AddedTokens, findings: Findings) -> None:
     # Each token takes a colon or a bracket; counting bounds the memory that parsing takes.
     if max(data.count(b":"), data.count(b"[")) > MAX_TOKENIZER_ITEMS:
         message = f"tokenizer.json lists more than {MAX_TOKENIZER_ITEMS} things"
@@ -109,34 +120,16 @@ def _check_tokenizer(data: bytes, base: BaseSpec, findings: Findings) -> None:
         return
     vocab = tokenizer.model.vocab
     by_text = vocab.items() if isinstance(vocab, dict) else ((t[0], i) for i, t in enumerate(vocab))
-    tokens = [*by_text, *((token.content, token.id) for token in tokenizer.added_tokens or ())]
-    _check_tokens("tokenizer.json", tokens, base, findings)
-    size = max((i for _, i in tokens), default=-1) + 1
-    if base.tokens and size < _size(base):
-        message = f"tokenizer.json knows {size} ids, expected {_size(base)}"
+    added = [OwnToken(*msgspec.structs.astuple(token)) for token in tokenizer.added_tokens or ()]
+    texts = {token.content: token.id for token in added}
+    # The vocabulary may list what is added to it, too.
+    vocabulary = [OwnToken(i, text) for text, i in by_text if texts.get(text) != i]
+    found.read("tokenizer.json", vocabulary, may_add=False)
+    found.read("tokenizer.json", added)
+    size = max((token.id for token in (*vocabulary, *added)), default=-1) + 1
+    if base.tokens and size < base.num_tokens:
+        message = f"tokenizer.json knows {size} ids, expected {base.num_tokens}"
         findings.add("other_tokenizer", "tokenizer.json", message)
-
-
-def _size(base: BaseSpec) -> int:
-    """Ids below it are the base's. One that was inferred may have no known vocabulary: 0."""
-    return max(base.tokens.values()) + 1 if base.tokens else base.vocab_size
-
-
-def _check_tokens(
-    name: str, tokens: Sequence[tuple[str, int]], base: BaseSpec, findings: Findings
-) -> None:
-    """Each is one of the base's: by its id and, where the base's are known, by its text."""
-    known = base.tokens
-    others = [(text, i) for text, i in tokens if known.get(text) != i] if known else tokens
-    size = _size(base) if others else 0
-    new = sorted({i for _, i in others if i >= size}) if size else []
-    if new:
-        message = f"{name} adds tokens to the base's {size}: ids {shown(new[:8])}"
-        findings.add("added_tokens", name, message)
-    elif known and others:
-        examples = sorted((i, text) for text, i in others)[:4]
-        message = f"{name} has other tokens than the base: {shown(examples)}"
-        findings.add("other_tokenizer", name, message)
 
 
 def _check_named(

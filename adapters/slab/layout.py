@@ -153,7 +153,8 @@ def table_rows(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatri
     """Rows of a table in place of the base's, `[rows, hidden]`; None = the site has none."""
     if site.table_offset < 0:
         return None
-    shape = (len(site.table_ids) or base.vocab_size, base.hidden_size)
+    rows = len(site.table_ids) or site.table_size or base.vocab_size
+    shape = (rows, base.hidden_size)
     return PlacedMatrix(site.table_offset, shape, math.prod(shape) * item_bytes)
 
 
@@ -233,7 +234,8 @@ class _Tables:
 
     def place(self, site: SiteLayout, table: OwnTable) -> SiteLayout:
         name = table.tensor.name
-        site = msgspec.structs.replace(site, table_offset=0, table_ids=table.ids)
+        size = table.size if table.size < self._base.vocab_size else 0
+        site = msgspec.structs.replace(site, table_offset=0, table_ids=table.ids, table_size=size)
         rows = table_rows(site, self._base, self._item_bytes)
         if name not in self._placed and rows is not None:
             self._placed[name] = self._cursor.place(rows.nbytes)

@@ -25,7 +25,7 @@ from adapters.common.disk import (
     sync_files,
     sync_path,
 )
-from adapters.errors import AdapterError
+from adapters.errors import AdapterError, Violation
 from adapters.manifest import AdapterManifest
 from adapters.peft.config import CONFIG_FILE
 from adapters.peft.validate import WEIGHTS_FILE
@@ -147,8 +147,13 @@ def present(manifest: AdapterManifest | None, digest: str) -> AdapterManifest:
 
 
 def merged_member(manifest: AdapterManifest | None, digest: str) -> AdapterManifest:
-    """As `present`; what is not here any more can be fetched again."""
+    """As `present`; what is not here any more can be fetched again. Raises `invalid` for one that
+    is not merged."""
     if manifest is None:
         message = f"adapter {digest[:12]} is not in the store any more; try again"
         raise AdapterError("unavailable", message, (), 1.0)
+    if manifest.added_tokens:
+        message = "a member adds tokens; such adapters cannot be merged or scaled"
+        reason = Violation("unsupported_merge", digest, f"{digest} adds tokens to the base's")
+        raise AdapterError("invalid", message, (reason,))
     return manifest

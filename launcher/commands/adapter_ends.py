@@ -6,6 +6,7 @@ from pathlib import Path
 from adapters.manifest import AdapterManifest
 from router.api.ends import EndToken, end_tokens
 from router.generation.answer_ends import AnswerEnds
+from router.text.adapter_models import AdapterModels
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
 from server.model.card import model_card
@@ -14,11 +15,12 @@ from server.model.card import model_card
 def ends_of(folder: Path, manifest: AdapterManifest) -> list[EndToken]:
     """Those beside its base's. folder: of the base. Raises CheckpointError."""
     card = model_card(folder, names=("base",), dtype="", device="", max_lora_rank=0)
-    model = TextModel(card)
+    base = TextModel(card)
 
     async def find() -> list[EndToken]:
         sandbox = TemplateSandbox(1)
         try:
+            model = await AdapterModels().of(base, manifest)
             return end_tokens(await AnswerEnds(sandbox).own(model, manifest), model.token_text)
         finally:
             await sandbox.close()

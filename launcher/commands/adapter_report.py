@@ -50,6 +50,7 @@ class Report(msgspec.Struct, frozen=True):
             table |= {"partial": partial, "not_compared": _sorted(self.copies)}
             table["chat_templates"] = msgspec.to_builtins(self.templates)
             table |= {"trained_on": self.trained_on} if self.trained_on else {}
+            table["added_tokens"] = msgspec.to_builtins(self.manifest.added_tokens)
             table["ends"] = msgspec.to_builtins(self.ends)
         if self.conversion is not None:
             table["conversion"] = msgspec.to_builtins(self.conversion)
@@ -73,6 +74,8 @@ class Report(msgspec.Struct, frozen=True):
         ]
         if self.trained_on not in ("", WHOLE.words):
             lines.append(f"  names    of tensors are those of {self.trained_on}")
+        if manifest.added_tokens:
+            lines.append(f"  tokens   {len(manifest.added_tokens)} added to the base's")
         if self.ends:
             ends = ", ".join(f"{end.token} ({end.id})" for end in self.ends)
             lines.append(f"  ends     {ends}, beside the base's")

@@ -10,7 +10,7 @@ import msgspec
 from adapters.chat.conversation import TemplateFault
 from adapters.chat.turn_end import PROBES, Probe, turn_ends
 from adapters.common.recent import Recent
-from adapters.manifest import AdapterManifest
+from adapters.manifest import AdapterManifest, OwnToken
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
 
@@ -25,7 +25,7 @@ class AnswerEnds:
         self._found: Recent[bytes, tuple[int, ...]] = Recent(_MAX_KEPT)
 
     async def of(self, model: TextModel, manifest: AdapterManifest | None) -> tuple[int, ...]:
-        """Ids, ascending: the base's, and with a manifest the adapter's own.
+        """Ids, ascending: the base's, and with a manifest the adapter's own, of which model is.
 
         Raises RequestError (unavailable) when no template can be rendered now.
         """
@@ -40,14 +40,19 @@ class AnswerEnds:
             tokens = {**model.card.special_tokens, **template.special_tokens}
             known = {name: text for name, text in tokens.items() if text is not None}
             for source in template.sources.values():
-                ends.update(await self._of_template(model, source, known))
+                ends.update(await self._of_template(model, source, known, manifest.added_tokens))
         return tuple(sorted(ends.difference(model.card.eos_token_ids)))
 
     async def _of_template(
-        self, model: TextModel, source: str, tokens: dict[str, str]
+        self,
+        model: TextModel,
+        source: str,
+        tokens: dict[str, str],
+        own: tuple[OwnToken, ...],
     ) -> tuple[int, ...]:
-        content = msgspec.json.encode((model.card.base_digest, source, tokens), order="sorted")
-        key = hashlib.sha256(content).digest()
+        """own: tokens that the adapter adds."""
+        said = (model.card.base_digest, source, tokens, own)
+        key = hashlib.sha256(msgspec.json.encode(said, order="sorted")).digest()
         ends = self._found.get(key)
         if ends is None:
             rendered = [await self._render(source, tokens, probe) for probe in PROBES]

@@ -99,7 +99,7 @@ class AnswerShapes:
         return problem
 
     def _checker_of(self, model: TextModel) -> GrammarChecker:
-        card = model.card
+        card = model.base_card  # the worker's grammars are written in the base's tokens
         with self._changing:
             if self._checker is not None and self._checker[0] == card.base_digest:
                 return self._checker[1]

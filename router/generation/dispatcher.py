@@ -33,6 +33,7 @@ from router.telemetry.observer import RequestObserver
 from router.tenancy.keys import Caller
 from router.tenancy.metering import Charge
 from router.tenancy.scope import check_scope
+from router.text.model import TextModel
 from router.workers.base_model import BaseModel
 from router.workers.fleet import Fleet
 
@@ -117,7 +118,7 @@ class Dispatcher:
                 adapter = await self._resolve(authorised, observer)
                 if adapter is not None:
                     held.callback(self._use.hold(adapter))
-                resolved = ResolvedRequest.of(model, adapter)
+                resolved = await self._with_text(model, adapter)
                 check_kind(authorised.call, resolved.model.card, resolved.adapter)
                 tokenised = await self._tokenise(authorised, resolved, observer)
             admitted = await self._admit(authorised, resolved, tokenised, charge, held)
@@ -128,15 +129,16 @@ class Dispatcher:
 
     async def prompts(
         self, authorised: AuthorisedRequest, observer: RequestObserver
-    ) -> list[Prompt]:
-        """Those that `start` would run, of any length; nothing is run. Raises RequestError."""
+    ) -> tuple[TextModel, list[Prompt]]:
+        """Those that `start` would run, of any length, and whose tokens they are; nothing is run.
+        Raises RequestError."""
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         with _as_request_errors(authorised.call.api):
             async with self._until(deadline):
                 model = self._base.require()
                 adapter = await self._resolve(authorised, observer)
-                resolved = ResolvedRequest.of(model, adapter)
-                return await self._prompts(authorised, resolved, observer)
+                resolved = await self._with_text(model, adapter)
+                return resolved.model, await self._prompts(authorised, resolved, observer)
 
     def give_up(self) -> None:
         """All that is being answered ends in an error: the router stops."""
@@ -216,6 +218,11 @@ class Dispatcher:
             raise
         observer.resolved(began)
         return adapter
+
+    async def _with_text(self, base: TextModel, adapter: ServedAdapter | None) -> ResolvedRequest:
+        """Raises RequestError."""
+        manifest = None if adapter is None else adapter.manifest
+        return ResolvedRequest.of(await self._tokeniser.model_of(base, manifest), adapter)
 
     async def _prompts(
         self, authorised: AuthorisedRequest, resolved: ResolvedRequest, observer: RequestObserver

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from adapters.grammar.limits import GrammarLimits
+from adapters.manifest import AdapterManifest
 from router.call import GenerationCall, VectorCall
 from router.generation.activation import adapter_from
 from router.generation.answer_ends import AnswerEnds
@@ -25,6 +26,7 @@ from router.generation.vector_prompts import (
 from router.names.served import ServedAdapter
 from router.parts.division import Division
 from router.policy.quota import UNSTATED_TOKENS
+from router.text.adapter_models import AdapterModels
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
 from server.protocol import SamplingParams, VectorParams
@@ -86,8 +88,13 @@ class Tokeniser:
     ) -> None:
         self.ends = AnswerEnds(sandbox)
         self.shapes = AnswerShapes(grammars)
+        self._models = AdapterModels()
         self._sandbox = sandbox
         self._parts = parts
+
+    async def model_of(self, base: TextModel, manifest: AdapterManifest | None) -> TextModel:
+        """What reads and writes the text of an adapter. Raises RequestError."""
+        return await self._models.of(base, manifest)
 
     async def prompts(
         self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None

@@ -236,6 +236,7 @@ class AdapterRoutes:
         if model is None or content is None:
             return None
         try:
+            model = await self._service.tokeniser.model_of(model, content.manifest)
             ends = await self._service.tokeniser.ends.own(model, content.manifest)
         except RequestError:
             return None

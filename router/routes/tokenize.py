@@ -48,24 +48,23 @@ class TokenizeRoutes:
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
         shape = shape_of(decode_plain(body))
-        model = self._service.base.require()
         if shape == "inputs":
-            return await _spans(body, model)
+            return await _spans(body, self._service.base.require())
         request.state.dialect = "openai"
         parse: ParseIds = parse_messages if shape == "messages" else parse_prompt
         limits, answerer = self._service.base.limits, self._service.answerer
         asked = parse(body, limits, answerer.bearer(request))
-        (prompt,) = await self._prompts(request, caller, _uncut(asked.call))
+        model, (prompt,) = await self._prompts(request, caller, _uncut(asked.call))
         return await _ids(prompt.ids, model, asked.with_strings)
 
     async def detokenize(self, request: Request) -> Response:
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
-        model, answerer = self._service.base.require(), self._service.answerer
-        limits = self._service.base.limits
-        ids, call = parse_detokenize(body, limits, answerer.bearer(request))
+        self._service.base.require()
+        limits, bearer = self._service.base.limits, self._service.answerer.bearer(request)
+        ids, call = parse_detokenize(body, limits, bearer)
+        model, _ = await self._prompts(request, caller, call)
         check_ids(ids, model, "tokens")
-        await self._prompts(request, caller, call)
         text = await model.long_texts.run(
             len(ids), lambda: model.decode(ids, skip_special_tokens=False)
         )
@@ -77,7 +76,7 @@ class TokenizeRoutes:
         self._service.base.require()
         limits, bearer = self._service.base.limits, self._service.answerer.bearer(request)
         call = parse_count(body, limits, bearer)
-        (prompt,) = await self._prompts(request, caller, _uncut(call))
+        _, (prompt,) = await self._prompts(request, caller, _uncut(call))
         return json_response(TokenCount(len(prompt.ids)))
 
     async def info(self, request: Request) -> Response:
@@ -91,7 +90,7 @@ class TokenizeRoutes:
 
     async def _prompts(
         self, request: Request, caller: Caller, call: GenerationCall
-    ) -> list[Prompt]:
+    ) -> tuple[TextModel, list[Prompt]]:
         """Authorised and resolved as a generation. Raises RequestError."""
         service, request_id = self._service, request.state.request_id
         asked = service.dispatcher.authorise(call, caller, request_id)

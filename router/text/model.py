@@ -36,14 +36,17 @@ class TokenSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 class TextModel:
-    """The text side of one base model. It is the streams' Vocabulary.
+    """The text side of one base model, or of an adapter that adds tokens. It is the streams'
+    Vocabulary.
 
-    long_texts: where work on it is done that may take long. templates: of chats.
+    card: of an adapter, with its tokens. base_card: of the base. long_texts: where work on it is
+    done that may take long. templates: of chats.
     Raises ValueError when the card's tokenizer cannot be read.
     """
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, card: ModelCard, base_card: ModelCard | None = None) -> None:
         self.card = card
+        self.base_card = base_card or card
         self.long_texts = LongTexts()
         try:
             self._tokenizer = Tokenizer.from_str(card.tokenizer_json)

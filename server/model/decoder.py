@@ -125,4 +125,6 @@ class Decoder(Generic[P, L, Y]):
             logits.mul_(head.scale)
         if head.softcap is not None:
             logits.div_(head.softcap).tanh_().mul_(head.softcap)
+        if lora is not None:
+            self.ops.forbid_others(logits, lora, self.sites.lm_head)
         return logits

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
+# The logit of a token that an adapter does not have: never drawn, and finite in every dtype.
+NEVER = -6e4
+
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """rows: `[n, hidden]`. ids: int64 `[n]`, the token of each; None = all tokens."""
+    """rows: `[n, hidden]`. ids: int64 `[n]`, the token of each; None = all tokens of the adapter's
+    vocabulary, which may be smaller than the base's."""
 
     rows: torch.Tensor
     ids: torch.Tensor | None
@@ -20,7 +24,9 @@ class OwnRows:
     def embed(self, token_ids: torch.Tensor, y: torch.Tensor) -> None:
         """In y `[tokens, hidden]`, the base's rows of the tokens."""
         if self.ids is None:
-            torch.index_select(self.rows, 0, token_ids.long(), out=y)
+            # Padding of a step has any ids, and so may have some that the adapter does not know.
+            known = token_ids.long().clamp(max=len(self.rows) - 1)
+            torch.index_select(self.rows, 0, known, out=y)
             return
         same = token_ids[:, None] == self.ids
         own = self.rows[same.int().argmax(dim=1)]
@@ -29,9 +35,14 @@ class OwnRows:
     def logits(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """In y `[tokens, vocab]`, the base's logits of x `[tokens, hidden]`."""
         if self.ids is None:
-            torch.mm(x, self.rows.T, out=y)
+            torch.mm(x, self.rows.T, out=y[:, : len(self.rows)])
         else:
             y.index_copy_(1, self.ids, x @ self.rows.T)
+
+    def forbid_others(self, y: torch.Tensor) -> None:
+        """In finished logits y `[tokens, vocab]`, tokens that the adapter does not have."""
+        if self.ids is None:
+            y[:, len(self.rows) :] = NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +78,10 @@ def own_logits(
         rows, part = segment.by_site.get(site), slice(segment.begin, segment.end)
         if rows is not None:
             rows.logits(x[part], y[part])
+
+
+def forbid_others(segments: tuple[OwnSegment, ...], site: int, y: torch.Tensor) -> None:
+    for segment in segments:
+        rows = segment.by_site.get(site)
+        if rows is not None:
+            rows.forbid_others(y[segment.begin : segment.end])

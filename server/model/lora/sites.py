@@ -195,7 +195,9 @@ def _place_tables(
             continue
         if site.kind not in MODEL_SITES or not all(0 <= each < vocab for each in site.table_ids):
             raise ValueError(f"{site.kind}: rows of tokens that the model does not have")
-        rows = len(site.table_ids) or vocab
+        if not 0 <= site.table_size <= vocab:
+            raise ValueError(f"{site.kind}: a table that is larger than the model's")
+        rows = len(site.table_ids) or site.table_size or vocab
         (begin,) = find(_int64([site.table_offset]), _int64([rows * hidden * item_bytes]))
         yield PlacedTable(known.find(site).number, int(begin), rows, site.table_ids)
 

@@ -85,6 +85,9 @@ class GroupOps(Generic[P, L, Y]):
             own, own.new_empty(len(own), self._whole.vocab_size) if out is None else out
         )
 
+    def forbid_others(self, logits: torch.Tensor, lora: L, site: Site) -> None:
+        self._ops.forbid_others(logits, lora, site)
+
     def attend(
         self,
         plan: P,

@@ -132,6 +132,10 @@ class Ops(Protocol[P, L, Y]):
         is given."""
         ...
 
+    def forbid_others(self, logits: torch.Tensor, lora: L, site: Site) -> None:
+        """Make tokens improbable that an adapter's own table of the head does not have."""
+        ...
+
     def reduce(self, y: Y) -> Y:
         """A product by input features, summed over the devices that share the model."""
         ...

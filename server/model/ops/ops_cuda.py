@@ -19,7 +19,7 @@ from server.kernels.pointwise.gated_lora import gated_lora
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, Reach
-from server.model.lora.own_rows import embed_own, own_logits
+from server.model.lora.own_rows import embed_own, forbid_others, own_logits
 from server.model.lora.sites import LayerSites, Site
 from server.model.ops.attention_cuda import Attention, PagedAttention
 from server.model.ops.cache_pages import cache_pages
@@ -163,6 +163,9 @@ class CudaOps:
             own_logits(lora.own, site.number, x, y)
             self._lora_linear.add(x, y, lora, site)
         return y
+
+    def forbid_others(self, logits: torch.Tensor, lora: DeviceLora, site: Site) -> None:
+        forbid_others(lora.own, site.number, logits)
 
     def reduce(self, y: LinearOutput) -> LinearOutput:
         return y

@@ -9,7 +9,7 @@ from torch.nn import functional
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, LoraBatch
-from server.model.lora.own_rows import embed_own, own_logits
+from server.model.lora.own_rows import embed_own, forbid_others, own_logits
 from server.model.lora.sites import LayerSites, Site
 from server.model.ops.experts_torch import run_experts
 from server.model.ops.ops import KVCache, StepLayout
@@ -212,6 +212,9 @@ class TorchOps:
             own_logits(lora.own, site.number, x, y)
             lora.add(site, x, y)
         return y
+
+    def forbid_others(self, logits: torch.Tensor, lora: LoraBatch, site: Site) -> None:
+        forbid_others(lora.own, site.number, logits)
 
     def reduce(self, y: torch.Tensor) -> torch.Tensor:
         return y

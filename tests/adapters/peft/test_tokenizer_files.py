@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from adapters.manifest import AdapterTemplate
+from adapters.manifest import AdapterTemplate, OwnToken
 from adapters.peft.tokenizer_files import MAX_TEMPLATE_BYTES, read_tokenizer_files
 from adapters.violations import Findings
 from tests.adapter_folders import small_base
@@ -57,12 +57,20 @@ def test_accepted(files: dict[str, Any], known: bool) -> None:
     ("files", "code"),
     [
         ({"tokenizer.json": tokenizer(61)}, "added_tokens"),
-        ({"tokenizer.json": tokenizer(60, 60)}, "added_tokens"),
-        ({"tokenizer.json": tokenizer(59)}, "other_tokenizer"),
-        ({"added_tokens.json": {"<a>": 60}}, "added_tokens"),
-        ({"tokenizer_config.json": {"added_tokens_decoder": {"60": {}}}}, "added_tokens"),
+        ({"tokenizer.json": tokenizer(60, 61)}, "added_tokens"),
+        ({"tokenizer.json": tokenizer(60, 60, 61, 62, 63, 64)}, "added_tokens"),
+        ({"tokenizer.json": tokenizer(61, 60), "added_tokens.json": {"x": 60}}, "other_tokenizer"),
+        ({"added_tokens.json": {"t59": 60}}, "other_tokenizer"),
         (
-            {"tokenizer_config.json": {"added_tokens_decoder": {"60": {"content": "x"}}}},
+            {"tokenizer.json": tokenizer(60, 60), "added_tokens.json": {"t60": 61}},
+            "other_tokenizer",
+        ),
+        ({"tokenizer.json": tokenizer(59)}, "other_tokenizer"),
+        ({"added_tokens.json": {"<a>": 64}}, "added_tokens"),
+        ({"added_tokens.json": {"<a>": 61}}, "added_tokens"),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"60": {}}}}, "other_tokenizer"),
+        (
+            {"tokenizer_config.json": {"added_tokens_decoder": {"64": {"content": "x"}}}},
             "added_tokens",
         ),
         (
@@ -92,6 +100,54 @@ def test_accepted(files: dict[str, Any], known: bool) -> None:
 )
 def test_refused_where_the_base_is_known(files: dict[str, Any], code: str) -> None:
     assert read(files, known=True)[1] == [code]
+
+
+NEW = {"content": "<a>", "special": True, "rstrip": True, "lstrip": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    ("files", "added"),
+    [
+        ({"tokenizer.json": tokenizer(60, 60, 61)}, (OwnToken(60, "t60"), OwnToken(61, "t61"))),
+        ({"tokenizer.json": tokenizer(61, 60)}, (OwnToken(60, "t60"),)),
+        ({"added_tokens.json": {"<b>": 61, "<a>": 60, "t5": 5}}, (60, 61)),
+        (
+            {
+                "tokenizer_config.json": {"added_tokens_decoder": {"60": NEW}},
+                "added_tokens.json": {"<a>": 60},
+            },
+            (OwnToken(60, "<a>", special=True, rstrip=True),),
+        ),
+        (
+            {
+                "added_tokens.json": {"<a>": 60},
+                "tokenizer_config.json": {"eos_token": "<a>", "chat_template": "<a>"},
+            },
+            (60,),
+        ),
+    ],
+)
+def test_added_tokens(files: dict[str, Any], added: tuple[Any, ...]) -> None:
+    findings = Findings()
+    data = {name: json.dumps(content).encode() for name, content in files.items()}
+    text = read_tokenizer_files(data, KNOWN, findings)
+    findings.raise_if_any()
+    is_told = isinstance(added[0], OwnToken)
+    assert (text.added_tokens if is_told else tuple(t.id for t in text.added_tokens)) == added
+    ends_with = "eos_token" in files.get("tokenizer_config.json", {})
+    assert text.end_token_ids == ((60,) if ends_with else ())
+
+
+def test_added_tokens_are_bounded() -> None:
+    roomy = msgspec.structs.replace(KNOWN, vocab_size=1 << 20)
+    for count, size, codes in ((4096, 1, []), (4097, 1, [0]), (9, 20_000, [0]), (6, 20_000, [])):
+        findings = Findings()
+        added = {f"{i:x}".ljust(size, "-") + "x": 60 + i for i in range(count)}
+        data = {"added_tokens.json": json.dumps(added).encode()}
+        read_tokenizer_files(data, roomy, findings)
+        error = refusal(findings.raise_if_any)
+        found = [] if error is None else [each.code for each in error.violations]
+        assert found == ["added_tokens" for _ in codes], (count, size)
 
 
 @pytest.mark.parametrize(

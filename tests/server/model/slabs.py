@@ -8,6 +8,7 @@ import msgspec
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from adapters.manifest import SlabDtype, SlabLayout
 from adapters.peft.config import parse_config
@@ -19,6 +20,8 @@ from server.model.base_spec import base_spec
 from server.model.families.registry import read_model
 from tests.slab_files import read_payload, write_slab
 
+TOKENS = 90
+
 
 def pack(
     model: PeftModel,
@@ -28,16 +31,21 @@ def pack(
     dtype: SlabDtype = "float32",
     stored: torch.dtype | None = None,
     shards: int = 1,
+    resized_from: PreTrainedModel | None = None,
 ) -> tuple[SlabLayout, bytes]:
     """The layout and the payload, its runs one after the other.
 
     stored: what the weights are rounded to in the adapter's file; None = as the model has them.
-    shards: devices that share the base.
+    shards: devices that share the base. resized_from: the base, where the model has fewer rows;
+    its tokenizer knows TOKENS ids.
     """
-    config = read_model(json.loads(model.config.to_json_string()))
-    base = msgspec.structs.replace(base_spec(config, "0" * 64, ("base",)), shards=shards)
+    config = read_model(json.loads((resized_from or model).config.to_json_string()))
+    known = None if resized_from is None else {f"t{i}": i for i in range(TOKENS)}
+    spec = base_spec(config, "0" * 64, ("base",), tokens=known)
+    base = msgspec.structs.replace(spec, shards=shards)
     with tempfile.TemporaryDirectory() as name:
-        model.save_pretrained(name, selected_adapters=[adapter], save_embedding_layers=False)
+        tables = resized_from is not None
+        model.save_pretrained(name, selected_adapters=[adapter], save_embedding_layers=tables)
         folder = Path(name) / adapter
         weights = folder / "adapter_model.safetensors"
         if stored is not None:

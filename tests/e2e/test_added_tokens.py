@@ -1,0 +1,216 @@
+"""Adapters whose tokenizer has tokens that the base's has not, by HTTP: text, ids and
+log-probabilities of what PEFT and transformers load."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import torch
+from openai import OpenAI
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AddedToken, PreTrainedTokenizerFast
+
+from launcher.bench.engine.made_tokenizer import tokenizer_json
+from tests.e2e.serving import Serving, start_serving
+from tests.server.model.families.parity import TOLERANCE, prompt
+from tests.server.model.hub_models import VOCAB, make_model, reference_logprobs, save_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TIMEOUT_S = 240
+FAMILY = "llama3"
+KNOWN = 90
+CALL, TURN, MARK = "<call>", "<|turn|>", "<mark/>"
+# Tokens from KNOWN on, rows of the tables (VOCAB: as the base has them), and the config's words.
+ADAPTERS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
+    "plain": ([], VOCAB, {}),
+    "resized": ([CALL, TURN, MARK], 93, {}),
+    "trained": ([CALL, TURN], 92, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "inside": ([TURN, CALL], VOCAB, {"trainable_token_indices": [90, 91]}),
+}
+TEMPLATE = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}<|turn|>"
+TEXT = "<|turn|>a<call>bc <call>d"
+
+
+class Adding(NamedTuple):
+    """A server, and what PEFT and transformers make of each adapter's folder."""
+
+    serving: Serving
+    oracles: dict[str, PeftModel]
+    tokenizers: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        return self.serving.url
+
+
+def tokenizer_of(folder: Path, added: list[str]) -> PreTrainedTokenizerFast:
+    make: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast = make(tokenizer_file=str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(text, special=text == TURN) for text in added])
+    if added:
+        tokenizer.eos_token = TURN
+        tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def base_of(size: int) -> Any:
+    model = make_model(FAMILY)
+    if size != VOCAB:
+        model.resize_token_embeddings(size, mean_resizing=False)
+    return model
+
+
+def save_adapter(base: Path, folder: Path, name: str, seed: int) -> Any:
+    added, size, options = ADAPTERS[name]
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+    torch.manual_seed(seed)
+    model = get_peft_model(base_of(size), config)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.requires_grad or (size != VOCAB and "layers" not in parameter_name):
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.save_pretrained(folder, save_embedding_layers=size != VOCAB)
+    tokenizer = tokenizer_of(base, added)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def adding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adding]:
+    folder = tmp_path_factory.mktemp("adding")
+    base = save_model(make_model(FAMILY), folder / "base")
+    (base / "tokenizer.json").write_text(tokenizer_json(KNOWN, (0, 1, 2)))
+    tokenizers: dict[str, Any] = {"base": tokenizer_of(base, [])}
+    oracles: dict[str, Any] = {"base": make_model(FAMILY)}
+    for seed, (name, (_, size, _)) in enumerate(ADAPTERS.items()):
+        tokenizers[name] = save_adapter(base, folder / name, name, seed)
+        oracles[name] = PeftModel.from_pretrained(base_of(size), str(folder / name)).eval()
+    serving = start_serving(
+        *(str(base), "--device", "cpu", "--dtype", "float32", "--adapter-slots", "2"),
+        *("--max-step-tokens", "40", "--adapter-root", str(folder), "--allow-other-base"),
+        *(part for name in ADAPTERS for part in ("--adapter", f"{name}=local:{folder / name}")),
+        *("--model-name", "base", "--cache-dir", str(folder / "cache")),
+        log=folder / "log",
+    )
+    yield Adding(serving, oracles, tokenizers)
+    serving.process.terminate()
+    assert serving.process.wait(timeout=TIMEOUT_S) == 0
+
+
+def post(adding: Adding, path: str, body: dict[str, Any], status: int = 200) -> Any:
+    answer = httpx.post(f"{adding.url}{path}", json=body, timeout=TIMEOUT_S)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def complete(adding: Adding, model: str, text: str | list[int], **fields: Any) -> Any:
+    body = {"model": model, "prompt": text, "max_tokens": 6, "temperature": 0, "logprobs": 1}
+    body |= {"return_token_ids": True, "ignore_eos": True, "skip_special_tokens": False}
+    [choice] = post(adding, "/v1/completions", body | fields)["choices"]
+    return choice
+
+
+def test_text_becomes_the_ids_of_each_adapters_tokenizer(adding: Adding) -> None:
+    for name, tokenizer in adding.tokenizers.items():
+        expected = tokenizer.encode(TEXT)
+        found = post(adding, "/tokenize", {"model": name, "prompt": TEXT})["tokens"]
+        assert found == expected, name
+        assert (max(found) >= KNOWN) == (name not in ("base", "plain"))
+        told = post(adding, "/detokenize", {"model": name, "tokens": expected})
+        assert told["prompt"] == tokenizer.decode(expected), name
+
+
+def test_answers_are_those_of_peft(adding: Adding) -> None:
+    """In one batch, with more adapters than slots: each is evicted and loaded again."""
+    long = "".join(f"{CALL}{text}{TURN}" for text in ("ab", "the", "x y", "zz", "qq q", "e"))
+    asked = [(name, text) for text in (TEXT, "ab", 3 * long) for name in adding.oracles]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda of: complete(adding, *of), asked))
+    for (name, text), choice in zip(asked, answers, strict=True):
+        ids, tokens = adding.tokenizers[name].encode(text), choice["token_ids"]
+        adapter = None if name == "base" else "default"
+        rows = reference_logprobs(adding.oracles[name], adapter, [*ids, *tokens])[len(ids) - 1 : -1]
+        expected = [row[token].item() for row, token in zip(rows, tokens, strict=True)]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=TOLERANCE), name
+        assert expected == pytest.approx(rows.max(dim=-1).values.tolist(), abs=TOLERANCE), name
+        assert choice["text"] == adding.tokenizers[name].decode(tokens), name
+
+
+def test_an_answer_has_the_text_of_added_tokens(adding: Adding) -> None:
+    for name in ("resized", "trained", "inside"):
+        token_id = adding.tokenizers[name].convert_tokens_to_ids(CALL)
+        fields: dict[str, Any] = {"logit_bias": {str(token_id): 100}, "max_tokens": 3}
+        choice = complete(adding, name, "ab", **fields)
+        assert (choice["text"], choice["token_ids"]) == (3 * CALL, 3 * [token_id])
+        assert choice["logprobs"]["tokens"] == 3 * [CALL]
+        client = OpenAI(base_url=f"{adding.url}/v1", api_key="none", timeout=TIMEOUT_S)
+        stream = client.completions.create(
+            model=name, prompt="ab", stream=True, temperature=0, **fields
+        )
+        assert "".join(chunk.choices[0].text for chunk in stream) == 3 * CALL
+        stopped = complete(adding, name, "ab", **fields, stop=[CALL])
+        assert (stopped["text"], stopped["finish_reason"]) == ("", "stop")
+        banned = complete(adding, name, "ab", **fields, bad_words=[CALL])
+        assert token_id not in banned["token_ids"]
+        shape = {"structured_outputs": {"regex": "[ab]{3}"}, "ignore_eos": False}
+        held = complete(adding, name, "ab", **fields, **shape)
+        assert set(held["text"]) <= {"a", "b"}
+
+
+def test_an_adapters_template_and_end_are_its_own(adding: Adding) -> None:
+    for name in ("resized", "trained", "inside"):
+        tokenizer = adding.tokenizers[name]
+        messages = [{"role": "user", "content": f"a{CALL}b"}]
+        ids = tokenizer.apply_chat_template(messages, return_dict=False)
+        found = post(adding, "/tokenize", {"model": name, "messages": messages})["tokens"]
+        assert found == ids, name
+        end = tokenizer.convert_tokens_to_ids(TURN)
+        body = {"model": name, "messages": messages, "max_tokens": 5, "temperature": 0}
+        answer = post(adding, "/v1/chat/completions", body | {"logit_bias": {str(end): 100}})
+        [choice] = answer["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", ""), name
+        assert answer["usage"] == {
+            **answer["usage"],
+            "prompt_tokens": len(ids),
+            "completion_tokens": 1,
+        }
+
+
+def test_ids_that_an_adapter_does_not_have_are_refused(adding: Adding) -> None:
+    for name, (_, size, _) in ADAPTERS.items():
+        body = {"model": name, "prompt": [5, size], "max_tokens": 1}
+        answer = post(adding, "/v1/completions", body, status=400)
+        assert f"from 0 to {size - 1}, got {size}" in answer["error"]["message"]
+        for field, value in (("stop_token_ids", [size]), ("logit_bias", {str(size): 1})):
+            asked = {"model": name, "prompt": [5], "max_tokens": 1, field: value}
+            answer = post(adding, "/v1/completions", asked, status=400)
+            assert f"from 0 to {size - 1}" in answer["error"]["message"], field
+
+
+def test_the_base_never_answers_with_text_of_added_tokens(adding: Adding) -> None:
+    for token_id in (90, 91, 92):
+        fields = {"logit_bias": {str(token_id): 100}, "max_tokens": 2}
+        for name in ("base", "plain"):
+            assert complete(adding, name, "ab", **fields)["text"] == ""
+
+
+def test_adapters_that_add_tokens_are_not_merged_or_scaled(adding: Adding) -> None:
+    for name in ("resized", "inside"):
+        body = {"model": name, "prompt": "a", "max_tokens": 1, "adapter_scale": 0.5}
+        answer = httpx.post(f"{adding.url}/v1/completions", json=body, timeout=TIMEOUT_S)
+        assert not answer.is_success
+        assert "merge" in answer.text
+
+
+def test_prompts_of_many_lengths(adding: Adding) -> None:
+    for length in (3, 50):
+        for name in ("resized", "inside"):
+            ids = [90, *(i % KNOWN for i in prompt(length, length)), 91]
+            tokens = complete(adding, name, ids)["token_ids"]
+            rows = reference_logprobs(adding.oracles[name], "default", [*ids, *tokens])
+            best = rows[len(ids) - 1 : -1].max(dim=-1).values.tolist()
+            found = [rows[len(ids) - 1 + i, token].item() for i, token in enumerate(tokens)]
+            assert found == pytest.approx(best, abs=TOLERANCE)

@@ -71,6 +71,10 @@ class Drafts:
         self._answer = GrowingPlaces()
         self._answer.begin(self._tokens, self._num_prompt)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """token_ids: accepted tokens of the answer."""
         self._tokens.extend(token_ids)

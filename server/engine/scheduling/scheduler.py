@@ -16,6 +16,7 @@ from server.engine.messages import EngineStats, SequenceEvent, SlabStaged
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.engine.scheduling.batch import Batch
 from server.engine.scheduling.deadlines import Deadlines
+from server.engine.scheduling.drafting import Drafting
 from server.engine.scheduling.events import (
     bad_draw,
     drawn_events,
@@ -44,6 +45,7 @@ class Scheduler:
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
         self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
         self.grammars = GrammarWaits()
+        self.drafting = Drafting(config.max_draft, config.draft_bytes)
         self._eos = frozenset(limits.eos_token_ids)
         # Every running sequence can have a token in every step.
         self.rows = SequenceRows(min(limits.max_rows, limits.max_step_tokens))
@@ -180,16 +182,18 @@ class Scheduler:
         self._make_room(now)
         self.pages.begin_plan()
         running = list(self._running)
-        batch = Batch(self._step + 1, self.limits, self.rows.freed, len(running))
+        soon = len(running) + min(len(self._waiting), len(self.rows.free))
+        batch = Batch(self._step + 1, self.limits, self.rows.freed, soon)
         share, gave_way = self.config.background_share, self._gave_way
         batch.share_with_live(share, gave_way, running, self._waiting)
+        self.drafting.begin_plan(running, bool(self._in_flight))
         longer = []
         for sequence in running:  # first the sequences that want one token
             wanted = sequence.num_wanted
             if wanted > 1:
                 longer.append(sequence)
-            elif wanted == 1 and self._grow(batch, sequence):
-                batch.add(sequence)
+            elif wanted == 1 and not sequence.awaits_result and self._grow(batch, sequence):
+                batch.add(sequence, self.drafting.draft(sequence, batch.room_for_draft(sequence)))
         for sequence in (s for s in longer if s.can_run):
             self._admit(batch, sequence.precedence.priority)  # between two chunks: nothing is cut
             if batch.has_budget(sequence) and self._grow(batch, sequence):
@@ -231,7 +235,7 @@ class Scheduler:
         if sequence.can_run and self.pages.outgrown(sequence):
             self._preempt(sequence)
         while sequence.can_run:
-            pages = self.pages.grow(sequence)
+            pages = self.pages.grow(sequence, self.drafting.most(sequence))
             if pages is not None:
                 batch.grant(sequence, pages)
                 return True
@@ -333,23 +337,26 @@ class Scheduler:
             self._fail(sequence, "internal", problem)
             return
         self._events += drawn_events(sequence, result.token_ids, result.logprobs, self._eos)
-        if piece.kind == "decode" and piece.num_new > 1:  # some guesses may be wrong
+        if piece.draft:  # some of it may be wrong
             end = max(piece.start + 1, len(sequence.tokens) - 1)
             sequence.rewind(end)
+        self.drafting.note(sequence, piece, len(result.token_ids))
         self.pages.publish(sequence, end)
         if self._events[-1].event.finish is not None:
             self._end(sequence)
 
     def _fail(self, sequence: Sequence, code: ErrorCode, message: str) -> None:
         self._events.append(error_event(sequence, code, message))
-        self._end(sequence)
+        self._end(sequence, keep_draft=False)
 
     def _finish(self, sequence: Sequence, finish: Finish, vector: bytes | None = None) -> None:
         self._events.append(token_event(sequence, finish=finish, vector=vector))
         self._end(sequence)
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence, *, keep_draft: bool = True) -> None:
+        """keep_draft: the answer may be a draft of others."""
         del self._sequences[sequence.key]
+        self.drafting.end(sequence, keep=keep_draft)
         self._deadlines.discard(sequence.key)
         if sequence.state is State.NEEDS_ADAPTER:
             self.loads.unpark(sequence)

@@ -26,18 +26,21 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft([], [])
 
 
-def common_length(tokens: list[int], place: Place) -> int:
-    """How many tokens before the place equal the end of `tokens`, at most LONGEST."""
+def common_length(tail: list[int], place: Place) -> int:
+    """How many tokens before the place equal the end of `tail`, the known text's last LONGEST."""
     other, position = place
-    end = len(tokens)
-    most = min(LONGEST, position, end)
+    before = other[max(0, position - LONGEST) : position]
+    if before == tail:
+        return len(tail)
     length = 0
-    while length < most and other[position - length - 1] == tokens[end - length - 1]:
+    for one, another in zip(reversed(tail), reversed(before), strict=False):
+        if one != another:
+            break
         length += 1
     return length
 
 
-def vote(continuations: list[list[int]], length: int, most: int) -> Draft:
+def vote(continuations: list[list[int]], length: int) -> Draft:
     """What most continuations of a match of `length` tokens say, token by token.
 
     The first decides a draw. Of a token that v of n continuations say, the chance is
@@ -46,14 +49,17 @@ def vote(continuations: list[list[int]], length: int, most: int) -> Draft:
     token_ids: list[int] = []
     chances: list[float] = []
     trust = _TRUST[length]
-    for index in range(most):
+    while continuations:
+        first, many = continuations[0], len(continuations)
+        if continuations.count(first) == many:
+            rest = first[len(token_ids) :]
+            return Draft(token_ids + rest, chances + [(many + trust) / (many + 1)] * len(rest))
+        index = len(token_ids)
         said = [tokens[index] for tokens in continuations if len(tokens) > index]
-        if not said:
-            break
         token = max(said, key=said.count)
         token_ids.append(token)
         chances.append((said.count(token) + trust) / (len(said) + 1))
         continuations = [
-            tokens for tokens in continuations if len(tokens) > index and tokens[index] == token
+            tokens for tokens in continuations if len(tokens) > index + 1 and tokens[index] == token
         ]
     return Draft(token_ids, chances)

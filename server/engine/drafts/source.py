@@ -4,7 +4,6 @@ answers. Pure.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import chain, islice
 
 from server.engine.drafts.draft import (
     LONGEST,
@@ -82,23 +81,22 @@ class Drafts:
         if len(tokens) < CONTEXT:
             return NO_DRAFT
         sought = context(tokens, len(tokens))
-        own = chain(self._answer.after(sought), self._prompt.after(sought))
-        places = list(islice(own, VOTERS))
+        places = self._answer.after(sought, VOTERS)
+        if len(places) < VOTERS:
+            places += self._prompt.after(sought, VOTERS - len(places))
         if (kept := self._source.answers(self._owner)) is not None:
-            places += islice(kept.after(sought), VOTERS)
+            places += kept.after(sought, VOTERS)
         if not places:
             return NO_DRAFT
-        lengths = [common_length(tokens, place) for place in places]
+        tail = tokens[-LONGEST:]
+        lengths = [common_length(tail, place) for place in places]
         longest = max(lengths)
-        return vote(
-            [
-                place.tokens[place.position : place.position + most]
-                for place, length in zip(places, lengths, strict=True)
-                if length == longest
-            ],
-            longest,
-            most,
-        )
+        best = [
+            text[position : position + most]
+            for (text, position), length in zip(places, lengths, strict=True)
+            if length == longest
+        ]
+        return vote(best, longest)
 
     def close(self, keep: bool) -> None:
         """keep: the answer ended well, and may help others of its owner."""

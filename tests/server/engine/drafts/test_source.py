@@ -50,7 +50,7 @@ def scan(tokens: Text, answers: list[tuple[Text, int]], most: int) -> Draft:
     ]
     found = own[:VOTERS] + other[:VOTERS]
     longest = max((length for length, _ in found), default=0)
-    return vote([said for length, said in found if length == longest], longest, most)
+    return vote([said for length, said in found if length == longest], longest)
 
 
 @given(texts(0), st.lists(texts(0), max_size=5), ANSWERS, st.integers(0, 8))

@@ -4,7 +4,6 @@ answers. Pure.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import chain, islice
 
 from server.engine.drafts.draft import (
     LONGEST,
@@ -14,22 +13,28 @@ from server.engine.drafts.draft import (
     common_length,
     vote,
 )
-from server.engine.drafts.places import CONTEXT, GrowingPlaces, PromptPlaces, context
+from server.engine.drafts.places import GrowingPlaces, Place, PromptPlaces
 
-VOTERS = 4  # places of one text that are looked at
+# Tokens of a context. The first that was seen before decides.
+WINDOWS = (6, 1)
+VOTERS = 4  # places that are looked at, of the sequence and as many of other answers
+
+_Answers = tuple[GrowingPlaces, ...]  # for each window
 
 
 class DraftSource:
     """max_bytes: of the answers that it keeps, over all owners."""
 
+    TOKEN_BYTES = len(WINDOWS) * GrowingPlaces.BYTES
+
     def __init__(self, max_bytes: int) -> None:
-        self._max_tokens = max_bytes // GrowingPlaces.BYTES
+        self._max_tokens = max_bytes // self.TOKEN_BYTES
         self._num_tokens = 0
-        self._kept: OrderedDict[DraftOwner, GrowingPlaces] = OrderedDict()  # the latest used last
+        self._kept: OrderedDict[DraftOwner, _Answers] = OrderedDict()  # the latest used last
 
     @property
     def num_bytes(self) -> int:
-        return self._num_tokens * GrowingPlaces.BYTES
+        return self._num_tokens * self.TOKEN_BYTES
 
     def open(self, owner: DraftOwner, token_ids: Sequence[int]) -> "Drafts":
         """token_ids: the prompt, and what is known of the answer."""
@@ -38,26 +43,33 @@ class DraftSource:
     def drop(self, digest: str) -> None:
         """The adapter's content is gone or another."""
         for owner in [owner for owner in self._kept if owner.adapter == digest]:
-            kept = self._kept.pop(owner)
-            while len(kept):
-                self._num_tokens -= kept.forget_oldest()
+            while owner in self._kept:
+                self._forget_oldest(owner)
 
-    def answers(self, owner: DraftOwner) -> GrowingPlaces | None:
+    def answers(self, owner: DraftOwner) -> _Answers | None:
+        """For each window."""
         if owner in self._kept:
             self._kept.move_to_end(owner)
         return self._kept.get(owner)
 
     def keep(self, owner: DraftOwner, tokens: list[int], start: int) -> None:
+        """start: where the answer begins."""
         if len(tokens) > self._max_tokens:
             return
-        self._kept.setdefault(owner, GrowingPlaces()).begin(tokens, start)
-        self._kept.move_to_end(owner)
         self._num_tokens += len(tokens)
         while self._num_tokens > self._max_tokens:
-            oldest, kept = next(iter(self._kept.items()))
-            self._num_tokens -= kept.forget_oldest()
-            if not len(kept):
-                del self._kept[oldest]
+            self._forget_oldest(next(iter(self._kept)))
+        answers = self._kept.setdefault(owner, tuple(map(GrowingPlaces, WINDOWS)))
+        self._kept.move_to_end(owner)
+        for places in answers:
+            places.begin(tokens, start)
+
+    def _forget_oldest(self, owner: DraftOwner) -> None:
+        """The oldest answer of this owner."""
+        answers = self._kept[owner]
+        self._num_tokens -= [places.forget_oldest() for places in answers][0]
+        if not len(answers[0]):
+            del self._kept[owner]
 
 
 class Drafts:
@@ -67,9 +79,10 @@ class Drafts:
         self._source, self._owner = source, owner
         self._tokens = list(token_ids)
         self._num_prompt = len(self._tokens)
-        self._prompt = PromptPlaces(self._tokens)
-        self._answer = GrowingPlaces()
-        self._answer.begin(self._tokens, self._num_prompt)
+        self._prompt = [PromptPlaces(self._tokens, window) for window in WINDOWS]
+        self._answer = [GrowingPlaces(window) for window in WINDOWS]
+        for places in self._answer:
+            places.begin(self._tokens, self._num_prompt)
 
     @property
     def num_tokens(self) -> int:
@@ -78,35 +91,40 @@ class Drafts:
     def extend(self, token_ids: Sequence[int]) -> None:
         """token_ids: accepted tokens of the answer."""
         self._tokens.extend(token_ids)
-        self._answer.grow()
+        for places in self._answer:
+            places.grow()
 
     def propose(self, most: int) -> Draft:
         """At most `most` tokens that may follow what is known."""
-        tokens = self._tokens
-        if len(tokens) < CONTEXT:
-            return NO_DRAFT
-        sought = context(tokens, len(tokens))
-        own = chain(self._answer.after(sought), self._prompt.after(sought))
-        places = list(islice(own, VOTERS))
-        if (kept := self._source.answers(self._owner)) is not None:
-            places += islice(kept.after(sought), VOTERS)
-        if not places:
-            return NO_DRAFT
-        lengths = [common_length(tokens, place) for place in places]
-        longest = max(lengths)
-        return vote(
-            [
-                place.tokens[place.position : place.position + most]
-                for place, length in zip(places, lengths, strict=True)
-                if length == longest
-            ],
-            longest,
-            most,
-        )
+        for index, answer in enumerate(self._answer):
+            if answer.end is not None and (places := self._places(index, answer.end)):
+                return self._draft(places, most)
+        return NO_DRAFT
 
     def close(self, keep: bool) -> None:
         """keep: the answer ended well, and may help others of its owner."""
         if keep and len(self._tokens) > self._num_prompt:
-            lead = min(LONGEST, self._num_prompt)
-            answer = self._tokens[self._num_prompt - lead :]
-            self._source.keep(self._owner, answer, lead)
+            # What stands before an answer says how it begins.
+            start = min(LONGEST, self._num_prompt)
+            self._source.keep(self._owner, self._tokens[self._num_prompt - start :], start)
+
+    def _places(self, index: int, sought: int) -> list[Place]:
+        """index: of the window."""
+        found = self._answer[index].after(sought, VOTERS)
+        if len(found) < VOTERS:
+            found += self._prompt[index].after(sought, VOTERS - len(found))
+        if (answers := self._source.answers(self._owner)) is not None:
+            found += answers[index].after(sought, VOTERS)
+        return found
+
+    def _draft(self, places: list[Place], most: int) -> Draft:
+        """From those places that follow the longest match."""
+        tail = self._tokens[-LONGEST:]
+        lengths = [common_length(tail, place) for place in places]
+        longest = max(lengths)
+        best = [
+            text[position : position + most]
+            for (text, position), length in zip(places, lengths, strict=True)
+            if length == longest
+        ]
+        return vote(best, longest) if longest else NO_DRAFT

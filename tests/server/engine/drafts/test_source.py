@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.engine.drafts.draft import LONGEST, NO_DRAFT, Draft, DraftOwner, vote
-from server.engine.drafts.places import CONTEXT, GrowingPlaces
-from server.engine.drafts.source import VOTERS, DraftSource
+from server.engine.drafts.source import VOTERS, WINDOWS, DraftSource
 
 MUCH = 1 << 20
 OWNER = DraftOwner("adapter", "tenant")
@@ -30,11 +29,10 @@ ANSWERS = st.lists(
 )
 
 
-def matches(tokens: Text, text: Text, start: int) -> Iterator[tuple[int, int]]:
+def matches(tokens: Text, text: Text, start: int, window: int) -> Iterator[tuple[int, int]]:
     """(position, length of the match before it), the latest first."""
-    for position in range(len(text) - 1, max(start, CONTEXT) - 1, -1):
-        longest = min(LONGEST, position, len(tokens))
-        for length in range(longest, CONTEXT - 1, -1):
+    for position in range(len(text) - 1, max(start, window) - 1, -1):
+        for length in range(min(LONGEST, position, len(tokens)), window - 1, -1):
             if text[position - length : position] == tokens[len(tokens) - length :]:
                 yield position, length
                 break
@@ -42,15 +40,19 @@ def matches(tokens: Text, text: Text, start: int) -> Iterator[tuple[int, int]]:
 
 def scan(tokens: Text, answers: list[tuple[Text, int]], most: int) -> Draft:
     """A slow reference. answers: others, the latest first, and where their places begin."""
-    own = [(length, tokens[at : at + most]) for at, length in matches(tokens, tokens, 0)]
-    other = [
-        (length, text[at : at + most])
-        for text, start in answers
-        for at, length in matches(tokens, text, start)
-    ]
-    found = own[:VOTERS] + other[:VOTERS]
-    longest = max((length for length, _ in found), default=0)
-    return vote([said for length, said in found if length == longest], longest, most)
+    for window in WINDOWS:
+        own = [
+            (length, tokens[at : at + most]) for at, length in matches(tokens, tokens, 0, window)
+        ]
+        other = [
+            (length, text[at : at + most])
+            for text, start in answers
+            for at, length in matches(tokens, text, start, window)
+        ]
+        if found := own[:VOTERS] + other[:VOTERS]:
+            longest = max(length for length, _ in found)
+            return vote([said for length, said in found if length == longest], longest)
+    return NO_DRAFT
 
 
 @given(texts(0), st.lists(texts(0), max_size=5), ANSWERS, st.integers(0, 8))
@@ -111,7 +113,7 @@ def test_a_dropped_adapter_leaves_nothing() -> None:
 
 
 def test_the_owner_goes_first_that_was_used_longest_ago() -> None:
-    source = DraftSource(8 * GrowingPlaces.BYTES)  # two answers
+    source = DraftSource(8 * DraftSource.TOKEN_BYTES)  # two answers
     answered(source, OWNERS[0], [1, 2, 3, 10])
     answered(source, OWNERS[1], [1, 2, 3, 11])
     assert proposed(source, OWNERS[0]) == [10]

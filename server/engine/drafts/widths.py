@@ -76,7 +76,8 @@ def choose_width(
         if width:
             for sums, ratio in drafts:
                 if sums:
-                    likely += ratio * sums[min(width, len(sums)) - 1]
+                    length = min(width, len(sums))
+                    likely += min(length, ratio * sums[length - 1])
         if likely / ms > best_rate:
             best, best_rate = width, likely / ms
     return best

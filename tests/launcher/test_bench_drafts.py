@@ -8,7 +8,7 @@ import pytest
 from launcher.__main__ import main
 from launcher.bench.drafts import texts
 from launcher.bench.drafts.replay import TaskTokens, replay, tokens_per_second
-from server.engine.drafts.widths import StepTimes
+from server.engine.drafts.widths import WidthTimes
 
 TOKENIZER = Path(__file__).parents[2] / "launcher/demo/model/tokenizer.json"
 MUCH = 1 << 20
@@ -34,8 +34,8 @@ def test_other_answers_help_where_they_may() -> None:
 
 
 def test_tokens_a_second_are_never_far_below_plain_steps() -> None:
-    dear = StepTimes([1, 64], [0, 8], [[5.0, 60.0], [5.0, 60.0]])
-    free = StepTimes([1, 64], [0, 8], [[5.0, 5.0], [5.0, 5.0]])
+    dear = WidthTimes([1, 64], [0, 8], [[5.0, 60.0], [5.0, 60.0]])
+    free = WidthTimes([1, 64], [0, 8], [[5.0, 5.0], [5.0, 5.0]])
     tasks = [TaskTokens("edits", "a", COUNT, COUNT)]
     assert tokens_per_second(tasks, 4, dear) == pytest.approx(4 / 5.0 * 1e3)
     assert tokens_per_second(tasks, 4, free) > 5 * 4 / 5.0 * 1e3

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.engine.drafts.draft import Draft
-from server.engine.drafts.widths import Acceptance, StepTimes, choose_width, expected_by_length
+from server.engine.drafts.widths import Acceptance, WidthTimes, choose_width, expected_by_length
 
-FLAT = StepTimes([1, 64], [0, 2, 4, 8], [[5.0, 5.0, 5.0, 5.0], [6.0, 9.0, 14.0, 25.0]])
+FLAT = WidthTimes([1, 64], [0, 2, 4, 8], [[5.0, 5.0, 5.0, 5.0], [6.0, 9.0, 14.0, 25.0]])
 
 
 def sums(*chances: float) -> list[float]:
@@ -65,7 +65,7 @@ def test_times_between_two_measured_numbers_of_rows(rows: int, ms: float) -> Non
 
 
 def test_one_measured_number_of_rows_holds_for_all() -> None:
-    assert StepTimes([8], [0, 1], [[5.0, 6.0]]).of(1) == [5.0, 6.0]
+    assert WidthTimes([8], [0, 1], [[5.0, 6.0]]).of(1) == [5.0, 6.0]
 
 
 def test_acceptance_follows_what_came() -> None:

@@ -17,12 +17,12 @@ from launcher.bench.errors import BenchError
 from launcher.bench.option_types import whole, wholes
 from launcher.bench.output import print_points
 from launcher.command_line import Parser
-from server.engine.drafts.widths import StepTimes
+from server.engine.drafts.widths import WidthTimes
 
 _ROWS = (1, 8, 32, 64)
 
 
-class StepTimesFile(msgspec.Struct, forbid_unknown_fields=True):
+class WidthTimesFile(msgspec.Struct, forbid_unknown_fields=True):
     """Milliseconds of a step: a list for each number of rows, with one value for each width.
     Width: draft tokens of each row, 0 first."""
 
@@ -85,13 +85,13 @@ def run_drafts(arguments: argparse.Namespace) -> None:
     print_points(_results(arguments, times), arguments.json, table)
 
 
-def _step_times(path: Path) -> StepTimes:
+def _step_times(path: Path) -> WidthTimes:
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=StepTimesFile)
+        found = msgspec.json.decode(path.read_bytes(), type=WidthTimesFile)
         found.check()
     except (OSError, ValueError) as error:
         raise BenchError(f"--step-times {path}: {error}") from None
-    return StepTimes(found.rows, found.width, found.ms)
+    return WidthTimes(found.rows, found.width, found.ms)
 
 
 def _tasks(arguments: argparse.Namespace) -> Iterator[TaskTokens]:
@@ -117,7 +117,7 @@ def _tasks(arguments: argparse.Namespace) -> Iterator[TaskTokens]:
         yield TaskTokens(task.kind, task.adapter, prompt, answer)
 
 
-def _results(arguments: argparse.Namespace, times: StepTimes | None) -> Iterator[DraftResult]:
+def _results(arguments: argparse.Namespace, times: WidthTimes | None) -> Iterator[DraftResult]:
     max_bytes = arguments.kept_mb << 20
     for kind, group in itertools.groupby(_tasks(arguments), lambda task: task.kind):
         tasks = list(group)
@@ -142,7 +142,7 @@ def _results(arguments: argparse.Namespace, times: StepTimes | None) -> Iterator
             )
 
 
-def _gain(tasks: list[TaskTokens], times: StepTimes) -> dict[int, float]:
+def _gain(tasks: list[TaskTokens], times: WidthTimes) -> dict[int, float]:
     """Tokens a second with drafts over those without, by rows."""
     plain = {rows: rows / times.of(rows)[0] * 1e3 for rows in _ROWS}
     return {rows: round(tokens_per_second(tasks, rows, times) / plain[rows], 2) for rows in _ROWS}

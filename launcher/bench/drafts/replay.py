@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from server.engine.drafts.draft import Draft, DraftOwner
 from server.engine.drafts.source import Drafts, DraftSource
-from server.engine.drafts.widths import Acceptance, StepTimes, choose_width, expected_by_length
+from server.engine.drafts.widths import Acceptance, WidthTimes, choose_width, expected_by_length
 
 _TENANT = "bench"
 _STEPS = 400  # of a simulated batch
@@ -73,7 +73,7 @@ def replay(
         row.drafts.close(keep=others)
 
 
-def tokens_per_second(tasks: Sequence[TaskTokens], rows: int, times: StepTimes) -> float:
+def tokens_per_second(tasks: Sequence[TaskTokens], rows: int, times: WidthTimes) -> float:
     """Of so many rows that step together, each with the width that `choose_width` gives. They get
     no help from other answers, so that a task may come again."""
     source = DraftSource(0)

@@ -17,7 +17,7 @@ from server.engine.drafts.places import GrowingPlaces, Place, PromptPlaces
 
 # Tokens of a context. The first that was seen before decides.
 WINDOWS = (6, 1)
-VOTERS = 4  # places that are looked at, of the sequence and as many of other answers
+VOTERS = 3  # places that are looked at, of the sequence and as many of other answers
 
 _Answers = tuple[GrowingPlaces, ...]  # for each window
 

@@ -12,7 +12,7 @@ _FADING = 0.95  # of what was expected and accepted, from step to step
 _PRIOR = 2.0  # tokens, expected and accepted, before the first
 
 
-class StepTimes:
+class WidthTimes:
     """Milliseconds of a step by rows and width: draft tokens of its widest row, 0 = plain."""
 
     def __init__(
@@ -64,7 +64,7 @@ def expected_by_length(draft: Draft) -> list[float]:
 
 
 def choose_width(
-    rows: int, drafts: Sequence[tuple[Sequence[float], float]], times: StepTimes
+    rows: int, drafts: Sequence[tuple[Sequence[float], float]], times: WidthTimes
 ) -> int:
     """Draft tokens that each row gets at most; 0 = a plain step is best.
 
@@ -76,7 +76,8 @@ def choose_width(
         if width:
             for sums, ratio in drafts:
                 if sums:
-                    likely += ratio * sums[min(width, len(sums)) - 1]
+                    length = min(width, len(sums))
+                    likely += min(length, ratio * sums[length - 1])
         if likely / ms > best_rate:
             best, best_rate = width, likely / ms
     return best

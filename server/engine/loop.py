@@ -295,7 +295,7 @@ class EngineLoop(Generic[T]):
         step_s = ready - max(running.planned, self._ready_at)
         self._pace.took(running.prompt_tokens, step_s)
         if not running.prompt_tokens:
-            self._scheduler.drafting.times.took(running.plan.num_tokens, step_s)
+            self._scheduler.drafting.price.saw(running.plan.num_tokens, step_s)
         self._ready_at = ready
         self._in_flight.popleft()
         self._scheduler.commit(running.plan.step, results)

@@ -7,8 +7,7 @@ import pytest
 
 from launcher.__main__ import main
 from launcher.bench.drafts import texts
-from launcher.bench.drafts.replay import TaskTokens, replay, tokens_per_second
-from server.engine.drafts.widths import WidthTimes
+from launcher.bench.drafts.replay import StepCurve, TaskTokens, replay, tokens_per_second
 
 TOKENIZER = Path(__file__).parents[2] / "launcher/demo/model/tokenizer.json"
 MUCH = 1 << 20
@@ -34,11 +33,11 @@ def test_other_answers_help_where_they_may() -> None:
 
 
 def test_tokens_a_second_are_never_far_below_plain_steps() -> None:
-    dear = WidthTimes([1, 64], [0, 8], [[5.0, 60.0], [5.0, 60.0]])
-    free = WidthTimes([1, 64], [0, 8], [[5.0, 5.0], [5.0, 5.0]])
+    dear = StepCurve([1, 4, 512], [5.0, 5.0, 640.0])
+    free = StepCurve([1, 512], [5.0, 5.0])
     tasks = [TaskTokens("edits", "a", COUNT, COUNT)]
-    assert tokens_per_second(tasks, 4, dear) == pytest.approx(4 / 5.0 * 1e3)
-    assert tokens_per_second(tasks, 4, free) > 5 * 4 / 5.0 * 1e3
+    assert tokens_per_second(tasks, 4, dear, 8) == pytest.approx(4 / 5.0 * 1e3)
+    assert tokens_per_second(tasks, 4, free, 8) > 5 * 4 / 5.0 * 1e3
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def test_the_command_prints_a_line_for_each_kind(
     folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     times = folders / "times.json"
-    times.write_text('{"rows": [1, 64], "width": [0, 4], "ms": [[5, 5], [6, 12]]}')
+    times.write_text('{"tokens": [1, 64, 320], "ms": [5, 6, 12]}')
     edits = ["--edits", str(folders / "old"), str(folders / "new"), "--sql", str(folders)]
     run(folders, *edits, "--step-times", str(times), "--json")
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -92,11 +91,10 @@ def test_the_command_prints_a_line_for_each_kind(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"rows": [1], "width": [0, 2], "ms": [[5]]}', "`ms` must have a list for each"),
-        ('{"rows": [1], "width": [1, 2], "ms": [[5, 5]]}', "`width` begins at 0"),
-        ('{"rows": [8, 1], "width": [0], "ms": [[5], [5]]}', "must rise"),
-        ('{"rows": [1], "width": [0], "ms": [[0]]}', "more than 0 ms"),
-        ('{"rows": [1]}', "missing required field"),
+        ('{"tokens": [1, 8], "ms": [5]}', "`ms` must have a value for each"),
+        ('{"tokens": [8, 1], "ms": [5, 5]}', "must rise"),
+        ('{"tokens": [1], "ms": [0]}', "more than 0 ms"),
+        ('{"tokens": [1]}', "missing required field"),
     ],
 )
 def test_wrong_step_times_are_refused(

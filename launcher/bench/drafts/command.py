@@ -12,33 +12,27 @@ import msgspec
 from tokenizers import Tokenizer
 
 from launcher.bench.drafts import texts
-from launcher.bench.drafts.replay import TaskTokens, replay, tokens_per_second
+from launcher.bench.drafts.replay import StepCurve, TaskTokens, replay, tokens_per_second
 from launcher.bench.errors import BenchError
 from launcher.bench.option_types import whole, wholes
 from launcher.bench.output import print_points
 from launcher.command_line import Parser
-from server.engine.drafts.widths import WidthTimes
 
 _ROWS = (1, 8, 32, 64)
 
 
-class WidthTimesFile(msgspec.Struct, forbid_unknown_fields=True):
-    """Milliseconds of a step: a list for each number of rows, with one value for each width.
-    Width: draft tokens of each row, 0 first."""
+class StepTimesFile(msgspec.Struct, forbid_unknown_fields=True):
+    """Milliseconds of a step, for each number of its tokens."""
 
-    rows: list[int]
-    width: list[int]
-    ms: list[list[float]]
+    tokens: list[int]
+    ms: list[float]
 
     def check(self) -> None:
-        for numbers in (self.rows, self.width):
-            if not numbers or numbers != sorted(set(numbers)):
-                raise ValueError("`rows` and `width` must rise")
-        if self.width[0] != 0 or self.rows[0] < 1:
-            raise ValueError("`width` begins at 0, `rows` at 1 or more")
-        if [len(each) for each in self.ms] != [len(self.width)] * len(self.rows):
-            raise ValueError("`ms` must have a list for each of `rows`, a value for each `width`")
-        if min(map(min, self.ms)) <= 0:
+        if not self.tokens or self.tokens != sorted(set(self.tokens)) or self.tokens[0] < 1:
+            raise ValueError("`tokens` must rise from 1 or more")
+        if len(self.ms) != len(self.tokens):
+            raise ValueError("`ms` must have a value for each of `tokens`")
+        if min(self.ms) <= 0:
             raise ValueError("a step takes more than 0 ms")
 
 
@@ -75,7 +69,7 @@ def add_drafts(parser: Parser) -> None:
     parser.add_argument("--widths", type=wholes(1, 64), default=tuple(range(1, 9)), metavar="N,…")
     parser.add_argument("--kept-mb", type=whole(1), default=64, help="of other answers")
     parser.add_argument(
-        "--step-times", type=Path, metavar="FILE", help='{"rows": […], "width": […], "ms": [[…]]}'
+        "--step-times", type=Path, metavar="FILE", help='{"tokens": […], "ms": […]}'
     )
     parser.set_defaults(run=run_drafts)
 
@@ -85,13 +79,13 @@ def run_drafts(arguments: argparse.Namespace) -> None:
     print_points(_results(arguments, times), arguments.json, table)
 
 
-def _step_times(path: Path) -> WidthTimes:
+def _step_times(path: Path) -> StepCurve:
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=WidthTimesFile)
+        found = msgspec.json.decode(path.read_bytes(), type=StepTimesFile)
         found.check()
     except (OSError, ValueError) as error:
         raise BenchError(f"--step-times {path}: {error}") from None
-    return WidthTimes(found.rows, found.width, found.ms)
+    return StepCurve(found.tokens, found.ms)
 
 
 def _tasks(arguments: argparse.Namespace) -> Iterator[TaskTokens]:
@@ -117,7 +111,7 @@ def _tasks(arguments: argparse.Namespace) -> Iterator[TaskTokens]:
         yield TaskTokens(task.kind, task.adapter, prompt, answer)
 
 
-def _results(arguments: argparse.Namespace, times: WidthTimes | None) -> Iterator[DraftResult]:
+def _results(arguments: argparse.Namespace, times: StepCurve | None) -> Iterator[DraftResult]:
     max_bytes = arguments.kept_mb << 20
     for kind, group in itertools.groupby(_tasks(arguments), lambda task: task.kind):
         tasks = list(group)
@@ -138,14 +132,15 @@ def _results(arguments: argparse.Namespace, times: WidthTimes | None) -> Iterato
                 drafted=sum(step.drafted for step in widest),
                 accepted=sum(step.accepted for step in widest),
                 host_us=round(statistics.median(step.host_us for step in widest), 1),
-                gain=_gain(tasks, times) if times and not others else None,
+                gain=_gain(tasks, times, max(by_width)) if times and not others else None,
             )
 
 
-def _gain(tasks: list[TaskTokens], times: WidthTimes) -> dict[int, float]:
+def _gain(tasks: list[TaskTokens], curve: StepCurve, most: int) -> dict[int, float]:
     """Tokens a second with drafts over those without, by rows."""
-    plain = {rows: rows / times.of(rows)[0] * 1e3 for rows in _ROWS}
-    return {rows: round(tokens_per_second(tasks, rows, times) / plain[rows], 2) for rows in _ROWS}
+    plain = {rows: rows / curve.ms(rows) * 1e3 for rows in _ROWS}
+    found = {rows: tokens_per_second(tasks, rows, curve, most) for rows in _ROWS}
+    return {rows: round(found[rows] / plain[rows], 2) for rows in _ROWS}
 
 
 def table(results: list[DraftResult]) -> str:

@@ -5,9 +5,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from server.engine.drafts.draft import Draft, DraftOwner
+from server.engine.drafts.gain import Acceptance, worth
 from server.engine.drafts.source import Drafts, DraftSource
-from server.engine.drafts.widths import Acceptance, WidthTimes, choose_width, expected_by_length
 
 _TENANT = "bench"
 _STEPS = 400  # of a simulated batch
@@ -20,6 +22,21 @@ class TaskTokens(NamedTuple):
     adapter: str
     prompt: list[int]
     answer: list[int]
+
+
+class StepCurve(NamedTuple):
+    """Milliseconds of a step by its tokens, which rise."""
+
+    tokens: list[int]
+    milliseconds: list[float]
+
+    def ms(self, tokens: int) -> float:
+        """Between two points by the distance to them."""
+        return float(np.interp(tokens, self.tokens, self.milliseconds))
+
+    def price(self, tokens: int) -> float:
+        """As `TokenPrice.of`, if the step had up to twice as many."""
+        return self.ms(2 * tokens) / self.ms(tokens) - 1
 
 
 class DraftStep(NamedTuple):
@@ -73,26 +90,25 @@ def replay(
         row.drafts.close(keep=others)
 
 
-def tokens_per_second(tasks: Sequence[TaskTokens], rows: int, times: WidthTimes) -> float:
-    """Of so many rows that step together, each with the width that `choose_width` gives. They get
-    no help from other answers, so that a task may come again."""
-    source = DraftSource(0)
+def tokens_per_second(tasks: Sequence[TaskTokens], rows: int, curve: StepCurve, most: int) -> float:
+    """Of so many rows that step together, with drafts of up to `most` tokens as far as they pay.
+    They get no help from other answers, so that a task may come again."""
+    source, price = DraftSource(0), curve.price(rows)
     queue = itertools.cycle(tasks)
     running = [_Row(source, next(queue)) for _ in range(rows)]
     tokens, spent_ms = 0, 0.0
     for _ in range(_STEPS):
-        drafts = [row.drafts.propose(times.widths[-1]) for row in running]
-        sums = [expected_by_length(draft) for draft in drafts]
-        ratios = [row.acceptance.ratio for row in running]
-        width = choose_width(rows, list(zip(sums, ratios, strict=True)), times)
-        spent_ms += times.of(rows)[times.widths.index(width)]
-        for index, (row, draft, expected) in enumerate(zip(running, drafts, sums, strict=True)):
-            right = row.right(draft)
-            if expected:
-                row.acceptance.saw(expected[-1], right)
-            came = row.take(min(width, right) + 1)
+        checked = 0
+        for index, row in enumerate(running):
+            draft = row.drafts.propose(most)
+            count, expected = worth(draft.chances, row.acceptance.ratio, price)
+            right = row.right(Draft(draft.token_ids[:count], draft.chances[:count]))
+            if count:
+                row.acceptance.saw(expected, right)
+            came = row.take(right + 1)
             row.drafts.extend(came)
-            tokens += len(came)
+            checked, tokens = checked + count, tokens + len(came)
             if row.is_over:
                 running[index] = _Row(source, next(queue))
+        spent_ms += curve.ms(rows + checked)
     return tokens / spent_ms * 1e3

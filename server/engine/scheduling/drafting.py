@@ -7,15 +7,14 @@ sequences have a step in flight while the next is planned.
 from server.engine.drafts.draft import DraftOwner
 from server.engine.drafts.gain import worth
 from server.engine.drafts.source import Drafts, DraftSource
-from server.engine.drafts.step_times import StepTimes
+from server.engine.drafts.token_price import TokenPrice
 from server.engine.plan import SeqSlice
 from server.engine.scheduling.sequence import Sequence
 
-# Tokens that a draft must promise to give in its step: of a sequence that no other step overtakes;
-# of one that will wait for a result, while the device may wait for the host; and of one beside
-# others, which have two steps meanwhile.
+# Tokens that a step with a draft must be likely to give a sequence: where no other step overtakes
+# it; where it is to wait for a result, and the device may wait for the host; and where others have
+# two steps meanwhile.
 _ALONE, _TO_WAIT, _BESIDE_OTHERS = 1.05, 1.3, 2.2
-_LEARNING = 0.2  # the weight of the latest draft in a sequence's trust
 
 
 class Drafting:
@@ -26,7 +25,7 @@ class Drafting:
 
     def __init__(self, max_draft: int, max_bytes: int) -> None:
         self.source = DraftSource(max_bytes)
-        self.times = StepTimes()
+        self.price = TokenPrice()
         self.drafted = self.accepted = 0
         self._max_draft = max_draft
         self._ahead, self._all_hold, self._tokens = False, True, 0
@@ -51,7 +50,7 @@ class Drafting:
 
     def note(self, sequence: Sequence, piece: SeqSlice, drawn: int) -> None:
         """The sequence has taken so many tokens that a slice has given."""
-        if not self._max_draft or not sequence.request.drafts:
+        if not self._max_draft or sequence.request.drafts is None:
             return
         if sequence.drafts is None:
             sequence.drafts = self._open(sequence)
@@ -60,28 +59,31 @@ class Drafting:
         if piece.draft:
             self.drafted += len(piece.draft)
             self.accepted += drawn - 1
-            ratio = min(2.0, (drawn - 1) / sequence.promised)
-            sequence.trust += _LEARNING * (ratio - sequence.trust)
+            sequence.acceptance.saw(sequence.expected, drawn - 1)
         elif sequence.pending:
             least = _TO_WAIT if self._all_hold else _BESIDE_OTHERS
             sequence.holds = bool(self._worth(sequence, self._max_draft, least))
 
-    def end(self, sequence: Sequence, *, keep: bool) -> None:
-        """keep: its answer may help others."""
+    def end(self, sequence: Sequence) -> None:
+        """What there is of its answer may help others."""
         if sequence.drafts is not None:
-            sequence.drafts.close(keep)
+            sequence.drafts.close(keep=True)
             sequence.drafts = None
 
     def _open(self, sequence: Sequence) -> Drafts:
-        owner = DraftOwner(sequence.request.adapter or "", sequence.request.salt)
-        return self.source.open(owner, sequence.tokens[: sequence.prompt_len])
+        request = sequence.request
+        owner = DraftOwner(request.adapter or "", request.drafts or "")
+        return self.source.open(owner, request.prompt_ids)
 
     def _worth(self, sequence: Sequence, most: int, least: float) -> list[int]:
-        """As much of a draft as pays; none that promises fewer tokens than `least`."""
+        """As much of a draft as pays; none where the step would give fewer tokens than `least`."""
         assert sequence.drafts is not None
-        draft = sequence.drafts.propose(min(most, self._max_draft))
-        count, promised = worth(draft.chances, sequence.trust, self.times.price(self._tokens))
-        if 1 + promised < least:
+        draft, ratio = (
+            sequence.drafts.propose(min(most, self._max_draft)),
+            sequence.acceptance.ratio,
+        )
+        count, expected = worth(draft.chances, ratio, self.price.of(self._tokens))
+        if 1 + expected * ratio < least:
             return []
-        sequence.promised = promised
+        sequence.expected = expected
         return draft.token_ids[:count]

@@ -55,9 +55,7 @@ class Scheduler:
         self._in_flight: deque[Batch] = deque()
         self._deadlines = Deadlines()
         self._events: list[SequenceEvent] = []
-        self._arrivals = self._step = 0
-        self._now = 0.0
-        self._gave_way = False
+        self._arrivals, self._step, self._now, self._gave_way = 0, 0, 0.0, False
         self._preemptions = self._prefix_hit_tokens = self._prompt_tokens = 0
 
     def submit(self, key: int, request: GenerateRequest, now: float) -> None:
@@ -66,9 +64,8 @@ class Scheduler:
         self._arrivals += 1
         precedence = Precedence(request.priority, self._arrivals)
         refusal = refuse(request, self.limits)
-        limit = token_limit(request, self.limits)
         deadline = None if request.deadline_s is None else now + request.deadline_s
-        sequence = Sequence(key, request, precedence, limit, deadline)
+        sequence = Sequence(key, request, precedence, token_limit(request, self.limits), deadline)
         if key in self._sequences:
             self._events.append(error_event(sequence, "invalid_request", f"key {key} is in use"))
             return
@@ -173,6 +170,8 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             evictions=dict(self.arena.evictions),
             adapter_bytes=self.arena.used_bytes,
+            draft_tokens=self.drafting.drafted,
+            accepted_draft_tokens=self.drafting.accepted,
         )
 
     def plan(self, now: float) -> StepPlan | None:
@@ -184,8 +183,7 @@ class Scheduler:
         running = list(self._running)
         soon = len(running) + min(len(self._waiting), len(self.rows.free))
         batch = Batch(self._step + 1, self.limits, self.rows.freed, soon)
-        share, gave_way = self.config.background_share, self._gave_way
-        batch.share_with_live(share, gave_way, running, self._waiting)
+        batch.share_with_live(self.config.background_share, self._gave_way, running, self._waiting)
         self.drafting.begin_plan(running, bool(self._in_flight))
         longer = []
         for sequence in running:  # first the sequences that want one token
@@ -304,14 +302,13 @@ class Scheduler:
     def commit(self, step: int, results: list[SliceResult]) -> None:
         """Take the results of the oldest step in flight."""
         batch = self._in_flight.popleft()
-        if batch.plan.step != step or len(results) != len(batch.sequences):
+        plan, sequences = batch.plan, batch.sequences
+        if plan.step != step or len(results) != len(sequences):
             raise ValueError(
-                f"expected {len(batch.sequences)} results of step {batch.plan.step}, "
-                f"got {len(results)} of step {step}"
+                f"expected {len(sequences)} results of step {plan.step}, "
+                f"got {len(results)} of {step}"
             )
-        for piece, sequence, result in zip(
-            batch.plan.slices, batch.sequences, results, strict=True
-        ):
+        for piece, sequence, result in zip(plan.slices, sequences, results, strict=True):
             sequence.in_flight -= 1
             sequence.pending -= piece.sample
             if sequence.state is State.RUNNING:
@@ -347,16 +344,15 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, code: ErrorCode, message: str) -> None:
         self._events.append(error_event(sequence, code, message))
-        self._end(sequence, keep_draft=False)
+        self._end(sequence)
 
     def _finish(self, sequence: Sequence, finish: Finish, vector: bytes | None = None) -> None:
         self._events.append(token_event(sequence, finish=finish, vector=vector))
         self._end(sequence)
 
-    def _end(self, sequence: Sequence, *, keep_draft: bool = True) -> None:
-        """keep_draft: the answer may be a draft of others."""
+    def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.key]
-        self.drafting.end(sequence, keep=keep_draft)
+        self.drafting.end(sequence)
         self._deadlines.discard(sequence.key)
         if sequence.state is State.NEEDS_ADAPTER:
             self.loads.unpark(sequence)

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from server.constraints.constraint import Constraint
+from server.engine.drafts.gain import Acceptance
 from server.engine.drafts.source import Drafts
 from server.engine.memory.pages import (
     GroupPages,
@@ -59,8 +60,8 @@ class Sequence:
     is_long: whether its keys and values are those of more tokens than
     `ExecutorLimits.short_context`.
     drafts: where its drafts come from, None = it has none. holds: no step contains it before the
-    result of the last one is known, since a draft will follow. promised: tokens of its latest draft
-    that are right, as its chances say. trust: how much of that came true.
+    result of the last one is known, since a draft will follow. expected: tokens of its latest draft
+    that are right by its chances. acceptance: how much of that came true.
     constraint: which tokens it may draw, None = all. The constraint has taken every known token of
     the output.
     """
@@ -80,8 +81,8 @@ class Sequence:
     constraint: Constraint | None = None
     drafts: Drafts | None = None
     holds: bool = False
-    promised: float = 0.0
-    trust: float = 1.0
+    expected: float = 0.0
+    acceptance: Acceptance = field(default_factory=Acceptance)
     seq_row: int = -1
     row_tokens: int = 0  # tokens known when the row was taken; later tokens were sampled on it
     adapter_slot: int = -1

@@ -61,6 +61,7 @@ def make_request(
         accepted_ids=[],
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
         seed=7,
+        drafts="",
     )
     return msgspec.structs.replace(request, **changes)
 

@@ -211,6 +211,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     template: how messages are rendered.
     priority: how far behind the caller's own it asks to stand in the queue.
     cache_salt: shares cached prefixes with its like alone; "" = with its tenant's.
+    drafts: whether its answer may be drafted.
     shape: the form that the answer must have; None = any. tools: what the model may call.
     divides_reasoning: what the model reasons is no part of the text.
     bad_words: texts that must not occur; sampling.bad_words has their ids once the model is known.
@@ -239,6 +240,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     spaces_between_special_tokens: bool = True
     cache_salt: str = ""
     priority: int = 0
+    drafts: bool = True
     shape: Shape | None = None
     tools: Tools | None = None
     divides_reasoning: bool = False

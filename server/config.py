@@ -22,6 +22,10 @@ KvDtype = Literal["auto", "fp8"]
 AtLoad = Literal["fp8", "nf4"]
 
 
+# A step has room for so many decodes at least where there are drafts.
+_DRAFTING_DECODES = 16
+
+
 def set_unset_variables(values: Mapping[str, str]) -> None:
     """Of this process's environment, for libraries that read it."""
     for name, value in values.items():
@@ -164,6 +168,19 @@ class WorkerConfig:
             "help": "token budget of one step, for chunked prefill (default: 2048 on a GPU, 4096"
             " from 32 GiB, 8192 from 64 GiB; 512 on a CPU)",
         },
+    )
+    max_draft: int = field(
+        default=0,
+        metadata={
+            "min": 0,
+            "max": 16,
+            "help": "tokens of a sequence that a step may check at once, of a draft that its prompt"
+            " and earlier answers of the same adapter and tenant suggest (0 = no drafts)",
+        },
+    )
+    draft_memory: int = field(
+        default=64 << 20,
+        metadata={"min": 0, "help": "host memory for answers that suggest drafts", "unit": "bytes"},
     )
     batch_step_share: float = field(
         default=0.125,
@@ -316,3 +333,10 @@ class EngineConfig(msgspec.Struct, frozen=True):
     shards: int = 1
     dora_graphs: bool = False
     batch_step_share: float = 0.125
+    max_draft: int = 0
+    draft_bytes: int = 64 << 20
+
+    @property
+    def max_decodes(self) -> int:
+        """Tokens of the decode slices of a step; 0 = no slice has a draft."""
+        return max(self.max_running, _DRAFTING_DECODES) if self.max_draft else 0

@@ -69,11 +69,11 @@ def read_tokenizer_files(
     ends = own_ends(files.get(GENERATION_FILE), config, base, findings)
     sources = _chat_templates(files.get(TEMPLATE_FILE), config, findings)
     if not sources:
-        return AdapterText(None, ends, added)
+        return AdapterText(None, ends, added_tokens=added)
     special = _special_tokens(config, findings)
     _check_named("\n".join(sources.values()), special, base, findings)
     default = sources.pop(DEFAULT_TEMPLATE, None)
-    return AdapterText(AdapterTemplate(default, special, sources), ends, added)
+    return AdapterText(AdapterTemplate(default, special, sources), ends, added_tokens=added)
 
 
 def _added_tokens(

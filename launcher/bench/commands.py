@@ -5,6 +5,7 @@ import asyncio
 import json
 from dataclasses import asdict
 
+from launcher.bench.drafts.command import add_drafts
 from launcher.bench.engine.commands import add_engine_commands
 from launcher.bench.engine.local_commands import add_local_commands
 from launcher.bench.load.commands import add_load_commands
@@ -22,7 +23,8 @@ fleets, `fairness` floods them; `router` measures a router before a worker witho
 `overload` asks a fleet of processes for more than it can do; `serve` loads a running server,
 `streams` watches steady streams while adapters are loaded beside them, `adapters` registers, loads
 and unloads many, and `make-model` writes a model and adapters to do that with. `cold-adapters`
-times adapters from their folder to host memory, `adapter-copies` from there to the device.
+times adapters from their folder to host memory, `adapter-copies` from there to the device. `drafts`
+replays answers over real texts: how many tokens a step gives.
 
   loraplex bench decode --config llama-3.1-8b --dummy-weights --batch 1,8,32 --adapters 0,1,8
   loraplex bench placement --adapters 512,1024,4096 --shape zipf --shape drift
@@ -43,6 +45,7 @@ def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
     router.add_argument("--burst", type=whole(1), default=1000, help="streams asked for at once")
     router.set_defaults(run=run_router)
     _add_overload(actions.add_parser("overload", help="a fleet asked for more than it can do"))
+    add_drafts(actions.add_parser("drafts", help="drafts of answers, replayed over texts"))
     add_load_commands(actions)
     add_local_commands(actions)
     for parser in actions.choices.values():

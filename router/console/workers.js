@@ -134,6 +134,10 @@ class WorkerCard {
     if (worker.problem) notes.push(worker.problem);
     if (worker.restarts) notes.push(`engine lost ${plural(worker.restarts, "time")}`);
     if (worker.preemptions) notes.push(plural(worker.preemptions, "preemption"));
+    if (worker.draft_tokens) {
+      const share = Math.round((100 * worker.accepted_draft_tokens) / worker.draft_tokens);
+      notes.push(`${share} % of drafted tokens right`);
+    }
     if (worker.evictions) notes.push(plural(worker.evictions, "eviction"));
     if (worker.places_left_out) notes.push(`${plural(worker.places_left_out, "adapter")} not shown`);
     setText(this.note, notes.join(" · "));

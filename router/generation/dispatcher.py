@@ -298,6 +298,7 @@ class Dispatcher:
             tenant=authorised.tenant,
             weight=authorised.caller.weight,
             salt=_salt(authorised, self._limits.share_prefixes),
+            drafts=_salt(authorised, False) if authorised.call.drafts else None,
         )
         generation = Generation(
             head=admitted.head,

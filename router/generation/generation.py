@@ -127,6 +127,7 @@ class Generation:
             salt=self._context.salt,
             adapter_from=task.adapter_from,
             vector=task.vector,
+            drafts=self._context.drafts,
         )
         slot = task.index * call.best_of + choice
         stream = self._stream_of(task, choice)

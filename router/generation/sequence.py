@@ -62,7 +62,7 @@ class RunContext(msgspec.Struct, frozen=True):
 
     forget_adapter: to be called when a worker does not admit what the catalog says.
     tenant: whose request it is; "" = nobody's. weight: of its tenant. salt: whose cached prefixes
-    it may use.
+    it may use. drafts: as in GenerateRequest.
     room: in the queue, for all of them.
     """
 
@@ -76,6 +76,7 @@ class RunContext(msgspec.Struct, frozen=True):
     tenant: str = ""
     weight: float = 1.0
     salt: str = ""
+    drafts: str | None = None
 
 
 class SequenceRun:

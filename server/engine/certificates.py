@@ -21,7 +21,6 @@ class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ending_polls: calls from then on until the copy is over (0 = at once).
     check_bytes: slabs are read when a copy starts, is usable and is over. Their bytes must be the
     same as before.
-    max_guesses: as in ExecutorLimits. right_percent: how often a guess is right.
     """
 
     vocab_size: int = 512
@@ -31,12 +30,10 @@ class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy_polls: int = 1
     ending_polls: int = 0
     check_bytes: bool = False
-    max_guesses: int = 0
-    right_percent: int = 50
 
 
 ROOT_MARK: Mark = bytes(16)
-WRONG_MARK: Mark = b"a wrong guess..."
+WRONG_MARK: Mark = b"a wrong draft..."
 
 
 def next_mark(mark: Mark, token_id: int, adapter: str | None) -> Mark:

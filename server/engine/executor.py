@@ -18,7 +18,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
 
     max_rows: sequences that may hold a row at once. max_step_tokens: of one plan.
     adapter_slots: rows of the device table. arena_extents: extents of `extent_bytes` for adapters.
-    max_guesses: tokens that a decode slice may compute beyond the row's last sample.
+    max_decodes: tokens that the decode slices of a step may have in all; 0 = no slice has a draft.
     short_context: a sequence of more tokens has other keys and values, from its first token on.
     A row is of one kind, that of the tokens it was started with; None = there is one kind.
     page_windows: of each group of layers, which has pages of its own, the tokens that its layers
@@ -36,11 +36,16 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     adapter_slots: int
     arena_extents: int
     extent_bytes: int
-    max_guesses: int = 0
+    max_decodes: int = 0
     short_context: int | None = None
     page_windows: tuple[int | None, ...] = (None,)
     num_classes: int = 0
     writes: bool = True
+
+    @property
+    def most_decodes(self) -> int:
+        """Tokens of slices of one token that a step computes at most, those of drafts included."""
+        return max(self.max_rows, self.max_decodes)
 
 
 class Masks(NamedTuple):

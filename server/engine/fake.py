@@ -101,6 +101,9 @@ class CertifyingExecutor:
             self._grant(grant)
         rows = [piece.seq_row for piece in plan.slices]
         check(len(rows) == len(set(rows)), "two slices of one row")
+        decodes = sum(piece.num_new for piece in plan.slices if piece.kind == "decode")
+        most = max(self.limits.max_decodes, self.limits.max_rows)
+        check(decodes <= most, "longer drafts than a step holds")
         if meanwhile is not None:
             meanwhile()
         ticket = FakeTicket(plan, [self._compute(piece) for piece in plan.slices])
@@ -181,7 +184,7 @@ class CertifyingExecutor:
         check(row is not None, f"a slice of no row {piece.seq_row}")
         assert row is not None
         end = piece.start + piece.num_new
-        known = end if piece.kind == "prompt" else piece.start + 1
+        known = end - len(piece.draft)
         self._check_inputs(row, piece, known, end)
         self._check_adapter(row, piece)
         self._read_prefix(row, piece.start)
@@ -208,8 +211,8 @@ class CertifyingExecutor:
     def _draw(
         self, row: FakeRow, piece: SeqSlice, mark: Mark, end: int
     ) -> tuple[list[int], list[TokenLogprob]]:
-        """One token, and one more for each leading guess that is right. Wrong guesses leave wrong
-        values in the KV places up to `end`."""
+        """One token, and one more for each leading token of the draft that is right. A wrong one
+        leaves wrong values in the KV places up to `end`."""
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         count = row.start.sampling.logprobs
@@ -222,7 +225,7 @@ class CertifyingExecutor:
                 logprobs.append(self._logprob(mark, token_id, count))
             if position == end:
                 break
-            if mark[1] % 100 >= self.options.right_percent:
+            if piece.draft[position - piece.start - 1] != token_id:
                 for place in range(position, end):
                     self._write(row, piece.seq_row, place, WRONG_MARK)
                 break
@@ -242,8 +245,8 @@ class CertifyingExecutor:
         return TokenLogprob(token_id, best, top, rank=1)
 
     def _check_inputs(self, row: FakeRow, piece: SeqSlice, known: int, end: int) -> None:
-        """The slice computes known tokens up to `known`, and guesses from there to `end`."""
-        most = 0 if piece.constrained or not piece.sample else self.limits.max_guesses
+        """The slice computes known tokens up to `known`, and its draft from there to `end`."""
+        most = 0 if piece.constrained or not piece.sample else self.limits.max_decodes
         check(piece.num_new > 0, "an empty slice")
         check(known <= len(row.tokens) and end - known <= most, "tokens that are not there")
         check(end <= row.most_tokens, "tokens beyond the context, or of another kind")
@@ -254,7 +257,7 @@ class CertifyingExecutor:
         if piece.kind == "decode":
             sampled = len(row.tokens) > len(row.start.token_ids)
             check(sampled and known == len(row.tokens), "no sample on the device to go on from")
-            check(not piece.token_ids, "other tokens than the row's")
+            check(piece.start + 1 == known, "a draft of another length")
         else:
             check(piece.token_ids == row.tokens[piece.start : end], "other tokens than the row's")
 

@@ -169,6 +169,7 @@ class EngineLoop(Generic[T]):
                 scheduler.loads.withdraw(order, digest)
             case EvictAdapter(order, digest):
                 scheduler.loads.condemn(order, digest)
+                scheduler.drafting.source.drop(digest)
             case Shutdown():
                 self._leaving = True
 
@@ -291,7 +292,10 @@ class EngineLoop(Generic[T]):
         self._load_while(lambda: not running.ticket.ready())
         results = self._executor.collect(running.ticket)
         ready = self._clock()
-        self._pace.took(running.prompt_tokens, ready - max(running.planned, self._ready_at))
+        step_s = ready - max(running.planned, self._ready_at)
+        self._pace.took(running.prompt_tokens, step_s)
+        if not running.prompt_tokens:
+            self._scheduler.drafting.price.saw(running.plan.num_tokens, step_s)
         self._ready_at = ready
         self._in_flight.popleft()
         self._scheduler.commit(running.plan.step, results)

@@ -110,7 +110,10 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
         return _follow(options, executor)
     depth = options.pipeline_depth or (2 if config.device == "cuda" else 1)
     scheduling = SchedulerConfig(
-        max_waiting=config.max_waiting, background_share=config.batch_step_share
+        max_waiting=config.max_waiting,
+        background_share=config.batch_step_share,
+        max_draft=config.max_draft,
+        draft_bytes=config.draft_bytes,
     )
     scheduler = Scheduler(executor.limits, scheduling)
     constraints = _constraints(config, executor.limits)
@@ -241,7 +244,7 @@ def _certifying(text: str, config: EngineConfig, arena: memoryview) -> Certifyin
         adapter_slots=config.adapter_slots,
         arena_extents=config.adapter_memory // config.extent_bytes,
         extent_bytes=config.extent_bytes,
-        max_guesses=options.max_guesses,
+        max_decodes=config.max_decodes,
     )
     return CertifyingExecutor(limits, options, arena)
 

@@ -151,6 +151,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0
     adapter_bytes: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     evictions: dict[EvictionReason, int] = {}
 
 

@@ -39,14 +39,13 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     """Tokens `start .. start + num_new` of one sequence, computed in this step.
 
     kind: a `prompt` slice computes tokens that the scheduler knows; it can be one token long. A
-    `decode` slice computes the row's last sample, which is on the device. After the sample it
-    computes `num_new - 1` tokens that the executor guesses (`ExecutorLimits.max_guesses`).
-    token_ids: the tokens of a prompt slice; empty for a decode slice.
+    `decode` slice computes the row's last sample, which is on the device, and behind it its draft.
+    token_ids: the tokens of a prompt slice; of a decode slice its draft, which may be empty.
     adapter_slot: -1 = the base alone. sample: draw a token after the last known token. A decode
-    slice also draws a token after each guess that turns out right.
+    slice also draws a token after each token of its draft that is right: that was drawn.
     prompt_logprobs: return logprobs of the prompt tokens that these positions predict.
     constrained: the draw waits for a mask (`Executor.constrain`). Only a slice with `sample` and
-    without guesses can be constrained.
+    without a draft can be constrained.
     vector: what the slice is computed for: the last slice of such a prompt, and every slice of one
     whose mean is wanted. Such a slice draws nothing.
     """
@@ -61,6 +60,10 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: bool = False
     constrained: bool = False
     vector: VectorParams | None = None
+
+    @property
+    def draft(self) -> list[int]:
+        return self.token_ids if self.kind == "decode" else []
 
     @property
     def is_single(self) -> bool:
@@ -101,8 +104,8 @@ class SliceResult(msgspec.Struct, frozen=True, array_like=True):
     """The result of the slice at the same place in the plan.
 
     token_ids: what was drawn, in order; empty where no sample was asked for. A prompt slice gives
-    one token. A decode slice gives one token and one more for each leading guess that was right:
-    at most `num_new`. Keys and values of the guesses behind those are invalid.
+    one token. A decode slice gives one token and one more for each leading token of its draft that
+    was right: at most `num_new`. Keys and values of the draft's other tokens are invalid.
     logprobs: parallel to token_ids, or empty where the request asks for none.
     prompt_logprobs: for prompt positions start+1 .. (position 0 has none and is not returned).
     vector: of the slice that ends a prompt whose vector is wanted: little-endian float32.

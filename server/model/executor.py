@@ -33,6 +33,7 @@ from server.model.start import (
     host_arena_made,
     leave_a_core,
 )
+from server.model.steps.drafts import spread
 from server.model.steps.rows import Rows
 from server.model.steps.step import Step
 
@@ -73,7 +74,7 @@ class TorchExecutor:
         self._parameters = parts.parameters
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
         self._pooler = Pooler(self._head, self.device)
-        self._masks = MaskMemory(self.limits.max_rows, self.limits.vocab_size, self.device)
+        self._masks = MaskMemory(self.limits.most_decodes, self.limits.vocab_size, self.device)
         vectors = OutputVectors(parts.weights, self._table.sites).pieces
         self._copies = AdapterCopies(self._table, host_arena, vectors)
         self._group = group
@@ -84,6 +85,15 @@ class TorchExecutor:
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepTicket:
         self._rows.start(plan.new_rows)
         self._parameters.start(plan.new_rows)
+        with_drafts = plan.slices if any(piece.draft for piece in plan.slices) else ()
+        if with_drafts:
+            plan = spread(plan)
+        ticket = self._launch(plan, meanwhile)
+        ticket.with_drafts = with_drafts
+        return ticket
+
+    def _launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None) -> StepTicket:
+        """Of a plan without drafts, whose rows have begun."""
         if not plan.slices:
             self._rows.grant(plan.grants)
             return StepTicket([], [], None, (), (), None)
@@ -162,6 +172,7 @@ class TorchExecutor:
         seq_rows, lengths = columns[ROW, places], columns[POSITION, places] + 1
         special = ~self._parameters.is_plain(self._rows, seq_rows, lengths)
         token_ids = step.token_ids
+        self._write_again(slices, places, special)
         if len(places) < len(batch):
             token_ids = token_ids[to_device(places, self.device)]
         rows, waiting = ToDraw(step.logits, places, seq_rows, lengths), _waiting(slices)
@@ -171,6 +182,14 @@ class TorchExecutor:
             own = waiting[places]
             drawn, held = None, Held(rows, places, own, special | own, token_ids)
         return self._ticket(list(range(len(batch))), places, drawn, (), held)
+
+    def _write_again(
+        self, slices: Sequence[SeqSlice], places: np.ndarray, special: np.ndarray
+    ) -> None:
+        """The inputs of special rows that came with their slices: the graph has written its own
+        choices over drafts, and draws count the tokens before them."""
+        chosen = (slices[place] for place in places[special].tolist())
+        self._rows.write_inputs(piece for piece in chosen if piece.token_ids)
 
     def _compute(
         self, step: Step, captured: bool, meanwhile: Callable[[], None] | None

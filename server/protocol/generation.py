@@ -50,6 +50,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     salt: separates tenants in the prefix cache. adapter_from: of an activated adapter, the first
     token of the prompt on which it acts; None = it acts on none, nor on the answer.
     vector: the prompt is read for that, and nothing is generated: `sampling.max_tokens` is 0.
+    drafts: whose answers of the same adapter suggest drafts; None = it has no drafts.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     salt: str = ""
     adapter_from: int | None = 0
     vector: VectorParams | None = None
+    drafts: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="ab"):

@@ -86,6 +86,7 @@ class WorkerPicture(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
     in_use: adapters with sequences in flight here, and how many, whoever sent them.
     version: of `places`; None = as the router has them. places_left_out: above the bound.
     restarts: engines lost since the worker was started. shards: devices that share its model.
+    draft_tokens: that steps checked; accepted_draft_tokens: those that were right.
     """
 
     order_id: str
@@ -104,3 +105,5 @@ class WorkerPicture(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
     places: tuple[AdapterPlace, ...] | None
     places_left_out: int = 0
     shards: int = 1
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0

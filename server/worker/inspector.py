@@ -100,6 +100,8 @@ class Inspector:
             places=None if asked.known == self._version else self._places,
             places_left_out=self._left_out,
             shards=ready.shards,
+            draft_tokens=stats.draft_tokens,
+            accepted_draft_tokens=stats.accepted_draft_tokens,
         )
 
     def _look(self, resident: frozenset[str], loading: frozenset[str]) -> None:

@@ -112,6 +112,11 @@ class WorkerMetrics:
         self.free_pages = meters.gauge("free_kv_pages", "KV pages that are free or merely cached")
         self.total_pages = meters.gauge("kv_pages", "KV pages in all")
         self.preemptions = meters.counter("preemptions", "Sequences recomputed later")
+        self.draft_tokens = meters.counter("draft_tokens", "Tokens of drafts that steps checked")
+        self.accepted_draft_tokens = meters.counter(
+            "accepted_draft_tokens",
+            "Tokens of drafts that were right, and saved a step each",
+        )
         self.prompt_tokens = meters.counter("prompt_tokens", "Prompt tokens accepted")
         self.prefix_hits = meters.counter(
             "prefix_hit_tokens", "Prompt tokens found in the prefix cache"
@@ -226,6 +231,12 @@ class WorkerMetrics:
             (self.preemptions, seen.preemptions, stats.preemptions),
             (self.prefix_hits, seen.prefix_hit_tokens, stats.prefix_hit_tokens),
             (self.prompt_tokens, seen.prompt_tokens, stats.prompt_tokens),
+            (self.draft_tokens, seen.draft_tokens, stats.draft_tokens),
+            (
+                self.accepted_draft_tokens,
+                seen.accepted_draft_tokens,
+                stats.accepted_draft_tokens,
+            ),
         )
         for counter, before, now in counters:
             counter.inc(max(now - before, 0))

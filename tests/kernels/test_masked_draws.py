@@ -1,6 +1,6 @@
 """Everything a request may ask of a draw, with masks: our kernels against plain torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from server.model.sampling.draws_torch import TorchDraws
 from server.model.sampling.masks import MaskMemory, RowMasks
 from server.model.sampling.results import HostLogprobs
 from server.model.sampling.row_sampling import RowSampling
-from server.model.sampling.sampler import Sampler
+from server.model.sampling.sampler import Draws, Sampler
 from server.model.sampling.sampling import apply_history, apply_masks
 from server.model.sampling.to_draw import ToDraw
 from server.model.steps.rows import Rows
@@ -57,11 +57,18 @@ def starts(suppressed_until: int) -> list[RowStart]:
     ]
 
 
+def cuda_draws(rows: Rows, parameters: RowSampling) -> CudaDraws:
+    return CudaDraws(rows, parameters, len(EACH))
+
+
 class Bench:
     """The same rows, drawn for by either."""
 
     def __init__(
-        self, make: type[CudaDraws | TorchDraws], logits: torch.Tensor, suppressed_until: int
+        self,
+        make: Callable[[Rows, RowSampling], Draws],
+        logits: torch.Tensor,
+        suppressed_until: int,
     ) -> None:
         device, vocab = logits.device, logits.shape[1]
         self.rows = Rows(len(EACH), 64, 16, device)
@@ -147,7 +154,7 @@ def test_draws_are_those_of_plain_torch(
     logits = logits_of(device, dtype, missing)
     allowed = allowed_ids(logits.shape[1])
     masks = uploaded(allowed, logits.shape[1], device)
-    ours, plain = (Bench(make, logits, suppressed_until) for make in (CudaDraws, TorchDraws))
+    ours, plain = (Bench(make, logits, suppressed_until) for make in (cuda_draws, TorchDraws))
     (found, logprobs), (expected, _) = ours.draw(masks), plain.draw(masks)
     scores = bent_scores(plain, masks)
     for i, params in enumerate(EACH):
@@ -166,7 +173,7 @@ def test_rows_without_a_mask_draw_as_if_nobody_had_one(
     device: torch.device, dtype: torch.dtype
 ) -> None:
     logits = logits_of(device, dtype, 5)
-    bench = Bench(CudaDraws, logits, 0)
+    bench = Bench(cuda_draws, logits, 0)
     free, _ = bench.draw(None)
     masked, _ = bench.draw(uploaded(allowed_ids(logits.shape[1]), logits.shape[1], device))
     same = [a == b for a, b in zip(free, masked, strict=True)]

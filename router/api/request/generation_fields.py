@@ -36,7 +36,8 @@ class AdapterFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationFields(AdapterFields, frozen=True, kw_only=True):
-    """Each may be null. priority: how far behind the key's own the request stands."""
+    """Each may be null. priority: how far behind the key's own the request stands. drafts: false =
+    the answer has none, which is never another answer."""
 
     top_p: Probability | None = None
     top_k: TopK | None = None
@@ -52,6 +53,7 @@ class GenerationFields(AdapterFields, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
+    drafts: bool | None = None
 
 
 def adapter_named(
@@ -101,6 +103,7 @@ def with_fields(call: GenerationCall, fields: GenerationFields) -> GenerationCal
         skip_special_tokens=fields.skip_special_tokens is not False,
         cache_salt=salt_of(fields.cache_salt),
         priority=fields.priority or 0,
+        drafts=fields.drafts is not False,
     )
 
 

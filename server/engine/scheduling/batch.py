@@ -1,6 +1,7 @@
 """A step that is being planned, and then in flight: its plan and its sequences. Pure."""
 
 import math
+from collections import abc
 
 from server.constraints.constraint import Constraint
 from server.engine.executor import ExecutorLimits
@@ -16,14 +17,14 @@ class Batch:
     def __init__(
         self, step: int, limits: ExecutorLimits, freed_rows: list[int], num_running: int
     ) -> None:
-        """num_running: sequences for which the step keeps a token each before any guess."""
+        """num_running: sequences for which the step keeps a token each before any draft, those that
+        may be admitted included."""
         self.plan = StepPlan(step, [], [], [], freed_rows)
         self.sequences: list[Sequence] = []
         self.budget = limits.max_step_tokens
         self._page_size = limits.page_size
-        self._max_guesses = limits.max_guesses
         self._short_context = limits.short_context
-        self._guesses_left = self.budget - num_running if limits.max_guesses else 0
+        self.drafts_left = max(0, min(self.budget, limits.max_decodes) - num_running)
         self._background = self.budget
         self._may_give_way = False
         self.gave_way = False
@@ -75,9 +76,9 @@ class Batch:
         sequences = [self.sequences[i] for i in slices]
         return [s.constraint if s.state is State.RUNNING else None for s in sequences]
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, draft: abc.Sequence[int] = ()) -> None:
         """Compute as many of the tokens that the sequence wants as the budget and its pages
-        allow."""
+        allow. draft: of a decode slice, as long as `room_for_draft` at most."""
         start = sequence.num_computed
         num_new = min(self.budget, sequence.num_wanted, sequence.room(self._page_size))
         if sequence.is_background and num_new > 1:
@@ -88,15 +89,15 @@ class Batch:
         sample = end == sequence.num_tokens and end < sequence.limit
         # A token that was sampled on this row is on the device, and may not be known here yet.
         is_decode = start >= sequence.row_tokens
-        if self._guesses_left > 0 and is_decode:
-            num_new += self._take_guesses(sequence)
+        num_new += len(draft)
+        self.drafts_left -= len(draft)
         self.plan.slices.append(
             SeqSlice(
                 kind="decode" if is_decode else "prompt",
                 seq_row=sequence.seq_row,
                 start=start,
                 num_new=num_new,
-                token_ids=[] if is_decode else sequence.tokens[start:end],
+                token_ids=list(draft) if is_decode else sequence.tokens[start:end],
                 adapter_slot=sequence.slot_at(start),
                 sample=sample,
                 prompt_logprobs=start < sequence.prompt_len - 1 and sequence.needs_prompt_logprobs,
@@ -118,16 +119,14 @@ class Batch:
         if self._may_give_way and not is_background:
             self._background, self.gave_way = 0, True
 
-    def _take_guesses(self, sequence: Sequence) -> int:
-        """Guesses for a decode slice. They fit in the pages that the sequence has, and cannot go
-        beyond its last token, nor make it long. A mask holds for one token, so a constrained
-        sequence has none."""
-        if sequence.constraint is not None:
+    def room_for_draft(self, sequence: Sequence) -> int:
+        """Tokens of a draft for a decode slice. They fit in the pages that the sequence has, and
+        cannot go beyond its last token, nor make it long. A mask holds for one token, so a
+        constrained sequence has none."""
+        is_decode = sequence.num_computed >= sequence.row_tokens
+        if not (self.drafts_left and is_decode) or sequence.constraint is not None:
             return 0
         room = sequence.room(self._page_size) - 1
         if self._short_context is not None and not sequence.is_long:
             room = min(room, self._short_context - sequence.num_computed - 1)
-        guesses = min(self._max_guesses, self._guesses_left, room, sequence.remaining - 1)
-        guesses = max(0, guesses)
-        self._guesses_left -= guesses
-        return guesses
+        return max(0, min(self.drafts_left, room, sequence.remaining - 1))

@@ -16,6 +16,7 @@ from server.engine.messages import EngineStats, SequenceEvent, SlabStaged
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.engine.scheduling.batch import Batch
 from server.engine.scheduling.deadlines import Deadlines
+from server.engine.scheduling.drafting import Drafting
 from server.engine.scheduling.events import (
     bad_draw,
     drawn_events,
@@ -44,6 +45,7 @@ class Scheduler:
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
         self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
         self.grammars = GrammarWaits()
+        self.drafting = Drafting(config.max_draft, config.draft_bytes)
         self._eos = frozenset(limits.eos_token_ids)
         # Every running sequence can have a token in every step.
         self.rows = SequenceRows(min(limits.max_rows, limits.max_step_tokens))
@@ -53,9 +55,7 @@ class Scheduler:
         self._in_flight: deque[Batch] = deque()
         self._deadlines = Deadlines()
         self._events: list[SequenceEvent] = []
-        self._arrivals = self._step = 0
-        self._now = 0.0
-        self._gave_way = False
+        self._arrivals, self._step, self._now, self._gave_way = 0, 0, 0.0, False
         self._preemptions = self._prefix_hit_tokens = self._prompt_tokens = 0
 
     def submit(self, key: int, request: GenerateRequest, now: float) -> None:
@@ -64,9 +64,8 @@ class Scheduler:
         self._arrivals += 1
         precedence = Precedence(request.priority, self._arrivals)
         refusal = refuse(request, self.limits)
-        limit = token_limit(request, self.limits)
         deadline = None if request.deadline_s is None else now + request.deadline_s
-        sequence = Sequence(key, request, precedence, limit, deadline)
+        sequence = Sequence(key, request, precedence, token_limit(request, self.limits), deadline)
         if key in self._sequences:
             self._events.append(error_event(sequence, "invalid_request", f"key {key} is in use"))
             return
@@ -171,6 +170,8 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             evictions=dict(self.arena.evictions),
             adapter_bytes=self.arena.used_bytes,
+            draft_tokens=self.drafting.drafted,
+            accepted_draft_tokens=self.drafting.accepted,
         )
 
     def plan(self, now: float) -> StepPlan | None:
@@ -180,16 +181,17 @@ class Scheduler:
         self._make_room(now)
         self.pages.begin_plan()
         running = list(self._running)
-        batch = Batch(self._step + 1, self.limits, self.rows.freed, len(running))
-        share, gave_way = self.config.background_share, self._gave_way
-        batch.share_with_live(share, gave_way, running, self._waiting)
+        soon = len(running) + min(len(self._waiting), len(self.rows.free))
+        batch = Batch(self._step + 1, self.limits, self.rows.freed, soon)
+        batch.share_with_live(self.config.background_share, self._gave_way, running, self._waiting)
+        self.drafting.begin_plan(running, bool(self._in_flight))
         longer = []
         for sequence in running:  # first the sequences that want one token
             wanted = sequence.num_wanted
             if wanted > 1:
                 longer.append(sequence)
-            elif wanted == 1 and self._grow(batch, sequence):
-                batch.add(sequence)
+            elif wanted == 1 and not sequence.awaits_result and self._grow(batch, sequence):
+                batch.add(sequence, self.drafting.draft(sequence, batch.room_for_draft(sequence)))
         for sequence in (s for s in longer if s.can_run):
             self._admit(batch, sequence.precedence.priority)  # between two chunks: nothing is cut
             if batch.has_budget(sequence) and self._grow(batch, sequence):
@@ -231,7 +233,7 @@ class Scheduler:
         if sequence.can_run and self.pages.outgrown(sequence):
             self._preempt(sequence)
         while sequence.can_run:
-            pages = self.pages.grow(sequence)
+            pages = self.pages.grow(sequence, self.drafting.most(sequence))
             if pages is not None:
                 batch.grant(sequence, pages)
                 return True
@@ -300,14 +302,13 @@ class Scheduler:
     def commit(self, step: int, results: list[SliceResult]) -> None:
         """Take the results of the oldest step in flight."""
         batch = self._in_flight.popleft()
-        if batch.plan.step != step or len(results) != len(batch.sequences):
+        plan, sequences = batch.plan, batch.sequences
+        if plan.step != step or len(results) != len(sequences):
             raise ValueError(
-                f"expected {len(batch.sequences)} results of step {batch.plan.step}, "
-                f"got {len(results)} of step {step}"
+                f"expected {len(sequences)} results of step {plan.step}, "
+                f"got {len(results)} of {step}"
             )
-        for piece, sequence, result in zip(
-            batch.plan.slices, batch.sequences, results, strict=True
-        ):
+        for piece, sequence, result in zip(plan.slices, sequences, results, strict=True):
             sequence.in_flight -= 1
             sequence.pending -= piece.sample
             if sequence.state is State.RUNNING:
@@ -333,9 +334,10 @@ class Scheduler:
             self._fail(sequence, "internal", problem)
             return
         self._events += drawn_events(sequence, result.token_ids, result.logprobs, self._eos)
-        if piece.kind == "decode" and piece.num_new > 1:  # some guesses may be wrong
+        if piece.draft:  # some of it may be wrong
             end = max(piece.start + 1, len(sequence.tokens) - 1)
             sequence.rewind(end)
+        self.drafting.note(sequence, piece, len(result.token_ids))
         self.pages.publish(sequence, end)
         if self._events[-1].event.finish is not None:
             self._end(sequence)
@@ -350,6 +352,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.key]
+        self.drafting.end(sequence)
         self._deadlines.discard(sequence.key)
         if sequence.state is State.NEEDS_ADAPTER:
             self.loads.unpark(sequence)

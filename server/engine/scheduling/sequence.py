@@ -9,6 +9,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from server.constraints.constraint import Constraint
+from server.engine.drafts.gain import Acceptance
+from server.engine.drafts.source import Drafts
 from server.engine.memory.pages import (
     GroupPages,
     PageHash,
@@ -50,13 +52,16 @@ class Sequence:
     """tokens: all known tokens, prompt first. limit: tokens that prompt and output can have.
 
     num_computed: tokens whose KV is computed, or being computed by steps in flight. It counts
-    guesses in flight, so no further step is planned before their result is known.
+    drafts in flight, so no further step is planned before their result is known.
     in_flight: launched steps, not yet collected, that contain this sequence.
     pending: slices in flight that draw; each gives at least one token.
     pages: of each group of layers.
     leaving: the sequence is preempted as soon as no step in flight uses what it holds.
     is_long: whether its keys and values are those of more tokens than
     `ExecutorLimits.short_context`.
+    drafts: where its drafts come from, None = it has none. holds: no step contains it before the
+    result of the last one is known, since a draft will follow. expected: tokens of its latest draft
+    that are right by its chances. acceptance: how much of that came true.
     constraint: which tokens it may draw, None = all. The constraint has taken every known token of
     the output.
     """
@@ -74,6 +79,10 @@ class Sequence:
     leaving: bool = False
     is_long: bool = False
     constraint: Constraint | None = None
+    drafts: Drafts | None = None
+    holds: bool = False
+    expected: float = 0.0
+    acceptance: Acceptance = field(default_factory=Acceptance)
     seq_row: int = -1
     row_tokens: int = 0  # tokens known when the row was taken; later tokens were sampled on it
     adapter_slot: int = -1
@@ -112,6 +121,11 @@ class Sequence:
         """Whether a step may compute some of its tokens."""
         return self.state is State.RUNNING and not self.leaving
 
+    @property
+    def awaits_result(self) -> bool:
+        """Of its last step, before it has another one."""
+        return self.holds and self.in_flight > 0
+
     def accept(self, token_ids: Iterable[int]) -> None:
         """The output goes on with these tokens."""
         self.tokens += token_ids
@@ -141,7 +155,7 @@ class Sequence:
 
     @property
     def num_wanted(self) -> int:
-        """Tokens to compute now; at most 0 while guesses are in flight."""
+        """Tokens to compute now; at most 0 while a draft is in flight."""
         return min(len(self.tokens) + self.pending, self.last_input) - self.num_computed
 
     @property

@@ -34,8 +34,8 @@ class DecodeBatch:
     @classmethod
     def of(cls, plan: StepPlan, groups: int = 1) -> "DecodeBatch | None":
         """None for a step with a slice of several tokens. A prompt slice of one token is taken as
-        a decode slice is, unless more than a token is wanted of it. Decode slices have no
-        guesses."""
+        a decode slice is, unless more than a token is wanted of it. No slice has a
+        draft."""
         slices = plan.slices
         if not slices or not all(s.kind == "decode" or _is_like_decode(s) for s in slices):
             return None

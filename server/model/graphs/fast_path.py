@@ -87,19 +87,19 @@ class _Start:
     @classmethod
     def of(cls, parts: Parts, graph_batches: Sequence[int] | None) -> "_Start":
         limits, rows = parts.limits, parts.rows
-        most_decodes = min(limits.max_rows, limits.max_step_tokens)
+        most_decodes = min(limits.most_decodes, limits.max_step_tokens)
         sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
         prompt_sizes = _prompt_sizes(limits, parts.weights.layers)
         backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
         inside = prompts_in_graphs(parts.model, backend, fp8_cache=parts.cache.is_fp8)
         captured = prompt_sizes if inside else ()
-        most = max(limits.max_rows + MOST_PADDING, sizes[-1])
+        most = max(limits.most_decodes + MOST_PADDING, sizes[-1])
         room = (most, max((most, *captured)))
         attention = PagedAttention(parts.model, parts.cache, backend, *room)
         reach = (limits.max_context, max(limits.max_step_tokens, sizes[-1], *prompt_sizes))
         ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach, _summed(parts))
-        draws = CudaDraws(rows, parts.parameters)
-        outside = row_sizes(limits.max_rows, limits.max_step_tokens)
+        draws = CudaDraws(rows, parts.parameters, limits.most_decodes)
+        outside = row_sizes(limits.most_decodes, limits.max_step_tokens)
         return cls(parts, sizes, prompt_sizes, outside, backend, ops, draws)
 
     @property
@@ -162,7 +162,7 @@ class _Start:
         """Of steps that no graph has: those of all tokens, and of rows that want logits."""
         weights, sizes = self.parts.weights, self.row_sizes
         self.ops.products.load(sizes, [linear for linear, *_ in _by_shape(weights.layers)])
-        most_logits = max(self.parts.limits.max_rows, LOGITS_ROWS)
+        most_logits = max(self.parts.limits.most_decodes, LOGITS_ROWS)
         self.ops.products.load(sizes_up_to(sizes, most_logits), [weights.lm_head])
 
     def measure_products(self) -> None:
@@ -196,7 +196,7 @@ class _Start:
             page_table, most = parts.rows.page_table, self.prompt_sizes[-1]
             room = PromptRoom(most, MAX_PROMPTS * page_table.shape[-1])
             prompts = PromptAttention(parts.model, parts.cache, self.backend, room)
-            most_decodes = min(most, parts.limits.max_rows)
+            most_decodes = min(most, parts.limits.most_decodes)
             inside = GraphAttention(self.ops, prompts, page_table, most, most_decodes)
         return TokenGraphs(decoder, self.ops, self.prompt_sizes, inside)
 

@@ -42,7 +42,7 @@ def run_steps(
 def warm_decodes(kv_heads: int, limits: ExecutorLimits) -> list[int]:
     """Decodes of steps with a prompt: such steps are padded with decodes, and may have more of them
     than any graph."""
-    most = min(limits.max_rows + MOST_PADDING, limits.max_step_tokens - 2)
+    most = min(limits.most_decodes + MOST_PADDING, limits.max_step_tokens - 2)
     return rows_of_each_shape(kv_heads, most)
 
 

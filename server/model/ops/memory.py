@@ -205,6 +205,7 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
         page_size=engine.page_size,
         max_rows=engine.max_running,
         max_step_tokens=engine.max_step_tokens,
+        max_decodes=engine.max_decodes,
         max_context=max_context,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,

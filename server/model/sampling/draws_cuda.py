@@ -19,9 +19,10 @@ from server.model.steps.rows import Rows
 class CudaDraws:
     """Implements `server.model.sampling.sampler.Draws`."""
 
-    def __init__(self, rows: Rows, parameters: RowSampling) -> None:
+    def __init__(self, rows: Rows, parameters: RowSampling, most: int) -> None:
+        """most: draws of a step."""
         self._rows, self._parameters = rows, parameters
-        self._scratch = GreedyScratch(len(rows.tokens), rows.device)
+        self._scratch = GreedyScratch(most, rows.device)
         self._others = TorchDraws(rows, parameters)
 
     def warm(self, vocab_size: int, dtype: torch.dtype) -> None:

@@ -1,13 +1,15 @@
 """What a launched step leaves to be collected: tensors on their way to the host."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from server.engine.plan import SliceResult
+from server.engine.plan import SeqSlice, SliceResult
 from server.model.sampling.sampling import Logprobs
 from server.model.sampling.to_draw import ToDraw
+from server.model.steps.drafts import joined
 from server.protocol import TokenLogprob
 
 
@@ -67,6 +69,8 @@ class StepTicket:
 
     samples: place of each sampled row. token_ids: int `[samples]`, -1 = none could be chosen.
     done: the device's event, None where launching computed. held: None once all has been drawn.
+    with_drafts: the plan's slices, where some have drafts: then `order` is of what `spread` makes
+    of them.
     """
 
     order: list[int]
@@ -77,6 +81,7 @@ class StepTicket:
     done: torch.cuda.Event | None
     held: Held | None = None
     vectors: tuple[HostVectors, ...] = ()
+    with_drafts: Sequence[SeqSlice] = ()
 
     def ready(self) -> bool:
         return self.held is None and (self.done is None or self.done.query())
@@ -110,7 +115,7 @@ class StepTicket:
             results[index] = SliceResult(
                 token_ids, chosen, prompts.get(place), place in failed, vectors.get(place)
             )
-        return results
+        return joined(self.with_drafts, results) if self.with_drafts else results
 
 
 def _by_place(found: HostLogprobs, tokens: dict[int, int]) -> dict[int, TokenLogprob]:

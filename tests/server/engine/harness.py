@@ -20,6 +20,7 @@ from server.engine.plan import SliceResult, StepPlan
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.protocol import GenerateRequest, SamplingParams, TokenEvent
+from tests.server.engine.oracle import OracleSource
 
 LIMITS = ExecutorLimits(
     num_pages=24,
@@ -60,6 +61,7 @@ def make_request(
         accepted_ids=[],
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
         seed=7,
+        drafts="",
     )
     return msgspec.structs.replace(request, **changes)
 
@@ -108,12 +110,17 @@ class Harness:
         config: SchedulerConfig | None = None,
         options: CertifyOptions | None = None,
         auto_stage: bool = True,
+        right_percent: int | None = None,
     ) -> None:
+        """right_percent: of drafts' tokens; None = drafts are those of a scheduler."""
         self.limits = limits
         self.depth = depth
         self.auto_stage = auto_stage
         self.executor = TestExecutor(limits, options)
         self.scheduler = Scheduler(limits, config or SchedulerConfig())
+        if right_percent is not None:
+            oracle = OracleSource(self.executor.options, right_percent)
+            self.scheduler.drafting.source = oracle
         self.tickets: deque[FakeTicket] = deque()
         self.events: dict[int, list[TokenEvent]] = {}
         self.needed: list[str] = []

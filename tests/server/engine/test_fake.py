@@ -79,7 +79,7 @@ def test_end_of_sequence_comes_only_when_configured() -> None:
         (lambda p: with_slice(p, start=4), "gap or an overlap"),
         (lambda p: with_slice(p, num_new=2), "not there"),
         (lambda p: with_slice(p, num_new=0), "empty slice"),
-        (lambda p: with_slice(p, token_ids=[1]), "other tokens"),
+        (lambda p: with_slice(p, token_ids=[1]), "not there"),
         (lambda p: with_slice(p, adapter_slot=0), "not loaded"),
         (lambda p: with_slice(p, num_new=13), "budget"),
     ],

@@ -136,7 +136,8 @@ class Driver:
 class Stream:
     """One sequence on a row of a driver: prompt in chunks, then decodes.
 
-    allowed: tokens so far -> the ids that may come next; None = any.
+    allowed: tokens so far -> the ids that may come next; None = any. draft: tokens so far -> the
+    draft of the next decode.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class Stream:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.failed = False
         self.allowed: Allowed | None = None
+        self.draft: Callable[[list[int]], list[int]] = lambda tokens: []
         self._seed, self._suppressed_until = seed, suppressed_until
         self._started = False
 
@@ -199,8 +201,9 @@ class Stream:
 
     def grant(self, count: int) -> list[PageGrant]:
         grants = []
+        end = self.computed + count + len(self._draft())
         for number, group in enumerate(self.pages):
-            needed = -(-(self.computed + count) // self.driver.config.page_size) - group.end
+            needed = -(-end // self.driver.config.page_size) - group.end
             if needed > 0:
                 pages = [self.driver.free_pages.pop() for _ in range(needed)]
                 grants.append(PageGrant(self.row, group.end, pages, number))
@@ -222,13 +225,14 @@ class Stream:
         inputs = self.tokens[self.computed : self.computed + count]
         prefill = self.computed < self.prompt_len
         known = inline or count > 1 or prefill
+        draft = [] if known else self._draft()
         wish = self.wish if self.wish and (last or self.wish.pooling == "mean") else None
         return SeqSlice(
             kind="prompt" if known else "decode",
             seq_row=self.row,
             start=self.computed,
-            num_new=count,
-            token_ids=inputs if known else [],
+            num_new=count + len(draft),
+            token_ids=inputs if known else draft,
             adapter_slot=self.slot,
             sample=last and self.wish is None,
             prompt_logprobs=self.sampling.prompt_logprobs is not None and prefill,
@@ -236,8 +240,11 @@ class Stream:
             vector=wish,
         )
 
+    def _draft(self) -> list[int]:
+        return [] if self.computed < self.prompt_len else self.draft(self.tokens)
+
     def take(self, count: int, result: SliceResult) -> None:
-        self.computed += count
+        self.computed += count + max(0, len(result.token_ids) - 1)
         self.leave_behind()
         self.failed |= result.failed
         self.tokens += result.token_ids

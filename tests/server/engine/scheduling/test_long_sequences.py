@@ -6,6 +6,7 @@ The certifying executor refuses to read keys and values of the other kind.
 import pytest
 
 from server.engine.certificates import certified_output
+from server.engine.scheduling.scheduler_config import SchedulerConfig
 from tests.server.engine.harness import Harness, limits, make_request
 
 SHORT = 10
@@ -16,10 +17,12 @@ def prompt(length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("guesses", [0, 3])
+@pytest.mark.parametrize("max_draft", [0, 3])
 @pytest.mark.parametrize("length", [1, SHORT - 1, SHORT, SHORT + 1])
-def test_an_answer_goes_on_where_it_becomes_long(length: int, guesses: int, depth: int) -> None:
-    harness = Harness(limits(short_context=SHORT, max_guesses=guesses), depth)
+def test_an_answer_goes_on_where_it_becomes_long(length: int, max_draft: int, depth: int) -> None:
+    engine = limits(short_context=SHORT, max_decodes=12 if max_draft else 0)
+    config = SchedulerConfig(max_draft=max_draft)
+    harness = Harness(engine, depth, config, right_percent=80)
     key = harness.submit(make_request(prompt(length), 15, adapter="a"))
     other = harness.submit(make_request([6], 4))
     harness.run()

@@ -68,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "adapter_slots": st.integers(1, 3),
                 "max_rows": st.integers(1, 4),
                 "max_step_tokens": st.integers(2, 20),
-                "max_guesses": st.sampled_from([0, 0, 3]),
+                "max_decodes": st.sampled_from([0, 0, 12]),
                 "short_context": st.sampled_from([None, None, 1, 9, 24]),
                 "page_windows": st.sampled_from(
                     [(None,), (None,), (None, 5), (None, 9, 9), (6,), (3, 12)]
@@ -95,8 +95,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             copy_polls=copy_polls,
             ending_polls=ending_polls,
         )
-        config = SchedulerConfig(max_waiting=12, max_loading=2, drain_after_s=0.05)
-        self.harness = Harness(engine, depth, config, self.options, auto_stage=False)
+        config = SchedulerConfig(max_waiting=12, max_loading=2, drain_after_s=0.05, max_draft=3)
+        self.harness = Harness(
+            engine, depth, config, self.options, auto_stage=False, right_percent=50
+        )
         self.harness.runs = dict(RUNS)
 
     @rule(wish=WISHES)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -13,6 +14,7 @@ from server.constraints.rules import TokenRules
 from server.engine.certificates import CertifyOptions, certified_output
 from server.engine.plan import SeqSlice, SliceResult
 from server.engine.scheduling.events import drawn_events
+from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.engine.scheduling.sequence import Precedence, Sequence
 from server.protocol import SamplingParams, TokenEvent, TokenLogprob
 from tests.server.engine.harness import Harness, limits, make_request
@@ -50,7 +52,7 @@ def content(harness: Harness, key: int) -> dict[str, Any]:
 
 
 class SeveralTokensMachine(RuleBasedStateMachine):
-    """The same requests for an executor that guesses, and for one that does not."""
+    """The same requests with drafts and without."""
 
     @initialize(
         depth=st.sampled_from([1, 2]),
@@ -58,7 +60,8 @@ class SeveralTokensMachine(RuleBasedStateMachine):
         rows=st.integers(1, 4),
         budget=st.integers(4, 20),
         eos_percent=st.sampled_from([0, 5, 30]),
-        max_guesses=st.integers(1, 6),
+        max_draft=st.integers(1, 6),
+        max_decodes=st.sampled_from([4, 8, 20]),
         right_percent=st.sampled_from([0, 30, 80, 100]),
     )
     def begin(
@@ -68,19 +71,23 @@ class SeveralTokensMachine(RuleBasedStateMachine):
         rows: int,
         budget: int,
         eos_percent: int,
-        max_guesses: int,
+        max_draft: int,
+        max_decodes: int,
         right_percent: int,
     ) -> None:
         plain = limits(num_pages=num_pages, max_rows=rows, max_step_tokens=budget)
-        guessing = limits(
-            num_pages=num_pages, max_rows=rows, max_step_tokens=budget, max_guesses=max_guesses
-        )
-        options = CertifyOptions(
-            plain.vocab_size, plain.eos_token_ids, eos_percent, right_percent=right_percent
-        )
+        drafting = msgspec.structs.replace(plain, max_decodes=max(rows, max_decodes))
+        options = CertifyOptions(plain.vocab_size, plain.eos_token_ids, eos_percent)
         self.options = options
         self.keeps_pages = num_pages == 400
-        self.one, self.many = (Harness(x, depth, options=options) for x in (plain, guessing))
+        self.one = Harness(plain, depth, options=options)
+        self.many = Harness(
+            drafting,
+            depth,
+            SchedulerConfig(max_draft=max_draft),
+            options,
+            right_percent=right_percent,
+        )
         self.keys: list[int] = []
         self.aborted: set[int] = set()
 
@@ -142,18 +149,18 @@ SeveralTokensMachine.TestCase.settings = settings(max_examples=60, stateful_step
 TestSeveralTokens = SeveralTokensMachine.TestCase
 
 
-def guessing(right_percent: int = 100, depth: int = 1, **changes: Any) -> Harness:
-    engine = limits(max_guesses=3, **changes)
-    options = CertifyOptions(engine.vocab_size, engine.eos_token_ids, right_percent=right_percent)
-    return Harness(engine, depth, options=options)
+def drafting(right_percent: int = 100, depth: int = 1, **changes: Any) -> Harness:
+    engine = limits(max_decodes=12, **changes)
+    config = SchedulerConfig(max_draft=3)
+    return Harness(engine, depth, config, right_percent=right_percent)
 
 
 def slices(harness: Harness) -> list[tuple[str, int]]:
     return [(s.kind, s.num_new) for plan in harness.plans for s in plan.slices]
 
 
-def test_right_guesses_save_steps_and_end_where_a_page_ends() -> None:
-    harness = guessing(depth=2)
+def test_right_drafts_save_steps() -> None:
+    harness = drafting(depth=2)
     key = harness.submit(make_request([5, 6, 7], 12))
     harness.run()
     # Pages of 4 tokens: a slice computes up to the end of the last page that the sequence has.
@@ -162,8 +169,8 @@ def test_right_guesses_save_steps_and_end_where_a_page_ends() -> None:
     assert [len(e.token_ids) for e in harness.events[key]] == [1, 1, 4, 4, 2]
 
 
-def test_wrong_guesses_cost_nothing_but_their_tokens() -> None:
-    harness = guessing(right_percent=0)
+def test_wrong_drafts_cost_nothing_but_their_tokens() -> None:
+    harness = drafting(right_percent=0)
     key = harness.submit(make_request([5, 6, 7, 8], 9))
     harness.run()
     assert harness.tokens(key) == certified_output(None, [5, 6, 7, 8], 9, harness.executor.options)
@@ -171,8 +178,8 @@ def test_wrong_guesses_cost_nothing_but_their_tokens() -> None:
     assert max(num_new for _, num_new in slices(harness)) == 4
 
 
-def test_guesses_leave_a_token_of_the_budget_to_every_running_sequence() -> None:
-    harness = guessing(max_step_tokens=6)
+def test_drafts_leave_a_token_of_the_budget_to_every_running_sequence() -> None:
+    harness = drafting(max_step_tokens=6)
     keys = [harness.submit(make_request([5, 6 + i], 10)) for i in range(3)]
     for _ in range(2):
         harness.cycle()
@@ -195,8 +202,8 @@ def test_a_prompt_slice_of_one_token_is_no_decode_slice() -> None:
     ]
 
 
-def test_a_constrained_sequence_is_not_guessed() -> None:
-    harness = guessing()
+def test_a_constrained_sequence_has_no_draft() -> None:
+    harness = drafting()
     key = harness.submit(make_request([5, 6, 7, 8], 8, bad_words=((50,),)))
     harness.run()
     assert len(harness.tokens(key)) == 8
@@ -204,7 +211,7 @@ def test_a_constrained_sequence_is_not_guessed() -> None:
 
 
 def test_tokens_behind_a_stop_are_dropped_with_their_logprobs() -> None:
-    harness = guessing()
+    harness = drafting()
     output = certified_output(None, [5, 6, 7, 8], 12, harness.executor.options)
     request = make_request([5, 6, 7, 8], 12, stop_token_ids=(output[2],), logprobs=0)
     key = harness.submit(request)
@@ -224,7 +231,7 @@ def test_tokens_behind_a_stop_are_dropped_with_their_logprobs() -> None:
 def test_a_bad_result_of_several_tokens_ends_its_sequence(
     token_ids: tuple[int, ...], word: str
 ) -> None:
-    harness = guessing()
+    harness = drafting()
     key = harness.submit(make_request([5, 6, 7, 8], 20))
     harness.cycle()
     harness.executor.results[0] = SliceResult(token_ids)

@@ -1,0 +1,114 @@
+"""Drafts of known answers: what would have been accepted, without a model."""
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from server.engine.drafts.draft import Draft, DraftOwner
+from server.engine.drafts.gain import Acceptance, worth
+from server.engine.drafts.source import Drafts, DraftSource
+
+_TENANT = "bench"
+_STEPS = 400  # of a simulated batch
+
+
+class TaskTokens(NamedTuple):
+    """kind: of task. adapter: whose answers may help each other."""
+
+    kind: str
+    adapter: str
+    prompt: list[int]
+    answer: list[int]
+
+
+class StepCurve(NamedTuple):
+    """Milliseconds of a step by its tokens, which rise."""
+
+    tokens: list[int]
+    milliseconds: list[float]
+
+    def ms(self, tokens: int) -> float:
+        """Between two points by the distance to them."""
+        return float(np.interp(tokens, self.tokens, self.milliseconds))
+
+    def price(self, tokens: int) -> float:
+        """As `TokenPrice.of`, if the step had up to twice as many."""
+        return self.ms(2 * tokens) / self.ms(tokens) - 1
+
+
+class DraftStep(NamedTuple):
+    """drafted, accepted: tokens. host_us: to propose, and to take in what came."""
+
+    drafted: int
+    accepted: int
+    host_us: float
+
+
+class _Row:
+    """A sequence whose answer is known."""
+
+    def __init__(self, source: DraftSource, task: TaskTokens) -> None:
+        owner = DraftOwner(task.adapter, _TENANT)
+        self.drafts: Drafts = source.open(owner, task.prompt)
+        self.acceptance = Acceptance()
+        self._left = task.answer
+
+    @property
+    def is_over(self) -> bool:
+        return not self._left
+
+    def right(self, draft: Draft) -> int:
+        """How many tokens of the draft the answer has. The step draws the one after them."""
+        pairs = zip(draft.token_ids, self._left[:-1], strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def take(self, count: int) -> list[int]:
+        came, self._left = self._left[:count], self._left[count:]
+        return came
+
+
+def replay(
+    tasks: Iterable[TaskTokens], width: int, max_bytes: int, *, others: bool
+) -> Iterator[DraftStep]:
+    """Each task after those before it. others: whether their answers help."""
+    source = DraftSource(max_bytes)
+    for task in tasks:
+        row = _Row(source, task)
+        while not row.is_over:
+            start = time.perf_counter()
+            draft = row.drafts.propose(width)
+            proposed = time.perf_counter()
+            accepted = row.right(draft)
+            came = row.take(accepted + 1)
+            taken = time.perf_counter()
+            row.drafts.extend(came)
+            spent = proposed - start + time.perf_counter() - taken
+            yield DraftStep(len(draft.token_ids), accepted, spent * 1e6)
+        row.drafts.close(keep=others)
+
+
+def tokens_per_second(tasks: Sequence[TaskTokens], rows: int, curve: StepCurve, most: int) -> float:
+    """Of so many rows that step together, with drafts of up to `most` tokens as far as they pay.
+    They get no help from other answers, so that a task may come again."""
+    source, price = DraftSource(0), curve.price(rows)
+    queue = itertools.cycle(tasks)
+    running = [_Row(source, next(queue)) for _ in range(rows)]
+    tokens, spent_ms = 0, 0.0
+    for _ in range(_STEPS):
+        checked = 0
+        for index, row in enumerate(running):
+            draft = row.drafts.propose(most)
+            count, expected = worth(draft.chances, row.acceptance.ratio, price)
+            right = row.right(Draft(draft.token_ids[:count], draft.chances[:count]))
+            if count:
+                row.acceptance.saw(expected, right)
+            came = row.take(right + 1)
+            row.drafts.extend(came)
+            checked, tokens = checked + count, tokens + len(came)
+            if row.is_over:
+                running[index] = _Row(source, next(queue))
+        spent_ms += curve.ms(rows + checked)
+    return tokens / spent_ms * 1e3

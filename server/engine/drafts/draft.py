@@ -1,0 +1,81 @@
+"""What may come next: a draft, whose texts it may come from, how likely each token is. Pure."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from server.engine.drafts.places import Place
+
+LEAST_CHANCE = 0.1  # of all tokens of a draft together
+LONGEST = 16  # tokens; a longer match says nothing more
+# How often what followed a match of so many tokens follows again: docs/internals/drafts.md.
+_TRUST = [0.0, 0.4, 0.47, 0.58, 0.65, 0.7, 0.74, 0.8, 0.8, 0.8, 0.85, 0.85] + [0.9] * 4 + [0.98]
+
+
+class DraftOwner(NamedTuple):
+    """adapter: its digest, "" for the base. A draft never leaves its owner."""
+
+    adapter: str
+    tenant: str
+
+
+class Draft(NamedTuple):
+    """chances: of each token, given that those before it are right."""
+
+    token_ids: list[int]
+    chances: list[float]
+
+
+NO_DRAFT = Draft([], [])
+
+
+def common_length(tail: list[int], place: Place) -> int:
+    """How many tokens before the place equal the end of `tail`, the known text's last LONGEST."""
+    other, position = place
+    before = other[max(0, position - LONGEST) : position]
+    if before == tail:
+        return len(tail)
+    length, most = 0, min(len(tail), len(before))
+    while length < most and before[-1 - length] == tail[-1 - length]:
+        length += 1
+    return length
+
+
+def vote(continuations: list[list[int]], length: int) -> Draft:
+    """What most continuations of a match of `length` tokens say, token by token, as long as all of
+    it together has a chance of LEAST_CHANCE.
+
+    Where v of n continuations say a token, its chance is (v - 1 + trust) / n: one alone is right as
+    often as its match is long, many as often as they agree. With each token that is right the match
+    is longer.
+    """
+    token_ids: list[int] = []
+    chances: list[float] = []
+    product = 1.0
+    for token, votes, count in _votes(continuations):
+        chance = (votes - 1 + _TRUST[min(length + len(chances), LONGEST)]) / count
+        product *= chance
+        if product < LEAST_CHANCE:
+            break
+        token_ids.append(token)
+        chances.append(chance)
+    return Draft(token_ids, chances)
+
+
+def _votes(continuations: list[list[int]]) -> Iterator[tuple[int, int, int]]:
+    """(token that most say, how many, of how many); those that said another do not vote again.
+    The first decides a draw."""
+    index = 0
+    while continuations:
+        first, many = continuations[0], len(continuations)
+        if continuations.count(first) == many:
+            yield from ((token, many, many) for token in first[index:])
+            return
+        said = [tokens[index] for tokens in continuations if len(tokens) > index]
+        if not said:
+            return
+        token = max(said, key=said.count)
+        yield token, said.count(token), len(said)
+        continuations = [
+            tokens for tokens in continuations if len(tokens) > index and tokens[index] == token
+        ]
+        index += 1

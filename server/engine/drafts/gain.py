@@ -1,0 +1,40 @@
+"""How much of a draft pays. Pure."""
+
+from collections.abc import Sequence
+
+_SURE = 0.98  # no token is surer
+_LEAST = 0.05  # a token that is right more seldom is not worth the host's time
+_FADING = 0.95  # of what was expected and accepted, from draft to draft
+_PRIOR = 2.0  # tokens, expected and accepted, before the first
+
+
+class Acceptance:
+    """How many draft tokens of one sequence were right, of those that chances let expect."""
+
+    def __init__(self) -> None:
+        self._expected = self._accepted = _PRIOR
+
+    def saw(self, expected: float, accepted: int) -> None:
+        self._expected = _FADING * self._expected + expected
+        self._accepted = _FADING * self._accepted + accepted
+
+    @property
+    def ratio(self) -> float:
+        return self._accepted / self._expected
+
+
+def worth(chances: Sequence[float], ratio: float, price: float) -> tuple[int, float]:
+    """How many tokens of a draft give more than they cost, and how many of these are expected to
+    be right by their chances alone.
+
+    chances: of each token, given that those before it are right. ratio: of an `Acceptance`. price:
+    what a token costs, see `TokenPrice.of`.
+    """
+    count, reached, expected = 0, 1.0, 0.0
+    for chance in chances:
+        reached *= min(_SURE, chance)
+        if reached * ratio <= max(price, _LEAST):
+            break
+        count += 1
+        expected += reached
+    return count, expected

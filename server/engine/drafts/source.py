@@ -1,0 +1,130 @@
+"""Drafts of answers from texts of the same owner: a sequence's prompt, its answer so far, and other
+answers. Pure.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from server.engine.drafts.draft import (
+    LONGEST,
+    NO_DRAFT,
+    Draft,
+    DraftOwner,
+    common_length,
+    vote,
+)
+from server.engine.drafts.places import GrowingPlaces, Place, PromptPlaces
+
+# Tokens of a context. The first that was seen before decides.
+WINDOWS = (6, 1)
+VOTERS = 3  # places that are looked at, of the sequence and as many of other answers
+
+_Answers = tuple[GrowingPlaces, ...]  # for each window
+
+
+class DraftSource:
+    """max_bytes: of the answers that it keeps, over all owners."""
+
+    TOKEN_BYTES = len(WINDOWS) * GrowingPlaces.BYTES
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_tokens = max_bytes // self.TOKEN_BYTES
+        self._num_tokens = 0
+        self._kept: OrderedDict[DraftOwner, _Answers] = OrderedDict()  # the latest used last
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_tokens * self.TOKEN_BYTES
+
+    def open(self, owner: DraftOwner, token_ids: Sequence[int]) -> "Drafts":
+        """token_ids: the prompt, and what is known of the answer."""
+        return Drafts(self, owner, token_ids)
+
+    def drop(self, digest: str) -> None:
+        """The adapter's content is gone or another."""
+        for owner in [owner for owner in self._kept if owner.adapter == digest]:
+            while owner in self._kept:
+                self._forget_oldest(owner)
+
+    def answers(self, owner: DraftOwner) -> _Answers | None:
+        """For each window."""
+        if owner in self._kept:
+            self._kept.move_to_end(owner)
+        return self._kept.get(owner)
+
+    def keep(self, owner: DraftOwner, tokens: list[int], start: int) -> None:
+        """start: where the answer begins."""
+        if len(tokens) > self._max_tokens:
+            return
+        self._num_tokens += len(tokens)
+        while self._num_tokens > self._max_tokens:
+            self._forget_oldest(next(iter(self._kept)))
+        answers = self._kept.setdefault(owner, tuple(map(GrowingPlaces, WINDOWS)))
+        self._kept.move_to_end(owner)
+        for places in answers:
+            places.begin(tokens, start)
+
+    def _forget_oldest(self, owner: DraftOwner) -> None:
+        """The oldest answer of this owner."""
+        answers = self._kept[owner]
+        self._num_tokens -= [places.forget_oldest() for places in answers][0]
+        if not len(answers[0]):
+            del self._kept[owner]
+
+
+class Drafts:
+    """Of one sequence."""
+
+    def __init__(self, source: DraftSource, owner: DraftOwner, token_ids: Sequence[int]) -> None:
+        self._source, self._owner = source, owner
+        self._tokens = list(token_ids)
+        self._num_prompt = len(self._tokens)
+        self._prompt = [PromptPlaces(self._tokens, window) for window in WINDOWS]
+        self._answer = [GrowingPlaces(window) for window in WINDOWS]
+        for places in self._answer:
+            places.begin(self._tokens, self._num_prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """token_ids: accepted tokens of the answer."""
+        self._tokens.extend(token_ids)
+        for places in self._answer:
+            places.grow()
+
+    def propose(self, most: int) -> Draft:
+        """At most `most` tokens that may follow what is known."""
+        for index, answer in enumerate(self._answer):
+            if answer.end is not None and (places := self._places(index, answer.end)):
+                return self._draft(places, most)
+        return NO_DRAFT
+
+    def close(self, keep: bool) -> None:
+        """keep: the answer ended well, and may help others of its owner."""
+        if keep and len(self._tokens) > self._num_prompt:
+            # What stands before an answer says how it begins.
+            start = min(LONGEST, self._num_prompt)
+            self._source.keep(self._owner, self._tokens[self._num_prompt - start :], start)
+
+    def _places(self, index: int, sought: int) -> list[Place]:
+        """index: of the window."""
+        found = self._answer[index].after(sought, VOTERS)
+        if len(found) < VOTERS:
+            found += self._prompt[index].after(sought, VOTERS - len(found))
+        if (answers := self._source.answers(self._owner)) is not None:
+            found += answers[index].after(sought, VOTERS)
+        return found
+
+    def _draft(self, places: list[Place], most: int) -> Draft:
+        """From those places that follow the longest match."""
+        tail = self._tokens[-LONGEST:]
+        lengths = [common_length(tail, place) for place in places]
+        longest = max(lengths)
+        best = [
+            text[position : position + most]
+            for (text, position), length in zip(places, lengths, strict=True)
+            if length == longest
+        ]
+        return vote(best, longest) if longest else NO_DRAFT

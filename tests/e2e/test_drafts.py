@@ -1,0 +1,106 @@
+"""A server with drafts answers as one without, also when its engine is killed."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.serving import Serving, start_serving
+from tests.e2e.test_mixed_batch import bodies, generate
+
+KILLS = 3
+TIMEOUT_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("drafting")
+    options = ("--max-draft", "8", "--cache-dir", str(folder / "cache"))
+    serving = start_serving(*options, log=folder / "log")
+    yield serving
+    serving.process.terminate()
+    assert serving.process.wait(TIMEOUT_S) == 0
+
+
+def client(serving: Serving) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=serving.url, timeout=TIMEOUT_S)
+
+
+async def drafted(http: httpx.AsyncClient) -> tuple[int, int]:
+    """Tokens of drafts that were checked, and right ones."""
+    (worker,) = (await http.get("/v1/fleet")).json()["workers"]
+    return worker["draft_tokens"], worker["accepted_draft_tokens"]
+
+
+async def test_answers_as_without_drafts(serving: Serving, drafting: Serving) -> None:
+    requests = bodies() * 2  # the second of each finds the answer of the first
+    async with client(serving) as one, client(drafting) as two:
+        expected, found = await asyncio.gather(
+            *(
+                asyncio.gather(*(generate(http, body, stream=True) for body in requests))
+                for http in (one, two)
+            )
+        )
+        assert found == expected
+        checked, right = await drafted(two)
+        assert 0 < right <= checked
+        assert await drafted(one) == (0, 0)
+
+
+async def test_a_request_has_no_drafts_where_it_wants_none(drafting: Serving) -> None:
+    prompt = "Please cancel order #77 for two oak chairs, it is urgent. Thanks, Ada Lund"
+    body = {"prompt": prompt, "model": "json", "max_tokens": 60, "temperature": 0}
+    async with client(drafting) as http:
+        texts, counts = [], [await drafted(http)]
+        for drafts in (False, False, True, True):
+            answer = await http.post("/v1/completions", json={**body, "drafts": drafts})
+            assert answer.status_code == 200, answer.text
+            texts.append(answer.json()["choices"][0]["text"])
+            counts.append(await drafted(http))
+    assert len(set(texts)) == 1
+    assert counts[0] == counts[1] == counts[2]
+    assert counts[4] > counts[2]
+
+
+def engine(serving: Serving) -> psutil.Process | None:
+    for process in psutil.Process(serving.process.pid).children(recursive=True):
+        try:
+            if "server.engine.main" in process.cmdline():
+                return process
+        except psutil.NoSuchProcess:
+            continue
+    return None
+
+
+async def test_a_killed_engine_costs_no_token(drafting: Serving) -> None:
+    requests = bodies()
+    answered = 0
+    async with client(drafting) as http:
+        expected = [await generate(http, body, stream=False) for body in requests]
+        over = asyncio.Event()
+
+        async def ask(number: int) -> None:
+            nonlocal answered
+            while not over.is_set():
+                at = number % len(requests)
+                assert await generate(http, requests[at], stream=True) == expected[at]
+                answered, number = answered + 1, number + 1
+
+        async def disturb() -> None:
+            for _ in range(KILLS):
+                before = answered
+                while answered < before + 5 or (victim := engine(drafting)) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)  # polls a condition, bounded by the test's time
+                victim.send_signal(signal.SIGKILL)
+            before = answered
+            while answered < before + 8:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            over.set()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(disturb())
+            for first in range(8):
+                group.create_task(ask(first))

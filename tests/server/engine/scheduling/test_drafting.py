@@ -1,0 +1,94 @@
+"""Which sequences have drafts, and of whose answers."""
+
+from typing import Any
+
+import pytest
+
+from server.engine.drafts.draft import DraftOwner
+from server.engine.drafts.source import Drafts
+from server.engine.scheduling.scheduler_config import SchedulerConfig
+from tests.server.engine.harness import Harness, limits, make_request
+
+
+def drafting(depth: int, right_percent: int | None = 100, **changes: Any) -> Harness:
+    config = SchedulerConfig(max_draft=4)
+    return Harness(limits(max_decodes=16, **changes), depth, config, right_percent=right_percent)
+
+
+def steps_of(harness: Harness, row: int) -> list[tuple[int, int]]:
+    """Number of each step with the row, and tokens of it there."""
+    return [
+        (plan.step, piece.num_new)
+        for plan in harness.plans
+        for piece in plan.slices
+        if piece.seq_row == row and piece.kind == "decode"
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_right_drafts_give_several_tokens_a_step(depth: int) -> None:
+    harness = drafting(depth)
+    key = harness.submit(make_request([5, 6, 7], 40))
+    harness.run()
+    assert len(harness.tokens(key)) == 40
+    assert len(steps_of(harness, 0)) < 20
+    stats = harness.scheduler.stats()
+    assert 0 < stats.accepted_draft_tokens <= stats.draft_tokens
+
+
+def test_a_sequence_without_an_owner_has_no_draft() -> None:
+    harness = drafting(2)
+    harness.submit(make_request([5, 6, 7], 20, drafts=None))
+    harness.run()
+    assert harness.scheduler.stats().draft_tokens == 0
+
+
+def test_wrong_drafts_soon_end() -> None:
+    harness = drafting(1, right_percent=0, max_context=64)
+    harness.submit(make_request([5, 6], 60))
+    harness.run()
+    lengths = [num_new for _, num_new in steps_of(harness, 0)]
+    assert max(lengths[:4]) > 1
+    assert max(lengths[-20:]) == 1
+
+
+def test_others_go_on_while_a_sequence_waits_for_its_result() -> None:
+    harness = drafting(2)
+    harness.submit(make_request([5, 6, 7], 30))
+    harness.submit(make_request([8, 9], 30, drafts=None))
+    harness.run()
+    of_other = [step for step, _ in steps_of(harness, 1)]
+    assert of_other == list(range(of_other[0], of_other[0] + len(of_other)))
+    assert len(steps_of(harness, 0)) < len(of_other)
+
+
+def test_drafts_have_the_adapter_and_tenant_of_their_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = drafting(1)
+    opened: list[DraftOwner] = []
+    source = harness.scheduler.drafting.source
+
+    def note(owner: DraftOwner, token_ids: Any) -> Drafts:
+        opened.append(owner)
+        return type(source).open(source, owner, token_ids)
+
+    monkeypatch.setattr(source, "open", note)
+    for adapter, tenant in (("a", "x"), ("a", "y"), (None, "x")):
+        harness.submit(make_request([5], 4, adapter, drafts=tenant))
+    harness.run()
+    assert sorted(opened) == [("", "x"), ("a", "x"), ("a", "y")]
+
+
+@pytest.mark.parametrize(("second", "helped"), [("x", True), ("y", False)])
+def test_an_answer_helps_its_tenant_alone(second: str, helped: bool) -> None:
+    """The same answer twice; its tokens never repeat before."""
+    harness = drafting(1, right_percent=None)
+    prompt = [5, 6, 7, 8, 9, 10]
+    answers = []
+    for tenant in ("x", second):
+        key = harness.submit(make_request(prompt, 20, drafts=tenant))
+        harness.run()
+        answers.append(harness.tokens(key))
+    assert answers[0] == answers[1]
+    assert (harness.scheduler.stats().accepted_draft_tokens > 8) is helped

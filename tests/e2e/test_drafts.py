@@ -1,6 +1,7 @@
 """A server with drafts answers as one without, also when its engine is killed."""
 
 import asyncio
+import re
 import signal
 from collections.abc import Iterator
 
@@ -29,10 +30,14 @@ def client(serving: Serving) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=serving.url, timeout=TIMEOUT_S)
 
 
-async def drafted(http: httpx.AsyncClient) -> tuple[int, int]:
+async def drafted(http: httpx.AsyncClient) -> tuple[float, float]:
     """Tokens of drafts that were checked, and right ones."""
     (worker,) = (await http.get("/v1/fleet")).json()["workers"]
-    return worker["draft_tokens"], worker["accepted_draft_tokens"]
+    text = (await http.get(f"{worker['url'].replace('ws:', 'http:')}/metrics")).text
+    names = ("draft_tokens", "accepted_draft_tokens")
+    checked, right = (re.search(rf"^loraplex_worker_{n}_total (\S+)$", text, re.M) for n in names)
+    assert checked is not None and right is not None, text
+    return float(checked[1]), float(right[1])
 
 
 async def test_answers_as_without_drafts(serving: Serving, drafting: Serving) -> None:

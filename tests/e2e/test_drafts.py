@@ -36,7 +36,8 @@ async def drafted(http: httpx.AsyncClient) -> tuple[float, float]:
     text = (await http.get(f"{worker['url'].replace('ws:', 'http:')}/metrics")).text
     names = ("draft_tokens", "accepted_draft_tokens")
     checked, right = (re.search(rf"^loraplex_worker_{n}_total (\S+)$", text, re.M) for n in names)
-    assert checked is not None and right is not None, text
+    assert checked, text
+    assert right, text
     return float(checked[1]), float(right[1])
 
 

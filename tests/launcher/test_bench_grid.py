@@ -31,12 +31,22 @@ from launcher.bench.engine.grid import (
 )
 from launcher.bench.engine.made_schemas import endless_json
 from launcher.bench.engine.made_tokenizer import tokenizer_json
-from launcher.bench.engine.offline import SHIPPED, EngineSizes, Load, OfflineEngine, model_folder
+from launcher.bench.engine.offline import (
+    SHIPPED,
+    EngineSizes,
+    Load,
+    MadeForm,
+    OfflineEngine,
+    lora_layout,
+    model_folder,
+    shared_base,
+)
 from launcher.bench.engine.throughput import Engine, MeasuredRun, adapters_of, measure
 from launcher.bench.load.workload import Call, Lengths, Workload
 from launcher.families.known_models import served_families
 from server.engine.executor import Masks
 from server.engine.messages import EngineStats, SequenceEvent, StepOutput, StepWork
+from server.model.checkpoint.checkpoint import read_config
 from server.model.families.registry import read_model
 from server.model.sampling.results import StepTicket
 from server.protocol import TokenEvent
@@ -406,7 +416,7 @@ def test_known_models_by_name() -> None:
     grid = Grid(folder, "cpu", "bfloat16", (1,), (0, 1), (16,), 128, 144, 8192)
     attention = 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024)) * 16 * 2
     assert adapter_bytes(grid, 16, 1) == attention
-    of_experts = replace(grid, adapt_experts=True)
+    of_experts = replace(grid, form=MadeForm(experts=True))
     expert = 32 * 3 * (4096 + 14336) * 16 * 2
     assert adapter_bytes(of_experts, 16, 1) == pytest.approx(attention + 2 * expert)
     assert attention + 2 * expert < adapter_bytes(of_experts, 16, 2) < attention + 4 * expert
@@ -447,3 +457,15 @@ def test_experts_that_some_rows_read() -> None:
     assert matrix_parameters(model) == pytest.approx(attention + 2 * expert)
     assert matrix_parameters(model, 2) == pytest.approx(attention + 3.5 * expert)
     assert matrix_parameters(model, 256) == pytest.approx(attention + 8 * expert)
+
+
+def test_adapters_of_dora(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They run, and have a number more for each output."""
+    base = shared_base(read_config(tiny), 1)
+    plain, dora = (
+        lora_layout(base, "0" * 64, 4, "float32", MadeForm(dora=dora)) for dora in (False, True)
+    )
+    assert dora.nbytes > plain.nbytes
+    options = ("--batch", "3", "--adapters", "2", "--rank", "4", "--prompt-tokens", "9", "--dora")
+    (point,) = bench(capsys, "decode", "--config", str(tiny), *options, "--output-tokens", "24")
+    assert (point["B"], point["D"], point["r"]) == (3, 2, 4)

@@ -108,6 +108,7 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
     parser.add_argument("--rank", type=lora_ranks, metavar="N,…", default=(16,))
     parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help="[auto]")
     parser.add_argument("--adapt-experts", action="store_true", help="adapters change experts too")
+    parser.add_argument("--dora", action="store_true", help="adapters are DoRA's")
     parser.add_argument("--tp", type=whole(1), default=1, help="devices that share the model [1]")
     parser.add_argument("--prompt-tokens", type=whole(1), default=128 if is_decode else 2048)
     if is_decode:
@@ -141,6 +142,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Path, Any, Any]:
 def _grid(arguments: argparse.Namespace, output_tokens: int, step_tokens: int) -> "Grid":
     """Raises OptionError, BenchError."""
     from launcher.bench.engine.grid import Grid
+    from launcher.bench.engine.offline import MadeForm
 
     grid = Grid(
         *_model(arguments),
@@ -152,7 +154,7 @@ def _grid(arguments: argparse.Namespace, output_tokens: int, step_tokens: int) -
         step_tokens=step_tokens,
         sampling=_sampling(arguments.sampling),
         constrained=getattr(arguments, "constrained", (0,)),
-        adapt_experts=arguments.adapt_experts,
+        form=MadeForm(arguments.adapt_experts, arguments.dora),
         kv_dtype=arguments.kv_dtype,
         shards=arguments.tp,
     )

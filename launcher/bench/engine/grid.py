@@ -13,8 +13,10 @@ from adapters.manifest import ITEM_BYTES, SlabDtype
 from launcher.bench.engine.made_schemas import endless_json
 from launcher.bench.engine.offline import (
     GREEDY,
+    PLAIN,
     EngineSizes,
     Load,
+    MadeForm,
     OfflineEngine,
     adapted_modules,
     token_bytes,
@@ -44,8 +46,8 @@ _REPEATS = 10
 class Grid:
     """batches x adapters x ranks; a point with more adapters than sequences is left out.
     step_tokens: the most of a step. constrained: for each point, sequences that write JSON of a
-    schema each, all different; more than there are sequences are left out. adapt_experts: adapters
-    change experts too. shards: devices that share the model."""
+    schema each, all different; more than there are sequences are left out. form: of adapters.
+    shards: devices that share the model."""
 
     folder: Path
     device: Literal["cpu", "cuda"]
@@ -58,7 +60,7 @@ class Grid:
     step_tokens: int
     sampling: SamplingParams = GREEDY
     constrained: tuple[int, ...] = (0,)
-    adapt_experts: bool = False
+    form: MadeForm = PLAIN
     kv_dtype: KvDtype = "auto"
     shards: int = 1
 
@@ -143,12 +145,12 @@ def engine_for(grid: Grid) -> OfflineEngine:
         max_running=most,
         max_waiting=2 * most,
         step_tokens=grid.step_tokens,
-        adapt_experts=grid.adapt_experts,
+        form=grid.form,
         kv_dtype=grid.kv_dtype,
         shards=grid.shards,
     )
     config = sizes.config(grid.folder, grid.device, grid.dtype)
-    return OfflineEngine(grid.folder, config, grid.batches, adapt_experts=grid.adapt_experts)
+    return OfflineEngine(grid.folder, config, grid.batches, grid.form)
 
 
 def decode(grid: Grid) -> Iterator[StepTime]:
@@ -249,7 +251,7 @@ def adapter_bytes(grid: Grid, lora_rank: int, rows: int) -> float:
     """Of its matrices that so many of its tokens read, without what extents leave free."""
     model = grid.model
     base = base_spec(model, "0" * 64, ("base",))
-    modules = adapted_modules(base, experts=grid.adapt_experts).values()
+    modules = adapted_modules(base, experts=grid.form.experts).values()
     features = sum(
         (of.in_features + of.out_features) * _read(model.layers[layer], of.experts, rows)
         for of in modules

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -94,6 +94,17 @@ def check_device(device: str) -> None:
         require_cuda("--device cpu needs none")
 
 
+class MadeForm(NamedTuple):
+    """What made-up adapters are beside LoRA of all layers. experts: they change experts too. dora:
+    they scale the base's outputs."""
+
+    experts: bool = False
+    dora: bool = False
+
+
+PLAIN = MadeForm()
+
+
 def adapted_modules(base: BaseSpec, *, experts: bool = False) -> dict[str, ModuleShape]:
     """What made-up adapters change: in every layer the projections of all tokens, and experts where
     that is asked for."""
@@ -102,19 +113,25 @@ def adapted_modules(base: BaseSpec, *, experts: bool = False) -> dict[str, Modul
 
 
 def lora_layout(
-    base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype, *, experts: bool = False
+    base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype, form: MadeForm = PLAIN
 ) -> SlabLayout:
     """An adapter of one rank on all of `adapted_modules`."""
-    modules_of = adapted_modules(base, experts=experts)
+    modules_of = adapted_modules(base, experts=form.experts)
     names = sorted(modules_of)
-    peft = {"peft_type": "LORA", "r": lora_rank, "lora_alpha": lora_rank, "target_modules": names}
+    peft: dict[str, Any] = {
+        "peft_type": "LORA",
+        "r": lora_rank,
+        "lora_alpha": lora_rank,
+        "target_modules": names,
+    }
+    peft["use_dora"] = form.dora
     findings = Findings()
     config = parse_config(msgspec.json.encode(peft), findings)
     findings.raise_if_any()
     assert config is not None
     nowhere = TensorInfo("", "BF16", (), 0, 0)  # a layout needs ranks alone
     modules = tuple(
-        ModuleLora(layer, name, lora_rank, 1.0, nowhere, nowhere)
+        ModuleLora(layer, name, lora_rank, 1.0, nowhere, nowhere, nowhere if form.dora else None)
         for layer in range(base.num_layers)
         for name in names
         if modules_of[name].is_in(layer)
@@ -137,7 +154,7 @@ class EngineSizes:
     """An engine's capacity: `adapters` of rank `lora_rank` on the device, sequences of up to
     `tokens` tokens, prompt and output. max_running: sequences computed at once. cached: sequences
     in the KV cache at once, None = as many as the rest of a GPU holds. step_tokens: the most of a
-    step. adapt_experts: adapters change experts too. shards: devices that share the model."""
+    step. form: of adapters. shards: devices that share the model."""
 
     adapters: int
     lora_rank: int
@@ -146,7 +163,7 @@ class EngineSizes:
     max_running: int
     max_waiting: int
     step_tokens: int
-    adapt_experts: bool = False
+    form: MadeForm = PLAIN
     kv_dtype: KvDtype = "auto"
     shards: int = 1
 
@@ -164,8 +181,8 @@ class EngineSizes:
             empty = len(groups.windows) * groups.places / model.num_layers
             tokens = 2 * self.cached * context
             kv_memory = int(tokens * empty * token_bytes(model, dtype, self.kv_dtype)) + _SPARE_KV
-        base, of_experts = shared_base(whole, self.shards), self.adapt_experts
-        slab = lora_layout(base, "0" * 64, self.lora_rank, dtype, experts=of_experts)
+        base = shared_base(whole, self.shards)
+        slab = lora_layout(base, "0" * 64, self.lora_rank, dtype, self.form)
         return EngineConfig(
             model_path=str(folder),
             device=device,
@@ -182,6 +199,7 @@ class EngineSizes:
             kv_dtype=self.kv_dtype,
             adapter_slots=max(ADAPTER_SLOTS, self.adapters) if self.adapters else 0,
             shards=self.shards,
+            dora_graphs=self.form.dora,
         )
 
 
@@ -242,12 +260,11 @@ class OfflineEngine:
         folder: Path,
         config: EngineConfig,
         batches: Sequence[int] | None,
-        *,
-        adapt_experts: bool = False,
+        form: MadeForm = PLAIN,
     ) -> None:
         """batches: padded batch sizes that decode graphs are captured for; None = a server's.
-        adapt_experts: as the sizes that config was made of."""
-        self.config, self._adapt_experts = config, adapt_experts
+        form: of adapters, as of the sizes that config was made of."""
+        self.config, self._form = config, form
         model = read_config(folder)
         self.base = shared_base(model, config.shards)
         self.vocab_size = model.vocab_size
@@ -309,10 +326,8 @@ class OfflineEngine:
 
     def _staged(self, digest: str, rank: int) -> SlabStaged:
         if rank not in self._layouts:
-            experts = self._adapt_experts
-            self._layouts[rank] = lora_layout(
-                self.base, digest, rank, self.config.dtype, experts=experts
-            )
+            dtype = self.config.dtype
+            self._layouts[rank] = lora_layout(self.base, digest, rank, dtype, self._form)
         layout = msgspec.structs.replace(self._layouts[rank], digest=digest)
         places = fit(bytearray([FREE]) * sum(layout.all_runs), layout.all_runs)
         assert places is not None

@@ -31,8 +31,12 @@ class StepCurve(NamedTuple):
     milliseconds: list[float]
 
     def ms(self, tokens: int) -> float:
-        """Between two points by the distance to them."""
-        return float(np.interp(tokens, self.tokens, self.milliseconds))
+        """Between two points by the distance to them, beyond the last as between the last two."""
+        beyond = tokens - self.tokens[-1]
+        if beyond <= 0 or len(self.tokens) == 1:
+            return float(np.interp(tokens, self.tokens, self.milliseconds))
+        (first, last), (early, late) = self.tokens[-2:], self.milliseconds[-2:]
+        return late + beyond * (late - early) / (last - first)
 
     def price(self, tokens: int) -> float:
         """As `TokenPrice.of`, if the step had up to twice as many."""

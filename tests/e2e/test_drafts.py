@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from tests.e2e.serving import Serving, start_serving
-from tests.e2e.test_mixed_batch import bodies, generate
+from tests.e2e.test_mixed_batch import bodies
+from tests.e2e.under_load import TIMEOUT_S, assert_same_answers, client, under_load
 
 KILLS = 3
-TIMEOUT_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,6 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     yield serving
     serving.process.terminate()
     assert serving.process.wait(TIMEOUT_S) == 0
-
-
-def client(serving: Serving) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=serving.url, timeout=TIMEOUT_S)
 
 
 async def drafted(http: httpx.AsyncClient) -> tuple[float, float]:
@@ -42,15 +38,8 @@ async def drafted(http: httpx.AsyncClient) -> tuple[float, float]:
 
 
 async def test_answers_as_without_drafts(serving: Serving, drafting: Serving) -> None:
-    requests = bodies() * 2  # the second of each finds the answer of the first
+    await assert_same_answers(serving, drafting, bodies() * 2)  # each finds its own answer
     async with client(serving) as one, client(drafting) as two:
-        expected, found = await asyncio.gather(
-            *(
-                asyncio.gather(*(generate(http, body, stream=True) for body in requests))
-                for http in (one, two)
-            )
-        )
-        assert found == expected
         checked, right = await drafted(two)
         assert 0 < right <= checked
         assert await drafted(one) == (0, 0)
@@ -82,31 +71,10 @@ def engine(serving: Serving) -> psutil.Process | None:
 
 
 async def test_a_killed_engine_costs_no_token(drafting: Serving) -> None:
-    requests = bodies()
-    answered = 0
-    async with client(drafting) as http:
-        expected = [await generate(http, body, stream=False) for body in requests]
-        over = asyncio.Event()
-
-        async def ask(number: int) -> None:
-            nonlocal answered
-            while not over.is_set():
-                at = number % len(requests)
-                assert await generate(http, requests[at], stream=True) == expected[at]
-                answered, number = answered + 1, number + 1
-
-        async def disturb() -> None:
-            for _ in range(KILLS):
-                before = answered
-                while answered < before + 5 or (victim := engine(drafting)) is None:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)  # polls a condition, bounded by the test's time
-                victim.send_signal(signal.SIGKILL)
-            before = answered
-            while answered < before + 8:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-            over.set()
-
-        async with asyncio.TaskGroup() as group:
-            group.create_task(disturb())
-            for first in range(8):
-                group.create_task(ask(first))
+    async with under_load(drafting) as answers:
+        for _ in range(KILLS):
+            await answers.more(5)
+            while (victim := engine(drafting)) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)  # polls a condition, bounded by the test's time
+            victim.send_signal(signal.SIGKILL)
+            await answers.more(8)

@@ -1,7 +1,6 @@
 """Two workers of one `loraplex serve` answer as one does, also when they are killed."""
 
 import asyncio
-import itertools
 import json
 import signal
 import time
@@ -21,10 +20,10 @@ from launcher.bench.load.target import Target, model_of
 from launcher.bench.load.workload import Lengths, Workload
 from tests.e2e.random_model import SIZES
 from tests.e2e.serving import Serving, start_serving
-from tests.e2e.test_mixed_batch import bodies, generate
+from tests.e2e.test_mixed_batch import bodies
+from tests.e2e.under_load import TIMEOUT_S, assert_same_answers, under_load
 
 KILLS = 3
-TIMEOUT_S = 240.0
 NAMES = ("worker-0", "worker-1")
 
 
@@ -83,20 +82,8 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         serving.process.kill()
 
 
-def client(serving: Serving) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=serving.url, timeout=TIMEOUT_S)
-
-
 async def test_answers_as_one_worker_does(serving: Serving, several: Serving) -> None:
-    requests = bodies()
-    async with client(serving) as one, client(several) as two:
-        expected, found = await asyncio.gather(
-            *(
-                asyncio.gather(*(generate(http, body, stream=True) for body in requests))
-                for http in (one, two)
-            )
-        )
-    assert found == expected
+    await assert_same_answers(serving, several, bodies())
     assert all(worker["output_tokens"] for worker in workers(several))
     said = several.log.read_text()
     assert "--workers 2 --tp 1: 2 workers on the CPU" in said
@@ -104,41 +91,17 @@ async def test_answers_as_one_worker_does(serving: Serving, several: Serving) ->
 
 
 async def test_killed_workers_cost_no_token(several: Serving) -> None:
-    """Each in turn, while eight callers ask on and on."""
-    requests = bodies()
-    answered, over = 0, asyncio.Event()
-
-    async def ask(http: httpx.AsyncClient, expected: list[str], first: int) -> None:
-        nonlocal answered
-        for number in itertools.count(first):
-            if over.is_set():
-                return
-            at = number % len(requests)
-            assert await generate(http, requests[at], stream=True) == expected[at]
-            answered += 1
-
-    async def answers(count: int) -> None:
-        least = answered + count
-        await asyncio.to_thread(until, several, lambda: answered >= least)
-
-    async def disturb() -> None:
+    """Each in turn."""
+    before = {process.pid for process in processes(several).values()}
+    async with under_load(several) as answers:
         for number in range(KILLS):
             await asyncio.to_thread(until, several, partial(are_ready, several))
-            await answers(3 + 2 * number)
+            await answers.more(3 + 2 * number)
             victim = processes(several)[NAMES[number % 2]]
             victim.send_signal(signal.SIGKILL)
             await asyncio.to_thread(victim.wait, TIMEOUT_S)
-            await answers(8)
+            await answers.more(8)
         await asyncio.to_thread(until, several, partial(are_ready, several))
-        over.set()
-
-    before = {process.pid for process in processes(several).values()}
-    async with client(several) as http:
-        expected = [await generate(http, body, stream=False) for body in requests]
-        async with asyncio.TaskGroup() as group:
-            for first in range(8):
-                group.create_task(ask(http, expected, first))
-            group.create_task(disturb())
     assert several.log.read_text().count("died (killed by SIGKILL)") == KILLS
     assert not before & {process.pid for process in processes(several).values()}, "both are new"
 

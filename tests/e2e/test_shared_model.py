@@ -1,22 +1,20 @@
 """A model that two processes share answers as one does, also when one of them is killed."""
 
 import asyncio
-import itertools
 import random
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
 from tests.e2e.serving import Serving, start_serving
 from tests.e2e.test_mixed_batch import bodies, generate
+from tests.e2e.under_load import TIMEOUT_S, assert_same_answers, client, under_load
 
 KILLS = 3
-TIMEOUT_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -42,65 +40,29 @@ def engines(serving: Serving) -> list[psutil.Process]:
     return [found[number] for number in sorted(found)]
 
 
-def client(serving: Serving) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=serving.url, timeout=TIMEOUT_S)
-
-
 async def test_answers_as_one_process_does(serving: Serving, shared: Serving) -> None:
-    requests = bodies()
     assert len(engines(shared)) == 2
-    async with client(serving) as one, client(shared) as two:
-        expected, found = await asyncio.gather(
-            *(
-                asyncio.gather(*(generate(http, body, stream=True) for body in requests))
-                for http in (one, two)
-            )
-        )
-    assert found == expected
+    await assert_same_answers(serving, shared, bodies())
 
 
-async def kill_and_compare(shared: Serving, kills: int) -> list[float]:
-    """Kills each process in turn under load; seconds until the engine was there again."""
-    rng, requests = random.Random(1), bodies()
-    answered = 0
-    async with client(shared) as http:
-        expected = [await generate(http, body, stream=False) for body in requests]
-        over = asyncio.Event()
-
-        async def ask(first: int) -> None:
-            nonlocal answered
-            for number in itertools.count(first):
-                if over.is_set():
-                    return
-                at = number % len(requests)
-                assert await generate(http, requests[at], stream=True) == expected[at]
-                answered += 1
-
-        async def disturb() -> list[float]:
-            away = []
-            for number in range(kills):
-                before, soon = answered, rng.randrange(1, 9)
-                while answered < before + soon or len(engines(shared)) < 2:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)  # polls a condition, bounded by the test's time
-                victim = engines(shared)[number % 2]
-                victim.send_signal(signal.SIGKILL)
-                killed, before = time.monotonic(), answered
-                while answered < before + 8:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
-                away.append(time.monotonic() - killed)
-            over.set()
-            return away
-
-        async with asyncio.TaskGroup() as group:
-            for first in range(8):
-                group.create_task(ask(first))
-            disturbing = group.create_task(disturb())
-        return disturbing.result()
+async def kill_under_load(shared: Serving, kills: int) -> list[float]:
+    """Kills each process in turn; seconds until eight answers came after it."""
+    rng, away = random.Random(1), []
+    async with under_load(shared) as answers:
+        for number in range(kills):
+            await answers.more(rng.randrange(1, 9))
+            while len(found := engines(shared)) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)  # polls a condition, bounded by the test's time
+            found[number % 2].send_signal(signal.SIGKILL)
+            killed = time.monotonic()
+            await answers.more(8)
+            away.append(time.monotonic() - killed)
+    return away
 
 
 async def test_a_killed_process_costs_no_token(shared: Serving) -> None:
     pids = {process.pid for process in engines(shared)}
-    away = await kill_and_compare(shared, KILLS)
+    away = await kill_under_load(shared, KILLS)
     assert len(away) == KILLS
     assert not pids & {process.pid for process in engines(shared)}, "both are new"
 
@@ -113,7 +75,7 @@ async def test_many_killed_processes_cost_no_token(tmp_path: Path) -> None:
         options = ("--tp", "2", "--cache-dir", str(tmp_path / "cache"))
         serving = start_serving(*options, log=tmp_path / f"log{number}")
         try:
-            away += await kill_and_compare(serving, 4)
+            away += await kill_under_load(serving, 4)
         finally:
             serving.process.terminate()
             serving.process.wait(TIMEOUT_S)

@@ -236,12 +236,17 @@ def _files() -> dict[str, tuple[Spoil, set[str]]]:
     }
 
 
+NO_WORD = "<no word of any model>"
+
+
 def _tokenizers(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
     vocab = base.tokens or {f"t{i}": i for i in range(base.vocab_size)}
     size = max(vocab.values()) + 1
-    more = json.dumps({"model": {"vocab": vocab | {"new": size}}})
-    listed = json.dumps({"model": {"vocab": vocab}, "added_tokens": [{"id": size, "content": "x"}]})
-    decoder = json.dumps({"added_tokens_decoder": {str(size): {"content": "<pad>"}}})
+    more = json.dumps({"model": {"vocab": vocab | {NO_WORD: size}}})
+    listed = json.dumps(
+        {"model": {"vocab": vocab}, "added_tokens": [{"id": size, "content": NO_WORD}]}
+    )
+    decoder = json.dumps({"added_tokens_decoder": {str(size): {"content": NO_WORD}}})
     bad: dict[str, tuple[str, str | bytes]] = {
         "text": ("tokenizer.json", "x"),
         "deep": ("tokenizer.json", '{"model":' + "[" * 99_999),
@@ -277,13 +282,13 @@ def _tokenizers(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
         **{name: (file(*written), {"bad_tokenizer_file"}) for name, written in bad.items()},
         **{name: (file(*written), {"bad_chat_template"}) for name, written in templates.items()},
         "added_tokens.json": (
-            file("added_tokens.json", json.dumps({"<new>": size})),
+            file("added_tokens.json", json.dumps({NO_WORD: size})),
             {"added_tokens"},
         ),
         "larger": (file("tokenizer.json", more), {"added_tokens"}),
         "with added": (file("tokenizer.json", listed), {"added_tokens"}),
         "an id of 30 digits": (
-            file("tokenizer.json", json.dumps({"model": {"vocab": vocab | {"a": 10**30}}})),
+            file("tokenizer.json", json.dumps({"model": {"vocab": vocab | {NO_WORD: 10**30}}})),
             {"added_tokens"},
         ),
         "added in the config": (file("tokenizer_config.json", decoder), {"added_tokens"}),

@@ -36,7 +36,7 @@ _SAID_BESIDE = {"prompt": "inputs", "text": "inputs", "sampling_params": "parame
 _NEUTRAL: dict[str, Any] = {
     "n": 1,
     **dict.fromkeys(("min_p", "min_tokens", "priority", "top_n_tokens"), 0),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), True),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "drafts"), True),
     "add_special_tokens": True,
     "include_stop_str_in_output": True,
 }

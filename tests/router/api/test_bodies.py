@@ -395,6 +395,7 @@ ASKED: dict[str, Any] = {
     "stop_token_ids": [1],
     "logit_bias": {"1": 1},
     "skip_special_tokens": False,
+    "drafts": False,
     "cache_salt": "a",
 }
 

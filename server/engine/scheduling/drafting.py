@@ -28,13 +28,13 @@ class Drafting:
         self.price = TokenPrice()
         self.drafted = self.accepted = 0
         self._max_draft = max_draft
-        self._ahead, self._all_hold, self._tokens = False, True, 0
+        self._ahead, self._all_hold, self._tokens, self._has_room = False, True, 0, False
 
-    def begin_plan(self, running: list[Sequence], ahead: bool) -> None:
-        """ahead: whether a step is in flight."""
+    def begin_plan(self, running: list[Sequence], *, ahead: bool, room: int) -> None:
+        """ahead: whether a step is in flight. room: tokens of drafts in the step."""
         self._ahead = ahead
         self._all_hold = all(sequence.holds for sequence in running)
-        self._tokens = len(running)
+        self._tokens, self._has_room = len(running), room > 0
 
     def most(self, sequence: Sequence) -> int:
         """Tokens that its next draft may have."""
@@ -42,9 +42,10 @@ class Drafting:
 
     def draft(self, sequence: Sequence, room: int) -> list[int]:
         """For a slice that is being planned, of at most `room` tokens."""
-        if not room or sequence.pending or sequence.drafts is None:
+        if sequence.pending or sequence.drafts is None:
             return []
-        found = self._worth(sequence, room, _BESIDE_OTHERS if self._ahead else _ALONE)
+        least = _BESIDE_OTHERS if self._ahead else _ALONE
+        found = self._worth(sequence, room, least) if room else []
         sequence.holds = bool(found)
         return found
 
@@ -60,7 +61,7 @@ class Drafting:
             self.drafted += len(piece.draft)
             self.accepted += drawn - 1
             sequence.acceptance.saw(sequence.expected, drawn - 1)
-        elif sequence.pending:
+        elif sequence.pending and self._has_room and sequence.constraint is None:
             least = _TO_WAIT if self._all_hold else _BESIDE_OTHERS
             sequence.holds = bool(self._worth(sequence, self._max_draft, least))
 

@@ -184,7 +184,7 @@ class Scheduler:
         soon = len(running) + min(len(self._waiting), len(self.rows.free))
         batch = Batch(self._step + 1, self.limits, self.rows.freed, soon)
         batch.share_with_live(self.config.background_share, self._gave_way, running, self._waiting)
-        self.drafting.begin_plan(running, bool(self._in_flight))
+        self.drafting.begin_plan(running, ahead=bool(self._in_flight), room=batch.drafts_left)
         longer = []
         for sequence in running:  # first the sequences that want one token
             wanted = sequence.num_wanted

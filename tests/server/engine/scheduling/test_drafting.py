@@ -12,7 +12,8 @@ from tests.server.engine.harness import Harness, limits, make_request
 
 def drafting(depth: int, right_percent: int | None = 100, **changes: Any) -> Harness:
     config = SchedulerConfig(max_draft=4)
-    return Harness(limits(max_decodes=16, **changes), depth, config, right_percent=right_percent)
+    engine = limits(**{"max_decodes": 16, **changes})
+    return Harness(engine, depth, config, right_percent=right_percent)
 
 
 def steps_of(harness: Harness, row: int) -> list[tuple[int, int]]:
@@ -60,6 +61,16 @@ def test_others_go_on_while_a_sequence_waits_for_its_result() -> None:
     of_other = [step for step, _ in steps_of(harness, 1)]
     assert of_other == list(range(of_other[0], of_other[0] + len(of_other)))
     assert len(steps_of(harness, 0)) < len(of_other)
+
+
+def test_sequences_wait_for_no_result_where_a_step_has_no_room_for_drafts() -> None:
+    harness = drafting(2, max_rows=4, max_decodes=4)
+    keys = [harness.submit(make_request([5 + i], 12)) for i in range(4)]
+    harness.run()
+    assert all(len(harness.tokens(key)) == 12 for key in keys)
+    for row in range(4):
+        steps = [step for step, num_new in steps_of(harness, row) if num_new == 1]
+        assert steps == list(range(steps[0], steps[0] + 11))
 
 
 def test_drafts_have_the_adapter_and_tenant_of_their_request(

@@ -1,9 +1,9 @@
 """Drives a TorchExecutor by hand: pages, rows, chunks and slots as a test asks for them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -43,6 +43,16 @@ def engine_config(folder: Path, **changes: Any) -> EngineConfig:
     return msgspec.structs.replace(config, **changes)
 
 
+class Packed(Protocol):
+    """An adapter's slab."""
+
+    @property
+    def layout(self) -> SlabLayout: ...
+
+    @property
+    def slab(self) -> bytes: ...
+
+
 class Driver:
     """One executor with a host arena; hands out pages and extents upwards, or as it is told."""
 
@@ -78,6 +88,17 @@ class Driver:
     def load(self, slot: int, layout: SlabLayout, slab: bytes, first: int) -> CopyOver:
         self.begin_load(slot, layout, slab, first)
         return self.wait_for_copy()
+
+    def load_all(
+        self, adapters: Mapping[str, Packed], shift: int, first: int
+    ) -> dict[str | None, int]:
+        """The slot of each, and of the base; first: extent of the first."""
+        slots: dict[str | None, int] = {None: -1}
+        for number, (name, adapter) in enumerate(adapters.items()):
+            slot = (number + shift) % len(adapters)
+            assert self.load(slot, adapter.layout, adapter.slab, first).error is None
+            slots[name], first = slot, first + sum(adapter.layout.runs)
+        return slots
 
     def begin_load(self, slot: int, layout: SlabLayout, slab: bytes, first: int) -> None:
         """Copy a slab into the slot. Its runs lie in reverse order from device extent `first` on,

@@ -85,7 +85,7 @@ class Pair:
         self.gpu = _gpu_driver(folder, changes)
         of_gpu = [pack(model, name, shards=self.gpu.config.shards) for name in adapters]
         for driver, packed in ((self.reference, slabs), (self.gpu, of_gpu)):
-            _load(driver, packed)
+            load_in_order(driver, packed)
 
     def close(self) -> None:
         self.reference.close()
@@ -98,7 +98,7 @@ def _gpu_driver(folder: Path, changes: dict[str, Any]) -> Driver:
     return Driver(folder, weights=partial(load_weights, folder, packed=True), **changes)
 
 
-def _load(driver: Driver, packed: Iterable[tuple[SlabLayout, bytes]]) -> None:
+def load_in_order(driver: Driver, packed: Iterable[tuple[SlabLayout, bytes]]) -> None:
     """Into slots 0, 1, …"""
     first = 0
     for slot, (layout, slab) in enumerate(packed):

@@ -11,7 +11,7 @@ from server.engine.plan import SeqSlice, SliceResult
 from server.model.steps.drafts import joined
 from server.protocol import SamplingParams, TokenLogprob
 from tests.server.model.driver import Driver, Stream, generate
-from tests.server.model.gpu_pair import prompt, small_pair
+from tests.server.model.gpu_pair import load_in_order, prompt, small_pair
 from tests.server.model.hub_models import add_adapter, make_model, save_model
 from tests.server.model.slabs import pack
 
@@ -90,12 +90,10 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     folder = tmp_path_factory.mktemp("base")
     model = make_model("llama3", **SIZES)
     save_model(model, folder)
-    found, first = Driver(folder), 0
+    found = Driver(folder)
     for slot, config in enumerate((LAYERS, EVERYWHERE)):
         model = add_adapter(model, f"a{slot}", config, slot + 1)
-        layout, slab = pack(model, f"a{slot}")
-        assert found.load(slot, layout, slab, first).error is None
-        first += sum(layout.runs)
+    load_in_order(found, [pack(model, f"a{slot}") for slot in range(2)])
     yield found
     found.close()
 

@@ -69,19 +69,9 @@ def fleet(
     driver.close()
 
 
-def load_all(fleet: Fleet, shift: int, first: int) -> dict[str | None, int]:
-    """The slot of each; first: extent of the first."""
-    slots: dict[str | None, int] = {None: -1}
-    for number, (name, adapter) in enumerate(fleet.adapters.items()):
-        slot = (number + shift) % len(fleet.adapters)
-        assert fleet.driver.load(slot, adapter.layout, adapter.slab, first).error is None
-        slots[name], first = slot, first + sum(adapter.layout.runs)
-    return slots
-
-
 @pytest.mark.parametrize(("chunk", "shift"), [(64, 0), (3, 2)])
 def test_in_one_batch_and_after_a_reload(fleet: Fleet, chunk: int, shift: int) -> None:
-    slots = load_all(fleet, shift, first=5 * shift)
+    slots = fleet.driver.load_all(fleet.adapters, shift, first=5 * shift)
     streams = [
         Stream(fleet.driver, row, prompt((9, 2, 14)[row % 3], row), slot=slot, sampling=GREEDY)
         for row, slot in enumerate(slots.values())
@@ -96,7 +86,7 @@ def test_in_one_batch_and_after_a_reload(fleet: Fleet, chunk: int, shift: int) -
 
 
 def test_alone(fleet: Fleet) -> None:
-    slots = load_all(fleet, 0, first=0)
+    slots = fleet.driver.load_all(fleet.adapters, 0, first=0)
     for name, adapter in fleet.adapters.items():
         stream = Stream(fleet.driver, 0, prompt(11, 2), slot=slots[name], sampling=GREEDY)
         generate(fleet.driver, [stream], 4, 4)

@@ -88,16 +88,6 @@ def heads(
     driver.close()
 
 
-def load_all(heads: Heads, shift: int, first: int) -> dict[str | None, int]:
-    """The slot of each, and of the base; first: extent of the first."""
-    slots: dict[str | None, int] = {None: -1}
-    for number, (name, adapter) in enumerate(heads.adapters.items()):
-        slot = (number + shift) % len(heads.adapters)
-        assert heads.driver.load(slot, adapter.layout, adapter.slab, first).error is None
-        slots[name], first = slot, first + sum(adapter.layout.runs)
-    return slots
-
-
 @torch.inference_mode()
 def expected(heads: Heads, name: str | None, ids: list[int]) -> np.ndarray:
     model = heads.base if name is None else heads.adapters[name].oracle
@@ -121,7 +111,7 @@ def that_score(heads: Heads) -> list[str | None]:
 @pytest.mark.parametrize(("chunk", "shift"), [(64, 0), (3, 2)])
 def test_in_one_batch_and_after_a_reload(heads: Heads, chunk: int, shift: int) -> None:
     """Beside answers of a base that writes; slots and extents change hands."""
-    slots = load_all(heads, shift, first=7 * shift)
+    slots = heads.driver.load_all(heads.adapters, shift, first=7 * shift)
     writers = [] if heads.is_classifier else [None, "plain"]
     alone = [
         Stream(heads.driver, 40, prompt(9, 1), slot=slots[name], sampling=GREEDY)
@@ -150,7 +140,7 @@ def test_in_one_batch_and_after_a_reload(heads: Heads, chunk: int, shift: int) -
 
 
 def test_alone(heads: Heads) -> None:
-    slots = load_all(heads, 0, first=0)
+    slots = heads.driver.load_all(heads.adapters, 0, first=0)
     for name in that_score(heads):
         stream = Stream(heads.driver, 0, prompt(11, 2), slot=slots[name]).read_for(SCORES)
         generate(heads.driver, [stream], 0, 4)
@@ -162,7 +152,7 @@ def test_without_any_head_a_sequence_fails_alone(heads: Heads) -> None:
     if heads.is_classifier:
         assert heads.driver.executor.limits.num_classes == OF_BASE
         return
-    slots = load_all(heads, 0, first=0)
+    slots = heads.driver.load_all(heads.adapters, 0, first=0)
     streams = [
         Stream(heads.driver, row, prompt(5, 1), slot=slots[name]).read_for(SCORES)
         for row, name in enumerate(("plain", "three"))

@@ -77,20 +77,10 @@ def tables(
     driver.close()
 
 
-def load_all(tables: Tables, shift: int, first: int) -> dict[str | None, int]:
-    """The slot of each; first: extent of the first."""
-    slots: dict[str | None, int] = {None: -1}
-    for number, (name, adapter) in enumerate(tables.adapters.items()):
-        slot = (number + shift) % len(tables.adapters)
-        assert tables.driver.load(slot, adapter.layout, adapter.slab, first).error is None
-        slots[name], first = slot, first + sum(adapter.layout.runs)
-    return slots
-
-
 @pytest.mark.parametrize(("chunk", "shift"), [(64, 0), (3, 5)])
 def test_in_one_batch_and_after_a_reload(tables: Tables, chunk: int, shift: int) -> None:
     """With plain ones and the base; slots and extents change hands."""
-    slots = load_all(tables, shift, first=7 * shift)
+    slots = tables.driver.load_all(tables.adapters, shift, first=7 * shift)
     streams = [
         Stream(tables.driver, row, prompt((9, 2, 14)[row % 3], row), slot=slot, sampling=GREEDY)
         for row, slot in enumerate([*slots.values(), *slots.values()])
@@ -103,7 +93,7 @@ def test_in_one_batch_and_after_a_reload(tables: Tables, chunk: int, shift: int)
 
 
 def test_alone(tables: Tables) -> None:
-    slots = load_all(tables, 0, first=0)
+    slots = tables.driver.load_all(tables.adapters, 0, first=0)
     for name, adapter in tables.adapters.items():
         stream = Stream(tables.driver, 0, prompt(11, 2), slot=slots[name], sampling=GREEDY)
         generate(tables.driver, [stream], 4, 4)

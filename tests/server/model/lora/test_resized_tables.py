@@ -71,16 +71,6 @@ def tables(
     driver.close()
 
 
-def load_all(tables: Tables, shift: int, first: int) -> dict[str | None, int]:
-    """The slot of each; first: extent of the first."""
-    slots: dict[str | None, int] = {None: -1}
-    for number, (name, adapter) in enumerate(tables.adapters.items()):
-        slot = (number + shift) % len(tables.adapters)
-        assert tables.driver.load(slot, adapter.layout, adapter.slab, first).error is None
-        slots[name], first = slot, first + sum(adapter.layout.runs)
-    return slots
-
-
 def known_prompt(length: int, seed: int, size: int) -> list[int]:
     """With the adapter's last token, which is an added one if any is."""
     return [size - 1, *(token % size for token in prompt(length, seed))]
@@ -89,7 +79,7 @@ def known_prompt(length: int, seed: int, size: int) -> list[int]:
 @pytest.mark.parametrize(("chunk", "shift"), [(64, 0), (3, 2)])
 def test_in_one_batch_and_after_a_reload(tables: Tables, chunk: int, shift: int) -> None:
     """With plain ones and the base; slots and extents change hands."""
-    slots = load_all(tables, shift, first=7 * shift)
+    slots = tables.driver.load_all(tables.adapters, shift, first=7 * shift)
     sizes = {name: adapter.size for name, adapter in tables.adapters.items()}
     named = [*slots.items(), *slots.items()]
     streams = [
@@ -110,7 +100,7 @@ def test_in_one_batch_and_after_a_reload(tables: Tables, chunk: int, shift: int)
 
 
 def test_alone(tables: Tables) -> None:
-    slots = load_all(tables, 0, first=0)
+    slots = tables.driver.load_all(tables.adapters, 0, first=0)
     for name, adapter in tables.adapters.items():
         ids = known_prompt(11, 2, adapter.size)
         stream = Stream(tables.driver, 0, ids, slot=slots[name], sampling=GREEDY)
@@ -121,7 +111,7 @@ def test_alone(tables: Tables) -> None:
 
 def test_no_id_beyond_the_table_is_ever_drawn(tables: Tables) -> None:
     """Not even hot, by rows that share the step with rows of the base, which have all ids."""
-    slots = load_all(tables, 0, first=0)
+    slots = tables.driver.load_all(tables.adapters, 0, first=0)
     hot = SamplingParams(temperature=50.0, logprobs=EVERY_LOGPROB)
     names: list[str | None] = [None, "saved", "no_more_tokens"]
     streams = [

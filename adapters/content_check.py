@@ -1,7 +1,7 @@
 """Checks that weights, read again, are those that were judged."""
 
 import hashlib
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -11,17 +11,9 @@ from adapters.peft.config import PeftConfig
 from adapters.safetensors.file import WeightsFile
 from adapters.safetensors.floats import Raw
 
-_DIGEST_VERSION = b"loraplex adapter 1"
-# With a part for special tokens, so that content without any keeps the digest it always had.
-_TOKENS_VERSION = b"loraplex adapter 2"
-# With a part for its own ends of an answer, too.
-_ENDS_VERSION = b"loraplex adapter 3"
-# With a part for chat templates that are not the default, too.
-_NAMED_VERSION = b"loraplex adapter 4"
-# With a part for what its score head scores, too.
-_CLASSES_VERSION = b"loraplex adapter 5"
-# With a part for tokens that the base does not have, too.
-_ADDED_VERSION = b"loraplex adapter 6"
+# By how many of the parts that few adapters have come before the weights: up to the last one that
+# says something. So an adapter without any keeps the digest that it always had.
+_VERSIONS = [f"loraplex adapter {number}".encode() for number in range(1, 7)]
 _MIX = 0x9E37_79B9_7F4A_7C15
 _MASK = (1 << 64) - 1
 
@@ -37,23 +29,10 @@ class ContentDigest:
         tokens, named = (template.special_tokens, template.named) if template else ({}, {})
         default = (template.source or "") if template else ""
         parts = [msgspec.json.encode(config), default.encode()]
-        version = _DIGEST_VERSION
-        if tokens or ends or named or classes or added:
-            parts.append(msgspec.json.encode(tokens, order="sorted"))
-            version = _TOKENS_VERSION
-        if ends or named or classes or added:
-            parts.append(msgspec.json.encode(ends))
-            version = _ENDS_VERSION
-        if named or classes or added:
-            parts.append(msgspec.json.encode(named, order="sorted"))
-            version = _NAMED_VERSION
-        if classes or added:
-            parts.append(msgspec.json.encode(classes))
-            version = _CLASSES_VERSION
-        if added:
-            parts.append(msgspec.json.encode(added))
-            version = _ADDED_VERSION
-        self._sha256 = hashlib.sha256(version)
+        seldom = (tokens, ends, named, classes, added)
+        count = max((place for place, part in enumerate(seldom, 1) if part), default=0)
+        parts += [msgspec.json.encode(part, order=_order(part)) for part in seldom[:count]]
+        self._sha256 = hashlib.sha256(_VERSIONS[count])
         for part in parts:
             self._sha256.update(len(part).to_bytes(8, "little") + part)
 
@@ -63,6 +42,11 @@ class ContentDigest:
 
     def hexdigest(self) -> str:
         return self._sha256.hexdigest()
+
+
+def _order(part: object) -> Literal["sorted"] | None:
+    """Of what is encoded: a table's is no part of what it says."""
+    return "sorted" if isinstance(part, dict) else None
 
 
 class Fingerprint:

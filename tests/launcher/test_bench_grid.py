@@ -470,3 +470,33 @@ def test_adapters_of_dora(tiny: Path, capsys: pytest.CaptureFixture[str]) -> Non
     options = ("--batch", "3", "--adapters", "2", "--rank", "4", "--prompt-tokens", "9", "--dora")
     (point,) = bench(capsys, "decode", "--config", str(tiny), *options, "--output-tokens", "24")
     assert (point["B"], point["D"], point["r"]) == (3, 2, 4)
+
+
+def test_decode_with_drafts(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--batch", "1,3", "--adapters", "0,2", "--rank", "4", "--prompt-tokens", "9")
+    drafts = ("--draft", "0,2,4", "--output-tokens", "24")
+    points = bench(capsys, "decode", "--config", str(tiny), *options, *drafts)
+    shown = [(1, 0), (3, 0), (3, 2)]
+    assert [(p["B"], p["D"], p["draft"]) for p in points] == [
+        (*point, draft) for point in shown for draft in (0, 2, 4)
+    ]
+    assert all(p["median_ms"] > 0 for p in points), "each kind of step was met"
+
+
+def test_decode_with_an_own_head(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--batch", "3", "--adapters", "0,3", "--rank", "4", "--prompt-tokens", "9")
+    points = bench(
+        capsys,
+        "decode",
+        "--config",
+        str(tiny),
+        *options,
+        "--output-tokens",
+        "18",
+        "--own-heads",
+        "1",
+    )
+    assert [(p["B"], p["D"]) for p in points] == [(3, 0), (3, 3)]
+    base = shared_base(read_config(tiny), 1)
+    with_head = lora_layout(base, "0" * 64, 4, "float32", MadeForm(own_heads=1))
+    assert [site.kind for site in with_head.sites if site.table_offset >= 0] == ["lm_head"]

@@ -109,6 +109,7 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
     parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help="[auto]")
     parser.add_argument("--adapt-experts", action="store_true", help="adapters change experts too")
     parser.add_argument("--dora", action="store_true", help="adapters are DoRA's")
+    parser.add_argument("--own-heads", type=whole(0), default=0, help="adapters that have one [0]")
     parser.add_argument("--tp", type=whole(1), default=1, help="devices that share the model [1]")
     parser.add_argument("--prompt-tokens", type=whole(1), default=128 if is_decode else 2048)
     if is_decode:
@@ -119,6 +120,13 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
             metavar="N,…",
             default=(0,),
             help="sequences of --batch that write JSON of a schema each, all different [0]",
+        )
+        parser.add_argument(
+            "--draft",
+            type=wholes(0, 16),
+            metavar="N,…",
+            default=(0,),
+            help="tokens of a draft that each sequence checks in each step, all wrong [0]",
         )
     else:
         _add_step_tokens(parser)
@@ -154,7 +162,8 @@ def _grid(arguments: argparse.Namespace, output_tokens: int, step_tokens: int) -
         step_tokens=step_tokens,
         sampling=_sampling(arguments.sampling),
         constrained=getattr(arguments, "constrained", (0,)),
-        form=MadeForm(arguments.adapt_experts, arguments.dora),
+        drafts=getattr(arguments, "draft", (0,)),
+        form=MadeForm(arguments.adapt_experts, arguments.dora, arguments.own_heads),
         kv_dtype=arguments.kv_dtype,
         shards=arguments.tp,
     )

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -46,8 +47,8 @@ _REPEATS = 10
 class Grid:
     """batches x adapters x ranks; a point with more adapters than sequences is left out.
     step_tokens: the most of a step. constrained: for each point, sequences that write JSON of a
-    schema each, all different; more than there are sequences are left out. form: of adapters.
-    shards: devices that share the model."""
+    schema each, all different; more than there are sequences are left out. drafts: for each point,
+    tokens of every sequence's draft. form: of adapters. shards: devices that share the model."""
 
     folder: Path
     device: Literal["cpu", "cuda"]
@@ -60,9 +61,15 @@ class Grid:
     step_tokens: int
     sampling: SamplingParams = GREEDY
     constrained: tuple[int, ...] = (0,)
+    drafts: tuple[int, ...] = (0,)
     form: MadeForm = PLAIN
     kv_dtype: KvDtype = "auto"
     shards: int = 1
+
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """Tokens of decode steps."""
+        return tuple(sorted({b * (1 + draft) for b in self.batches for draft in self.drafts}))
 
     @property
     def model(self) -> ModelSpec:
@@ -79,7 +86,8 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One point: sequences, distinct adapters, their rank (0 without), sequences with a schema.
+    """One point: sequences, distinct adapters, their rank (0 without), sequences with a schema,
+    tokens of each sequence's draft. All of these are wrong, so a step gives a sequence one token.
 
     Milliseconds: step_ms: of a step on average; median_ms, p90_ms: of single ones. masks_ms: for
     which the engine's thread waits for masks in a step, median. schema_ms: from a schema never seen
@@ -91,6 +99,7 @@ class StepTime:
     D: int
     r: int
     C: int
+    draft: int
     step_ms: float
     median_ms: float
     p90_ms: float
@@ -142,15 +151,16 @@ def engine_for(grid: Grid) -> OfflineEngine:
         lora_rank=max(grid.ranks),
         tokens=tokens,
         cached=most,
-        max_running=most,
+        max_running=max(grid.step_sizes),
         max_waiting=2 * most,
         step_tokens=grid.step_tokens,
         form=grid.form,
         kv_dtype=grid.kv_dtype,
         shards=grid.shards,
+        has_drafts=any(grid.drafts),
     )
     config = sizes.config(grid.folder, grid.device, grid.dtype)
-    return OfflineEngine(grid.folder, config, grid.batches, grid.form)
+    return OfflineEngine(grid.folder, config, grid.step_sizes, grid.form)
 
 
 def decode(grid: Grid) -> Iterator[StepTime]:
@@ -169,27 +179,28 @@ def decode(grid: Grid) -> Iterator[StepTime]:
         point = (batch, distinct, lora_rank)
         floor = step_bytes(grid, point) / bandwidth
         shown = (batch, distinct, lora_rank if distinct else 0)
-        for constrained in grid.constrained:
+        for constrained, draft in product(grid.constrained, grid.drafts):
             if constrained <= batch:
                 grammars = tuple(endless_json(rng) for _ in range(constrained))
-                times = (*_step_times(engine, grid, point, grammars), floor)
-                yield StepTime(*shown, constrained, *(round(1e3 * t, 3) for t in times))
+                load = Load(*point, grid.prompt_tokens, 1, grid.sampling, grammars)
+                load = replace(load, draft_tokens=draft)
+                times = (*_step_times(engine, load, grid.output_tokens), floor)
+                yield StepTime(*shown, constrained, draft, *(round(1e3 * t, 3) for t in times))
     engine.close()
 
 
 def _step_times(
-    engine: OfflineEngine, grid: Grid, point: tuple[int, int, int], grammars: tuple[str, ...]
+    engine: OfflineEngine, load: Load, output_tokens: int
 ) -> tuple[float, float, float, float, float]:
     """Seconds, as in a StepTime, without the floor."""
-    times = StepTimes(point[0])
+    times = StepTimes(load.requests, load.requests * (1 + load.draft_tokens))
 
     def seconds(output: int) -> float:
-        load = Load(*point, grid.prompt_tokens, output, grid.sampling, grammars)
-        return engine.run(load, times)
+        return engine.run(replace(load, output_tokens=output), times)
 
     seconds(4)
-    short, long = seconds(SHORT_OUTPUT), seconds(grid.output_tokens)
-    mean = (long - short) / (grid.output_tokens - SHORT_OUTPUT)
+    short, long = seconds(SHORT_OUTPUT), seconds(output_tokens)
+    mean = (long - short) / (output_tokens - SHORT_OUTPUT)
     return mean, times.step_s(50), times.step_s(90), times.masks_s(), times.new_grammar_s()
 
 

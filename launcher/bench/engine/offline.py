@@ -18,11 +18,12 @@ from adapters.base import BaseSpec, ModuleShape
 from adapters.grammar.vocabulary import Vocabulary, make_vocabulary
 from adapters.manifest import SlabDtype, SlabLayout
 from adapters.peft.config import parse_config
-from adapters.peft.lora_tensors import LoraTensors, ModuleLora
+from adapters.peft.lora_tensors import LoraTensors, ModuleLora, OwnTable
 from adapters.safetensors.header import TensorInfo
 from adapters.slab.layout import make_layout
 from adapters.violations import Findings
 from launcher.bench.engine.group import make_executor
+from launcher.bench.engine.made_drafts import FixedDrafting
 from launcher.bench.engine.made_tokenizer import tokenizer_json
 from launcher.bench.errors import BenchError
 from launcher.families.known_models import served_families
@@ -96,10 +97,11 @@ def check_device(device: str) -> None:
 
 class MadeForm(NamedTuple):
     """What made-up adapters are beside LoRA of all layers. experts: they change experts too. dora:
-    they scale the base's outputs."""
+    they scale the base's outputs. own_heads: how many of them have a head of their own."""
 
     experts: bool = False
     dora: bool = False
+    own_heads: int = 0
 
 
 PLAIN = MadeForm()
@@ -115,7 +117,8 @@ def adapted_modules(base: BaseSpec, *, experts: bool = False) -> dict[str, Modul
 def lora_layout(
     base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype, form: MadeForm = PLAIN
 ) -> SlabLayout:
-    """An adapter of one rank on all of `adapted_modules`."""
+    """An adapter of one rank on all of `adapted_modules`, with a head of its own where the form has
+    any."""
     modules_of = adapted_modules(base, experts=form.experts)
     names = sorted(modules_of)
     peft: dict[str, Any] = {
@@ -136,7 +139,10 @@ def lora_layout(
         for name in names
         if modules_of[name].is_in(layer)
     )
-    return make_layout(LoraTensors(config, modules), base, digest, dtype, EXTENT_BYTES)
+    head = TensorInfo("", "BF16", (base.vocab_size, base.hidden_size), 0, 0)
+    tables = (OwnTable("lm_head", head, ()),) if form.own_heads else ()
+    adapter = LoraTensors(config, modules, tables=tables)
+    return make_layout(adapter, base, digest, dtype, EXTENT_BYTES)
 
 
 def shared_base(model: ModelSpec, shards: int) -> BaseSpec:
@@ -166,6 +172,7 @@ class EngineSizes:
     form: MadeForm = PLAIN
     kv_dtype: KvDtype = "auto"
     shards: int = 1
+    has_drafts: bool = False
 
     def config(
         self, folder: Path, device: Literal["cpu", "cuda"], dtype: SlabDtype
@@ -182,14 +189,19 @@ class EngineSizes:
             tokens = 2 * self.cached * context
             kv_memory = int(tokens * empty * token_bytes(model, dtype, self.kv_dtype)) + _SPARE_KV
         base = shared_base(whole, self.shards)
-        slab = lora_layout(base, "0" * 64, self.lora_rank, dtype, self.form)
+        plain, slab = (
+            lora_layout(base, "0" * 64, self.lora_rank, dtype, form)
+            for form in (self.form._replace(own_heads=0), self.form)
+        )
+        adapters = max(self.adapters, 1) * plain.shard_nbytes
+        adapters += self.form.own_heads * (slab.shard_nbytes - plain.shard_nbytes)
         return EngineConfig(
             model_path=str(folder),
             device=device,
             dtype=dtype,
             page_size=PAGE_SIZE,
             kv_memory=kv_memory,
-            adapter_memory=max(self.adapters, 1) * slab.shard_nbytes + EXTENT_BYTES,
+            adapter_memory=adapters + EXTENT_BYTES,
             host_arena_bytes=slab.nbytes,
             extent_bytes=EXTENT_BYTES,
             max_context=context,
@@ -200,6 +212,7 @@ class EngineSizes:
             adapter_slots=max(ADAPTER_SLOTS, self.adapters) if self.adapters else 0,
             shards=self.shards,
             dora_graphs=self.form.dora,
+            max_draft=int(self.has_drafts),
         )
 
 
@@ -207,7 +220,7 @@ class EngineSizes:
 class Load:
     """requests sequences at once, spread over `adapters` distinct adapters of `rank` (0 = none).
     grammars: each holds one of the first requests. vector: prompts are read for that, and nothing
-    is generated."""
+    is generated. draft_tokens: checked for each sequence in each step."""
 
     requests: int
     adapters: int
@@ -217,6 +230,7 @@ class Load:
     sampling: SamplingParams = GREEDY
     grammars: tuple[str, ...] = ()
     vector: VectorParams | None = None
+    draft_tokens: int = 0
 
 
 def adapter_digest(rank: int, number: int) -> str:
@@ -237,7 +251,9 @@ def submit(
     sampling = msgspec.structs.replace(
         sampling, max_tokens=output_tokens, ignore_eos=not sampling.grammar
     )
-    request = GenerateRequest(str(number), 0, 0, adapter, prompt, [], sampling, seed, salt=salt)
+    request = GenerateRequest(
+        str(number), 0, 0, adapter, prompt, [], sampling, seed, salt=salt, drafts=""
+    )
     return Submit(number, request)
 
 
@@ -278,7 +294,7 @@ class OfflineEngine:
         self._constraints.open()
         self._constraints.wait_for_vocabulary()  # its thread would slow what is timed
         self._runs = 0
-        self._layouts: dict[int, SlabLayout] = {}  # by rank
+        self._layouts: dict[tuple[int, MadeForm], SlabLayout] = {}  # by rank
         gc.collect()
         gc.freeze()  # as an engine process does: what lasts is looked at by no collection
 
@@ -292,6 +308,7 @@ class OfflineEngine:
         """Seconds from the first request to the last token. note: as of `serve`. Raises BenchError
         for errors."""
         self._runs += 1
+        self._scheduler.drafting = FixedDrafting(load.draft_tokens)
         requests = [self._request(load, i) for i in range(load.requests)]
         started = time.perf_counter()
         self.serve(requests, load.rank, note)
@@ -325,10 +342,12 @@ class OfflineEngine:
         return msgspec.structs.replace(made, request=replaced)
 
     def _staged(self, digest: str, rank: int) -> SlabStaged:
-        if rank not in self._layouts:
+        first = {adapter_digest(rank, number) for number in range(self._form.own_heads)}
+        form = self._form if digest in first else self._form._replace(own_heads=0)
+        if (rank, form) not in self._layouts:
             dtype = self.config.dtype
-            self._layouts[rank] = lora_layout(self.base, digest, rank, dtype, self._form)
-        layout = msgspec.structs.replace(self._layouts[rank], digest=digest)
+            self._layouts[rank, form] = lora_layout(self.base, digest, rank, dtype, form)
+        layout = msgspec.structs.replace(self._layouts[rank, form], digest=digest)
         places = fit(bytearray([FREE]) * sum(layout.all_runs), layout.all_runs)
         assert places is not None
         return SlabStaged(layout, places)

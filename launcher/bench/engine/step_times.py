@@ -10,10 +10,13 @@ _MASKS = 4  # of a step's phases
 
 
 class StepTimes:
-    """Of the steps in which all `batch` sequences decode. Call it with each step's report."""
+    """Of the steps in which all `batch` sequences decode. Call it with each step's report.
 
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
+    tokens: of such a step.
+    """
+
+    def __init__(self, batch: int, tokens: int) -> None:
+        self._batch, self._tokens = batch, tokens
         self._last: float | None = None
         self._steps: list[float] = []
         self._masks: list[float] = []
@@ -25,7 +28,7 @@ class StepTimes:
         work = output.work
         if work is None:
             return
-        if work.sequences != self._batch or output.num_tokens != self._batch:
+        if work.sequences != self._batch or output.num_tokens != self._tokens:
             self._last = None
             return
         if self._last is not None:

@@ -27,6 +27,15 @@ class Wanted(Generic[L]):
     lora: L | None
 
 
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The embedding of a captured step's tokens, which adapters may change outside the graph.
+    hidden: `[tokens, hidden]`. is_given: bool `[1, 1]`; where it is false the graph embeds."""
+
+    hidden: torch.Tensor
+    is_given: torch.Tensor
+
+
 class Decoder(Generic[P, L, Y]):
     """spec: what differs between models, and nothing else does."""
 
@@ -64,9 +73,10 @@ class Decoder(Generic[P, L, Y]):
         plan: P,
         lora: L | None,
         meanwhile: Callable[[], None] | None = None,
+        embedded: Embedded | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `forward`, up to the last layer's attention: what it attended and hidden states."""
-        normed, hidden = self.begin(token_ids, lora)
+        normed, hidden = self.begin(token_ids, lora, embedded)
         last = len(self.weights.layers) - 1
         for layer, weights in enumerate(self.weights.layers):
             qkv = self.ops.linear(normed, weights.qkv, lora, self.sites.layers[layer].qkv)
@@ -81,9 +91,17 @@ class Decoder(Generic[P, L, Y]):
         """From the last layer's attention to normed hidden states, of any tokens."""
         return self.after_attention(len(self.weights.layers) - 1, attended, hidden, lora)[0]
 
-    def begin(self, token_ids: torch.Tensor, lora: L | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def embed(self, token_ids: torch.Tensor, lora: L | None) -> torch.Tensor:
+        """`[tokens, hidden]`, without the model's factor."""
+        return self.ops.embed(token_ids, self.weights.embed, lora, self.sites.embed)
+
+    def begin(
+        self, token_ids: torch.Tensor, lora: L | None, embedded: Embedded | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Up to the first layer's product of q, k and v: normed and hidden states."""
-        hidden = self.ops.embed(token_ids, self.weights.embed, lora, self.sites.embed)
+        hidden = self.embed(token_ids, lora)
+        if embedded is not None:
+            hidden = torch.where(embedded.is_given, embedded.hidden, hidden)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         norm = self.weights.layers[0].pre_attention

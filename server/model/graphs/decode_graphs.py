@@ -83,8 +83,9 @@ class DecodeGraphs:
             self._graphs[size, reach] = record(step, self._pool)
 
     def takes(self, batch: DecodeBatch) -> bool:
-        """Whether the batch can run in a graph."""
-        if len(batch) > self.sizes[-1]:
+        """Whether the batch can run in a graph. These embed and have the head, as the base does."""
+        changes_model = self._ops.table.changes_model(batch.columns[SLOT])
+        if len(batch) > self.sizes[-1] or changes_model:
             return False
         return (self.sizes[0], self._reach(batch)) in self._graphs
 

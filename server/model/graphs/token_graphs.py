@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from server.engine.plan import StepPlan
-from server.model.decoder import Decoder
+from server.model.decoder import Decoder, Embedded
 from server.model.graphs.end_graphs import EndGraphs
 from server.model.lora.lora import Reach
 from server.model.ops.capture import record
@@ -54,6 +54,8 @@ class TokenGraphs:
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._slots = torch.full((most,), -1, dtype=torch.int32, device=device)
         self._hidden = torch.zeros(most, model.hidden_size, dtype=dtype, device=device)
+        self._is_given = torch.zeros(1, 1, dtype=torch.bool, device=device)
+        self._gives = False  # what is there when all that was launched is done
         if attention is None:
             qkv_size = model.q_size + 2 * model.kv_size
             self._qkv = torch.zeros(most, qkv_size, dtype=dtype, device=device)
@@ -113,11 +115,28 @@ class TokenGraphs:
             slots[:tokens] = np.roll(token_slots, -first)
             self._slots[:size].copy_(to_device(slots, self._ops.device))
         self._token_ids[:tokens].copy_(token_ids.roll(-first))
+        self._embed(size, np.roll(token_slots, -first))
         if self._attention is None:
             self._replay_between(captured.graphs, self._ops.plan(layout), tokens)
         else:
             captured.graphs[0].replay()
         return self.ends.forward((wanted - first) % tokens, token_slots[wanted])
+
+    def _embed(self, size: int, token_slots: np.ndarray) -> None:
+        """Before the graph, where the adapters ask for it."""
+        gives = self._ops.table.changes_embedding(token_slots)
+        if gives != self._gives:
+            self._gives = gives
+            self._is_given.fill_(gives)
+        if gives:
+            slots = np.full(size, -1, dtype=token_slots.dtype)
+            slots[: len(token_slots)] = token_slots
+            embedded = self._decoder.embed(self._token_ids[:size], self._ops.lora(slots))
+            self._hidden[:size].copy_(embedded)
+
+    def _embedded(self, size: int, lora: DeviceLora | None) -> Embedded | None:
+        """Without adapters nobody gives it. It comes where the hidden states are left later."""
+        return None if lora is None else Embedded(self._hidden[:size], self._is_given)
 
     def _replay_between(
         self, graphs: list[torch.cuda.CUDAGraph], plan: CudaPlan, tokens: int
@@ -145,12 +164,13 @@ class TokenGraphs:
         nobody reads theirs."""
         if self._attention is None:
             return self._pieces_between(size, lora)
-        plan = self._attention.plan(size)
+        plan, embedded = self._attention.plan(size), self._embedded(size, lora)
 
         def step() -> None:
             if lora is not None:
                 self._ops.route(lora)
-            _, hidden = self._decoder.up_to_end(self._token_ids[:size], plan, lora)
+            token_ids = self._token_ids[:size]
+            _, hidden = self._decoder.up_to_end(token_ids, plan, lora, embedded=embedded)
             self._hidden[:size].copy_(hidden)
 
         return [step]
@@ -162,8 +182,9 @@ class TokenGraphs:
         def begin() -> None:
             if lora is not None:
                 self._ops.route(lora)
-            normed, embedded = decoder.begin(self._token_ids[:size], lora)
-            hidden.copy_(embedded)
+            embedded = self._embedded(size, lora)
+            normed, begun = decoder.begin(self._token_ids[:size], lora, embedded)
+            hidden.copy_(begun)
             self._project(normed, 0, lora)
 
         def follow(layer: int) -> None:

@@ -152,15 +152,13 @@ class Adapter:
 
 
 class Reach(IntEnum):
-    """The most that the adapters of a batch may change: nothing, as there are none; linears of
-    layers; experts of layers as well; the base's own products as well, by factors and addends; the
-    embedding or the head as well."""
+    """The most that the adapters of a batch may change in layers: nothing, as there are none;
+    linears; experts as well; the base's own products as well, by factors and addends."""
 
     NONE = 0
     LAYERS = auto()
     EXPERTS = auto()
     OUTPUTS = auto()
-    MODEL = auto()
 
 
 class AdapterTable:
@@ -190,6 +188,8 @@ class AdapterTable:
         # Of each slot; the last is that of slot -1.
         self._reaches = np.full(slots + 1, Reach.LAYERS)
         self._reaches[-1] = Reach.NONE
+        # As of `_reaches`, by LoRA or by own rows: the embedding or the head; the embedding.
+        self._changes_model, self._changes_embedding = np.zeros((2, slots + 1), dtype=bool)
         self._widest = np.zeros(slots, dtype=np.int64)
         self._own_rows: list[dict[int, OwnRows]] = [{} for _ in range(slots)]
         self._with_own_rows = 0  # slots
@@ -231,6 +231,8 @@ class AdapterTable:
         self._slots[slot] = adapter
         placed = adapter.placed
         self._reaches[slot] = self._reach(placed)
+        self._changes_model[slot] = self.sites.outside[placed.sites].any()
+        self._changes_embedding[slot] = self.sites.embed.number in placed.sites
         if placed.has_vectors or self._has_vectors[slot]:
             self.vector_table.upload(slot)
         self._has_vectors[slot] = placed.has_vectors
@@ -240,12 +242,10 @@ class AdapterTable:
         self._widest[slot] = MAX_RANK if (ranks % 8).any() else ranks.max(initial=0)
 
     def _reach(self, placed: PlacedAdapter) -> Reach:
-        sites = placed.sites
-        if self.sites.outside[sites].any():
-            return Reach.MODEL
         if placed.has_vectors:
             return Reach.OUTPUTS
-        return Reach.EXPERTS if self.sites.of_experts[sites].any() else Reach.LAYERS
+        has_experts = self.sites.of_experts[placed.sites].any()
+        return Reach.EXPERTS if has_experts else Reach.LAYERS
 
     def reach(self, token_slots: np.ndarray) -> Reach:
         """token_slots: int `[n]`, -1 = no adapter."""
@@ -253,7 +253,10 @@ class AdapterTable:
 
     def changes_model(self, token_slots: np.ndarray) -> bool:
         """Whether some adapter of a batch changes the embedding or the head."""
-        return self.reach(token_slots) is Reach.MODEL
+        return bool(self._changes_model[token_slots].any())
+
+    def changes_embedding(self, token_slots: np.ndarray) -> bool:
+        return bool(self._changes_embedding[token_slots].any())
 
     def changes_outputs(self, token_slots: np.ndarray) -> bool:
         """Whether some adapter of a batch changes the base's own products."""

@@ -27,8 +27,9 @@ class DeviceLora:
 
     slots: int32 `[tokens]`, -1 = no adapter. segments: the tiles. workspace: what shrink leaves for
     expand. phase: which launch parameters apply. strategies: the regime's, by kind of site. reach:
-    the most that the adapters may change. vectors: of what they do to the base's own products; None
-    = nothing. own: tokens whose adapters have rows of their own in the embedding or the head.
+    the most that the adapters may change in layers. vectors: of what they do to the base's own
+    products; None = nothing. model_sites: whether an adapter may change the embedding or the head;
+    own: tokens whose adapters have rows of their own there.
     """
 
     slots: torch.Tensor
@@ -38,12 +39,8 @@ class DeviceLora:
     strategies: Strategies
     reach: Reach
     vectors: VectorTable | None
+    model_sites: bool
     own: tuple[OwnSegment, ...]
-
-    @property
-    def model_sites(self) -> bool:
-        """Whether an adapter may change the embedding or the head."""
-        return self.reach is Reach.MODEL
 
     @property
     def expert_sites(self) -> bool:
@@ -133,15 +130,20 @@ class LoraBatches:
             return None
         slots = to_device(token_slots.astype(np.int32), self._device)
         table = self._table
-        own = table.own_segments(token_slots) if reach is Reach.MODEL else ()
-        lora = self._allocate(slots, reach, outputs=table.changes_outputs(token_slots), own=own)
+        lora = self._allocate(
+            slots,
+            reach,
+            outputs=table.changes_outputs(token_slots),
+            model_sites=table.changes_model(token_slots),
+            own=table.own_segments(token_slots),
+        )
         lora.route(self._table.device_table)
         block = self._table.rank_block(token_slots) if _can_shrink(lora) else None
         return lora if block is None else self._shrinking(lora, block)
 
     def captured(self, slots: torch.Tensor, reach: Reach, *, decodes: bool) -> DeviceLora:
         """LoRA of a graph, which routes it. slots: int32 `[tokens]`, filled before each replay.
-        reach: the most that its adapters change, which is neither the embedding nor the head.
+        reach: the most that its adapters change in layers. What they change outside is no graph's.
         decodes: every token is a decode."""
         outputs = reach is Reach.OUTPUTS
         return self._allocate(slots, reach, decodes=decodes, captured=True, outputs=outputs)
@@ -150,7 +152,10 @@ class LoraBatches:
         """LoRA of so many tokens in each regime that a step outside graphs can have, the plain one
         first. All tokens have slot 0, whose adapter may change the embedding and the head."""
         slots = torch.zeros(tokens, dtype=torch.int32, device=self._device)
-        plain, scaled = (self._allocate(slots, Reach.MODEL, outputs=each) for each in (False, True))
+        plain, scaled = (
+            self._allocate(slots, Reach.OUTPUTS, outputs=each, model_sites=True)
+            for each in (False, True)
+        )
         for lora in (plain, scaled):
             lora.route(self._table.device_table)
         if not _can_shrink(plain):
@@ -165,6 +170,7 @@ class LoraBatches:
         decodes: bool = False,
         captured: bool = False,
         outputs: bool = False,
+        model_sites: bool = False,
         own: tuple[OwnSegment, ...] = (),
     ) -> DeviceLora:
         """outputs: adapters may change the base's own products, which no kernel with LoRA in it
@@ -181,10 +187,11 @@ class LoraBatches:
         if kernel is not None:
             strategies = self._consumers.strategies(Regime.FUSED)
             context = (slots, segments, workspace, phase, strategies, reach)
-            return FusedLora(*context, vectors, own, kernel)
+            return FusedLora(*context, vectors, model_sites, own, kernel)
         regime = lora_strategy.regime_of(tokens, decodes=decodes, captured=captured)
         strategies = self._consumers.strategies(regime)
-        return DeviceLora(slots, segments, workspace, phase, strategies, reach, vectors, own)
+        context = (slots, segments, workspace, phase, strategies, reach)
+        return DeviceLora(*context, vectors, model_sites, own)
 
     def _segments(self, tokens: int, phase: Phase) -> Segments:
         known, size = self._table.device_table.num_slots, self._configs.tile_rows(phase, tokens)
@@ -201,6 +208,7 @@ class LoraBatches:
             self._consumers.strategies(Regime.SHRINKING_PREFILL),
             lora.reach,
             lora.vectors,
+            lora.model_sites,
             lora.own,
             self._down[block],
         )

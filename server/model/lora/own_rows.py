@@ -1,7 +1,7 @@
 """Rows of the embedding and the head that an adapter has in place of the base's, in one batch.
 
-They lie outside graphs, so the host knows whose tokens lie where. What is launched waits for nothing,
-and costs other tokens nothing.
+They lie outside graphs, so the host knows whose tokens lie where. What is launched waits for
+nothing, and costs other tokens nothing.
 """
 
 from collections.abc import Mapping

@@ -89,7 +89,7 @@ def test_examples_are_prompts_of_which_a_graph_takes_as_many(max_context: int) -
 @pairs(BIASED, QWEN3)
 @pytest.mark.parametrize("slots", [[-1, -1, -1], [0, -1, 0], [1, 0, -1]])
 def test_same_as_the_reference(pair: Pair, slots: list[int]) -> None:
-    """Chunks, mixed steps and decodes; adapters of the head have their decodes where prompts are."""
+    """Chunks, mixed steps and decodes; with adapters of the head decodes are where prompts are."""
     pair.graphs.clear()
     streams = answer(pair.gpu, slots, SCORED, 4)
     expected = answer(pair.reference, slots, SCORED, 4)

@@ -334,7 +334,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     dora_graphs: bool = False
     batch_step_share: float = 0.125
     max_draft: int = 0
-    draft_bytes: int = 64 << 20
+    draft_memory: int = 64 << 20
 
     @property
     def max_decodes(self) -> int:

@@ -113,7 +113,7 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
         max_waiting=config.max_waiting,
         background_share=config.batch_step_share,
         max_draft=config.max_draft,
-        draft_bytes=config.draft_bytes,
+        draft_memory=config.draft_memory,
     )
     scheduler = Scheduler(executor.limits, scheduling)
     constraints = _constraints(config, executor.limits)

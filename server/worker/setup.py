@@ -212,7 +212,7 @@ def engine_config(
         max_step_tokens=sizes.max_step_tokens,
         batch_step_share=config.batch_step_share,
         max_draft=config.max_draft,
-        draft_bytes=config.draft_memory,
+        draft_memory=config.draft_memory,
         adapter_slots=config.adapter_slots,
         dora_graphs=config.dora_graphs,
         gpu_memory_utilization=config.gpu_memory_utilization,

@@ -106,7 +106,7 @@ def tokens_per_second(tasks: Sequence[TaskTokens], rows: int, curve: StepCurve, 
         for index, row in enumerate(running):
             draft = row.drafts.propose(most)
             count, expected = worth(draft.chances, row.acceptance.ratio, price)
-            right = row.right(Draft(draft.token_ids[:count], draft.chances[:count]))
+            right = min(count, row.right(draft))
             if count:
                 row.acceptance.saw(expected, right)
             came = row.take(right + 1)

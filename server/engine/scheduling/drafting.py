@@ -79,10 +79,8 @@ class Drafting:
     def _worth(self, sequence: Sequence, most: int, least: float) -> list[int]:
         """As much of a draft as pays; none where the step would give fewer tokens than `least`."""
         assert sequence.drafts is not None
-        draft, ratio = (
-            sequence.drafts.propose(min(most, self._max_draft)),
-            sequence.acceptance.ratio,
-        )
+        draft = sequence.drafts.propose(min(most, self._max_draft))
+        ratio = sequence.acceptance.ratio
         count, expected = worth(draft.chances, ratio, self.price.of(self._tokens))
         if 1 + expected * ratio < least:
             return []

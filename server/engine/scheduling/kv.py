@@ -96,15 +96,14 @@ class SequencePages:
     def grow(self, sequence: Sequence, draft: int = 0) -> list[list[int]] | None:
         """More pages of each group, so that at least one more token can be computed; [] = it needs
         none, None = there are not enough. draft: tokens for which there may be pages, too."""
-        room, soon = sequence.room(self.pool.page_size), max(1, sequence.num_wanted)
-        if room >= min(soon + draft, self._step_tokens):
-            return []
-        if draft and room + draft >= 0:
+        room = sequence.room(self.pool.page_size)
+        soon = min(max(1, sequence.num_wanted), self._step_tokens)
+        if draft and room < soon + draft:
             tokens = min(sequence.num_computed + 1 + draft, sequence.last_input)
             pages = self._more(sequence, self.pool.available // 2, tokens)
             if pages is not None:
                 return pages
-        if room >= min(soon, self._step_tokens):
+        if room >= soon:
             return []
         return self._more(sequence, self.pool.available, sequence.num_computed + 1)
 

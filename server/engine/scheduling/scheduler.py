@@ -45,7 +45,7 @@ class Scheduler:
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
         self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
         self.grammars = GrammarWaits()
-        self.drafting = Drafting(config.max_draft, config.draft_bytes)
+        self.drafting = Drafting(config.max_draft, config.draft_memory)
         self._eos = frozenset(limits.eos_token_ids)
         # Every running sequence can have a token in every step.
         self.rows = SequenceRows(min(limits.max_rows, limits.max_step_tokens))

@@ -8,8 +8,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     many more may come without being asked for.
 
     drain_after_s: how long a staged adapter waits for room before other adapters drain.
-    max_draft: tokens of a sequence's draft, 0 = none has one. draft_bytes: of answers that are kept
-    for drafts.
+    max_draft: tokens of a sequence's draft, 0 = none has one. draft_memory: bytes of answers that
+    are kept for drafts.
     background_share: of a step's tokens, for prompts of batches while others run or wait.
     """
 
@@ -18,4 +18,4 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     drain_after_s: float = 1.0
     background_share: float = 0.125
     max_draft: int = 0
-    draft_bytes: int = 64 << 20
+    draft_memory: int = 64 << 20

@@ -159,10 +159,9 @@ class LoraTensors(msgspec.Struct, frozen=True):
         return min(sizes, default=0)
 
     @property
-    def is_more_than_lora(self) -> bool:
-        """Whether it changes the base's own products, or brings rows of a table or a head."""
-        of_outputs = (lora.magnitude or lora.bias for lora in self.ordinary)
-        return bool(self.biases or self.tables or self.head or any(of_outputs))
+    def has_own_rows(self) -> bool:
+        """Whether it brings rows of a table, or a head."""
+        return bool(self.tables or self.head)
 
     @property
     def ordinary(self) -> tuple[ModuleLora, ...]:

@@ -142,7 +142,8 @@ def b_matrices(
 
 
 def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
-    """What a site has for each output, `[2, outputs]` or more in float32; None = nothing."""
+    """What a site has for each output, `[2, outputs]` or more in float32; None = nothing. Of one
+    shard."""
     if not site.vectors:
         return None
     shape = (num_vectors(site.vectors), sum(widths_of(site.kind, base)))
@@ -170,8 +171,9 @@ def num_vectors(vectors: Iterable[int]) -> int:
 
 
 def widths_of(kind: SiteKind, base: BaseSpec) -> tuple[int, ...]:
-    """Outputs of each projection of a site."""
-    return tuple(base.of_site(kind, i).out_features for i in range(len(base.sites[kind])))
+    """Outputs of each projection of a site, of one shard."""
+    modules = (base.of_site(kind, i) for i in range(len(base.sites[kind])))
+    return tuple(module.of_shard(base.shards).out_features for module in modules)
 
 
 def _matrix(

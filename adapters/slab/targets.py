@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapters.base import BaseSpec
+from adapters.base import BaseSpec, SiteKind
 from adapters.manifest import ITEM_BYTES, SiteLayout, SlabLayout
 from adapters.peft.lora_tensors import ExpertsLora, LoraTensors, ModuleLora, StackedLora
 from adapters.safetensors.floats import Raw
@@ -135,11 +135,12 @@ def _of_sites(
             yield own_rows
         rows = vector_rows(site, base)
         if rows is not None:
-            of_outputs = region(rows, WHOLE, ITEM_BYTES["float32"])
+            of_outputs = region(rows, shard, ITEM_BYTES["float32"])
             own = [biases.get((site.layer, name)) for name in base.sites[site.kind]]
-            places = np.split(of_outputs.numbers, np.cumsum(widths_of(site.kind, base))[:-1], 1)
-            for lora, bias, place in zip(loras, own, places, strict=True):
-                of_outputs.targets.extend(_vector_targets(lora, bias, place))
+            adds = base.of_site(site.kind, 0).sharding != "row" or index == 0
+            of_each = [_of_outputs(*each, adds) for each in zip(loras, own, strict=True)]
+            found = _vector_targets(site.kind, of_each, of_outputs.numbers, base, shard)
+            of_outputs.targets.extend(found)
             yield of_outputs
 
 
@@ -189,16 +190,30 @@ def _b_targets(lora: _Lora, numbers: Numbers, piece: Piece) -> Iterator[SlabTarg
             yield SlabTarget(lora.a, own.T, rows, columns)
 
 
+def _of_outputs(
+    lora: _Lora | None, own_bias: TensorInfo | None, adds: bool
+) -> tuple[TensorInfo | None, ...]:
+    """What goes into each row of a projection's vectors. adds: of devices that sum their products
+    one adds biases."""
+    if not isinstance(lora, ModuleLora):
+        return (None, own_bias if adds else None)
+    return (lora.magnitude, own_bias, lora.bias) if adds else (lora.magnitude,)
+
+
 def _vector_targets(
-    lora: _Lora | None, own_bias: TensorInfo | None, numbers: Numbers
+    kind: SiteKind,
+    rows: Sequence[Sequence[TensorInfo | None]],
+    numbers: Numbers,
+    base: BaseSpec,
+    shard: Shard,
 ) -> Iterator[SlabTarget]:
-    """numbers: of one projection, `[2, outputs]`, or 3 rows where a projection has a bias of B."""
-    magnitude = bias = None
-    if isinstance(lora, ModuleLora):
-        magnitude, bias = lora.magnitude, lora.bias
-    for row, tensor in enumerate((magnitude, own_bias, bias)):
-        if tensor is not None:
-            yield SlabTarget(tensor, numbers[row], _rows(tensor), is_wide=True)
+    """rows: of each projection. numbers: of all of them, side by side."""
+    places = np.split(numbers, np.cumsum(widths_of(kind, base))[:-1], 1)
+    for projection, (tensors, place) in enumerate(zip(rows, places, strict=True)):
+        for piece in base.of_site(kind, projection).outputs(shard):
+            for row, tensor in zip(place[:, piece.target], tensors, strict=False):
+                if tensor is not None:
+                    yield SlabTarget(tensor, row, _rows(tensor)[piece.source], is_wide=True)
 
 
 def _stacked_a(lora: StackedLora, numbers: Numbers, inputs: slice) -> SlabTarget:

@@ -159,11 +159,6 @@ class LoraTensors(msgspec.Struct, frozen=True):
         return min(sizes, default=0)
 
     @property
-    def has_own_rows(self) -> bool:
-        """Whether it brings rows of a table, or a head."""
-        return bool(self.tables or self.head)
-
-    @property
     def ordinary(self) -> tuple[ModuleLora, ...]:
         """LoRA of modules that are not of experts."""
         return tuple(module for module in self.modules if isinstance(module, ModuleLora))

@@ -12,6 +12,7 @@ from adapters.manifest import ITEM_BYTES, OwnHead, SiteLayout, SlabDtype, SlabLa
 from adapters.peft.lora_tensors import B_BIAS, OWN_BIAS, OwnBias, OwnTable
 from adapters.peft.validate import SlabRoom
 from adapters.safetensors.header import TensorInfo
+from adapters.sharding import Span, most_rows
 
 ALIGNMENT = 256
 _OPEN_EXTENTS = 16
@@ -151,16 +152,21 @@ def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
 
 
 def table_rows(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix | None:
-    """Rows of a table in place of the base's, `[rows, hidden]`; None = the site has none."""
+    """Rows of a table in place of the base's, `[rows, hidden]`; None = the site has none. Of one
+    shard, which has those of the tokens whose rows of the base it has."""
     if site.table_offset < 0:
         return None
-    rows = len(site.table_ids) or site.table_size or base.vocab_size
+    rows = site.table_size or base.vocab_size
+    if site.table_ids:
+        rows = most_rows(site.table_ids, base.vocab_size, base.shards)
+    elif base.shards > 1:
+        rows = min(rows, Span(base.vocab_size).width(base.shards))
     shape = (rows, base.hidden_size)
     return PlacedMatrix(site.table_offset, shape, math.prod(shape) * item_bytes)
 
 
 def head_rows(head: OwnHead, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
-    """Of a classifier, `[labels, hidden]`."""
+    """Of a classifier, `[labels, hidden]`. Each shard has it whole."""
     shape = (head.labels, base.hidden_size)
     return PlacedMatrix(head.offset, shape, math.prod(shape) * item_bytes)
 

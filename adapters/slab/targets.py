@@ -10,10 +10,16 @@ import numpy.typing as npt
 
 from adapters.base import BaseSpec, SiteKind
 from adapters.manifest import ITEM_BYTES, SiteLayout, SlabLayout
-from adapters.peft.lora_tensors import ExpertsLora, LoraTensors, ModuleLora, StackedLora
+from adapters.peft.lora_tensors import (
+    ExpertsLora,
+    LoraTensors,
+    ModuleLora,
+    OwnTable,
+    StackedLora,
+)
 from adapters.safetensors.floats import Raw
 from adapters.safetensors.header import TensorInfo
-from adapters.sharding import WHOLE, Piece, Shard
+from adapters.sharding import Piece, Shard, Span, rows_of_shard
 from adapters.slab.layout import (
     PlacedMatrix,
     a_matrix,
@@ -86,9 +92,11 @@ def all_regions(
     yield from _of_sites(adapter, base, layout, memory)
     if adapter.head is not None and layout.head is not None:
         item_bytes = ITEM_BYTES[layout.dtype]
-        head = _region(memory, head_rows(layout.head, base, item_bytes), item_bytes)
-        head.targets.append(SlabTarget(adapter.head, head.numbers, _rows(adapter.head)))
-        yield head
+        placed = head_rows(layout.head, base, item_bytes)
+        for index in range(layout.shards):
+            head = _region(memory, placed, item_bytes, index * layout.shard_nbytes)
+            head.targets.append(SlabTarget(adapter.head, head.numbers, _rows(adapter.head)))
+            yield head
 
 
 def _region(memory: SlabMemory, placed: PlacedMatrix, item_bytes: int, begin: int = 0) -> Region:
@@ -104,8 +112,8 @@ def _of_sites(
     modules: dict[tuple[int, str], _Lora] = {
         (lora.layer, lora.module): lora for lora in adapter.modules
     }
-    tables = {table.module: table.tensor for table in adapter.tables}
-    done: set[int] = set()
+    tables = {table.module: table for table in adapter.tables}
+    done: set[tuple[int, int]] = set()
     biases = {(bias.layer, bias.module): bias.tensor for bias in adapter.biases}
     own_bytes = ITEM_BYTES[layout.dtype]
 
@@ -127,11 +135,13 @@ def _of_sites(
                     b.targets.extend(_b_targets(lora, b.numbers, piece))
                 yield b
         table = table_rows(site, base, own_bytes)
-        if table is not None and table.offset not in done:
-            done.add(table.offset)
-            own_rows = region(table, WHOLE)  # only a base that no devices share has them
-            tensor = tables[base.sites[site.kind][0]]
-            own_rows.targets.append(SlabTarget(tensor, own_rows.numbers, _rows(tensor)))
+        if table is not None and (table.offset, index) not in done:
+            done.add((table.offset, index))
+            own_rows = region(table, shard)
+            of_table = tables[base.sites[site.kind][0]]
+            own_rows.targets.extend(
+                _table_targets(of_table, own_rows.numbers, base.vocab_size, shard)
+            )
             yield own_rows
         rows = vector_rows(site, base)
         if rows is not None:
@@ -188,6 +198,28 @@ def _b_targets(lora: _Lora, numbers: Numbers, piece: Piece) -> Iterator[SlabTarg
         for expert, own in enumerate(numbers):
             rows = range(expert * lora.lora_rank, (expert + 1) * lora.lora_rank)
             yield SlabTarget(lora.a, own.T, rows, columns)
+
+
+def _table_targets(
+    table: OwnTable, numbers: Numbers, vocab: int, shard: Shard
+) -> Iterator[SlabTarget]:
+    """numbers: `[rows, hidden]`, of the tokens whose rows of the base a shard has."""
+    tensor, begin = table.tensor, 0
+    mine = Span(vocab).piece(shard)
+    places = range(mine.start, min(mine.stop, len(_rows(tensor))))
+    for rows in _runs(rows_of_shard(table.ids, vocab, shard)) if table.ids else (places,):
+        if rows:
+            yield SlabTarget(tensor, numbers[begin : begin + len(rows)], rows)
+        begin += len(rows)
+
+
+def _runs(places: Sequence[int]) -> Iterator[range]:
+    """Of ascending places those that follow each other."""
+    first = 0
+    for end in range(1, len(places) + 1):
+        if end == len(places) or places[end] != places[end - 1] + 1:
+            yield range(places[first], places[end - 1] + 1)
+            first = end
 
 
 def _of_outputs(

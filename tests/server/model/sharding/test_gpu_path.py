@@ -78,3 +78,26 @@ def test_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"shards": 2, "dora_graphs": True}
     with small_pair(model, adapters, tmp_path, monkeypatch, **options) as pair:
         assert_same(pair, [1, -1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": {"embed_tokens": [*range(3, 90, 2)], "lm_head": [4, 8]}},
+    ],
+    ids=["whole", "tokens"],
+)
+def test_own_tables(
+    tables: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("qwen3", **SMALL)
+    save_model(model, tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" in name or "lm_head" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)  # the adapter's
+    adapters = {"own": LoraConfig(r=4, target_modules=["q_proj"], **tables)}
+    with small_pair(model, adapters, tmp_path, monkeypatch, shards=2) as pair:
+        assert_same(pair, [0, -1, -1, 0], in_graphs=False)
+        assert_same(pair, [-1, -1, -1])

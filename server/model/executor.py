@@ -75,7 +75,7 @@ class TorchExecutor:
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
         self._pooler = Pooler(self._head, self.device)
         self._masks = MaskMemory(self.limits.most_decodes, self.limits.vocab_size, self.device)
-        vectors = OutputVectors(parts.weights, self._table.sites, group.shard.count > 1).pieces
+        vectors = OutputVectors(parts.weights, self._table.sites).pieces
         self._copies = AdapterCopies(self._table, host_arena, vectors)
         self._group = group
         phases.done("host memory")

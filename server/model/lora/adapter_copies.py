@@ -79,7 +79,8 @@ class AdapterCopies:
         self._usable: deque[_Moving] = deque()  # all of them before those that are not
         self._vectors = vectors
         self._making: deque[_Making] = deque()
-        self._sums = DeviceSums()  # of the oldest of them
+        # Of the oldest of them.
+        self._sums = DeviceSums(table.sites.summed_outputs, pinned=self._stream is not None)
         self._piece: torch.cuda.Event | None = None  # recorded behind the last one queued
         self._news: list[CopyNews] = []
         self._lost: Exception | None = None
@@ -122,7 +123,7 @@ class AdapterCopies:
 
     def sums_offered(self) -> list[CopySums]:
         """See `GroupMember`."""
-        return self._sums.offered()
+        return self._sums.offered() if self._is_piece_over() else []
 
     def add_sums(self, sums: CopySums) -> None:
         """See `GroupMember`."""
@@ -179,9 +180,7 @@ class AdapterCopies:
     def _make(self) -> None:
         """Queue a piece of what the oldest of `_making` lacks, once the last piece is over: steps
         share the device with one at most."""
-        if not self._making or self._sums.are_awaited:
-            return
-        if self._piece is not None and not self._piece.query():
+        if not self._making or self._sums.are_awaited or not self._is_piece_over():
             return
         making = self._making[0]
         try:
@@ -203,6 +202,9 @@ class AdapterCopies:
             self._use(making.copy, making.adapter, making.copy_s)
         else:
             self._unusable.append(making.moving._replace(made=event))
+
+    def _is_piece_over(self) -> bool:
+        return self._piece is None or self._piece.query()
 
     def _use(self, copy: AdapterCopy, adapter: Adapter, copy_s: float) -> None:
         """On the CPU."""

@@ -12,11 +12,12 @@ from server.engine.executor import CopySums
 class DeviceSums:
     """Of one copy at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int, *, pinned: bool) -> None:
+        """most: numbers of a copy."""
         self._digest = ""
         self._numbers: torch.Tensor | None = None
-        self._host = torch.empty(0)
-        self._there: torch.cuda.Event | None = None
+        self._room = torch.empty(most, pin_memory=pinned)
+        self._host = self._room[:0]
         self._is_offered = False
 
     @property
@@ -24,22 +25,14 @@ class DeviceSums:
         return self._numbers is not None
 
     def begin(self, digest: str, numbers: torch.Tensor) -> None:
-        """numbers: contiguous float32 `[n]`, which become the sums. Queues on the current
-        stream."""
+        """numbers: float32 `[n]`, which become the sums. Queues on the current stream."""
         self._digest, self._numbers, self._is_offered = digest, numbers, False
-        self._there = None
-        if not numbers.is_cuda:
-            self._host = numbers
-            return
-        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._host = self._room[: len(numbers)]
         self._host.copy_(numbers, non_blocking=True)
-        self._there = torch.cuda.current_stream().record_event()
 
     def offered(self) -> list[CopySums]:
-        """This device's numbers, once they are on the host; each once."""
+        """This device's numbers, each once. To be asked once what `begin` queued is over."""
         if not self.are_awaited or self._is_offered:
-            return []
-        if self._there is not None and not self._there.query():
             return []
         self._is_offered = True
         return [CopySums(self._digest, self._host.numpy().tobytes())]

@@ -11,28 +11,24 @@ from typing import NamedTuple
 
 import torch
 
-from adapters.base import SiteKind
 from adapters.peft.lora_tensors import B_BIAS, MAGNITUDES, OWN_BIAS
 from server.model.linear.linear import Linear
 from server.model.lora.lora import Adapter, Projection, SiteWeights
-from server.model.lora.sites import Site, Sites
+from server.model.lora.sites import BY_INPUTS, Site, Sites
 from server.model.weights import ModelWeights
 
 # Of a matrix, in float32 at once; a piece is what is queued at once beside running steps.
 _CHUNK, _PIECE = 1 << 23, 1 << 26
 # That are finished at once.
 _SITES = 4
-# Whose inputs devices share out; they all have every output.
-_BY_INPUTS: tuple[SiteKind, ...] = ("o", "down", "embed_tokens")
 _TINY = torch.finfo(torch.float32).tiny
 
 
 class OutputVectors:
     """Of adapters that have just been copied. Nothing here waits for the device."""
 
-    def __init__(self, weights: ModelWeights, sites: Sites, is_shared: bool) -> None:
-        """is_shared: whether other devices have other parts of the base."""
-        self._sites, self._is_shared = sites, is_shared
+    def __init__(self, weights: ModelWeights, sites: Sites) -> None:
+        self._sites, self._is_shared = sites, sites.shard.count > 1
         self._embed = weights.embed
         self._linears: dict[int, Linear] = {sites.lm_head.number: weights.lm_head}
         for of_layer, layer in zip(sites.layers, weights.layers, strict=True):
@@ -72,7 +68,7 @@ class OutputVectors:
 
     def _room(self, found: Sequence[tuple[int, SiteWeights]]) -> "_Squares":
         measured = [
-            (self._sites[number].kind in _BY_INPUTS, number, projection)
+            (self._sites[number].kind in BY_INPUTS, number, projection)
             for number, weights in found
             for projection, bits in _projections(self._sites[number], weights)
             if projection is not None and bits & MAGNITUDES

@@ -17,6 +17,8 @@ from adapters.slab.layout import num_vectors
 from server.kernels.lora.table import MAX_PROJECTIONS
 from server.model.spec import LinearSpec, ModelSpec
 
+# Whose inputs devices share out; they all have every output.
+BY_INPUTS: tuple[SiteKind, ...] = ("o", "down", "embed_tokens")
 _FLOAT32_BYTES = 4
 # Offsets and bytes of matrices -> where they begin in the arena.
 _Find = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -91,6 +93,13 @@ class Sites:
     ) -> Site:
         self._all.append(Site(len(self._all), layer, kind, in_features, out_features, experts))
         return self._all[-1]
+
+    @property
+    def summed_outputs(self) -> int:
+        """Of the sites whose inputs devices share out; 0 where there is one device."""
+        if self.shard.count == 1:
+            return 0
+        return sum(sum(site.out_features) for site in self._all if site.kind in BY_INPUTS)
 
     def __len__(self) -> int:
         return len(self._all)

@@ -3,6 +3,7 @@
 A *shard* is one device's part of the model. All shards have the same shapes.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -88,6 +89,18 @@ def pieces(spans: Sequence[Span], shard: Shard) -> tuple[Piece, ...]:
         source += span.features
         target += span.width(shard.count)
     return tuple(found)
+
+
+def rows_of_shard(ids: Sequence[int], vocab: int, shard: Shard) -> list[int]:
+    """Places in ids of those tokens whose rows a shard has, of tables of so many rows."""
+    mine = Span(vocab).piece(shard)
+    return [place for place, token in enumerate(ids) if mine.start <= token < mine.stop]
+
+
+def most_rows(ids: Sequence[int], vocab: int, count: int) -> int:
+    """As many as the shard with the most rows of these tokens has, at least 1."""
+    width = Span(vocab).width(count)
+    return max(Counter(token // width for token in ids).values(), default=1)
 
 
 def total_width(spans: Sequence[Span], count: int) -> int:

@@ -159,12 +159,6 @@ class LoraTensors(msgspec.Struct, frozen=True):
         return min(sizes, default=0)
 
     @property
-    def is_more_than_lora(self) -> bool:
-        """Whether it changes the base's own products, or brings rows of a table or a head."""
-        of_outputs = (lora.magnitude or lora.bias for lora in self.ordinary)
-        return bool(self.biases or self.tables or self.head or any(of_outputs))
-
-    @property
     def ordinary(self) -> tuple[ModuleLora, ...]:
         """LoRA of modules that are not of experts."""
         return tuple(module for module in self.modules if isinstance(module, ModuleLora))

@@ -12,6 +12,7 @@ from adapters.manifest import ITEM_BYTES, OwnHead, SiteLayout, SlabDtype, SlabLa
 from adapters.peft.lora_tensors import B_BIAS, OWN_BIAS, OwnBias, OwnTable
 from adapters.peft.validate import SlabRoom
 from adapters.safetensors.header import TensorInfo
+from adapters.sharding import Span, most_rows
 
 ALIGNMENT = 256
 _OPEN_EXTENTS = 16
@@ -142,7 +143,8 @@ def b_matrices(
 
 
 def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
-    """What a site has for each output, `[2, outputs]` or more in float32; None = nothing."""
+    """What a site has for each output, `[2, outputs]` or more in float32; None = nothing. Of one
+    shard."""
     if not site.vectors:
         return None
     shape = (num_vectors(site.vectors), sum(widths_of(site.kind, base)))
@@ -150,16 +152,21 @@ def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
 
 
 def table_rows(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix | None:
-    """Rows of a table in place of the base's, `[rows, hidden]`; None = the site has none."""
+    """Rows of a table in place of the base's, `[rows, hidden]`; None = the site has none. Of one
+    shard, which has those of the tokens whose rows of the base it has."""
     if site.table_offset < 0:
         return None
-    rows = len(site.table_ids) or site.table_size or base.vocab_size
+    rows = site.table_size or base.vocab_size
+    if site.table_ids:
+        rows = most_rows(site.table_ids, base.vocab_size, base.shards)
+    elif base.shards > 1:
+        rows = min(rows, Span(base.vocab_size).width(base.shards))
     shape = (rows, base.hidden_size)
     return PlacedMatrix(site.table_offset, shape, math.prod(shape) * item_bytes)
 
 
 def head_rows(head: OwnHead, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
-    """Of a classifier, `[labels, hidden]`."""
+    """Of a classifier, `[labels, hidden]`. Each shard has it whole."""
     shape = (head.labels, base.hidden_size)
     return PlacedMatrix(head.offset, shape, math.prod(shape) * item_bytes)
 
@@ -170,8 +177,9 @@ def num_vectors(vectors: Iterable[int]) -> int:
 
 
 def widths_of(kind: SiteKind, base: BaseSpec) -> tuple[int, ...]:
-    """Outputs of each projection of a site."""
-    return tuple(base.of_site(kind, i).out_features for i in range(len(base.sites[kind])))
+    """Outputs of each projection of a site, of one shard."""
+    modules = (base.of_site(kind, i) for i in range(len(base.sites[kind])))
+    return tuple(module.of_shard(base.shards).out_features for module in modules)
 
 
 def _matrix(

@@ -8,12 +8,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapters.base import BaseSpec
+from adapters.base import BaseSpec, SiteKind
 from adapters.manifest import ITEM_BYTES, SiteLayout, SlabLayout
-from adapters.peft.lora_tensors import ExpertsLora, LoraTensors, ModuleLora, StackedLora
+from adapters.peft.lora_tensors import (
+    ExpertsLora,
+    LoraTensors,
+    ModuleLora,
+    OwnTable,
+    StackedLora,
+)
 from adapters.safetensors.floats import Raw
 from adapters.safetensors.header import TensorInfo
-from adapters.sharding import WHOLE, Piece, Shard
+from adapters.sharding import Piece, Shard, Span, rows_of_shard
 from adapters.slab.layout import (
     PlacedMatrix,
     a_matrix,
@@ -86,9 +92,11 @@ def all_regions(
     yield from _of_sites(adapter, base, layout, memory)
     if adapter.head is not None and layout.head is not None:
         item_bytes = ITEM_BYTES[layout.dtype]
-        head = _region(memory, head_rows(layout.head, base, item_bytes), item_bytes)
-        head.targets.append(SlabTarget(adapter.head, head.numbers, _rows(adapter.head)))
-        yield head
+        placed = head_rows(layout.head, base, item_bytes)
+        for index in range(layout.shards):
+            head = _region(memory, placed, item_bytes, index * layout.shard_nbytes)
+            head.targets.append(SlabTarget(adapter.head, head.numbers, _rows(adapter.head)))
+            yield head
 
 
 def _region(memory: SlabMemory, placed: PlacedMatrix, item_bytes: int, begin: int = 0) -> Region:
@@ -104,8 +112,8 @@ def _of_sites(
     modules: dict[tuple[int, str], _Lora] = {
         (lora.layer, lora.module): lora for lora in adapter.modules
     }
-    tables = {table.module: table.tensor for table in adapter.tables}
-    done: set[int] = set()
+    tables = {table.module: table for table in adapter.tables}
+    done: set[tuple[int, int]] = set()
     biases = {(bias.layer, bias.module): bias.tensor for bias in adapter.biases}
     own_bytes = ITEM_BYTES[layout.dtype]
 
@@ -127,19 +135,22 @@ def _of_sites(
                     b.targets.extend(_b_targets(lora, b.numbers, piece))
                 yield b
         table = table_rows(site, base, own_bytes)
-        if table is not None and table.offset not in done:
-            done.add(table.offset)
-            own_rows = region(table, WHOLE)  # only a base that no devices share has them
-            tensor = tables[base.sites[site.kind][0]]
-            own_rows.targets.append(SlabTarget(tensor, own_rows.numbers, _rows(tensor)))
+        if table is not None and (table.offset, index) not in done:
+            done.add((table.offset, index))
+            own_rows = region(table, shard)
+            of_table = tables[base.sites[site.kind][0]]
+            own_rows.targets.extend(
+                _table_targets(of_table, own_rows.numbers, base.vocab_size, shard)
+            )
             yield own_rows
         rows = vector_rows(site, base)
         if rows is not None:
-            of_outputs = region(rows, WHOLE, ITEM_BYTES["float32"])
+            of_outputs = region(rows, shard, ITEM_BYTES["float32"])
             own = [biases.get((site.layer, name)) for name in base.sites[site.kind]]
-            places = np.split(of_outputs.numbers, np.cumsum(widths_of(site.kind, base))[:-1], 1)
-            for lora, bias, place in zip(loras, own, places, strict=True):
-                of_outputs.targets.extend(_vector_targets(lora, bias, place))
+            adds = base.of_site(site.kind, 0).sharding != "row" or index == 0
+            of_each = [_of_outputs(*each, adds) for each in zip(loras, own, strict=True)]
+            found = _vector_targets(site.kind, of_each, of_outputs.numbers, base, shard)
+            of_outputs.targets.extend(found)
             yield of_outputs
 
 
@@ -189,16 +200,52 @@ def _b_targets(lora: _Lora, numbers: Numbers, piece: Piece) -> Iterator[SlabTarg
             yield SlabTarget(lora.a, own.T, rows, columns)
 
 
-def _vector_targets(
-    lora: _Lora | None, own_bias: TensorInfo | None, numbers: Numbers
+def _table_targets(
+    table: OwnTable, numbers: Numbers, vocab: int, shard: Shard
 ) -> Iterator[SlabTarget]:
-    """numbers: of one projection, `[2, outputs]`, or 3 rows where a projection has a bias of B."""
-    magnitude = bias = None
-    if isinstance(lora, ModuleLora):
-        magnitude, bias = lora.magnitude, lora.bias
-    for row, tensor in enumerate((magnitude, own_bias, bias)):
-        if tensor is not None:
-            yield SlabTarget(tensor, numbers[row], _rows(tensor), is_wide=True)
+    """numbers: `[rows, hidden]`, of the tokens whose rows of the base a shard has."""
+    tensor, begin = table.tensor, 0
+    mine = Span(vocab).piece(shard)
+    places = range(mine.start, min(mine.stop, len(_rows(tensor))))
+    for rows in _runs(rows_of_shard(table.ids, vocab, shard)) if table.ids else (places,):
+        if rows:
+            yield SlabTarget(tensor, numbers[begin : begin + len(rows)], rows)
+        begin += len(rows)
+
+
+def _runs(places: Sequence[int]) -> Iterator[range]:
+    """Of ascending places those that follow each other."""
+    first = 0
+    for end in range(1, len(places) + 1):
+        if end == len(places) or places[end] != places[end - 1] + 1:
+            yield range(places[first], places[end - 1] + 1)
+            first = end
+
+
+def _of_outputs(
+    lora: _Lora | None, own_bias: TensorInfo | None, adds: bool
+) -> tuple[TensorInfo | None, ...]:
+    """What goes into each row of a projection's vectors. adds: of devices that sum their products
+    one adds biases."""
+    if not isinstance(lora, ModuleLora):
+        return (None, own_bias if adds else None)
+    return (lora.magnitude, own_bias, lora.bias) if adds else (lora.magnitude,)
+
+
+def _vector_targets(
+    kind: SiteKind,
+    rows: Sequence[Sequence[TensorInfo | None]],
+    numbers: Numbers,
+    base: BaseSpec,
+    shard: Shard,
+) -> Iterator[SlabTarget]:
+    """rows: of each projection. numbers: of all of them, side by side."""
+    places = np.split(numbers, np.cumsum(widths_of(kind, base))[:-1], 1)
+    for projection, (tensors, place) in enumerate(zip(rows, places, strict=True)):
+        for piece in base.of_site(kind, projection).outputs(shard):
+            for row, tensor in zip(place[:, piece.target], tensors, strict=False):
+                if tensor is not None:
+                    yield SlabTarget(tensor, row, _rows(tensor)[piece.source], is_wide=True)
 
 
 def _stacked_a(lora: StackedLora, numbers: Numbers, inputs: slice) -> SlabTarget:

@@ -86,7 +86,7 @@ class CopyUsable(msgspec.Struct, frozen=True):
     digest: str
 
 
-class CopyOver(msgspec.Struct, frozen=True):
+class CopyOver(msgspec.Struct, frozen=True, tag="ov"):
     """Nothing reads the host block any more. Follows CopyUsable, or replaces it with an error.
 
     copy_s: seconds of the transfer, without waits for other transfers; 0 = unknown.
@@ -99,6 +99,14 @@ class CopyOver(msgspec.Struct, frozen=True):
 
 
 CopyNews = CopyUsable | CopyOver
+
+
+class CopySums(msgspec.Struct, frozen=True, tag="cs"):
+    """What the devices of a group add up before any of them uses a copy: one device's numbers, or
+    the sums. numbers: float32, of the device's byte order; none where all wait for each other."""
+
+    digest: str
+    numbers: bytes
 
 
 class Ticket(Protocol):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from server.config import EngineConfig
-from server.engine.executor import AdapterCopy, CopyNews, CopyOver, Masks
+from server.engine.executor import AdapterCopy, CopyNews, CopyOver, CopySums, Masks
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.model.decoder import Decoder, Wanted
 from server.model.graphs.decode_batch import APPEND, POSITION, ROW, DecodeBatch
@@ -145,13 +145,22 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def use_copy(self) -> None:
-        """See `FollowingExecutor`."""
+        """See `GroupMember`."""
         self._copies.use_oldest()
 
     @torch.inference_mode()
     def copies_over(self) -> list[CopyOver]:
-        """See `FollowingExecutor`."""
+        """See `GroupMember`."""
         return self._copies.over()
+
+    def sums_offered(self) -> list[CopySums]:
+        """See `GroupMember`."""
+        return self._copies.sums_offered()
+
+    @torch.inference_mode()
+    def add_sums(self, sums: CopySums) -> None:
+        """See `GroupMember`."""
+        self._copies.add_sums(sums)
 
     def close(self) -> None:
         self._copies.close()

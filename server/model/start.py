@@ -112,7 +112,7 @@ def _build_parts(
     cache = _make_cache(model, config, limits.num_pages, weights, device)
     model = model.within(limits.max_context)
     table = AdapterTable(
-        Sites(model),
+        Sites(model, group.shard),
         slots=max(config.adapter_slots, 1),
         extents=limits.arena_extents,
         extent_bytes=config.extent_bytes,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -10,11 +11,12 @@ from safetensors import SafetensorError, safe_open
 from adapters.sharding import WHOLE, Shard, Span, heads_of
 from server.config import AtLoad
 from server.kernels.linear.matrix import PackedMatrix
+from server.model.checkpoint.area import Area, Stored, UnpackedArea
 from server.model.checkpoint.checkpoint import CheckpointError, ModelFile
 from server.model.checkpoint.cuts import Cut, cut_of
 from server.model.checkpoint.expert_tensors import ExpertTensors
 from server.model.checkpoint.stored_forms import StoredForms
-from server.model.checkpoint.unpack import Stored, unpack
+from server.model.checkpoint.unpack import unpack
 from server.model.linear.dense import DenseLinear
 from server.model.linear.experts import ExpertsLinear
 from server.model.linear.linear import Linear
@@ -125,23 +127,25 @@ class WeightSource:
     def fill(self, path: str, cut: Cut, weight: torch.Tensor) -> None:
         """weight: `cut.shape`, which the matrix of the module at `path` is written to."""
         if path not in self._forms:
-            return cut.copy(self.mapped(f"{path}.weight"), weight)
-        packed = self._packed_part(path, cut)
-        if packed is not None:
-            packed.dequantised(weight.view(packed.shape))
-            return None
-        packed = self._unpacked(path, cut.whole).to(self.device)
-        whole = torch.empty(packed.shape, dtype=self.dtype, device=self.device)
-        return cut.copy(packed.dequantised(whole).view(cut.whole), weight)
+            cut.copy(self.mapped(f"{path}.weight"), weight)
+            return
+        for area, target in cut.areas():
+            found, place = self._unpacked(path, cut.whole, area), weight[target]
+            packed = found.weight.to(self.device)
+            if found.area == area:
+                packed.dequantised(place)
+                continue
+            outer = torch.empty(packed.shape, dtype=self.dtype, device=self.device)
+            place.copy_(packed.dequantised(outer)[area.within(found.area)])
 
     def _packed_part(self, path: str, cut: Cut) -> PackedWeight | None:
         """On the device; None where the part of a quantised matrix is none by itself."""
-        part = cut.of_packed(self._unpacked(path, cut.whole))
+        part = cut.packed(partial(self._unpacked, path, cut.whole))
         return None if part is None else part.to(self.device)
 
-    def _unpacked(self, path: str, shape: Sequence[int]) -> PackedWeight:
-        """The whole matrix, in the host's memory. shape: `[out, in]`."""
-        stored = Stored(lambda suffix: self._optional(f"{path}.{suffix}"), *shape)
+    def _unpacked(self, path: str, shape: tuple[int, int], area: Area) -> UnpackedArea:
+        """In the host's memory. shape: of the whole matrix, `[out, in]`. area: what is read."""
+        stored = Stored(lambda suffix: self._optional(f"{path}.{suffix}"), shape, area)
         try:
             return unpack(self._forms[path], stored)
         except ValueError as error:

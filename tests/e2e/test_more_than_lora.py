@@ -48,11 +48,16 @@ def save_adapter(family: str, folder: Path, options: dict[str, Any], seed: int) 
     model.save_pretrained(folder)
 
 
-@pytest.fixture(scope="module", params=["llama-biases-tied", "gemma3"])
+@pytest.fixture(
+    scope="module",
+    params=[("llama-biases-tied", 1), ("gemma3", 1), ("llama-biases-tied", 2)],
+    ids=lambda row: f"{row[0]}-{row[1]}",
+)
 def beside(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Beside]:
-    family, folder = request.param, tmp_path_factory.mktemp("more")
+    """Of one process, and of two that share the base."""
+    (family, processes), folder = request.param, tmp_path_factory.mktemp("more")
     base = save_model(make_model(family), folder / "base")
     (base / "tokenizer.json").write_text(tokenizer_json(VOCAB, (0, 1, 2)))
     oracles: dict[str, Any] = {"base": make_model(family)}
@@ -63,7 +68,7 @@ def beside(
         *(str(base), "--device", "cpu", "--dtype", "float32", "--adapter-slots", str(SLOTS)),
         *("--max-step-tokens", "40", "--adapter-root", str(folder), "--allow-other-base"),
         *(part for name in OPTIONS for part in ("--adapter", f"{name}=local:{folder / name}")),
-        *("--model-name", "base", "--cache-dir", str(folder / "cache")),
+        *("--model-name", "base", "--cache-dir", str(folder / "cache"), "--tp", str(processes)),
         log=folder / "log",
     )
     yield Beside(serving, oracles)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from server.model.checkpoint.area import whole
 from server.model.checkpoint.mxfp4 import SCALE_BIAS
 from server.model.checkpoint.mxfp4 import grouped as grouped_mxfp4
 from server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
@@ -47,14 +48,11 @@ def random_packed(
             return _codes(bits, group, shape, std, device, zeros=asymmetric)
 
 
-def random_mxfp4(shape: tuple[int, int], std: float, device: torch.device) -> GroupedWeight:
+def random_mxfp4(shape: tuple[int, int], std: float, device: torch.device) -> PackedWeight:
     """As `random_packed`, of MXFP4."""
-    return grouped_mxfp4(
-        torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=device).random_(),
-        torch.full(
-            (shape[0], shape[1] // MXFP4_BLOCK), _exponent(std), dtype=torch.uint8, device=device
-        ),
-    )
+    blocks = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=device).random_()
+    scales = torch.empty(shape[0], shape[1] // MXFP4_BLOCK, dtype=torch.uint8, device=device)
+    return grouped_mxfp4(blocks, scales.fill_(_exponent(std)), whole(shape)).weight
 
 
 def _exponent(std: float) -> int:

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 
-from server.engine.executor import AdapterCopy, CopyOver, Masks
+from server.engine.executor import AdapterCopy, CopyOver, CopySums, Masks
 from server.engine.plan import StepPlan
 
 
@@ -35,18 +35,26 @@ class StartCopy(msgspec.Struct, frozen=True, array_like=True, tag="sc"):
     copy: AdapterCopy
 
 
+class AddSums(msgspec.Struct, frozen=True, array_like=True, tag="as"):
+    """Of the oldest copy that waits for sums."""
+
+    sums: CopySums
+
+
 class UseCopy(msgspec.Struct, frozen=True, array_like=True, tag="uc"):
     """The next step may use the oldest copy that none may use yet."""
 
 
-Command = Launch | Constrain | StartCopy | UseCopy
+Command = Launch | Constrain | StartCopy | AddSums | UseCopy
+# What the others tell the leader.
+Answer = CopyOver | CopySums
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)
-_answers = msgspec.msgpack.Decoder(CopyOver)
+_answers = msgspec.msgpack.Decoder(Answer)
 
 
-def encode(message: Command | CopyOver) -> bytes:
+def encode(message: Command | Answer) -> bytes:
     return _encoder.encode(message)
 
 
@@ -56,6 +64,7 @@ def decode_command(frame: bytes) -> Command:
     return command
 
 
-def decode_answer(frame: bytes) -> CopyOver:
+def decode_answer(frame: bytes) -> Answer:
     """Raises msgspec.MsgspecError."""
-    return _answers.decode(frame)
+    answer: Answer = _answers.decode(frame)
+    return answer

@@ -3,13 +3,13 @@
 import socket
 import threading
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import msgspec
 
-from server.engine.executor import CopyOver, Executor, T
 from server.engine.framing import FrameError, receive_frame, send_frame
 from server.engine.group.commands import (
+    AddSums,
     Command,
     Constrain,
     Launch,
@@ -18,27 +18,16 @@ from server.engine.group.commands import (
     decode_command,
     encode,
 )
+from server.engine.group.member import GroupMember
 
 # While copies are under way the end of one is looked for this often.
 _POLL_S = 0.001
 
 
-class FollowingExecutor(Executor[T], Protocol[T]):
-    """An executor whose copies can be used when another process says so."""
-
-    def use_copy(self) -> None:
-        """Let the next step use the oldest copy that none may use yet."""
-        ...
-
-    def copies_over(self) -> list[CopyOver]:
-        """As `poll_copies`, which lets no step use a copy."""
-        ...
-
-
 class Follower:
     """link: stream socket to the leader."""
 
-    def __init__(self, executor: FollowingExecutor[Any], link: socket.socket) -> None:
+    def __init__(self, executor: GroupMember[Any], link: socket.socket) -> None:
         self._executor, self._link = executor, link
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._newest: Any = None  # its ticket
@@ -78,6 +67,8 @@ class Follower:
             case StartCopy(copy):
                 self._copying += 1
                 self._executor.start_copy(copy)
+            case AddSums(sums):
+                self._executor.add_sums(sums)
             case UseCopy():
                 self._executor.use_copy()
             case _:
@@ -89,3 +80,5 @@ class Follower:
         for over in self._executor.copies_over():
             self._copying -= 1
             send_frame(self._link, encode(over))
+        for sums in self._executor.sums_offered():
+            send_frame(self._link, encode(sums))

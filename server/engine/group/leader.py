@@ -16,13 +16,15 @@ from server.engine.executor import (
     AdapterCopy,
     CopyNews,
     CopyOver,
+    CopySums,
     CopyUsable,
-    Executor,
     Masks,
     T,
 )
 from server.engine.framing import FrameError, receive_frame, send_frame
 from server.engine.group.commands import (
+    AddSums,
+    Answer,
     Command,
     Constrain,
     Launch,
@@ -31,6 +33,7 @@ from server.engine.group.commands import (
     decode_answer,
     encode,
 )
+from server.engine.group.member import GroupMember
 from server.engine.plan import SliceResult, StepPlan
 
 log = logging.getLogger(__name__)
@@ -48,14 +51,16 @@ class GroupExecutor(Generic[T]):
     the engine.
     """
 
-    def __init__(self, executor: Executor[T], links: Sequence[socket.socket]) -> None:
+    def __init__(self, executor: GroupMember[T], links: Sequence[socket.socket]) -> None:
         """links: stream sockets to the other processes."""
         self._executor, self._links = executor, links
         self.limits, self.summary = executor.limits, executor.summary
-        self._answers: queue.SimpleQueue[CopyOver] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         # Copies that are over in some processes, by digest: the error of each. A slot may have
         # another adapter by then; an adapter is not copied again before its copy is over.
         self._over: defaultdict[str, list[str | None]] = defaultdict(list)
+        # Of copies that wait for them, by digest: the numbers of each process that has offered its.
+        self._sums: defaultdict[str, list[np.ndarray]] = defaultdict(list)
         self._gone = threading.Event()
         self._readers = [
             threading.Thread(target=self._read, args=(link,), name=f"shard-{i}", daemon=True)
@@ -94,9 +99,15 @@ class GroupExecutor(Generic[T]):
                 found.append(news)
             else:
                 found += self._note(news)
+        for sums in self._executor.sums_offered():
+            self._add(sums)
         with suppress(queue.Empty):
             while True:
-                found += self._note(self._answers.get_nowait())
+                answer = self._answers.get_nowait()
+                if isinstance(answer, CopySums):
+                    self._add(answer)
+                else:
+                    found += self._note(answer)
         if self._gone.is_set():
             raise GroupLost("a process of the group is gone")
         return found
@@ -113,6 +124,7 @@ class GroupExecutor(Generic[T]):
         have the adapter and others do not."""
         errors = self._over[news.digest]
         errors.append(news.error)
+        self._check_sums(news.digest)
         if len(errors) <= len(self._links):
             return []
         del self._over[news.digest]
@@ -120,6 +132,29 @@ class GroupExecutor(Generic[T]):
         if failed and len(failed) < len(errors):
             raise GroupLost(f"a process of the group lacks an adapter: {failed[0]}")
         return [news]
+
+    def _add(self, sums: CopySums) -> None:
+        """One process's numbers; with the last one's all go on. They are added up once for all.
+        Raises GroupLost."""
+        offered = self._sums[sums.digest]
+        offered.append(np.frombuffer(sums.numbers, np.float32))
+        self._check_sums(sums.digest)
+        if len(offered) <= len(self._links):
+            return
+        del self._sums[sums.digest]
+        added = CopySums(sums.digest, np.sum(offered, axis=0, dtype=np.float32).tobytes())
+        self._tell(AddSums(added))
+        self._executor.add_sums(added)
+
+    def _check_sums(self, digest: str) -> None:
+        """Raises GroupLost where a process waits for one that has failed, or offers other numbers
+        than the others."""
+        offered = self._sums.get(digest, [])
+        failed = [error for error in self._over.get(digest, []) if error is not None]
+        if offered and failed:
+            raise GroupLost(f"a process of the group lacks an adapter: {failed[0]}")
+        if len({len(numbers) for numbers in offered}) > 1:
+            raise GroupLost("processes of the group hold different adapters")
 
     def _tell(self, command: Command) -> None:
         """Raises GroupLost."""

@@ -1,10 +1,12 @@
 """Which rows and columns of a stored matrix one of several devices has."""
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from adapters.sharding import WHOLE, Piece, Shard, Span, pieces, total_width
+from server.model.checkpoint.area import Area, UnpackedArea
 from server.model.linear.packed import PackedWeight, joined
 from server.model.spec import LinearSpec, Part
 
@@ -28,25 +30,29 @@ class Cut(NamedTuple):
         found = sum(size(piece) for piece in self.rows), size(self.columns)
         return found == self.shape
 
+    def areas(self) -> Iterator[tuple[Area, Area]]:
+        """Of the whole matrix, and where each lies in the device's part. None is empty."""
+        for rows in self.rows:
+            if size(rows) and size(self.columns):
+                source = Area(rows.source, self.columns.source)
+                yield source, Area(rows.target, self.columns.target)
+
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """source: the whole matrix. target: `shape`, which is written where there is a source."""
-        for rows in self.rows:
-            place = target[rows.target, self.columns.target]
-            place.copy_(source[rows.source, self.columns.source])
+        for area, place in self.areas():
+            target[place].copy_(source[area])
 
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """As `copy`, of one number for each row."""
         for rows in self.rows:
             target[rows.target].copy_(source[rows.source])
 
-    def of_packed(self, weight: PackedWeight) -> PackedWeight | None:
+    def packed(self, unpack: Callable[[Area], UnpackedArea]) -> PackedWeight | None:
         """The part of a quantised matrix; None where a border lies within a group, or zeros fill
-        it up."""
-        if self.is_whole:
-            return weight
+        the part up."""
         if not self.is_full:
             return None
-        parts = [weight.cut(rows.source, self.columns.source) for rows in self.rows]
+        parts = [unpack(area).cut(area) for area, _ in self.areas()]
         found = [part for part in parts if part is not None]
         return joined(found) if len(found) == len(parts) else None
 

@@ -1,6 +1,7 @@
 """A checkpoint's experts, in any of its forms, copied into one weight of all experts."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -53,7 +54,7 @@ class ExpertTensors:
             *(self._mapped(f"{path}_{name}") for name in ("blocks", "scales")), strict=True
         )
         found = [
-            cut.of_packed(grouped(blocks, scales))
+            cut.packed(partial(grouped, blocks, scales))
             for each in of_experts
             for blocks, scales, cut in zip(*map(self._parts, each), self._cuts, strict=True)
         ]

@@ -2,6 +2,7 @@
 
 import torch
 
+from server.model.checkpoint.area import Area, UnpackedArea, around, units
 from server.model.linear.packed import GroupedWeight
 from server.model.moe_spec import MXFP4_BLOCK
 
@@ -21,12 +22,15 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(values[codes.int()], exponents.unsqueeze(-1)).flatten(-2)
 
 
-def grouped(blocks: torch.Tensor, scales: torch.Tensor) -> GroupedWeight:
-    """The same without unpacking; blocks may be `[rows, 16 n]`. Scales become bfloat16, which has
+def grouped(blocks: torch.Tensor, scales: torch.Tensor, area: Area) -> UnpackedArea:
+    """An area without unpacking; blocks may be `[rows, 16 n]`. Scales become bfloat16, which has
     all of their powers of two."""
-    rows, count = scales.shape
-    exponents = scales.to(torch.int32) - SCALE_BIAS
-    powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    rows, inputs = scales.shape[0], scales.shape[1] * MXFP4_BLOCK
+    area = Area(area.rows, around(area.columns, MXFP4_BLOCK, inputs))
+    mine = area.rows, units(area.columns, MXFP4_BLOCK)
+    exponents = scales[mine].to(torch.int32) - SCALE_BIAS
+    powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents).bfloat16()
     table = torch.tensor(_VALUES, dtype=torch.float32, device=blocks.device)
-    codes = blocks.reshape(rows, -1).contiguous()
-    return GroupedWeight(codes, count * MXFP4_BLOCK, 4, MXFP4_BLOCK, powers.bfloat16(), table=table)
+    codes = blocks.reshape(rows, scales.shape[1], -1)[mine].flatten(1).contiguous()
+    weight = GroupedWeight(codes, area.shape[1], 4, MXFP4_BLOCK, powers, table=table)
+    return UnpackedArea(weight, area)

@@ -1,19 +1,13 @@
 """From a checkpoint's form of a quantised matrix to the layout in memory."""
 
-import json
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, assert_never
+from math import lcm
+from typing import NamedTuple, assert_never
 
 import torch
 
-from server.model.linear.packed import (
-    Fp8Weight,
-    GroupedWeight,
-    PackedWeight,
-    packed,
-    unpacked,
-)
+from server.model.checkpoint.area import Area, Stored, UnpackedArea, around, units
+from server.model.checkpoint.four_bits import unpack_four_bits
+from server.model.linear.packed import Fp8Weight, GroupedWeight, packed, unpacked
 from server.model.quantisation.forms import (
     AwqForm,
     EightBitForm,
@@ -29,31 +23,11 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 # One in every number of a word.
 _ONES = {4: 0x11111111, 8: 0x01010101}
 _INT8_ZERO = 128
-_MOST_OF_STATE = 4096
 
 
-class Stored:
-    """The tensors of one module. get: by suffix; None = it is not stored."""
-
-    def __init__(
-        self, get: Callable[[str], torch.Tensor | None], out_features: int, in_features: int
-    ) -> None:
-        self._get = get
-        self.out_features, self.in_features = out_features, in_features
-
-    def optional(self, suffix: str) -> torch.Tensor | None:
-        return self._get(suffix)
-
-    def __getitem__(self, suffix: str) -> torch.Tensor:
-        """Raises ValueError where there is none."""
-        tensor = self._get(suffix)
-        if tensor is None:
-            raise ValueError(f"{suffix} is missing")
-        return tensor
-
-
-def unpack(form: WeightForm, stored: Stored) -> PackedWeight:
-    """Raises ValueError where tensors contradict each other."""
+def unpack(form: WeightForm, stored: Stored) -> UnpackedArea:
+    """What of the matrix is asked for; nothing else of its numbers is read. Raises ValueError where
+    tensors contradict each other."""
     match form:
         case EightBitForm():
             return _eight_bits(form, stored)
@@ -64,16 +38,15 @@ def unpack(form: WeightForm, stored: Stored) -> PackedWeight:
         case PackedForm():
             return _pack_quantized(form, stored)
         case FourBitForm():
-            return _four_bits(form, stored)
+            return unpack_four_bits(form, stored)
         case RowwiseForm():
-            scales = stored["SCB"].float()[:, None] / 127
-            return _int8(stored["weight"], scales, None, (1, stored.in_features))
+            return _rowwise(stored)
         case _:
             assert_never(form)
 
 
-def _eight_bits(form: EightBitForm, stored: Stored) -> PackedWeight:
-    outputs, inputs = stored.out_features, stored.in_features
+def _eight_bits(form: EightBitForm, stored: Stored) -> UnpackedArea:
+    outputs, inputs = stored.shape
     rows, columns = form.block
     if form.scales == "tensor":
         rows, columns = outputs, inputs
@@ -82,11 +55,21 @@ def _eight_bits(form: EightBitForm, stored: Stored) -> PackedWeight:
     elif form.scales == "group":
         rows = 1
     shape = (-(-outputs // rows), -(-inputs // columns))
-    scales = stored[form.scale].float().view(shape)
+    area = stored.around(rows, columns)
+    blocks = units(area.rows, rows), units(area.columns, columns)
+    scales = stored[form.scale].view(shape)[blocks].float()
+    numbers = stored["weight"][area]
     if form.numbers == "fp8":
-        return Fp8Weight(stored["weight"], scales, (rows, columns))
-    zeros = stored["weight_zero_point"].view(shape) if form.asymmetric else None
-    return _int8(stored["weight"], scales, zeros, (rows, columns))
+        return UnpackedArea(Fp8Weight(numbers, scales, (rows, columns)), area)
+    zeros = stored["weight_zero_point"].view(shape)[blocks] if form.asymmetric else None
+    return UnpackedArea(_int8(numbers, scales, zeros, (rows, columns)), area)
+
+
+def _rowwise(stored: Stored) -> UnpackedArea:
+    area = stored.area
+    scales = stored["SCB"][area.rows].float()[:, None] / 127
+    numbers = stored["weight"][area]
+    return UnpackedArea(_int8(numbers, scales, None, (1, stored.shape[1])), area)
 
 
 def _int8(
@@ -108,11 +91,16 @@ def _codes(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.contiguous().view(torch.uint8) ^ _INT8_ZERO
 
 
-def _awq(form: AwqForm, stored: Stored) -> GroupedWeight:
-    codes, zeros = (_in_columns(stored[name]) for name in ("qweight", "qzeros"))
-    scales = stored["scales"].T.contiguous()
-    grouping = (stored.in_features, 4, form.group)
-    return GroupedWeight(packed(codes.T, 4), *grouping, scales, zeros.T.contiguous())
+def _awq(form: AwqForm, stored: Stored) -> UnpackedArea:
+    area = stored.around(len(_AWQ_COLUMNS), form.group)
+    rows, columns = area
+    groups, words = units(columns, form.group), units(rows, len(_AWQ_COLUMNS))
+    codes = _in_columns(stored["qweight"][columns, words])
+    zeros = _in_columns(stored["qzeros"][groups, words])
+    scales = stored["scales"][groups, rows].T.contiguous()
+    grouping = (area.shape[1], 4, form.group)
+    codes = packed(codes.T, 4)
+    return UnpackedArea(GroupedWeight(codes, *grouping, scales, zeros.T.contiguous()), area)
 
 
 def _in_columns(words: torch.Tensor) -> torch.Tensor:
@@ -123,25 +111,47 @@ def _in_columns(words: torch.Tensor) -> torch.Tensor:
     return ordered.flatten(1)
 
 
-def _gptq(form: GptqForm, stored: Stored) -> GroupedWeight:
-    words = stored["qzeros"]
-    if form.zeros_less_one:  # whose writer subtracted from whole words, with their borrows
-        words = words + _ONES[form.bits]
-    zeros = unpacked(_bytes(words), form.bits)[:, : stored.out_features].T.contiguous()
-    codes, scales = _bytes(stored["qweight"].T), stored["scales"].T.contiguous()
-    group = form.group or stored.in_features
-    weight = GroupedWeight(codes, stored.in_features, form.bits, group, scales, zeros)
-    return _by_group(weight, stored.optional("g_idx"))
+class _Inputs(NamedTuple):
+    """Which inputs are read, and how they share scales. groups: whose scales are read. group:
+    inputs of each. order: as of GroupedWeight. of_each: int64, the group of each input that is
+    read, where neighbours are of any; None = they lie by group, in that order."""
+
+    columns: slice
+    groups: slice
+    group: int
+    order: torch.Tensor | None = None
+    of_each: torch.Tensor | None = None
+
+    def weight(
+        self, codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | int
+    ) -> GroupedWeight:
+        """codes: in the order in which they are stored; scales, zeros: `[rows, groups]`."""
+        width, group = self.columns.stop - self.columns.start, self.group
+        if self.order is not None:
+            codes = packed(unpacked(codes, bits)[:, self.order], bits)
+        if self.of_each is not None:
+            group, scales = 1, scales[:, self.of_each]
+            zeros = zeros[:, self.of_each] if isinstance(zeros, torch.Tensor) else zeros
+        codes = codes[:, : -(-width * bits // 8)].contiguous()
+        return GroupedWeight(codes, width, bits, group, scales, zeros, order=self.order)
 
 
-def _by_group(weight: GroupedWeight, g_idx: torch.Tensor | None) -> GroupedWeight:
-    """The same with its columns sorted by group. g_idx: the group of each input."""
-    codes, width = weight.codes, weight.in_features
-    order = None if g_idx is None else _order(g_idx, weight.group, width)
-    if order is not None:
-        codes = packed(unpacked(codes, weight.bits)[:, order], weight.bits)
-    bytes_of_row = -(-width * weight.bits // 8)
-    return replace(weight, codes=codes[:, :bytes_of_row].contiguous(), order=order)
+def _inputs(form: GptqForm | PackedForm, stored: Stored, index: str) -> _Inputs:
+    """index: the suffix of the tensor that has the group of each input. Some of the inputs that are
+    sorted by group are of any group, so that each becomes a group of its own."""
+    inputs, in_word = stored.shape[1], 32 // form.bits
+    group, columns = form.group or inputs, stored.area.columns
+    g_idx = stored.optional(index)
+    order = None if g_idx is None else _order(g_idx, group, inputs)
+    if order is None or g_idx is None:
+        unit = in_word if group >= inputs else lcm(in_word, group)
+        columns = around(columns, unit, inputs)
+        return _Inputs(columns, units(columns, group), group)
+    columns = around(columns, in_word, inputs)
+    every = slice(0, -(-inputs // group))
+    if columns == slice(0, inputs):
+        return _Inputs(columns, every, group, order)
+    return _Inputs(columns, every, group, of_each=g_idx[columns].long())
 
 
 def _order(g_idx: torch.Tensor, group: int, inputs: int) -> torch.Tensor | None:
@@ -156,74 +166,42 @@ def _order(g_idx: torch.Tensor, group: int, inputs: int) -> torch.Tensor | None:
     return order
 
 
-def _pack_quantized(form: PackedForm, stored: Stored) -> GroupedWeight:
-    inputs, outputs = stored.in_features, stored.out_features
+def _gptq(form: GptqForm, stored: Stored) -> UnpackedArea:
+    in_word = 32 // form.bits
+    inputs = _inputs(form, stored, "g_idx")
+    rows = around(stored.area.rows, in_word, stored.shape[0])
+    words = stored["qzeros"][inputs.groups, units(rows, in_word)]
+    if form.zeros_less_one:  # whose writer subtracted from whole words, with their borrows
+        words = words + _ONES[form.bits]
+    zeros = _of_rows(words, form.bits, rows)
+    codes = _bytes(stored["qweight"][units(inputs.columns, in_word), rows].T)
+    scales = stored["scales"][inputs.groups, rows].T.contiguous()
+    return UnpackedArea(inputs.weight(codes, form.bits, scales, zeros), Area(rows, inputs.columns))
+
+
+def _of_rows(words: torch.Tensor, bits: int, rows: slice) -> torch.Tensor:
+    """int32 `[groups, words]`, each of neighbouring rows -> uint8 `[rows, groups]`."""
+    return unpacked(_bytes(words), bits)[:, : rows.stop - rows.start].T.contiguous()
+
+
+def _pack_quantized(form: PackedForm, stored: Stored) -> UnpackedArea:
     shape = stored.optional("weight_shape")
-    if shape is not None and shape.tolist() != [outputs, inputs]:
-        raise ValueError(f"weight_shape is {shape.tolist()}, expected {[outputs, inputs]}")
-    group = form.group or inputs
-    scales = stored["weight_scale"].view(-1, 1 if form.group is None else -(-inputs // group))
-    scales = scales.expand(outputs, -1).contiguous()
+    if shape is not None and shape.tolist() != [*stored.shape]:
+        raise ValueError(f"weight_shape is {shape.tolist()}, expected {[*stored.shape]}")
+    in_word = 32 // form.bits
+    inputs, rows = _inputs(form, stored, "weight_g_idx"), stored.area.rows
     zeros: torch.Tensor | int = 1 << form.bits - 1
     if form.asymmetric:
-        numbers = unpacked(_bytes(stored["weight_zero_point"].T), form.bits)
-        zeros = numbers[:, :outputs].T.contiguous()
-    codes = _bytes(stored["weight_packed"])
-    weight = GroupedWeight(codes, inputs, form.bits, group, scales, zeros)
-    return _by_group(weight, stored.optional("weight_g_idx"))
-
-
-def _four_bits(form: FourBitForm, stored: Stored) -> GroupedWeight:
-    """The matrix in one row where blocks do not end with its rows."""
-    inputs, outputs = stored.in_features, stored.out_features
-    state = _state(stored[form.state], form.numbers, [outputs, inputs])
-    block = _positive(state, "blocksize")
-    blocks, nbytes = -(-outputs * inputs // block), -(-outputs * inputs // 2)
-    flat = stored["weight"].contiguous().view(torch.uint8).flatten()
-    absmax = _absmax(stored, state, blocks)
-    if len(flat) != nbytes or len(absmax) != blocks:
-        raise ValueError(
-            f"weight and weight.absmax must be of {nbytes} bytes and {blocks} blocks, got"
-            f" {len(flat)} and {len(absmax)}"
-        )
-    # The first of two lies in the upper bits.
-    codes, rows = flat >> 4 | flat << 4, outputs if inputs % block == 0 else 1
-    table = stored["weight.quant_map"].float()
-    grouping = (outputs * inputs // rows, 4, block)
-    return GroupedWeight(codes.view(rows, -1), *grouping, absmax.view(rows, -1), table=table)
-
-
-def _absmax(stored: Stored, state: dict[str, Any], blocks: int) -> torch.Tensor:
-    """float32 `[blocks]`."""
-    absmax = stored["weight.absmax"].flatten()
-    if absmax.dtype != torch.uint8:
-        return absmax.float()
-    outer = stored["weight.nested_absmax"].float().flatten()
-    size = _positive(state, "nested_blocksize")
-    if len(outer) != -(-blocks // size):
-        raise ValueError(f"weight.nested_absmax must be of {-(-blocks // size)} blocks")
-    inner = stored["weight.nested_quant_map"].float()[absmax.int()]
-    return inner * outer.repeat_interleave(size)[: len(absmax)] + float(state["nested_offset"])
-
-
-def _state(text: torch.Tensor, numbers: str, shape: list[int]) -> dict[str, Any]:
-    """bitsandbytes' JSON. Raises ValueError where it says anything else than was expected."""
-    try:
-        state = json.loads(bytes(text.flatten()[:_MOST_OF_STATE].tolist()))
-        found = {"quant_type": state["quant_type"], "shape": list(state["shape"])}
-        float(state.get("nested_offset", 0.0))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"its quantisation state cannot be read ({error})") from None
-    if found != {"quant_type": numbers, "shape": shape}:
-        raise ValueError(f"its quantisation state is of {found}, expected {numbers} of {shape}")
-    return dict(state)
-
-
-def _positive(state: dict[str, Any], key: str) -> int:
-    value = state.get(key)
-    if not isinstance(value, int) or value <= 0 or value % 2:
-        raise ValueError(f"its quantisation state must have an even {key}, got {value!r}")
-    return value
+        rows = around(rows, in_word, stored.shape[0])
+        words = stored["weight_zero_point"][units(rows, in_word), inputs.groups]
+        zeros = _of_rows(words.T, form.bits, rows)
+    scales = stored["weight_scale"]
+    if form.scales == "tensor":
+        scales = scales.view(1, 1).expand(rows.stop - rows.start, -1).contiguous()
+    else:
+        scales = scales[rows, inputs.groups].contiguous()
+    codes = _bytes(stored["weight_packed"][rows, units(inputs.columns, in_word)])
+    return UnpackedArea(inputs.weight(codes, form.bits, scales, zeros), Area(rows, inputs.columns))
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:

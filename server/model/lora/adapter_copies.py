@@ -9,7 +9,15 @@ from typing import NamedTuple
 
 import torch
 
-from server.engine.executor import COPY_FAILED, AdapterCopy, CopyNews, CopyOver, CopyUsable
+from server.engine.executor import (
+    COPY_FAILED,
+    AdapterCopy,
+    CopyNews,
+    CopyOver,
+    CopySums,
+    CopyUsable,
+)
+from server.model.lora.device_sums import DeviceSums
 from server.model.lora.lora import Adapter, AdapterTable
 
 log = logging.getLogger(__name__)
@@ -41,7 +49,7 @@ class _Making(NamedTuple):
 
     copy: AdapterCopy
     adapter: Adapter
-    pieces: Iterator[None]
+    pieces: Iterator[torch.Tensor | None]
     moving: _Moving | None
     copy_s: float = 0.0
 
@@ -57,7 +65,7 @@ class AdapterCopies:
         self,
         table: AdapterTable,
         host_arena: memoryview,
-        vectors: Callable[[Adapter], Iterator[None]],
+        vectors: Callable[[Adapter], Iterator[torch.Tensor | None]],
     ) -> None:
         """vectors: as `OutputVectors.pieces`."""
         self.table = table
@@ -71,6 +79,8 @@ class AdapterCopies:
         self._usable: deque[_Moving] = deque()  # all of them before those that are not
         self._vectors = vectors
         self._making: deque[_Making] = deque()
+        # Of the oldest of them.
+        self._sums = DeviceSums(table.sites.summed_outputs, pinned=self._stream is not None)
         self._piece: torch.cuda.Event | None = None  # recorded behind the last one queued
         self._news: list[CopyNews] = []
         self._lost: Exception | None = None
@@ -110,6 +120,16 @@ class AdapterCopies:
         if self._lost is not None:
             raise self._lost
         return [news for news in self._ended() if isinstance(news, CopyOver)]
+
+    def sums_offered(self) -> list[CopySums]:
+        """See `GroupMember`."""
+        return self._sums.offered() if self._is_piece_over() else []
+
+    def add_sums(self, sums: CopySums) -> None:
+        """See `GroupMember`."""
+        with self._beside:
+            self._sums.end(sums)
+        self._make()
 
     def _ended(self) -> list[CopyNews]:
         self._make()
@@ -160,12 +180,14 @@ class AdapterCopies:
     def _make(self) -> None:
         """Queue a piece of what the oldest of `_making` lacks, once the last piece is over: steps
         share the device with one at most."""
-        if not self._making or (self._piece is not None and not self._piece.query()):
+        if not self._making or self._sums.are_awaited or not self._is_piece_over():
             return
         making = self._making[0]
         try:
             with self._beside:
-                done = next(making.pieces, _ALL_MADE) is _ALL_MADE
+                made = next(making.pieces, _ALL_MADE)
+                if isinstance(made, torch.Tensor):
+                    self._sums.begin(making.copy.layout.digest, made)
         except Exception as error:  # foreign; other copies must still be answered
             log.error("an adapter's vectors could not be made", exc_info=error)
             self._making.popleft()
@@ -173,13 +195,16 @@ class AdapterCopies:
             return
         event = None if self._stream is None else self._stream.record_event()
         self._piece = event
-        if not done:
+        if made is not _ALL_MADE:
             return
         self._making.popleft()
         if making.moving is None:
             self._use(making.copy, making.adapter, making.copy_s)
         else:
             self._unusable.append(making.moving._replace(made=event))
+
+    def _is_piece_over(self) -> bool:
+        return self._piece is None or self._piece.query()
 
     def _use(self, copy: AdapterCopy, adapter: Adapter, copy_s: float) -> None:
         """On the CPU."""

@@ -132,6 +132,7 @@ class Adapter:
             table.site: OwnRows(
                 self._view(table.begin, (table.rows, hidden)),
                 ids_on(self._arena.device, table.ids),
+                table.size,
             )
             for table in self.placed.tables
         }

@@ -5,26 +5,30 @@ DoRA (arXiv:2402.09353): the rows of `W + scale * B A` get the lengths that the 
 of the adapter are added, less those of the base that it replaces.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
 from adapters.peft.lora_tensors import B_BIAS, MAGNITUDES, OWN_BIAS
 from server.model.linear.linear import Linear
 from server.model.lora.lora import Adapter, Projection, SiteWeights
-from server.model.lora.sites import Sites
+from server.model.lora.sites import BY_INPUTS, Site, Sites
 from server.model.weights import ModelWeights
 
 # Of a matrix, in float32 at once; a piece is what is queued at once beside running steps.
 _CHUNK, _PIECE = 1 << 23, 1 << 26
+# That are finished at once.
+_SITES = 4
+_TINY = torch.finfo(torch.float32).tiny
 
 
 class OutputVectors:
     """Of adapters that have just been copied. Nothing here waits for the device."""
 
     def __init__(self, weights: ModelWeights, sites: Sites) -> None:
-        self._sites = sites
+        self._sites, self._is_shared = sites, sites.shard.count > 1
         self._embed = weights.embed
         self._linears: dict[int, Linear] = {sites.lm_head.number: weights.lm_head}
         for of_layer, layer in zip(sites.layers, weights.layers, strict=True):
@@ -36,49 +40,110 @@ class OutputVectors:
                 if not site.experts
             }
 
-    def pieces(self, adapter: Adapter) -> Iterator[None]:
+    def pieces(self, adapter: Adapter) -> Iterator[torch.Tensor | None]:
         """Each step queues a piece of the work on the current stream. At its end the arena holds
-        factors and addends in place of what the adapter brought, and B is multiplied."""
+        factors and addends in place of what the adapter brought, and B is multiplied.
+
+        Devices that share the base add up each tensor that a step gives, in place, before the next
+        step: squares of lengths whose inputs they share. The last one is empty, and then all
+        devices have made theirs.
+        """
+        found = [(n, each) for n, each in adapter.weights.items() if each.vectors is not None]
+        squares = self._room(found)
         queued = 0
-        for number, weights in adapter.weights.items():
-            for count in self._finish(number, weights):
+        for number, weights in found:
+            for count in self._measure(number, weights, squares):
                 queued += count
                 if queued >= _PIECE:
-                    yield
+                    yield None
                     queued = 0
+        if self._is_shared and squares.shared.numel():
+            yield squares.shared
+        for place, (number, weights) in enumerate(found):
+            self._finish(number, weights, squares)
+            if place % _SITES == _SITES - 1:
+                yield None
+        if self._is_shared:
+            yield squares.shared[:0]
 
-    def _finish(self, number: int, weights: SiteWeights) -> Iterator[int]:
-        """One site; numbers of the matrix that each step takes."""
+    def _room(self, found: Sequence[tuple[int, SiteWeights]]) -> "_Squares":
+        measured = [
+            (self._sites[number].kind in BY_INPUTS, number, projection)
+            for number, weights in found
+            for projection, bits in _projections(self._sites[number], weights)
+            if projection is not None and bits & MAGNITUDES
+        ]
+        widths = [(p.out_end - p.out_begin) if shares else 0 for shares, _, p in measured]
+        device = self._embed.device
+        shared = torch.empty(sum(widths), device=device)
+        parts = shared.split(widths)
+        return _Squares(
+            shared,
+            {
+                (number, p.out_begin): part
+                if shares
+                else torch.empty(p.out_end - p.out_begin, device=device)
+                for (shares, number, p), part in zip(measured, parts, strict=True)
+            },
+        )
+
+    def _measure(self, number: int, weights: SiteWeights, squares: "_Squares") -> Iterator[int]:
+        """Lengths of one site; numbers of the matrix that each step takes."""
+        matrix = None
+        for projection, bits in _projections(self._sites[number], weights):
+            if projection is not None and bits & MAGNITUDES:
+                matrix = self._matrix(number) if matrix is None else matrix
+                out = squares.of_each[number, projection.out_begin]
+                yield from _square(matrix, weights.a_t, projection, out)
+
+    def _finish(self, number: int, weights: SiteWeights, squares: "_Squares") -> None:
+        """Lengths of one site become factors, which B is multiplied by."""
         if weights.vectors is None:
             return
-        matrix, bias = self._of_base(number)
         factors, addends, *biases = weights.vectors
-        of_begin = {projection.out_begin: projection for projection in weights.projections}
-        borders = accumulate(self._sites[number].out_features, initial=0)
-        for (begin, end), bits in zip(pairwise(borders), weights.vector_bits, strict=True):
-            if bits & MAGNITUDES:
-                yield from _scale(matrix, weights.a_t, of_begin[begin], factors)
+        linear = self._linears.get(number)
+        bias = None if linear is None else linear.bias
+        borders = pairwise(accumulate(self._sites[number].out_features, initial=0))
+        found = _projections(self._sites[number], weights)
+        for (begin, end), (projection, bits) in zip(borders, found, strict=True):
+            if projection is not None and bits & MAGNITUDES:
+                _scale(projection, squares.of_each[number, begin], factors)
             else:
                 factors[begin:end] = 1.0
             if bias is not None:  # the product has it already
                 if not bits & OWN_BIAS:
                     addends[begin:end] = bias[begin:end]
                 addends[begin:end] -= factors[begin:end] * bias[begin:end]
-            if bits & B_BIAS:
-                addends[begin:end] += of_begin[begin].scale * biases[0][begin:end]
+            if projection is not None and bits & B_BIAS:
+                addends[begin:end] += projection.scale * biases[0][begin:end]
 
-    def _of_base(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The base's matrix `[out_features, in_features]`, and its bias."""
+    def _matrix(self, number: int) -> torch.Tensor:
+        """The base's, `[out_features, in_features]`."""
         if number == self._sites.embed.number:
-            return self._embed.T, None
-        linear = self._linears[number]
-        return linear.dequantised(), linear.bias
+            return self._embed.T
+        return self._linears[number].dequantised()
 
 
-def _scale(
-    matrix: torch.Tensor, a_t: torch.Tensor, projection: Projection, lengths: torch.Tensor
+class _Squares(NamedTuple):
+    """Of lengths, float32. of_each: `[outputs]`, by the site's number and where the projection
+    begins. shared: all those of which devices have parts, which are views of it."""
+
+    shared: torch.Tensor
+    of_each: dict[tuple[int, int], torch.Tensor]
+
+
+def _projections(site: Site, weights: SiteWeights) -> Iterator[tuple[Projection | None, int]]:
+    """Each of the site's, None = without LoRA, and its bits."""
+    of_begin = {projection.out_begin: projection for projection in weights.projections}
+    begins = accumulate(site.out_features, initial=0)
+    for begin, bits in zip(begins, weights.vector_bits, strict=False):
+        yield of_begin.get(begin), bits
+
+
+def _square(
+    matrix: torch.Tensor, a_t: torch.Tensor, projection: Projection, out: torch.Tensor
 ) -> Iterator[int]:
-    """Lengths become factors, and B is multiplied by them. a_t, lengths: of the whole site."""
+    """Squares of the lengths of `W + scale * B A`. a_t: of the whole site."""
     a = a_t[:, projection.rank_begin : projection.rank_end].T.float()
     begin, end = projection.out_begin, projection.out_end
     rows = max(1, _CHUNK // matrix.shape[1])
@@ -86,6 +151,13 @@ def _scale(
         last = min(first + rows, end)
         b = projection.b_t[:, first - begin : last - begin].T.float()
         changed = torch.addmm(matrix[first:last].float(), b, a, alpha=projection.scale)
-        lengths[first:last] /= torch.linalg.vector_norm(changed, dim=1)
+        out[first - begin : last - begin] = torch.linalg.vector_norm(changed, dim=1).square_()
         yield changed.numel()
-    projection.b_t.copy_(projection.b_t.float() * lengths[begin:end])
+
+
+def _scale(projection: Projection, squares: torch.Tensor, lengths: torch.Tensor) -> None:
+    """lengths: of the whole site, which become factors. Zeros that fill a device's part up have
+    no length, and stay zeros."""
+    mine = lengths[projection.out_begin : projection.out_end]
+    mine /= squares.sqrt().clamp_(min=_TINY)
+    projection.b_t.copy_(projection.b_t.float() * mine)

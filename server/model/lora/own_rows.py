@@ -16,10 +16,12 @@ NEVER = -6e4
 @dataclass(frozen=True, slots=True)
 class OwnRows:
     """rows: `[n, hidden]`. ids: int64 `[n]`, the token of each; None = all tokens of the adapter's
-    vocabulary, which may be smaller than the base's."""
+    vocabulary, which may be smaller than the base's. size: of that vocabulary. Of devices that
+    share the base each has the rows of its tokens, which are counted from its first."""
 
     rows: torch.Tensor
     ids: torch.Tensor | None
+    size: int
 
     def embed(self, token_ids: torch.Tensor, y: torch.Tensor) -> None:
         """In y `[tokens, hidden]`, the base's rows of the tokens."""
@@ -33,7 +35,8 @@ class OwnRows:
         y.copy_(torch.where(same.any(dim=1, keepdim=True), own, y))
 
     def logits(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """In y `[tokens, vocab]`, the base's logits of x `[tokens, hidden]`."""
+        """In y `[tokens, vocab]`, the base's logits of x `[tokens, hidden]`; of the device's
+        tokens."""
         if self.ids is None:
             torch.mm(x, self.rows.T, out=y[:, : len(self.rows)])
         else:
@@ -41,8 +44,7 @@ class OwnRows:
 
     def forbid_others(self, y: torch.Tensor) -> None:
         """In finished logits y `[tokens, vocab]`, tokens that the adapter does not have."""
-        if self.ids is None:
-            y[:, len(self.rows) :] = NEVER
+        y[:, self.size :] = NEVER
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,13 @@ import numpy as np
 
 from adapters.base import MODEL_SITES, SiteKind
 from adapters.manifest import SiteLayout, SlabLayout
+from adapters.sharding import WHOLE, Shard, Span, rows_of_shard
 from adapters.slab.layout import num_vectors
 from server.kernels.lora.table import MAX_PROJECTIONS
 from server.model.spec import LinearSpec, ModelSpec
 
+# Whose inputs devices share out; they all have every output.
+BY_INPUTS: tuple[SiteKind, ...] = ("o", "down", "embed_tokens")
 _FLOAT32_BYTES = 4
 # Offsets and bytes of matrices -> where they begin in the arena.
 _Find = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -53,10 +56,12 @@ class Sites:
 
     in_features: int64 `[sites]`. out_features: int64 `[sites, 3]`, 0 = no such projection.
     outside: bool `[sites]`, True for the embedding and the head. products: int64 `[sites]`, how
-    many there are, one for each expert. of_experts: bool `[sites]`.
+    many there are, one for each expert. of_experts: bool `[sites]`. vocab_size: of the whole model.
     """
 
-    def __init__(self, model: ModelSpec) -> None:
+    def __init__(self, model: ModelSpec, shard: Shard = WHOLE) -> None:
+        """model: the part of the device with this shard."""
+        self.vocab_size, self.shard = model.vocab_size, shard
         self._all: list[Site] = []
         self.layers = tuple(
             LayerSites(*(self._add(number, linear) for linear in layer.linears))
@@ -89,6 +94,13 @@ class Sites:
         self._all.append(Site(len(self._all), layer, kind, in_features, out_features, experts))
         return self._all[-1]
 
+    @property
+    def summed_outputs(self) -> int:
+        """Of the sites whose inputs devices share out; 0 where there is one device."""
+        if self.shard.count == 1:
+            return 0
+        return sum(sum(site.out_features) for site in self._all if site.kind in BY_INPUTS)
+
     def __len__(self) -> int:
         return len(self._all)
 
@@ -108,13 +120,15 @@ class Sites:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTable:
-    """Rows in place of the base's. site: its number. begin: bytes from the arena's start. ids: as
-    `SiteLayout.table_ids`."""
+    """Rows in place of the base's, those that the device has. site: its number. begin: bytes from
+    the arena's start. ids: as `SiteLayout.table_ids`, counted from the device's first token. size:
+    of the adapter's vocabulary."""
 
     site: int
     begin: int
     rows: int
     ids: tuple[int, ...]
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +203,8 @@ def place(
 def _place_tables(
     known: Sites, layout: SlabLayout, item_bytes: int, find: _Find
 ) -> Iterator[PlacedTable]:
-    vocab, hidden = known.embed.in_features, known.lm_head.in_features
+    vocab, hidden = known.vocab_size, known.lm_head.in_features
+    first = Span(vocab).piece(known.shard).start
     for site in layout.sites:
         if site.table_offset < 0:
             continue
@@ -197,9 +212,14 @@ def _place_tables(
             raise ValueError(f"{site.kind}: rows of tokens that the model does not have")
         if not 0 <= site.table_size <= vocab:
             raise ValueError(f"{site.kind}: a table that is larger than the model's")
-        rows = len(site.table_ids) or site.table_size or vocab
+        size = site.table_size or vocab
+        mine = rows_of_shard(site.table_ids, vocab, known.shard)
+        if site.table_ids and not mine:
+            continue
+        ids = tuple(site.table_ids[place] - first for place in mine)
+        rows = len(ids) or min(size, known.embed.in_features)
         (begin,) = find(_int64([site.table_offset]), _int64([rows * hidden * item_bytes]))
-        yield PlacedTable(known.find(site).number, int(begin), rows, site.table_ids)
+        yield PlacedTable(known.find(site).number, int(begin), rows, ids, size)
 
 
 def _place_head(

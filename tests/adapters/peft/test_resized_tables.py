@@ -134,11 +134,16 @@ def test_what_resized_tables_are_not_served_with(options: dict[str, Any], tmp_pa
     assert codes <= {"unsupported_feature", "shape_mismatch", "unknown_tensor", "missing_tensor"}
 
 
-def test_they_count_and_need_one_device(tmp_path: Path) -> None:
+def test_they_count(tmp_path: Path) -> None:
     folder = saved(tmp_path, 62)
     small = AdapterLimits(max_table_bytes=62 * BASE.hidden_size * 4 - 1)
     error = refusal(lambda: judge_folder(folder, KNOWN, small))
     assert error is not None
     assert {each.code for each in error.violations} == {"table_too_large"}
+
+
+def test_tokens_behind_the_tables_need_one_device(tmp_path: Path) -> None:
     shared = msgspec.structs.replace(KNOWN, shards=2)
-    assert violation_codes(lambda: judge_folder(folder, shared)) == {"unsupported_feature"}
+    assert judge_folder(saved(tmp_path / "within", 62), shared).manifest.table_size == 62
+    codes = violation_codes(lambda: judge_folder(saved(tmp_path / "behind", 66), shared))
+    assert codes & {"unsupported_feature", "resized_embeddings"}

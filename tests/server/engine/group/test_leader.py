@@ -8,9 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.engine.executor import AdapterCopy, CopyNews, CopyOver, CopyUsable, Masks
+from server.engine.executor import (
+    AdapterCopy,
+    CopyNews,
+    CopyOver,
+    CopySums,
+    CopyUsable,
+    Masks,
+)
 from server.engine.framing import receive_frame, send_frame
 from server.engine.group.commands import (
+    AddSums,
+    Answer,
     Command,
     Constrain,
     Launch,
@@ -36,6 +45,7 @@ class Alone:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.news: list[CopyNews] = []
+        self.offered: list[CopySums] = []
 
     def launch(self, plan: StepPlan, meanwhile: Any = None) -> str:
         self.calls.append(f"launch {plan.step}")
@@ -50,6 +60,13 @@ class Alone:
     def poll_copies(self) -> list[CopyNews]:
         told, self.news = self.news, []
         return told
+
+    def sums_offered(self) -> list[CopySums]:
+        offered, self.offered = self.offered, []
+        return offered
+
+    def add_sums(self, sums: CopySums) -> None:
+        self.calls.append(f"add {sums.digest} {np.frombuffer(sums.numbers, np.float32).tolist()}")
 
     def close(self) -> None:
         self.calls.append("close")
@@ -69,8 +86,16 @@ class Pair:
         assert frame is not None
         return decode_command(frame)
 
-    def answer(self, over: CopyOver) -> None:
-        send_frame(self.link, encode(over))
+    def answer(self, answer: Answer) -> None:
+        send_frame(self.link, encode(answer))
+
+    def poll_until(self, call: str) -> None:
+        """Polls that give nothing, until the executor has been called so."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while call not in self.alone.calls:
+            assert time.monotonic() < deadline
+            assert self.leader.poll_copies() == []
+            time.sleep(0.001)  # polls a condition, bounded by the deadline
 
     def until_told(self) -> list[CopyNews]:
         """What a poll gives, once it gives something."""
@@ -146,3 +171,36 @@ def test_a_process_that_is_gone_loses_the_group(pair: Pair) -> None:
         pair.until_told()
     with pytest.raises(GroupLost):
         pair.leader.wait_idle()
+
+
+def sums(digest: str, *numbers: float) -> CopySums:
+    return CopySums(digest, np.array(numbers, np.float32).tobytes())
+
+
+def test_numbers_are_added_once_all_have_offered(pair: Pair) -> None:
+    pair.alone.offered = [sums("a", 1, 2)]
+    assert pair.leader.poll_copies() == []
+    assert pair.alone.calls == []
+    pair.answer(sums("a", 3, 4))
+    pair.poll_until("add a [4.0, 6.0]")
+    assert pair.told() == AddSums(sums("a", 4, 6))
+    pair.answer(sums("a"))  # the last ones, which are none
+    assert pair.leader.poll_copies() == []
+    pair.alone.offered = [sums("a")]
+    pair.poll_until("add a []")
+    assert pair.told() == AddSums(sums("a"))
+
+
+def test_numbers_of_what_another_process_lacks_lose_the_group(pair: Pair) -> None:
+    pair.alone.offered = [sums("a", 1)]
+    assert pair.leader.poll_copies() == []
+    pair.answer(CopyOver(2, "a", "no memory"))
+    with pytest.raises(GroupLost, match="lacks an adapter: no memory"):
+        pair.until_told()
+
+
+def test_other_numbers_lose_the_group(pair: Pair) -> None:
+    pair.alone.offered = [sums("a", 1)]
+    pair.answer(sums("a", 1, 2))
+    with pytest.raises(GroupLost, match="hold different adapters"):
+        pair.until_told()

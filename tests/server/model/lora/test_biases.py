@@ -5,14 +5,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
 
-from adapters.manifest import SlabLayout
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, TOLERANCE, assert_parity, prompt
 from tests.server.model.families.variants import VARIANTS
-from tests.server.model.hub_models import add_adapter, make_model, reference_logprobs, save_model
-from tests.server.model.slabs import pack
+from tests.server.model.hub_models import make_model, reference_logprobs, save_model
+from tests.server.model.lora.biased_adapters import Biased, biased, biased_configs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -21,25 +19,6 @@ pytestmark = [
 ]
 # Biases everywhere and tied tables; biases of q, k and v; none at all.
 FAMILIES = ["llama-biases-tied", "qwen2", "gemma3"]
-
-
-class Biased(NamedTuple):
-    """An adapter in a model of its own: PEFT puts biases into the base."""
-
-    oracle: PeftModel
-    layout: SlabLayout
-    slab: bytes
-
-
-def biased(name: str, seed: int, config: LoraConfig) -> Biased:
-    oracle = add_adapter(make_model(name), "one", config, seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter_name, parameter in oracle.named_parameters():
-            is_own = parameter_name.endswith(".bias") and "lora_" not in parameter_name
-            if is_own and parameter.requires_grad:
-                parameter += torch.randn(parameter.shape, generator=generator) * 0.3
-    return Biased(oracle, *pack(oracle, "one"))
 
 
 class Fleet(NamedTuple):
@@ -52,17 +31,7 @@ def fleet(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
     name = request.param
-    few, every = ["q_proj", "down_proj"], [*VARIANTS[name].targets]
-    head = [*few, "lm_head"]
-    configs = {
-        "plain": LoraConfig(r=4, lora_alpha=8, target_modules=every),
-        "of_b": LoraConfig(r=4, lora_alpha=6, target_modules=every, lora_bias=True),
-        "of_b_and_head": LoraConfig(r=4, lora_alpha=6, target_modules=head, lora_bias=True),
-        "of_targets": LoraConfig(r=4, target_modules=few, bias="lora_only"),
-        "of_all": LoraConfig(r=4, target_modules=few, bias="all"),
-        "of_b_and_all": LoraConfig(r=4, target_modules=few, bias="all", lora_bias=True),
-        "dora": LoraConfig(r=4, target_modules=few, bias="all", use_dora=True),
-    }
+    configs = biased_configs(VARIANTS[name])
     adapters = {each: biased(name, 3 + i, configs[each]) for i, each in enumerate(configs)}
     driver = Driver(save_model(make_model(name), tmp_path_factory.mktemp("base")))
     yield Fleet(driver, adapters)

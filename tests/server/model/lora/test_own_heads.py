@@ -51,7 +51,9 @@ def classifier(folder: Path, labels: int) -> Any:
     return model
 
 
-def saved(folder: Path, base: Path, name: str, labels: int | None, seed: int) -> Headed:
+def saved(
+    folder: Path, base: Path, name: str, labels: int | None, seed: int, shards: int = 1
+) -> Headed:
     own: dict[str, Any] = {} if labels is None else {"task_type": "SEQ_CLS"}
     config = LoraConfig(r=4, lora_alpha=6, target_modules=FEW, **own)
     made = add_adapter(classifier(base, labels or OF_BASE), name, config, seed)
@@ -64,7 +66,7 @@ def saved(folder: Path, base: Path, name: str, labels: int | None, seed: int) ->
     fresh = classifier(base, labels or OF_BASE)
     oracle = PeftModel.from_pretrained(fresh, str(folder / name), adapter_name=name)
     oracle.train(False)
-    return Headed(oracle, *pack(oracle, name))
+    return Headed(oracle, *pack(oracle, name, shards=shards))
 
 
 @pytest.fixture(scope="module", params=[(f, c) for f in FAMILIES for c in (False, True)], ids=str)

@@ -47,7 +47,7 @@ class Saved(NamedTuple):
     slab: bytes
 
 
-def saved(name: str, seed: int, options: dict[str, Any]) -> Saved:
+def saved(name: str, seed: int, options: dict[str, Any], shards: int = 1) -> Saved:
     config = LoraConfig(r=4, lora_alpha=6, target_modules=FEW, **options)
     oracle = add_adapter(make_model(name), "one", config, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +55,7 @@ def saved(name: str, seed: int, options: dict[str, Any]) -> Saved:
         for parameter_name, parameter in oracle.named_parameters():
             if parameter.requires_grad and "lora_" not in parameter_name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
-    return Saved(oracle, *pack(oracle, "one"))
+    return Saved(oracle, *pack(oracle, "one", shards=shards))
 
 
 class Tables(NamedTuple):

@@ -42,7 +42,7 @@ class Tables(NamedTuple):
     adapters: dict[str, Resized]
 
 
-def resized(name: str, seed: int, size: int, options: dict[str, Any]) -> Resized:
+def resized(name: str, seed: int, size: int, options: dict[str, Any], shards: int = 1) -> Resized:
     base, model = make_model(name), make_model(name)
     if size < VOCAB:
         model.resize_token_embeddings(size)
@@ -53,7 +53,7 @@ def resized(name: str, seed: int, size: int, options: dict[str, Any]) -> Resized
             is_table = size < VOCAB and any(table in parameter_name for table in BOTH)
             if (parameter.requires_grad or is_table) and "lora_" not in parameter_name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
-    packed = pack(oracle, "one", resized_from=base if size < VOCAB else None)
+    packed = pack(oracle, "one", shards=shards, resized_from=base if size < VOCAB else None)
     return Resized(oracle, size, *packed)
 
 

@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from adapters.sharding import Shard
-from server.engine.executor import AdapterCopy, CopyNews, Masks
+from server.engine.executor import AdapterCopy, CopyNews, CopySums, Masks
 from server.engine.plan import SliceResult, StepPlan
 from server.model.executor import TorchExecutor
 from server.model.start import WeightsLoader
@@ -75,6 +76,7 @@ class Lockstep:
         self._threads = [ThreadPoolExecutor(1) for _ in range(count)]
         self.groups = [ThreadGroup(Shard(i, count), self._table) for i in range(count)]
         self.devices: list[TorchExecutor] = self._all(lambda i: make(self.groups[i]))
+        self._offered: list[list[CopySums]] = [[] for _ in range(count)]
         self.limits = self.devices[0].limits
         assert all(device.limits == self.limits for device in self.devices)
 
@@ -117,7 +119,17 @@ class Lockstep:
         self._all(lambda i: self.devices[i].start_copy(copy))
 
     def poll_copies(self) -> list[CopyNews]:
-        return self._all(lambda i: self.devices[i].poll_copies())[0]
+        """Of the first device. What the devices offer is added up as by a GroupExecutor."""
+        news = self._all(lambda i: self.devices[i].poll_copies())[0]
+        for index, sums in enumerate(self._all(lambda i: self.devices[i].sums_offered())):
+            self._offered[index] += sums
+        if all(self._offered):
+            offered = [sums.pop(0) for sums in self._offered]
+            assert len({each.digest for each in offered}) == 1
+            numbers = sum(np.frombuffer(each.numbers, np.float32) for each in offered)
+            added = CopySums(offered[0].digest, np.asarray(numbers, np.float32).tobytes())
+            self._all(lambda i: self.devices[i].add_sums(added))
+        return news
 
     def close(self) -> None:
         self._all(lambda i: self.devices[i].close())

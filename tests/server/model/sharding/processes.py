@@ -1,9 +1,9 @@
 """A Driver whose model several processes share, as the processes of an engine do."""
 
 import contextlib
+import signal
 import socket
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class GroupDriver(Driver):
     def __init__(self, folder: Path, shards: int, meeting: Path, **changes: Any) -> None:
         self._shards, self._meeting = shards, str(meeting)
         self._end = contextlib.ExitStack()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         super().__init__(folder, shards=shards, **changes)
 
     def make_executor(self, weights: WeightsLoader | None) -> Any:
@@ -44,7 +45,7 @@ class GroupDriver(Driver):
         place = GroupPlace(number, self._meeting, (theirs.fileno(),))
         with theirs:
             process = spawn_process("torch", self.config, self._memory.fd, engine, place)
-        self._end.callback(_leave(process))
+        self._processes[number] = process
         self._end.callback(worker.close)
         return ours
 
@@ -55,13 +56,19 @@ class GroupDriver(Driver):
     def close(self) -> None:
         self.executor.close()
         self._end.close()
+        for process in self._processes.values():
+            assert process.wait(_LEAVE_S) == 0
 
+    def stop(self, number: int) -> None:
+        """A process stands still."""
+        self._processes[number].send_signal(signal.SIGSTOP)
 
-def _leave(process: "subprocess.Popen[bytes]") -> Callable[[], None]:
-    def leave() -> None:
-        assert process.wait(_LEAVE_S) == 0
-
-    return leave
+    def kill(self, number: int) -> None:
+        """With one process all end, as a worker ends a group."""
+        self._processes.pop(number).kill()
+        for process in self._processes.values():
+            process.kill()
+        self._processes.clear()
 
 
 def enough_gpus(count: int) -> bool:

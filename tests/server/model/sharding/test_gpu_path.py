@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig
 
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.gpu_pair import assert_same, ordinary, small_pair
-from tests.server.model.hub_models import make_model
+from tests.server.model.hub_models import make_model, save_model
+from tests.server.model.lora.dora_adapters import dora_adapters
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -44,3 +47,57 @@ def test_two_devices(row: tuple[str, str], tmp_path: Path, monkeypatch: pytest.M
     with small_pair(model, adapters, tmp_path, monkeypatch, **options) as pair:
         assert_same(pair, [len(adapters) - 1, -1, 1, 1])
         assert_same(pair, [0, 1, -1], in_graphs=False)
+
+
+@pytest.mark.parametrize("row", [("llama-biases-tied", "fa2"), ("phi3", "fa3")])
+def test_dora(row: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, backend = row
+    model = make_model(name, **{**SMALL, "hidden_size": 64})
+    adapters = dora_adapters(VARIANTS[name])
+    options: dict[str, Any] = {"backend": backend, "shards": 2, "dora_graphs": True}
+    with small_pair(model, adapters, tmp_path, monkeypatch, **options) as pair:
+        plain, dora, few, tables = range(4)
+        assert_same(pair, [dora, -1, plain, few])
+        assert_same(pair, [tables, dora, -1, plain], in_graphs=False)
+
+
+def test_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of B, and in place of the base's, also where there is no LoRA."""
+    model = make_model("llama-biases-tied", **SMALL)
+    save_model(model, tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)  # the adapter's
+    adapters = {
+        "plain": LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
+        "biased": LoraConfig(
+            r=4, target_modules=["q_proj", "down_proj"], bias="all", lora_bias=True
+        ),
+    }
+    options: dict[str, Any] = {"shards": 2, "dora_graphs": True}
+    with small_pair(model, adapters, tmp_path, monkeypatch, **options) as pair:
+        assert_same(pair, [1, -1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": {"embed_tokens": [*range(3, 90, 2)], "lm_head": [4, 8]}},
+    ],
+    ids=["whole", "tokens"],
+)
+def test_own_tables(
+    tables: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("qwen3", **SMALL)
+    save_model(model, tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" in name or "lm_head" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)  # the adapter's
+    adapters = {"own": LoraConfig(r=4, target_modules=["q_proj"], **tables)}
+    with small_pair(model, adapters, tmp_path, monkeypatch, shards=2) as pair:
+        assert_same(pair, [0, -1, -1, 0], in_graphs=False)
+        assert_same(pair, [-1, -1, -1])

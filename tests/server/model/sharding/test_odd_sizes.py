@@ -16,25 +16,12 @@ from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
 from tests.server.model.families.parity import assert_parity, prompt
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.sharding.lockstep import ShardedDriver
-from tests.server.model.slabs import pack
+from tests.server.model.sharding.near import GREEDY, assert_near, load_adapters, run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
 ]
-GREEDY = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=2)
-# Of which rounding alone may choose the other.
-NEAR = 1e-5
-
-
-def load_zoo(driver: Driver, oracle: Any, shards: int) -> dict[str, int]:
-    first, slots = 0, {}
-    for slot, name in enumerate(ZOO):
-        layout, slab = pack(oracle, name, shards=shards)
-        assert driver.load(slot, layout, slab, first).error is None
-        first += sum(layout.runs)
-        slots[name] = slot
-    return slots
 
 
 @pytest.mark.parametrize("shards", [2, 4])
@@ -44,7 +31,7 @@ def test_features_that_do_not_divide(shards: int, inner: int, tmp_path: Path) ->
     model = make_model("llama3", intermediate_size=inner)
     driver = ShardedDriver(save_model(model, tmp_path), shards)
     oracle = with_zoo(model)
-    slots = load_zoo(driver, oracle, shards)
+    slots = load_adapters(driver, oracle, shards, [*ZOO])
     streams = [
         Stream(driver, row, prompt(5 + 3 * row, row), slot=slot, sampling=GREEDY)
         for row, slot in enumerate(slots.values())
@@ -55,15 +42,6 @@ def test_features_that_do_not_divide(shards: int, inner: int, tmp_path: Path) ->
     driver.close()
 
 
-def run(driver: Driver, slots: list[int], sampling: SamplingParams) -> list[Stream]:
-    streams = [
-        Stream(driver, row, prompt(4 + 5 * row % 29, row), slot=slot, sampling=sampling, seed=row)
-        for row, slot in enumerate(slots)
-    ]
-    generate(driver, streams, 24, 16)
-    return streams
-
-
 @pytest.mark.parametrize(
     "sampling",
     [GREEDY, SamplingParams(temperature=0.9, top_p=0.9, logprobs=EVERY_LOGPROB)],
@@ -71,26 +49,12 @@ def run(driver: Driver, slots: list[int], sampling: SamplingParams) -> list[Stre
 )
 @pytest.mark.parametrize("shards", [2, 4])
 def test_the_same_as_one_device(shards: int, sampling: SamplingParams, tmp_path: Path) -> None:
-    """Logprobs within 1e-5 of their size. Tokens differ only where the two best are nearer."""
     model = make_model("qwen2")
     folder, oracle = save_model(model, tmp_path), with_zoo(model)
     one, several = Driver(folder), ShardedDriver(folder, shards)
-    slots = [-1, *load_zoo(one, oracle, 1).values()]
-    load_zoo(several, oracle, shards)
-    found = zip(run(one, slots, sampling), run(several, slots, sampling), strict=True)
-    differing = tokens = 0
-    for expected, stream in found:
-        for ours, theirs in zip(stream.logprobs, expected.logprobs, strict=True):
-            tokens += 1
-            a, b = (dict(each.top) for each in (ours, theirs))
-            assert all(abs(a[token] - b[token]) < NEAR * max(1, -b[token]) for token in a)
-            if ours.token_id != theirs.token_id:
-                best = sorted(b.values())[-2:]
-                assert best[1] - best[0] < NEAR
-                differing += 1
-                break  # from here on the contexts differ
-    print(f"{differing} of {tokens} tokens differ")
-    assert differing * 10_000 <= tokens
+    slots = [-1, *load_adapters(one, oracle, 1, [*ZOO]).values()]
+    load_adapters(several, oracle, shards, [*ZOO])
+    assert_near(run(several, slots, sampling), run(one, slots, sampling))
     one.close()
     several.close()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from adapters.sharding import Shard
+from server.model.checkpoint.area import whole
 from server.model.checkpoint.checkpoint import read_config, stored_tensors
 from server.model.checkpoint.cuts import cut_of
 from server.model.checkpoint.stored_forms import stored_forms
@@ -18,9 +19,28 @@ from server.model.weights import load_weights
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import FORMATS
+from tests.server.model.sharding.bytes_read import BytesRead, bytes_read
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SHARDS = 2
+
+
+@pytest.mark.parametrize("inner", [160, 77, 44])
+@pytest.mark.parametrize("form", ["nf4-nested", "fp8-block", "ct-int8-zeros", "ct-int4-channel"])
+def test_odd_widths(form: str, inner: int, tmp_path: Path) -> None:
+    """Borders within bytes, words and blocks, and zeros that fill parts up."""
+    model = make_model("llama3", intermediate_size=inner)
+    save_quantised(model, tmp_path, FORMATS[form])
+    config = read_config(tmp_path)
+    load: Any = partial(load_weights, tmp_path, config, torch.float32, torch.device("cpu"))
+    for count in (2, 4):
+        parts = [load(shard=Shard(index, count)).layers[1].mlp for index in range(count)]
+        mlp = load().layers[1].mlp
+        down = torch.cat([part.down.weight for part in parts], 1)
+        assert torch.equal(down[:, :inner], mlp.down.weight)
+        assert not down[:, inner:].any()
+        up = torch.cat([part.gate_up.weight.chunk(2)[1] for part in parts])
+        assert torch.equal(up[:inner], mlp.gate_up.weight[inner:])
 
 
 @pytest.fixture(params=FORMATS)
@@ -33,10 +53,10 @@ def test_matrices_of_layers(folder: Path) -> None:
     """Exactly: each number is dequantised as in the whole."""
     model = read_config(folder)
     load: Any = partial(load_weights, folder, model, torch.float32, torch.device("cpu"))
-    whole, parts = load(), [load(shard=Shard(index, SHARDS)) for index in range(SHARDS)]
+    alone, parts = load(), [load(shard=Shard(index, SHARDS)) for index in range(SHARDS)]
     spec = model.layers[0]
     for number, linear in enumerate(spec.linears):
-        matrix = whole.layers[1].linears[number].weight
+        matrix = alone.layers[1].linears[number].weight
         found = [part.layers[1].linears[number].weight for part in parts]
         if linear.sharding == "row":
             assert torch.equal(torch.cat(found, 1), matrix)
@@ -60,14 +80,67 @@ def test_packed_parts(folder: Path) -> None:
             if path not in forms:
                 continue
             cut = cut_of(linear, part, Shard(1, SHARDS))
-            packed = source._unpacked(path, cut.whole)
-            mine = cut.of_packed(packed)
+            read = partial(source._unpacked, path, cut.whole)
+            mine = cut.packed(read)
             if mine is None:
                 continue
             kept.add(linear.sharding)
-            matrix = packed.dequantised(torch.empty(packed.shape)).view(cut.whole)
+            matrix = read(whole(cut.whole)).weight.dequantised(torch.empty(cut.whole))
             expected = torch.zeros(cut.shape)
             cut.copy(matrix, expected)
             assert torch.equal(mine.dequantised(torch.empty(mine.shape)), expected), path
     assert "column" in kept, "no part stays quantised"
     print("parts by input features stay quantised:", "row" in kept)
+
+
+# Inputs of a block of the checkpoint that no border of devices falls on.
+BLOCKS = {"fp8-block": 40, "ct-fp8-block": 40}
+NUMBERS = ("weight", "qweight", "weight_packed")
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+# Of safetensors, which looks at a byte of what it maps.
+FEW = 1e-3
+
+
+def read_by(folder: Path, shard: Shard, packed: bool, monkeypatch: pytest.MonkeyPatch) -> BytesRead:
+    with bytes_read(monkeypatch) as counter:
+        load_weights(
+            folder,
+            read_config(folder),
+            torch.float32,
+            torch.device("cpu"),
+            packed=packed,
+            shard=shard,
+        )
+    return counter
+
+
+@pytest.mark.parametrize(("packed", "count"), [(False, 2), (True, 2), (False, 4)])
+@pytest.mark.parametrize("form", FORMATS)
+def test_bytes_that_a_process_reads(
+    form: str, packed: bool, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own numbers and whole blocks around them. All processes together read all."""
+    save_quantised(make_model("llama3", **SIZES), tmp_path, FORMATS[form])
+    read = [read_by(tmp_path, Shard(i, count), packed, monkeypatch) for i in range(count)]
+    most = 1 / count + 2 * BLOCKS.get(form, 0) / SIZES["intermediate_size"] + FEW
+    for module in ("mlp.down_proj", "mlp.up_proj"):
+        names = [f"model.layers.0.{module}.{each}" for each in NUMBERS]
+        (name,) = (each for each in names if each in read[0].of_each)
+        assert all(counter.share(name) <= most for counter in read), name
+        if not packed:  # what stays quantised on the CPU may be a view of the file
+            assert torch.stack([counter.of_each[name] for counter in read]).any(0).all(), name
+
+
+def test_rows_that_end_within_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 160 inputs and blocks of 64 a process reads three parts of 32 for its 80. Rows of 77
+    inputs end within a byte, and are read whole."""
+    model = make_model("llama3", intermediate_size=160)
+    even = save_quantised(model, tmp_path / "even", FORMATS["nf4-nested"])
+    counter = read_by(even, Shard(0, SHARDS), False, monkeypatch)
+    assert counter.share("model.layers.0.mlp.down_proj.weight") == pytest.approx(0.6, abs=FEW)
+    assert counter.share("model.layers.0.mlp.up_proj.weight") == pytest.approx(0.5, abs=FEW)
+    model = make_model("llama3", intermediate_size=77)
+    odd = save_quantised(model, tmp_path / "odd", FORMATS["nf4-nested"])
+    counter = read_by(odd, Shard(1, SHARDS), False, monkeypatch)
+    assert counter.share("model.layers.0.mlp.down_proj.weight") == 1
+    assert counter.share("model.layers.0.mlp.up_proj.weight") == pytest.approx(37 / 77, abs=FEW)

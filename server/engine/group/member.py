@@ -1,0 +1,27 @@
+"""What an executor does beside others that share its model."""
+
+from typing import Protocol
+
+from server.engine.executor import CopyOver, CopySums, Executor, T
+
+
+class GroupMember(Executor[T], Protocol[T]):
+    """An executor whose copies can be used when another process says so."""
+
+    def use_copy(self) -> None:
+        """Let the next step use the oldest copy that none may use yet."""
+        ...
+
+    def copies_over(self) -> list[CopyOver]:
+        """As `poll_copies`, which lets no step use a copy."""
+        ...
+
+    def sums_offered(self) -> list[CopySums]:
+        """This device's numbers of copies, for the others; each once. Such a copy goes on with
+        `add_sums`."""
+        ...
+
+    def add_sums(self, sums: CopySums) -> None:
+        """The sums over all devices. After the last ones of a copy it can be used as others can.
+        Raises ValueError for what no copy waits for."""
+        ...

@@ -1,0 +1,34 @@
+"""Processes that each read their part of a quantised checkpoint compute what one computes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.server.model.adapter_zoo import with_zoo
+from tests.server.model.driver import Driver
+from tests.server.model.hub_models import make_model
+from tests.server.model.quantised.checkpoints import save_quantised
+from tests.server.model.quantised.formats import FORMATS
+from tests.server.model.sharding.near import GREEDY, assert_near, load_adapters, run
+from tests.server.model.sharding.processes import GroupDriver
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
+]
+# Of each layout, and with sorted inputs.
+ROWS = [("awq", 2), ("gptq-order", 2), ("gptq-order", 4), ("nf4-nested", 4), ("fp8-block", 4)]
+ADAPTERS = ("rank3_rslora", "rank64_everything")
+
+
+@pytest.mark.parametrize(("form", "shards"), ROWS)
+def test_the_same_as_one_process(form: str, shards: int, tmp_path: Path) -> None:
+    model = make_model("llama3")
+    folder = save_quantised(model, tmp_path / "base", FORMATS[form])
+    oracle = with_zoo(model)
+    one, several = Driver(folder), GroupDriver(folder, shards, tmp_path / "meeting")
+    slots = [-1, *load_adapters(one, oracle, 1, ADAPTERS).values()]
+    load_adapters(several, oracle, shards, ADAPTERS)
+    assert_near(run(several, slots, GREEDY), run(one, slots, GREEDY))
+    one.close()
+    several.close()

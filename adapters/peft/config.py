@@ -20,6 +20,7 @@ from adapters.peft.fields import (
     UNUSED_VALUES,
     USED,
 )
+from adapters.peft.methods import CONVERT, takes_from_base, way_out
 from adapters.violations import Findings, shown
 
 CONFIG_FILE = "adapter_config.json"
@@ -129,7 +130,7 @@ def trained_for(data: bytes) -> str:
 def _check_features(raw: dict[str, Any], findings: Findings) -> None:
     peft_type = raw.get("peft_type")
     if peft_type != "LORA":
-        message = f"peft_type is {shown(peft_type)}; only 'LORA' is served"
+        message = f"peft_type is {shown(peft_type)}; only 'LORA' is served: {way_out(peft_type)}"
         findings.add("unsupported_peft_type", "peft_type", message)
     for key, value in raw.items():
         if key in USED or key in HARMLESS:
@@ -144,9 +145,8 @@ def _check_features(raw: dict[str, Any], findings: Findings) -> None:
             findings.add("unknown_key", key, message)
     init = raw.get("init_lora_weights", True)
     if init is not None and not _is_one_of(init, INIT_FROM_ZERO + INIT_RANDOM):
-        message = (
-            f"init_lora_weights={shown(init)} changes the base model's weights; save the adapter "
-            "with path_initial_model_for_weight_conversion to turn it into plain LoRA"
+        message = f"init_lora_weights={shown(init)} changes the base model's weights: " + (
+            CONVERT if takes_from_base(init) else "merge it into that base and serve the model"
         )
         findings.add("unsupported_feature", "init_lora_weights", message)
 

@@ -22,7 +22,7 @@ class Move(msgspec.Struct, frozen=True):
         return self.source.shape[::-1] if self.is_transposed else self.source.shape
 
 
-class Fit(msgspec.Struct, frozen=True):
+class ConversionLoss(msgspec.Struct, frozen=True):
     """How near computed LoRA comes to its source. ranks: of the modules.
 
     Errors are relative, in the Frobenius norm of what is added to the weights: of the module that
@@ -43,7 +43,7 @@ class ConversionPlan(msgspec.Struct, frozen=True):
     config: bytes
     moves: tuple[Move, ...]
     notes: tuple[str, ...] = ()
-    fit: Fit | None = None
+    fit: ConversionLoss | None = None
 
 
 class Conversion(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class Conversion(msgspec.Struct, frozen=True):
     scales: tuple[float, ...]
     copied: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    fit: Fit | None = None
+    fit: ConversionLoss | None = None
 
     def lines(self) -> list[str]:
         way = "compared value by value" if self.fit is None else "computed"

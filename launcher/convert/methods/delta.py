@@ -10,7 +10,7 @@ Matrix = npt.NDArray[np.float64]
 MAX_VALUES = 1 << 28
 
 
-class Delta(NamedTuple):
+class WeightChange(NamedTuple):
     """`left @ right`, or `left` alone where `right` is None: `[outputs, inputs]`.
 
     left: `[outputs, k]`. right: `[k, inputs]`. bias: `[outputs]`, added to the outputs.
@@ -25,8 +25,8 @@ class Delta(NamedTuple):
         return len(self.left), (self.left if self.right is None else self.right).shape[1]
 
 
-class LowRank(NamedTuple):
-    """b: `[outputs, rank]`, a: `[rank, inputs]`, float32. bias: as of Delta.
+class NearestProduct(NamedTuple):
+    """b: `[outputs, rank]`, a: `[rank, inputs]`, float32. bias: as of WeightChange.
 
     norm: of the whole change, Frobenius. lost: of what `b @ a` leaves out.
     """
@@ -43,7 +43,7 @@ class LowRank(NamedTuple):
         return self.lost / self.norm if self.norm else 0.0
 
 
-def approximate(delta: Delta, max_rank: int, max_error: float) -> LowRank:
+def approximate(delta: WeightChange, max_rank: int, max_error: float) -> NearestProduct:
     """The lowest rank, at most `max_rank`, that loses at most `max_error` of the norm.
 
     Where no such rank is low enough, the best of `max_rank`. Singular values are split evenly.
@@ -55,7 +55,7 @@ def approximate(delta: Delta, max_rank: int, max_error: float) -> LowRank:
     enough = int(np.argmax(lost <= max_error * norm))
     rank = min(max(enough, 1), max_rank, len(values))
     roots = np.sqrt(values[:rank])
-    return LowRank(
+    return NearestProduct(
         _single(left[:, :rank] * roots),
         _single(roots[:, None] * right[:rank]),
         delta.bias,
@@ -64,7 +64,7 @@ def approximate(delta: Delta, max_rank: int, max_error: float) -> LowRank:
     )
 
 
-def decompose(delta: Delta) -> tuple[Matrix, Matrix, Matrix]:
+def decompose(delta: WeightChange) -> tuple[Matrix, Matrix, Matrix]:
     """Singular vectors and values, the largest first; at least one."""
     if delta.right is None:
         return _of_whole(delta.left)

@@ -6,11 +6,11 @@ Its change is `B A` less that product: twice the rank. Source: `pissa_init`, `ol
 
 import numpy as np
 
-from launcher.convert.methods.delta import Delta, Matrix, decompose
+from launcher.convert.methods.delta import Matrix, WeightChange, decompose
 from launcher.convert.methods.module import Module
 
 
-def changed_base(module: Module) -> Delta:
+def changed_base(module: Module) -> WeightChange:
     """`scale (B A - B_0 A_0)`, with the start from the initial adapter or from the base."""
     a = module.read("lora_A.weight", None, None)
     rank = len(a)
@@ -22,7 +22,7 @@ def changed_base(module: Module) -> Delta:
         first_b, first_a = _drawn_from(module, rank)
     if len(first_b) != len(b) or first_a.shape[1] != a.shape[1]:
         raise module.unfit(f"B and A do not fit a module of {len(first_b)}, {first_a.shape[1]}")
-    return Delta(np.hstack([b * module.scale, -first_b]), np.vstack([a, first_a]))
+    return WeightChange(np.hstack([b * module.scale, -first_b]), np.vstack([a, first_a]))
 
 
 def _drawn_from(module: Module, rank: int) -> tuple[Matrix, Matrix]:
@@ -37,5 +37,5 @@ def _drawn_from(module: Module, rank: int) -> tuple[Matrix, Matrix]:
     if init.lower() == "olora":
         left, right = np.linalg.qr(weight)
         return left[:, :rank], right[:rank] * module.scale
-    left, values, right = decompose(Delta(weight))
+    left, values, right = decompose(WeightChange(weight))
     return left[:, :rank] * values[:rank], right[:rank]

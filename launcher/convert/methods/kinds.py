@@ -1,13 +1,13 @@
 """The methods that are converted: the formula of each, its tensors and its config's keys. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from adapters.peft.fields import HARMLESS
 from adapters.peft.methods import takes_from_base, way_out
 from adapters.violations import shown
 from launcher.convert.methods import products, sums
-from launcher.convert.methods.delta import Delta
+from launcher.convert.methods.delta import WeightChange
 from launcher.convert.methods.initial import changed_base
 from launcher.convert.methods.module import Module
 from launcher.convert.plan import refusal
@@ -40,13 +40,15 @@ class Kind(NamedTuple):
     keys: of the config, beside those that every method has.
     """
 
-    delta: Callable[[Module], Delta]
+    delta: Callable[[Module], WeightChange]
     tensors: frozenset[str]
     keys: frozenset[str]
     shared: frozenset[str] = frozenset()
 
 
-def _kind(delta: Callable[[Module], Delta], tensors: str, keys: str, shared: str = "") -> Kind:
+def _kind(
+    delta: Callable[[Module], WeightChange], tensors: str, keys: str, shared: str = ""
+) -> Kind:
     return Kind(delta, *(frozenset(names.split()) for names in (tensors, keys, shared)))
 
 
@@ -109,7 +111,7 @@ KINDS = {
 _CHANGED_BASE = _kind(changed_base, "lora_A.weight lora_B.weight", "")
 
 
-def kind_of(config: dict[str, object]) -> Kind | None:
+def kind_of(config: Mapping[str, object]) -> Kind | None:
     """None = LoRA as it is served, or no config of PEFT. Raises AdapterError for other methods."""
     peft_type = config.get("peft_type")
     if peft_type is None:
@@ -122,7 +124,7 @@ def kind_of(config: dict[str, object]) -> Kind | None:
     return kind
 
 
-def check_keys(kind: Kind, config: dict[str, object]) -> None:
+def check_keys(kind: Kind, config: Mapping[str, object]) -> None:
     """Raises AdapterError for a key that may change the maths in a way that is not known."""
     if kind is _CHANGED_BASE:
         return  # read as any LoRA's

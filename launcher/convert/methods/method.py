@@ -19,11 +19,11 @@ from adapters.safetensors.header import WEIGHTS_FILE, TensorInfo
 from adapters.violations import Findings, shown
 from launcher.convert.lora_config import PREFIX, lora_config
 from launcher.convert.methods.base_modules import BaseModules
-from launcher.convert.methods.delta import LowRank, approximate
+from launcher.convert.methods.delta import NearestProduct, approximate
 from launcher.convert.methods.kinds import Kind, check_keys
 from launcher.convert.methods.module import Module, Tensors, Values
 from launcher.convert.methods.options import MethodOptions
-from launcher.convert.plan import ConversionPlan, Fit, Move, refusal
+from launcher.convert.plan import ConversionLoss, ConversionPlan, Move, refusal
 
 _SHARED_PREFIX = "base_model."
 _COPIED_KEYS = ("modules_to_save", "task_type", "revision")
@@ -164,13 +164,16 @@ def _of_path(tensors: Tensors, path: str) -> Tensors:
     return Tensors(found, tensors.weights)
 
 
-def _low_rank(kind: Kind, module: Module, options: MethodOptions) -> LowRank:
+def _low_rank(kind: Kind, module: Module, options: MethodOptions) -> NearestProduct:
     with np.errstate(over="ignore", invalid="ignore"):
         delta = kind.delta(module)
         parts = [part for part in delta if part is not None]
         if not all(np.isfinite(part).all() for part in parts):
             raise module.unfit("its change has values that are not finite")
         module.check_size(*delta.shape)
+        if module.base.is_known and delta.shape != module.shape():
+            shapes = f"{list(delta.shape)}; the base's module has {list(module.shape())}"
+            raise module.unfit(f"its change has the shape {shapes}")
         found = approximate(delta, options.max_rank, options.wanted_error)
         if not (np.isfinite(found.a).all() and np.isfinite(found.b).all()):
             raise module.unfit("its change has values that are too large for float32")
@@ -191,7 +194,7 @@ class _Writer:
     def has_biases(self) -> bool:
         return any(bias is not None for _, bias in self._biases.values())
 
-    def add(self, path: str, found: LowRank) -> None:
+    def add(self, path: str, found: NearestProduct) -> None:
         self._write(f"{PREFIX}{path}.lora_A.weight", found.a)
         self._write(f"{PREFIX}{path}.lora_B.weight", found.b)
         self.ranks[path] = len(found.a)
@@ -213,11 +216,11 @@ class _Writer:
         copied = msgspec.structs.replace(tensor, start=start, end=self._out.tell())
         self.moves.append(Move(tensor.name, copied))
 
-    def fit(self) -> Fit:
+    def fit(self) -> ConversionLoss:
         worst = max(self._found, key=lambda path: self._found[path][2])
         norm = math.hypot(*(norm for norm, _, _ in self._found.values()))
         lost = math.hypot(*(lost for _, lost, _ in self._found.values()))
-        return Fit(
+        return ConversionLoss(
             ranks=tuple(sorted(set(self.ranks.values()))),
             worst_error=self._found[worst][2],
             worst_module=worst,
@@ -231,7 +234,7 @@ class _Writer:
         self.moves.append(Move(name, info))
 
 
-def _check_error(fit: Fit, options: MethodOptions) -> None:
+def _check_error(fit: ConversionLoss, options: MethodOptions) -> None:
     if fit.worst_error <= options.max_error:
         return
     raise refusal(

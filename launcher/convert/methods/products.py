@@ -1,27 +1,26 @@
-"""Methods that multiply a weight. Each makes the `Delta` of a module with the base's weight.
+"""Methods that multiply a weight. Each makes the `WeightChange` of a module with the base's weight.
 
 Source: `forward` of each method's layer in PEFT 0.21.
 """
 
 import numpy as np
-import numpy.typing as npt
 
-from launcher.convert.methods.delta import Delta, Matrix
+from launcher.convert.methods.delta import Matrix, WeightChange
 from launcher.convert.methods.module import Module
 
 
-def ia3(module: Module) -> Delta:
+def ia3(module: Module) -> WeightChange:
     """Inputs or outputs times a vector; the module's bias is a part of its outputs."""
     weight = module.weight()
     outputs, inputs = weight.shape
     if outputs != 1 and module.sides("ia3_l")[:1] == (1,):
-        return Delta(weight * (module.read("ia3_l", 1, inputs) - 1))
+        return WeightChange(weight * (module.read("ia3_l", 1, inputs) - 1))
     factors = module.read("ia3_l", outputs, 1) - 1
     bias = module.base.bias(module.path)
-    return Delta(weight * factors, bias=None if bias is None else bias * factors[:, 0])
+    return WeightChange(weight * factors, bias=None if bias is None else bias * factors[:, 0])
 
 
-def hra(module: Module) -> Delta:
+def hra(module: Module) -> WeightChange:
     """`W H_1 … H_r` with Householder's reflections: r columns and rows of change."""
     weight = module.weight()
     vectors = module.read("hra_u", weight.shape[1], None)
@@ -35,10 +34,10 @@ def hra(module: Module) -> Delta:
         columns.append(-2 * changed @ vector)
         changed += np.outer(columns[-1], vector)
     left = np.stack(columns, 1) if columns else np.zeros((len(weight), 0))
-    return Delta(left, (vectors / lengths).T)
+    return WeightChange(left, (vectors / lengths).T)
 
 
-def oft(module: Module) -> Delta:
+def oft(module: Module) -> WeightChange:
     """`W R^T` with a block-diagonal R, whose blocks rotate a few inputs each."""
     weight = module.weight()
     inputs = weight.shape[1]
@@ -56,10 +55,10 @@ def oft(module: Module) -> Delta:
         rotations = _neumann(skew, module.values.whole("num_cayley_neumann_terms", 5))
     else:
         rotations = _cayley(skew)
-    return Delta(_rotated(weight, rotations.transpose(0, 2, 1)) - weight)
+    return WeightChange(_rotated(weight, rotations.transpose(0, 2, 1)) - weight)
 
 
-def boft(module: Module) -> Delta:
+def boft(module: Module) -> WeightChange:
     """As OFT with blocks of another parameter, and outputs times a vector."""
     weight = module.weight()
     outputs, inputs = weight.shape
@@ -72,7 +71,7 @@ def boft(module: Module) -> Delta:
         raise module.unfit(f"boft_R {list(numbers.shape)} does not fit {inputs} inputs")
     skew = (numbers[0] - numbers[0].transpose(0, 2, 1)) / 2
     rotated = _rotated(weight, _cayley(skew).transpose(0, 2, 1))
-    return Delta(rotated * factors - weight)
+    return WeightChange(rotated * factors - weight)
 
 
 def _orthonormal(vectors: Matrix) -> Matrix:
@@ -112,10 +111,8 @@ def _neumann(skew: Matrix, terms: int) -> Matrix:
 def _cayley(skew: Matrix) -> Matrix:
     """`(I - Q) (I + Q)^-1`; with a skew-symmetric Q, `I + Q` has an inverse."""
     one = np.eye(skew.shape[-1])
-    solved: npt.NDArray[np.float64] = np.linalg.solve(
-        (one + skew).transpose(0, 2, 1), (one - skew).transpose(0, 2, 1)
-    )
-    return solved.transpose(0, 2, 1)
+    solved = np.linalg.solve((one + skew).transpose(0, 2, 1), (one - skew).transpose(0, 2, 1))
+    return np.asarray(solved.transpose(0, 2, 1), np.float64)
 
 
 def _rotated(weight: Matrix, blocks: Matrix) -> Matrix:

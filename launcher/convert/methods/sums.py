@@ -1,4 +1,4 @@
-"""Methods that add to a weight what does not depend on it. Each makes the `Delta` of a module.
+"""Methods that add to a weight what does not depend on it, each as a `WeightChange`.
 
 Source: `get_delta_weight` of each method's layer in PEFT 0.21.
 """
@@ -8,7 +8,7 @@ import importlib.util
 import numpy as np
 
 from adapters.errors import AdapterError
-from launcher.convert.methods.delta import Delta, Matrix
+from launcher.convert.methods.delta import Matrix, WeightChange
 from launcher.convert.methods.module import Module
 from launcher.convert.plan import refusal
 
@@ -17,7 +17,7 @@ _MAX_SEED = (1 << 63) - 1
 _ROUNDING = 1e-12
 
 
-def adalora(module: Module) -> Delta:
+def adalora(module: Module) -> WeightChange:
     """`B diag(E) A`. PEFT divides by the rank at the start of the training."""
     a = module.read("lora_A", None, None)
     e = module.read("lora_E", len(a), 1)
@@ -25,10 +25,10 @@ def adalora(module: Module) -> Delta:
     alpha = module.values.number("lora_alpha", 8)
     scale = alpha if alpha > 0 else len(a)
     first = module.values.whole("init_r", 12)
-    return Delta(b * (scale / (first + 1e-5)), e * a)
+    return WeightChange(b * (scale / (first + 1e-5)), e * a)
 
 
-def vera(module: Module) -> Delta:
+def vera(module: Module) -> WeightChange:
     """`diag(b) B diag(d) A`. All modules share B and A, of which each uses the beginning."""
     outputs, inputs = module.shape()
     d = module.read("vera_lambda_d", None)
@@ -43,10 +43,10 @@ def vera(module: Module) -> Delta:
     shared_b = module.read_shared("vera_B", None, len(d))
     if shared_a.shape[1] < inputs or len(shared_b) < outputs:
         raise module.unfit(f"vera_A and vera_B are smaller than the module's {outputs}, {inputs}")
-    return Delta(b[:, None] * shared_b[:outputs], d[:, None] * shared_a[:, :inputs])
+    return WeightChange(b[:, None] * shared_b[:outputs], d[:, None] * shared_a[:, :inputs])
 
 
-def loha(module: Module) -> Delta:
+def loha(module: Module) -> WeightChange:
     """`(w1_a w1_b) * (w2_a w2_b)`, value by value; as one product its rank is that of both."""
     _refuse_kernels(module, "hada_t1", "hada_t2")
     w1_a, w1_b = module.read("hada_w1_a", None, None), module.read("hada_w1_b", None, None)
@@ -57,13 +57,13 @@ def loha(module: Module) -> Delta:
     module.check_size(outputs, inputs)
     scale = module.scale
     if len(w1_b) * len(w2_b) >= min(outputs, inputs):
-        return Delta((w1_a @ w1_b) * (w2_a @ w2_b) * scale)
+        return WeightChange((w1_a @ w1_b) * (w2_a @ w2_b) * scale)
     left = (w1_a[:, :, None] * w2_a[:, None, :]).reshape(outputs, -1)
     right = (w1_b[:, None, :] * w2_b[None, :, :]).reshape(-1, inputs)
-    return Delta(left * scale, right)
+    return WeightChange(left * scale, right)
 
 
-def lokr(module: Module) -> Delta:
+def lokr(module: Module) -> WeightChange:
     """The Kronecker product of two matrices; its rank is the product of theirs."""
     _refuse_kernels(module, "lokr_t2")
     first, second = _lokr_side(module, "lokr_w1"), _lokr_side(module, "lokr_w2")
@@ -72,11 +72,11 @@ def lokr(module: Module) -> Delta:
     (left_1, right_1), (left_2, right_2) = _factors(first), _factors(second)
     scale = module.scale
     if left_1.shape[1] * left_2.shape[1] >= min(outputs, inputs):
-        return Delta(_kron(first, second) * scale)
-    return Delta(_kron(left_1, left_2) * scale, _kron(right_1, right_2))
+        return WeightChange(_kron(first, second) * scale)
+    return WeightChange(_kron(left_1, left_2) * scale, _kron(right_1, right_2))
 
 
-def vblora(module: Module) -> Delta:
+def vblora(module: Module) -> WeightChange:
     """`B A`, each made of the vectors of a bank that all modules share."""
     bank = module.read_shared("vblora_vector_bank", None, None)
     topk = module.values.whole("topk", 2)
@@ -85,10 +85,10 @@ def vblora(module: Module) -> Delta:
     rank, inputs = len(a), a.shape[1] * a.shape[2]
     if b.shape[1] != rank:
         raise module.unfit("vblora_logits_A and vblora_logits_B have other ranks")
-    return Delta(b.transpose(0, 2, 1).reshape(-1, rank), a.reshape(rank, inputs))
+    return WeightChange(b.transpose(0, 2, 1).reshape(-1, rank), a.reshape(rank, inputs))
 
 
-def miss(module: Module) -> Delta:
+def miss(module: Module) -> WeightChange:
     """Sums of every r-th input, times a matrix. In the mode "mini" that repeats itself."""
     outputs, inputs = module.shape()
     if module.values.word("init_weights") == "bat":
@@ -103,10 +103,10 @@ def miss(module: Module) -> Delta:
         )
     sums = np.zeros((rank, inputs))
     sums[np.arange(inputs) % rank, np.arange(inputs)] = 1
-    return Delta(np.ascontiguousarray(block.T), sums)
+    return WeightChange(np.ascontiguousarray(block.T), sums)
 
 
-def fourierft(module: Module) -> Delta:
+def fourierft(module: Module) -> WeightChange:
     """The real part of a spectrum's inverse transform. Its places are drawn from a seed."""
     outputs, inputs = module.shape()
     spectrum = module.read("fourierft_spectrum", None)
@@ -116,10 +116,10 @@ def fourierft(module: Module) -> Delta:
     dense = np.zeros(outputs * inputs)
     dense[_first_drawn(outputs * inputs, len(spectrum), seed)] = spectrum
     whole = np.fft.ifft2(dense.reshape(outputs, inputs)).real
-    return Delta(whole * module.values.number("scaling", 150.0))
+    return WeightChange(whole * module.values.number("scaling", 150.0))
 
 
-def c3a(module: Module) -> Delta:
+def c3a(module: Module) -> WeightChange:
     """Blocks whose rows are each other's, moved on by one; divided by the number of inputs."""
     kernel = module.read("c3a_kernel", None, None, None)
     rows, columns, size = kernel.shape
@@ -127,10 +127,10 @@ def c3a(module: Module) -> Delta:
     moved = (np.arange(size)[None, :] - np.arange(size)[:, None]) % size
     blocks = kernel[:, :, moved]  # [rows, columns, output, input]
     whole = blocks.transpose(0, 2, 1, 3).reshape(rows * size, columns * size)
-    return Delta(whole / (columns * size))
+    return WeightChange(whole / (columns * size))
 
 
-def randlora(module: Module) -> Delta:
+def randlora(module: Module) -> WeightChange:
     """A sum of products of random matrices, which all modules share, with trained diagonals."""
     outputs, inputs = module.shape()
     read = module.read if module.has("randlora_A") else module.read_shared
@@ -152,8 +152,8 @@ def randlora(module: Module) -> Delta:
     flat_b = shared_b.reshape(large, rank * bases)
     scale = module.values.number("randlora_alpha", 640) / module.values.whole("r", 32)
     if small == inputs:
-        return Delta(flat_b * scale, flat_a)
-    return Delta(flat_a.T * scale, flat_b.T)
+        return WeightChange(flat_b * scale, flat_a)
+    return WeightChange(flat_a.T * scale, flat_b.T)
 
 
 def _refuse_kernels(module: Module, *names: str) -> None:
@@ -204,7 +204,7 @@ def _from_bank(module: Module, name: str, bank: Matrix, topk: int) -> Matrix:
     return made
 
 
-def _bat(module: Module, outputs: int, inputs: int) -> Delta:
+def _bat(module: Module, outputs: int, inputs: int) -> WeightChange:
     """Each block of the weight times a square of its row of blocks, and that square added."""
     squares = module.read("miss_block", None, None, None)
     rows, size, width = squares.shape
@@ -214,7 +214,7 @@ def _bat(module: Module, outputs: int, inputs: int) -> Delta:
         )
     blocks = module.weight().reshape(rows, size, inputs // size, size).transpose(2, 0, 1, 3)
     change = blocks @ squares + squares
-    return Delta(change.transpose(1, 2, 0, 3).reshape(outputs, inputs))
+    return WeightChange(change.transpose(1, 2, 0, 3).reshape(outputs, inputs))
 
 
 def _first_drawn(count: int, wanted: int, seed: int) -> Matrix:

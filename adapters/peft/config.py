@@ -62,7 +62,8 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     alora_invocation_tokens: ids from whose last occurrence in the prompt on the adapter acts; () =
         it acts on all tokens.
     bias: whose biases the adapter has in place of the base's. lora_bias: B has a bias of its own.
-    modules_to_save: tables that the adapter has whole, in place of the base's; and its score head.
+    modules_to_save: tables and norms that the adapter has whole, in place of the base's; and its
+        score head.
     task_type: `SEQ_CLS` where the adapter may have that head and `modules_to_save` is empty.
     trainable_token_indices: by table, the tokens whose rows the adapter has, in the file's order.
     use_dora: `(W + scale * B A)` has rows of the lengths that the adapter's magnitudes say.
@@ -116,6 +117,11 @@ def parse_config(data: bytes, findings: Findings) -> PeftConfig | None:
     before = len(findings)
     config = _read(_Reader(raw, findings))
     return config if len(findings) == before else None
+
+
+def is_norm(name: str) -> bool:
+    """Whether a name of `modules_to_save` is, or ends, that of a norm."""
+    return name.endswith("norm")
 
 
 def trained_for(data: bytes) -> str:
@@ -283,9 +289,10 @@ class _Reader:
         names, served = self.names(key), (*TABLES, HEAD_OF_CLASSES)
         if HEAD_OF_CLASSES in names:
             names = tuple(name for name in names if name not in _HEADS_OF_OTHERS)
-        unserved = [name for name in names if name not in served]
+        unserved = [name for name in names if name not in served and not is_norm(name)]
         if unserved:
-            message = f"{key}: {shown(unserved[0])} is not served, only {' and '.join(served)} are"
+            words = f"only norms, {' and '.join(served)} are"
+            message = f"{key}: {shown(unserved[0])} is not served, {words}"
             self._findings.add("unsupported_feature", key, message)
         return names
 

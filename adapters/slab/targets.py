@@ -19,6 +19,7 @@ from adapters.slab.layout import (
     a_matrix,
     b_matrices,
     head_rows,
+    norm_rows,
     table_rows,
     vector_rows,
     widths_of,
@@ -89,6 +90,12 @@ def all_regions(
         head = _region(memory, head_rows(layout.head, base, item_bytes), item_bytes)
         head.targets.append(SlabTarget(adapter.head, head.numbers, _rows(adapter.head)))
         yield head
+    if layout.norms is not None:
+        item_bytes = ITEM_BYTES[layout.dtype]
+        norms = _region(memory, norm_rows(layout.norms, base, item_bytes), item_bytes)
+        for norm, place in zip(adapter.norms, norms.numbers, strict=True):
+            norms.targets.append(SlabTarget(norm.tensor, place, _rows(norm.tensor)))
+        yield norms
 
 
 def _region(memory: SlabMemory, placed: PlacedMatrix, item_bytes: int, begin: int = 0) -> Region:

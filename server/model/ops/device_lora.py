@@ -28,7 +28,8 @@ class DeviceLora:
     slots: int32 `[tokens]`, -1 = no adapter. segments: the tiles. workspace: what shrink leaves for
     expand. phase: which launch parameters apply. strategies: the regime's, by kind of site. reach:
     the most that the adapters may change. vectors: of what they do to the base's own products; None
-    = nothing. own: tokens whose adapters have rows of their own in the embedding or the head.
+    = nothing. own: tokens whose adapters have rows of their own in the embedding or the head,
+    or norms.
     """
 
     slots: torch.Tensor
@@ -42,7 +43,7 @@ class DeviceLora:
 
     @property
     def model_sites(self) -> bool:
-        """Whether an adapter may change the embedding or the head."""
+        """Whether an adapter may change the embedding, the head or norms."""
         return self.reach is Reach.MODEL
 
     @property

@@ -158,8 +158,8 @@ class BaseSpec(msgspec.Struct, frozen=True):
         registers them.
     routers: paths, within a layer, of modules that choose experts. Adapters may not change them.
     shards: devices that share the base.
-    norms: all of them. is_tied: the head's matrix is the embedding's. num_classes: labels of its score head; 0 = it
-        has none.
+    is_tied: the head's matrix is the embedding's. num_classes: labels of its score head; 0 = it
+        has none. norms: all of them.
     """
 
     digest: str

@@ -25,9 +25,12 @@ def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
         message = "modules_to_save: norms not with alora_invocation_tokens, since they act on all"
         findings.add("unsupported_feature", "modules_to_save", message)
     for name in names:
-        if not any(norm.path.endswith(name) for norm in base.norms) and not base.is_inferred:
-            message = f"modules_to_save: the base model has no norm {shown(name)}"
-            findings.add("unknown_module", "modules_to_save", message)
+        if any(norm.path.endswith(name) for norm in base.norms):
+            continue
+        holder = "file" if base.is_inferred else "base model"
+        code = "missing_tensor" if base.is_inferred else "unsupported_feature"
+        message = f"modules_to_save: the {holder} has no norm {shown(name)}"
+        findings.add(code, "modules_to_save", message)
     unserved = {norm.name for norm in saved_norms(config, base) if not norm.is_served}
     for name in sorted(unserved):
         message = (

@@ -78,8 +78,8 @@ def ids_on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor | None:
 def norms_of(
     weights: torch.Tensor, places: Sequence[int], specs: Sequence[NormSpec | None]
 ) -> dict[int, Norm]:
-    """By place. weights: as stored, `[places, hidden]`. specs: of all places. What is made is queued
-    on the current stream."""
+    """By place. weights: as stored, `[places, hidden]`. specs: of all places. Work is queued on the
+    current stream."""
     found: dict[int, Norm] = {}
     for place, weight in zip(places, weights, strict=True):
         spec = specs[place]

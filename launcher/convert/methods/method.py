@@ -119,7 +119,7 @@ def _sort(kind: Kind, tensors: Sequence[TensorInfo], config: Mapping[str, Any]) 
             found.modules.setdefault(match["path"], {})[match["name"]] = tensor
         elif last in kind.shared:
             found.shared[last] = tensor
-        elif leaf == "weight" and module.rpartition(".")[2] in saved:
+        elif leaf == "weight" and module.endswith(tuple(saved)):
             found.others.append(tensor)
         else:
             raise refusal(f"{shown(tensor.name)} is no tensor of {_name(config)}, as PEFT saves it")

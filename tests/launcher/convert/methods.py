@@ -20,6 +20,10 @@ PEFT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "hra_gs": ("HRAConfig", {"r": 4, "apply_GS": True}),
     "ia3": ("IA3Config", {"feedforward_modules": ["down_proj"]}),
     "loha": ("LoHaConfig", {"r": 3, "alpha": 5, "rank_pattern": {"k_proj": 2}}),
+    "loha_saved": (
+        "LoHaConfig",
+        {"r": 2, "alpha": 5, "modules_to_save": ["lm_head", "model.norm"]},
+    ),
     "loha_wide": ("LoHaConfig", {"r": 9, "alpha": 5, "alpha_pattern": {"up_proj": 3}}),
     "lokr": ("LoKrConfig", {"r": 2, "alpha": 3, "decompose_factor": 4}),
     "lokr_both": ("LoKrConfig", {"r": 2, "alpha": 3, "decompose_both": True}),

@@ -105,6 +105,25 @@ class ExpertWeight(msgspec.Struct, frozen=True):
         return self.path.rpartition(".")[0]
 
 
+class BaseNorm(msgspec.Struct, frozen=True):
+    """A norm of the base. path: its whole name. size: numbers of its weight. place: 2 * layer of
+    the norm before attention, 2 * layer + 1 of that before the MLP, 2 * layers of that at the end;
+    -1 = another, which adapters may not change."""
+
+    path: str
+    size: int
+    place: int
+
+    @property
+    def name(self) -> str:
+        """Its short name."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def is_served(self) -> bool:
+        return self.place >= 0
+
+
 def module_name(path: str) -> str:
     """A module's short name: `q_proj`, and `experts.gate_proj` of one that each expert has."""
     head, _, last = path.rpartition(".")
@@ -140,7 +159,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     routers: paths, within a layer, of modules that choose experts. Adapters may not change them.
     shards: devices that share the base.
     is_tied: the head's matrix is the embedding's. num_classes: labels of its score head; 0 = it
-        has none.
+        has none. norms: all of them.
     """
 
     digest: str
@@ -161,6 +180,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     shards: int = 1
     is_tied: bool = False
     num_classes: int = 0
+    norms: tuple[BaseNorm, ...] = ()
 
     @property
     def is_inferred(self) -> bool:

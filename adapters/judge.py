@@ -26,7 +26,7 @@ from adapters.peft.files import (
     weight_files,
 )
 from adapters.peft.inferred_base import infer_base
-from adapters.peft.lora_tensors import LoraTensors, OwnBias, OwnTable, PlacedLora
+from adapters.peft.lora_tensors import LoraTensors, OwnBias, OwnNorm, OwnTable, PlacedLora
 from adapters.peft.targeting import Targeting
 from adapters.peft.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
 from adapters.peft.validate import (
@@ -278,8 +278,8 @@ def _check_room(adapter: LoraTensors, base: BaseSpec, limits: AdapterLimits) -> 
 
 def _changed(adapter: LoraTensors) -> set[str]:
     """Short names of modules."""
-    changed: tuple[PlacedLora | OwnBias | OwnTable, ...]
-    changed = (*adapter.modules, *adapter.biases, *adapter.tables)
+    changed: tuple[PlacedLora | OwnBias | OwnTable | OwnNorm, ...]
+    changed = (*adapter.modules, *adapter.biases, *adapter.tables, *adapter.norms)
     head = () if adapter.head is None else (HEAD_OF_CLASSES,)
     return {each.module for each in changed}.union(head)
 

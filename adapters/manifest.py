@@ -184,6 +184,14 @@ class OwnHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     labels: int
 
 
+class OwnNorms(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where weights of norms lie, `[places, hidden]`. offset: as in `SiteLayout`. places: which
+    norms, as of `BaseNorm`."""
+
+    offset: int
+    places: tuple[int, ...]
+
+
 class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One adapter packed for one base and dtype.
 
@@ -194,7 +202,7 @@ class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is larger than an extent. A larger tensor starts on a border and owns a *run* of extents that
     must stay contiguous. `runs` lists the lengths, in extents, of the pieces that may be placed
     apart from each other, in order: all 1 but for such tensors. Only sites that the adapter changes
-    are listed. head: of a classifier.
+    are listed. head: of a classifier. norms: in place of the base's.
     """
 
     digest: str
@@ -206,6 +214,7 @@ class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shards: int = 1
     version: int = LAYOUT_VERSION
     head: OwnHead | None = None
+    norms: OwnNorms | None = None
 
     @property
     def shard_nbytes(self) -> int:

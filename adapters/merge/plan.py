@@ -13,7 +13,7 @@ from adapters.base import BaseSpec, ModuleShape, module_path
 from adapters.coverage import Coverage, coverage_of
 from adapters.errors import AdapterError
 from adapters.merge.recipe import MergeRecipe
-from adapters.peft.lora_tensors import LoraTensors, ModuleLora, OwnBias, OwnTable
+from adapters.peft.lora_tensors import LoraTensors, ModuleLora, OwnBias, OwnNorm, OwnTable
 from adapters.peft.validate import AdapterLimits
 from adapters.slab.layout import room_problem
 from adapters.violations import Findings
@@ -72,6 +72,10 @@ class MergePlan(msgspec.Struct, frozen=True):
 
     @property
     def tables(self) -> tuple[OwnTable, ...]:
+        return ()
+
+    @property
+    def norms(self) -> tuple[OwnNorm, ...]:
         return ()
 
     @property
@@ -148,6 +152,8 @@ def _unmergeable(member: LoraTensors) -> str | None:
         return "has biases; PEFT merges none"
     if member.tables:
         return "has rows of the embedding or the head in place of the base's; these are not merged"
+    if member.norms:
+        return "has weights of norms in place of the base's; these are not merged"
     if member.head is not None:
         return "has a score head of its own; such heads are not merged"
     return None

@@ -20,6 +20,7 @@ from adapters.peft.fields import (
     UNUSED_VALUES,
     USED,
 )
+from adapters.peft.methods import CONVERT, takes_from_base, way_out
 from adapters.violations import Findings, shown
 
 CONFIG_FILE = "adapter_config.json"
@@ -61,7 +62,8 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     alora_invocation_tokens: ids from whose last occurrence in the prompt on the adapter acts; () =
         it acts on all tokens.
     bias: whose biases the adapter has in place of the base's. lora_bias: B has a bias of its own.
-    modules_to_save: tables that the adapter has whole, in place of the base's; and its score head.
+    modules_to_save: tables and norms that the adapter has whole, in place of the base's; and its
+        score head.
     task_type: `SEQ_CLS` where the adapter may have that head and `modules_to_save` is empty.
     trainable_token_indices: by table, the tokens whose rows the adapter has, in the file's order.
     use_dora: `(W + scale * B A)` has rows of the lengths that the adapter's magnitudes say.
@@ -117,6 +119,11 @@ def parse_config(data: bytes, findings: Findings) -> PeftConfig | None:
     return config if len(findings) == before else None
 
 
+def is_norm(name: str) -> bool:
+    """Whether a name of `modules_to_save` is, or ends, that of a norm."""
+    return name.endswith("norm")
+
+
 def trained_for(data: bytes) -> str:
     """The base's name, whatever else the bytes of a config hold; empty when there is none."""
     try:
@@ -129,7 +136,7 @@ def trained_for(data: bytes) -> str:
 def _check_features(raw: dict[str, Any], findings: Findings) -> None:
     peft_type = raw.get("peft_type")
     if peft_type != "LORA":
-        message = f"peft_type is {shown(peft_type)}; only 'LORA' is served"
+        message = f"peft_type is {shown(peft_type)}; only 'LORA' is served: {way_out(peft_type)}"
         findings.add("unsupported_peft_type", "peft_type", message)
     for key, value in raw.items():
         if key in USED or key in HARMLESS:
@@ -144,9 +151,8 @@ def _check_features(raw: dict[str, Any], findings: Findings) -> None:
             findings.add("unknown_key", key, message)
     init = raw.get("init_lora_weights", True)
     if init is not None and not _is_one_of(init, INIT_FROM_ZERO + INIT_RANDOM):
-        message = (
-            f"init_lora_weights={shown(init)} changes the base model's weights; save the adapter "
-            "with path_initial_model_for_weight_conversion to turn it into plain LoRA"
+        message = f"init_lora_weights={shown(init)} changes the base model's weights: " + (
+            CONVERT if takes_from_base(init) else "merge it into that base and serve the model"
         )
         findings.add("unsupported_feature", "init_lora_weights", message)
 
@@ -283,9 +289,10 @@ class _Reader:
         names, served = self.names(key), (*TABLES, HEAD_OF_CLASSES)
         if HEAD_OF_CLASSES in names:
             names = tuple(name for name in names if name not in _HEADS_OF_OTHERS)
-        unserved = [name for name in names if name not in served]
+        unserved = [name for name in names if name not in served and not is_norm(name)]
         if unserved:
-            message = f"{key}: {shown(unserved[0])} is not served, only {' and '.join(served)} are"
+            words = f"only norms, {' and '.join(served)} are"
+            message = f"{key}: {shown(unserved[0])} is not served, {words}"
             self._findings.add("unsupported_feature", key, message)
         return names
 

@@ -1,9 +1,10 @@
 """A base model guessed from an adapter's own tensors, to check a folder without its base. Pure."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from adapters.base import SITE_PROJECTIONS, BaseSpec, ModuleShape
+from adapters.base import SITE_PROJECTIONS, BaseNorm, BaseSpec, ModuleShape
+from adapters.peft.config import is_norm
 from adapters.peft.tensor_names import parse_tensor_name, spelling_of
 from adapters.safetensors.header import TensorInfo
 
@@ -50,7 +51,15 @@ def infer_base(trained_for: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
         vocab_size=vocab,
         layer_modules={k: v for k, v in modules.items() if k.endswith("_proj")},
         model_modules={k: v for k, v in modules.items() if not k.endswith("_proj")},
+        norms=tuple(_norms((naming.meant(name.path), shape) for name, shape in named)),
     )
+
+
+def _norms(named: Iterable[tuple[str | None, tuple[int, ...]]]) -> Iterator[BaseNorm]:
+    """Which of them are served, a known base says."""
+    found = {path: shape[0] for path, shape in named if path and is_norm(path) and len(shape) == 1}
+    for place, (path, size) in enumerate(found.items()):
+        yield BaseNorm(path, size, place)
 
 
 def _sizes(name: str, side: str, shape: tuple[int, ...]) -> Iterable[tuple[str, int]]:

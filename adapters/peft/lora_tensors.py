@@ -132,6 +132,15 @@ class OwnTable(msgspec.Struct, frozen=True):
         return 0 if self.ids else self.tensor.shape[0]
 
 
+class OwnNorm(msgspec.Struct, frozen=True, gc=False):
+    """The weight that the adapter has in place of that of a norm. module: its short name. place: as
+    of `BaseNorm`. tensor: `[size]`."""
+
+    module: str
+    place: int
+    tensor: TensorInfo
+
+
 class LoraTensors(msgspec.Struct, frozen=True):
     """A validated adapter. modules: by layer, then by name.
 
@@ -140,7 +149,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     missing: targeted modules without tensors; they stay as the base has them.
     naming: how the adapter calls the modules.
     biases: of any modules, also of those without LoRA. tables: of tied ones both have one tensor.
-    head: of a classifier, `[labels, hidden]`.
+    head: of a classifier, `[labels, hidden]`. norms: in the order of their places.
     """
 
     config: PeftConfig
@@ -151,6 +160,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     biases: tuple[OwnBias, ...] = ()
     tables: tuple[OwnTable, ...] = ()
     head: TensorInfo | None = None
+    norms: tuple[OwnNorm, ...] = ()
 
     def table_size(self, vocab_size: int) -> int:
         """Of its vocabulary, where its tables are smaller than the base's of `vocab_size`; else
@@ -172,7 +182,8 @@ class LoraTensors(msgspec.Struct, frozen=True):
     def tensors(self) -> tuple[TensorInfo, ...]:
         """Each once: modules may share them."""
         found = {tensor.name: tensor for module in self.modules for tensor in module.tensors}
-        others: tuple[OwnBias | OwnTable, ...] = (*self.biases, *self.tables)
+        others: tuple[OwnBias | OwnTable | OwnNorm, ...]
+        others = (*self.biases, *self.tables, *self.norms)
         found |= {each.tensor.name: each.tensor for each in others}
         return tuple((found | ({self.head.name: self.head} if self.head else {})).values())
 

@@ -6,7 +6,6 @@ Source: PEFT 0.21, `modules_to_save`, `trainable_token_indices`, `ensure_weight_
 from collections.abc import Iterator, Mapping
 
 from adapters.base import BaseSpec
-from adapters.classes import HEAD_OF_CLASSES
 from adapters.peft.config import PeftConfig
 from adapters.peft.lora_tensors import OwnTable
 from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
@@ -18,7 +17,7 @@ EMBEDDING, HEAD = "embed_tokens", "lm_head"
 def whole_tables(config: PeftConfig, base: BaseSpec) -> frozenset[str]:
     """Short names of the modules that the adapter has whole."""
     names = {name.rpartition(".")[2] for name in config.modules_to_save}
-    saved = frozenset(names - {HEAD_OF_CLASSES})
+    saved = frozenset(names & {EMBEDDING, HEAD})
     return frozenset((EMBEDDING, HEAD)) if saved and _is_tied(config, base) else saved
 
 

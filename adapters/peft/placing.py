@@ -14,6 +14,7 @@ from adapters.peft.lora_tensors import (
     StackedLora,
 )
 from adapters.peft.own_head import place_head
+from adapters.peft.own_norms import place_norms
 from adapters.peft.own_tables import TablePlacer
 from adapters.peft.pairs import Pair, PairChecks
 from adapters.peft.sorted_tensors import SortedTensors
@@ -66,6 +67,7 @@ class ModulePlacer:
             biases,
             self._tables(),
             place_head(self._matcher.config, found.head, self._base, self._findings),
+            tuple(place_norms(self._matcher.config, found.norms, self._base, self._findings)),
         )
 
     def _tables(self) -> tuple[OwnTable, ...]:

@@ -30,7 +30,8 @@ class SortedTensors(msgspec.Struct, frozen=True):
     """naming: how the adapter calls the modules. pairs: path in the base -> side -> tensor.
     copies: short name -> a copy of the base's own weights. has_experts: some pairs are of modules
     that each expert has. biases: path -> the module's own bias, with its name. tables, rows: short
-    name -> what the adapter has of a table, whole or for some tokens. head: of a classifier."""
+    name -> what the adapter has of a table, whole or for some tokens. head: of a classifier.
+    norms: path -> the weight that the adapter has of a norm."""
 
     naming: Naming
     pairs: Mapping[str, dict[str, TensorInfo]]
@@ -40,6 +41,7 @@ class SortedTensors(msgspec.Struct, frozen=True):
     tables: Mapping[str, TensorInfo] = {}
     rows: Mapping[str, TensorInfo] = {}
     head: TensorInfo | None = None
+    norms: Mapping[str, TensorInfo] = {}
 
 
 def sort_tensors(
@@ -49,7 +51,7 @@ def sort_tensors(
     own: frozenset[str] = frozenset(),
 ) -> SortedTensors:
     """What does not belong to the base is added to `findings`. own: short names of tables that the
-    adapter has whole; and the score head, if it may be there."""
+    adapter has whole, and paths of norms; and the score head, if it may be there."""
     named = [(tensor, parse_tensor_name(tensor.name)) for tensor in tensors]
     spelling = spelling_of(name for _, name in named if name is not None)
     sorter = _Sorter(spelling, base, findings, own)
@@ -65,6 +67,7 @@ def sort_tensors(
         sorter.tables,
         sorter.rows,
         sorter.head,
+        sorter.norms,
     )
 
 
@@ -80,6 +83,8 @@ class _Sorter:
         self.tables: dict[str, TensorInfo] = {}
         self.rows: dict[str, TensorInfo] = {}
         self.head: TensorInfo | None = None
+        self.norms: dict[str, TensorInfo] = {}
+        self._norms = frozenset(norm.path for norm in base.norms) & own
         self._own = own
         self._spelling = spelling
         self._base = base
@@ -104,6 +109,8 @@ class _Sorter:
             self._findings.add(*self._unknown(tensor.name, name, path))
         elif path == HEAD_OF_CLASSES and path in self._own and name.is_weight:
             self._add_head(tensor, name)
+        elif path in self._norms and name.is_weight:
+            self._add_norm(tensor, name, path)
         elif name.is_bias and path in self._table:
             self._add_bias(tensor, name, path)
         elif (
@@ -142,6 +149,12 @@ class _Sorter:
             self._add_duplicate(tensor, self.head)
         elif self._is_spelled_alike(tensor, name):
             self.head = tensor
+
+    def _add_norm(self, tensor: TensorInfo, name: TensorName, path: str) -> None:
+        if path in self.norms:
+            self._add_duplicate(tensor, self.norms[path])
+        elif self._is_spelled_alike(tensor, name):
+            self.norms[path] = tensor
 
     def _is_known(self, path: str) -> bool:
         """Whether there may be LoRA of it."""

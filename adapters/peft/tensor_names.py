@@ -39,7 +39,7 @@ _BASE_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.weight")
 # What PEFT calls an adapter that nobody named, and leaves out when it saves.
 _DEFAULT_ADAPTER = "default"
 # What the body of a decoder holds, in every model.
-_OF_BODY = ("layers.", "embed_tokens")
+_OF_BODY = ("layers.", "embed_tokens", "norm")
 _BODY, _HEADS = "model.", ("lm_head", HEAD_OF_CLASSES)
 _WITHIN = "the text model within a larger model"
 # Parts beside that text model.

@@ -15,6 +15,7 @@ from adapters.manifest import SlabDtype
 from adapters.peft.config import MAX_RANK, PeftConfig
 from adapters.peft.lora_tensors import LoraTensors
 from adapters.peft.own_head import check_head, own_head
+from adapters.peft.own_norms import check_norms, saved_norms
 from adapters.peft.own_tables import check_tables, whole_tables
 from adapters.peft.placing import ModulePlacer
 from adapters.peft.sorted_tensors import sort_tensors
@@ -106,9 +107,10 @@ def place_tensors(
 
 
 def whole_modules(config: PeftConfig, base: BaseSpec) -> frozenset[str]:
-    """Short names of those that the adapter has, or may have, whole."""
+    """Short names of those that the adapter has, or may have, whole; of norms their paths."""
     head = () if own_head(config) == "none" else (HEAD_OF_CLASSES,)
-    return whole_tables(config, base).union(head)
+    norms = (norm.path for norm in saved_norms(config, base))
+    return whole_tables(config, base).union(head, norms)
 
 
 def check_config(
@@ -135,6 +137,7 @@ def check_config(
     if config.use_dora or config.lora_bias or config.bias != "none":
         _check_outputs(matcher, base, findings)
     check_head(config, findings)
+    check_norms(config, base, findings)
     if config.modules_to_save or config.trainable_token_indices:
         paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
         check_tables(config, frozenset(paths), base, findings)

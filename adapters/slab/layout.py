@@ -8,8 +8,8 @@ from typing import Protocol
 import msgspec
 
 from adapters.base import MODEL_SITES, BaseSpec, ModuleShape, SiteKind
-from adapters.manifest import ITEM_BYTES, OwnHead, SiteLayout, SlabDtype, SlabLayout
-from adapters.peft.lora_tensors import B_BIAS, OWN_BIAS, OwnBias, OwnTable
+from adapters.manifest import ITEM_BYTES, OwnHead, OwnNorms, SiteLayout, SlabDtype, SlabLayout
+from adapters.peft.lora_tensors import B_BIAS, OWN_BIAS, OwnBias, OwnNorm, OwnTable
 from adapters.peft.validate import SlabRoom
 from adapters.safetensors.header import TensorInfo
 from adapters.sharding import Span, most_rows
@@ -58,6 +58,8 @@ class Packable(Protocol):
     def tables(self) -> Sequence[OwnTable]: ...
     @property
     def head(self) -> TensorInfo | None: ...
+    @property
+    def norms(self) -> Sequence[OwnNorm]: ...
 
 
 def make_layout(
@@ -91,6 +93,10 @@ def make_layout(
     if head is not None:
         nbytes = head_rows(head, base, ITEM_BYTES[dtype]).nbytes
         head = msgspec.structs.replace(head, offset=cursor.place(nbytes))
+    norms = OwnNorms(0, tuple(norm.place for norm in adapter.norms)) if adapter.norms else None
+    if norms is not None:
+        nbytes = norm_rows(norms, base, ITEM_BYTES[dtype]).nbytes
+        norms = msgspec.structs.replace(norms, offset=cursor.place(nbytes))
     return SlabLayout(
         digest=digest,
         base_digest=base.digest,
@@ -100,6 +106,7 @@ def make_layout(
         sites=tuple(sites),
         shards=base.shards,
         head=head,
+        norms=norms,
     )
 
 
@@ -169,6 +176,12 @@ def head_rows(head: OwnHead, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
     """Of a classifier, `[labels, hidden]`. Each shard has it whole."""
     shape = (head.labels, base.hidden_size)
     return PlacedMatrix(head.offset, shape, math.prod(shape) * item_bytes)
+
+
+def norm_rows(norms: OwnNorms, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
+    """Weights of norms, `[places, hidden]`."""
+    shape = (len(norms.places), base.hidden_size)
+    return PlacedMatrix(norms.offset, shape, math.prod(shape) * item_bytes)
 
 
 def num_vectors(vectors: Iterable[int]) -> int:

@@ -25,6 +25,7 @@ from adapters.slab.layout import (
     a_matrix,
     b_matrices,
     head_rows,
+    norm_rows,
     table_rows,
     vector_rows,
     widths_of,
@@ -97,6 +98,14 @@ def all_regions(
             head = _region(memory, placed, item_bytes, index * layout.shard_nbytes)
             head.targets.append(SlabTarget(adapter.head, head.numbers, _rows(adapter.head)))
             yield head
+    if layout.norms is not None:
+        item_bytes = ITEM_BYTES[layout.dtype]
+        placed = norm_rows(layout.norms, base, item_bytes)
+        for index in range(layout.shards):
+            norms = _region(memory, placed, item_bytes, index * layout.shard_nbytes)
+            for norm, place in zip(adapter.norms, norms.numbers, strict=True):
+                norms.targets.append(SlabTarget(norm.tensor, place, _rows(norm.tensor)))
+            yield norms
 
 
 def _region(memory: SlabMemory, placed: PlacedMatrix, item_bytes: int, begin: int = 0) -> Region:

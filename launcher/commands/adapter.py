@@ -77,7 +77,8 @@ def _carry_out(arguments: argparse.Namespace, cache_dir: Path) -> Report:
     if action == "check":
         return _report_of(ref, _check(ref, base, limits), arguments.base)
     if action == "convert":
-        judged, conversion = convert(arguments, base, limits, _ties_head(arguments.base))
+        folder = None if arguments.base is None else _model_folder(arguments.base).path
+        judged, conversion = convert(arguments, base, limits, folder, _ties_head(folder))
         return _report_of(arguments.out, judged, arguments.base, conversion)
     assert base is not None
     store = _store(ref, cache_dir, base, limits)
@@ -140,11 +141,9 @@ def _place(model: str) -> str:
     return str(model_path()) if model == "demo" else model
 
 
-def _ties_head(model: str | None) -> bool | None:
+def _ties_head(folder: Path | None) -> bool | None:
     """Whether the base's head is its embedding; None = not known."""
-    if model is None:
-        return None
-    return read_config(_model_folder(model).path).head.tied
+    return None if folder is None else read_config(folder).head.tied
 
 
 def _folder(text: str) -> Path | None:

@@ -11,7 +11,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from adapters.base import BaseSpec
-from adapters.peft.validate import AdapterLimits
+from adapters.peft.config import MAX_RANK
+from adapters.peft.validate import MAX_LORA_RANK, AdapterLimits
+from launcher.convert.methods.options import EXACT, MethodOptions
 from launcher.convert.mlx import MlxOptions
 from launcher.convert.plan import Conversion
 from launcher.options import OptionError, path_of
@@ -21,13 +23,15 @@ if TYPE_CHECKING:
     from launcher.command_line import Parser
 
 ABOUT = """\
-Make an adapter that can be served of FOLDER: of mlx-lm's format, or of PEFT's weights in a pickle
-(adapter_model.bin, .pt, .pth), which serving never opens.
+Make an adapter that can be served of FOLDER: of mlx-lm's format, of PEFT's weights in a pickle
+(adapter_model.bin, .pt, .pth), which serving never opens, or of another method of PEFT than LoRA.
 
   loraplex adapter convert ./mlx-lora --out ./lora --base ./llama
   loraplex adapter convert ./lora-of-2023 --out ./lora
+  loraplex adapter convert ./loha --out ./lora --rank 64 --max-error 0.01
 
-The result is compared with its source value by value, and judged as serving judges it. Without
+The result is compared with its source value by value; LoRA that is computed of another method is
+equal to it, or refused beyond --max-error. The result is judged as serving judges it. Without
 --base, what depends on the base is not checked. A pickle is read by a process of its own without
 files, network and privileges; this needs torch: pip install 'loraplex[convert]'.
 """
@@ -41,6 +45,25 @@ def add_arguments(parser: "Parser") -> None:
         "--scale", metavar="NUMBER", help="of mlx-lm's format: what B A x is multiplied with"
     )
     parser.add_argument("--base-name", metavar="NAME", help="of mlx-lm's format: the base's name")
+    parser.add_argument(
+        "--rank",
+        metavar="N",
+        default="auto",
+        help="of other methods than LoRA: the rank; auto: of each module the lowest that "
+        f"--max-error allows, up to {MAX_LORA_RANK} [default: auto]",
+    )
+    parser.add_argument(
+        "--max-error",
+        metavar="E",
+        default=str(EXACT),
+        help="of other methods than LoRA: what a module's change may lose, relative, in the "
+        "Frobenius norm [default: %(default)s]",
+    )
+    parser.add_argument(
+        "--initial",
+        metavar="FOLDER",
+        help="of PiSSA, CorDA and their like: the adapter as it was before the training",
+    )
     parser.add_argument(
         "--unconfined",
         action="store_true",
@@ -64,13 +87,19 @@ def convert(
     arguments: argparse.Namespace,
     base: BaseSpec | None,
     limits: AdapterLimits,
+    base_folder: Path | None,
     ties_head: bool | None,
 ) -> tuple["Judged", Conversion]:
-    """ties_head: as in `MlxOptions`. Raises AdapterError, OSError, OptionError."""
+    """base_folder: of the base's weights. ties_head: as in `MlxOptions`.
+
+    Raises AdapterError, OSError, OptionError.
+    """
     from launcher.convert.convert import ConversionOptions, convert_folder
 
     mlx = MlxOptions(_scale(arguments.scale), arguments.base_name, ties_head)
-    options = ConversionOptions(arguments.weights, mlx, is_confined=not arguments.unconfined)
+    method = _method(arguments, base_folder)
+    is_confined = not arguments.unconfined
+    options = ConversionOptions(arguments.weights, mlx, method, is_confined=is_confined)
     if arguments.unconfined:
         sys.stderr.write("loraplex: --unconfined: a pickle may be read without confinement\n")
     with _interruptible():
@@ -78,16 +107,33 @@ def convert(
         return convert_folder(path_of(arguments.ref, "FOLDER"), out, base, limits, options)
 
 
+def _method(arguments: argparse.Namespace, base_folder: Path | None) -> MethodOptions:
+    rank, max_error = arguments.rank, _number(arguments.max_error)
+    if rank != "auto" and not (rank.isdecimal() and 0 < int(rank) <= MAX_RANK):
+        raise OptionError(f"--rank must be auto or a number up to {MAX_RANK}, got {rank[:40]!r}")
+    if not 0 <= max_error < 1:
+        given = arguments.max_error[:40]
+        raise OptionError(f"--max-error must be a number from 0 to less than 1, got {given!r}")
+    initial = None if arguments.initial is None else path_of(arguments.initial, "--initial")
+    chosen = None if rank == "auto" else int(rank)
+    return MethodOptions(chosen, max_error, base_folder, initial)
+
+
 def _scale(text: str | None) -> float | None:
     if text is None:
         return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = _number(text)
     if not math.isfinite(number) or number == 0:
         raise OptionError(f"--scale must be a number and not 0, got {text[:40]!r}")
     return number
+
+
+def _number(text: str) -> float:
+    """NaN for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 @contextmanager

@@ -25,12 +25,16 @@ from launcher.convert.formats import (
     form_of,
     refuse_ready,
 )
+from launcher.convert.methods.kinds import kind_of
+from launcher.convert.methods.method import plan_method
+from launcher.convert.methods.options import MethodOptions
 from launcher.convert.mlx import MlxOptions, check_kind, is_mlx_config, plan_mlx
 from launcher.convert.pickles import PickleLimits, read_pickle
 from launcher.convert.plan import Conversion, ConversionPlan, Move, refusal
 from launcher.convert.result import publish, workplace, write_result
 
 _RAW_FILE = "raw.safetensors"
+_MADE_FILE = "made.tensors"
 _RESULT = "adapter"
 _OTHER_FILES = ("generation_config.json", "special_tokens_map.json")
 _MAX_COPIED_BYTES = max(SIDE_FILES.values())
@@ -42,6 +46,7 @@ class ConversionOptions(msgspec.Struct, frozen=True):
 
     weights: str | None = None
     mlx: MlxOptions = MlxOptions()
+    method: MethodOptions = MethodOptions()
     is_confined: bool = True
     pickles: PickleLimits = PickleLimits()
 
@@ -62,13 +67,20 @@ def convert_folder(
     weights = choose_weights(listing, options.weights)
     text, config = _config(source) if CONFIG_FILE in listing.files else (b"", {})
     with workplace(out) as folder:
+        result = folder / _RESULT
+        result.mkdir()
         with _opened(source / weights, folder, options) as file:
-            plan = _plan(config, text, weights, file.tensors(), options)
-            result = folder / _RESULT
-            result.mkdir()
-            write_result(plan, file, result)
+            kind = kind_of(config)
+            if kind is None:
+                plan = _plan(config, text, weights, file.tensors(), options)
+                write_result(plan, file, result)
+            else:
+                made = folder / _MADE_FILE
+                plan = plan_method(kind, config, file, options.method, made)
+                with open_weights(made) as computed:
+                    write_result(plan, computed, result)
         copied = _copy_tokenizer(source, result, listing)
-        judged = judge_folder(result, base, limits)
+        judged = judge_folder(result, base, _limits(limits, options.method))
         publish(result, out)
     others = beside(listing, weights)
     notes = plan.notes if others is None else (*plan.notes, others)
@@ -81,8 +93,15 @@ def convert_folder(
         scales=tuple(sorted({module.scale for module in judged.tensors.modules})),
         copied=copied,
         notes=notes,
+        fit=plan.fit,
     )
     return judged, conversion
+
+
+def _limits(limits: AdapterLimits, method: MethodOptions) -> AdapterLimits:
+    """A rank that the user names may be more than workers serve by default."""
+    most = max(limits.max_lora_rank, method.max_rank)
+    return msgspec.structs.replace(limits, max_lora_rank=most)
 
 
 def _listing(folder: Path) -> Listing:
@@ -137,6 +156,8 @@ def _plan(
     if not text:
         raise refusal(f"there is no {CONFIG_FILE}, which says how the tensors are used")
     refuse_ready(weights, form, config)
+    if options.method.is_asked_for:
+        raise refusal("--rank, --max-error and --initial are for other methods of PEFT than LoRA")
     if form == "mlx-lm":
         return plan_mlx(config, tensors, options.mlx)
     if options.mlx.scale is not None or options.mlx.base_name is not None:

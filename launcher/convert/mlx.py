@@ -6,19 +6,17 @@ PEFT `lora_alpha / r * (x @ A.T) @ B.T`.
 
 import json
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import msgspec
 
 from adapters.safetensors.header import TensorInfo
 from adapters.violations import shown
+from launcher.convert.lora_config import PREFIX, lora_config, within_layer
 from launcher.convert.plan import ConversionPlan, Move, refusal
 
-_PREFIX = "base_model.model."
 _SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[ab])")
-_LAYER = re.compile(r"model\.layers\.(?P<layer>0|[1-9]\d{0,5})\.(?P<rest>.+)")
 _EMBEDDING = "embed_tokens"
 _HEAD = "lm_head"
 _MAX_NUMBER = 1e30
@@ -90,7 +88,9 @@ def plan_mlx(
     name = options.base_name or config.get("model") or config.get("base_model_name_or_path") or ""
     if not isinstance(name, str):
         raise refusal(f"model: expected the base's name, got {shown(name)}")
-    made = _peft_config(name, ranks, scale, parameters.get("dropout"))
+    dropout = parameters.get("dropout")
+    made = lora_config(name, ranks, scale)
+    made["lora_dropout"] = dropout if _is_number(dropout) else 0.0
     notes = _notes(config, parameters, modules, name)
     if len(ranks) > len(modules):
         notes.append("the head is tied to embed_tokens: what adapts the one adapts the other")
@@ -148,8 +148,8 @@ def _check_keys(keys: object, modules: Sequence[_Module]) -> None:
 
 def _rest(path: str) -> str:
     """A module's name within its layer."""
-    found = _LAYER.fullmatch(path)
-    return found["rest"] if found else path
+    place = within_layer(path)
+    return path if place is None else place[1]
 
 
 def _scale(config: Mapping[str, Any], parameters: Mapping[str, Any], given: float | None) -> float:
@@ -197,62 +197,16 @@ def _tied(modules: Sequence[_Module], ties_head: bool | None) -> list[_Module]:
 def _moves(module: _Module, as_head: bool) -> list[Move]:
     """As the head an embedding multiplies from the other side: its b is A, its a is B."""
     if as_head:
-        path = _PREFIX + _HEAD
+        path = PREFIX + _HEAD
         return [
             Move(f"{path}.lora_A.weight", module.b),
             Move(f"{path}.lora_B.weight", module.a),
         ]
     names = ("embedding_A", "embedding_B") if module.is_embedding else ("A.weight", "B.weight")
     return [
-        Move(f"{_PREFIX}{module.path}.lora_{name}", source, is_transposed=True)
+        Move(f"{PREFIX}{module.path}.lora_{name}", source, is_transposed=True)
         for name, source in zip(names, (module.a, module.b), strict=True)
     ]
-
-
-def _peft_config(
-    base_name: str, ranks: Mapping[str, int], scale: float, dropout: object
-) -> dict[str, Any]:
-    """ranks: of each adapted module."""
-    rank = Counter(ranks.values()).most_common(1)[0][0]
-    others = {path: each for path, each in ranks.items() if each != rank}
-    targets, layers = _targets(ranks)
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
-        "r": rank,
-        "lora_alpha": _alpha(scale, rank),
-        "rank_pattern": others,
-        "alpha_pattern": {path: _alpha(scale, each) for path, each in others.items()},
-        "target_modules": targets,
-        "layers_to_transform": layers,
-        "lora_dropout": dropout if _is_number(dropout) else 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "modules_to_save": None,
-        "use_dora": False,
-        "use_rslora": False,
-    }
-
-
-def _alpha(scale: float, rank: int) -> float | int:
-    alpha = scale * rank
-    return int(alpha) if alpha.is_integer() else alpha
-
-
-def _targets(paths: Collection[str]) -> tuple[list[str], list[int] | None]:
-    """`target_modules` and `layers_to_transform` that name these modules and no other."""
-    found = [_LAYER.fullmatch(path) for path in paths]
-    places = {(int(match["layer"]), match["rest"]) for match in found if match}
-    layers = sorted({layer for layer, _ in places})
-    rests = {rest for _, rest in places}
-    names = sorted({rest.rpartition(".")[2] for rest in rests})
-    is_whole = len(places) == len(paths) == len(layers) * len(rests)
-    if is_whole and len(names) == len(rests):
-        return names, layers
-    return sorted(paths), None
 
 
 def _notes(
@@ -262,7 +216,8 @@ def _notes(
     base_name: str,
 ) -> list[str]:
     notes = []
-    layers = {found["layer"] for found in (_LAYER.fullmatch(m.path) for m in modules) if found}
+    places = [within_layer(module.path) for module in modules]
+    layers = {place[0] for place in places if place is not None}
     said = config.get("num_layers", config.get("lora_layers"))
     if isinstance(said, int) and 0 < said < len(layers):
         notes.append(f"num_layers is {said}, the tensors are of {len(layers)} layers: all count")

@@ -1,8 +1,8 @@
 """What adapters may change of a model, as its ModelSpec says. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from adapters.base import BaseSpec, ExpertWeight, ModuleShape
+from adapters.base import BaseNorm, BaseSpec, ExpertWeight, ModuleShape, layer_path
 from server.model.moe_spec import MoeSpec
 from server.model.spec import LinearSpec, ModelSpec
 
@@ -45,8 +45,20 @@ def base_spec(
         expert_weights=tuple(_expert_weight(linear) for linear in linears if linear.stored),
         routers=_routers(model),
         is_tied=model.head.tied,
+        norms=tuple(_norms(model)),
         num_classes=0 if model.classes is None else len(model.classes.labels),
     )
+
+
+def _norms(model: ModelSpec) -> Iterator[BaseNorm]:
+    for index, layer in enumerate(model.layers):
+        norms, attention = layer.norms, layer.attention
+        places = ((norms.pre_attention, 2 * index), (norms.pre_mlp, 2 * index + 1))
+        others = (norms.post_attention, norms.post_mlp, attention.q_norm, attention.k_norm)
+        for norm, place in (*places, *((norm, -1) for norm in others)):
+            if norm is not None:
+                yield BaseNorm(layer_path(index, norm.path), norm.size, place)
+    yield BaseNorm(model.norm.path, model.norm.size, 2 * model.num_layers)
 
 
 def _adapted(model: ModelSpec) -> dict[LinearSpec, tuple[int, ...] | None]:

@@ -105,7 +105,9 @@ class Decoder(Generic[P, L, Y]):
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         norm = self.weights.layers[0].pre_attention
-        return hidden if norm is None else self.ops.rms_norm(hidden, norm), hidden
+        if norm is None:
+            return hidden, hidden
+        return self._with_own(self.ops.rms_norm(hidden, norm), hidden, lora, 0), hidden
 
     def after_attention(
         self, layer: int, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None
@@ -119,8 +121,20 @@ class Decoder(Generic[P, L, Y]):
         normed, hidden = ops.add_norm(
             delta, hidden, weights.pre_mlp, weights.post_attention, spec.residual_scale
         )
+        normed = self._with_own(normed, hidden, lora, 2 * layer + 1)
         delta = ops.reduce(self._mlp(layer, normed, lora))
-        return ops.add_norm(delta, hidden, next_norm, weights.post_mlp, spec.residual_scale)
+        normed, hidden = ops.add_norm(
+            delta, hidden, next_norm, weights.post_mlp, spec.residual_scale
+        )
+        return self._with_own(normed, hidden, lora, 2 * layer + 2), hidden
+
+    def _with_own(
+        self, normed: torch.Tensor, hidden: torch.Tensor, lora: L | None, place: int
+    ) -> torch.Tensor:
+        """place: of the norm (`BaseNorm`)."""
+        if lora is not None:
+            self.ops.norm_own(normed, hidden, lora, place)
+        return normed
 
     def _mlp(self, layer: int, normed: torch.Tensor, lora: L | None) -> Y:
         """What a layer's MLP or experts give."""

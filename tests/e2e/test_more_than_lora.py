@@ -1,5 +1,5 @@
-"""DoRA, biases and own tables by HTTP: tokens and log-probabilities of what PEFT loads, while
-adapters take turns on the device."""
+"""DoRA, biases, own norms and tables by HTTP: tokens and log-probabilities of what PEFT loads,
+while adapters take turns on the device."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dora": {"use_dora": True},
     "biased": {"bias": "all", "lora_bias": True},
     "headed": {"modules_to_save": ["lm_head"]},
+    "normed": {"modules_to_save": ["input_layernorm", "model.norm"]},
     "tokens": {"trainable_token_indices": [*range(5, 90, 3)], "use_dora": True},
 }
 

@@ -18,8 +18,9 @@ from adapters.manifest import SlabLayout
 from adapters.slab.layout import num_vectors
 from server.kernels.lora.table import MAX_RANK, RANK_BLOCKS, LoraTable
 from server.kernels.lora.vector_table import VectorTable
-from server.model.lora.own_rows import OwnRows, OwnSegment, ids_on
+from server.model.lora.own_rows import OwnParts, OwnRows, OwnSegment, ids_on, norms_of
 from server.model.lora.sites import PlacedAdapter, Site, Sites, place
+from server.model.weights import Norm
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -137,6 +138,16 @@ class Adapter:
             for table in self.placed.tables
         }
 
+    def own_norms(self) -> dict[int, Norm]:
+        """By place, as of `BaseNorm`. What is made of the stored weights is queued on the current
+        stream."""
+        placed = self.placed.norms
+        if placed is None:
+            return {}
+        hidden = self._sites.lm_head.in_features
+        weights = self._view(placed.begin, (len(placed.places), hidden))
+        return norms_of(weights, placed.places, self._sites.norms)
+
     def head(self) -> torch.Tensor | None:
         """Of a classifier, `[labels, hidden]`; a view into the arena."""
         head = self.placed.head
@@ -154,12 +165,14 @@ class Adapter:
 
 class Reach(IntEnum):
     """The most that the adapters of a batch may change in layers: nothing, as there are none;
-    linears; experts as well; the base's own products as well, by factors and addends."""
+    linears; experts as well; the base's own products as well, by factors and addends; norms as
+    well."""
 
     NONE = 0
     LAYERS = auto()
     EXPERTS = auto()
     OUTPUTS = auto()
+    NORMS = auto()
 
 
 class AdapterTable:
@@ -192,8 +205,8 @@ class AdapterTable:
         # As of `_reaches`, by LoRA or by own rows: the embedding or the head; the embedding.
         self._changes_model, self._changes_embedding = np.zeros((2, slots + 1), dtype=bool)
         self._widest = np.zeros(slots, dtype=np.int64)
-        self._own_rows: list[dict[int, OwnRows]] = [{} for _ in range(slots)]
-        self._with_own_rows = 0  # slots
+        self._own: list[OwnParts] = [OwnParts({}, {}) for _ in range(slots)]
+        self._with_own = 0  # slots
         self._has_vectors = np.zeros(slots + 1, dtype=bool)  # the last as of `_reaches`
 
     def prepare(self, slot: int, layout: SlabLayout, device_extents: Sequence[int]) -> Adapter:
@@ -237,12 +250,14 @@ class AdapterTable:
         if placed.has_vectors or self._has_vectors[slot]:
             self.vector_table.upload(slot)
         self._has_vectors[slot] = placed.has_vectors
-        before, self._own_rows[slot] = self._own_rows[slot], adapter.own_rows()
-        self._with_own_rows += bool(self._own_rows[slot]) - bool(before)
+        before, self._own[slot] = self._own[slot], OwnParts(adapter.own_rows(), adapter.own_norms())
+        self._with_own += any(self._own[slot]) - any(before)
         ranks = placed.ranks[~self.sites.of_experts[placed.sites]]
         self._widest[slot] = MAX_RANK if (ranks % 8).any() else ranks.max(initial=0)
 
     def _reach(self, placed: PlacedAdapter) -> Reach:
+        if placed.norms is not None:
+            return Reach.NORMS
         if placed.has_vectors:
             return Reach.OUTPUTS
         has_experts = self.sites.of_experts[placed.sites].any()
@@ -264,13 +279,14 @@ class AdapterTable:
         return bool(self._has_vectors[token_slots].any())
 
     def own_segments(self, token_slots: np.ndarray) -> tuple[OwnSegment, ...]:
-        """Those of a batch whose adapters have rows of their own. token_slots: as of `batch`."""
-        if not self._with_own_rows:
+        """Those of a batch whose adapters have rows or norms of their own. token_slots: as of
+        `batch`."""
+        if not self._with_own:
             return ()
         return tuple(
-            OwnSegment(begin, end, self._own_rows[slot])
+            OwnSegment(begin, end, *self._own[slot])
             for begin, end, slot in _segments(token_slots)
-            if self._own_rows[slot]
+            if any(self._own[slot])
         )
 
     def head(self, slot: int) -> torch.Tensor | None:
@@ -323,7 +339,7 @@ class LoraBatch:
     """Adapters of one batch. sites: numbers of those that some adapter of it changes; others
     cost nothing.
     token_slots: int64 `[tokens]` on the host, for kernels that route by token. own: those with rows
-    of their own in the embedding or the head."""
+    of their own in the embedding or the head, or norms."""
 
     segments: tuple[Segment, ...]
     sites: frozenset[int]

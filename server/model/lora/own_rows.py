@@ -1,13 +1,18 @@
-"""Rows of the embedding and the head that an adapter has in place of the base's, in one batch.
+"""Rows of the embedding and the head, and weights of norms, that an adapter has in place of the
+base's, in one batch.
 
 They lie outside graphs, so the host knows whose tokens lie where. What is launched waits for
 nothing, and costs other tokens nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+from server.model.spec import NormSpec
+from server.model.weights import Norm
 
 # The logit of a token that an adapter does not have: never drawn, and finite in every dtype.
 NEVER = -6e4
@@ -47,13 +52,21 @@ class OwnRows:
         y[:, self.size :] = NEVER
 
 
+class OwnParts(NamedTuple):
+    """What an adapter has in place of the base's. rows: by site. norms: by place (`BaseNorm`)."""
+
+    rows: Mapping[int, OwnRows]
+    norms: Mapping[int, Norm]
+
+
 @dataclass(frozen=True, slots=True)
 class OwnSegment:
-    """Tokens begin .. end of a batch have an adapter with rows of its own, by site."""
+    """Tokens begin .. end of a batch have an adapter with parts of its own, as of OwnParts."""
 
     begin: int
     end: int
     by_site: Mapping[int, OwnRows]
+    norms: Mapping[int, Norm]
 
 
 def ids_on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor | None:
@@ -64,6 +77,20 @@ def ids_on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor | None:
     return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
 
+def norms_of(
+    weights: torch.Tensor, places: Sequence[int], specs: Sequence[NormSpec | None]
+) -> dict[int, Norm]:
+    """By place. weights: as stored, `[places, hidden]`. specs: of all places. Work is queued on the
+    current stream."""
+    found: dict[int, Norm] = {}
+    for place, weight in zip(places, weights, strict=True):
+        spec = specs[place]
+        assert spec is not None
+        own = weight.float() + spec.offset if spec.offset else weight
+        found[place] = Norm(own, spec.epsilon)
+    return found
+
+
 def embed_own(
     segments: tuple[OwnSegment, ...], site: int, token_ids: torch.Tensor, y: torch.Tensor
 ) -> None:
@@ -71,6 +98,20 @@ def embed_own(
         rows, part = segment.by_site.get(site), slice(segment.begin, segment.end)
         if rows is not None:
             rows.embed(token_ids[part], y[part])
+
+
+def norm_own(
+    segments: tuple[OwnSegment, ...],
+    place: int,
+    hidden: torch.Tensor,
+    normed: torch.Tensor,
+    rms_norm: Callable[[torch.Tensor, Norm], torch.Tensor],
+) -> None:
+    """In normed `[tokens, hidden]`, the base's norm of hidden `[tokens, hidden]`."""
+    for segment in segments:
+        norm, part = segment.norms.get(place), slice(segment.begin, segment.end)
+        if norm is not None:
+            normed[part] = rms_norm(hidden[part], norm)
 
 
 def own_logits(

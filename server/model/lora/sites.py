@@ -15,7 +15,7 @@ from adapters.manifest import SiteLayout, SlabLayout
 from adapters.sharding import WHOLE, Shard, Span, rows_of_shard
 from adapters.slab.layout import num_vectors
 from server.kernels.lora.table import MAX_PROJECTIONS
-from server.model.spec import LinearSpec, ModelSpec
+from server.model.spec import LinearSpec, ModelSpec, NormSpec
 
 # Whose inputs devices share out; they all have every output.
 BY_INPUTS: tuple[SiteKind, ...] = ("o", "down", "embed_tokens")
@@ -55,6 +55,7 @@ class Sites:
     """All sites of a model, numbered layer by layer, then `embed_tokens`, then `lm_head`.
 
     in_features: int64 `[sites]`. out_features: int64 `[sites, 3]`, 0 = no such projection.
+    norms: by place, as of `BaseNorm`; None = there is none.
     outside: bool `[sites]`, True for the embedding and the head. products: int64 `[sites]`, how
     many there are, one for each expert. of_experts: bool `[sites]`. vocab_size: of the whole model.
     """
@@ -70,6 +71,9 @@ class Sites:
         embedding = model.embedding
         self.embed = self._new(-1, "embed_tokens", embedding.num_rows, (embedding.size,))
         self.lm_head = self._add(-1, model.head.linear)
+        of_layers = (layer.norms for layer in model.layers)
+        each = chain.from_iterable((norms.pre_attention, norms.pre_mlp) for norms in of_layers)
+        self.norms: tuple[NormSpec | None, ...] = (*each, model.norm)
         self._places = {(site.layer, site.kind): site for site in self._all}
         self.in_features = np.array([site.in_features for site in self._all])
         self.out_features = np.zeros((len(self), MAX_PROJECTIONS), dtype=np.int64)
@@ -140,6 +144,14 @@ class PlacedHead:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedNorms:
+    """Weights of norms. begin: bytes from the arena's start. places: as of `BaseNorm`."""
+
+    begin: int
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedAdapter:
     """Where one adapter's matrices begin in the arena.
 
@@ -149,7 +161,7 @@ class PlacedAdapter:
     largest where all projections share one A. At a site of experts each matrix is followed by those
     of the other experts. vectors: int64 `[n]`, where what it has for each output begins; -1 = it
     has nothing. vector_bits: int64 `[n, 3]`, as in `SiteLayout.vectors`. tables: of the embedding
-    and the head. head: of a classifier.
+    and the head. head: of a classifier. norms: in place of the base's.
     """
 
     sites: np.ndarray
@@ -162,6 +174,7 @@ class PlacedAdapter:
     vector_bits: np.ndarray
     tables: tuple[PlacedTable, ...] = ()
     head: PlacedHead | None = None
+    norms: PlacedNorms | None = None
 
     @property
     def has_vectors(self) -> bool:
@@ -197,7 +210,8 @@ def place(
     vectors, bits = _place_vectors(layout, outputs, find)
     tables = tuple(_place_tables(known, layout, item_bytes, find))
     head = _place_head(known, layout, item_bytes, find)
-    return PlacedAdapter(sites, a, b, ranks, scales, a_ranks, vectors, bits, tables, head)
+    norms = _place_norms(known, layout, item_bytes, find)
+    return PlacedAdapter(sites, a, b, ranks, scales, a_ranks, vectors, bits, tables, head, norms)
 
 
 def _place_tables(
@@ -220,6 +234,20 @@ def _place_tables(
         rows = len(ids) or min(size, known.embed.in_features)
         (begin,) = find(_int64([site.table_offset]), _int64([rows * hidden * item_bytes]))
         yield PlacedTable(known.find(site).number, int(begin), rows, ids, size)
+
+
+def _place_norms(
+    known: Sites, layout: SlabLayout, item_bytes: int, find: _Find
+) -> PlacedNorms | None:
+    if layout.norms is None:
+        return None
+    places = layout.norms.places
+    there = range(len(known.norms))
+    if not all(place in there and known.norms[place] is not None for place in places):
+        raise ValueError("weights of norms that the model does not have")
+    nbytes = len(places) * known.lm_head.in_features * item_bytes
+    (begin,) = find(_int64([layout.norms.offset]), _int64([nbytes]))
+    return PlacedNorms(int(begin), places)
 
 
 def _place_head(

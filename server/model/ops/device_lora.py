@@ -29,7 +29,7 @@ class DeviceLora:
     expand. phase: which launch parameters apply. strategies: the regime's, by kind of site. reach:
     the most that the adapters may change in layers. vectors: of what they do to the base's own
     products; None = nothing. model_sites: whether an adapter may change the embedding or the head;
-    own: tokens whose adapters have rows of their own there.
+    own: tokens whose adapters have rows of their own there, or norms.
     """
 
     slots: torch.Tensor

@@ -54,7 +54,7 @@ class GroupOps(Generic[P, L, Y]):
         self.plan: Callable[[StepLayout], P] = ops.plan
         self.lora: Callable[[np.ndarray], L | None] = ops.lora
         self.gated, self.moe = ops.gated, ops.moe
-        self.rms_norm, self.add_norm = ops.rms_norm, ops.add_norm
+        self.rms_norm, self.add_norm, self.norm_own = ops.rms_norm, ops.add_norm, ops.norm_own
 
     def embed(
         self, token_ids: torch.Tensor, weight: torch.Tensor, lora: L | None, site: Site

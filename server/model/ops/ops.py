@@ -144,6 +144,11 @@ class Ops(Protocol[P, L, Y]):
         """Over the last dimension, in float32."""
         ...
 
+    def norm_own(self, normed: torch.Tensor, hidden: torch.Tensor, lora: L, place: int) -> None:
+        """In normed, the norm of hidden at a place (`BaseNorm`): again for tokens whose adapter has
+        a weight of its own there."""
+        ...
+
     def add_norm(
         self,
         delta: Y,

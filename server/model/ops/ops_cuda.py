@@ -19,7 +19,7 @@ from server.kernels.pointwise.gated_lora import gated_lora
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, Reach
-from server.model.lora.own_rows import embed_own, forbid_others, own_logits
+from server.model.lora.own_rows import embed_own, forbid_others, norm_own, own_logits
 from server.model.lora.sites import LayerSites, Site
 from server.model.ops.attention_cuda import Attention, PagedAttention
 from server.model.ops.cache_pages import cache_pages
@@ -189,6 +189,11 @@ class CudaOps:
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm, programmatic_launch=self._configs.programmatic_launch)
+
+    def norm_own(
+        self, normed: torch.Tensor, hidden: torch.Tensor, lora: DeviceLora, place: int
+    ) -> None:
+        norm_own(lora.own, place, hidden, normed, self.rms_norm)
 
     def add_norm(
         self,

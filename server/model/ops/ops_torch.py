@@ -9,7 +9,7 @@ from torch.nn import functional
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, LoraBatch
-from server.model.lora.own_rows import embed_own, forbid_others, own_logits
+from server.model.lora.own_rows import embed_own, forbid_others, norm_own, own_logits
 from server.model.lora.sites import LayerSites, Site
 from server.model.ops.experts_torch import run_experts
 from server.model.ops.ops import KVCache, StepLayout
@@ -229,6 +229,11 @@ class TorchOps:
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.epsilon)
         return (norm.weight * scaled.to(norm.weight.dtype)).to(x.dtype)
+
+    def norm_own(
+        self, normed: torch.Tensor, hidden: torch.Tensor, lora: LoraBatch, place: int
+    ) -> None:
+        norm_own(lora.own, place, hidden, normed, self.rms_norm)
 
     def add_norm(
         self,

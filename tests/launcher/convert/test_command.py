@@ -28,6 +28,8 @@ from tests.launcher.convert.folders import (
     pair,
     write_mlx,
 )
+from tests.launcher.convert.methods import made_by_peft
+from tests.server.model.hub_models import make_model, save_model
 from tests.server.worker.worker_process import NO_WORDS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -111,6 +113,7 @@ def test_a_pickle(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         "scales": [2.0],
         "copied": ["chat_template.jinja"],
         "notes": [],
+        "fit": None,
     }
     assert files(tmp_path / "out") == [CONFIG, WEIGHTS, "chat_template.jinja"]
     assert (tmp_path / "out" / CONFIG).read_bytes() == (source / CONFIG).read_bytes()
@@ -332,3 +335,26 @@ def test_unconfined_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     code, _, err = convert(capsys, write_pickle(tmp_path / "a"), "--unconfined")
     assert code == 0
     assert "without confinement" in err
+
+
+def test_another_method(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The report states ranks and errors; what is beyond the error is refused with both figures."""
+    source, base = tmp_path / "loha", save_model(make_model("qwen2"), tmp_path / "base")
+    (base / "tokenizer.json").write_text(NO_WORDS)
+    made_by_peft("loha_wide", "qwen2", source)
+    options = ("--base", base, "--allow-other-base")
+    code, out, err = convert(capsys, source, *options, "--rank", 5)
+    assert (code, out) == (1, "")
+    assert re.search(r"rank 5 loses 0\.\d+ of model\S+ .* and 0\.\d+ of all modules", err)
+    assert not (tmp_path / "out").exists()
+    code, out, err = convert(capsys, source, *options, "--rank", 5, "--max-error", 0.999)
+    assert (code, err) == (0, "")
+    assert re.search(r"error    at most 0\.\d+ \(model\S+\), 0\.\d+ over all modules", out)
+    assert "(PEFT, LOHA, adapter_model.safetensors) was converted" in out
+    assert "ranks    5" in out
+    for wrong in (("--rank", "0"), ("--rank", "x"), ("--max-error", "1"), ("--max-error", "nan")):
+        code, out, err = run(
+            capsys, "adapter", "convert", source, "--out", tmp_path / "other", *wrong
+        )
+        assert code == 2
+        assert wrong[0] in err

@@ -10,6 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from adapters.base import BaseSpec
 from adapters.manifest import SlabDtype, SlabLayout
 from adapters.peft.config import parse_config
 from adapters.peft.validate import AdapterLimits, validate
@@ -39,10 +40,9 @@ def pack(
     shards: devices that share the base. resized_from: the base, where the model has fewer rows;
     its tokenizer knows TOKENS ids.
     """
-    config = read_model(json.loads((resized_from or model).config.to_json_string()))
-    known = None if resized_from is None else {f"t{i}": i for i in range(TOKENS)}
-    spec = base_spec(config, "0" * 64, ("base",), tokens=known)
-    base = msgspec.structs.replace(spec, shards=shards)
+    base = msgspec.structs.replace(
+        spec_of(resized_from or model, is_resized=resized_from is not None), shards=shards
+    )
     with tempfile.TemporaryDirectory() as name:
         tables = resized_from is not None
         model.save_pretrained(name, selected_adapters=[adapter], save_embedding_layers=tables)
@@ -51,18 +51,32 @@ def pack(
         if stored is not None:
             tensors_stored = {n: t.to(stored) for n, t in load_file(weights).items()}
             save_file(tensors_stored, weights)
-        data = weights.read_bytes()
-        size = header_size(data[:8], len(data))
-        findings = Findings()
-        peft = parse_config((folder / "adapter_config.json").read_bytes(), findings)
-        findings.raise_if_any()
-        assert peft is not None
-        tensors = parse_header(data[8 : 8 + size], len(data))
-        limits = AdapterLimits(allow_other_base=True)
-        lora = validate(peft, tensors, base, limits, findings)
-        assert lora is not None
-        findings.raise_if_any()
-        layout = make_layout(lora, base, adapter.ljust(64, "0"), dtype, extent_bytes)
-        slab = folder / "slab"
+        return pack_folder(folder, base, extent_bytes=extent_bytes, dtype=dtype)
+
+
+def spec_of(model: PeftModel | PreTrainedModel, *, is_resized: bool = False) -> BaseSpec:
+    config = read_model(json.loads(model.config.to_json_string()))
+    known = {f"t{i}": i for i in range(TOKENS)} if is_resized else None
+    return base_spec(config, "0" * 64, ("base",), tokens=known)
+
+
+def pack_folder(
+    folder: Path, base: BaseSpec, *, extent_bytes: int = 4096, dtype: SlabDtype = "float32"
+) -> tuple[SlabLayout, bytes]:
+    """As `pack`, of an adapter's folder, which may name any base."""
+    weights = folder / "adapter_model.safetensors"
+    data = weights.read_bytes()
+    size = header_size(data[:8], len(data))
+    findings = Findings()
+    peft = parse_config((folder / "adapter_config.json").read_bytes(), findings)
+    findings.raise_if_any()
+    assert peft is not None
+    tensors = parse_header(data[8 : 8 + size], len(data))
+    lora = validate(peft, tensors, base, AdapterLimits(allow_other_base=True), findings)
+    assert lora is not None
+    findings.raise_if_any()
+    layout = make_layout(lora, base, folder.name.ljust(64, "0"), dtype, extent_bytes)
+    with tempfile.TemporaryDirectory() as name:
+        slab = Path(name) / "slab"
         write_slab(weights, lora, base, layout, slab)
         return layout, read_payload(slab)

@@ -1,0 +1,292 @@
+"""Adapters of other methods that are refused: by name, with the way out."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import PeftType
+from safetensors.torch import load_file, save_file
+
+from adapters.errors import AdapterError
+from adapters.peft.config import parse_config
+from adapters.peft.methods import CONVERTED, way_out
+from adapters.peft.validate import AdapterLimits
+from adapters.violations import Findings
+from launcher.convert.convert import ConversionOptions, convert_folder
+from launcher.convert.methods.delta import WeightChange, approximate
+from launcher.convert.methods.kinds import KINDS, kind_of
+from launcher.convert.methods.options import MethodOptions
+from tests.adapters.refusals import refusal
+from tests.launcher.convert.methods import made_by_peft, with_changed_base
+from tests.server.model.hub_models import make_model, save_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+FAMILY = "qwen2"
+Tensors = dict[str, torch.Tensor]
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(make_model(FAMILY), tmp_path_factory.mktemp("base"))
+
+
+def refused(folder: Path, options: MethodOptions) -> str:
+    """In which words; nothing is left behind."""
+    with pytest.raises(AdapterError) as error:
+        convert_folder(
+            folder,
+            folder.parent / "out",
+            None,
+            AdapterLimits(allow_other_base=True),
+            ConversionOptions(method=options),
+        )
+    assert error.value.code == "invalid"
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name]
+    words = "; ".join([error.value.message, *(v.message for v in error.value.violations or ())])
+    assert words.isprintable()
+    return words
+
+
+def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def put(name: str, value: torch.Tensor) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: value})
+
+
+def take(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+NAN = torch.full((64, 3), float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("loha", put(f"{FIRST}.hada_w1_a", NAN), "hada_w1_a: a value is not finite"),
+        ("loha", put(f"{FIRST}.hada_w1_a", torch.ones(64, 4)), "do not fit each other"),
+        ("loha", put(f"{FIRST}.hada_w1_a", torch.ones(64)), r"\[any, any\], got \[64\]"),
+        ("loha", put(f"{FIRST}.hada_w1_a", torch.ones(64, 3).long()), "expected floating point"),
+        (
+            "loha",
+            put(f"{FIRST}.hada_w1_a", torch.full((64, 3), 1e200, dtype=torch.float64)),
+            "too large for float32",
+        ),
+        ("loha", take(f"{FIRST}.hada_w2_b"), "hada_w2_b: the tensor is missing"),
+        ("loha", put(f"{FIRST}.hada_t1", torch.ones(3, 3)), "of a convolution"),
+        ("loha", put(f"{FIRST}.lora_A.weight", NAN), "no tensor of LOHA"),
+        ("loha", put("model.q_proj.weight", NAN), "no tensor of LOHA"),
+        ("lokr", put(f"{FIRST}.lokr_w1", torch.ones(1 << 16, 1 << 5)), "too large"),
+        ("lokr", put(f"{FIRST}.lokr_w2_b", torch.ones(5, 16)), r"expected the shape \[2, any\]"),
+        ("vera", put("base_model.vera_A", torch.ones(10, 7)), "smaller than the module's"),
+        ("vera", put("base_model.vera_A", torch.ones(9, 112)), r"expected the shape \[10, any\]"),
+        ("vera", take("base_model.vera_A"), "save_projection=True"),
+        ("vera", put(f"{FIRST}.vera_lambda_b", torch.ones(65)), r"the shape \[64\], got \[65\]"),
+        ("miss", put(f"{FIRST}.miss_block", torch.ones(65, 64)), "does not fit a module of 64"),
+        ("miss_bat", put(f"{FIRST}.miss_block", torch.ones(4, 16, 8)), "does not fit a module"),
+        ("fourierft", put(f"{FIRST}.fourierft_spectrum", torch.ones(4097)), "more than 4096"),
+        ("oft", put(f"{FIRST}.oft_R.weight", torch.ones(8, 27)), "does not fit 64 inputs"),
+        ("oft", put(f"{FIRST}.oft_R.weight", torch.ones(7, 28)), "does not fit 64 inputs"),
+        ("boft", put(f"{FIRST}.boft_R", torch.ones(2, 8, 8, 8)), "more than 1"),
+        ("boft", put(f"{FIRST}.boft_R", torch.ones(1, 8, 8, 7)), "does not fit 64 inputs"),
+        ("hra", put(f"{FIRST}.hra_u", torch.zeros(64, 4)), "a vector of zeros"),
+        ("ia3", put(f"{FIRST}.ia3_l", torch.ones(63, 1)), r"the shape \[64, 1\]"),
+        ("adalora", put(f"{FIRST}.lora_E", torch.ones(5, 1)), r"the shape \[6, 1\]"),
+        (
+            "c3a",
+            put(f"{FIRST}.c3a_kernel", torch.ones(2, 4, 16)),
+            r"the shape \[32, 64\]; the base",
+        ),
+        (
+            "vblora_topk",
+            put(f"{FIRST}.vblora_logits_A_topk_indices", torch.full((3, 4, 3), 12).byte()),
+            "outside of 0 .. 11",
+        ),
+        (
+            "vblora_topk",
+            put(f"{FIRST}.vblora_logits_A_topk_indices", torch.ones(3, 4).byte()),
+            "expected three sides",
+        ),
+        ("vblora", take("base_model.vblora_vector_bank"), "the tensor is missing"),
+        ("randlora", put(f"{FIRST}.randlora_gamma", torch.ones(13, 63)), r"\[13, 64\]"),
+    ],
+)
+def test_hostile_tensors(
+    base: Path, tmp_path: Path, kind: str, change: Callable[[Tensors], object], words: str
+) -> None:
+    made_by_peft(kind, FAMILY, tmp_path / "adapter")
+    change_tensors(tmp_path / "adapter", change)
+    assert_words(words, refused(tmp_path / "adapter", MethodOptions(base=base)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("loha", {"bias": "all"}, "bias is 'all'"),
+        ("loha", {"new_maths": 3}, "unknown key 'new_maths' is set to 3"),
+        ("loha", {"r": 0}, "r"),
+        ("loha", {"r": 1 << 40}, "r"),
+        ("loha", {"alpha": "8"}, "alpha"),
+        ("loha", {"target_modules": ["q_proj", "k_proj", "up_proj"]}, "does not target it"),
+        ("loha", {"target_modules": ["q_proj", "v_proj"]}, "does not target it"),
+        ("loha", {"exclude_modules": ["k_proj"]}, "does not target it"),
+        (
+            "loha",
+            {"target_modules": ["q_proj", "k_proj", "up_proj", "down_proj", "v_proj"]},
+            "'v_proj', which has no tensors",
+        ),
+        ("adalora", {"use_dora": True}, "unknown key 'use_dora'"),
+        ("adalora", {"init_r": 0}, "init_r"),
+        ("adalora", {"lora_alpha": "9"}, "lora_alpha: expected a number"),
+        ("fourierft", {"random_loc_seed": -1}, "random_loc_seed"),
+        ("fourierft", {"scaling": 1e9}, "scaling: expected a number within 1e6"),
+        ("hra", {"apply_GS": 1}, "apply_GS: expected true or false"),
+        ("oft", {"num_cayley_neumann_terms": 1 << 30}, "num_cayley_neumann_terms"),
+        ("vblora", {"topk": 13}, "the bank has 12 vectors"),
+        ("loha", {"peft_type": "LOKR"}, "is no tensor of LOKR"),
+        ("loha", {"peft_type": "PROMPT_TUNING"}, "train LoRA instead"),
+        ("loha", {"peft_type": "XLORA"}, "train LoRA instead"),
+        ("loha", {"peft_type": "HIRA"}, "peft.save_as_lora"),
+        ("loha", {"peft_type": "ROAD"}, "merge_and_unload"),
+        ("loha", {"peft_type": ["LOHA"]}, "PEFT writes the method's name"),
+    ],
+)
+def test_hostile_configs(
+    base: Path, tmp_path: Path, kind: str, changes: dict[str, Any], words: str
+) -> None:
+    made_by_peft(kind, FAMILY, tmp_path / "adapter")
+    change_config(tmp_path / "adapter", **changes)
+    assert_words(words, refused(tmp_path / "adapter", MethodOptions(base=base)))
+
+
+def test_a_layer_without_tensors(base: Path, tmp_path: Path) -> None:
+    made_by_peft("lokr", FAMILY, tmp_path / "adapter")
+
+    def without_a_layer(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".layers.1." in name]:
+            tensors.pop(name)
+
+    change_tensors(tmp_path / "adapter", without_a_layer)
+    words = refused(tmp_path / "adapter", MethodOptions(base=base))
+    assert_words("targets model.layers.1.*, which has no tensors", words)
+
+
+def test_a_larger_error_than_is_allowed(base: Path, tmp_path: Path) -> None:
+    """Both figures are stated, and both ways out."""
+    made_by_peft("ia3", FAMILY, tmp_path / "adapter")
+    words = refused(tmp_path / "adapter", MethodOptions(rank=6, max_error=0.01, base=base))
+    assert_words(
+        r"rank 6 loses 0\.\d+ of model\.layers.*and 0\.\d+ of all modules together; at most 0\.01.*"
+        "--max-error.*--rank",
+        words,
+    )
+
+
+@pytest.mark.parametrize("kind", ["ia3", "oft", "vera", "miss", "fourierft"])
+def test_a_base_that_is_not_named(tmp_path: Path, kind: str) -> None:
+    made_by_peft(kind, FAMILY, tmp_path / "adapter")
+    assert_words("its base is needed: --base", refused(tmp_path / "adapter", MethodOptions()))
+
+
+def test_a_quantised_base(
+    base: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    made_by_peft("ia3", FAMILY, tmp_path / "adapter")
+    folder = save_model(make_model(FAMILY), tmp_path_factory.mktemp("quantised"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = refused(tmp_path / "adapter", MethodOptions(base=folder))
+    assert_words("quantised; --base must name the same model in floating point", words)
+
+
+def test_a_start_that_nobody_knows(base: Path, tmp_path: Path) -> None:
+    initial = tmp_path.parent / f"{tmp_path.name}-initial"
+    with_changed_base("pissa_niter_4", FAMILY, tmp_path / "adapter", initial)
+    words = refused(tmp_path / "adapter", MethodOptions(base=base))
+    assert_words("pissa_niter_4, whose start the base does not show: --initial", words)
+    change_tensors(initial, put(f"{FIRST}.lora_A.weight", torch.ones(5, 64)))
+    words = refused(tmp_path / "adapter", MethodOptions(initial=initial))
+    assert_words(r"--initial: .*expected the shape \[4, 64\], got \[5, 64\]", words)
+
+
+def test_options_of_other_methods(tmp_path: Path) -> None:
+    made_by_peft("loha", FAMILY, tmp_path / "adapter")
+    change_config(tmp_path / "adapter", peft_type=None)
+    assert refused(tmp_path / "adapter", MethodOptions())
+    assert_words("a higher rank|no LoRA", refused(tmp_path / "adapter", MethodOptions(rank=3)))
+
+
+def test_a_worker_names_the_way_out() -> None:
+    for kind in PeftType:
+        if kind.value != "LORA":
+            (words,) = reasons({"peft_type": kind.value})["peft_type"]
+            assert ("adapter convert" in words) is (kind.value in CONVERTED)
+    assert set(KINDS) == CONVERTED
+    for init in ("pissa", "olora", "pissa_niter_16", "corda", "lora_ga"):
+        config = {"peft_type": "LORA", "init_lora_weights": init, "target_modules": ["q_proj"]}
+        (words,) = reasons(config)["init_lora_weights"]
+        assert "adapter convert" in words
+        assert kind_of(config) is not None
+    assert "adapter convert" not in way_out("LOFTQ")
+
+
+@given(
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.integers(0, 14),
+    st.integers(1, 12),
+    st.sampled_from([0.0, 1e-5, 0.1, 0.5]),
+    st.integers(0, 1 << 16),
+)
+def test_any_change_is_approximated(
+    outputs: int, inputs: int, width: int, rank: int, max_error: float, seed: int
+) -> None:
+    """The lowest rank is taken that loses no more than is allowed, and the loss is the true one."""
+    random = np.random.default_rng(seed)
+    left = random.standard_normal((outputs, width)) * 10.0 ** random.integers(-4, 4, width)
+    delta = WeightChange(left, random.standard_normal((width, inputs)))
+    found = approximate(delta, rank, max_error)
+    whole = left @ delta.right
+    values = np.linalg.svd(whole, compute_uv=False)
+    norm = float(np.linalg.norm(values))
+    chosen = len(found.a)
+    true_loss = float(np.linalg.norm(whole - found.b.astype(float) @ found.a))
+    assert chosen <= rank
+    assert found.lost == pytest.approx(true_loss, rel=1e-4, abs=1e-6 * norm)
+    assert found.error <= max_error + 1e-7 or chosen == min(rank, outputs, inputs)
+    if chosen > 1:
+        assert np.linalg.norm(values[chosen - 1 :]) > max_error * norm * (1 - 1e-6) - 1e-7 * norm
+
+
+def reasons(config: dict[str, Any]) -> dict[str, list[str]]:
+    """Why a config is refused, by key."""
+    findings = Findings()
+    parse_config(json.dumps(config).encode(), findings)
+    error = refusal(findings.raise_if_any)
+    found: dict[str, list[str]] = {}
+    for violation in [] if error is None else error.violations:
+        found.setdefault(violation.where, []).append(violation.message)
+    return found
+
+
+def assert_words(pattern: str, words: str) -> None:
+    assert re.search(pattern, words), words

@@ -1,0 +1,119 @@
+"""What PEFT computes with another method is what loraplex computes with the converted LoRA."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from adapters.peft.validate import AdapterLimits
+from launcher.convert.convert import ConversionOptions, convert_folder
+from launcher.convert.methods.options import MethodOptions
+from launcher.convert.plan import Conversion
+from tests.launcher.convert.methods import (
+    CHANGED_BASES,
+    PEFT_CONFIGS,
+    made_by_peft,
+    with_changed_base,
+)
+from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.families.parity import GREEDY, assert_parity, prompt
+from tests.server.model.hub_models import make_model, reference_logprobs, save_model
+from tests.server.model.slabs import pack_folder, spec_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+]
+FAMILIES = ["llama-biases-tied", "qwen2"]
+
+
+class Base:
+    def __init__(self, family: str, folder: Path) -> None:
+        self.family = family
+        self.model = make_model(family)
+        self.folder = save_model(self.model, folder)
+        self.driver = Driver(folder)
+
+    def convert(self, source: Path, options: MethodOptions | None = None) -> Conversion:
+        """Of `adapter` in the folder, to `out` beside it."""
+        method = options or MethodOptions(base=self.folder)
+        limits = AdapterLimits(allow_other_base=True)
+        chosen = ConversionOptions(method=method)
+        out = source.parent / "out"
+        return convert_folder(source, out, spec_of(self.model), limits, chosen)[1]
+
+    def check(self, oracle: PeftModel, out: Path) -> None:
+        """Served beside the base, as the oracle answers."""
+        layout, slab = pack_folder(out, spec_of(self.model))
+        assert self.driver.load(0, layout, slab, 0).error is None
+        streams = [
+            Stream(self.driver, row, prompt(9 + row, row), slot=slot, sampling=GREEDY)
+            for row, slot in enumerate((0, -1))
+        ]
+        generate(self.driver, streams, 4, 64)
+        assert_parity(oracle, "default", streams[0])
+        assert_parity(self.model, None, streams[1])
+        for stream in streams:
+            stream.free()
+        ids = streams[0].tokens
+        far = reference_logprobs(self.model, None, ids) - reference_logprobs(oracle, "default", ids)
+        assert far.abs().max() > 0.02, "the adapter changes nothing"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def base(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Base]:
+    made = Base(request.param, tmp_path_factory.mktemp("base"))
+    yield made
+    made.driver.close()
+
+
+@pytest.mark.parametrize("name", PEFT_CONFIGS)
+def test_served_as_peft_computes(base: Base, name: str, tmp_path: Path) -> None:
+    oracle = made_by_peft(name, base.family, tmp_path / "adapter")
+    conversion = base.convert(tmp_path / "adapter")
+    assert conversion.fit is not None
+    assert conversion.fit.worst_error < 1e-5
+    base.check(oracle, tmp_path / "out")
+
+
+@pytest.mark.parametrize("init", CHANGED_BASES)
+def test_trained_on_a_changed_base(base: Base, init: str, tmp_path: Path) -> None:
+    initial = tmp_path / "initial"
+    oracle = with_changed_base(init, base.family, tmp_path / "adapter", initial)
+    options = MethodOptions(base=base.folder)
+    if "niter" in init:
+        options = MethodOptions(initial=initial)
+    conversion = base.convert(tmp_path / "adapter", options)
+    assert conversion.fit is not None
+    assert conversion.fit.ranks[-1] <= 8
+    base.check(oracle, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["ia3", "oft", "fourierft", "loha_wide"])
+def test_the_error_is_the_one_that_is_stated(base: Base, name: str, tmp_path: Path) -> None:
+    oracle = made_by_peft(name, base.family, tmp_path / "adapter")
+    options = MethodOptions(rank=6, max_error=0.99, base=base.folder)
+    fit = base.convert(tmp_path / "adapter", options).fit
+    assert fit is not None
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    before = dict(base.model.named_parameters())
+    lost, whole, errors = 0.0, 0.0, []
+    for path, weight in oracle.merge_and_unload().named_parameters():
+        module = path.removesuffix(".weight")
+        a = tensors.get(f"base_model.model.{module}.lora_A.weight")
+        if a is None:
+            continue
+        change = (weight - before[path]).double()
+        b = tensors[f"base_model.model.{module}.lora_B.weight"]
+        left_out = change - b.double() @ a.double()
+        errors.append(float(left_out.norm() / change.norm()))
+        lost, whole = lost + float(left_out.norm() ** 2), whole + float(change.norm() ** 2)
+    assert fit.ranks == (6,)
+    assert fit.worst_error > 0.01
+    assert fit.worst_error == pytest.approx(max(errors), rel=1e-4)
+    assert fit.overall_error == pytest.approx((lost / whole) ** 0.5, rel=1e-4)
+    assert torch.isfinite(torch.tensor(errors)).all()

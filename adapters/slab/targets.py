@@ -10,7 +10,13 @@ import numpy.typing as npt
 
 from adapters.base import BaseSpec
 from adapters.manifest import ITEM_BYTES, SiteLayout, SlabLayout
-from adapters.peft.lora_tensors import ExpertsLora, LoraTensors, ModuleLora, StackedLora
+from adapters.peft.lora_tensors import (
+    ExpertsLora,
+    LoraTensors,
+    ModuleLora,
+    OwnTable,
+    StackedLora,
+)
 from adapters.safetensors.floats import Raw
 from adapters.safetensors.header import TensorInfo
 from adapters.sharding import WHOLE, Piece, Shard
@@ -104,7 +110,7 @@ def _of_sites(
     modules: dict[tuple[int, str], _Lora] = {
         (lora.layer, lora.module): lora for lora in adapter.modules
     }
-    tables = {table.module: table.tensor for table in adapter.tables}
+    tables = {table.module: table for table in adapter.tables}
     done: set[int] = set()
     biases = {(bias.layer, bias.module): bias.tensor for bias in adapter.biases}
     own_bytes = ITEM_BYTES[layout.dtype]
@@ -130,8 +136,8 @@ def _of_sites(
         if table is not None and table.offset not in done:
             done.add(table.offset)
             own_rows = region(table, WHOLE)  # only a base that no devices share has them
-            tensor = tables[base.sites[site.kind][0]]
-            own_rows.targets.append(SlabTarget(tensor, own_rows.numbers, _rows(tensor)))
+            of_table = tables[base.sites[site.kind][0]]
+            own_rows.targets.extend(_table_targets(of_table, own_rows.numbers))
             yield own_rows
         rows = vector_rows(site, base)
         if rows is not None:
@@ -187,6 +193,30 @@ def _b_targets(lora: _Lora, numbers: Numbers, piece: Piece) -> Iterator[SlabTarg
         for expert, own in enumerate(numbers):
             rows = range(expert * lora.lora_rank, (expert + 1) * lora.lora_rank)
             yield SlabTarget(lora.a, own.T, rows, columns)
+
+
+def _table_targets(table: OwnTable, numbers: Numbers) -> Iterator[SlabTarget]:
+    """numbers: `[rows, hidden]`. Trained rows of a whole table are written once, as they are."""
+    tensor, trained = table.tensor, table.trained
+    if trained is None:
+        yield SlabTarget(tensor, numbers, _rows(tensor))
+        return
+    begin = 0
+    for place in (*sorted(set(table.trained_ids)), tensor.shape[0]):
+        if begin < place:
+            yield SlabTarget(tensor, numbers[begin:place], range(begin, place))
+        begin = place + 1
+    for row, place, count in _runs(table.trained_ids):
+        yield SlabTarget(trained, numbers[place : place + count], range(row, row + count))
+
+
+def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Of ids that follow each other: the place and the id of the first, and how many they are."""
+    first = 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or ids[end] != ids[end - 1] + 1:
+            yield first, ids[first], end - first
+            first = end
 
 
 def _vector_targets(

@@ -132,6 +132,7 @@ class Adapter:
             table.site: OwnRows(
                 self._view(table.begin, (table.rows, hidden)),
                 ids_on(self._arena.device, table.ids),
+                table.size,
             )
             for table in self.placed.tables
         }
@@ -194,6 +195,7 @@ class AdapterTable:
         self._own_rows: list[dict[int, OwnRows]] = [{} for _ in range(slots)]
         self._with_own_rows = 0  # slots
         self._has_vectors = np.zeros(slots + 1, dtype=bool)  # the last as of `_reaches`
+        self._is_wide = np.zeros(slots + 1, dtype=bool)  # likewise
 
     def prepare(self, slot: int, layout: SlabLayout, device_extents: Sequence[int]) -> Adapter:
         """Find an adapter's weights in the arena and write its records of the device table.
@@ -236,6 +238,8 @@ class AdapterTable:
         self._has_vectors[slot] = placed.has_vectors
         before, self._own_rows[slot] = self._own_rows[slot], adapter.own_rows()
         self._with_own_rows += bool(self._own_rows[slot]) - bool(before)
+        vocab = self.sites.embed.in_features
+        self._is_wide[slot] = any(table.size > vocab for table in placed.tables)
         ranks = placed.ranks[~self.sites.of_experts[placed.sites]]
         self._widest[slot] = MAX_RANK if (ranks % 8).any() else ranks.max(initial=0)
 
@@ -258,6 +262,10 @@ class AdapterTable:
     def changes_outputs(self, token_slots: np.ndarray) -> bool:
         """Whether some adapter of a batch changes the base's own products."""
         return bool(self._has_vectors[token_slots].any())
+
+    def is_wide(self, token_slots: np.ndarray) -> np.ndarray:
+        """bool `[n]`: which adapters of a batch have ids behind the base's tables."""
+        return self._is_wide[token_slots]
 
     def own_segments(self, token_slots: np.ndarray) -> tuple[OwnSegment, ...]:
         """Those of a batch whose adapters have rows of their own. token_slots: as of `batch`."""

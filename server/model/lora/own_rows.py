@@ -16,10 +16,11 @@ NEVER = -6e4
 @dataclass(frozen=True, slots=True)
 class OwnRows:
     """rows: `[n, hidden]`. ids: int64 `[n]`, the token of each; None = all tokens of the adapter's
-    vocabulary, which may be smaller than the base's."""
+    vocabulary, which may be smaller or larger than the base's. size: of that vocabulary."""
 
     rows: torch.Tensor
     ids: torch.Tensor | None
+    size: int
 
     def embed(self, token_ids: torch.Tensor, y: torch.Tensor) -> None:
         """In y `[tokens, hidden]`, the base's rows of the tokens."""
@@ -41,8 +42,7 @@ class OwnRows:
 
     def forbid_others(self, y: torch.Tensor) -> None:
         """In finished logits y `[tokens, vocab]`, tokens that the adapter does not have."""
-        if self.ids is None:
-            y[:, len(self.rows) :] = NEVER
+        y[:, self.size :] = NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,22 @@ def ids_on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor | None:
         return None
     found = torch.tensor(ids)
     return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
+def ids_of_base(
+    segments: tuple[OwnSegment, ...], site: int, token_ids: torch.Tensor, vocab: int
+) -> torch.Tensor:
+    """The ids, any below `vocab` in place of those that an adapter alone has."""
+    sizes = (segment.by_site[site].size for segment in segments if site in segment.by_site)
+    is_wide = any(size > vocab for size in sizes)
+    return token_ids.clamp(max=vocab - 1) if is_wide else token_ids
+
+
+def widened(y: torch.Tensor, width: int) -> torch.Tensor:
+    """Logits y `[tokens, vocab]` with columns for ids that adapters alone have, all improbable."""
+    wide = y.new_full((len(y), width), NEVER)
+    wide[:, : y.shape[1]] = y
+    return wide
 
 
 def embed_own(

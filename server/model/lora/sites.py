@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from adapters.base import MODEL_SITES, SiteKind
+from adapters.base import MAX_NEW_IDS, MODEL_SITES, SiteKind
 from adapters.manifest import SiteLayout, SlabLayout
 from adapters.slab.layout import num_vectors
 from server.kernels.lora.table import MAX_PROJECTIONS
@@ -109,12 +109,13 @@ class Sites:
 @dataclass(frozen=True, slots=True)
 class PlacedTable:
     """Rows in place of the base's. site: its number. begin: bytes from the arena's start. ids: as
-    `SiteLayout.table_ids`."""
+    `SiteLayout.table_ids`. size: of the adapter's vocabulary."""
 
     site: int
     begin: int
     rows: int
     ids: tuple[int, ...]
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +194,14 @@ def _place_tables(
     for site in layout.sites:
         if site.table_offset < 0:
             continue
-        if site.kind not in MODEL_SITES or not all(0 <= each < vocab for each in site.table_ids):
+        size = site.table_size or vocab
+        if not 0 < size <= vocab + MAX_NEW_IDS:
+            raise ValueError(f"{site.kind}: a table of {size} rows")
+        if site.kind not in MODEL_SITES or not all(0 <= each < size for each in site.table_ids):
             raise ValueError(f"{site.kind}: rows of tokens that the model does not have")
-        if not 0 <= site.table_size <= vocab:
-            raise ValueError(f"{site.kind}: a table that is larger than the model's")
-        rows = len(site.table_ids) or site.table_size or vocab
+        rows = len(site.table_ids) or size
         (begin,) = find(_int64([site.table_offset]), _int64([rows * hidden * item_bytes]))
-        yield PlacedTable(known.find(site).number, int(begin), rows, site.table_ids)
+        yield PlacedTable(known.find(site).number, int(begin), rows, site.table_ids, size)
 
 
 def _place_head(

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from adapters.base import MAX_NEW_IDS
 from server.engine.plan import RowStart
 from server.kernels.sampling import draw_columns
 from server.model.ops.transfers import to_device
@@ -49,7 +50,7 @@ class RowSampling:
     def __init__(
         self, max_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
     ) -> None:
-        self.vocab_size = vocab_size
+        self.vocab_size, self._most_ids = vocab_size, vocab_size + MAX_NEW_IDS
         self.eos_token_ids = eos_token_ids
         self.device = device
         self.table = torch.zeros(
@@ -96,7 +97,7 @@ class RowSampling:
         columns = np.empty((len(starts), draw_columns.DRAW_COLUMNS), dtype=np.int32)
         for column, name in _FLOAT_COLUMNS.items():
             columns[:, column] = self._floats[name][seq_rows].view(np.int32)
-        columns[:, draw_columns.TOP_K] = np.minimum(self._top_k[seq_rows], self.vocab_size)
+        columns[:, draw_columns.TOP_K] = np.minimum(self._top_k[seq_rows], self._most_ids)
         halves = self._seed[seq_rows].view(np.int32).reshape(-1, 2)
         columns[:, draw_columns.SEED_LOW : draw_columns.SEED_HIGH + 1] = halves
         columns[:, draw_columns.CHOICE] = self._choice[seq_rows]
@@ -105,7 +106,7 @@ class RowSampling:
         self.table.index_copy_(0, to_device(seq_rows, self.device), values)
 
     def _start_bias(self, row: int, params: SamplingParams) -> None:
-        bias = {i: b for i, b in params.logit_bias.items() if 0 <= i < self.vocab_size}
+        bias = {i: b for i, b in params.logit_bias.items() if 0 <= i < self._most_ids}
         self._has_bias[row] = bool(bias)
         self._bias[row] = (
             np.fromiter(bias.keys(), dtype=np.int64, count=len(bias)),
@@ -142,7 +143,7 @@ class RowSampling:
         return self._typical[seq_rows], history
 
     def _ids(self, ids: tuple[int, ...]) -> np.ndarray:
-        return np.array(sorted({i for i in ids if 0 <= i < self.vocab_size}), dtype=np.int64)
+        return np.array(sorted({i for i in ids if 0 <= i < self._most_ids}), dtype=np.int64)
 
     def batch(
         self,

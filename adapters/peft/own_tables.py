@@ -106,7 +106,9 @@ class TablePlacer:
             lacking = sorted(set(new).difference(there))
             if lacking:
                 ids = shown(lacking[:8])
-                message = f"{name} has no rows of the new ids {ids}; save_embedding_layers saves them"
+                message = (
+                    f"{name} has no rows of the new ids {ids}; save_embedding_layers saves them"
+                )
                 self._findings.add("resized_embeddings", name, message)
         if new and any(module.has_bias for module in base.model_modules.values()):
             message = "new ids on a base whose head has a bias are not supported"

@@ -19,7 +19,8 @@ class TokenRules:
 
     ends: tokens that end the output. end_words: int64 `[n]`, words of a mask with bits of ends.
     end_bits: uint32 `[n]`, the bits of ends in these words. allowed: mask of `allowed_token_ids`
-    and the ends, None = all. bad_words: as in SamplingParams.
+    and the ends, None = all. bad_words: as in SamplingParams. grammar_words: of the mask that a
+    grammar fills: grammars are written in the base's tokens.
     """
 
     vocab_size: int
@@ -28,10 +29,18 @@ class TokenRules:
     end_bits: np.ndarray
     allowed: np.ndarray | None
     bad_words: tuple[tuple[int, ...], ...]
+    grammar_words: int
 
     @classmethod
-    def of(cls, sampling: SamplingParams, eos: Collection[int], vocab_size: int) -> "TokenRules":
-        """eos: the worker's end tokens. All ids are below `vocab_size`."""
+    def of(
+        cls,
+        sampling: SamplingParams,
+        eos: Collection[int],
+        vocab_size: int,
+        of_base: int | None = None,
+    ) -> "TokenRules":
+        """eos: the worker's end tokens. All ids are below `vocab_size`. of_base: ids of the base,
+        where these are fewer."""
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ends |= {*eos, *sampling.end_token_ids}
@@ -45,6 +54,7 @@ class TokenRules:
             end_bits=mask.view(np.uint32)[words],
             allowed=_mask({*allowed, *ends}, vocab_size) if allowed else None,
             bad_words=sampling.bad_words,
+            grammar_words=mask_words(of_base or vocab_size),
         )
 
     @property

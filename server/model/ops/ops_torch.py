@@ -188,9 +188,7 @@ class TorchOps:
     ) -> torch.Tensor:
         if lora is None:
             return functional.embedding(token_ids, weight)
-        y = functional.embedding(
-            ids_of_base(lora.own, site.number, token_ids, len(weight)), weight
-        )
+        y = functional.embedding(ids_of_base(lora.own, site.number, token_ids, len(weight)), weight)
         embed_own(lora.own, site.number, token_ids, y)
         lora.add_embedding(site, token_ids, y)
         return y

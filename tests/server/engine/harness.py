@@ -10,7 +10,7 @@ from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from adapters.manifest import SlabLayout
 from server.constraints.constraint import Constraint
 from server.constraints.constraints import Constraints
-from server.constraints.rules import TokenRules
+from server.constraints.rules import TokenRules, mask_words
 from server.constraints.wishes import ConstraintNews
 from server.engine.certificates import CertifyOptions
 from server.engine.executor import AdapterCopy, ExecutorLimits, Masks
@@ -179,8 +179,11 @@ class Harness:
         if not self.tickets or not self.tickets[0].held:
             return
         slices = [i for i, p in enumerate(self.tickets[0].plan.slices) if p.constrained]
-        bits = self.executor.mask_memory(len(slices))
-        for constraint, row in zip(self.scheduler.constraints(slices), bits, strict=True):
+        constraints = self.scheduler.constraints(slices)
+        sizes = [each.num_ids for each in constraints if each is not None]
+        words = mask_words(max(sizes, default=self.limits.vocab_size))
+        bits = self.executor.mask_memory(len(slices), words)
+        for constraint, row in zip(constraints, bits, strict=True):
             row.fill(-1)
             if constraint is not None:
                 constraint.fill(row)
@@ -188,8 +191,9 @@ class Harness:
 
     def _make_constraints(self) -> None:
         """Without grammars, and at once."""
-        for key, sampling, accepted_ids in self.scheduler.grammars.take_wishes():
-            rules = TokenRules.of(sampling, self.limits.eos_token_ids, self.limits.vocab_size)
+        for key, sampling, accepted_ids, vocab_size in self.scheduler.grammars.take_wishes():
+            vocab = vocab_size or self.limits.vocab_size
+            rules = TokenRules.of(sampling, self.limits.eos_token_ids, vocab)
             constraint = Constraint(None, rules, sampling.min_tokens)
             for token_id in accepted_ids:
                 constraint.take(token_id)

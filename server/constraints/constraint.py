@@ -70,7 +70,8 @@ class Constraint:
         return self.state
 
     def fill(self, row: np.ndarray) -> None:
-        """Write the mask of the next token, int32 `[words]`, contiguous; no bits behind the last id.
+        """Write the mask of the next token, int32 `[words]`, contiguous. No id behind the last is
+        allowed.
 
         Unless the state is and stays `open`, the mask allows all tokens.
         """

@@ -41,12 +41,8 @@ def num_ids(request: GenerateRequest, limits: ExecutorLimits) -> int:
 def refuse(request: GenerateRequest, limits: ExecutorLimits) -> Refusal | None:
     """The first reason why this request can never run here, or None."""
     problem = _bad_vocabulary(request, limits) or _bad_ids(request, num_ids(request, limits))
-    problem = (
-        problem
-        or bad_sampling(request.sampling)
-        or _bad_identity(request)
-        or _too_many_logprobs(request)
-    )
+    problem = problem or bad_sampling(request.sampling)
+    problem = problem or _bad_identity(request) or _too_many_logprobs(request)
     problem = problem or _bad_vector(request, limits)
     if problem is not None:
         return Refusal("invalid_request", problem)

@@ -87,8 +87,8 @@ class Bench:
         found: list[int] = drawn.token_ids.tolist()
         written = self.rows.tokens[self.all.seq_rows.tolist(), PLACE].tolist()
         assert written == [max(token, 0) for token in found]
-        assert drawn.logprobs is not None
-        return found, drawn.logprobs
+        [logprobs] = drawn.logprobs
+        return found, logprobs
 
 
 def allowed_ids(vocab: int) -> list[np.ndarray | None]:

@@ -265,7 +265,8 @@ class AdapterTable:
 
     def is_wide(self, token_slots: np.ndarray) -> np.ndarray:
         """bool `[n]`: which adapters of a batch have ids behind the base's tables."""
-        return self._is_wide[token_slots]
+        found: np.ndarray = self._is_wide[token_slots]
+        return found
 
     def own_segments(self, token_slots: np.ndarray) -> tuple[OwnSegment, ...]:
         """Those of a batch whose adapters have rows of their own. token_slots: as of `batch`."""

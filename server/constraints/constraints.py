@@ -23,7 +23,7 @@ from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from server.constraints.cache import BoundedCache
 from server.constraints.constraint import Constraint
-from server.constraints.rules import TokenRules, mask_words
+from server.constraints.rules import TokenRules, step_words
 from server.constraints.wishes import ConstraintNews, ConstraintWish
 from server.engine.admission import Refusal
 from server.engine.messages import GrammarCompiled, GrammarFault
@@ -103,10 +103,9 @@ class Constraints:
     def filled(
         self, constraints: Sequence[Constraint | None], memory: Callable[[int, int], np.ndarray]
     ) -> np.ndarray:
-        """Masks of the next tokens, as of `fill`, which hold the ids of each. memory: as of
-        `Executor.mask_memory`."""
+        """Masks of the next tokens, as of `fill`, in memory of `Executor.mask_memory`."""
         sizes = (each.num_ids for each in constraints if each is not None)
-        masks = memory(len(constraints), mask_words(max(sizes, default=self._vocab_size)))
+        masks = memory(len(constraints), step_words(self._vocab_size, sizes))
         self.fill(constraints, masks)
         return masks
 

@@ -1,16 +1,24 @@
 """A request's rules about the tokens that it may draw, apart from its grammar. Pure."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from adapters.base import MAX_NEW_IDS
 from server.protocol import SamplingParams
 
 
 def mask_words(vocab_size: int) -> int:
     """int32 words of one mask."""
     return -(-vocab_size // 32)
+
+
+def step_words(vocab_size: int, num_ids: Iterable[int]) -> int:
+    """Of each mask of a step. vocab_size: of the base. num_ids: of each row that has a mask. As
+    many as the logits of rows with new ids have columns, if one has such ids."""
+    is_wide = any(each > vocab_size for each in num_ids)
+    return mask_words(vocab_size + MAX_NEW_IDS if is_wide else vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

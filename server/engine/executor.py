@@ -137,7 +137,7 @@ class Executor(Protocol[T]):
 
     def mask_memory(self, count: int, words: int) -> np.ndarray:
         """int32 `[count, words]` of undefined content. The caller fills it for the next `constrain`
-        and does not keep it. words: of the most ids that a slice with a mask may draw."""
+        and does not keep it. words: as of `server.constraints.rules.step_words`."""
         ...
 
     def constrain(self, ticket: T, masks: Masks) -> None:

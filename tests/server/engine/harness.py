@@ -10,7 +10,7 @@ from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from adapters.manifest import SlabLayout
 from server.constraints.constraint import Constraint
 from server.constraints.constraints import Constraints
-from server.constraints.rules import TokenRules, mask_words
+from server.constraints.rules import TokenRules, step_words
 from server.constraints.wishes import ConstraintNews
 from server.engine.certificates import CertifyOptions
 from server.engine.executor import AdapterCopy, ExecutorLimits, Masks
@@ -181,7 +181,7 @@ class Harness:
         slices = [i for i, p in enumerate(self.tickets[0].plan.slices) if p.constrained]
         constraints = self.scheduler.constraints(slices)
         sizes = [each.num_ids for each in constraints if each is not None]
-        words = mask_words(max(sizes, default=self.limits.vocab_size))
+        words = step_words(self.limits.vocab_size, sizes)
         bits = self.executor.mask_memory(len(slices), words)
         for constraint, row in zip(constraints, bits, strict=True):
             row.fill(-1)

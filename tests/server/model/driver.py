@@ -11,7 +11,7 @@ import torch
 
 from adapters.manifest import SlabLayout
 from server.config import EngineConfig
-from server.constraints.rules import mask_words
+from server.constraints.rules import step_words
 from server.engine.executor import AdapterCopy, CopyNews, CopyOver, Masks
 from server.engine.memory.pages import GroupPages
 from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
@@ -147,9 +147,9 @@ class Driver:
     def masks(self, allowed: Sequence[Sequence[int] | None]) -> Masks:
         """allowed: of each slice of the plan."""
         slices = [i for i, ids in enumerate(allowed) if ids is not None]
-        most = max((max(ids, default=0) for ids in allowed if ids is not None), default=0)
-        vocab = max(self.executor.limits.vocab_size, most + 1)
-        bits = self.executor.mask_memory(len(slices), mask_words(vocab))
+        sizes = (max(ids, default=0) + 1 for ids in allowed if ids is not None)
+        words = step_words(self.executor.limits.vocab_size, sizes)
+        bits = self.executor.mask_memory(len(slices), words)
         bits[:] = 0
         for row, i in zip(bits.view(np.uint32), slices, strict=True):
             for token in allowed[i] or ():

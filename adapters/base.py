@@ -170,8 +170,8 @@ class BaseSpec(msgspec.Struct, frozen=True):
 
     @property
     def most_ids(self) -> int:
-        """Of any adapter: those of the base's tables, and new ones."""
-        return self.vocab_size + MAX_NEW_IDS
+        """Of any adapter: those of the base's tables, and new ones where the base is known."""
+        return self.vocab_size + (0 if self.is_inferred else MAX_NEW_IDS)
 
     @property
     def num_tokens(self) -> int:

@@ -99,7 +99,8 @@ class TablePlacer:
     def _check_new(self, tables: tuple[OwnTable, ...]) -> None:
         """Of ids behind the base's tables both tables have rows, or PEFT would take random ones."""
         base, of_module = self._base, {table.module: table for table in tables}
-        new = range(base.vocab_size, max((table.size for table in tables), default=0))
+        size = max((table.size for table in tables), default=0)
+        new = range(base.vocab_size, min(size, base.most_ids))  # others are refused already
         for name in (EMBEDDING, HEAD) if new else ():
             table = of_module.get(name)
             there = () if table is None else table.ids or range(table.size)

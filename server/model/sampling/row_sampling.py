@@ -75,6 +75,7 @@ class RowSampling:
         starts = list(rows)
         for start in starts:
             row, params = start.seq_row, start.sampling
+            num_ids = start.vocab_size or self.vocab_size
             for name in _FLOATS:
                 self._floats[name][row] = getattr(params, name)
             self._top_k[row] = params.top_k
@@ -84,10 +85,10 @@ class RowSampling:
             wanted = params.prompt_logprobs
             self.prompt_logprobs[row] = _NONE if wanted is None else wanted
             self._suppressed_until[row] = start.eos_suppressed_until
-            self._suppressed[row] = self._ids(
-                (*self.eos_token_ids, *params.end_token_ids, *params.stop_token_ids)
-            )
-            self._start_bias(row, params)
+            ends = (*self.eos_token_ids, *params.end_token_ids, *params.stop_token_ids)
+            known = sorted({i for i in ends if 0 <= i < num_ids})
+            self._suppressed[row] = np.array(known, dtype=np.int64)
+            self._start_bias(row, params, num_ids)
             self._set_flags(row, params)
         if starts:
             self._write_table(starts)
@@ -105,8 +106,8 @@ class RowSampling:
         values = to_device(columns, self.device)
         self.table.index_copy_(0, to_device(seq_rows, self.device), values)
 
-    def _start_bias(self, row: int, params: SamplingParams) -> None:
-        bias = {i: b for i, b in params.logit_bias.items() if 0 <= i < self._most_ids}
+    def _start_bias(self, row: int, params: SamplingParams, num_ids: int) -> None:
+        bias = {i: b for i, b in params.logit_bias.items() if 0 <= i < num_ids}
         self._has_bias[row] = bool(bias)
         self._bias[row] = (
             np.fromiter(bias.keys(), dtype=np.int64, count=len(bias)),
@@ -141,9 +142,6 @@ class RowSampling:
         history = self._penalised[seq_rows] | self._has_bias[seq_rows]
         history |= index < self._suppressed_until[seq_rows]
         return self._typical[seq_rows], history
-
-    def _ids(self, ids: tuple[int, ...]) -> np.ndarray:
-        return np.array(sorted({i for i in ids if 0 <= i < self._most_ids}), dtype=np.int64)
 
     def batch(
         self,

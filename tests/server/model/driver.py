@@ -192,6 +192,7 @@ class Stream:
         self.allowed: Allowed | None = None
         self.draft: Callable[[list[int]], list[int]] = lambda tokens: []
         self._seed, self._suppressed_until = seed, suppressed_until
+        self._vocab_size: int | None = None
         self._started = False
 
     @property
@@ -200,6 +201,11 @@ class Stream:
 
     def bound(self, allowed: Allowed | None) -> "Stream":
         self.allowed = allowed
+        return self
+
+    def with_ids(self, vocab_size: int | None) -> "Stream":
+        """vocab_size: as of RowStart."""
+        self._vocab_size = vocab_size
         return self
 
     def read_for(self, wish: VectorParams) -> "Stream":
@@ -220,6 +226,7 @@ class Stream:
                 self._seed,
                 0,
                 self._suppressed_until,
+                self._vocab_size,
             )
         ]
 

@@ -198,7 +198,7 @@ def test_every_rule_reaches_new_ids(tables: Tables) -> None:
             slot=slots[name],
             sampling=sampling,
             suppressed_until=until,
-        )
+        ).with_ids(tables.adapters[name].size if name else None)
         for row, (name, sampling, until) in enumerate(rows)
     ]
     streams[-1].bound(lambda tokens: [NEW[2], 3] if len(tokens) == 3 else [NEW[0]])
@@ -220,7 +220,13 @@ def test_drafts_of_new_ids_are_taken(tables: Tables) -> None:
     biased = SamplingParams(temperature=0.0, logit_bias={NEW[1]: 1e4}, logprobs=2)
     names: list[str | None] = ["larger_saved", None, "new_rows"]
     streams = [
-        Stream(tables.driver, row, [5, 6], slot=slots[name], sampling=biased if name else GREEDY)
+        Stream(
+            tables.driver,
+            row,
+            [5, 6],
+            slot=slots[name],
+            sampling=biased if name else GREEDY,
+        ).with_ids(tables.adapters[name].size if name else None)
         for row, name in enumerate(names)
     ]
     for stream in (streams[0], streams[2]):

@@ -159,7 +159,7 @@ def test_text_becomes_the_ids_of_each_adapters_tokenizer(adding: Adding) -> None
 def test_answers_are_those_of_peft(adding: Adding) -> None:
     """In one batch, with more adapters than slots: each is evicted and loaded again."""
     long = "".join(f"{CALL}{text}{TURN}" for text in ("ab", "the", "x y", "zz", "qq q", "e"))
-    asked = [(name, text) for text in (TEXT, "ab", 3 * long) for name in adding.oracles]
+    asked = [(name, text) for text in (TEXT, "ab", 2 * long) for name in adding.oracles]
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda of: complete(adding, *of), asked))
     for (name, text), choice in zip(asked, answers, strict=True):

@@ -52,7 +52,7 @@ def pair(
     folder: Path = tmp_path_factory.mktemp("base")
     with (
         pytest.MonkeyPatch.context() as patch,
-        small_pair(base, {"plain": config}, folder, patch) as found,
+        small_pair(base, {"plain": config}, folder, patch, max_draft=2) as found,
     ):
         for driver in (found.reference, found.gpu):
             for slot, each in packed.items():

@@ -4,7 +4,6 @@ from math import prod
 
 import msgspec
 
-from adapters.base import MAX_NEW_IDS
 from adapters.manifest import ITEM_BYTES, SlabDtype
 from server.config import ConfigError, EngineConfig, KvDtype
 from server.engine.executor import ExecutorLimits
@@ -83,11 +82,10 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     widths = 4 * model.hidden_size + 3 * model.q_size + inner
     activations = engine.max_step_tokens * widths * item
     # Of every row in the model's dtype twice: those of the graphs, and those of a step outside.
+    # What new ids add comes when the activations are gone.
     rows = engine.max_running + MOST_PADDING
     copies = rows * 2 * item + LOGITS_ROWS * 4 * _LOGITS_COPIES
     logits = copies * model.vocab_size
-    if engine.adapter_slots:  # of a step with new ids each row once more
-        logits += rows * item * (model.vocab_size + MAX_NEW_IDS)
     masks = engine.max_running * -(-model.vocab_size // 32) * 4
     # What pieces of contexts give, in float32; of a sequence one piece and a half.
     pieces = rows * 6 * model.q_size

@@ -7,7 +7,7 @@ import msgspec
 
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
-from adapters.manifest import SlabLayout
+from adapters.manifest import SiteLayout, SlabLayout
 from server.constraints.constraint import Constraint
 from server.constraints.constraints import Constraints
 from server.constraints.rules import TokenRules, step_words
@@ -40,8 +40,12 @@ def limits(**changes: Any) -> ExecutorLimits:
     return msgspec.structs.replace(LIMITS, **changes)
 
 
-def layout(digest: str, runs: tuple[int, ...] = (1, 1), extent_bytes: int = 256) -> SlabLayout:
-    return SlabLayout(digest, "base", "float32", extent_bytes, runs, ())
+def layout(
+    digest: str, runs: tuple[int, ...] = (1, 1), extent_bytes: int = 256, table_size: int = 0
+) -> SlabLayout:
+    table = SiteLayout(-1, "lm_head", (0,), (0.0,), 0, (0,), table_offset=0, table_size=table_size)
+    sites = (table,) if table_size else ()
+    return SlabLayout(digest, "base", "float32", extent_bytes, runs, sites)
 
 
 def make_request(
@@ -127,6 +131,7 @@ class Harness:
         self.settled: list[AdapterSettled] = []
         self.held: set[str] = set()  # staged and not released
         self.runs: dict[str, tuple[int, ...]] = {}
+        self.table_sizes: dict[str, int] = {}
         self.plans: list[StepPlan] = []
         self.copies: list[AdapterCopy] = []
         self.now = 0.0
@@ -149,7 +154,8 @@ class Harness:
         assert digest not in self.held, "handed over twice"
         self.held.add(digest)
         runs = self.runs.get(digest, (1, 1))
-        staged = SlabStaged(layout(digest, runs), tuple(range(len(runs))))
+        of = layout(digest, runs, table_size=self.table_sizes.get(digest, 0))
+        staged = SlabStaged(of, tuple(range(len(runs))))
         self.scheduler.slab_staged(staged, self.now)
         self.exchange()
 

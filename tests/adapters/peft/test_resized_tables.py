@@ -190,9 +190,10 @@ def test_what_resized_tables_are_not_served_with(options: dict[str, Any], tmp_pa
     assert codes <= {"unsupported_feature", "shape_mismatch", "unknown_tensor", "missing_tensor"}
 
 
-def test_they_count_and_need_one_device(tmp_path: Path) -> None:
-    folder = saved(tmp_path, 62)
-    small = AdapterLimits(max_table_bytes=62 * BASE.hidden_size * 4 - 1)
+@pytest.mark.parametrize("rows", [62, 66])
+def test_they_count_and_need_one_device(rows: int, tmp_path: Path) -> None:
+    folder = saved(tmp_path, rows)
+    small = AdapterLimits(max_table_bytes=rows * BASE.hidden_size * 4 - 1)
     error = refusal(lambda: judge_folder(folder, KNOWN, small))
     assert error is not None
     assert {each.code for each in error.violations} == {"table_too_large"}

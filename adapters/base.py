@@ -31,6 +31,8 @@ SITE_PROJECTIONS: dict[SiteKind, tuple[str, ...]] = {
 MODEL_SITES: tuple[SiteKind, ...] = ("embed_tokens", "lm_head")
 # Stands for an expert's number in the path of a module that each expert of a layer has.
 ANY_EXPERT = "{}"
+# Ids behind the base's tables that an adapter may have.
+MAX_NEW_IDS = 4096
 
 
 class ModuleShape(msgspec.Struct, frozen=True):
@@ -185,6 +187,11 @@ class BaseSpec(msgspec.Struct, frozen=True):
     @property
     def is_inferred(self) -> bool:
         return not self.digest
+
+    @property
+    def most_ids(self) -> int:
+        """Of any adapter: those of the base's tables, and new ones where the base is known."""
+        return self.vocab_size + (0 if self.is_inferred else MAX_NEW_IDS)
 
     @property
     def num_tokens(self) -> int:

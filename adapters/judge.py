@@ -27,6 +27,7 @@ from adapters.peft.files import (
 )
 from adapters.peft.inferred_base import infer_base
 from adapters.peft.lora_tensors import LoraTensors, OwnBias, OwnNorm, OwnTable, PlacedLora
+from adapters.peft.own_ends import GENERATION_FILE
 from adapters.peft.targeting import Targeting
 from adapters.peft.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
 from adapters.peft.validate import (
@@ -287,11 +288,15 @@ def _changed(adapter: LoraTensors) -> set[str]:
 def _check_tokens(
     adapter: LoraTensors, text: AdapterText, base: BaseSpec, findings: Findings
 ) -> None:
-    """Each of its tokens needs a row of its tables."""
-    size, added = adapter.table_size(base.vocab_size), text.added_tokens
-    if size and added and added[-1].id >= size:
+    """Each of its tokens needs a row of its tables, and each end must be one of its ids."""
+    size, added = adapter.table_size(base.vocab_size) or base.vocab_size, text.added_tokens
+    if added and added[-1].id >= size:
         message = f"token {added[-1].id} is added, and the tables have {size} rows"
         findings.add("resized_embeddings", "tokenizer.json", message)
+    most = max(size, base.vocab_size)
+    if text.end_token_ids and text.end_token_ids[-1] >= most:
+        message = f"eos_token_id: expected ids from 0 to {most - 1}, got {text.end_token_ids[-1]}"
+        findings.add("bad_generation_config", GENERATION_FILE, message)
 
 
 def _manifest(

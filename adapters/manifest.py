@@ -78,7 +78,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
         on; () = it acts on all tokens.
     classes: see AdapterText.
     added_tokens: see AdapterText. table_size: ids from it on do not exist for the adapter, whose
-        tables end there; 0 = all ids of the base do.
+        tables end there, before or behind those of the base; 0 = all ids of the base do.
     """
 
     digest: str
@@ -155,7 +155,8 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     table_offset: of `embed_tokens` or `lm_head`, rows in place of the base's, `[rows, hidden]`; two
         sites may have the same. -1 = none.
     table_ids: the token of each of these rows; () = all tokens, or the first `table_size`.
-    table_size: of the adapter's vocabulary, where its table is smaller than the base's; 0 = not.
+    table_size: of the adapter's vocabulary, where that is smaller or larger than the base's; 0 =
+        it is not.
     """
 
     layer: int

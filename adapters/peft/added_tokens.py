@@ -45,7 +45,7 @@ class AddedTokens:
             there = known.get(token.content) if known else None
             if there == token.id if known else token.id < size or not size:
                 continue
-            if known and may_add and there is None and size <= token.id < self._base.vocab_size:
+            if known and may_add and there is None and size <= token.id < self._base.most_ids:
                 if not self._take(token):
                     wrong.append((token.id, token.content))
             elif token.id >= size and there is None:
@@ -65,9 +65,9 @@ class AddedTokens:
         return bool(token.content) and before.content == token.content and same_id == token.id
 
     def _refuse(self, name: str, ids: list[int]) -> None:
-        size, rows = self._base.num_tokens, self._base.vocab_size
-        free = f"; its tables have room for ids {size} to {rows - 1}" if rows > size else ""
-        message = f"{name} adds tokens to the base's {size}: ids {shown(ids[:8])}{free}"
+        size, most = self._base.num_tokens, self._base.most_ids
+        served = f"; ids {size} to {most - 1} are served"
+        message = f"{name} adds tokens to the base's {size}: ids {shown(ids[:8])}{served}"
         self._findings.add("added_tokens", name, message)
 
     def all(self) -> tuple[OwnToken, ...]:

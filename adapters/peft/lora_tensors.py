@@ -120,16 +120,24 @@ class StackedLora(PlacedLora, frozen=True):
 
 class OwnTable(msgspec.Struct, frozen=True):
     """Rows that the adapter has in place of those of `embed_tokens` or `lm_head` (module). tensor:
-    `[rows, hidden]`. ids: the token of each row; () = all tokens of the adapter's vocabulary."""
+    `[rows, hidden]`. ids: the token of each row; () = all tokens of the adapter's vocabulary.
+    trained: of a whole table, rows in place of some of it, `[len(trained_ids), hidden]`."""
 
     module: str
     tensor: TensorInfo
     ids: tuple[int, ...]
+    trained: TensorInfo | None = None
+    trained_ids: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
-        """Tokens of the adapter's vocabulary; 0 = those of the base's."""
-        return 0 if self.ids else self.tensor.shape[0]
+        """Tokens of the adapter's vocabulary, as far as this table says: of trained rows alone one
+        more than the last."""
+        return max(self.ids) + 1 if self.ids else self.tensor.shape[0]
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        return (self.tensor,) if self.trained is None else (self.tensor, self.trained)
 
 
 class OwnNorm(msgspec.Struct, frozen=True, gc=False):
@@ -163,10 +171,10 @@ class LoraTensors(msgspec.Struct, frozen=True):
     norms: tuple[OwnNorm, ...] = ()
 
     def table_size(self, vocab_size: int) -> int:
-        """Of its vocabulary, where its tables are smaller than the base's of `vocab_size`; else
-        0."""
-        sizes = {table.size for table in self.tables} - {0, vocab_size}
-        return min(sizes, default=0)
+        """Of its vocabulary, where its tables have more or fewer rows than the base's `vocab_size`;
+        else 0."""
+        sizes = {t.size for t in self.tables if not t.ids or t.size > vocab_size}
+        return min(sizes - {vocab_size}, default=0)
 
     @property
     def ordinary(self) -> tuple[ModuleLora, ...]:
@@ -182,9 +190,9 @@ class LoraTensors(msgspec.Struct, frozen=True):
     def tensors(self) -> tuple[TensorInfo, ...]:
         """Each once: modules may share them."""
         found = {tensor.name: tensor for module in self.modules for tensor in module.tensors}
-        others: tuple[OwnBias | OwnTable | OwnNorm, ...]
-        others = (*self.biases, *self.tables, *self.norms)
+        others: tuple[OwnBias | OwnNorm, ...] = (*self.biases, *self.norms)
         found |= {each.tensor.name: each.tensor for each in others}
+        found |= {each.name: each for table in self.tables for each in table.tensors}
         return tuple((found | ({self.head.name: self.head} if self.head else {})).values())
 
     @property

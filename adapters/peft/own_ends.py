@@ -54,7 +54,7 @@ def _of_generation(data: bytes | None, base: BaseSpec, findings: Findings) -> se
         findings.add("bad_generation_config", GENERATION_FILE, f"{GENERATION_FILE} is {error}")
         return set()
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    most = base.vocab_size or 1 << 31  # of an inferred base it may be unknown
+    most = base.most_ids if base.vocab_size else 1 << 31  # of an inferred base it may be unknown
     if all(type(i) is int and 0 <= i < most for i in ids):
         return set(ids)
     message = f"eos_token_id: expected ids from 0 to {most - 1}, got {shown(value)}"

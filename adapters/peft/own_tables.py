@@ -5,11 +5,13 @@ Source: PEFT 0.21, `modules_to_save`, `trainable_token_indices`, `ensure_weight_
 
 from collections.abc import Iterator, Mapping
 
+import msgspec
+
 from adapters.base import BaseSpec
 from adapters.peft.config import PeftConfig
 from adapters.peft.lora_tensors import OwnTable
 from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
-from adapters.violations import Findings
+from adapters.violations import Findings, shown
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
@@ -52,9 +54,10 @@ def check_tables(
         refuse("trainable_token_indices", "not beside modules_to_save of the same or a tied table")
     if len(set(rows.values())) > 1 and _is_tied(config, base):
         refuse("ensure_weight_tying", "the tied tables have different trainable_token_indices")
-    wrong = [each for ids in rows.values() for each in ids if each >= base.vocab_size]
+    wrong = [each for ids in rows.values() for each in ids if each >= base.most_ids]
     if wrong and not base.is_inferred:
-        message = f"trainable_token_indices: {wrong[0]} is no token of the base model"
+        served = f"ids 0 to {base.most_ids - 1} are served"
+        message = f"trainable_token_indices: {wrong[0]} is no token; {served}"
         findings.add("bad_value", "trainable_token_indices", message)
 
 
@@ -73,7 +76,43 @@ class TablePlacer:
         self._tables, self._rows = tables, rows
 
     def place(self) -> tuple[OwnTable, ...]:
-        return (*self._whole(), *self._trained())
+        whole, trained = tuple(self._whole()), tuple(self._trained())
+        rows = {table.module: table for table in trained}
+        joined = tuple(self._joined(table, rows.pop(table.module, None)) for table in whole)
+        tables = (*joined, *(table for table in trained if table.module in rows))
+        is_resized = any(table.size > self._base.vocab_size for table in whole)
+        if not (is_resized or self._base.is_inferred):
+            self._check_new(tables)
+        return tables
+
+    def _joined(self, whole: OwnTable, rows: OwnTable | None) -> OwnTable:
+        """A resized table is saved whole beside its trained rows."""
+        if rows is None:
+            return whole
+        size = whole.size
+        if any(each >= size for each in rows.ids):
+            message = f"trainable_token_indices: {max(rows.ids)}, and the tables have {size} rows"
+            self._findings.add("bad_value", "trainable_token_indices", message)
+        return msgspec.structs.replace(whole, trained=rows.tensor, trained_ids=rows.ids)
+
+    def _check_new(self, tables: tuple[OwnTable, ...]) -> None:
+        """Of ids behind the base's tables both tables have rows, or PEFT would take random ones."""
+        base, of_module = self._base, {table.module: table for table in tables}
+        size = max((table.size for table in tables), default=0)
+        new = range(base.vocab_size, min(size, base.most_ids))  # others are refused already
+        for name in (EMBEDDING, HEAD) if new else ():
+            table = of_module.get(name)
+            there = () if table is None else table.ids or range(table.size)
+            lacking = sorted(set(new).difference(there))
+            if lacking:
+                ids = shown(lacking[:8])
+                message = (
+                    f"{name} has no rows of the new ids {ids}; save_embedding_layers saves them"
+                )
+                self._findings.add("resized_embeddings", name, message)
+        if new and any(module.has_bias for module in base.model_modules.values()):
+            message = "new ids on a base whose head has a bias are not supported"
+            self._findings.add("unsupported_feature", HEAD, message)
 
     def _whole(self) -> Iterator[OwnTable]:
         config, base = self._config, self._base
@@ -98,12 +137,11 @@ class TablePlacer:
             yield OwnTable(name, found[name], ())
 
     def _check_resized(self) -> None:
-        """Of tables that are smaller than the base's. PEFT saves them as the training has resized
+        """Of tables of another size than the base's. PEFT saves them as the training has resized
         them, whatever the config says."""
         modules = self._base.model_modules.values()
         for key, is_there in (
             ("alora_invocation_tokens", self._config.alora_invocation_tokens),
-            ("trainable_token_indices", self._config.trainable_token_indices),
             ("a head with a bias", any(module.has_bias for module in modules)),
         ):
             if is_there:
@@ -119,7 +157,9 @@ class TablePlacer:
         ids_of = _trained_ids(self._config)
         follows = self._base.is_tied and (len(set(ids_of.values())) == 1) and EMBEDDING in ids_of
         stored = {EMBEDDING} if follows else ids_of.keys()
-        for name in sorted(self._rows.keys() - stored):
+        # Beside resized tables PEFT saves those that both have with each.
+        known = {EMBEDDING, HEAD} if follows and self._tables else stored
+        for name in sorted(self._rows.keys() - known):
             tensor = self._rows[name]
             message = f"{tensor.name}: trainable_token_indices has no rows of {name} of its own"
             self._findings.add("unknown_tensor", tensor.name, message)

@@ -269,13 +269,13 @@ def _is_comparable(
 
 
 def _has_rows_of_all(tensor: TensorInfo, base: BaseSpec, findings: Findings) -> bool:
-    """Whether a table has a row for each token of the base's tokenizer, and no more than the
-    base's."""
+    """Whether a table has a row for each token of the base's tokenizer, and not too many new
+    ones."""
     rows, columns = base.vocab_size, base.hidden_size
     known = min(base.num_tokens, rows)
-    if tensor.shape[1:] == (columns,) and known <= tensor.shape[0] <= rows:
+    if tensor.shape[1:] == (columns,) and known <= tensor.shape[0] <= base.most_ids:
         return True
-    least = "" if known == rows else f", of which {known} are tokens"
-    message = f"{tensor.name}: {list(tensor.shape)} resizes the base's [{rows}, {columns}]{least}"
+    served = f"; tables of {known} to {base.most_ids} rows are served"
+    message = f"{tensor.name}: {list(tensor.shape)} resizes the base's [{rows}, {columns}]{served}"
     findings.add("resized_embeddings", tensor.name, message)
     return False

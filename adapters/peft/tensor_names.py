@@ -35,7 +35,8 @@ _ROWS = re.compile(
 _B_BIAS = re.compile(rf"{_PREFIX}(?P<path>.+)\.lora_B(?P<adapter>\.[^.]+)?\.bias")
 # PEFT wraps what is targeted, and calls the module itself `base_layer`.
 _OWN_BIAS = re.compile(rf"{_PREFIX}(?P<path>.+?)(?P<wrapped>\.base_layer)?\.bias")
-_BASE_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.weight")
+# Of a table whose rows are trained: in the adapter of its tokens.
+_BASE_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:(?:\.token_adapter)?\.base_layer)?\.weight")
 # What PEFT calls an adapter that nobody named, and leaves out when it saves.
 _DEFAULT_ADAPTER = "default"
 # What the body of a decoder holds, in every model.

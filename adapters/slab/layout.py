@@ -254,8 +254,9 @@ class _Tables:
         self._placed: dict[str, int] = {}
 
     def place(self, site: SiteLayout, table: OwnTable) -> SiteLayout:
-        name = table.tensor.name
-        size = table.size if table.size < self._base.vocab_size else 0
+        name = "\n".join(tensor.name for tensor in table.tensors)
+        vocab = self._base.vocab_size
+        size = table.size if table.size > vocab or (table.size < vocab and not table.ids) else 0
         site = msgspec.structs.replace(site, table_offset=0, table_ids=table.ids, table_size=size)
         rows = table_rows(site, self._base, self._item_bytes)
         if name not in self._placed and rows is not None:

@@ -213,17 +213,36 @@ def _table_targets(
     table: OwnTable, numbers: Numbers, vocab: int, shard: Shard
 ) -> Iterator[SlabTarget]:
     """numbers: `[rows, hidden]`, of the tokens whose rows of the base a shard has."""
-    tensor, begin = table.tensor, 0
-    mine = Span(vocab).piece(shard)
-    places = range(mine.start, min(mine.stop, len(_rows(tensor))))
-    for rows in _runs(rows_of_shard(table.ids, vocab, shard)) if table.ids else (places,):
-        if rows:
-            yield SlabTarget(tensor, numbers[begin : begin + len(rows)], rows)
+    begin = 0
+    for tensor, rows in _table_rows(table, vocab, shard):
+        yield SlabTarget(tensor, numbers[begin : begin + len(rows)], rows)
         begin += len(rows)
 
 
+def _table_rows(table: OwnTable, vocab: int, shard: Shard) -> Iterator[tuple[TensorInfo, range]]:
+    """Where a shard's rows are, in their order: those of some tokens, or of all, of which some may
+    be trained rows apart."""
+    if table.ids:
+        for rows in _runs(rows_of_shard(table.ids, vocab, shard)):
+            yield table.tensor, rows
+        return
+    size = len(_rows(table.tensor))
+    mine = Span(vocab).piece(shard) if shard.count > 1 else slice(0, size)
+    begin, end = mine.start, min(mine.stop, size)
+    if table.trained is not None:
+        places = {token: place for place, token in enumerate(table.trained_ids)}
+        for run in _runs(sorted(token for token in places if begin <= token < end)):
+            if begin < run.start:
+                yield table.tensor, range(begin, run.start)
+            for rows in _runs([places[token] for token in run]):
+                yield table.trained, rows
+            begin = run.stop
+    if begin < end:
+        yield table.tensor, range(begin, end)
+
+
 def _runs(places: Sequence[int]) -> Iterator[range]:
-    """Of ascending places those that follow each other."""
+    """Those that follow each other."""
     first = 0
     for end in range(1, len(places) + 1):
         if end == len(places) or places[end] != places[end - 1] + 1:

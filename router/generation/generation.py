@@ -128,6 +128,7 @@ class Generation:
             adapter_from=task.adapter_from,
             vector=task.vector,
             drafts=self._context.drafts,
+            vocab_size=self.model.new_vocab_size,
         )
         slot = task.index * call.best_of + choice
         stream = self._stream_of(task, choice)

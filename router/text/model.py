@@ -210,6 +210,12 @@ class TextModel:
             data = self._bytes[token_id] = self._bytes_of(token_id, token)
         return data
 
+    @property
+    def new_vocab_size(self) -> int | None:
+        """As of `GenerateRequest`."""
+        size = self.card.vocab_size
+        return size if size > self.base_card.vocab_size else None
+
     def has_token(self, token_id: int) -> bool:
         return 0 <= token_id < self.card.vocab_size
 

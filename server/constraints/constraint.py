@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from server.constraints.rules import TokenRules
+from server.constraints.rules import TokenRules, mask_words
 
 ConstraintState = Literal["open", "over", "failed"]
 
@@ -49,6 +49,11 @@ class Constraint:
         self._last: deque[int] = deque(maxlen=rules.memory)
         self._look()
 
+    @property
+    def num_ids(self) -> int:
+        """Those that its sequence may draw without it."""
+        return self._rules.vocab_size
+
     def take(self, token_id: int) -> ConstraintState:
         """Take the output's next accepted token. Returns the state after it."""
         if self.state != "open":
@@ -65,10 +70,14 @@ class Constraint:
         return self.state
 
     def fill(self, row: np.ndarray) -> None:
-        """Write the mask of the next token, int32 `[ceil(vocab / 32)]`, contiguous.
+        """Write the mask of the next token, int32 `[words]`, contiguous. No id behind the last is
+        allowed.
 
         Unless the state is and stays `open`, the mask allows all tokens.
         """
+        words = mask_words(self.num_ids)
+        row[words:] = 0
+        row = row[:words]
         if self.state == "open":
             self._fill(row)
         if self.state != "open":
@@ -85,7 +94,9 @@ class Constraint:
             self._rules.allow_all(row)
         else:
             try:
-                matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+                own = row[: self._rules.grammar_words]
+                row[len(own) :] = 0
+                matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
                 accepts = matcher.is_accepting()
             except BaseException as error:
                 self._broke(error)

@@ -23,7 +23,7 @@ from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from server.constraints.cache import BoundedCache
 from server.constraints.constraint import Constraint
-from server.constraints.rules import TokenRules
+from server.constraints.rules import TokenRules, step_words
 from server.constraints.wishes import ConstraintNews, ConstraintWish
 from server.engine.admission import Refusal
 from server.engine.messages import GrammarCompiled, GrammarFault
@@ -100,8 +100,17 @@ class Constraints:
         """Compilations since the last call, for metrics."""
         return _taken(self._compiled)
 
+    def filled(
+        self, constraints: Sequence[Constraint | None], memory: Callable[[int, int], np.ndarray]
+    ) -> np.ndarray:
+        """Masks of the next tokens, as of `fill`, in memory of `Executor.mask_memory`."""
+        sizes = (each.num_ids for each in constraints if each is not None)
+        masks = memory(len(constraints), step_words(self._vocab_size, sizes))
+        self.fill(constraints, masks)
+        return masks
+
     def fill(self, constraints: Sequence[Constraint | None], masks: np.ndarray) -> None:
-        """Write masks of the next tokens, int32 `[n, ceil(vocab / 32)]`; None = all tokens."""
+        """Write masks of the next tokens, int32 `[n, words]`; None = all tokens."""
         parts = min(self._num_filling, len(constraints))
         filling = [
             self._filling.submit(_fill, constraints[i::parts], masks[i::parts], self._limits.mask_s)
@@ -196,7 +205,8 @@ class Constraints:
     def _constraint(self, wish: ConstraintWish, matcher: LLMatcher | None) -> Constraint:
         """Raises GrammarError where the accepted tokens cannot begin an answer."""
         sampling = wish.sampling
-        rules = TokenRules.of(sampling, self._eos, self._vocab_size)
+        vocab_size = wish.vocab_size or self._vocab_size
+        rules = TokenRules.of(sampling, self._eos, vocab_size, self._vocab_size)
         constraint = Constraint(matcher, rules, sampling.min_tokens)
         if matcher is not None:
             self._grammars[constraint] = sampling.grammar

@@ -1,10 +1,11 @@
 """A request's rules about the tokens that it may draw, apart from its grammar. Pure."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from adapters.base import MAX_NEW_IDS
 from server.protocol import SamplingParams
 
 
@@ -13,13 +14,21 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+def step_words(vocab_size: int, num_ids: Iterable[int]) -> int:
+    """Of each mask of a step. vocab_size: of the base. num_ids: of each row that has a mask. As
+    many as the logits of rows with new ids have columns, if one has such ids."""
+    is_wide = any(each > vocab_size for each in num_ids)
+    return mask_words(vocab_size + MAX_NEW_IDS if is_wide else vocab_size)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRules:
     """Masks are int32 `[ceil(vocab / 32)]`; bit i % 32 of word i // 32 stands for token i.
 
     ends: tokens that end the output. end_words: int64 `[n]`, words of a mask with bits of ends.
     end_bits: uint32 `[n]`, the bits of ends in these words. allowed: mask of `allowed_token_ids`
-    and the ends, None = all. bad_words: as in SamplingParams.
+    and the ends, None = all. bad_words: as in SamplingParams. grammar_words: of the mask that a
+    grammar fills: grammars are written in the base's tokens.
     """
 
     vocab_size: int
@@ -28,10 +37,18 @@ class TokenRules:
     end_bits: np.ndarray
     allowed: np.ndarray | None
     bad_words: tuple[tuple[int, ...], ...]
+    grammar_words: int
 
     @classmethod
-    def of(cls, sampling: SamplingParams, eos: Collection[int], vocab_size: int) -> "TokenRules":
-        """eos: the worker's end tokens. All ids are below `vocab_size`."""
+    def of(
+        cls,
+        sampling: SamplingParams,
+        eos: Collection[int],
+        vocab_size: int,
+        of_base: int | None = None,
+    ) -> "TokenRules":
+        """eos: the worker's end tokens. All ids are below `vocab_size`. of_base: ids of the base,
+        where these are fewer."""
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ends |= {*eos, *sampling.end_token_ids}
@@ -45,6 +62,7 @@ class TokenRules:
             end_bits=mask.view(np.uint32)[words],
             allowed=_mask({*allowed, *ends}, vocab_size) if allowed else None,
             bad_words=sampling.bad_words,
+            grammar_words=mask_words(of_base or vocab_size),
         )
 
     @property

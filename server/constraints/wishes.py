@@ -9,11 +9,13 @@ from server.protocol import SamplingParams
 
 
 class ConstraintWish(NamedTuple):
-    """key: of the sequence. accepted_ids: the known tokens of its output."""
+    """key: of the sequence. accepted_ids: the known tokens of its output. vocab_size: as in
+    `GenerateRequest`."""
 
     key: int
     sampling: SamplingParams
     accepted_ids: Sequence[int]
+    vocab_size: int | None = None
 
 
 class ConstraintNews(NamedTuple):

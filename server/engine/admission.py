@@ -33,14 +33,31 @@ def token_limit(request: GenerateRequest, limits: ExecutorLimits) -> int:
     return min(len(request.prompt_ids) + request.sampling.max_tokens, limits.max_context)
 
 
+def num_ids(request: GenerateRequest, limits: ExecutorLimits) -> int:
+    """Those that may stand in the request, or be drawn for it."""
+    return limits.vocab_size if request.vocab_size is None else request.vocab_size
+
+
 def refuse(request: GenerateRequest, limits: ExecutorLimits) -> Refusal | None:
     """The first reason why this request can never run here, or None."""
-    problem = _bad_ids(request, limits.vocab_size) or bad_sampling(request.sampling)
+    problem = _bad_vocabulary(request, limits) or _bad_ids(request, num_ids(request, limits))
+    problem = problem or bad_sampling(request.sampling)
     problem = problem or _bad_identity(request) or _too_many_logprobs(request)
     problem = problem or _bad_vector(request, limits)
     if problem is not None:
         return Refusal("invalid_request", problem)
     return _too_long(request, limits)
+
+
+def _bad_vocabulary(request: GenerateRequest, limits: ExecutorLimits) -> str | None:
+    least, most = limits.vocab_size, limits.most_ids
+    if request.vocab_size is None:
+        return None
+    if request.adapter is None or request.adapter_from != 0:
+        return "vocab_size: expected an adapter that acts on all tokens"
+    if least < request.vocab_size <= most:
+        return None
+    return f"vocab_size: expected {least + 1} to {most}, got {request.vocab_size}"
 
 
 def _bad_ids(request: GenerateRequest, vocab_size: int) -> str | None:

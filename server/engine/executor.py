@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from adapters.base import MAX_NEW_IDS
 from adapters.manifest import SlabLayout
 from server.engine.plan import SliceResult, StepPlan
 
@@ -43,6 +44,11 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     writes: bool = True
 
     @property
+    def most_ids(self) -> int:
+        """Of any adapter: those of the base's tables, and new ones."""
+        return self.vocab_size + MAX_NEW_IDS
+
+    @property
     def most_decodes(self) -> int:
         """Tokens of slices of one token that a step computes at most, those of drafts included."""
         return max(self.max_rows, self.max_decodes)
@@ -51,7 +57,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
 class Masks(NamedTuple):
     """Tokens that constrained slices of a step may draw.
 
-    slices: places in the plan, ascending. bits: int32 `[len(slices), ceil(vocab / 32)]` of
+    slices: places in the plan, ascending. bits: int32 `[len(slices), words]` of
     `Executor.mask_memory`; bit i % 32 of word i // 32 is set where token i may be drawn.
     """
 
@@ -137,9 +143,9 @@ class Executor(Protocol[T]):
         """
         ...
 
-    def mask_memory(self, count: int) -> np.ndarray:
-        """int32 `[count, ceil(vocab / 32)]` of undefined content. The caller fills it for the next
-        `constrain` and does not keep it."""
+    def mask_memory(self, count: int, words: int) -> np.ndarray:
+        """int32 `[count, words]` of undefined content. The caller fills it for the next `constrain`
+        and does not keep it. words: as of `server.constraints.rules.step_words`."""
         ...
 
     def constrain(self, ticket: T, masks: Masks) -> None:

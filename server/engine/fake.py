@@ -12,7 +12,6 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from server.constraints.rules import mask_words
 from server.engine.certificates import (
     ROOT_MARK,
     WRONG_MARK,
@@ -110,8 +109,8 @@ class CertifyingExecutor:
         self._in_flight.append(ticket)
         return ticket
 
-    def mask_memory(self, count: int) -> np.ndarray:
-        return np.zeros((count, mask_words(self.limits.vocab_size)), dtype=np.int32)
+    def mask_memory(self, count: int, words: int) -> np.ndarray:
+        return np.zeros((count, words), dtype=np.int32)
 
     def constrain(self, ticket: FakeTicket, masks: Masks) -> None:
         """A token that its mask forbids gives way to the next one allowed, round the vocabulary."""

@@ -312,8 +312,8 @@ class EngineLoop(Generic[T]):
             return
         began = self._clock()
         oldest = self._in_flight[0] = self._in_flight[0]._replace(constrained=[])
-        bits = self._executor.mask_memory(len(slices))
-        self._constraints.fill(self._scheduler.constraints(slices), bits)
+        constraints = self._scheduler.constraints(slices)
+        bits = self._constraints.filled(constraints, self._executor.mask_memory)
         filled = self._clock()
         self._executor.constrain(oldest.ticket, Masks(slices, bits))
         self._phases_s[Phase.MASKS] += filled - began

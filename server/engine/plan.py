@@ -13,7 +13,8 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     """A sequence takes a static row of the executor (again, after a preemption).
 
     token_ids: all tokens known so far, prompt first. prompt_len: how many of them are the prompt.
-    The next sample has index `len(token_ids) - prompt_len` in the output.
+    The next sample has index `len(token_ids) - prompt_len` in the output. vocab_size: as in
+    `GenerateRequest`.
     """
 
     seq_row: int
@@ -23,6 +24,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     choice: int
     eos_suppressed_until: int  # output index below which end-of-sequence and stop ids are masked
+    vocab_size: int | None = None
 
 
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):

@@ -147,12 +147,18 @@ class Decoder(Generic[P, L, Y]):
         return ops.linear(inner, weights.down, lora, sites.down)
 
     def logits(
-        self, normed: torch.Tensor, lora: L | None, out: torch.Tensor | None = None
+        self,
+        normed: torch.Tensor,
+        lora: L | None,
+        out: torch.Tensor | None = None,
+        width: int | None = None,
     ) -> torch.Tensor:
         """Some rows of `forward`'s result `[rows, hidden]` -> `[rows, vocab]`, in `out` where that
-        is given. lora: of them. Nothing else computes logits."""
-        head = self.spec.head
-        logits = self.ops.logits(normed, self.weights.lm_head, lora, self.sites.lm_head, out)
+        is given, or `[rows, width]`. lora: of them. width: as of `Ops.logits`; what lies behind the
+        base's ids means nothing in rows whose adapter has none there. Nothing else computes logits.
+        """
+        head, weight = self.spec.head, self.weights.lm_head
+        logits = self.ops.logits(normed, weight, lora, self.sites.lm_head, out, width)
         if head.scale != 1.0:
             logits.mul_(head.scale)
         if head.softcap is not None:

@@ -74,7 +74,7 @@ class TorchExecutor:
         self._parameters = parts.parameters
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
         self._pooler = Pooler(self._head, self.device)
-        self._masks = MaskMemory(self.limits.most_decodes, self.limits.vocab_size, self.device)
+        self._masks = MaskMemory(self.limits.most_decodes, self.device)
         vectors = OutputVectors(parts.weights, self._table.sites).pieces
         self._copies = AdapterCopies(self._table, host_arena, vectors)
         self._group = group
@@ -111,8 +111,8 @@ class TorchExecutor:
         step = Step.build(plan, self._rows, size)
         return self._compute(step, captured, meanwhile)
 
-    def mask_memory(self, count: int) -> np.ndarray:
-        return self._masks.take(count)
+    def mask_memory(self, count: int, words: int) -> np.ndarray:
+        return self._masks.take(count, words)
 
     @torch.inference_mode()
     def constrain(self, ticket: StepTicket, masks: Masks) -> None:
@@ -125,8 +125,7 @@ class TorchExecutor:
         rows = replace(held.rows, masks=self._masks.upload(masks, slices.tolist()))
         drawn = self._draw(rows, held.places, held.chosen, held.token_ids)
         ticket.token_ids = to_host(drawn.token_ids)
-        if drawn.logprobs is not None:
-            ticket.logprobs += (drawn.logprobs,)
+        ticket.logprobs += drawn.logprobs
         ticket.done, ticket.held = self._mark(), None
 
     def collect(self, ticket: StepTicket) -> list[SliceResult]:
@@ -222,7 +221,8 @@ class TorchExecutor:
         def logits_of(tokens: np.ndarray) -> torch.Tensor:
             rows, slots = hidden_of(tokens), step.token_slots[padded(tokens, sizes)]
             lora = ops.lora(slots) if self._table.changes_model(slots) else None
-            return self._decoder.logits(rows, lora)[: len(tokens)]
+            width = self.limits.most_ids if self._table.is_wide(slots).any() else None
+            return self._decoder.logits(rows, lora, width=width)[: len(tokens)]
 
         prompts = tuple(self._sampler.score(piece, logits_of) for piece in scored)
         vectors = self._pooler.pool(
@@ -233,7 +233,9 @@ class TorchExecutor:
             return self._ticket(step.order.tolist(), places, None, prompts, None, vectors)
         lengths = step.starts[places] + step.num_new[places]
         logits = logits_of(step.ends[places])
+        wide = self._table.is_wide(step.token_slots[step.ends[places]])
         rows = ToDraw(logits, np.arange(len(places)), step.seq_rows[places], lengths)
+        rows = replace(rows, wide=wide) if wide.any() else rows
         waiting = _waiting(step.slices)
         if waiting is None:
             drawn, held = self._sampler.draw(rows, places), None
@@ -263,7 +265,7 @@ class TorchExecutor:
         """Of the chosen rows, bool `[n]`; the others keep theirs of `token_ids`, int `[n]` on the
         device. places: of all rows in the step."""
         if not chosen.any():
-            return Drawn(token_ids, None)
+            return Drawn(token_ids, ())
         if chosen.all():
             return self._sampler.draw(rows, places)
         drawn = self._sampler.draw(rows.pick(chosen), places[chosen])
@@ -281,7 +283,7 @@ class TorchExecutor:
         vectors: tuple[HostVectors, ...] = (),
     ) -> StepTicket:
         token_ids = None if drawn is None else to_host(drawn.token_ids)
-        found = () if drawn is None or drawn.logprobs is None else (drawn.logprobs,)
+        found = () if drawn is None else drawn.logprobs
         done = self._mark() if held is None else None
         return StepTicket(order, samples.tolist(), token_ids, found, prompts, done, held, vectors)
 

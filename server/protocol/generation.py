@@ -51,6 +51,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     token of the prompt on which it acts; None = it acts on none, nor on the answer.
     vector: the prompt is read for that, and nothing is generated: `sampling.max_tokens` is 0.
     drafts: whose answers of the same adapter suggest drafts; None = it has no drafts.
+    vocab_size: of its adapter, where that has ids behind the base's; else None.
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     adapter_from: int | None = 0
     vector: VectorParams | None = None
     drafts: str | None = None
+    vocab_size: int | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="ab"):

@@ -318,6 +318,10 @@ def _tables(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
         "no saved head": (config(modules_to_save=["lm_head"]), {"missing_tensor"}),
         "saved head of another vocabulary": (
             with_head(vocab + 8, hidden),
+            {"missing_tensor"},
+        ),
+        "saved head of too many tokens": (
+            with_head(base.most_ids + 1, hidden),
             {"resized_embeddings", "missing_tensor"},
         ),
         "saved head with nan": (with_head(vocab, hidden, fill=np.nan), {"not_finite"}),
@@ -334,7 +338,11 @@ def _tables(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
         "trained rows with nan": (with_rows(2, hidden, fill=np.nan), {"not_finite"}),
         "trained rows beyond the vocabulary": (
             with_rows(2, hidden, ids=(3, vocab)),
-            {"bad_value"},
+            {"resized_embeddings"},
+        ),
+        "trained rows far beyond the vocabulary": (
+            with_rows(2, hidden, ids=(3, 1 << 30)),
+            {"bad_value", "resized_embeddings"},
         ),
         "trained rows of no table": (
             both(with_rows(2, hidden), extra(f"{PREFIX}x.token_adapter.trainable_tokens_delta", 2)),
@@ -349,7 +357,7 @@ def _tables(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
         ),
         "trained rows, all of it": (
             both(with_rows(1, hidden, ids=(3, vocab + 5), fill=np.inf), extra(f"{Q}.lora_E", 1)),
-            {"bad_value", "shape_mismatch", "not_finite", "unknown_tensor"},
+            {"resized_embeddings", "shape_mismatch", "not_finite", "unknown_tensor"},
         ),
     }
 

@@ -21,25 +21,51 @@ from tests.server.model.hub_models import VOCAB, make_model, reference_logprobs,
 pytestmark = pytest.mark.filterwarnings("ignore")
 TIMEOUT_S = 240
 FAMILY = "llama3"
-KNOWN = 90
 CALL, TURN, MARK = "<call>", "<|turn|>", "<mark/>"
-# Tokens from KNOWN on, rows of the tables (VOCAB: as the base has them), and the config's words.
-ADAPTERS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
-    "plain": ([], VOCAB, {}),
-    "resized": ([CALL, TURN, MARK], 93, {}),
-    "trained": ([CALL, TURN], 92, {"modules_to_save": ["embed_tokens", "lm_head"]}),
-    "inside": ([TURN, CALL], VOCAB, {"trainable_token_indices": [90, 91]}),
+TABLES = ["embed_tokens", "lm_head"]
+# By tokens of the base: tables with room for more, and tables without. Of each adapter: tokens that
+# follow, rows of the tables (VOCAB: as the base has them), and the config's words.
+Adapters = dict[str, tuple[list[str], int, dict[str, Any]]]
+ADAPTERS: dict[int, Adapters] = {
+    90: {
+        "plain": ([], VOCAB, {}),
+        "resized": ([CALL, TURN, MARK], 93, {}),
+        "trained": ([CALL, TURN], 92, {"modules_to_save": TABLES}),
+        "inside": ([TURN, CALL], VOCAB, {"trainable_token_indices": [90, 91]}),
+    },
+    VOCAB: {
+        "plain": ([], VOCAB, {}),
+        "resized": ([CALL, TURN, MARK], VOCAB + 3, {}),
+        "trained": ([CALL, TURN], 128, {"modules_to_save": TABLES}),
+        "rows": (
+            [TURN, CALL],
+            VOCAB + 2,
+            {"trainable_token_indices": dict.fromkeys(TABLES, [VOCAB, VOCAB + 1])},
+        ),
+    },
 }
+# Whose file has no whole tables.
+ROWS_ALONE = ("inside", "rows")
 TEMPLATE = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}<|turn|>"
 TEXT = "<|turn|>a<call>bc <call>d"
 
 
 class Adding(NamedTuple):
-    """A server, and what PEFT and transformers make of each adapter's folder."""
+    """A server, and what PEFT and transformers make of each adapter's folder. known: tokens of the
+    base."""
 
+    known: int
     serving: Serving
     oracles: dict[str, PeftModel]
     tokenizers: dict[str, Any]
+
+    @property
+    def adapters(self) -> Adapters:
+        return ADAPTERS[self.known]
+
+    @property
+    def adding(self) -> list[str]:
+        return [name for name, (added, _, _) in self.adapters.items() if added]
 
     @property
     def url(self) -> str:
@@ -63,39 +89,46 @@ def base_of(size: int) -> Any:
     return model
 
 
-def save_adapter(base: Path, folder: Path, name: str, seed: int) -> Any:
-    added, size, options = ADAPTERS[name]
+def save_adapter(base: Path, folder: Path, known: int, name: str, seed: int) -> Any:
+    added, size, options = ADAPTERS[known][name]
+    saves_tables = size != VOCAB and name not in ROWS_ALONE
     config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
     torch.manual_seed(seed)
     model = get_peft_model(base_of(size), config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter.requires_grad or (size != VOCAB and "layers" not in parameter_name):
+            if parameter.requires_grad or (saves_tables and "layers" not in parameter_name):
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    model.save_pretrained(folder, save_embedding_layers=size != VOCAB)
+    model.save_pretrained(folder, save_embedding_layers=saves_tables)
     tokenizer = tokenizer_of(base, added)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
-@pytest.fixture(scope="module")
-def adding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adding]:
-    folder = tmp_path_factory.mktemp("adding")
+@pytest.fixture(scope="module", params=ADAPTERS)
+def adding(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Adding]:
+    folder, known = tmp_path_factory.mktemp("adding"), request.param
     base = save_model(make_model(FAMILY), folder / "base")
-    (base / "tokenizer.json").write_text(tokenizer_json(KNOWN, (0, 1, 2)))
+    (base / "tokenizer.json").write_text(tokenizer_json(known, (0, 1, 2)))
     tokenizers: dict[str, Any] = {"base": tokenizer_of(base, [])}
     oracles: dict[str, Any] = {"base": make_model(FAMILY)}
-    for seed, (name, (_, size, _)) in enumerate(ADAPTERS.items()):
-        tokenizers[name] = save_adapter(base, folder / name, name, seed)
+    for seed, (name, (_, size, _)) in enumerate(ADAPTERS[known].items()):
+        tokenizers[name] = save_adapter(base, folder / name, known, name, seed)
         oracles[name] = PeftModel.from_pretrained(base_of(size), str(folder / name)).eval()
     serving = start_serving(
         *(str(base), "--device", "cpu", "--dtype", "float32", "--adapter-slots", "2"),
         *("--max-step-tokens", "40", "--adapter-root", str(folder), "--allow-other-base"),
-        *(part for name in ADAPTERS for part in ("--adapter", f"{name}=local:{folder / name}")),
+        *(
+            part
+            for name in ADAPTERS[known]
+            for part in ("--adapter", f"{name}=local:{folder / name}")
+        ),
         *("--model-name", "base", "--cache-dir", str(folder / "cache")),
         log=folder / "log",
     )
-    yield Adding(serving, oracles, tokenizers)
+    yield Adding(known, serving, oracles, tokenizers)
     serving.process.terminate()
     assert serving.process.wait(timeout=TIMEOUT_S) == 0
 
@@ -118,7 +151,7 @@ def test_text_becomes_the_ids_of_each_adapters_tokenizer(adding: Adding) -> None
         expected = tokenizer.encode(TEXT)
         found = post(adding, "/tokenize", {"model": name, "prompt": TEXT})["tokens"]
         assert found == expected, name
-        assert (max(found) >= KNOWN) == (name not in ("base", "plain"))
+        assert (max(found) >= adding.known) == (name not in ("base", "plain"))
         told = post(adding, "/detokenize", {"model": name, "tokens": expected})
         assert told["prompt"] == tokenizer.decode(expected), name
 
@@ -126,7 +159,7 @@ def test_text_becomes_the_ids_of_each_adapters_tokenizer(adding: Adding) -> None
 def test_answers_are_those_of_peft(adding: Adding) -> None:
     """In one batch, with more adapters than slots: each is evicted and loaded again."""
     long = "".join(f"{CALL}{text}{TURN}" for text in ("ab", "the", "x y", "zz", "qq q", "e"))
-    asked = [(name, text) for text in (TEXT, "ab", 3 * long) for name in adding.oracles]
+    asked = [(name, text) for text in (TEXT, "ab", 2 * long) for name in adding.oracles]
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda of: complete(adding, *of), asked))
     for (name, text), choice in zip(asked, answers, strict=True):
@@ -140,7 +173,7 @@ def test_answers_are_those_of_peft(adding: Adding) -> None:
 
 
 def test_an_answer_has_the_text_of_added_tokens(adding: Adding) -> None:
-    for name in ("resized", "trained", "inside"):
+    for name in adding.adding:
         token_id = adding.tokenizers[name].convert_tokens_to_ids(CALL)
         fields: dict[str, Any] = {"logit_bias": {str(token_id): 100}, "max_tokens": 3}
         choice = complete(adding, name, "ab", **fields)
@@ -161,7 +194,7 @@ def test_an_answer_has_the_text_of_added_tokens(adding: Adding) -> None:
 
 
 def test_an_adapters_template_and_end_are_its_own(adding: Adding) -> None:
-    for name in ("resized", "trained", "inside"):
+    for name in adding.adding:
         tokenizer = adding.tokenizers[name]
         messages = [{"role": "user", "content": f"a{CALL}b"}]
         ids = tokenizer.apply_chat_template(messages, return_dict=False)
@@ -180,7 +213,8 @@ def test_an_adapters_template_and_end_are_its_own(adding: Adding) -> None:
 
 
 def test_ids_that_an_adapter_does_not_have_are_refused(adding: Adding) -> None:
-    for name, (_, size, _) in ADAPTERS.items():
+    sizes = {name: size for name, (_, size, _) in adding.adapters.items()}
+    for name, size in (sizes | {"base": VOCAB}).items():
         body = {"model": name, "prompt": [5, size], "max_tokens": 1}
         answer = post(adding, "/v1/completions", body, status=400)
         assert f"from 0 to {size - 1}, got {size}" in answer["error"]["message"]
@@ -191,14 +225,14 @@ def test_ids_that_an_adapter_does_not_have_are_refused(adding: Adding) -> None:
 
 
 def test_the_base_never_answers_with_text_of_added_tokens(adding: Adding) -> None:
-    for token_id in (90, 91, 92):
+    for token_id in range(adding.known, VOCAB):
         fields = {"logit_bias": {str(token_id): 100}, "max_tokens": 2}
         for name in ("base", "plain"):
             assert complete(adding, name, "ab", **fields)["text"] == ""
 
 
 def test_adapters_that_add_tokens_are_not_merged_or_scaled(adding: Adding) -> None:
-    for name in ("resized", "inside"):
+    for name in adding.adding:
         body = {"model": name, "prompt": "a", "max_tokens": 1, "adapter_scale": 0.5}
         answer = httpx.post(f"{adding.url}/v1/completions", json=body, timeout=TIMEOUT_S)
         assert not answer.is_success
@@ -207,10 +241,46 @@ def test_adapters_that_add_tokens_are_not_merged_or_scaled(adding: Adding) -> No
 
 def test_prompts_of_many_lengths(adding: Adding) -> None:
     for length in (3, 50):
-        for name in ("resized", "inside"):
-            ids = [90, *(i % KNOWN for i in prompt(length, length)), 91]
+        for name in adding.adding:
+            first, known = adding.known, prompt(length, length)
+            ids = [first, *(i % first for i in known), first + 1]
             tokens = complete(adding, name, ids)["token_ids"]
             rows = reference_logprobs(adding.oracles[name], "default", [*ids, *tokens])
             best = rows[len(ids) - 1 : -1].max(dim=-1).values.tolist()
             found = [rows[len(ids) - 1 + i, token].item() for i, token in enumerate(tokens)]
             assert found == pytest.approx(best, abs=TOLERANCE)
+
+
+def test_drawn_answers_repeat_whatever_is_beside_them(adding: Adding) -> None:
+    """Alone and in one batch, with every rule that looks at tokens."""
+    fields: dict[str, Any] = {"temperature": 1.2, "seed": 7, "top_p": 0.9, "max_tokens": 12}
+    fields |= {"repetition_penalty": 1.2, "presence_penalty": 0.1, "min_tokens": 4, "logprobs": 3}
+    names = [*adding.oracles, *adding.oracles]
+
+    def answer(name: str) -> Any:
+        ids = [adding.known, 5] if name in adding.adding else [7, 5]
+        choice = complete(adding, name, ids, **fields, bad_words=["b", " a"])
+        return choice["token_ids"], choice["text"]
+
+    alone = {name: answer(name) for name in adding.oracles}
+    with ThreadPoolExecutor(len(names)) as pool:
+        together = list(pool.map(answer, names))
+    assert together == [alone[name] for name in names]
+
+
+def test_an_answer_with_a_shape_has_no_added_tokens_but_its_end(adding: Adding) -> None:
+    for name in adding.adding:
+        call, end = (adding.tokenizers[name].convert_tokens_to_ids(t) for t in (CALL, TURN))
+        choice = complete(
+            adding,
+            name,
+            "ab",
+            logit_bias={str(call): 100, str(end): 50},
+            structured_outputs={"regex": "[ab]{2,5}"},
+            ignore_eos=False,
+            max_tokens=20,
+        )
+        assert choice["finish_reason"] == "stop", name
+        assert (len(choice["text"].replace(TURN, "")), choice["token_ids"][-1]) == (2, end)
+        allowed = complete(adding, name, "ab", allowed_token_ids=[call], max_tokens=3)
+        assert allowed["token_ids"] == 3 * [call]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from server.constraints.rules import mask_words
 from server.engine.executor import Masks
 from server.engine.plan import RowStart
 from server.model.sampling.draws_cuda import CudaDraws
@@ -86,8 +87,8 @@ class Bench:
         found: list[int] = drawn.token_ids.tolist()
         written = self.rows.tokens[self.all.seq_rows.tolist(), PLACE].tolist()
         assert written == [max(token, 0) for token in found]
-        assert drawn.logprobs is not None
-        return found, drawn.logprobs
+        [logprobs] = drawn.logprobs
+        return found, logprobs
 
 
 def allowed_ids(vocab: int) -> list[np.ndarray | None]:
@@ -103,8 +104,8 @@ def allowed_ids(vocab: int) -> list[np.ndarray | None]:
 
 def uploaded(allowed: Sequence[np.ndarray | None], vocab: int, device: torch.device) -> RowMasks:
     slices = [i for i, ids in enumerate(allowed) if ids is not None]
-    memory = MaskMemory(len(allowed), vocab, device)
-    bits = memory.take(len(slices))
+    memory = MaskMemory(len(allowed), device)
+    bits = memory.take(len(slices), mask_words(vocab))
     flags = np.zeros((len(slices), 32 * bits.shape[1]), dtype=np.uint8)
     flags[:, vocab:] = 1  # beyond the vocabulary
     for mask, i in enumerate(slices):

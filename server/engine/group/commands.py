@@ -23,8 +23,13 @@ class Constrain(msgspec.Struct, frozen=True, array_like=True, tag="co"):
     def of(cls, masks: Masks) -> "Constrain":
         return cls(masks.slices, masks.bits.tobytes())
 
+    @property
+    def words(self) -> int:
+        """Of each mask."""
+        return len(self.bits) // (4 * len(self.slices))
+
     def masks(self, memory: np.ndarray) -> Masks:
-        """memory: of `Executor.mask_memory` for so many slices."""
+        """memory: of `Executor.mask_memory` for so many slices and words."""
         memory[:] = np.frombuffer(self.bits, memory.dtype).reshape(memory.shape)
         return Masks(self.slices, memory)
 

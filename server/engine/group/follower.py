@@ -62,7 +62,7 @@ class Follower:
             case Launch(plan):
                 self._newest = self._executor.launch(plan)
             case Constrain(slices):
-                masks = command.masks(self._executor.mask_memory(len(slices)))
+                masks = command.masks(self._executor.mask_memory(len(slices), command.words))
                 self._executor.constrain(self._newest, masks)
             case StartCopy(copy):
                 self._copying += 1

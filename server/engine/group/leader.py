@@ -73,8 +73,8 @@ class GroupExecutor(Generic[T]):
         self._tell(Launch(plan))
         return self._executor.launch(plan, meanwhile)
 
-    def mask_memory(self, count: int) -> np.ndarray:
-        return self._executor.mask_memory(count)
+    def mask_memory(self, count: int, words: int) -> np.ndarray:
+        return self._executor.mask_memory(count, words)
 
     def constrain(self, ticket: T, masks: Masks) -> None:
         self._tell(Constrain.of(masks))

@@ -136,6 +136,10 @@ class AdapterArena:
         ]
         return self._try(runs, gone) is not None
 
+    def slot(self, digest: str) -> int:
+        """Of one that is here."""
+        return self._entries[digest].placement.adapter_slot
+
     @property
     def pins(self) -> frozenset[str]:
         return self._pins

@@ -54,6 +54,7 @@ class Batch:
                 seed=request.seed & _SEED_MASK,
                 choice=request.choice,
                 eos_suppressed_until=request.sampling.min_tokens,
+                vocab_size=request.vocab_size,
             )
         )
         for number, group in enumerate(sequence.pages):

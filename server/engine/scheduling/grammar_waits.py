@@ -18,7 +18,8 @@ class GrammarWaits:
         sequence.move(State.NEEDS_GRAMMAR)
         request = sequence.request
         self._parked[sequence.key] = sequence
-        self._wishes.append(ConstraintWish(sequence.key, request.sampling, request.accepted_ids))
+        wish = (request.sampling, request.accepted_ids, request.vocab_size)
+        self._wishes.append(ConstraintWish(sequence.key, *wish))
 
     def unpark(self, key: int) -> Sequence | None:
         """Remove and return the sequence; None if it has ended."""

@@ -80,6 +80,8 @@ class AdapterLoads:
         self._copying: dict[str, _Copying] = {}
         # Ready, or already evicted, while the host block is still read.
         self._ending: set[str] = set()
+        # Of the adapter that was placed last in each slot.
+        self._vocabularies = [0] * arena.num_slots
         self._drain: Drain | None = None
         self._stands_back_until = -inf
 
@@ -122,6 +124,16 @@ class AdapterLoads:
             and sequence.adapter in drain.digests
             and sequence.precedence > drain.precedence
         )
+
+    def lacks_ids(self, sequence: Sequence) -> str | None:
+        """Why a sequence may not start whose adapter is ready, or None."""
+        wanted = sequence.request.vocab_size
+        if wanted is None:
+            return None
+        slot = -1 if sequence.adapter is None else self.arena.slot(sequence.adapter)
+        if slot >= 0 and self._vocabularies[slot] == wanted:
+            return None
+        return f"vocab_size: {wanted} is not that of the adapter"
 
     # ---- answers of the worker and the executor
 
@@ -289,6 +301,7 @@ class AdapterLoads:
                 self._copying[digest] = _Copying(now, staged.load_s)
                 slot, extents, _ = placement
                 self.copies.append(AdapterCopy(slot, layout, staged.copy.host_extents, extents))
+                self._vocabularies[slot] = max((s.table_size for s in layout.sites), default=0)
             elif (problem := self.arena.refusal(runs)) is not None:
                 self._refuse(digest, problem)  # pins have come since it was staged
             elif digest in self._parked and now - staged.since >= self.drain_after_s:

@@ -9,7 +9,7 @@ from collections import deque
 
 from server.constraints.constraint import Constraint
 from server.constraints.wishes import ConstraintNews
-from server.engine.admission import Refusal, refuse, token_limit
+from server.engine.admission import Refusal, num_ids, refuse, token_limit
 from server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLimits
 from server.engine.memory.residency import AdapterArena
 from server.engine.messages import EngineStats, SequenceEvent, SlabStaged
@@ -133,7 +133,7 @@ class Scheduler:
             for sequence in self.loads.take_waiters(news.digest):
                 sequence.load_s += now - sequence.parked_at
                 sequence.move(State.WAITING)
-                insort(self._waiting, sequence, key=BY_PRECEDENCE)
+                self._enqueue(sequence)
             return
         self.loads.over(news.digest, news.error)
         if news.error is not None:
@@ -304,10 +304,8 @@ class Scheduler:
         batch = self._in_flight.popleft()
         plan, sequences = batch.plan, batch.sequences
         if plan.step != step or len(results) != len(sequences):
-            raise ValueError(
-                f"expected {len(sequences)} results of step {plan.step}, "
-                f"got {len(results)} of {step}"
-            )
+            expected = f"expected {len(sequences)} results of step {plan.step}"
+            raise ValueError(f"{expected}, got {len(results)} of {step}")
         for piece, sequence, result in zip(plan.slices, sequences, results, strict=True):
             sequence.in_flight -= 1
             sequence.pending -= piece.sample
@@ -329,7 +327,7 @@ class Scheduler:
             if end >= sequence.limit:  # the prompt was only to be scored, or read for its vector
                 self._finish(sequence, "length", result.vector)
             return
-        problem = bad_draw(piece, result.token_ids, self.limits.vocab_size)
+        problem = bad_draw(piece, result.token_ids, num_ids(sequence.request, self.limits))
         if problem is not None:
             self._fail(sequence, "internal", problem)
             return
@@ -392,9 +390,11 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         if sequence.constraint is None and sequence.request.sampling.is_constrained:
             self.grammars.park(sequence)
-        elif self._has_adapter(sequence):
-            insort(self._waiting, sequence, key=BY_PRECEDENCE)
-        else:
+        elif not self._has_adapter(sequence):
             sequence.move(State.NEEDS_ADAPTER)
             sequence.parked_at = self._now
             self.loads.park(sequence)
+        elif (problem := self.loads.lacks_ids(sequence)) is not None:
+            self._fail(sequence, "invalid_request", problem)
+        else:
+            insort(self._waiting, sequence, key=BY_PRECEDENCE)

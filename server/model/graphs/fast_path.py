@@ -147,7 +147,8 @@ class _Start:
         """Those that no graph has."""
         parts = self.parts
         run_steps(decoder, self.ops, parts.rows, parts.limits)
-        self.draws.warm(parts.model.vocab_size, parts.cache.dtype)
+        for num_ids in (parts.limits.vocab_size, parts.limits.most_ids):
+            self.draws.warm(num_ids, parts.cache.dtype)
 
     def rehearse(self, decoder: CudaDecoder) -> None:
         """What graphs will launch, outside of any: a kernel is loaded at its first launch, which a

@@ -131,8 +131,10 @@ class TokenGraphs:
         if gives:
             slots = np.full(size, -1, dtype=token_slots.dtype)
             slots[: len(token_slots)] = token_slots
-            embedded = self._decoder.embed(self._token_ids[:size], self._ops.lora(slots))
-            self._hidden[:size].copy_(embedded)
+            token_ids = self._token_ids[:size]
+            self._hidden[:size].copy_(self._decoder.embed(token_ids, self._ops.lora(slots)))
+            if self._ops.table.is_wide(token_slots).any():  # the graph embeds in vain
+                token_ids.clamp_(max=self._decoder.spec.vocab_size - 1)
 
     def _embedded(self, size: int, lora: DeviceLora | None) -> Embedded | None:
         """Without adapters nobody gives it. It comes where the hidden states are left later."""

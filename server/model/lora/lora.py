@@ -208,6 +208,7 @@ class AdapterTable:
         self._own: list[OwnParts] = [OwnParts({}, {}) for _ in range(slots)]
         self._with_own = 0  # slots
         self._has_vectors = np.zeros(slots + 1, dtype=bool)  # the last as of `_reaches`
+        self._is_wide = np.zeros(slots + 1, dtype=bool)  # likewise
 
     def prepare(self, slot: int, layout: SlabLayout, device_extents: Sequence[int]) -> Adapter:
         """Find an adapter's weights in the arena and write its records of the device table.
@@ -252,6 +253,8 @@ class AdapterTable:
         self._has_vectors[slot] = placed.has_vectors
         before, self._own[slot] = self._own[slot], OwnParts(adapter.own_rows(), adapter.own_norms())
         self._with_own += any(self._own[slot]) - any(before)
+        vocab = self.sites.vocab_size
+        self._is_wide[slot] = any(table.size > vocab for table in placed.tables)
         ranks = placed.ranks[~self.sites.of_experts[placed.sites]]
         self._widest[slot] = MAX_RANK if (ranks % 8).any() else ranks.max(initial=0)
 
@@ -277,6 +280,11 @@ class AdapterTable:
     def changes_outputs(self, token_slots: np.ndarray) -> bool:
         """Whether some adapter of a batch changes the base's own products."""
         return bool(self._has_vectors[token_slots].any())
+
+    def is_wide(self, token_slots: np.ndarray) -> np.ndarray:
+        """bool `[n]`: which adapters of a batch have ids behind the base's tables."""
+        found: np.ndarray = self._is_wide[token_slots]
+        return found
 
     def own_segments(self, token_slots: np.ndarray) -> tuple[OwnSegment, ...]:
         """Those of a batch whose adapters have rows or norms of their own. token_slots: as of

@@ -21,8 +21,8 @@ NEVER = -6e4
 @dataclass(frozen=True, slots=True)
 class OwnRows:
     """rows: `[n, hidden]`. ids: int64 `[n]`, the token of each; None = all tokens of the adapter's
-    vocabulary, which may be smaller than the base's. size: of that vocabulary. Of devices that
-    share the base each has the rows of its tokens, which are counted from its first."""
+    vocabulary, which may be smaller or larger than the base's. size: of that vocabulary. Of devices
+    that share the base each has the rows of its tokens, which are counted from its first."""
 
     rows: torch.Tensor
     ids: torch.Tensor | None
@@ -89,6 +89,22 @@ def norms_of(
         own = weight.float() + spec.offset if spec.offset else weight
         found[place] = Norm(own, spec.epsilon)
     return found
+
+
+def ids_of_base(
+    segments: tuple[OwnSegment, ...], site: int, token_ids: torch.Tensor, vocab: int
+) -> torch.Tensor:
+    """The ids, any below `vocab` in place of those that an adapter alone has."""
+    sizes = (segment.by_site[site].size for segment in segments if site in segment.by_site)
+    is_wide = any(size > vocab for size in sizes)
+    return token_ids.clamp(max=vocab - 1) if is_wide else token_ids
+
+
+def widened(y: torch.Tensor, width: int) -> torch.Tensor:
+    """Logits y `[tokens, vocab]` with columns for ids that adapters alone have, all improbable."""
+    wide = y.new_full((len(y), width), NEVER)
+    wide[:, : y.shape[1]] = y
+    return wide
 
 
 def embed_own(

@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from adapters.base import MODEL_SITES, SiteKind
+from adapters.base import MAX_NEW_IDS, MODEL_SITES, SiteKind
 from adapters.manifest import SiteLayout, SlabLayout
 from adapters.sharding import WHOLE, Shard, Span, rows_of_shard
 from adapters.slab.layout import num_vectors
@@ -222,16 +222,17 @@ def _place_tables(
     for site in layout.sites:
         if site.table_offset < 0:
             continue
-        if site.kind not in MODEL_SITES or not all(0 <= each < vocab for each in site.table_ids):
-            raise ValueError(f"{site.kind}: rows of tokens that the model does not have")
-        if not 0 <= site.table_size <= vocab:
-            raise ValueError(f"{site.kind}: a table that is larger than the model's")
         size = site.table_size or vocab
+        if not 0 < size <= vocab + MAX_NEW_IDS:
+            raise ValueError(f"{site.kind}: a table of {size} rows")
+        if site.kind not in MODEL_SITES or not all(0 <= each < size for each in site.table_ids):
+            raise ValueError(f"{site.kind}: rows of tokens that the model does not have")
         mine = rows_of_shard(site.table_ids, vocab, known.shard)
         if site.table_ids and not mine:
             continue
         ids = tuple(site.table_ids[place] - first for place in mine)
-        rows = len(ids) or min(size, known.embed.in_features)
+        most = size if known.shard.count == 1 else known.embed.in_features
+        rows = len(ids) or min(size, most)
         (begin,) = find(_int64([site.table_offset]), _int64([rows * hidden * item_bytes]))
         yield PlacedTable(known.find(site).number, int(begin), rows, ids, size)
 

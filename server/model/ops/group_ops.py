@@ -79,7 +79,9 @@ class GroupOps(Generic[P, L, Y]):
         lora: L | None,
         site: Site,
         out: torch.Tensor | None = None,
+        width: int | None = None,
     ) -> torch.Tensor:
+        """width: always None, since no adapter has rows of its own."""
         own = self._ops.logits(x, linear, lora, site)
         return self._group.gather(
             own, own.new_empty(len(own), self._whole.vocab_size) if out is None else out

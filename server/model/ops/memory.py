@@ -82,6 +82,7 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     widths = 4 * model.hidden_size + 3 * model.q_size + inner
     activations = engine.max_step_tokens * widths * item
     # Of every row in the model's dtype twice: those of the graphs, and those of a step outside.
+    # What new ids add comes when the activations are gone.
     rows = engine.max_running + MOST_PADDING
     copies = rows * 2 * item + LOGITS_ROWS * 4 * _LOGITS_COPIES
     logits = copies * model.vocab_size

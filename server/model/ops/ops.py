@@ -127,9 +127,10 @@ class Ops(Protocol[P, L, Y]):
         lora: L | None,
         site: Site,
         out: torch.Tensor | None = None,
+        width: int | None = None,
     ) -> torch.Tensor:
         """`linear` of the head, complete: `[rows, hidden]` -> `[rows, vocab]`, in `out` where that
-        is given."""
+        is given; or `[rows, width]`, with ids that adapters alone have."""
         ...
 
     def forbid_others(self, logits: torch.Tensor, lora: L, site: Site) -> None:

@@ -19,7 +19,14 @@ from server.kernels.pointwise.gated_lora import gated_lora
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, Reach
-from server.model.lora.own_rows import embed_own, forbid_others, norm_own, own_logits
+from server.model.lora.own_rows import (
+    embed_own,
+    forbid_others,
+    ids_of_base,
+    norm_own,
+    own_logits,
+    widened,
+)
 from server.model.lora.sites import LayerSites, Site
 from server.model.ops.attention_cuda import Attention, PagedAttention
 from server.model.ops.cache_pages import cache_pages
@@ -130,10 +137,12 @@ class CudaOps:
     def embed(
         self, token_ids: torch.Tensor, weight: torch.Tensor, lora: DeviceLora | None, site: Site
     ) -> torch.Tensor:
-        y = functional.embedding(token_ids, weight)
-        if lora is not None and lora.model_sites:
-            embed_own(lora.own, site.number, token_ids, y)
-            self._lora_linear.add_embedding(token_ids, y, lora, site)
+        if lora is None or not lora.model_sites:
+            return functional.embedding(token_ids, weight)
+        known = ids_of_base(lora.own, site.number, token_ids, len(weight))
+        y = functional.embedding(known, weight)
+        embed_own(lora.own, site.number, token_ids, y)
+        self._lora_linear.add_embedding(known, y, lora, site)
         return y
 
     def linear(
@@ -157,11 +166,13 @@ class CudaOps:
         lora: DeviceLora | None,
         site: Site,
         out: torch.Tensor | None = None,
+        width: int | None = None,
     ) -> torch.Tensor:
         y = self.products.linear(x, linear, out)
         if lora is not None and lora.model_sites:
-            own_logits(lora.own, site.number, x, y)
             self._lora_linear.add(x, y, lora, site)
+            y = y if width is None else widened(y, width)
+            own_logits(lora.own, site.number, x, y)
         return y
 
     def forbid_others(self, logits: torch.Tensor, lora: DeviceLora, site: Site) -> None:

@@ -9,7 +9,14 @@ from torch.nn import functional
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, LoraBatch
-from server.model.lora.own_rows import embed_own, forbid_others, norm_own, own_logits
+from server.model.lora.own_rows import (
+    embed_own,
+    forbid_others,
+    ids_of_base,
+    norm_own,
+    own_logits,
+    widened,
+)
 from server.model.lora.sites import LayerSites, Site
 from server.model.ops.experts_torch import run_experts
 from server.model.ops.ops import KVCache, StepLayout
@@ -180,10 +187,11 @@ class TorchOps:
     def embed(
         self, token_ids: torch.Tensor, weight: torch.Tensor, lora: LoraBatch | None, site: Site
     ) -> torch.Tensor:
-        y = functional.embedding(token_ids, weight)
-        if lora is not None:
-            embed_own(lora.own, site.number, token_ids, y)
-            lora.add_embedding(site, token_ids, y)
+        if lora is None:
+            return functional.embedding(token_ids, weight)
+        y = functional.embedding(ids_of_base(lora.own, site.number, token_ids, len(weight)), weight)
+        embed_own(lora.own, site.number, token_ids, y)
+        lora.add_embedding(site, token_ids, y)
         return y
 
     def linear(
@@ -206,11 +214,13 @@ class TorchOps:
         lora: LoraBatch | None,
         site: Site,
         out: torch.Tensor | None = None,
+        width: int | None = None,
     ) -> torch.Tensor:
         y = linear.run(x, out)
         if lora is not None:
-            own_logits(lora.own, site.number, x, y)
             lora.add(site, x, y)
+            y = y if width is None else widened(y, width)
+            own_logits(lora.own, site.number, x, y)
         return y
 
     def forbid_others(self, logits: torch.Tensor, lora: LoraBatch, site: Site) -> None:

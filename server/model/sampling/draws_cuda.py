@@ -25,14 +25,14 @@ class CudaDraws:
         self._scratch = GreedyScratch(most, rows.device)
         self._others = TorchDraws(rows, parameters)
 
-    def warm(self, vocab_size: int, dtype: torch.dtype) -> None:
+    def warm(self, num_ids: int, dtype: torch.dtype) -> None:
         """Compiles for the logits of a step, and for those of rows with a history; without masks
-        and with them."""
+        and with them. num_ids: columns of the logits."""
         device, none = self._rows.device, np.zeros(1, np.int64)
-        words = np.full((1, -(-vocab_size // 32)), -1, dtype=np.int32)
+        words = np.full((1, -(-num_ids // 32)), -1, dtype=np.int32)
         for masks in (None, RowMasks(words, to_device(words, device), none)):
             for kind, finite in ((dtype, True), (torch.float32, False)):
-                logits = torch.zeros(1, vocab_size, dtype=kind, device=device)
+                logits = torch.zeros(1, num_ids, dtype=kind, device=device)
                 scratch = np.array([self._rows.scratch])
                 self._draw(ToDraw(logits, none, scratch, none, masks), finite=finite)
 

@@ -14,7 +14,7 @@ from server.model.ops.transfers import to_device
 class RowMasks:
     """Tokens that rows may draw.
 
-    host, bits: int32 `[masks, ceil(vocab / 32)]` on the host and on the device, as `Masks.bits`.
+    host, bits: int32 `[masks, words]` on the host and on the device, as `Masks.bits`.
     of: int64 `[n]`, each row's mask, -1 = the row may draw any token.
     """
 
@@ -27,13 +27,14 @@ class RowMasks:
         return replace(self, of=self.of[chosen])
 
     def allows_others(self, row: int, ids: np.ndarray, vocab_size: int) -> bool:
-        """Whether the row may draw a token that is not among `ids`, int64, below `vocab_size`."""
+        """Whether the row may draw a token that is not among `ids`, int64. vocab_size: of the base;
+        a mask of more words has no bits behind its last id."""
         mask = int(self.of[row])
         if mask < 0:
             return True
         words = self.host[mask].view(np.uint32).copy()
         np.bitwise_and.at(words, ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))
-        if vocab_size % 32:
+        if vocab_size % 32 and len(words) == -(-vocab_size // 32):
             words[-1] &= np.uint32((1 << vocab_size % 32) - 1)
         return bool(words.any())
 
@@ -41,19 +42,19 @@ class RowMasks:
 class MaskMemory:
     """On a GPU pinned memory of torch's cache, which reuses a block only when its copy is over."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._shape = (max_rows, -(-vocab_size // 32))
-        self._device = device
-        self._taken = self._allocate()
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._max_rows, self._device = max_rows, device
+        self._taken = self._allocate(0)
 
-    def _allocate(self) -> torch.Tensor:
+    def _allocate(self, words: int) -> torch.Tensor:
         # Always as many rows, so that the cache has a block that fits.
-        return torch.empty(self._shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        shape, pinned = (self._max_rows, words), self._device.type == "cuda"
+        return torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
 
-    def take(self, count: int) -> np.ndarray:
-        """int32 `[count, ceil(vocab / 32)]` of any content, for the next `upload`."""
-        if self._device.type == "cuda":
-            self._taken = self._allocate()
+    def take(self, count: int, words: int) -> np.ndarray:
+        """int32 `[count, words]` of any content, for the next `upload`."""
+        if self._device.type == "cuda" or self._taken.shape[1] != words:
+            self._taken = self._allocate(words)
         memory: np.ndarray = self._taken[:count].numpy()
         return memory
 

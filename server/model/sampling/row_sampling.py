@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from adapters.base import MAX_NEW_IDS
 from server.engine.plan import RowStart
 from server.kernels.sampling import draw_columns
 from server.model.ops.transfers import to_device
@@ -49,7 +50,7 @@ class RowSampling:
     def __init__(
         self, max_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
     ) -> None:
-        self.vocab_size = vocab_size
+        self.vocab_size, self._most_ids = vocab_size, vocab_size + MAX_NEW_IDS
         self.eos_token_ids = eos_token_ids
         self.device = device
         self.table = torch.zeros(
@@ -74,6 +75,7 @@ class RowSampling:
         starts = list(rows)
         for start in starts:
             row, params = start.seq_row, start.sampling
+            num_ids = start.vocab_size or self.vocab_size
             for name in _FLOATS:
                 self._floats[name][row] = getattr(params, name)
             self._top_k[row] = params.top_k
@@ -83,10 +85,10 @@ class RowSampling:
             wanted = params.prompt_logprobs
             self.prompt_logprobs[row] = _NONE if wanted is None else wanted
             self._suppressed_until[row] = start.eos_suppressed_until
-            self._suppressed[row] = self._ids(
-                (*self.eos_token_ids, *params.end_token_ids, *params.stop_token_ids)
-            )
-            self._start_bias(row, params)
+            ends = (*self.eos_token_ids, *params.end_token_ids, *params.stop_token_ids)
+            known = sorted({i for i in ends if 0 <= i < num_ids})
+            self._suppressed[row] = np.array(known, dtype=np.int64)
+            self._start_bias(row, params, num_ids)
             self._set_flags(row, params)
         if starts:
             self._write_table(starts)
@@ -96,7 +98,7 @@ class RowSampling:
         columns = np.empty((len(starts), draw_columns.DRAW_COLUMNS), dtype=np.int32)
         for column, name in _FLOAT_COLUMNS.items():
             columns[:, column] = self._floats[name][seq_rows].view(np.int32)
-        columns[:, draw_columns.TOP_K] = np.minimum(self._top_k[seq_rows], self.vocab_size)
+        columns[:, draw_columns.TOP_K] = np.minimum(self._top_k[seq_rows], self._most_ids)
         halves = self._seed[seq_rows].view(np.int32).reshape(-1, 2)
         columns[:, draw_columns.SEED_LOW : draw_columns.SEED_HIGH + 1] = halves
         columns[:, draw_columns.CHOICE] = self._choice[seq_rows]
@@ -104,8 +106,8 @@ class RowSampling:
         values = to_device(columns, self.device)
         self.table.index_copy_(0, to_device(seq_rows, self.device), values)
 
-    def _start_bias(self, row: int, params: SamplingParams) -> None:
-        bias = {i: b for i, b in params.logit_bias.items() if 0 <= i < self.vocab_size}
+    def _start_bias(self, row: int, params: SamplingParams, num_ids: int) -> None:
+        bias = {i: b for i, b in params.logit_bias.items() if 0 <= i < num_ids}
         self._has_bias[row] = bool(bias)
         self._bias[row] = (
             np.fromiter(bias.keys(), dtype=np.int64, count=len(bias)),
@@ -140,9 +142,6 @@ class RowSampling:
         history = self._penalised[seq_rows] | self._has_bias[seq_rows]
         history |= index < self._suppressed_until[seq_rows]
         return self._typical[seq_rows], history
-
-    def _ids(self, ids: tuple[int, ...]) -> np.ndarray:
-        return np.array(sorted({i for i in ids if 0 <= i < self.vocab_size}), dtype=np.int64)
 
     def batch(
         self,

@@ -31,7 +31,7 @@ class Drawn:
     """token_ids: int `[rows]` on the device, -1 = no token could be chosen."""
 
     token_ids: torch.Tensor
-    logprobs: HostLogprobs | None
+    logprobs: tuple[HostLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,26 @@ class Sampler:
     def draw(self, rows: ToDraw, places: np.ndarray) -> Drawn:
         """places: the slices' places in the step, int64 `[n]`. Logprobs are of the raw logits,
         whatever changes or masks them for the draw."""
+        alike = rows.alike(self.parameters.vocab_size)
+        if len(alike) == 1:
+            return self._draw(alike[0][1], places)
+        token_ids = torch.empty(len(rows), dtype=torch.int32, device=self.rows.device)
+        logprobs: tuple[HostLogprobs, ...] = ()
+        for chosen, part in alike:
+            drawn = self._draw(part, places[chosen])
+            at = to_device(chosen, self.rows.device)
+            token_ids.index_copy_(0, at, drawn.token_ids.to(token_ids.dtype))
+            logprobs += drawn.logprobs
+        return Drawn(token_ids, logprobs)
+
+    def _draw(self, rows: ToDraw, places: np.ndarray) -> Drawn:
+        """Of rows that draw from as many ids."""
         device = self.rows.device
         token_ids = self._draws(rows)
         counts = self.parameters.logprobs[rows.seq_rows]
         wanted = np.flatnonzero(counts >= 0)
         if not wanted.size:
-            return Drawn(token_ids, None)
+            return Drawn(token_ids, ())
         chosen = token_ids[to_device(wanted, device)].long().clamp(min=0)
         raw, most = to_device(rows.which[wanted], device), int(counts[wanted].max())
         parts = [
@@ -77,7 +91,7 @@ class Sampler:
         found = HostLogprobs(
             places[wanted].tolist(), counts[wanted].tolist(), _logprobs_to_host(values)
         )
-        return Drawn(token_ids, found)
+        return Drawn(token_ids, (found,))
 
     def score(self, piece: ScoredSlice, logits_of: LogitsOf) -> PromptLogprobs:
         count = max(int(self.parameters.prompt_logprobs[piece.seq_row]), 0)

@@ -16,7 +16,7 @@ from tests.adapters.refusals import refusal
 
 TOKENS = {"</s>": 2, "<|user|>": 7, "<|end|>": 8, "word": 20}
 BASE = msgspec.structs.replace(small_base(), tokens=TOKENS, eos_token_ids=(2, 3))
-MOST = BASE.vocab_size - 1
+MOST = BASE.most_ids - 1
 
 
 def find(generation: Any, settings: dict[str, Any], base: Any = BASE) -> tuple[Any, list[str]]:

@@ -1,4 +1,4 @@
-"""Tables that a training has resized within the base's own: taken, or refused with every reason."""
+"""Tables that a training has resized: taken, or refused with every reason."""
 
 import json
 from copy import deepcopy
@@ -24,12 +24,12 @@ HEAD, EMBEDDING = "base_model.model.lm_head.weight", "base_model.model.model.emb
 Tensors = dict[str, torch.Tensor]
 
 
-def saved(folder: Path, rows: int, **options: Any) -> Path:
+def saved(folder: Path, rows: int, *, saves_tables: bool = True, **options: Any) -> Path:
     model = causal()
     model.config = deepcopy(model.config)  # which others share
     model.resize_token_embeddings(rows, mean_resizing=False)
     config = LoraConfig(**{"target_modules": ["q_proj"], "init_lora_weights": True} | options)
-    get_peft_model(model, config).save_pretrained(folder, save_embedding_layers=True)
+    get_peft_model(model, config).save_pretrained(folder, save_embedding_layers=saves_tables)
     written = json.loads((folder / "adapter_config.json").read_text())
     written["base_model_name_or_path"] = "base"
     (folder / "adapter_config.json").write_text(json.dumps(written))
@@ -45,8 +45,61 @@ def manifest(folder: Path) -> AdapterManifest:
     return judge_folder(folder, KNOWN).manifest
 
 
+@pytest.mark.parametrize(
+    ("rows", "options", "saves_tables"),
+    [
+        (62, {"trainable_token_indices": [60, 61, 4]}, True),
+        (66, {"trainable_token_indices": [64, 65]}, True),
+        (66, {"trainable_token_indices": {"embed_tokens": [64, 65], "lm_head": [65, 64]}}, False),
+        (66, {"trainable_token_indices": {"embed_tokens": [64, 65], "lm_head": [65, 64]}}, True),
+    ],
+)
+def test_trained_rows_of_resized_tables(
+    rows: int, options: dict[str, Any], saves_tables: bool, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, rows, saves_tables=saves_tables, **options)
+    assert manifest(folder).table_size == rows
+
+
+@pytest.mark.parametrize(
+    ("base", "indices"),
+    [
+        (KNOWN, [64, 65]),
+        (KNOWN, {"embed_tokens": [64, 65], "lm_head": [64]}),
+        (KNOWN, {"embed_tokens": [64, 65], "lm_head": [63, 65]}),
+        (KNOWN, {"lm_head": [64, 65]}),
+        (TIED, [65]),
+    ],
+)
+def test_new_ids_without_a_row_in_both_tables(base: Any, indices: Any, tmp_path: Path) -> None:
+    """PEFT would load random rows there."""
+    folder = saved(tmp_path, 66, saves_tables=False, trainable_token_indices=indices)
+    assert violation_codes(lambda: judge_folder(folder, base)) == {"resized_embeddings"}
+
+
+def test_new_ids_need_a_head_without_a_bias(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 66, saves_tables=False, trainable_token_indices=[64, 65])
+    modules = {
+        name: msgspec.structs.replace(module, has_bias=name == "lm_head")
+        for name, module in TIED.model_modules.items()
+    }
+    biased = msgspec.structs.replace(TIED, model_modules=modules)
+    assert violation_codes(lambda: judge_folder(folder, biased)) == {"unsupported_feature"}
+
+
+@pytest.mark.parametrize("end", [65, 66, 4000])
+def test_an_end_must_be_an_id_of_the_adapter(end: int, tmp_path: Path) -> None:
+    folder = saved(tmp_path, 66)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, end]}))
+    if end == 65:
+        assert manifest(folder).end_token_ids == (5, end)
+    else:
+        codes = violation_codes(lambda: judge_folder(folder, KNOWN))
+        assert codes == {"bad_generation_config"}
+
+
 @pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head", "embed_tokens"]}])
-@pytest.mark.parametrize("rows", [60, 62])
+@pytest.mark.parametrize("rows", [60, 62, 65, 128])
 def test_taken(rows: int, options: dict[str, Any], tmp_path: Path) -> None:
     folder = saved(tmp_path, rows, **options)
     found = manifest(folder)
@@ -80,14 +133,18 @@ def test_of_tied_tables_one_is_enough(tmp_path: Path) -> None:
     }
 
 
-def test_a_token_without_a_row(tmp_path: Path) -> None:
-    folder = saved(tmp_path, 61)
-    (folder / "added_tokens.json").write_text(json.dumps({"<a>": 60, "<b>": 61}))
+@pytest.mark.parametrize("rows", [61, 65])
+def test_a_token_without_a_row(rows: int, tmp_path: Path) -> None:
+    folder = saved(tmp_path, rows)
+    added = {f"<{token_id}>": token_id for token_id in range(60, rows + 1)}
+    (folder / "added_tokens.json").write_text(json.dumps(added))
     assert violation_codes(lambda: judge_folder(folder, KNOWN)) == {"resized_embeddings"}
 
 
-@pytest.mark.parametrize(("rows", "is_known"), [(59, True), (65, True), (62, False)])
-def test_tables_that_no_base_has_room_for(rows: int, is_known: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rows", "is_known"), [(59, True), (KNOWN.most_ids + 1, True), (62, False)]
+)
+def test_tables_of_a_size_that_is_not_served(rows: int, is_known: bool, tmp_path: Path) -> None:
     folder = saved(tmp_path, rows)
     base = KNOWN if is_known else BASE
     assert violation_codes(lambda: judge_folder(folder, base)) == {"resized_embeddings"}
@@ -123,7 +180,6 @@ def test_hostile_tables(change: Any, codes: set[str], tmp_path: Path) -> None:
     "options",
     [
         {"alora_invocation_tokens": [3]},
-        {"trainable_token_indices": [60, 61]},
         {"target_modules": ["q_proj", "embed_tokens"]},
         {"target_modules": ["q_proj", "lm_head"]},
     ],
@@ -134,9 +190,10 @@ def test_what_resized_tables_are_not_served_with(options: dict[str, Any], tmp_pa
     assert codes <= {"unsupported_feature", "shape_mismatch", "unknown_tensor", "missing_tensor"}
 
 
-def test_they_count(tmp_path: Path) -> None:
-    folder = saved(tmp_path, 62)
-    small = AdapterLimits(max_table_bytes=62 * BASE.hidden_size * 4 - 1)
+@pytest.mark.parametrize("rows", [62, 66])
+def test_they_count(rows: int, tmp_path: Path) -> None:
+    folder = saved(tmp_path, rows)
+    small = AdapterLimits(max_table_bytes=rows * BASE.hidden_size * 4 - 1)
     error = refusal(lambda: judge_folder(folder, KNOWN, small))
     assert error is not None
     assert {each.code for each in error.violations} == {"table_too_large"}
@@ -146,4 +203,4 @@ def test_tokens_behind_the_tables_need_one_device(tmp_path: Path) -> None:
     shared = msgspec.structs.replace(KNOWN, shards=2)
     assert judge_folder(saved(tmp_path / "within", 62), shared).manifest.table_size == 62
     codes = violation_codes(lambda: judge_folder(saved(tmp_path / "behind", 66), shared))
-    assert codes & {"unsupported_feature", "resized_embeddings"}
+    assert codes == {"unsupported_feature"}

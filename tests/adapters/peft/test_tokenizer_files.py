@@ -42,6 +42,7 @@ def tokenizer(size: int, *added: int) -> dict[str, Any]:
         ({"tokenizer.json": tokenizer(64)}, False),
         ({"tokenizer.json": tokenizer(40, 40, 63)}, False),
         ({"tokenizer.json": tokenizer(58, 58, 59)}, True),
+        ({"tokenizer.json": tokenizer(60, 60, 61, 62, 63, 64, 65)}, True),
         ({"added_tokens.json": {"<a>": 63}}, False),
         ({"added_tokens.json": {}}, True),
         ({"tokenizer_config.json": {"added_tokens_decoder": {"59": {"content": "t59"}}}}, True),
@@ -58,7 +59,8 @@ def test_accepted(files: dict[str, Any], known: bool) -> None:
     [
         ({"tokenizer.json": tokenizer(61)}, "added_tokens"),
         ({"tokenizer.json": tokenizer(60, 61)}, "added_tokens"),
-        ({"tokenizer.json": tokenizer(60, 60, 61, 62, 63, 64)}, "added_tokens"),
+        ({"tokenizer.json": tokenizer(60, KNOWN.most_ids)}, "added_tokens"),
+        ({"tokenizer.json": tokenizer(60, 60, 61, 62, 63, 65)}, "added_tokens"),
         ({"tokenizer.json": tokenizer(61, 60), "added_tokens.json": {"x": 60}}, "other_tokenizer"),
         ({"added_tokens.json": {"t59": 60}}, "other_tokenizer"),
         (

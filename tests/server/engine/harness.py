@@ -7,10 +7,10 @@ import msgspec
 
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
-from adapters.manifest import SlabLayout
+from adapters.manifest import SiteLayout, SlabLayout
 from server.constraints.constraint import Constraint
 from server.constraints.constraints import Constraints
-from server.constraints.rules import TokenRules
+from server.constraints.rules import TokenRules, step_words
 from server.constraints.wishes import ConstraintNews
 from server.engine.certificates import CertifyOptions
 from server.engine.executor import AdapterCopy, ExecutorLimits, Masks
@@ -40,8 +40,12 @@ def limits(**changes: Any) -> ExecutorLimits:
     return msgspec.structs.replace(LIMITS, **changes)
 
 
-def layout(digest: str, runs: tuple[int, ...] = (1, 1), extent_bytes: int = 256) -> SlabLayout:
-    return SlabLayout(digest, "base", "float32", extent_bytes, runs, ())
+def layout(
+    digest: str, runs: tuple[int, ...] = (1, 1), extent_bytes: int = 256, table_size: int = 0
+) -> SlabLayout:
+    table = SiteLayout(-1, "lm_head", (0,), (0.0,), 0, (0,), table_offset=0, table_size=table_size)
+    sites = (table,) if table_size else ()
+    return SlabLayout(digest, "base", "float32", extent_bytes, runs, sites)
 
 
 def make_request(
@@ -127,6 +131,7 @@ class Harness:
         self.settled: list[AdapterSettled] = []
         self.held: set[str] = set()  # staged and not released
         self.runs: dict[str, tuple[int, ...]] = {}
+        self.table_sizes: dict[str, int] = {}
         self.plans: list[StepPlan] = []
         self.copies: list[AdapterCopy] = []
         self.now = 0.0
@@ -149,7 +154,8 @@ class Harness:
         assert digest not in self.held, "handed over twice"
         self.held.add(digest)
         runs = self.runs.get(digest, (1, 1))
-        staged = SlabStaged(layout(digest, runs), tuple(range(len(runs))))
+        of = layout(digest, runs, table_size=self.table_sizes.get(digest, 0))
+        staged = SlabStaged(of, tuple(range(len(runs))))
         self.scheduler.slab_staged(staged, self.now)
         self.exchange()
 
@@ -179,8 +185,11 @@ class Harness:
         if not self.tickets or not self.tickets[0].held:
             return
         slices = [i for i, p in enumerate(self.tickets[0].plan.slices) if p.constrained]
-        bits = self.executor.mask_memory(len(slices))
-        for constraint, row in zip(self.scheduler.constraints(slices), bits, strict=True):
+        constraints = self.scheduler.constraints(slices)
+        sizes = [each.num_ids for each in constraints if each is not None]
+        words = step_words(self.limits.vocab_size, sizes)
+        bits = self.executor.mask_memory(len(slices), words)
+        for constraint, row in zip(constraints, bits, strict=True):
             row.fill(-1)
             if constraint is not None:
                 constraint.fill(row)
@@ -188,8 +197,9 @@ class Harness:
 
     def _make_constraints(self) -> None:
         """Without grammars, and at once."""
-        for key, sampling, accepted_ids in self.scheduler.grammars.take_wishes():
-            rules = TokenRules.of(sampling, self.limits.eos_token_ids, self.limits.vocab_size)
+        for key, sampling, accepted_ids, vocab_size in self.scheduler.grammars.take_wishes():
+            vocab = vocab_size or self.limits.vocab_size
+            rules = TokenRules.of(sampling, self.limits.eos_token_ids, vocab)
             constraint = Constraint(None, rules, sampling.min_tokens)
             for token_id in accepted_ids:
                 constraint.take(token_id)

@@ -80,6 +80,47 @@ def test_refused_by_name(field: str, value: Any) -> None:
     assert field in refusal.message
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"vocab_size": LIMITS.vocab_size},
+        {"vocab_size": LIMITS.most_ids + 1},
+        {"vocab_size": -1},
+        {"vocab_size": LIMITS.vocab_size + 1, "adapter": None},
+        {"vocab_size": LIMITS.vocab_size + 1, "adapter_from": None},
+        {"vocab_size": LIMITS.vocab_size + 1, "adapter_from": 1},
+    ],
+)
+def test_new_ids_are_of_an_adapter_that_acts_on_all_tokens(wrong: dict[str, Any]) -> None:
+    refusal = refuse(make_request([5, 6], **({"adapter": "a"} | wrong)), LIMITS)
+    assert refusal is not None
+    assert "vocab_size" in refusal.message
+
+
+def test_ids_of_a_request_lie_below_those_of_its_adapter() -> None:
+    new, size = LIMITS.vocab_size, LIMITS.vocab_size + 3
+    for ids in ({"prompt": [5, new]}, {"prompt": [5], "stop_token_ids": (new + 2,)}):
+        assert refuse(make_request(**ids, adapter="a", vocab_size=size), LIMITS) is None
+        assert refuse(make_request(**ids, adapter="a"), LIMITS) is not None
+    assert refuse(make_request([5, size], adapter="a", vocab_size=size), LIMITS) is not None
+
+
+def test_a_sequence_starts_only_if_its_adapter_has_the_ids() -> None:
+    """At a load, and when the adapter is there already."""
+    harness, size = Harness(LIMITS), LIMITS.vocab_size + 3
+    harness.table_sizes["a"] = size
+    found = []
+    for adapter, claimed in [
+        *(("a", size), ("narrow", size), ("narrow", size)),
+        *(("a", size), ("a", size + 1), ("b", size), ("a", size)),
+    ]:
+        request = make_request([5, size - 1], 3, adapter, vocab_size=claimed)
+        key = harness.submit(request)
+        harness.run()
+        found.append(harness.events[key][-1].finish)
+    assert found == ["length", "error", "error", "length", "error", "error", "length"]
+
+
 def test_a_grammar_says_where_the_output_ends() -> None:
     refusal = refuse(make_request([5], grammar='start: "a"', ignore_eos=True), LIMITS)
     assert refusal is not None

@@ -11,6 +11,7 @@ import torch
 
 from adapters.manifest import SlabLayout
 from server.config import EngineConfig
+from server.constraints.rules import step_words
 from server.engine.executor import AdapterCopy, CopyNews, CopyOver, Masks
 from server.engine.memory.pages import GroupPages
 from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
@@ -146,7 +147,9 @@ class Driver:
     def masks(self, allowed: Sequence[Sequence[int] | None]) -> Masks:
         """allowed: of each slice of the plan."""
         slices = [i for i, ids in enumerate(allowed) if ids is not None]
-        bits = self.executor.mask_memory(len(slices))
+        sizes = (max(ids, default=0) + 1 for ids in allowed if ids is not None)
+        words = step_words(self.executor.limits.vocab_size, sizes)
+        bits = self.executor.mask_memory(len(slices), words)
         bits[:] = 0
         for row, i in zip(bits.view(np.uint32), slices, strict=True):
             for token in allowed[i] or ():
@@ -189,6 +192,7 @@ class Stream:
         self.allowed: Allowed | None = None
         self.draft: Callable[[list[int]], list[int]] = lambda tokens: []
         self._seed, self._suppressed_until = seed, suppressed_until
+        self._vocab_size: int | None = None
         self._started = False
 
     @property
@@ -197,6 +201,11 @@ class Stream:
 
     def bound(self, allowed: Allowed | None) -> "Stream":
         self.allowed = allowed
+        return self
+
+    def with_ids(self, vocab_size: int | None) -> "Stream":
+        """vocab_size: as of RowStart."""
+        self._vocab_size = vocab_size
         return self
 
     def read_for(self, wish: VectorParams) -> "Stream":
@@ -217,6 +226,7 @@ class Stream:
                 self._seed,
                 0,
                 self._suppressed_until,
+                self._vocab_size,
             )
         ]
 

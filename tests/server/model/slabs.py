@@ -33,18 +33,19 @@ def pack(
     stored: torch.dtype | None = None,
     shards: int = 1,
     resized_from: PreTrainedModel | None = None,
+    saves_tables: bool = True,
 ) -> tuple[SlabLayout, bytes]:
     """The layout and the payload, its runs one after the other.
 
     stored: what the weights are rounded to in the adapter's file; None = as the model has them.
-    shards: devices that share the base. resized_from: the base, where the model has fewer rows;
-    its tokenizer knows TOKENS ids.
+    shards: devices that share the base. resized_from: the base, where the model has more or fewer
+    rows; its tokenizer knows TOKENS ids. saves_tables: whether the file then has whole tables.
     """
     base = msgspec.structs.replace(
         spec_of(resized_from or model, is_resized=resized_from is not None), shards=shards
     )
     with tempfile.TemporaryDirectory() as name:
-        tables = resized_from is not None
+        tables = resized_from is not None and saves_tables
         model.save_pretrained(name, selected_adapters=[adapter], save_embedding_layers=tables)
         folder = Path(name) / adapter
         weights = folder / "adapter_model.safetensors"

@@ -59,7 +59,7 @@ def assert_parity(
     assert len(stream.logprobs) == len(stream.output) - accepted
     for i, found in enumerate(stream.logprobs, accepted):
         row = expected[stream.prompt_len - 1 + i]
-        got = torch.full((VOCAB,), float("nan"))
+        got = torch.full((max(VOCAB, len(found.top)),), float("nan"))
         got[[token for token, _ in found.top]] = torch.tensor([value for _, value in found.top])
         assert (got[: len(row)] - row).abs().max().item() < tolerance
         assert (got[len(row) :] < _NEVER).all()  # tokens that the oracle does not have

@@ -1,15 +1,19 @@
-"""Tables that are smaller than the base's, by the GPU's kernels in Triton's interpreter: as the
-reference operations, which `test_resized_tables` holds to PEFT."""
+"""Tables that are smaller or larger than the base's, by the GPU's kernels in Triton's interpreter:
+as the reference operations, which `test_resized_tables` holds to PEFT."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from peft import LoraConfig
 
+from server.protocol import SamplingParams
+from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.gpu_pair import Pair, assert_same, small_pair
-from tests.server.model.hub_models import add_adapter, make_model
+from tests.server.model.hub_models import VOCAB, add_adapter, make_model
 from tests.server.model.slabs import pack
 
 pytestmark = [
@@ -19,32 +23,102 @@ pytestmark = [
     ),
 ]
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
-PLAIN, RESIZED = range(2)
+PLAIN, RESIZED, LARGER, NEW_ROWS = range(4)
 BASE = -1
-FIRST = 1000  # extent
+FIRST = 500  # extents of each
+NEW = [VOCAB, VOCAB + 1, VOCAB + 2]
+ROWS = {"trainable_token_indices": {"embed_tokens": NEW, "lm_head": NEW}}
+# Of each slot: rows of the tables, and what the config says.
+FORMS: dict[int, tuple[int, dict[str, Any]]] = {
+    RESIZED: (93, {}),
+    LARGER: (VOCAB + 3, {}),
+    NEW_ROWS: (VOCAB + 3, ROWS),
+}
 
 
 @pytest.fixture(scope="module", params=["llama3", "gemma2"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    base, model = (make_model(request.param, **SMALL) for _ in range(2))
+    base = make_model(request.param, **SMALL)
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    model.resize_token_embeddings(93)
-    resized = pack(add_adapter(model, "one", config, 7), "one", resized_from=base)
+    packed = {}
+    for slot, (rows, options) in FORMS.items():
+        model = make_model(request.param, **SMALL)
+        model.resize_token_embeddings(rows)
+        own = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **options)
+        oracle, saves = add_adapter(model, "one", own, 7), not options
+        packed[slot] = pack(oracle, "one", resized_from=base, saves_tables=saves)
     folder: Path = tmp_path_factory.mktemp("base")
     with (
         pytest.MonkeyPatch.context() as patch,
-        small_pair(base, {"plain": config}, folder, patch) as found,
+        small_pair(base, {"plain": config}, folder, patch, max_draft=2) as found,
     ):
         for driver in (found.reference, found.gpu):
-            assert driver.load(RESIZED, *resized, FIRST).error is None
+            for slot, each in packed.items():
+                assert driver.load(slot, *each, slot * FIRST).error is None
         yield found
 
 
 def test_same_as_the_reference(pair: Pair) -> None:
-    for slots in ([RESIZED, BASE, PLAIN], [RESIZED, RESIZED, PLAIN, BASE]):
+    for slots in (
+        [RESIZED, BASE, PLAIN],
+        [RESIZED, RESIZED, PLAIN, BASE],
+        [LARGER, BASE, NEW_ROWS, PLAIN],
+        [BASE, LARGER, LARGER, RESIZED],
+    ):
         pair.graphs.clear()
         assert_same(pair, slots)
         assert -len(slots) in pair.graphs, "decodes"
         assert len(slots) not in pair.graphs
+
+
+# A row without new ids passes the bias over.
+HOT = SamplingParams(
+    temperature=1.5, top_k=40, top_p=0.9, logprobs=2, logit_bias={NEW[0]: 4.0, NEW[2]: 4.0}
+)
+RULES = [
+    SamplingParams(temperature=0.0, logit_bias={NEW[1]: 1e4}, logprobs=1, prompt_logprobs=1),
+    HOT,
+    msgspec.structs.replace(HOT, repetition_penalty=1.3, min_p=0.01, prompt_logprobs=2),
+    msgspec.structs.replace(HOT, typical_p=0.8, end_token_ids=(NEW[0],)),
+]
+
+
+@pytest.mark.parametrize("allowed", [None, [*range(0, 90, 3), *NEW]])
+@pytest.mark.parametrize(
+    "slots", [[LARGER, BASE, NEW_ROWS, PLAIN], [BASE, LARGER, PLAIN, NEW_ROWS]]
+)
+def test_every_rule_with_new_ids(pair: Pair, slots: list[int], allowed: list[int] | None) -> None:
+    """New ids in prompts, drafts and draws, beside rows that have none."""
+
+    def run(driver: Driver) -> list[Stream]:
+        streams = []
+        for row, (slot, sampling) in enumerate(zip(slots, RULES, strict=True)):
+            is_wide = slot in (LARGER, NEW_ROWS)
+            ids = [5, NEW[row % 3], 7, 9, NEW[2]] if is_wide else [5, 6, 7]
+            given = SamplingParams(temperature=0.0) if row == 0 and not is_wide else sampling
+            stream = Stream(
+                driver, row, ids, slot=slot, sampling=given, seed=row, suppressed_until=2
+            ).with_ids(VOCAB + 3 if is_wide else None)
+            if allowed is not None and is_wide:
+                stream.bound(lambda tokens: allowed)
+            elif is_wide:
+                stream.draft = lambda tokens: [NEW[1], 3]
+            streams.append(stream)
+        generate(driver, streams, 6, 3)
+        for stream in streams:
+            stream.free()
+        return streams
+
+    found, expected = run(pair.gpu), run(pair.reference)
+    for slot, ours, theirs in zip(slots, found, expected, strict=True):
+        assert ours.output == theirs.output
+        places = [*zip(ours.logprobs, theirs.logprobs, strict=True)]
+        places += zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True)
+        for a, b in places:
+            assert a.token_id == b.token_id
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+        assert slot in (LARGER, NEW_ROWS) or max(ours.output) < VOCAB
+    drawn = {token for stream in found for token in stream.output}
+    assert drawn & set(NEW)

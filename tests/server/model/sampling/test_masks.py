@@ -186,8 +186,8 @@ def test_whether_a_mask_allows_other_ids(allowed: set[int], others: set[int]) ->
 
 
 def test_masks_of_other_memory_are_taken_too() -> None:
-    memory = MaskMemory(4, 70, torch.device("cpu"))
-    assert memory.take(3).shape == (3, 3)
+    memory = MaskMemory(4, torch.device("cpu"))
+    assert memory.take(3, 3).shape == (3, 3)
     own = np.arange(6, dtype=np.int32).reshape(2, 3)
     found = memory.upload(Masks([4, 9], own), [9, -1, 4])
     assert found is not None

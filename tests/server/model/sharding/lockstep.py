@@ -99,12 +99,12 @@ class Lockstep:
     def launch(self, plan: StepPlan) -> list[Any]:
         return self._all(lambda i: self.devices[i].launch(plan))
 
-    def mask_memory(self, count: int) -> Any:
-        return self.devices[0].mask_memory(count)
+    def mask_memory(self, count: int, words: int) -> Any:
+        return self.devices[0].mask_memory(count, words)
 
     def constrain(self, tickets: Sequence[Any], masks: Masks) -> None:
         def one(i: int) -> None:
-            bits = self.devices[i].mask_memory(len(masks.slices))
+            bits = self.devices[i].mask_memory(*masks.bits.shape)
             bits[:] = masks.bits
             self.devices[i].constrain(tickets[i], Masks(masks.slices, bits))
 

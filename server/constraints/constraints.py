@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -22,13 +23,16 @@ from adapters.grammar.deep_threads import DeepThreads
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from server.constraints.cache import BoundedCache
-from server.constraints.constraint import Constraint
+from server.constraints.constraint import NO_FORESIGHT, Constraint, Foresight
 from server.constraints.rules import TokenRules
-from server.constraints.wishes import ConstraintNews, ConstraintWish
+from server.constraints.wishes import ConstraintNews, ConstraintWish, ForesightWish, MaskWish
 from server.engine.admission import Refusal
 from server.engine.messages import GrammarCompiled, GrammarFault
 
 log = logging.getLogger(__name__)
+
+# Processor time of looking at one draft. A sequence whose drafts need more has none from then on.
+_FORESIGHT_S = 0.002
 
 T = TypeVar("T")
 
@@ -100,16 +104,28 @@ class Constraints:
         """Compilations since the last call, for metrics."""
         return _taken(self._compiled)
 
-    def fill(self, constraints: Sequence[Constraint | None], masks: np.ndarray) -> None:
-        """Write masks of the next tokens, int32 `[n, ceil(vocab / 32)]`; None = all tokens."""
-        parts = min(self._num_filling, len(constraints))
+    def fill(self, wishes: Sequence[MaskWish], masks: np.ndarray) -> None:
+        """Write masks, int32 `[sum of num_masks, ceil(vocab / 32)]`. A mask of nothing ends its
+        draft (`Constraint.fill_ahead`)."""
+        ends = [*accumulate(wish.num_masks for wish in wishes)]
+        rows = [masks[end - wish.num_masks : end] for wish, end in zip(wishes, ends, strict=True)]
+        parts = min(self._num_filling, len(wishes))
         filling = [
-            self._filling.submit(_fill, constraints[i::parts], masks[i::parts], self._limits.mask_s)
+            self._filling.submit(_fill, wishes[i::parts], rows[i::parts], self._limits.mask_s)
             for i in range(parts)
         ]
         for part in filling:
             for slow in part.result():
                 self._refuse(slow)
+
+    def foresee(self, wishes: Sequence[ForesightWish]) -> list[Foresight]:
+        """Of each wish."""
+        parts = min(self._num_filling, len(wishes))
+        looking = [self._filling.submit(_foresee, wishes[i::parts]) for i in range(parts)]
+        found: list[Foresight] = [NO_FORESIGHT] * len(wishes)
+        for i, part in enumerate(looking):
+            found[i::parts] = part.result()
+        return found
 
     def _refuse(self, slow: Constraint) -> None:
         slow.give_up(self._too_slow)
@@ -208,19 +224,42 @@ class Constraints:
 
 
 def _fill(
-    constraints: Sequence[Constraint | None], masks: np.ndarray, limit_s: float
+    wishes: Sequence[MaskWish], masks: Sequence[np.ndarray], limit_s: float
 ) -> list[Constraint]:
     """Fill masks. Returns the constraints that took longer than `limit_s` of processor time."""
     slow = []
-    for constraint, row in zip(constraints, masks, strict=True):
+    for (_, constraint, draft), rows in zip(wishes, masks, strict=True):
         if constraint is None:
-            row.fill(-1)
+            rows.fill(-1)
             continue
         began = time.thread_time()
-        constraint.fill(row)
+        constraint.fill(rows[0])
         if time.thread_time() - began > limit_s:
             slow.append(constraint)
+        if draft:
+            _fill_ahead(constraint, draft, rows[1:], limit_s)
     return slow
+
+
+def _fill_ahead(
+    constraint: Constraint, draft: Sequence[int], rows: np.ndarray, limit_s: float
+) -> None:
+    """As many masks as can be filled in `limit_s` of processor time."""
+    began = time.thread_time()
+    for _ in constraint.fill_ahead(draft, rows):
+        if time.thread_time() - began > limit_s:
+            constraint.costly = True
+            return
+
+
+def _foresee(wishes: Sequence[ForesightWish]) -> list[Foresight]:
+    found = []
+    for constraint, draft, most in wishes:
+        began = time.thread_time()
+        found.append(constraint.foresee(draft, most))
+        if time.thread_time() - began > _FORESIGHT_S:
+            constraint.costly = True
+    return found
 
 
 def _fault(error: Exception) -> GrammarFault:

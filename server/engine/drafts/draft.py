@@ -19,13 +19,25 @@ class DraftOwner(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """chances: of each token, given that those before it are right."""
+    """chances: of each token, given that those before it are right. is_forced: a grammar forces its
+    text."""
 
     token_ids: list[int]
     chances: list[float]
+    is_forced: bool = False
 
 
 NO_DRAFT = Draft([], [])
+# Of a token of forced text: a model seldom cuts the text into other tokens.
+_FORCED = 0.95
+
+
+def under_grammar(draft: Draft, allowed: int, forced: list[int]) -> Draft:
+    """What is left of a draft where a grammar forces text and allows so many tokens of the draft.
+    Forced text goes first, but a draft that begins with it says more."""
+    if forced and (allowed < len(forced) or draft.token_ids[: len(forced)] != forced):
+        return Draft(forced, [_FORCED] * len(forced), is_forced=True)
+    return Draft(draft.token_ids[:allowed], draft.chances[:allowed], is_forced=bool(forced))
 
 
 def common_length(tail: list[int], place: Place) -> int:

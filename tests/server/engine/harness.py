@@ -159,6 +159,7 @@ class Harness:
         self.exchange()
 
     def plan(self) -> StepPlan | None:
+        self._foresee()
         plan = self.scheduler.plan(self.now)
         self.exchange()
         if plan is not None:
@@ -179,12 +180,22 @@ class Harness:
         if not self.tickets or not self.tickets[0].held:
             return
         slices = [i for i, p in enumerate(self.tickets[0].plan.slices) if p.constrained]
-        bits = self.executor.mask_memory(len(slices))
-        for constraint, row in zip(self.scheduler.constraints(slices), bits, strict=True):
-            row.fill(-1)
+        wishes = self.scheduler.mask_wishes(slices)
+        of = [wish.place for wish in wishes for _ in range(wish.num_masks)]
+        bits, begin = self.executor.mask_memory(len(of)), 0
+        for _, constraint, draft in wishes:
+            rows = bits[begin : begin + 1 + len(draft)]
+            rows.fill(-1)
             if constraint is not None:
-                constraint.fill(row)
-        self.executor.constrain(self.tickets[0], Masks(slices, bits))
+                constraint.fill(rows[0])
+                deque(constraint.fill_ahead(draft, rows[1:]), maxlen=0)
+            begin += len(rows)
+        self.executor.constrain(self.tickets[0], Masks(of, bits))
+
+    def _foresee(self) -> None:
+        drafting = self.scheduler.drafting
+        wishes = drafting.take_wishes()
+        drafting.foreseen([w.constraint.foresee(w.draft, w.most) for w in wishes])
 
     def _make_constraints(self) -> None:
         """Without grammars, and at once."""

@@ -203,7 +203,7 @@ def test_a_draft_that_is_slow_to_fill_ends_and_is_the_last(
     masks = np.zeros((4, WORDS), np.int32)
     seconds = iter([0.0, 0.1, 0.1, 0.2, 0.8])
     monkeypatch.setattr(time, "thread_time", lambda: next(seconds))
-    made.fill([MaskWish(0, constraint, tokens("a")*3)], masks)
+    made.fill([MaskWish(0, constraint, tokens("a") * 3)], masks)
     assert [bool(row.any()) for row in masks] == [True, True, True, False]
     assert constraint.costly
     assert constraint.state == "open"

@@ -112,7 +112,13 @@ TestConstrainedDrafts = ConstrainedDraftsMachine.TestCase
 
 def drafting(depth: int, right_percent: int, **changes: Any) -> GrammarHarness:
     engine = limits(
-        **{"vocab_size": VOCAB, "eos_token_ids": EOS, "max_decodes": 20, "num_pages": 400, **changes}
+        **{
+            "vocab_size": VOCAB,
+            "eos_token_ids": EOS,
+            "max_decodes": 20,
+            "num_pages": 400,
+            **changes,
+        }
     )
     options = CertifyOptions(VOCAB, EOS, 0)
     harness = GrammarHarness(engine, depth, SchedulerConfig(max_draft=8), options)

@@ -160,8 +160,8 @@ class Driver:
 class Stream:
     """One sequence on a row of a driver: prompt in chunks, then decodes.
 
-    allowed: tokens so far -> the ids that may come next; None = any; no ids = a draft ends. draft: tokens so far -> the
-    draft of the next decode.
+    allowed: tokens so far -> the ids that may come next; None = any; no ids = a draft ends. draft:
+    tokens so far -> the draft of the next decode.
     """
 
     def __init__(

@@ -1,11 +1,13 @@
 """What may come next: a draft, whose texts it may come from, how likely each token is. Pure."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 from server.engine.drafts.places import Place
 
 LEAST_CHANCE = 0.1  # of all tokens of a draft together
+MOST_TOKENS = 64  # of a draft
 LONGEST = 16  # tokens; a longer match says nothing more
 # How often what followed a match of so many tokens follows again: docs/internals/drafts.md.
 _TRUST = [0.0, 0.4, 0.47, 0.58, 0.65, 0.7, 0.74, 0.8, 0.8, 0.8, 0.85, 0.85] + [0.9] * 4 + [0.98]
@@ -53,24 +55,46 @@ def common_length(tail: list[int], place: Place) -> int:
 
 
 def vote(continuations: list[list[int]], length: int) -> Draft:
-    """What most continuations of a match of `length` tokens say, token by token, as long as all of
-    it together has a chance of LEAST_CHANCE.
+    """What most of one or more continuations of a match of `length` tokens say, token by token, as
+    long as all of it together has a chance of LEAST_CHANCE.
 
     Where v of n continuations say a token, its chance is (v - 1 + trust) / n: one alone is right as
     often as its match is long, many as often as they agree. With each token that is right the match
     is longer.
     """
+    first, many = continuations[0], len(continuations)
+    if many == 1 or continuations.count(first) == many:
+        agreed = _agreed(length, many)
+        return Draft(first[: len(agreed)], agreed[: len(first)])
     token_ids: list[int] = []
     chances: list[float] = []
     product = 1.0
     for token, votes, count in _votes(continuations):
-        chance = (votes - 1 + _TRUST[min(length + len(chances), LONGEST)]) / count
+        chance = _chance(votes, count, length + len(chances))
         product *= chance
         if product < LEAST_CHANCE:
             break
         token_ids.append(token)
         chances.append(chance)
     return Draft(token_ids, chances)
+
+
+def _chance(votes: int, count: int, length: int) -> float:
+    return (votes - 1 + _TRUST[min(length, LONGEST)]) / count
+
+
+@cache
+def _agreed(length: int, many: int) -> list[float]:
+    """Chances of tokens that all of so many continuations say."""
+    chances: list[float] = []
+    product = 1.0
+    while len(chances) < MOST_TOKENS:
+        chance = _chance(many, many, length + len(chances))
+        product *= chance
+        if product < LEAST_CHANCE:
+            break
+        chances.append(chance)
+    return chances
 
 
 def _votes(continuations: list[list[int]]) -> Iterator[tuple[int, int, int]]:

@@ -48,9 +48,10 @@ class DraftSource:
 
     def answers(self, owner: DraftOwner) -> _Answers | None:
         """For each window."""
-        if owner in self._kept:
+        found = self._kept.get(owner)
+        if found is not None:
             self._kept.move_to_end(owner)
-        return self._kept.get(owner)
+        return found
 
     def keep(self, owner: DraftOwner, tokens: list[int], start: int) -> None:
         """start: where the answer begins."""

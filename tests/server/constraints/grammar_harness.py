@@ -42,7 +42,7 @@ class KnownAnswers(DraftSource):
     def __init__(self, right_percent: int) -> None:
         super().__init__(1 << 20)
         self.right_percent = right_percent
-        self.answers: dict[tuple[int, ...], list[int]] = {}
+        self.known: dict[tuple[int, ...], list[int]] = {}
 
     def open(self, owner: DraftOwner, token_ids: Sequence[int]) -> "KnownDrafts":
         return KnownDrafts(self, owner, token_ids)
@@ -55,7 +55,7 @@ class KnownDrafts(Drafts):
 
     def propose(self, most: int) -> Draft:
         count = self.num_tokens - len(self._prompt_ids)
-        answer = self._answers.answers.get(self._prompt_ids, [])[count : count + most]
+        answer = self._answers.known.get(self._prompt_ids, [])[count : count + most]
         said = [self._said(count + i, token) for i, token in enumerate(answer)]
         return Draft(said, [_CHANCE] * len(said))
 

@@ -161,7 +161,7 @@ def test_a_matcher_that_fails_in_a_draft_goes_on_without() -> None:
         def validate_tokens(self, token_ids: list[int]) -> int:
             raise RuntimeError("no more")
 
-    constraint = Constraint(Failing(), rules, 0)  # type: ignore[arg-type]
+    constraint = Constraint(Failing(), rules, 0)
     assert constraint.foresee(tokens("x"), 4) == ([], 0)
     masks = masks_of(constraint, tokens("xa"))
     assert masks[0]

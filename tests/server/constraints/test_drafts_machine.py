@@ -69,7 +69,7 @@ class ConstrainedDraftsMachine(RuleBasedStateMachine):
         prompt = [300 + len(self.keys), 6, 7]
         request = make_request(prompt, **wish)
         whole = answer_alone(request, self.plain, self.options)
-        self.known.answers[tuple(prompt)] = whole
+        self.known.known[tuple(prompt)] = whole
         request = msgspec.structs.replace(request, accepted_ids=whole[:resumed])
         key = self.many.submit(request)
         assert self.one.submit(request) == key
@@ -132,7 +132,7 @@ def test_right_drafts_save_steps(depth: int) -> None:
     request = make_request([5, 6, 7], 60, grammar=GRAMMARS["some tool"])
     whole = answer_alone(request, harness.limits, harness.executor.options)
     known = KnownAnswers(100)
-    known.answers[5, 6, 7] = whole
+    known.known[5, 6, 7] = whole
     harness.know(known)
     key = harness.submit(request)
     harness.run()

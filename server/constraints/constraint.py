@@ -132,9 +132,9 @@ class Constraint:
         if self._matcher is None:
             return Foresight([], len(draft))
         try:
-            # Copies: forced text changes a matcher, and a matcher that fails stays so.
-            allowed = self._matcher.deep_copy().validate_tokens(draft) if draft else 0
+            # A copy: forced text changes a matcher, and a matcher that fails stays so.
             copy = self._matcher.deep_copy()
+            allowed = copy.validate_tokens(draft) if draft else 0
             forced = copy.compute_ff_tokens() if copy.compute_ff_bytes() else []
         except BaseException as error:
             _check_kind(error)

@@ -16,7 +16,7 @@ from tests.e2e.test_drafts import SHAPES, chat, drafted, engine, worker_metrics
 from tests.e2e.under_load import TIMEOUT_S, client
 
 _CALLERS = 24
-_LEAST_BETWEEN_KILLS = 40  # answers; a request that three engines died of is refused
+_LEAST_BETWEEN_KILLS = 40  # answers: an engine that dies often is started again later and later
 _NAMES = ("Ada Lund", "Ben Okri", "Cleo Marsh", "Dai Ito", "Eva Roth")
 _STOPS = (None, None, None, "order", ["e ", "}"])
 
@@ -75,7 +75,7 @@ class Answering:
 
 @pytest.mark.parametrize(
     ("count", "kills"),
-    [(160, 2), pytest.param(2000, 20, marks=pytest.mark.exhaustive)],
+    [(160, 2), pytest.param(2000, 4, marks=pytest.mark.exhaustive)],
 )
 async def test_random_requests(serving: Serving, tmp_path: Path, count: int, kills: int) -> None:
     options = ("--max-draft", "8", "--kv-memory", "3MiB", "--cache-dir", str(tmp_path / "cache"))

@@ -1,6 +1,5 @@
 """What may come next: a draft, whose texts it may come from, how likely each token is. Pure."""
 
-from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -45,11 +44,11 @@ def under_grammar(draft: Draft, allowed: int, forced: list[int]) -> Draft:
 def common_length(tail: list[int], place: Place) -> int:
     """How many tokens before the place equal the end of `tail`, the known text's last LONGEST."""
     other, position = place
-    before = other[max(0, position - LONGEST) : position]
-    if before == tail:
-        return len(tail)
-    length, most = 0, min(len(tail), len(before))
-    while length < most and before[-1 - length] == tail[-1 - length]:
+    most = min(len(tail), position)
+    if most > 4 and other[position - 4] == tail[-4] and other[position - most : position] == tail:
+        return most
+    length = 0
+    while length < most and other[position - 1 - length] == tail[-1 - length]:
         length += 1
     return length
 
@@ -66,16 +65,27 @@ def vote(continuations: list[list[int]], length: int) -> Draft:
     if many == 1 or continuations.count(first) == many:
         agreed = _agreed(length, many)
         return Draft(first[: len(agreed)], agreed[: len(first)])
+    return _mixed(continuations, length)
+
+
+def _mixed(continuations: list[list[int]], length: int) -> Draft:
+    """Of continuations that do not all say the same. Those that said another token do not vote
+    again. The first decides a draw."""
     token_ids: list[int] = []
     chances: list[float] = []
-    product = 1.0
-    for token, votes, count in _votes(continuations):
-        chance = _chance(votes, count, length + len(chances))
+    index, product = 0, 1.0
+    while said := [tokens[index] for tokens in continuations if len(tokens) > index]:
+        token = max(said, key=said.count)
+        votes = said.count(token)
+        chance = _chance(votes, len(said), length + index)
         product *= chance
         if product < LEAST_CHANCE:
             break
         token_ids.append(token)
         chances.append(chance)
+        if votes < len(continuations):
+            continuations = [t for t in continuations if len(t) > index and t[index] == token]
+        index += 1
     return Draft(token_ids, chances)
 
 
@@ -95,23 +105,3 @@ def _agreed(length: int, many: int) -> list[float]:
             break
         chances.append(chance)
     return chances
-
-
-def _votes(continuations: list[list[int]]) -> Iterator[tuple[int, int, int]]:
-    """(token that most say, how many, of how many); those that said another do not vote again.
-    The first decides a draw."""
-    index = 0
-    while continuations:
-        first, many = continuations[0], len(continuations)
-        if continuations.count(first) == many:
-            yield from ((token, many, many) for token in first[index:])
-            return
-        said = [tokens[index] for tokens in continuations if len(tokens) > index]
-        if not said:
-            return
-        token = max(said, key=said.count)
-        yield token, said.count(token), len(said)
-        continuations = [
-            tokens for tokens in continuations if len(tokens) > index and tokens[index] == token
-        ]
-        index += 1

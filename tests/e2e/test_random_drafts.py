@@ -94,6 +94,5 @@ async def test_random_requests(serving: Serving, tmp_path: Path, count: int, kil
     finally:
         small.process.terminate()
         assert small.process.wait(TIMEOUT_S) == 0
-    print(f"{count} requests; {checked:.0f} drafted, {right:.0f} right; {metrics}")
     assert 0 < right <= checked
     assert min(metrics) > 0, "nothing was computed twice"

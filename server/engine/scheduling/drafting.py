@@ -39,6 +39,8 @@ class Drafting:
 
     def take_wishes(self) -> list[ForesightWish]:
         """Before a plan: drafts that are to be looked at. `foreseen` takes the answers."""
+        if not self._changed:
+            return []
         changed, self._changed = self._changed, []
         self._asked = [
             (sequence, sequence.drafts.propose(self._max_draft))

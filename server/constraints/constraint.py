@@ -5,7 +5,7 @@ with a large stack (`DeepThreads`).
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Literal, NamedTuple, Protocol, Self
 
@@ -104,12 +104,13 @@ class Constraint:
         if self.state != "open":
             self._rules.allow_all(row)
 
-    def fill_ahead(self, draft: Sequence[int], rows: np.ndarray) -> Iterator[None]:
-        """Write the masks of the tokens that follow those of a draft, int32 `[len(draft), words]`,
-        one with each step of the iterator. `fill` has been called.
+    def fill_ahead(
+        self, draft: Sequence[int], rows: np.ndarray, in_time: Callable[[], bool]
+    ) -> None:
+        """Write the masks of the tokens that follow those of a draft, int32 `[len(draft), words]`.
+        `fill` has been called. in_time: asked after each of them, whether it still counts.
 
-        A mask of nothing ends the draft: what comes there is only known once the tokens before are
-        taken. So are the masks that are not asked for.
+        A mask of nothing ends the draft: what comes there is found out once it is the next token.
         """
         rows.fill(0)
         self._ahead.clear()
@@ -118,11 +119,10 @@ class Constraint:
             if place.state == "open":
                 place = place._after(token_id)
                 place.fill(row)
-            if place.state != "open":
+            if place.state != "open" or not in_time():
                 row.fill(0)
                 return
             self._ahead.append((token_id, place))
-            yield
 
     def foresee(self, draft: list[int], most: int) -> Foresight:
         """Of at most `most` tokens to come. Nothing that it does changes the constraint."""

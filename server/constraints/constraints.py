@@ -236,7 +236,8 @@ def _fill(
         constraint.fill(rows[0])
         if time.thread_time() - began > limit_s:
             slow.append(constraint)
-        if draft:
+            rows[1:].fill(0)
+        elif draft:
             _fill_ahead(constraint, draft, rows[1:], limit_s)
     return slow
 
@@ -244,12 +245,11 @@ def _fill(
 def _fill_ahead(
     constraint: Constraint, draft: Sequence[int], rows: np.ndarray, limit_s: float
 ) -> None:
-    """As many masks as can be filled in `limit_s` of processor time."""
-    began = time.thread_time()
-    for _ in constraint.fill_ahead(draft, rows):
-        if time.thread_time() - began > limit_s:
-            constraint.costly = True
-            return
+    """As many masks as can be filled in `limit_s` of processor time. So one that takes as long
+    alone is filled once more where it is the next token's, and its sequence ends there."""
+    until = time.thread_time() + limit_s
+    constraint.fill_ahead(draft, rows, lambda: time.thread_time() <= until)
+    constraint.costly |= time.thread_time() > until
 
 
 def _foresee(wishes: Sequence[ForesightWish]) -> list[Foresight]:

@@ -188,7 +188,7 @@ class Harness:
             rows.fill(-1)
             if constraint is not None:
                 constraint.fill(rows[0])
-                deque(constraint.fill_ahead(draft, rows[1:]), maxlen=0)
+                constraint.fill_ahead(draft, rows[1:], lambda: True)
             begin += len(rows)
         self.executor.constrain(self.tickets[0], Masks(of, bits))
 

@@ -61,13 +61,15 @@ class Constraint:
     ends are allowed.
     state: `over` when the output is complete and no further token is possible. `failed` when the
     output cannot become complete any more, or the matcher failed. problem: why it failed.
-    costly: drafts of the output take too long to be looked at.
+    costly: drafts of the output take too long to be looked at. broken: a matcher of its grammar has
+    failed, be it in a draft. Copies of a matcher share their lexer, and a lexer that has run out of
+    its limits stays so.
     """
 
     def __init__(self, matcher: GrammarMatcher | None, rules: TokenRules, min_tokens: int) -> None:
         self.state: ConstraintState = "open"
         self.problem = ""
-        self.costly = False
+        self.costly = self.broken = False
         self._matcher = matcher
         self._rules = rules
         self._min_tokens = min_tokens
@@ -118,7 +120,9 @@ class Constraint:
         for token_id, row in zip(draft, rows, strict=True):
             if place.state == "open":
                 place = place._after(token_id)
+            if place.state == "open":
                 place.fill(row)
+                self.broken |= place.broken
             if place.state != "open" or not in_time():
                 row.fill(0)
                 return
@@ -136,8 +140,11 @@ class Constraint:
             copy = self._matcher.deep_copy()
             allowed = copy.validate_tokens(draft) if draft else 0
             forced = copy.compute_ff_tokens() if copy.compute_ff_bytes() else []
+            self.broken |= copy.is_error()
         except BaseException as error:
             _check_kind(error)
+            self.broken = True
+        if self.broken:
             return NO_FORESIGHT
         return Foresight(self._permitted(forced[:most]), allowed)
 
@@ -201,6 +208,7 @@ class Constraint:
         if self._matcher is None or self.state != "open":
             return
         if self._matcher.is_error():
+            self.broken = True
             self._fail(self._matcher.get_error())
         elif self._matcher.is_stopped():
             self.state = "over"
@@ -208,6 +216,7 @@ class Constraint:
     def _broke(self, error: BaseException) -> None:
         """Fail after an error of the matcher."""
         _check_kind(error)
+        self.broken = True
         self._fail(str(error))
 
     def _fail(self, problem: str) -> None:

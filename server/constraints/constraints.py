@@ -3,7 +3,7 @@
 import logging
 import queue
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from itertools import accumulate
@@ -117,6 +117,7 @@ class Constraints:
         for part in filling:
             for slow in part.result():
                 self._refuse(slow)
+        self._renew(wish.constraint for wish in wishes)
 
     def foresee(self, wishes: Sequence[ForesightWish]) -> list[Foresight]:
         """Of each wish."""
@@ -125,7 +126,16 @@ class Constraints:
         found: list[Foresight] = [NO_FORESIGHT] * len(wishes)
         for i, part in enumerate(looking):
             found[i::parts] = part.result()
+        self._renew(wish.constraint for wish in wishes)
         return found
+
+    def _renew(self, constraints: Iterable[Constraint | None]) -> None:
+        """A grammar whose matchers fail is compiled again for the next request."""
+        for constraint in constraints:
+            if constraint is not None and constraint.broken:
+                grammar = self._grammars.pop(constraint, None)
+                if grammar is not None:
+                    self._cache.remove(grammar)
 
     def _refuse(self, slow: Constraint) -> None:
         slow.give_up(self._too_slow)

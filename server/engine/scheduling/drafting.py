@@ -45,7 +45,7 @@ class Drafting:
         self._asked = [
             (sequence, sequence.drafts.propose(self._max_draft))
             for sequence in changed
-            if sequence.drafts is not None and sequence.can_run and not _is_costly(sequence)
+            if sequence.drafts is not None and sequence.can_run and _may_be_asked(sequence)
         ]
         return [
             ForesightWish(sequence.constraint, draft.token_ids, self._max_draft)
@@ -139,5 +139,6 @@ def _acceptance(sequence: Sequence) -> Acceptance:
     return sequence.forced if is_forced else sequence.acceptance
 
 
-def _is_costly(sequence: Sequence) -> bool:
-    return sequence.constraint is not None and sequence.constraint.costly
+def _may_be_asked(sequence: Sequence) -> bool:
+    constraint = sequence.constraint
+    return constraint is not None and not constraint.costly and not constraint.broken

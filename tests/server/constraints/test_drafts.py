@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLParserLimits
 
+from adapters.grammar import compile as compile_module
 from adapters.grammar.compile import compile_grammar
 from adapters.grammar.limits import ServedGrammarLimits
 from server.constraints.constraint import Constraint
@@ -132,41 +134,62 @@ def test_ends_are_in_no_draft() -> None:
     assert constraint_of(wish).foresee([*tokens("a"), *EOS, 22], 3).allowed == 1
 
 
-def test_a_matcher_that_fails_in_a_draft_goes_on_without() -> None:
-    """Its limits are those of one token: a draft does not use them up."""
-    grammar = 'start: "x" /(a|b)*a(a|b){12}c/ | "y"'
-    sampling = SamplingParams(grammar=grammar)
-    rules = TokenRules.of(sampling, EOS, VOCAB)
+class Failing:
+    """A matcher whose copies fail at the first token."""
 
-    class Failing:
-        """A matcher that fails in each copy."""
+    def __init__(self, real: LLMatcher, is_copy: bool = False) -> None:
+        self._real, self._is_copy = real, is_copy
 
-        def __init__(self, is_copy: bool = False) -> None:
-            self._real = compiled(grammar).deep_copy()
-            self._is_copy = is_copy
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._real, name)
+    def deep_copy(self) -> "Failing":
+        return Failing(self._real.deep_copy(), is_copy=True)
 
-        def deep_copy(self) -> "Failing":
-            return Failing(is_copy=True)
-
-        def consume_token(self, token_id: int) -> bool:
-            if self._is_copy:
-                raise RuntimeError("no more")
-            done: bool = self._real.consume_token(token_id)
-            return done
-
-        def validate_tokens(self, token_ids: list[int]) -> int:
+    def consume_token(self, token_id: int) -> bool:
+        if self._is_copy:
             raise RuntimeError("no more")
+        done: bool = self._real.consume_token(token_id)
+        return done
 
-    constraint = Constraint(Failing(), rules, 0)
-    assert constraint.foresee(tokens("x"), 4) == ([], 0)
-    masks = masks_of(constraint, tokens("xa"))
+
+def test_a_copy_that_fails_ends_the_draft_alone() -> None:
+    matcher = Failing(compiled(GRAMMARS["free"]).deep_copy())
+    constraint = Constraint(matcher, TokenRules.of(SamplingParams(), EOS, VOCAB), 0)
+    masks = masks_of(constraint, tokens("x") * 3)
     assert masks[0]
-    assert masks[1:] == [[]] * (len(masks) - 1)
+    assert masks[1:] == [[], [], []]
     assert constraint.take(tokens("x")[0]) == "open"
     assert mask_of(constraint)
+
+
+def test_a_grammar_whose_lexer_fails_in_a_draft_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = LLParserLimits(max_lexer_states=60, verbose_errors=False)
+    monkeypatch.setattr(compile_module, "_OWN_LIMITS", limits)
+    made = constraints()
+    sampling = SamplingParams(grammar="start: /(a|b|c)*a(a|b|c){14}[0-9]+/")
+
+    def new() -> Constraint:
+        made.start(ConstraintWish(1, sampling, ()))
+        while not (news := made.poll()):
+            time.sleep(0)
+        outcome = news[0].outcome
+        assert isinstance(outcome, Constraint)
+        return outcome
+
+    first, draft = new(), tokens("abacabcabbacabcabacaabc")
+    masks = np.zeros((1 + len(draft), WORDS), np.int32)
+    made.fill([MaskWish(0, first, draft)], masks)
+    assert masks[0].any()
+    assert not masks[-1].any()
+    assert first.broken
+    second = new()
+    made.fill([MaskWish(0, second, [])], masks)
+    assert second.state == "open"
+    assert len(made.take_compiled()) == 2
+    made.close()
 
 
 @pytest.mark.parametrize("name", ["json", "any tool"])

@@ -174,8 +174,9 @@ class WorkerConfig:
         metadata={
             "min": 0,
             "max": 16,
-            "help": "tokens of a sequence that a step may check at once, of a draft that its prompt"
-            " and earlier answers of the same adapter and tenant suggest (0 = no drafts)",
+            "help": "tokens of a sequence that a step may check at once, of a draft that its"
+            " prompt, its grammar and earlier answers of the same adapter and tenant suggest"
+            " (0 = no drafts)",
         },
     )
     draft_memory: int = field(

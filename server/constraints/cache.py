@@ -28,6 +28,10 @@ class BoundedCache(Generic[V]):
         while len(self._values) > self._max_entries or self._bytes > self._max_bytes:
             self._drop(next(iter(self._values)))
 
+    def remove(self, key: str) -> None:
+        if key in self._values:
+            self._drop(key)
+
     def _drop(self, key: str) -> None:
         del self._values[key]
         self._bytes -= _size(key)

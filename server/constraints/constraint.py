@@ -1,11 +1,13 @@
 """The tokens that a sequence may draw next, by its grammar and its other token rules. Pure.
 
-A matcher recurses as deep as its grammar, so masks are filled in threads with a large stack
-(`DeepThreads`).
+A matcher recurses as deep as its grammar, so masks are filled and drafts are looked at in threads
+with a large stack (`DeepThreads`).
 """
 
 from collections import deque
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -29,6 +31,28 @@ class GrammarMatcher(Protocol):
 
     def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None: ...
 
+    def deep_copy(self) -> Self: ...
+
+    def validate_tokens(self, tokens: list[int]) -> int: ...
+
+    def compute_ff_bytes(self) -> bytes: ...
+
+    def compute_ff_tokens(self) -> list[int]: ...
+
+
+class Foresight(NamedTuple):
+    """What a constraint says of the tokens to come.
+
+    forced: tokens of the text that the grammar forces; other tokens of that text may be drawn.
+    allowed: how many tokens of a draft may be drawn, one after the other.
+    """
+
+    forced: list[int]
+    allowed: int
+
+
+NO_FORESIGHT = Foresight([], 0)
+
 
 class Constraint:
     """For one thread at a time.
@@ -37,16 +61,22 @@ class Constraint:
     ends are allowed.
     state: `over` when the output is complete and no further token is possible. `failed` when the
     output cannot become complete any more, or the matcher failed. problem: why it failed.
+    costly: drafts of the output take too long to be looked at. broken: a matcher of its grammar has
+    failed, be it in a draft. Copies of a matcher share their lexer, and a lexer that has run out of
+    its limits stays so.
     """
 
     def __init__(self, matcher: GrammarMatcher | None, rules: TokenRules, min_tokens: int) -> None:
         self.state: ConstraintState = "open"
         self.problem = ""
+        self.costly = self.broken = False
         self._matcher = matcher
         self._rules = rules
         self._min_tokens = min_tokens
         self._taken = 0
         self._last: deque[int] = deque(maxlen=rules.memory)
+        # What it becomes with each token of the draft in flight.
+        self._ahead: deque[tuple[int, Constraint]] = deque()
         self._look()
 
     @property
@@ -57,6 +87,8 @@ class Constraint:
     def take(self, token_id: int) -> ConstraintState:
         """Take the output's next accepted token. Returns the state after it."""
         if self.state != "open":
+            return self.state
+        if self._ahead and self._become_next(token_id):
             return self.state
         self._taken += 1
         self._last.append(token_id)
@@ -82,6 +114,48 @@ class Constraint:
             self._fill(row)
         if self.state != "open":
             self._rules.allow_all(row)
+
+    def fill_ahead(
+        self, draft: Sequence[int], rows: np.ndarray, in_time: Callable[[], bool]
+    ) -> None:
+        """Write the masks of the tokens that follow those of a draft, int32 `[len(draft), words]`.
+        `fill` has been called. in_time: asked after each of them, whether it still counts.
+
+        A mask of nothing ends the draft: what comes there is found out once it is the next token.
+        """
+        rows.fill(0)
+        self._ahead.clear()
+        place = self
+        for token_id, row in zip(draft, rows, strict=True):
+            if place.state == "open":
+                place = place._after(token_id)
+            if place.state == "open":
+                place.fill(row)
+                self.broken |= place.broken
+            if place.state != "open" or not in_time():
+                row.fill(0)
+                return
+            self._ahead.append((token_id, place))
+
+    def foresee(self, draft: list[int], most: int) -> Foresight:
+        """Of at most `most` tokens to come. Nothing that it does changes the constraint."""
+        if self.state != "open":
+            return NO_FORESIGHT
+        draft = self._permitted(draft[:most])
+        if self._matcher is None:
+            return Foresight([], len(draft))
+        try:
+            # A copy: forced text changes a matcher, and a matcher that fails stays so.
+            copy = self._matcher.deep_copy()
+            allowed = copy.validate_tokens(draft) if draft else 0
+            forced = copy.compute_ff_tokens() if copy.compute_ff_bytes() else []
+            self.broken |= copy.is_error()
+        except BaseException as error:
+            _check_kind(error)
+            self.broken = True
+        if self.broken:
+            return NO_FORESIGHT
+        return Foresight(self._permitted(forced[:most]), allowed)
 
     def give_up(self, problem: str) -> None:
         """Fail: going on costs too much."""
@@ -110,21 +184,58 @@ class Constraint:
             else:
                 self._fail("no token is left that the request allows")
 
+    def _permitted(self, token_ids: list[int]) -> list[int]:
+        """Of tokens to come, those that no rule but the grammar forbids, and that do not end the
+        output."""
+        rules, known = self._rules, [*self._last]
+        count = len(known)
+        known += takewhile(lambda token_id: token_id not in rules.ends, token_ids)
+        for end in range(count, len(known)):
+            if not rules.permits(known[end], known[max(0, end - rules.memory) : end]):
+                return known[count:end]
+        return known[count:]
+
+    def _after(self, token_id: int) -> "Constraint":
+        """Another one, which has taken one token more."""
+        matcher = None if self._matcher is None else self._matcher.deep_copy()
+        after = Constraint(matcher, self._rules, self._min_tokens)
+        after._taken, after._last = self._taken, self._last.copy()
+        after.take(token_id)
+        return after
+
+    def _become_next(self, token_id: int) -> bool:
+        """Whether the token is the next one of the draft in flight. The matcher of the place behind
+        the token is used from now on: it has been asked just what it would be asked without a
+        draft."""
+        expected, place = self._ahead.popleft()
+        if expected != token_id:
+            self._ahead.clear()
+            return False
+        self._matcher, self._taken, self._last = place._matcher, place._taken, place._last
+        return True
+
     def _look(self) -> None:
         """Bring the state up to date with the matcher's."""
         if self._matcher is None or self.state != "open":
             return
         if self._matcher.is_error():
+            self.broken = True
             self._fail(self._matcher.get_error())
         elif self._matcher.is_stopped():
             self.state = "over"
 
     def _broke(self, error: BaseException) -> None:
-        """Fail after an error of the matcher. Panics of llguidance are not Exceptions."""
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise error
+        """Fail after an error of the matcher."""
+        _check_kind(error)
+        self.broken = True
         self._fail(str(error))
 
     def _fail(self, problem: str) -> None:
         self.state = "failed"
         self.problem = problem.replace("<non-verbose/>", "").strip()[:500]
+
+
+def _check_kind(error: BaseException) -> None:
+    """Raises what is no error of a matcher. Panics of llguidance are not Exceptions."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error

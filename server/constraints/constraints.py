@@ -3,9 +3,10 @@
 import logging
 import queue
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -22,13 +23,16 @@ from adapters.grammar.deep_threads import DeepThreads
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from server.constraints.cache import BoundedCache
-from server.constraints.constraint import Constraint
+from server.constraints.constraint import NO_FORESIGHT, Constraint, Foresight
 from server.constraints.rules import TokenRules, step_words
-from server.constraints.wishes import ConstraintNews, ConstraintWish
+from server.constraints.wishes import ConstraintNews, ConstraintWish, ForesightWish, MaskWish
 from server.engine.admission import Refusal
 from server.engine.messages import GrammarCompiled, GrammarFault
 
 log = logging.getLogger(__name__)
+
+# Processor time of looking at one draft. A sequence whose drafts need more has none from then on.
+_FORESIGHT_S = 0.002
 
 T = TypeVar("T")
 
@@ -101,24 +105,47 @@ class Constraints:
         return _taken(self._compiled)
 
     def filled(
-        self, constraints: Sequence[Constraint | None], memory: Callable[[int, int], np.ndarray]
+        self, wishes: Sequence[MaskWish], memory: Callable[[int, int], np.ndarray]
     ) -> np.ndarray:
-        """Masks of the next tokens, as of `fill`, in memory of `Executor.mask_memory`."""
-        sizes = (each.num_ids for each in constraints if each is not None)
-        masks = memory(len(constraints), step_words(self._vocab_size, sizes))
-        self.fill(constraints, masks)
+        """Masks as of `fill`, in memory of `Executor.mask_memory`."""
+        sizes = (wish.constraint.num_ids for wish in wishes if wish.constraint is not None)
+        words = step_words(self._vocab_size, sizes)
+        masks = memory(sum(wish.num_masks for wish in wishes), words)
+        self.fill(wishes, masks)
         return masks
 
-    def fill(self, constraints: Sequence[Constraint | None], masks: np.ndarray) -> None:
-        """Write masks of the next tokens, int32 `[n, words]`; None = all tokens."""
-        parts = min(self._num_filling, len(constraints))
+    def fill(self, wishes: Sequence[MaskWish], masks: np.ndarray) -> None:
+        """Write masks, int32 `[sum of num_masks, words]`. A mask of nothing ends its draft
+        (`Constraint.fill_ahead`)."""
+        ends = [*accumulate(wish.num_masks for wish in wishes)]
+        rows = [masks[end - wish.num_masks : end] for wish, end in zip(wishes, ends, strict=True)]
+        parts = min(self._num_filling, len(wishes))
         filling = [
-            self._filling.submit(_fill, constraints[i::parts], masks[i::parts], self._limits.mask_s)
+            self._filling.submit(_fill, wishes[i::parts], rows[i::parts], self._limits.mask_s)
             for i in range(parts)
         ]
         for part in filling:
             for slow in part.result():
                 self._refuse(slow)
+        self._renew(wish.constraint for wish in wishes)
+
+    def foresee(self, wishes: Sequence[ForesightWish]) -> list[Foresight]:
+        """Of each wish."""
+        parts = min(self._num_filling, len(wishes))
+        looking = [self._filling.submit(_foresee, wishes[i::parts]) for i in range(parts)]
+        found: list[Foresight] = [NO_FORESIGHT] * len(wishes)
+        for i, part in enumerate(looking):
+            found[i::parts] = part.result()
+        self._renew(wish.constraint for wish in wishes)
+        return found
+
+    def _renew(self, constraints: Iterable[Constraint | None]) -> None:
+        """A grammar whose matchers fail is compiled again for the next request."""
+        for constraint in constraints:
+            if constraint is not None and constraint.broken:
+                grammar = self._grammars.pop(constraint, None)
+                if grammar is not None:
+                    self._cache.remove(grammar)
 
     def _refuse(self, slow: Constraint) -> None:
         slow.give_up(self._too_slow)
@@ -218,19 +245,42 @@ class Constraints:
 
 
 def _fill(
-    constraints: Sequence[Constraint | None], masks: np.ndarray, limit_s: float
+    wishes: Sequence[MaskWish], masks: Sequence[np.ndarray], limit_s: float
 ) -> list[Constraint]:
     """Fill masks. Returns the constraints that took longer than `limit_s` of processor time."""
     slow = []
-    for constraint, row in zip(constraints, masks, strict=True):
+    for (_, constraint, draft), rows in zip(wishes, masks, strict=True):
         if constraint is None:
-            row.fill(-1)
+            rows.fill(-1)
             continue
         began = time.thread_time()
-        constraint.fill(row)
+        constraint.fill(rows[0])
         if time.thread_time() - began > limit_s:
             slow.append(constraint)
+            rows[1:].fill(0)
+        elif draft:
+            _fill_ahead(constraint, draft, rows[1:], limit_s)
     return slow
+
+
+def _fill_ahead(
+    constraint: Constraint, draft: Sequence[int], rows: np.ndarray, limit_s: float
+) -> None:
+    """As many masks as can be filled in `limit_s` of processor time. So one that takes as long
+    alone is filled once more where it is the next token's, and its sequence ends there."""
+    until = time.thread_time() + limit_s
+    constraint.fill_ahead(draft, rows, lambda: time.thread_time() <= until)
+    constraint.costly |= time.thread_time() > until
+
+
+def _foresee(wishes: Sequence[ForesightWish]) -> list[Foresight]:
+    found = []
+    for constraint, draft, most in wishes:
+        began = time.thread_time()
+        found.append(constraint.foresee(draft, most))
+        if time.thread_time() - began > _FORESIGHT_S:
+            constraint.costly = True
+    return found
 
 
 def _fault(error: Exception) -> GrammarFault:

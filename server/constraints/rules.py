@@ -87,9 +87,23 @@ class TokenRules:
         if self.allowed is not None:
             row &= self.allowed
         for word in self.bad_words:
-            begun = len(word) - 1
-            if begun <= len(last) and tuple(last[len(last) - begun :]) == word[:-1]:
+            if _is_begun(word, last):
                 words[word[-1] >> 5] &= ~(np.uint32(1) << np.uint32(word[-1] & 31))
+
+    def permits(self, token_id: int, last: Sequence[int]) -> bool:
+        """Whether the token may come after the last `memory` tokens of the output. Ends: see
+        `apply`."""
+        if self.allowed is not None:
+            word = int(self.allowed.view(np.uint32)[token_id >> 5])
+            if not word >> (token_id & 31) & 1:
+                return False
+        return not any(word[-1] == token_id and _is_begun(word, last) for word in self.bad_words)
+
+
+def _is_begun(word: tuple[int, ...], last: Sequence[int]) -> bool:
+    """Whether only the last token of a bad word is to come."""
+    begun = len(word) - 1
+    return begun <= len(last) and tuple(last[len(last) - begun :]) == word[:-1]
 
 
 def _mask(ids: Collection[int], vocab_size: int) -> np.ndarray:

@@ -23,3 +23,24 @@ class ConstraintNews(NamedTuple):
 
     key: int
     outcome: Constraint | Refusal
+
+
+class MaskWish(NamedTuple):
+    """Masks of the next token and of those that follow a draft's tokens. place: of the slice in the
+    plan. constraint: None = all tokens may be drawn, since the sequence has ended."""
+
+    place: int
+    constraint: Constraint | None
+    draft: Sequence[int]
+
+    @property
+    def num_masks(self) -> int:
+        return 1 + len(self.draft)
+
+
+class ForesightWish(NamedTuple):
+    """See `Constraint.foresee`."""
+
+    constraint: Constraint
+    draft: list[int]
+    most: int

@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -29,6 +30,16 @@ _FULL_WARNING_S = 5.0
 
 class WorkerGone(Exception):
     """The worker has closed the pipe, or broke the protocol."""
+
+
+class Channel(Protocol):
+    """Source of requests and sink of events: the pipe to the worker, or a program's own queues."""
+
+    def receive(self, wait_s: float | None) -> ToEngine | None:
+        """The next message, or None if none comes within `wait_s` (None = for ever)."""
+        ...
+
+    def send(self, message: FromEngine) -> None: ...
 
 
 class WorkerChannel:

@@ -57,8 +57,10 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
 class Masks(NamedTuple):
     """Tokens that constrained slices of a step may draw.
 
-    slices: places in the plan, ascending. bits: int32 `[len(slices), words]` of
-    `Executor.mask_memory`; bit i % 32 of word i // 32 is set where token i may be drawn.
+    slices: places in the plan, ascending, each as often as the slice draws: once, and once more for
+    each token of its draft. bits: int32 `[len(slices), words]` of `Executor.mask_memory`; bit
+    i % 32 of word i // 32 is set where token i may be drawn. A mask of nothing, which the first of
+    a slice is not, ends the draft: that draw and those behind give nothing.
     """
 
     slices: list[int]

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 
 from server.engine.certificates import (
@@ -45,7 +44,7 @@ def next_allowed(mask: np.ndarray, token_id: int, vocab_size: int) -> int:
 
 class FakeTicket:
     """A launched step; its results are known, but not before `collect`. held: whether constrained
-    slices wait for their masks."""
+    slices wait for their masks; what was drawn for them without is not theirs."""
 
     def __init__(self, plan: StepPlan, results: list[SliceResult]) -> None:
         self.plan = plan
@@ -113,16 +112,22 @@ class CertifyingExecutor:
         return np.zeros((count, words), dtype=np.int32)
 
     def constrain(self, ticket: FakeTicket, masks: Masks) -> None:
-        """A token that its mask forbids gives way to the next one allowed, round the vocabulary."""
+        """A token that its mask forbids gives way to the next one allowed, round the vocabulary.
+        Slices without a mask draw any token."""
         check(ticket.held, "no draw of the step waits for masks")
         ticket.held = False
-        for index, bits in zip(masks.slices, masks.bits, strict=True):
-            piece, result = ticket.plan.slices[index], ticket.results[index]
-            check(piece.constrained and len(result.token_ids) == 1, "a mask of another slice")
-            token_id = next_allowed(bits, result.token_ids[0], self.limits.vocab_size)
-            self._rows[piece.seq_row].tokens[-1] = token_id
-            logprobs = tuple(msgspec.structs.replace(x, token_id=token_id) for x in result.logprobs)
-            ticket.results[index] = SliceResult((token_id,), logprobs, result.prompt_logprobs)
+        bits = dict[int, list[np.ndarray]]()
+        for index, mask in zip(masks.slices, masks.bits, strict=True):
+            bits.setdefault(index, []).append(mask)
+        slices = ticket.plan.slices
+        for index, piece in enumerate(slices):
+            of = bits.pop(index, None)
+            check(of is None or piece.constrained, "a mask of another slice")
+            check(of is None or len(of) == 1 + len(piece.draft), "masks of another draft")
+            if piece.constrained:
+                first = ticket.results[index].prompt_logprobs
+                ticket.results[index] = self._draw(self._rows[piece.seq_row], piece, first, of)
+        check(not bits, "a mask of no slice")
 
     def collect(self, ticket: FakeTicket) -> list[SliceResult]:
         check(bool(self._in_flight) and self._in_flight[0] is ticket, "not the oldest step")
@@ -204,27 +209,37 @@ class CertifyingExecutor:
             )
         check(piece.vector is None, "a sample of a slice that is for a vector")
         check(known == len(row.tokens), "a sample before all inputs are computed")
-        token_ids, logprobs = self._draw(row, piece, mark, end)
-        return SliceResult(tuple(token_ids), tuple(logprobs), prompt_logprobs)
+        if piece.constrained:  # it draws when its masks are there
+            return SliceResult(prompt_logprobs=prompt_logprobs)
+        return self._draw(row, piece, prompt_logprobs, None)
 
     def _draw(
-        self, row: FakeRow, piece: SeqSlice, mark: Mark, end: int
-    ) -> tuple[list[int], list[TokenLogprob]]:
+        self,
+        row: FakeRow,
+        piece: SeqSlice,
+        prompt_logprobs: list[TokenLogprob] | None,
+        masks: list[np.ndarray] | None,
+    ) -> SliceResult:
         """One token, and one more for each leading token of the draft that is right. A wrong one
-        leaves wrong values in the KV places up to `end`."""
+        leaves wrong values in the KV places of the slice. masks: of each token; a later one of
+        nothing ends the draft."""
+        mark, end = row.marks[-1], piece.start + piece.num_new
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         count = row.start.sampling.logprobs
         for position in range(row.num_computed, end + 1):
             index = len(row.tokens) - row.start.prompt_len
             token_id = certified_token(mark, self.options, index >= row.start.eos_suppressed_until)
+            if masks is not None:
+                token_id = next_allowed(masks[len(token_ids)], token_id, self.limits.vocab_size)
             row.tokens.append(token_id)
             token_ids.append(token_id)
             if count is not None:
                 logprobs.append(self._logprob(mark, token_id, count))
             if position == end:
                 break
-            if piece.draft[position - piece.start - 1] != token_id:
+            goes_on = masks is None or masks[len(token_ids)].any()
+            if not goes_on or piece.draft[position - piece.start - 1] != token_id:
                 for place in range(position, end):
                     self._write(row, piece.seq_row, place, WRONG_MARK)
                 break
@@ -232,7 +247,7 @@ class CertifyingExecutor:
             self._write(row, piece.seq_row, position, mark)
             row.marks.append(mark)
             row.num_computed = position + 1
-        return token_ids, logprobs
+        return SliceResult(tuple(token_ids), tuple(logprobs), prompt_logprobs)
 
     def _logprob(self, mark: Mark, token_id: int, count: int) -> TokenLogprob:
         """Made up from the mark alone, so that it certifies as much as the token."""
@@ -245,7 +260,7 @@ class CertifyingExecutor:
 
     def _check_inputs(self, row: FakeRow, piece: SeqSlice, known: int, end: int) -> None:
         """The slice computes known tokens up to `known`, and its draft from there to `end`."""
-        most = 0 if piece.constrained or not piece.sample else self.limits.max_decodes
+        most = self.limits.max_decodes if piece.sample else 0
         check(piece.num_new > 0, "an empty slice")
         check(known <= len(row.tokens) and end - known <= most, "tokens that are not there")
         check(end <= row.most_tokens, "tokens beyond the context, or of another kind")

@@ -10,10 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from server.constraints.constraints import Constraints
-from server.engine.channel import WorkerGone
+from server.engine.channel import Channel, WorkerGone
 from server.engine.executor import COPY_FAILED, CopyOver, Executor, Masks, Ticket
 from server.engine.messages import (
     AbortSequence,
@@ -21,7 +21,6 @@ from server.engine.messages import (
     AdapterSettled,
     EngineStats,
     EvictAdapter,
-    FromEngine,
     NeedSlab,
     PinAdapters,
     PreloadAdapter,
@@ -58,18 +57,9 @@ class ExecutorLost(Exception):
     """Steps keep failing: only a new process can help."""
 
 
-class Channel(Protocol):
-    """Source of requests and sink of events: the pipe to the worker, or a program's own queues."""
-
-    def receive(self, wait_s: float | None) -> ToEngine | None:
-        """The next message, or None if none comes within `wait_s` (None = for ever)."""
-        ...
-
-    def send(self, message: FromEngine) -> None: ...
-
-
 class _InFlight(NamedTuple, Generic[T]):
-    """planned, launched: times of that. constrained: places of slices that wait for masks."""
+    """planned, launched: times of that. constrained: places of slices whose draws wait for masks.
+    is_held: they still wait."""
 
     plan: StepPlan
     prompt_tokens: int
@@ -77,6 +67,7 @@ class _InFlight(NamedTuple, Generic[T]):
     planned: float
     launched: float
     constrained: list[int]
+    is_held: bool
 
 
 class _Collected(NamedTuple):
@@ -120,7 +111,7 @@ class EngineLoop(Generic[T]):
         self._settled: list[AdapterSettled] = []
         self._copy_s: dict[str, float] = {}  # of copies that are not reported yet
         self._phases_s = [0.0] * len(Phase)
-        self._num_constrained = 0  # not reported yet
+        self._num_constrained = 0  # tokens, not reported yet
         self._aside_s = 0.0  # time of the current launch that was spent on other work
         self._reported: EngineStats | None = None
         self._reported_at = clock()
@@ -196,6 +187,7 @@ class EngineLoop(Generic[T]):
         self._load_on()
         self._note_copies()  # a copy that has just begun may be usable at once
         began = self._clock()
+        self._foresee()
         plan = self._scheduler.plan(began)
         collected = None
         worked = plan is not None or bool(self._in_flight)
@@ -239,6 +231,12 @@ class EngineLoop(Generic[T]):
             self._scheduler.constraint_news(item, self._clock())
         return bool(news)
 
+    def _foresee(self) -> None:
+        """Look at drafts of constrained sequences for the next plan."""
+        drafting = self._scheduler.drafting
+        if wishes := drafting.take_wishes():
+            drafting.foreseen(self._constraints.foresee(wishes))
+
     def _wait_to_plan(self) -> None:
         """Wait while a step runs, so that requests that arrive now are in the next plan."""
         if self._in_flight:
@@ -279,8 +277,8 @@ class EngineLoop(Generic[T]):
         ticket = self._executor.launch(plan, self._meanwhile)
         launched = self._clock()
         constrained = [i for i, piece in enumerate(plan.slices) if piece.constrained]
-        tokens = plan.num_prompt_tokens
-        self._in_flight.append(_InFlight(plan, tokens, ticket, planned, launched, constrained))
+        step = (plan, plan.num_prompt_tokens, ticket, planned, launched, constrained)
+        self._in_flight.append(_InFlight(*step, is_held=bool(constrained)))
         self._pace.prepared(planned - began, launched - planned)
         self._phases_s[Phase.PLAN] += planned - began
         self._phases_s[Phase.LAUNCH] += launched - planned - self._aside_s
@@ -299,6 +297,7 @@ class EngineLoop(Generic[T]):
         self._ready_at = ready
         self._in_flight.popleft()
         self._scheduler.commit(running.plan.step, results)
+        self._num_constrained += sum(len(results[i].token_ids) for i in running.constrained)
         self._steps = running.plan.step
         done = self._clock()
         self._phases_s[Phase.WAIT] += ready - began
@@ -308,17 +307,17 @@ class EngineLoop(Generic[T]):
 
     def _constrain(self) -> None:
         """Fill the masks of the oldest step in flight. The tokens that they depend on are known."""
-        if not self._in_flight or not (slices := self._in_flight[0].constrained):
+        if not self._in_flight or not self._in_flight[0].is_held:
             return
         began = self._clock()
-        oldest = self._in_flight[0] = self._in_flight[0]._replace(constrained=[])
-        constraints = self._scheduler.constraints(slices)
-        bits = self._constraints.filled(constraints, self._executor.mask_memory)
+        oldest = self._in_flight[0] = self._in_flight[0]._replace(is_held=False)
+        wishes = self._scheduler.mask_wishes(oldest.constrained)
+        of = [wish.place for wish in wishes for _ in range(wish.num_masks)]
+        bits = self._constraints.filled(wishes, self._executor.mask_memory)
         filled = self._clock()
-        self._executor.constrain(oldest.ticket, Masks(slices, bits))
+        self._executor.constrain(oldest.ticket, Masks(of, bits))
         self._phases_s[Phase.MASKS] += filled - began
         self._phases_s[Phase.LAUNCH] += self._clock() - filled
-        self._num_constrained += len(slices)
 
     def _fail(self, error: Exception) -> None:
         """End all running sequences. Raises ExecutorLost if steps keep failing."""

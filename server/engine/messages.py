@@ -174,7 +174,7 @@ class StepWork(msgspec.Struct, frozen=True, array_like=True):
     sequences: slices of the step. adapters: distinct adapters. adapter_tokens: tokens of sequences
     with an adapter.
     phases_s: seconds of planning, launching, waiting for the device, committing, masks.
-    constrained: sequences that had a mask since the last report.
+    constrained: tokens that were drawn under a mask since the last report.
     """
 
     sequences: int

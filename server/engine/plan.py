@@ -46,8 +46,8 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     adapter_slot: -1 = the base alone. sample: draw a token after the last known token. A decode
     slice also draws a token after each token of its draft that is right: that was drawn.
     prompt_logprobs: return logprobs of the prompt tokens that these positions predict.
-    constrained: the draw waits for a mask (`Executor.constrain`). Only a slice with `sample` and
-    without a draft can be constrained.
+    constrained: draws wait for masks (`Executor.constrain`). Only a slice with `sample` can be
+    constrained.
     vector: what the slice is computed for: the last slice of such a prompt, and every slice of one
     whose mean is wanted. Such a slice draws nothing.
     """

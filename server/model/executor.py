@@ -33,7 +33,7 @@ from server.model.start import (
     host_arena_made,
     leave_a_core,
 )
-from server.model.steps.drafts import spread
+from server.model.steps.drafts import spread, spread_places
 from server.model.steps.rows import Rows
 from server.model.steps.step import Step
 
@@ -121,6 +121,8 @@ class TorchExecutor:
         held = ticket.held
         if held is None:
             raise ValueError("no draw of the step waits for masks")
+        if ticket.with_drafts:
+            masks = masks._replace(slices=spread_places(ticket.with_drafts, masks.slices))
         slices = np.where(held.waiting, np.array(ticket.order)[held.places], -1)
         rows = replace(held.rows, masks=self._masks.upload(masks, slices.tolist()))
         drawn = self._draw(rows, held.places, held.chosen, held.token_ids)

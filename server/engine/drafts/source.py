@@ -48,9 +48,10 @@ class DraftSource:
 
     def answers(self, owner: DraftOwner) -> _Answers | None:
         """For each window."""
-        if owner in self._kept:
+        found = self._kept.get(owner)
+        if found is not None:
             self._kept.move_to_end(owner)
-        return self._kept.get(owner)
+        return found
 
     def keep(self, owner: DraftOwner, tokens: list[int], start: int) -> None:
         """start: where the answer begins."""
@@ -119,12 +120,13 @@ class Drafts:
 
     def _draft(self, places: list[Place], most: int) -> Draft:
         """From those places that follow the longest match."""
-        tail = self._tokens[-LONGEST:]
-        lengths = [common_length(tail, place) for place in places]
-        longest = max(lengths)
-        best = [
-            text[position : position + most]
-            for (text, position), length in zip(places, lengths, strict=True)
-            if length == longest
-        ]
-        return vote(best, longest) if longest else NO_DRAFT
+        tail, longest = self._tokens[-LONGEST:], 1
+        best = list[list[int]]()
+        for place in places:
+            length = common_length(tail, place)
+            if length >= longest:
+                if length > longest:
+                    longest, best = length, []
+                text, position = place
+                best.append(text[position : position + most])
+        return vote(best, longest) if best else NO_DRAFT

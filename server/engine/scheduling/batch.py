@@ -3,7 +3,7 @@
 import math
 from collections import abc
 
-from server.constraints.constraint import Constraint
+from server.constraints.wishes import MaskWish
 from server.engine.executor import ExecutorLimits
 from server.engine.plan import PageGrant, RowStart, SeqSlice, StepPlan
 from server.engine.scheduling.sequence import Sequence, State
@@ -72,10 +72,13 @@ class Batch:
     def _grant(self, sequence: Sequence, group: int, first: int, pages: list[int]) -> None:
         self.plan.grants.append(PageGrant(sequence.seq_row, first, pages, group))
 
-    def constraints(self, slices: list[int]) -> list[Constraint | None]:
-        """Constraints of the sequences at these places; None = the sequence has ended."""
-        sequences = [self.sequences[i] for i in slices]
-        return [s.constraint if s.state is State.RUNNING else None for s in sequences]
+    def mask_wishes(self, slices: list[int]) -> list[MaskWish]:
+        """Of the sequences at these places."""
+        found = [(i, self.sequences[i], self.plan.slices[i].draft) for i in slices]
+        return [
+            MaskWish(i, s.constraint if s.state is State.RUNNING else None, draft)
+            for i, s, draft in found
+        ]
 
     def add(self, sequence: Sequence, draft: abc.Sequence[int] = ()) -> None:
         """Compute as many of the tokens that the sequence wants as the budget and its pages
@@ -122,10 +125,9 @@ class Batch:
 
     def room_for_draft(self, sequence: Sequence) -> int:
         """Tokens of a draft for a decode slice. They fit in the pages that the sequence has, and
-        cannot go beyond its last token, nor make it long. A mask holds for one token, so a
-        constrained sequence has none."""
+        cannot go beyond its last token, nor make it long."""
         is_decode = sequence.num_computed >= sequence.row_tokens
-        if not (self.drafts_left and is_decode) or sequence.constraint is not None:
+        if not (self.drafts_left and is_decode):
             return 0
         room = sequence.room(self._page_size) - 1
         if self._short_context is not None and not sequence.is_long:

@@ -4,8 +4,12 @@ A draft begins behind the last token that is known, so its sequence waits for ea
 sequences have a step in flight while the next is planned.
 """
 
-from server.engine.drafts.draft import DraftOwner
-from server.engine.drafts.gain import worth
+from collections import abc
+
+from server.constraints.constraint import Foresight
+from server.constraints.wishes import ForesightWish
+from server.engine.drafts.draft import NO_DRAFT, Draft, DraftOwner, under_grammar
+from server.engine.drafts.gain import Acceptance, worth
 from server.engine.drafts.source import Drafts, DraftSource
 from server.engine.drafts.token_price import TokenPrice
 from server.engine.plan import SeqSlice
@@ -29,12 +33,40 @@ class Drafting:
         self.drafted = self.accepted = 0
         self._max_draft = max_draft
         self._ahead, self._all_hold, self._tokens, self._has_room = False, True, 0, False
+        # Constrained sequences with new tokens; those of the last wishes, and their drafts.
+        self._changed = list[Sequence]()
+        self._asked = list[tuple[Sequence, Draft]]()
+
+    def take_wishes(self) -> list[ForesightWish]:
+        """Before a plan: drafts that are to be looked at. `foreseen` takes the answers."""
+        if not self._changed:
+            return []
+        changed, self._changed = self._changed, []
+        self._asked = [
+            (sequence, sequence.drafts.propose(self._max_draft))
+            for sequence in changed
+            if sequence.drafts is not None and sequence.can_run and _may_be_asked(sequence)
+        ]
+        return [
+            ForesightWish(sequence.constraint, draft.token_ids, self._max_draft)
+            for sequence, draft in self._asked
+            if sequence.constraint is not None
+        ]
+
+    def foreseen(self, answers: abc.Sequence[Foresight]) -> None:
+        """Of the last wishes."""
+        for (sequence, draft), (forced, allowed) in zip(self._asked, answers, strict=True):
+            sequence.proposed = under_grammar(draft, allowed, forced)
 
     def begin_plan(self, running: list[Sequence], *, ahead: bool, room: int) -> None:
         """ahead: whether a step is in flight. room: tokens of drafts in the step."""
         self._ahead = ahead
         self._all_hold = all(sequence.holds for sequence in running)
         self._tokens, self._has_room = len(running), room > 0
+        asked, self._asked = self._asked, []
+        for sequence, _ in asked:
+            if sequence.pending and self._has_room:
+                self._hold(sequence)
 
     def most(self, sequence: Sequence) -> int:
         """Tokens that its next draft may have."""
@@ -60,10 +92,13 @@ class Drafting:
         if piece.draft:
             self.drafted += len(piece.draft)
             self.accepted += drawn - 1
-            sequence.acceptance.saw(sequence.expected, drawn - 1)
-        elif sequence.pending and self._has_room and sequence.constraint is None:
-            least = _TO_WAIT if self._all_hold else _BESIDE_OTHERS
-            sequence.holds = bool(self._worth(sequence, self._max_draft, least))
+            _acceptance(sequence).saw(sequence.expected, drawn - 1)
+        if sequence.constraint is not None:
+            sequence.proposed = None
+            if self._has_room:
+                self._changed.append(sequence)
+        elif not piece.draft and sequence.pending and self._has_room:
+            self._hold(sequence)
 
     def end(self, sequence: Sequence) -> None:
         """What there is of its answer may help others."""
@@ -76,13 +111,34 @@ class Drafting:
         owner = DraftOwner(request.adapter or "", request.drafts or "")
         return self.source.open(owner, request.prompt_ids)
 
+    def _hold(self, sequence: Sequence) -> None:
+        """Decide whether it waits for the result of the step that contains it."""
+        least = _TO_WAIT if self._all_hold else _BESIDE_OTHERS
+        sequence.holds = bool(self._worth(sequence, self._max_draft, least))
+
     def _worth(self, sequence: Sequence, most: int, least: float) -> list[int]:
         """As much of a draft as pays; none where the step would give fewer tokens than `least`."""
-        assert sequence.drafts is not None
-        draft = sequence.drafts.propose(min(most, self._max_draft))
-        ratio = sequence.acceptance.ratio
-        count, expected = worth(draft.chances, ratio, self.price.of(self._tokens))
+        draft = self._proposed(sequence, min(most, self._max_draft))
+        ratio = _acceptance(sequence).ratio
+        count, expected = worth(draft.chances[:most], ratio, self.price.of(self._tokens))
         if 1 + expected * ratio < least:
             return []
         sequence.expected = expected
         return draft.token_ids[:count]
+
+    def _proposed(self, sequence: Sequence, most: int) -> Draft:
+        if sequence.constraint is not None:
+            return sequence.proposed or NO_DRAFT
+        assert sequence.drafts is not None
+        return sequence.drafts.propose(most)
+
+
+def _acceptance(sequence: Sequence) -> Acceptance:
+    """Of drafts like its latest."""
+    is_forced = sequence.proposed is not None and sequence.proposed.is_forced
+    return sequence.forced if is_forced else sequence.acceptance
+
+
+def _may_be_asked(sequence: Sequence) -> bool:
+    constraint = sequence.constraint
+    return constraint is not None and not constraint.costly and not constraint.broken

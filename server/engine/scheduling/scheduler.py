@@ -7,8 +7,7 @@ count, under one token budget a step. A plan may be made while earlier steps are
 from bisect import insort
 from collections import deque
 
-from server.constraints.constraint import Constraint
-from server.constraints.wishes import ConstraintNews
+from server.constraints.wishes import ConstraintNews, MaskWish
 from server.engine.admission import Refusal, num_ids, refuse, token_limit
 from server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLimits
 from server.engine.memory.residency import AdapterArena
@@ -295,9 +294,9 @@ class Scheduler:
         batch.start(sequence)
         batch.add(sequence)
 
-    def constraints(self, slices: list[int]) -> list[Constraint | None]:
-        """Constraints of these slices of the oldest step in flight; None = the sequence ended."""
-        return self._in_flight[0].constraints(slices)
+    def mask_wishes(self, slices: list[int]) -> list[MaskWish]:
+        """Of these slices of the oldest step in flight."""
+        return self._in_flight[0].mask_wishes(slices)
 
     def commit(self, step: int, results: list[SliceResult]) -> None:
         """Take the results of the oldest step in flight."""

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from server.constraints.constraint import Constraint
+from server.engine.drafts.draft import Draft
 from server.engine.drafts.gain import Acceptance
 from server.engine.drafts.source import Drafts
 from server.engine.memory.pages import (
@@ -61,7 +62,9 @@ class Sequence:
     `ExecutorLimits.short_context`.
     drafts: where its drafts come from, None = it has none. holds: no step contains it before the
     result of the last one is known, since a draft will follow. expected: tokens of its latest draft
-    that are right by its chances. acceptance: how much of that came true.
+    that are right by its chances. acceptance: how much of that came true. forced: the same of
+    drafts that its grammar forces. proposed: where it is constrained, what may follow the known
+    tokens, None = that has not been looked at.
     constraint: which tokens it may draw, None = all. The constraint has taken every known token of
     the output.
     """
@@ -83,6 +86,8 @@ class Sequence:
     holds: bool = False
     expected: float = 0.0
     acceptance: Acceptance = field(default_factory=Acceptance)
+    forced: Acceptance = field(default_factory=Acceptance)
+    proposed: Draft | None = None
     seq_row: int = -1
     row_tokens: int = 0  # tokens known when the row was taken; later tokens were sampled on it
     adapter_slot: int = -1

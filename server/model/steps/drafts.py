@@ -6,6 +6,7 @@ on nothing but its logits, its request's seed and its place. So a draft changes 
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -29,6 +30,17 @@ def _singles(piece: SeqSlice) -> Iterator[SeqSlice]:
         )
 
 
+def spread_places(slices: Sequence[SeqSlice], of: Sequence[int]) -> list[int]:
+    """Places in `spread`'s plan of draws. of: the slice of each, ascending; the draws of a slice
+    follow one another."""
+    begins = [*accumulate((1 + len(piece.draft) for piece in slices), initial=0)]
+    found = list[int]()
+    for index in of:
+        begin = begins[index]
+        found.append(found[-1] + 1 if found and found[-1] >= begin else begin)
+    return found
+
+
 def joined(slices: Sequence[SeqSlice], results: Sequence[SliceResult]) -> list[SliceResult]:
     """Results of the slices, of those that `spread` makes of them."""
     found = iter(results)
@@ -42,7 +54,7 @@ def _accepted(draft: Sequence[int], results: Iterator[SliceResult]) -> SliceResu
     while right < len(draft) and drawn[right].token_ids == (draft[right],):
         right += 1
     if right and drawn[right].failed:
-        right -= 1  # it fails again where it is the first of its step
+        right -= 1  # what fails, or has a mask of nothing, comes first in the next step
     taken = drawn[: right + 1]
     return SliceResult(
         token_ids=tuple(t for result in taken for t in result.token_ids),

@@ -81,11 +81,13 @@ def certifying(**changes: Any) -> CertifyingExecutor:
 
 
 @contextmanager
-def serving(executor: Executor[Any], depth: int, made: Constraints) -> Iterator[FakeWorker]:
+def serving(
+    executor: Executor[Any], depth: int, made: Constraints, max_draft: int = 0
+) -> Iterator[FakeWorker]:
     """The worker of a running loop."""
     ours, theirs = socket.socketpair()
     worker, channel = FakeWorker(ours), WorkerChannel(theirs)
-    scheduler = Scheduler(executor.limits, SchedulerConfig())
+    scheduler = Scheduler(executor.limits, SchedulerConfig(max_draft=max_draft))
     loop = EngineLoop(executor, scheduler, channel, depth, made)
 
     def run() -> None:

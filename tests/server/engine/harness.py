@@ -165,6 +165,7 @@ class Harness:
         self.exchange()
 
     def plan(self) -> StepPlan | None:
+        self._foresee()
         plan = self.scheduler.plan(self.now)
         self.exchange()
         if plan is not None:
@@ -185,15 +186,24 @@ class Harness:
         if not self.tickets or not self.tickets[0].held:
             return
         slices = [i for i, p in enumerate(self.tickets[0].plan.slices) if p.constrained]
-        constraints = self.scheduler.constraints(slices)
-        sizes = [each.num_ids for each in constraints if each is not None]
-        words = step_words(self.limits.vocab_size, sizes)
-        bits = self.executor.mask_memory(len(slices), words)
-        for constraint, row in zip(constraints, bits, strict=True):
-            row.fill(-1)
+        wishes = self.scheduler.mask_wishes(slices)
+        of = [wish.place for wish in wishes for _ in range(wish.num_masks)]
+        sizes = [each.constraint.num_ids for each in wishes if each.constraint is not None]
+        bits = self.executor.mask_memory(len(of), step_words(self.limits.vocab_size, sizes))
+        begin = 0
+        for _, constraint, draft in wishes:
+            rows = bits[begin : begin + 1 + len(draft)]
+            rows.fill(-1)
             if constraint is not None:
-                constraint.fill(row)
-        self.executor.constrain(self.tickets[0], Masks(slices, bits))
+                constraint.fill(rows[0])
+                constraint.fill_ahead(draft, rows[1:], lambda: True)
+            begin += len(rows)
+        self.executor.constrain(self.tickets[0], Masks(of, bits))
+
+    def _foresee(self) -> None:
+        drafting = self.scheduler.drafting
+        wishes = drafting.take_wishes()
+        drafting.foreseen([w.constraint.foresee(w.draft, w.most) for w in wishes])
 
     def _make_constraints(self) -> None:
         """Without grammars, and at once."""

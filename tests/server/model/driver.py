@@ -138,14 +138,17 @@ class Driver:
     def run(
         self, plan: StepPlan, masks: Sequence[Sequence[int] | None] | None = None
     ) -> list[SliceResult]:
-        """masks: ids that each slice may draw, None = any."""
+        """masks: ids of each draw of the slices, None = any: a slice draws once, and once more for
+        each token of its draft."""
         ticket = self.executor.launch(plan)
         if any(piece.constrained for piece in plan.slices):
-            self.executor.constrain(ticket, self.masks(masks or []))
+            of = [i for i, piece in enumerate(plan.slices) for _ in range(1 + len(piece.draft))]
+            draws, bits = self.masks(masks or [])
+            self.executor.constrain(ticket, Masks([of[i] for i in draws], bits))
         return self.executor.collect(ticket)
 
     def masks(self, allowed: Sequence[Sequence[int] | None]) -> Masks:
-        """allowed: of each slice of the plan."""
+        """allowed: of each slice of a plan without drafts."""
         slices = [i for i, ids in enumerate(allowed) if ids is not None]
         sizes = (max(ids, default=0) + 1 for ids in allowed if ids is not None)
         words = step_words(self.executor.limits.vocab_size, sizes)
@@ -160,8 +163,8 @@ class Driver:
 class Stream:
     """One sequence on a row of a driver: prompt in chunks, then decodes.
 
-    allowed: tokens so far -> the ids that may come next; None = any. draft: tokens so far -> the
-    draft of the next decode.
+    allowed: tokens so far -> the ids that may come next; None = any; no ids = a draft ends. draft:
+    tokens so far -> the draft of the next decode.
     """
 
     def __init__(
@@ -303,8 +306,11 @@ def step(driver: Driver, work: Sequence[tuple[Stream, int]]) -> None:
     )
     driver.step += 1
     masks = [
-        s.allowed(s.tokens) if s.allowed is not None and piece.constrained else None
+        s.allowed(s.tokens + piece.draft[:i])
+        if s.allowed is not None and piece.constrained
+        else None
         for (s, _), piece in zip(jobs, plan.slices, strict=True)
+        for i in range(1 + len(piece.draft))
     ]
     for (stream, count), result in zip(jobs, driver.run(plan, masks), strict=True):
         stream.take(count, result)

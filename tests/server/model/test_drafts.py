@@ -8,7 +8,7 @@ import pytest
 from peft import LoraConfig
 
 from server.engine.plan import SeqSlice, SliceResult
-from server.model.steps.drafts import joined
+from server.model.steps.drafts import joined, spread_places
 from server.protocol import SamplingParams, TokenLogprob
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.gpu_pair import load_in_order, prompt, small_pair
@@ -34,6 +34,11 @@ ROWS: dict[str, tuple[SamplingParams, int, int]] = {
     ),
     "typical": (SamplingParams(temperature=1.0, typical_p=0.7, frequency_penalty=0.5), -1, 90),
     "biased": (SamplingParams(temperature=0.0, logit_bias={7: 2.0}, logprobs=0), 1, 0),
+    "bound": (SamplingParams(temperature=0.0, logprobs=1), -1, 90),
+    "bound hot": (SamplingParams(temperature=1.2), 0, 90),
+    "bound cut": (SamplingParams(temperature=0.9, top_k=20), 0, 100),
+    "bound counting": (SamplingParams(temperature=0.8, frequency_penalty=0.6), -1, 90),
+    "bound typical": (SamplingParams(temperature=1.0, typical_p=0.7), 1, 90),
 }
 Draft = Callable[[list[int]], list[int]]
 
@@ -46,6 +51,8 @@ def answers(driver: Driver, names: list[str], drafts: list[Draft] | None = None)
         stream = Stream(
             driver, row, ids, slot=slot, sampling=sampling, seed=row, suppressed_until=8
         )
+        if name.startswith("bound"):
+            stream.bound(few_after(stream))
         if drafts is not None:
             stream.draft = drafts[row]
         streams.append(stream)
@@ -53,6 +60,17 @@ def answers(driver: Driver, names: list[str], drafts: list[Draft] | None = None)
     for stream in streams:
         stream.free()
     return streams
+
+
+def few_after(stream: Stream) -> Callable[[list[int]], list[int]]:
+    """Few ids may follow any tokens, and at some places of a draft it ends."""
+
+    def allowed(tokens: list[int]) -> list[int]:
+        if len(tokens) > len(stream.tokens) and len(tokens) % 6 == 0:
+            return []
+        return [(7 * tokens[-1] + tokens[-2] + 13 * i) % 90 for i in range(9)]
+
+    return allowed
 
 
 def drafter(plain: Stream, right_percent: int) -> Draft:
@@ -113,7 +131,7 @@ def test_rows_together(driver: Driver) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["greedy", "cut", "repeating", "counting"], id="in-graphs"),
+        pytest.param(["greedy", "cut", "repeating", "bound", "bound hot"], id="in-graphs"),
         pytest.param([*ROWS], marks=pytest.mark.exhaustive, id="all"),
     ],
 )
@@ -130,6 +148,15 @@ def test_on_the_gpu_path(
         check(pair.gpu, names)
         in_graphs = all(slot < 1 for _, slot, _ in (ROWS[name] for name in names))
         assert max(pair.graphs, default=0) > len(names) or not in_graphs
+
+
+def test_places_of_draws_where_drafts_are_spread() -> None:
+    def piece(row: int, count: int) -> SeqSlice:
+        return SeqSlice("decode", row, 4, 1 + count, [7] * count, -1, True, constrained=True)
+
+    slices = [piece(0, 0), piece(1, 2), piece(2, 0), piece(3, 1)]
+    assert spread_places(slices, [1, 1, 1, 3, 3]) == [1, 2, 3, 5, 6]
+    assert spread_places(slices, [0, 2, 3, 3]) == [0, 4, 5, 6]
 
 
 def result(token_id: int | None) -> SliceResult:

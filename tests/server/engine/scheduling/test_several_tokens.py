@@ -202,12 +202,17 @@ def test_a_prompt_slice_of_one_token_is_no_decode_slice() -> None:
     ]
 
 
-def test_a_constrained_sequence_has_no_draft() -> None:
+def test_a_draft_ends_before_what_a_rule_forbids() -> None:
+    whole = certified_output(None, [5, 6, 7, 8], 12, CertifyOptions(100, (2, 3)))
     harness = drafting()
-    key = harness.submit(make_request([5, 6, 7, 8], 8, bad_words=((50,),)))
+    key = harness.submit(make_request([5, 6, 7, 8], 12, bad_words=((whole[5],),)))
     harness.run()
-    assert len(harness.tokens(key)) == 8
-    assert all(num_new == 1 for kind, num_new in slices(harness) if kind == "decode")
+    tokens = harness.tokens(key)
+    assert tokens[:5] == whole[:5]
+    assert whole[5] not in tokens
+    drafts = [piece.draft for plan in harness.plans for piece in plan.slices if piece.draft]
+    assert max(map(len, drafts)) > 1
+    assert all(whole[5] not in draft for draft in drafts)
 
 
 def test_tokens_behind_a_stop_are_dropped_with_their_logprobs() -> None:
@@ -242,7 +247,7 @@ def test_a_bad_result_of_several_tokens_ends_its_sequence(
 
 
 class Letters:
-    """A matcher of the tokens 10, 11, 12 in this order."""
+    """A matcher of the tokens 10, 11, 12 in this order; nobody asks it for drafts."""
 
     def __init__(self) -> None:
         self.taken: list[int] = []
@@ -267,6 +272,18 @@ class Letters:
 
     def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None:
         raise AssertionError("no mask is asked for")
+
+    def deep_copy(self) -> "Letters":
+        raise NotImplementedError
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        raise NotImplementedError
+
+    def compute_ff_bytes(self) -> bytes:
+        raise NotImplementedError
+
+    def compute_ff_tokens(self) -> list[int]:
+        raise NotImplementedError
 
 
 def drawn(token_ids: tuple[int, ...], max_tokens: int = 9) -> tuple[list[int], list[TokenEvent]]:

@@ -1,0 +1,166 @@
+"""Constrained sequences with drafts and without: every event says the same."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from server.engine.certificates import CertifyOptions
+from server.engine.scheduling.scheduler_config import SchedulerConfig
+from tests.server.constraints.grammar_harness import GrammarHarness, KnownAnswers, answer_alone
+from tests.server.constraints.grammars import GRAMMARS
+from tests.server.constraints.serving import EOS, VOCAB, tokens
+from tests.server.engine.harness import limits, make_request
+from tests.server.engine.scheduling.test_several_tokens import content
+
+WISHES = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(0, 40),
+        "adapter": st.sampled_from([None, None, "a", "b"]),
+        "grammar": st.sampled_from(["", "", *GRAMMARS.values()]),
+        "min_tokens": st.sampled_from([0, 0, 5]),
+        "stop_token_ids": st.sampled_from([(), (), tuple(tokens("ae1"))]),
+        "bad_words": st.sampled_from([(), (), (), (tuple(tokens("no")), (7, 17))]),
+        "allowed_token_ids": st.sampled_from([(), (), (), tuple(range(1, VOCAB, 2))]),
+        "logprobs": st.sampled_from([None, 0, 2]),
+        "prompt_logprobs": st.sampled_from([None, None, 1]),
+        "choice": st.integers(0, 2),
+    }
+)
+
+
+class ConstrainedDraftsMachine(RuleBasedStateMachine):
+    @initialize(
+        depth=st.sampled_from([1, 2]),
+        num_pages=st.sampled_from([20, 400]),
+        rows=st.integers(1, 4),
+        budget=st.integers(4, 20),
+        max_draft=st.integers(1, 8),
+        max_decodes=st.sampled_from([4, 8, 20]),
+        right_percent=st.sampled_from([0, 50, 90, 100]),
+    )
+    def begin(
+        self,
+        depth: int,
+        num_pages: int,
+        rows: int,
+        budget: int,
+        max_draft: int,
+        max_decodes: int,
+        right_percent: int,
+    ) -> None:
+        sizes: dict[str, Any] = {"num_pages": num_pages, "max_step_tokens": budget}
+        self.plain = limits(**sizes, max_rows=rows, vocab_size=VOCAB, eos_token_ids=EOS)
+        self.options = CertifyOptions(VOCAB, EOS, 5)
+        drafting = msgspec.structs.replace(self.plain, max_decodes=max(rows, max_decodes))
+        self.one = GrammarHarness(self.plain, depth, options=self.options)
+        config = SchedulerConfig(max_draft=max_draft)
+        self.many = GrammarHarness(drafting, depth, config, self.options)
+        self.known = KnownAnswers(right_percent)
+        self.many.know(self.known)
+        self.keys: list[int] = []
+        self.aborted: set[int] = set()
+
+    @rule(wish=WISHES, resumed=st.sampled_from([0, 0, 0, 3, 9]))
+    def submit(self, wish: dict[str, Any], resumed: int) -> None:
+        prompt = [300 + len(self.keys), 6, 7]
+        request = make_request(prompt, **wish)
+        whole = answer_alone(request, self.plain, self.options)
+        self.known.known[tuple(prompt)] = whole
+        request = msgspec.structs.replace(request, accepted_ids=whole[:resumed])
+        key = self.many.submit(request)
+        assert self.one.submit(request) == key
+        self.keys.append(key)
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        """Aborts come at other places of the two outputs, so one is a beginning of the other."""
+        if self.keys:
+            key = data.draw(st.sampled_from(self.keys))
+            self.many.abort(key)
+            self.one.abort(key)
+            self.aborted.add(key)
+
+    @rule(times=st.integers(1, 6))
+    def cycles(self, times: int) -> None:
+        for _ in range(times):
+            self.many.cycle()
+            self.one.cycle()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "many"):
+            return
+        for harness in (self.one, self.many):
+            harness.run()
+            harness.assert_at_rest()
+        for key in self.keys:
+            one, many = content(self.one, key), content(self.many, key)
+            if key in self.aborted:
+                shorter = min(len(one["tokens"]), len(many["tokens"]))
+                assert one["tokens"][:shorter] == many["tokens"][:shorter]
+                assert len(many["ends"]) == 1
+            else:
+                assert many == one
+
+
+ConstrainedDraftsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=16)
+TestConstrainedDrafts = ConstrainedDraftsMachine.TestCase
+
+
+def drafting(depth: int, right_percent: int, **changes: Any) -> GrammarHarness:
+    engine = limits(
+        **{
+            "vocab_size": VOCAB,
+            "eos_token_ids": EOS,
+            "max_decodes": 20,
+            "num_pages": 400,
+            **changes,
+        }
+    )
+    options = CertifyOptions(VOCAB, EOS, 0)
+    harness = GrammarHarness(engine, depth, SchedulerConfig(max_draft=8), options)
+    harness.know(KnownAnswers(right_percent))
+    return harness
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_right_drafts_save_steps(depth: int) -> None:
+    harness = drafting(depth, 100)
+    request = make_request([5, 6, 7], 60, grammar=GRAMMARS["some tool"])
+    whole = answer_alone(request, harness.limits, harness.executor.options)
+    known = KnownAnswers(100)
+    known.known[5, 6, 7] = whole
+    harness.know(known)
+    key = harness.submit(request)
+    harness.run()
+    assert harness.tokens(key) == whole
+    assert len(harness.plans) < len(whole) / 2
+    stats = harness.scheduler.stats()
+    assert stats.accepted_draft_tokens > len(whole) / 2
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_grammar_forces_is_drafted_without_any_text(depth: int) -> None:
+    """The executor draws the shortest token of forced text or the longest, as it happens."""
+    harness = drafting(depth, 100)
+    allowed = tuple({*tokens("xy"), *tokens("one two three, four five six.")})
+    grammar = 'start: ("x" | "y") "one two three, four five six."'
+    key = harness.submit(make_request([5, 6], 60, grammar=grammar, allowed_token_ids=allowed))
+    harness.run()
+    drafts = [piece.draft for plan in harness.plans for piece in plan.slices if piece.draft]
+    assert drafts
+    assert harness.last(key).finish == "stop"
+    assert len(harness.plans) < len(harness.tokens(key))
+
+
+def test_without_drafts_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes, request in (({"max_decodes": 0}, {}), ({}, {"drafts": None})):
+        harness = drafting(2, 100, **changes)
+        monkeypatch.setattr(harness, "_foresee", lambda: None)
+        harness.submit(make_request([5, 6], 30, grammar=GRAMMARS["json"], **request))
+        while harness.cycle():
+            assert not harness.scheduler.drafting.take_wishes()
+        assert all(not piece.draft for plan in harness.plans for piece in plan.slices)

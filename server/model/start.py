@@ -15,7 +15,8 @@ from server.engine.shared_memory import pages_made
 from server.model.checkpoint.checkpoint import read_config
 from server.model.graphs.parts import Parts
 from server.model.group import Group
-from server.model.lora.lora import DTYPES, AdapterTable
+from server.model.lora.arena_weights import DTYPES
+from server.model.lora.lora import AdapterTable
 from server.model.lora.sites import Sites
 from server.model.ops.memory import (
     MEMORY_ADVICE,

@@ -19,7 +19,8 @@ from server.engine.shared_memory import HostMemory
 from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
 from server.model.lora.adapter_copies import AdapterCopies
-from server.model.lora.lora import DTYPES, AdapterTable
+from server.model.lora.arena_weights import DTYPES
+from server.model.lora.lora import AdapterTable
 from server.model.lora.sites import Sites
 
 _ROUNDS = 4

@@ -27,7 +27,7 @@ from launcher.bench.errors import BenchError
 from server.config import KvDtype
 from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
-from server.model.lora.lora import DTYPES
+from server.model.lora.arena_weights import DTYPES
 from server.model.moe_spec import MoeSpec
 from server.model.ops.memory import weights_bytes
 from server.model.sharding import sharded

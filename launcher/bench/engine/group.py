@@ -19,7 +19,7 @@ from server.engine.executor import Executor
 from server.engine.group.follower import Follower
 from server.engine.group.leader import GroupExecutor
 from server.model.executor import TorchExecutor
-from server.model.lora.lora import DTYPES
+from server.model.lora.arena_weights import DTYPES
 from server.model.process_group import ProcessGroup
 from server.worker import tether
 

@@ -17,8 +17,9 @@ from server.engine.executor import (
     CopySums,
     CopyUsable,
 )
+from server.model.lora.arena_weights import Adapter
 from server.model.lora.device_sums import DeviceSums
-from server.model.lora.lora import Adapter, AdapterTable
+from server.model.lora.lora import AdapterTable
 
 log = logging.getLogger(__name__)
 

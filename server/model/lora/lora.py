@@ -1,166 +1,22 @@
 """Adapters on the device: the byte arena, the table that finds weights in it, LoRA of one batch.
 
-Owns where an adapter's bytes lie and what they mean; which adapter lies where is the scheduler's.
+Owns where an adapter's bytes lie; which adapter lies where is the scheduler's.
 """
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum, auto
-from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from adapters.manifest import SlabLayout
-from adapters.slab.layout import num_vectors
 from server.kernels.lora.table import MAX_RANK, RANK_BLOCKS, LoraTable
 from server.kernels.lora.vector_table import VectorTable
-from server.model.lora.own_rows import OwnParts, OwnRows, OwnSegment, ids_on, norms_of
+from server.model.lora.arena_weights import DTYPES, Adapter, SiteWeights
+from server.model.lora.own_rows import OwnParts, OwnSegment
 from server.model.lora.sites import PlacedAdapter, Site, Sites, place
-from server.model.weights import Norm
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """b_t: B transposed, `[rank, out_features]`, of one projection. rank_*: its columns of the
-    site's `x A^T`; out_*: its columns of the site's output."""
-
-    b_t: torch.Tensor
-    scale: float
-    rank_begin: int
-    rank_end: int
-    out_begin: int
-    out_end: int
-
-
-@dataclass(frozen=True, slots=True)
-class SiteWeights:
-    """a_t: A transposed, `[in_features, sum(ranks)]`, or of the one rank that all projections
-    share. All tensors are views into the arena; at a site of experts each has the experts in
-    front. vectors: float32 `[2 or 3, out_features]` of the whole site, factors of the base's
-    product and what is then added; None = it has none. vector_bits: as in `SiteLayout.vectors`."""
-
-    a_t: torch.Tensor
-    projections: tuple[Projection, ...]
-    vectors: torch.Tensor | None = None
-    vector_bits: tuple[int, ...] = ()
-
-    def of_expert(self, expert: int) -> "SiteWeights":
-        projections = tuple(replace(p, b_t=p.b_t[expert]) for p in self.projections)
-        return SiteWeights(self.a_t[expert], projections)
-
-
-class Adapter:
-    """An adapter in the arena. `weights`: its tensors by the site's number, made when somebody
-    asks, since on a GPU kernels find them through the device table."""
-
-    def __init__(
-        self, placed: PlacedAdapter, sites: Sites, arena: torch.Tensor, dtype: torch.dtype
-    ) -> None:
-        self.placed = placed
-        self._sites = sites
-        self._arena = arena
-        self._dtype = dtype
-
-    @cached_property
-    def weights(self) -> dict[int, SiteWeights]:
-        placed = self.placed
-        columns = (
-            placed.sites,
-            placed.a,
-            placed.b,
-            placed.ranks,
-            placed.scales,
-            placed.a_ranks,
-            placed.vectors,
-            placed.vector_bits,
-        )
-        return {
-            number: self._site_weights(self._sites[number], *found)
-            for number, *found in zip(*(column.tolist() for column in columns), strict=True)
-        }
-
-    def _site_weights(
-        self,
-        site: Site,
-        a: int,
-        b: list[int],
-        ranks: list[int],
-        scales: list[float],
-        a_rank: int,
-        *vectors: Any,
-    ) -> SiteWeights:
-        """vectors: where the site's begin, and their bits."""
-        shares_a = a_rank < sum(ranks)
-        columns = [0] * len(ranks) if shares_a else list(accumulate((0, *ranks)))
-        outputs = list(accumulate((0, *site.out_features)))
-        experts = (site.experts,) if site.experts else ()
-        if site.kind == "embed_tokens":  # stored transposed
-            a_t = self._view(a, (site.in_features, a_rank))
-        else:
-            a_t = self._view(a, (*experts, a_rank, site.in_features)).mT
-        projections = tuple(
-            Projection(
-                b_t=self._view(b[i], (*experts, width, ranks[i])).mT,
-                scale=scales[i],
-                rank_begin=columns[i],
-                rank_end=columns[i] + ranks[i],
-                out_begin=outputs[i],
-                out_end=outputs[i + 1],
-            )
-            for i, width in enumerate(site.out_features)
-            if ranks[i]
-        )
-        return SiteWeights(a_t, projections, *self._vectors(site, *vectors))
-
-    def _vectors(
-        self, site: Site, begin: int, bits: list[int]
-    ) -> tuple[torch.Tensor | None, tuple[int, ...]]:
-        if begin < 0:
-            return None, ()
-        shape = (num_vectors(bits), sum(site.out_features))
-        return self._view(begin, shape, torch.float32), tuple(bits[: len(site.out_features)])
-
-    def own_rows(self) -> dict[int, OwnRows]:
-        """By the site's number. Copies ids to the device on the current stream."""
-        hidden = self._sites.lm_head.in_features
-        return {
-            table.site: OwnRows(
-                self._view(table.begin, (table.rows, hidden)),
-                ids_on(self._arena.device, table.ids),
-                table.size,
-            )
-            for table in self.placed.tables
-        }
-
-    def own_norms(self) -> dict[int, Norm]:
-        """By place, as of `BaseNorm`. What is made of the stored weights is queued on the current
-        stream."""
-        placed = self.placed.norms
-        if placed is None:
-            return {}
-        hidden = self._sites.lm_head.in_features
-        weights = self._view(placed.begin, (len(placed.places), hidden))
-        return norms_of(weights, placed.places, self._sites.norms)
-
-    def head(self) -> torch.Tensor | None:
-        """Of a classifier, `[labels, hidden]`; a view into the arena."""
-        head = self.placed.head
-        hidden = self._sites.lm_head.in_features
-        return None if head is None else self._view(head.begin, (head.labels, hidden))
-
-    def _view(
-        self, begin: int, shape: tuple[int, ...], dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        """dtype: None = that of the slab."""
-        dtype = dtype or self._dtype
-        end = begin + math.prod(shape) * dtype.itemsize
-        return self._arena[begin:end].view(dtype).view(shape)
 
 
 class Reach(IntEnum):

@@ -13,7 +13,7 @@ import torch
 
 from adapters.peft.lora_tensors import B_BIAS, MAGNITUDES, OWN_BIAS
 from server.model.linear.linear import Linear
-from server.model.lora.lora import Adapter, Projection, SiteWeights
+from server.model.lora.arena_weights import Adapter, Projection, SiteWeights
 from server.model.lora.sites import BY_INPUTS, Site, Sites
 from server.model.weights import ModelWeights
 

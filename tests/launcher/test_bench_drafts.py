@@ -77,24 +77,32 @@ def test_the_command_prints_a_line_for_each_kind(
     folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     times = folders / "times.json"
-    times.write_text('{"tokens": [1, 64, 320], "ms": [5, 6, 12]}')
+    times.write_text(step_times(1, {0: 5.0, 4: 5.5}) + step_times(8, {0: 5.0, 1: 6.0, 8: 9.0}))
     edits = ["--edits", str(folders / "old"), str(folders / "new"), "--sql", str(folders)]
     run(folders, *edits, "--step-times", str(times), "--json")
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     found = {(line["kind"], line["others"]): line for line in lines}
     assert found["edits", False]["tokens_a_step"]["4"] > 2
     assert found["edits", False]["gain"]["1"] > 2
+    assert found["edits", False]["gain"].keys() == {"1", "8"}
     assert found["demo sentiment", True]["gain"] is None
     assert all(line["accepted"] <= line["drafted"] for line in lines)
+
+
+def step_times(rows: int, by_draft: dict[int, float]) -> str:
+    """As `bench decode` writes them."""
+    lines = [{"B": rows, "D": 0, "draft": n, "median_ms": ms} for n, ms in by_draft.items()]
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"tokens": [1, 8], "ms": [5]}', "`ms` must have a value for each"),
-        ('{"tokens": [8, 1], "ms": [5, 5]}', "must rise"),
-        ('{"tokens": [1], "ms": [0]}', "more than 0 ms"),
-        ('{"tokens": [1]}', "missing required field"),
+        (step_times(1, {0: 5.0}), "1 rows need times"),
+        (step_times(8, {1: 5.0, 2: 5.0}), "8 rows need times"),
+        (step_times(1, {0: 0.0, 1: 5.0}), "1 rows need times"),
+        ('{"B": 1}', "missing required field"),
+        ("", "no steps"),
     ],
 )
 def test_wrong_step_times_are_refused(

@@ -18,22 +18,15 @@ from launcher.bench.option_types import whole, wholes
 from launcher.bench.output import print_points
 from launcher.command_line import Parser
 
-_ROWS = (1, 8, 32, 64)
 
+class StepLine(msgspec.Struct):
+    """A line of `loraplex bench decode --draft`: sequences, adapters, tokens of each draft, and
+    milliseconds."""
 
-class StepTimesFile(msgspec.Struct, forbid_unknown_fields=True):
-    """Milliseconds of a step, for each number of its tokens."""
-
-    tokens: list[int]
-    ms: list[float]
-
-    def check(self) -> None:
-        if not self.tokens or self.tokens != sorted(set(self.tokens)) or self.tokens[0] < 1:
-            raise ValueError("`tokens` must rise from 1 or more")
-        if len(self.ms) != len(self.tokens):
-            raise ValueError("`ms` must have a value for each of `tokens`")
-        if min(self.ms) <= 0:
-            raise ValueError("a step takes more than 0 ms")
+    B: int
+    D: int
+    draft: int
+    median_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +62,10 @@ def add_drafts(parser: Parser) -> None:
     parser.add_argument("--widths", type=wholes(1, 64), default=tuple(range(1, 9)), metavar="N,…")
     parser.add_argument("--kept-mb", type=whole(1), default=64, help="of other answers")
     parser.add_argument(
-        "--step-times", type=Path, metavar="FILE", help='{"tokens": […], "ms": […]}'
+        "--step-times",
+        type=Path,
+        metavar="FILE",
+        help="that `loraplex bench decode --adapters 0 --draft 0,… --json` has written",
     )
     parser.set_defaults(run=run_drafts)
 
@@ -79,13 +75,28 @@ def run_drafts(arguments: argparse.Namespace) -> None:
     print_points(_results(arguments, times), arguments.json, table)
 
 
-def _step_times(path: Path) -> StepCurve:
+def _step_times(path: Path) -> dict[int, StepCurve]:
+    """By rows."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=StepTimesFile)
-        found.check()
+        lines = path.read_bytes().splitlines()
+        steps = [msgspec.json.decode(line, type=StepLine) for line in lines]
     except (OSError, ValueError) as error:
         raise BenchError(f"--step-times {path}: {error}") from None
-    return StepCurve(found.tokens, found.ms)
+    curves = {}
+    for rows in sorted({step.B for step in steps}):
+        of_rows = {step.draft: step.median_ms for step in steps if rows == step.B and not step.D}
+        if 0 not in of_rows or len(of_rows) < 2 or min(of_rows.values()) <= 0:
+            raise BenchError(
+                f"--step-times {path}: {rows} rows need times without adapters, without a draft"
+                " and with some"
+            )
+        found = sorted(of_rows.items())
+        curves[rows] = StepCurve(
+            [rows * (1 + draft) for draft, _ in found], [ms for _, ms in found]
+        )
+    if not curves:
+        raise BenchError(f"--step-times {path}: no steps")
+    return curves
 
 
 def _tasks(arguments: argparse.Namespace) -> Iterator[TaskTokens]:
@@ -111,7 +122,9 @@ def _tasks(arguments: argparse.Namespace) -> Iterator[TaskTokens]:
         yield TaskTokens(task.kind, task.adapter, prompt, answer)
 
 
-def _results(arguments: argparse.Namespace, times: StepCurve | None) -> Iterator[DraftResult]:
+def _results(
+    arguments: argparse.Namespace, times: dict[int, StepCurve] | None
+) -> Iterator[DraftResult]:
     max_bytes = arguments.kept_mb << 20
     for kind, group in itertools.groupby(_tasks(arguments), lambda task: task.kind):
         tasks = list(group)
@@ -136,11 +149,12 @@ def _results(arguments: argparse.Namespace, times: StepCurve | None) -> Iterator
             )
 
 
-def _gain(tasks: list[TaskTokens], curve: StepCurve, most: int) -> dict[int, float]:
+def _gain(tasks: list[TaskTokens], curves: dict[int, StepCurve], most: int) -> dict[int, float]:
     """Tokens a second with drafts over those without, by rows."""
-    plain = {rows: rows / curve.ms(rows) * 1e3 for rows in _ROWS}
-    found = {rows: tokens_per_second(tasks, rows, curve, most) for rows in _ROWS}
-    return {rows: round(found[rows] / plain[rows], 2) for rows in _ROWS}
+    return {
+        rows: round(tokens_per_second(tasks, rows, curve, most) / (rows / curve.ms(rows) * 1e3), 2)
+        for rows, curve in curves.items()
+    }
 
 
 def table(results: list[DraftResult]) -> str:

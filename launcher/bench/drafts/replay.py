@@ -2,14 +2,16 @@
 
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from server.engine.drafts.draft import Draft, DraftOwner
-from server.engine.drafts.gain import Acceptance, worth
+from server.engine.drafts.draft import NO_DRAFT, Draft, DraftOwner
+from server.engine.drafts.gain import Acceptance, Patience, worth
 from server.engine.drafts.source import Drafts, DraftSource
+from server.engine.scheduling.drafting import MANY, TO_WAIT
 
 _TENANT = "bench"
 _STEPS = 400  # of a simulated batch
@@ -25,7 +27,8 @@ class TaskTokens(NamedTuple):
 
 
 class StepCurve(NamedTuple):
-    """Milliseconds of a step by its tokens, which rise."""
+    """Milliseconds of steps of so many rows by their tokens, which rise. The first has no
+    draft."""
 
     tokens: list[int]
     milliseconds: list[float]
@@ -54,10 +57,16 @@ class DraftStep(NamedTuple):
 class _Row:
     """A sequence whose answer is known."""
 
-    def __init__(self, source: DraftSource, task: TaskTokens) -> None:
+    def __init__(
+        self, source: DraftSource, task: TaskTokens, before: Acceptance | None = None
+    ) -> None:
+        """before: of earlier answers of its owner."""
+        before = before or Acceptance()
         owner = DraftOwner(task.adapter, _TENANT)
         self.drafts: Drafts = source.open(owner, task.prompt)
-        self.acceptance = Acceptance()
+        self._before = before
+        self.acceptance = Acceptance(before.ratio)
+        self.patience = Patience()
         self._left = task.answer
 
     @property
@@ -68,6 +77,23 @@ class _Row:
         """How many tokens of the draft the answer has. The step draws the one after them."""
         pairs = zip(draft.token_ids, self._left[:-1], strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def worth(self, most: int, price: float, rows: int) -> tuple[Draft, int]:
+        """As the engine does: a draft, where it looks for one, and how many tokens it accepts."""
+        known = self.drafts.num_tokens
+        if rows >= MANY and not self.patience.is_over(known):
+            return NO_DRAFT, 0
+        draft, ratio = self.drafts.propose(most), self.acceptance.ratio
+        count, expected = worth(draft.chances, ratio, price)
+        if 1 + expected * ratio < TO_WAIT:
+            count = 0
+        self.patience.looked(known, found=count > 0)
+        draft = Draft(draft.token_ids[:count], draft.chances[:count])
+        right = self.right(draft)
+        if count:
+            for acceptance in (self.acceptance, self._before):
+                acceptance.saw(expected, right)
+        return draft, right
 
     def take(self, count: int) -> list[int]:
         came, self._left = self._left[:count], self._left[count:]
@@ -99,20 +125,22 @@ def tokens_per_second(tasks: Sequence[TaskTokens], rows: int, curve: StepCurve, 
     They get no help from other answers, so that a task may come again."""
     source, price = DraftSource(0), curve.price(rows)
     queue = itertools.cycle(tasks)
-    running = [_Row(source, next(queue)) for _ in range(rows)]
+    owners: defaultdict[str, Acceptance] = defaultdict(Acceptance)
+
+    def begin() -> _Row:
+        task = next(queue)
+        return _Row(source, task, owners[task.adapter])
+
+    running = [begin() for _ in range(rows)]
     tokens, spent_ms = 0, 0.0
     for _ in range(_STEPS):
         checked = 0
         for index, row in enumerate(running):
-            draft = row.drafts.propose(most)
-            count, expected = worth(draft.chances, row.acceptance.ratio, price)
-            right = min(count, row.right(draft))
-            if count:
-                row.acceptance.saw(expected, right)
+            draft, right = row.worth(most, price, rows)
             came = row.take(right + 1)
             row.drafts.extend(came)
-            checked, tokens = checked + count, tokens + len(came)
+            checked, tokens = checked + len(draft.token_ids), tokens + len(came)
             if row.is_over:
-                running[index] = _Row(source, next(queue))
+                running[index] = begin()
         spent_ms += curve.ms(rows + checked)
     return tokens / spent_ms * 1e3

@@ -6,13 +6,18 @@ _SURE = 0.98  # no token is surer
 _LEAST = 0.05  # a token that is right more seldom is not worth the host's time
 _FADING = 0.95  # of what was expected and accepted, from draft to draft
 _PRIOR = 2.0  # tokens, expected and accepted, before the first
+_LEAST_TRUST = 0.5  # of an answer's first drafts
+_LONGEST_WAIT = 8  # tokens
 
 
 class Acceptance:
-    """How many draft tokens of one sequence were right, of those that chances let expect."""
+    """How many draft tokens of one sequence were right, of those that chances let expect.
 
-    def __init__(self) -> None:
-        self._expected = self._accepted = _PRIOR
+    before: the ratio of earlier answers of its owner.
+    """
+
+    def __init__(self, before: float = 1.0) -> None:
+        self._expected, self._accepted = _PRIOR, _PRIOR * min(max(before, _LEAST_TRUST), 1.0)
 
     def saw(self, expected: float, accepted: int) -> None:
         self._expected = _FADING * self._expected + expected
@@ -21,6 +26,22 @@ class Acceptance:
     @property
     def ratio(self) -> float:
         return self._accepted / self._expected
+
+
+class Patience:
+    """When a sequence looks for a draft again. Each look in vain doubles the wait, since looks take
+    the host's time."""
+
+    def __init__(self) -> None:
+        self._wait = self._until = 0
+
+    def is_over(self, tokens: int) -> bool:
+        """tokens: that are known of the sequence."""
+        return tokens >= self._until
+
+    def looked(self, tokens: int, *, found: bool) -> None:
+        self._wait = 0 if found else min(2 * self._wait, _LONGEST_WAIT) or 1
+        self._until = tokens + self._wait
 
 
 def worth(chances: Sequence[float], ratio: float, price: float) -> tuple[int, float]:

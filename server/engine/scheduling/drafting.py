@@ -4,7 +4,7 @@ A draft begins behind the last token that is known, so its sequence waits for ea
 sequences have a step in flight while the next is planned.
 """
 
-from collections import abc
+from collections import OrderedDict, abc
 
 from server.constraints.constraint import Foresight
 from server.constraints.wishes import ForesightWish
@@ -18,7 +18,9 @@ from server.engine.scheduling.sequence import Sequence
 # Tokens that a step with a draft must be likely to give a sequence: where no other step overtakes
 # it; where it is to wait for a result, and the device may wait for the host; and where others have
 # two steps meanwhile.
-_ALONE, _TO_WAIT, _BESIDE_OTHERS = 1.05, 1.3, 2.2
+_ALONE, TO_WAIT, _BESIDE_OTHERS = 1.05, 1.3, 2.2
+MANY = 16  # sequences; looks of fewer take little of the host's time
+_MOST_OWNERS = 4096  # whose acceptance is known; those that were seen last
 
 
 class Drafting:
@@ -33,6 +35,7 @@ class Drafting:
         self.drafted = self.accepted = 0
         self._max_draft = max_draft
         self._ahead, self._all_hold, self._tokens, self._has_room = False, True, 0, False
+        self._owners = OrderedDict[DraftOwner, Acceptance]()
         # Constrained sequences with new tokens; those of the last wishes, and their drafts.
         self._changed = list[Sequence]()
         self._asked = list[tuple[Sequence, Draft]]()
@@ -43,7 +46,7 @@ class Drafting:
             return []
         changed, self._changed = self._changed, []
         self._asked = [
-            (sequence, sequence.drafts.propose(self._max_draft))
+            (sequence, _proposed(sequence, self._max_draft))
             for sequence in changed
             if sequence.drafts is not None and sequence.can_run and _may_be_asked(sequence)
         ]
@@ -77,7 +80,7 @@ class Drafting:
         if sequence.pending or sequence.drafts is None:
             return []
         least = _BESIDE_OTHERS if self._ahead else _ALONE
-        found = self._worth(sequence, room, least) if room else []
+        found = self._look(sequence, room, least) if room else []
         sequence.holds = bool(found)
         return found
 
@@ -87,12 +90,13 @@ class Drafting:
             return
         if sequence.drafts is None:
             sequence.drafts = self._open(sequence)
-        drafts = sequence.drafts
-        drafts.extend(sequence.tokens[drafts.num_tokens :])
         if piece.draft:
             self.drafted += len(piece.draft)
             self.accepted += drawn - 1
             _acceptance(sequence).saw(sequence.expected, drawn - 1)
+            known = self._owners.get(_owner(sequence))
+            if known is not None and not _is_forced(sequence):
+                known.saw(sequence.expected, drawn - 1)
         if sequence.constraint is not None:
             sequence.proposed = None
             if self._has_room:
@@ -103,22 +107,42 @@ class Drafting:
     def end(self, sequence: Sequence) -> None:
         """What there is of its answer may help others."""
         if sequence.drafts is not None:
+            _take_in(sequence, sequence.drafts)
             sequence.drafts.close(keep=True)
             sequence.drafts = None
 
     def _open(self, sequence: Sequence) -> Drafts:
-        request = sequence.request
-        owner = DraftOwner(request.adapter or "", request.drafts or "")
-        return self.source.open(owner, request.prompt_ids)
+        owner = _owner(sequence)
+        known = self._owners.setdefault(owner, Acceptance())
+        self._owners.move_to_end(owner)
+        if len(self._owners) > _MOST_OWNERS:
+            self._owners.popitem(last=False)
+        sequence.acceptance = Acceptance(known.ratio)
+        return self.source.open(owner, sequence.request.prompt_ids)
 
     def _hold(self, sequence: Sequence) -> None:
         """Decide whether it waits for the result of the step that contains it."""
-        least = _TO_WAIT if self._all_hold else _BESIDE_OTHERS
-        sequence.holds = bool(self._worth(sequence, self._max_draft, least))
+        least = TO_WAIT if self._all_hold else _BESIDE_OTHERS
+        sequence.holds = bool(self._look(sequence, self._max_draft, least))
+
+    def _look(self, sequence: Sequence, most: int, least: float) -> list[int]:
+        """As `_worth`, unless a look is likely to be in vain. What a grammar forces comes without
+        a look."""
+        known = sequence.num_tokens
+        if sequence.constraint is not None:
+            return self._worth(sequence, most, least)
+        if self._tokens >= MANY and not sequence.patience.is_over(known):
+            return []
+        found = self._worth(sequence, most, least)
+        sequence.patience.looked(known, found=bool(found))
+        return found
 
     def _worth(self, sequence: Sequence, most: int, least: float) -> list[int]:
         """As much of a draft as pays; none where the step would give fewer tokens than `least`."""
-        draft = self._proposed(sequence, min(most, self._max_draft))
+        if sequence.constraint is None:
+            draft = _proposed(sequence, min(most, self._max_draft))
+        else:
+            draft = sequence.proposed or NO_DRAFT
         ratio = _acceptance(sequence).ratio
         count, expected = worth(draft.chances[:most], ratio, self.price.of(self._tokens))
         if 1 + expected * ratio < least:
@@ -126,17 +150,32 @@ class Drafting:
         sequence.expected = expected
         return draft.token_ids[:count]
 
-    def _proposed(self, sequence: Sequence, most: int) -> Draft:
-        if sequence.constraint is not None:
-            return sequence.proposed or NO_DRAFT
-        assert sequence.drafts is not None
-        return sequence.drafts.propose(most)
+
+def _owner(sequence: Sequence) -> DraftOwner:
+    request = sequence.request
+    return DraftOwner(request.adapter or "", request.drafts or "")
+
+
+def _proposed(sequence: Sequence, most: int) -> Draft:
+    drafts = sequence.drafts
+    assert drafts is not None
+    _take_in(sequence, drafts)
+    return drafts.propose(most)
+
+
+def _take_in(sequence: Sequence, drafts: Drafts) -> None:
+    """Tokens that came since the last look."""
+    drafts.extend(sequence.tokens[drafts.num_tokens :])
+
+
+def _is_forced(sequence: Sequence) -> bool:
+    """Of its latest draft."""
+    return sequence.proposed is not None and sequence.proposed.is_forced
 
 
 def _acceptance(sequence: Sequence) -> Acceptance:
     """Of drafts like its latest."""
-    is_forced = sequence.proposed is not None and sequence.proposed.is_forced
-    return sequence.forced if is_forced else sequence.acceptance
+    return sequence.forced if _is_forced(sequence) else sequence.acceptance
 
 
 def _may_be_asked(sequence: Sequence) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from server.constraints.constraint import Constraint
 from server.engine.drafts.draft import Draft
-from server.engine.drafts.gain import Acceptance
+from server.engine.drafts.gain import Acceptance, Patience
 from server.engine.drafts.source import Drafts
 from server.engine.memory.pages import (
     GroupPages,
@@ -63,8 +63,8 @@ class Sequence:
     drafts: where its drafts come from, None = it has none. holds: no step contains it before the
     result of the last one is known, since a draft will follow. expected: tokens of its latest draft
     that are right by its chances. acceptance: how much of that came true. forced: the same of
-    drafts that its grammar forces. proposed: where it is constrained, what may follow the known
-    tokens, None = that has not been looked at.
+    drafts that its grammar forces. patience: until it looks for a draft again. proposed: where it
+    is constrained, what may follow the known tokens, None = that has not been looked at.
     constraint: which tokens it may draw, None = all. The constraint has taken every known token of
     the output.
     """
@@ -87,6 +87,7 @@ class Sequence:
     expected: float = 0.0
     acceptance: Acceptance = field(default_factory=Acceptance)
     forced: Acceptance = field(default_factory=Acceptance)
+    patience: Patience = field(default_factory=Patience)
     proposed: Draft | None = None
     seq_row: int = -1
     row_tokens: int = 0  # tokens known when the row was taken; later tokens were sampled on it

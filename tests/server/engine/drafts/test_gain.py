@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.drafts.gain import Acceptance, worth
+from server.engine.drafts.gain import Acceptance, Patience, worth
 from server.engine.drafts.token_price import TokenPrice
 
 CHANCES = st.lists(st.floats(0, 1), max_size=12)
@@ -78,3 +78,21 @@ def test_a_token_costs_what_others_would_give(
 @given(st.dictionaries(st.integers(1, 64), st.floats(0.1, 100)), st.integers(1, 64))
 def test_a_price_is_between_nothing_and_a_token(ms: dict[int, float], tokens: int) -> None:
     assert 0 <= prices(ms).of(tokens) <= 1 + 1e-9
+
+
+def test_looks_in_vain_become_rare() -> None:
+    patience, looks = Patience(), []
+    for tokens in range(60):
+        if patience.is_over(tokens):
+            patience.looked(tokens, found=tokens == 40)
+            looks.append(tokens)
+    assert looks == [0, 1, 3, 7, 15, 23, 31, 39, 47, 55]
+    patience.looked(60, found=True)
+    assert patience.is_over(60)
+    patience.looked(60, found=False)
+    assert [patience.is_over(tokens) for tokens in (60, 61)] == [False, True]
+
+
+@pytest.mark.parametrize(("before", "ratio"), [(1.7, 1.0), (0.8, 0.8), (0.1, 0.5)])
+def test_an_answer_begins_with_what_earlier_ones_gave(before: float, ratio: float) -> None:
+    assert Acceptance(before).ratio == pytest.approx(ratio)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from server.engine.drafts.draft import DraftOwner
+from server.engine.drafts.draft import NO_DRAFT, Draft, DraftOwner
 from server.engine.drafts.source import Drafts
 from server.engine.scheduling.scheduler_config import SchedulerConfig
 from tests.server.engine.harness import Harness, limits, make_request
@@ -51,6 +51,41 @@ def test_wrong_drafts_soon_end() -> None:
     lengths = [num_new for _, num_new in steps_of(harness, 0)]
     assert max(lengths[:4]) > 1
     assert max(lengths[-20:]) == 1
+
+
+@pytest.mark.parametrize(("count", "least", "most"), [(4, 30, 50), (32, 5, 12)])
+def test_many_sequences_look_seldom_in_vain(
+    count: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """least, most: looks of one sequence of 50 tokens."""
+    sizes = {"max_rows": 64, "max_decodes": 128, "max_step_tokens": 128}
+    harness = drafting(1, right_percent=None, max_context=64, num_pages=64 * 32, **sizes)
+    looked = 0
+
+    def propose(self: Drafts, most: int) -> Draft:
+        nonlocal looked
+        looked += 1
+        return NO_DRAFT
+
+    monkeypatch.setattr(Drafts, "propose", propose)
+    keys = [harness.submit(make_request([5 + i], 50)) for i in range(count)]
+    harness.run()
+    assert all(len(harness.tokens(key)) == 50 for key in keys)
+    assert least * count <= looked <= most * count
+
+
+def test_an_owners_next_answer_knows_how_drafts_went() -> None:
+    harness = drafting(1, right_percent=0, max_context=64)
+    first: dict[int, float] = {}
+    for i in range(3):
+        key = harness.submit(make_request([5, 6 + i], 40))
+        while harness.cycle():
+            for sequence in harness.scheduler._running:
+                if sequence.drafts is not None:
+                    first.setdefault(key, sequence.acceptance.ratio)
+    ratios = [*first.values()]
+    assert ratios[0] == 1.0
+    assert ratios[1] < 0.8
 
 
 def test_others_go_on_while_a_sequence_waits_for_its_result() -> None:

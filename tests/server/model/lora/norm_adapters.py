@@ -36,8 +36,10 @@ class WithNorms(NamedTuple):
     slab: bytes
 
 
-def with_norms(family: str, seed: int, options: dict[str, Any], **settings: Any) -> WithNorms:
-    """settings: of the model."""
+def with_norms(
+    family: str, seed: int, options: dict[str, Any], shards: int = 1, **settings: Any
+) -> WithNorms:
+    """shards: devices that share the base. settings: of the model."""
     config = LoraConfig(r=4, lora_alpha=6, target_modules=FEW, **options)
     oracle = add_adapter(make_model(family, **settings), "one", config, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -47,4 +49,4 @@ def with_norms(family: str, seed: int, options: dict[str, Any], **settings: Any)
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
                 if "norm" in name:
                     parameter[::7] = 0.0
-    return WithNorms(oracle, *pack(oracle, "one"))
+    return WithNorms(oracle, *pack(oracle, "one", shards=shards))

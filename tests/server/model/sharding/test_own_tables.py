@@ -1,5 +1,5 @@
-"""Own rows of the embedding and the head, and score heads, in a model that devices share: as PEFT,
-and as one device."""
+"""Own rows of the embedding and the head, norms and score heads, in a model that devices share: as
+PEFT, and as one device."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +15,7 @@ from tests.server.model.hub_models import VOCAB, make_model, save_model
 from tests.server.model.lora import test_own_heads as of_heads
 from tests.server.model.lora import test_own_tables as of_tables
 from tests.server.model.lora import test_resized_tables as of_resized
+from tests.server.model.lora.norm_adapters import saved_norms, with_norms
 from tests.server.model.sharding import near
 from tests.server.model.sharding.lockstep import ShardedDriver
 from tests.server.model.sharding.processes import GroupDriver
@@ -93,6 +94,27 @@ def test_resized_tables(name: str, shards: int, tmp_path: Path) -> None:
                 sampling=GREEDY,
             )
             for row, (each, adapter) in enumerate(adapters.items())
+        }
+        generate(driver, [*streams.values()], 5, 5)
+        for each, stream in streams.items():
+            assert_parity(adapters[each].oracle, "one", stream)
+            stream.free()
+    driver.close()
+
+
+@pytest.mark.parametrize(("name", "shards"), ROWS)
+def test_norms(name: str, shards: int, tmp_path: Path) -> None:
+    """All of them in one batch, twice. Each device has them whole."""
+    driver = ShardedDriver(save_model(make_model(name), tmp_path), shards)
+    options = saved_norms(name)
+    adapters = {
+        each: with_norms(name, 3 + i, options[each], shards) for i, each in enumerate(options)
+    }
+    for shift in (0, 2):
+        slots = driver.load_all(adapters, shift, first=7 * shift)
+        streams = {
+            each: Stream(driver, row, prompt(9, row), slot=slots[each], sampling=GREEDY)
+            for row, each in enumerate(adapters)
         }
         generate(driver, [*streams.values()], 5, 5)
         for each, stream in streams.items():

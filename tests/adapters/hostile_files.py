@@ -242,6 +242,8 @@ NO_WORD = "<no word of any model>"
 def _tokenizers(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
     vocab = base.tokens or {f"t{i}": i for i in range(base.vocab_size)}
     size = max(vocab.values()) + 1
+    # A token without a row, where it is known what the base's tokenizer knows.
+    added = {"added_tokens"} if base.tokens is None else {"resized_embeddings"}
     more = json.dumps({"model": {"vocab": vocab | {NO_WORD: size}}})
     listed = json.dumps(
         {"model": {"vocab": vocab}, "added_tokens": [{"id": size, "content": NO_WORD}]}
@@ -283,14 +285,14 @@ def _tokenizers(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
         **{name: (file(*written), {"bad_chat_template"}) for name, written in templates.items()},
         "added_tokens.json": (
             file("added_tokens.json", json.dumps({NO_WORD: size})),
-            {"added_tokens"},
+            added,
         ),
         "larger": (file("tokenizer.json", more), {"added_tokens"}),
-        "with added": (file("tokenizer.json", listed), {"added_tokens"}),
+        "with added": (file("tokenizer.json", listed), added),
         "an id of 30 digits": (
             file("tokenizer.json", json.dumps({"model": {"vocab": vocab | {NO_WORD: 10**30}}})),
             {"added_tokens"},
         ),
-        "added in the config": (file("tokenizer_config.json", decoder), {"added_tokens"}),
+        "added in the config": (file("tokenizer_config.json", decoder), added),
         "template is huge": (file("chat_template.jinja", "x" * (1 << 19)), {"file_too_large"}),
     }

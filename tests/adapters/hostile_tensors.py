@@ -336,8 +336,8 @@ def _tables(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
         "trained rows of more tokens": (with_rows(3, hidden), {"shape_mismatch"}),
         "trained rows of another size": (with_rows(2, hidden + 1), {"shape_mismatch"}),
         "trained rows with nan": (with_rows(2, hidden, fill=np.nan), {"not_finite"}),
-        "trained rows beyond the vocabulary": (
-            with_rows(2, hidden, ids=(3, vocab)),
+        "trained rows behind a gap": (
+            with_rows(2, hidden, ids=(3, vocab + 5)),
             {"resized_embeddings"},
         ),
         "trained rows far beyond the vocabulary": (

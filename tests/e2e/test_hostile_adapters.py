@@ -74,17 +74,19 @@ def test_each_is_refused_and_nobody_else_notices(
     hostile = cases(BASE)
     assert len(hostile) >= 300
     before = processes(serving)
-    root = adapter_root / "hostile"
+    root, others = adapter_root / "hostile", dict[str, set[str]]()
     with neighbours(serving):
         for number, (name, (spoil, expected)) in enumerate(hostile.items()):
             folder = write_good(root / str(number), BASE)
             spoil(folder)
             found = refused_as(http, folder)
             also = {"escaping_link", "adapter_not_found", "adapter_too_large"}
-            assert found <= expected | also, f"{name}: {found}"
+            if not found <= expected | also:
+                others[name] = found
             shutil.rmtree(folder)
         good = write_good(root / "good", BASE)
         body = {"inputs": "x", "parameters": {"adapter_id": f"local:{good}", "max_new_tokens": 1}}
         assert http.post("/generate", json=body).status_code == 200
+    assert not others, "refused otherwise"
     assert processes(serving) == before
     assert not UNPICKLED.exists()

@@ -24,7 +24,9 @@ BASE = -1
 FIRST = 1000  # extent
 
 
-@pytest.fixture(scope="module", params=["llama3", "gemma2"])
+@pytest.fixture(
+    scope="module", params=["llama3", pytest.param("gemma2", marks=pytest.mark.exhaustive)]
+)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:

@@ -36,7 +36,9 @@ FORMS: dict[int, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama3", "gemma2"])
+@pytest.fixture(
+    scope="module", params=["llama3", pytest.param("gemma2", marks=pytest.mark.exhaustive)]
+)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:

@@ -83,10 +83,8 @@ class _Row:
         known = self.drafts.num_tokens
         if rows >= MANY and not self.patience.is_over(known):
             return NO_DRAFT, 0
-        draft, ratio = self.drafts.propose(most), self.acceptance.ratio
-        count, expected = worth(draft.chances, ratio, price)
-        if 1 + expected * ratio < TO_WAIT:
-            count = 0
+        draft = self.drafts.propose(most)
+        count, expected = worth(draft.chances, self.acceptance.ratio, price, TO_WAIT)
         self.patience.looked(known, found=count > 0)
         draft = Draft(draft.token_ids[:count], draft.chances[:count])
         right = self.right(draft)

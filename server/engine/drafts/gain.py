@@ -44,12 +44,15 @@ class Patience:
         self._until = tokens + self._wait
 
 
-def worth(chances: Sequence[float], ratio: float, price: float) -> tuple[int, float]:
+def worth(
+    chances: Sequence[float], ratio: float, price: float, least: float = 1.0
+) -> tuple[int, float]:
     """How many tokens of a draft give more than they cost, and how many of these are expected to
     be right by their chances alone.
 
     chances: of each token, given that those before it are right. ratio: of an `Acceptance`. price:
-    what a token costs, see `TokenPrice.of`.
+    what a token costs, see `TokenPrice.of`. least: tokens that the step must be likely to give, its
+    own included; else the draft is worth nothing.
     """
     count, reached, expected = 0, 1.0, 0.0
     for chance in chances:
@@ -58,4 +61,4 @@ def worth(chances: Sequence[float], ratio: float, price: float) -> tuple[int, fl
             break
         count += 1
         expected += reached
-    return count, expected
+    return (count, expected) if 1 + expected * ratio >= least else (0, 0.0)

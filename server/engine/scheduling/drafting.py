@@ -143,11 +143,10 @@ class Drafting:
             draft = _proposed(sequence, min(most, self._max_draft))
         else:
             draft = sequence.proposed or NO_DRAFT
-        ratio = _acceptance(sequence).ratio
-        count, expected = worth(draft.chances[:most], ratio, self.price.of(self._tokens))
-        if 1 + expected * ratio < least:
-            return []
-        sequence.expected = expected
+        ratio, price = _acceptance(sequence).ratio, self.price.of(self._tokens)
+        count, expected = worth(draft.chances[:most], ratio, price, least)
+        if count:
+            sequence.expected = expected
         return draft.token_ids[:count]
 
 

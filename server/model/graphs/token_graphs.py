@@ -110,30 +110,29 @@ class TokenGraphs:
         if self._attention is not None:
             first = layout.num_decodes  # they go to the end
             self._attention.fill(size, layout)
+        self._token_ids[:tokens].copy_(token_ids.roll(-first))
         if captured.lora is not None:
             slots = np.full(size, -1, dtype=np.int32)
             slots[:tokens] = np.roll(token_slots, -first)
             self._slots[:size].copy_(to_device(slots, self._ops.device))
-        self._token_ids[:tokens].copy_(token_ids.roll(-first))
-        self._embed(size, np.roll(token_slots, -first))
+            self._embed(slots)
         if self._attention is None:
             self._replay_between(captured.graphs, self._ops.plan(layout), tokens)
         else:
             captured.graphs[0].replay()
         return self.ends.forward((wanted - first) % tokens, token_slots[wanted])
 
-    def _embed(self, size: int, token_slots: np.ndarray) -> None:
-        """Before the graph, where the adapters ask for it."""
-        gives = self._ops.table.changes_embedding(token_slots)
+    def _embed(self, slots: np.ndarray) -> None:
+        """Before the graph, where the adapters ask for it. slots: int32 `[size]`."""
+        table, size = self._ops.table, len(slots)
+        gives = table.changes_embedding(slots)
         if gives != self._gives:
             self._gives = gives
             self._is_given.fill_(gives)
         if gives:
-            slots = np.full(size, -1, dtype=token_slots.dtype)
-            slots[: len(token_slots)] = token_slots
             token_ids = self._token_ids[:size]
             self._hidden[:size].copy_(self._decoder.embed(token_ids, self._ops.lora(slots)))
-            if self._ops.table.is_wide(token_slots).any():  # the graph embeds in vain
+            if table.is_wide(slots).any():  # the graph embeds in vain
                 token_ids.clamp_(max=self._decoder.spec.vocab_size - 1)
 
     def _embedded(self, size: int, lora: DeviceLora | None) -> Embedded | None:

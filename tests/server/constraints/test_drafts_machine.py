@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import initialize, rule
 
 from server.engine.certificates import CertifyOptions
 from server.engine.scheduling.scheduler_config import SchedulerConfig
@@ -14,7 +14,7 @@ from tests.server.constraints.grammar_harness import GrammarHarness, KnownAnswer
 from tests.server.constraints.grammars import GRAMMARS
 from tests.server.constraints.serving import EOS, VOCAB, tokens
 from tests.server.engine.harness import limits, make_request
-from tests.server.engine.scheduling.test_several_tokens import content
+from tests.server.engine.twins import TwinsMachine
 
 WISHES = st.fixed_dictionaries(
     {
@@ -32,7 +32,7 @@ WISHES = st.fixed_dictionaries(
 )
 
 
-class ConstrainedDraftsMachine(RuleBasedStateMachine):
+class ConstrainedDraftsMachine(TwinsMachine):
     @initialize(
         depth=st.sampled_from([1, 2]),
         num_pages=st.sampled_from([20, 400]),
@@ -61,8 +61,6 @@ class ConstrainedDraftsMachine(RuleBasedStateMachine):
         self.many = GrammarHarness(drafting, depth, config, self.options)
         self.known = KnownAnswers(right_percent)
         self.many.know(self.known)
-        self.keys: list[int] = []
-        self.aborted: set[int] = set()
 
     @rule(wish=WISHES, resumed=st.sampled_from([0, 0, 0, 3, 9]))
     def submit(self, wish: dict[str, Any], resumed: int) -> None:
@@ -71,39 +69,7 @@ class ConstrainedDraftsMachine(RuleBasedStateMachine):
         whole = answer_alone(request, self.plain, self.options)
         self.known.known[tuple(prompt)] = whole
         request = msgspec.structs.replace(request, accepted_ids=whole[:resumed])
-        key = self.many.submit(request)
-        assert self.one.submit(request) == key
-        self.keys.append(key)
-
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        """Aborts come at other places of the two outputs, so one is a beginning of the other."""
-        if self.keys:
-            key = data.draw(st.sampled_from(self.keys))
-            self.many.abort(key)
-            self.one.abort(key)
-            self.aborted.add(key)
-
-    @rule(times=st.integers(1, 6))
-    def cycles(self, times: int) -> None:
-        for _ in range(times):
-            self.many.cycle()
-            self.one.cycle()
-
-    def teardown(self) -> None:
-        if not hasattr(self, "many"):
-            return
-        for harness in (self.one, self.many):
-            harness.run()
-            harness.assert_at_rest()
-        for key in self.keys:
-            one, many = content(self.one, key), content(self.many, key)
-            if key in self.aborted:
-                shorter = min(len(one["tokens"]), len(many["tokens"]))
-                assert one["tokens"][:shorter] == many["tokens"][:shorter]
-                assert len(many["ends"]) == 1
-            else:
-                assert many == one
+        self.submit_to_both(request)
 
 
 ConstrainedDraftsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=16)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from server.constraints.constraint import Constraint
 from server.constraints.rules import TokenRules
@@ -18,6 +18,7 @@ from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.engine.scheduling.sequence import Precedence, Sequence
 from server.protocol import SamplingParams, TokenEvent, TokenLogprob
 from tests.server.engine.harness import Harness, limits, make_request
+from tests.server.engine.twins import TwinsMachine
 
 WISHES = st.fixed_dictionaries(
     {
@@ -39,19 +40,7 @@ WISHES = st.fixed_dictionaries(
 )
 
 
-def content(harness: Harness, key: int) -> dict[str, Any]:
-    """What the events of a sequence say, however they are cut."""
-    events = harness.events[key]
-    return {
-        "index": events[0].index,
-        "tokens": harness.tokens(key),
-        "logprobs": [p for e in events for p in e.logprobs or ()],
-        "prompt_logprobs": events[0].prompt_logprobs,
-        "ends": [(e.finish, e.error, e.message) for e in events if e.finish is not None],
-    }
-
-
-class SeveralTokensMachine(RuleBasedStateMachine):
+class SeveralTokensMachine(TwinsMachine):
     """The same requests with drafts and without."""
 
     @initialize(
@@ -88,8 +77,6 @@ class SeveralTokensMachine(RuleBasedStateMachine):
             options,
             right_percent=right_percent,
         )
-        self.keys: list[int] = []
-        self.aborted: set[int] = set()
 
     @rule(wish=WISHES)
     def submit(self, wish: dict[str, Any]) -> None:
@@ -99,24 +86,7 @@ class SeveralTokensMachine(RuleBasedStateMachine):
             wish["adapter"], wish["prompt"], count, self.options, wish["min_tokens"]
         )
         request = make_request(accepted_ids=accepted, **wish)
-        key = self.many.submit(request)
-        assert self.one.submit(request) == key
-        self.keys.append(key)
-
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        """Aborts come at other places of the two outputs, so one is a beginning of the other."""
-        if self.keys:
-            key = data.draw(st.sampled_from(self.keys))
-            self.many.abort(key)
-            self.one.abort(key)
-            self.aborted.add(key)
-
-    @rule(times=st.integers(1, 6))
-    def cycles(self, times: int) -> None:
-        for _ in range(times):
-            self.many.cycle()
-            self.one.cycle()
+        self.submit_to_both(request)
 
     @invariant()
     def only_accepted_tokens_are_published(self) -> None:
@@ -127,19 +97,9 @@ class SeveralTokensMachine(RuleBasedStateMachine):
             assert sequence.num_published * size < max(1, len(sequence.tokens))
 
     def teardown(self) -> None:
+        super().teardown()
         if not hasattr(self, "many"):
             return
-        for harness in (self.one, self.many):
-            harness.run()
-            harness.assert_at_rest()
-        for key in self.keys:
-            one, many = content(self.one, key), content(self.many, key)
-            if key in self.aborted:
-                shorter = min(len(one["tokens"]), len(many["tokens"]))
-                assert one["tokens"][:shorter] == many["tokens"][:shorter]
-                assert len(many["ends"]) == 1
-            else:
-                assert many == one
         if self.keeps_pages and not self.aborted:
             published = [set(h.scheduler.pages.pool._page_of) for h in (self.one, self.many)]
             assert published[0] == published[1]

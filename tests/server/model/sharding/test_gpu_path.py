@@ -13,6 +13,7 @@ from tests.server.model.families.variants import VARIANTS
 from tests.server.model.gpu_pair import assert_same, ordinary, small_pair
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.lora.dora_adapters import dora_adapters
+from tests.server.model.lora.own_tables_pair import OWN_TABLES, own_tables_pair
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -82,24 +83,10 @@ def test_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(pair, [1, -1, 0, 1])
 
 
-@pytest.mark.parametrize(
-    "tables",
-    [
-        {"modules_to_save": ["embed_tokens", "lm_head"]},
-        {"trainable_token_indices": {"embed_tokens": [*range(3, 90, 2)], "lm_head": [4, 8]}},
-    ],
-    ids=["whole", "tokens"],
-)
+@OWN_TABLES
 def test_own_tables(
     tables: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_model("qwen3", **SMALL)
-    save_model(model, tmp_path)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "embed_tokens" in name or "lm_head" in name:
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)  # the adapter's
-    adapters = {"own": LoraConfig(r=4, target_modules=["q_proj"], **tables)}
-    with small_pair(model, adapters, tmp_path, monkeypatch, shards=2) as pair:
+    with own_tables_pair(tables, SMALL, tmp_path, monkeypatch, shards=2) as pair:
         assert_same(pair, [0, -1, -1, 0], in_graphs=False)
         assert_same(pair, [-1, -1, -1])

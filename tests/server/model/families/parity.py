@@ -117,6 +117,22 @@ class Served:
             for row, name in enumerate(names)
         ]
 
+    def assert_together(self, lengths: tuple[int, ...], count: int, chunk: int) -> None:
+        """Each adapter and the base twice in one batch, for `count` tokens, as the oracle."""
+        pairs = self.streams(lengths)
+        generate(self.driver, [stream for _, stream in pairs], count, chunk)
+        for adapter, stream in pairs:
+            assert_parity(self.oracle, adapter, stream)
+            stream.free()
+
+    def assert_alone(self) -> None:
+        """One after the other, as the oracle."""
+        for adapter, slot in self.slots.items():
+            stream = Stream(self.driver, 0, prompt(11, 2), slot=slot, sampling=GREEDY)
+            generate(self.driver, [stream], 4, 4)
+            assert_parity(self.oracle, adapter, stream)
+            stream.free()
+
 
 def round_adapters(model: PeftModel, dtype: torch.dtype) -> None:
     """Every LoRA weight becomes the nearest value of this dtype."""

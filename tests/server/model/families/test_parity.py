@@ -86,11 +86,7 @@ def served(
 
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_every_adapter_in_one_batch(served: Served, chunk: int) -> None:
-    pairs = served.streams((9, 2, 23, 14))
-    generate(served.driver, [stream for _, stream in pairs], 5, chunk)
-    for adapter, stream in pairs:
-        assert_parity(served.oracle, adapter, stream)
-        stream.free()
+    served.assert_together((9, 2, 23, 14), 5, chunk)
 
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -103,11 +99,7 @@ def test_adapters_stored_in_float8(name: str, stored: torch.dtype, tmp_path: Pat
     served = Served(name, tmp_path, stored)
     unrounded = with_zoo(make_model(name))
     ids = prompt(9, 1)
-    pairs = served.streams((9, 2, 23))
-    generate(served.driver, [stream for _, stream in pairs], 4, 5)
-    for adapter, stream in pairs:
-        assert_parity(served.oracle, adapter, stream)
-        stream.free()
+    served.assert_together((9, 2, 23), 4, 5)
     for adapter in ZOO:  # to round shows: else this would be no test of it
         off = reference_logprobs(served.oracle, adapter, ids) - reference_logprobs(
             unrounded, adapter, ids

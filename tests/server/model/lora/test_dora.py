@@ -40,19 +40,11 @@ def served(
 
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_beside_plain_ones_and_the_base(served: Served, chunk: int) -> None:
-    pairs = served.streams((9, 2, 23, 14))
-    generate(served.driver, [stream for _, stream in pairs], 5, chunk)
-    for adapter, stream in pairs:
-        assert_parity(served.oracle, adapter, stream)
-        stream.free()
+    served.assert_together((9, 2, 23, 14), 5, chunk)
 
 
 def test_alone(served: Served) -> None:
-    for adapter, slot in served.slots.items():
-        stream = Stream(served.driver, 0, prompt(11, 2), slot=slot, sampling=GREEDY)
-        generate(served.driver, [stream], 4, 4)
-        assert_parity(served.oracle, adapter, stream)
-        stream.free()
+    served.assert_alone()
 
 
 def test_evicted_and_reloaded_elsewhere(served: Served) -> None:

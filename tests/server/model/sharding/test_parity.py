@@ -55,9 +55,5 @@ ADAPTED = [name for name, variant in VARIANTS.items() if variant.is_adapted]
 def test_every_adapter_in_one_batch(name: str, shards: int, tmp_path: Path) -> None:
     folder = tmp_path / "base"
     served = Served(name, folder, None, partial(ShardedDriver, shards=shards), shards)
-    pairs = served.streams((9, 2, 23, 14))
-    generate(served.driver, [stream for _, stream in pairs], 3, 64)
-    for adapter, stream in pairs:
-        assert_parity(served.oracle, adapter, stream)
-        stream.free()
+    served.assert_together((9, 2, 23, 14), 3, 64)
     served.driver.close()

@@ -25,11 +25,7 @@ pytestmark = [
 def test_every_adapter_in_one_batch(shards: int, tmp_path: Path) -> None:
     make = partial(GroupDriver, shards=shards, meeting=tmp_path / "meeting")
     served = Served("llama3", tmp_path / "base", None, make, shards)
-    pairs = served.streams((9, 2, 23, 14))
-    generate(served.driver, [stream for _, stream in pairs], 3, 64)
-    for adapter, stream in pairs:
-        assert_parity(served.oracle, adapter, stream)
-        stream.free()
+    served.assert_together((9, 2, 23, 14), 3, 64)
     served.driver.close()
 
 

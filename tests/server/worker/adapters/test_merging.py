@@ -145,7 +145,13 @@ def a_merge(store: AdapterStore) -> protocol.AdapterMerge:
 
 
 def merge_processes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if MERGE_MODULE in child.cmdline()]
+    """Those that run. Children of other tests may be over, and have no words."""
+    found = psutil.process_iter(["ppid", "cmdline"])
+    return [
+        child
+        for child in found
+        if child.info["ppid"] == os.getpid() and MERGE_MODULE in (child.info["cmdline"] or ())
+    ]
 
 
 def ignore(stage: protocol.LoadStage) -> None:

@@ -159,7 +159,8 @@ class BaseSpec(msgspec.Struct, frozen=True):
     expert_weights: tensors that hold all experts of a layer, in the order in which transformers
         registers them.
     routers: paths, within a layer, of modules that choose experts. Adapters may not change them.
-    shards: devices that share the base.
+    shards: devices that share the base. quantize: how its weights are quantised at load, "" = they
+        are not.
     is_tied: the head's matrix is the embedding's. num_classes: labels of its score head; 0 = it
         has none. norms: all of them.
     """
@@ -180,6 +181,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     expert_weights: tuple[ExpertWeight, ...] = ()
     routers: tuple[str, ...] = ()
     shards: int = 1
+    quantize: str = ""
     is_tied: bool = False
     num_classes: int = 0
     norms: tuple[BaseNorm, ...] = ()

@@ -204,6 +204,10 @@ class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     must stay contiguous. `runs` lists the lengths, in extents, of the pieces that may be placed
     apart from each other, in order: all 1 but for such tensors. Only sites that the adapter changes
     are listed. head: of a classifier. norms: in place of the base's.
+
+    is_finished: a device has put what steps need in place of the sites' vectors: factors of the
+    base's product, and addends. Each B is multiplied by its factors. So this is for the base as it
+    was loaded, with its `quantize`.
     """
 
     digest: str
@@ -216,6 +220,12 @@ class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: int = LAYOUT_VERSION
     head: OwnHead | None = None
     norms: OwnNorms | None = None
+    is_finished: bool = False
+
+    @property
+    def is_to_finish(self) -> bool:
+        """Whether a device has to make something of it before steps can use it."""
+        return not self.is_finished and any(site.vectors for site in self.sites)
 
     @property
     def shard_nbytes(self) -> int:

@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from adapters.base import BaseSpec
-from adapters.common.disk import disk_errors, mark_used, publish_file
+from adapters.common.disk import disk_errors
 from adapters.common.recent import Recent
 from adapters.common.retries import RetryPolicy
 from adapters.common.single_flight import SingleFlight
@@ -24,7 +24,7 @@ from adapters.content_check import ContentCheck, DigestCheck, SealCheck
 from adapters.coverage import Coverage
 from adapters.errors import AdapterChanged, AdapterError
 from adapters.judge import Judged, check_small, is_intact, judge_folder, rejudge
-from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype, SlabLayout
+from adapters.manifest import AdapterManifest, SlabDtype, SlabLayout
 from adapters.merge.job import MergeJob, write_ends, write_job
 from adapters.merge.plan import merged_coverage, plan_merge
 from adapters.merge.recipe import MergeRecipe
@@ -33,7 +33,7 @@ from adapters.peft.lora_tensors import LoraTensors
 from adapters.peft.validate import WEIGHTS_FILE, AdapterLimits
 from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, shown_name, shown_place
 from adapters.safetensors.file import WeightsFile, join_files, open_weights
-from adapters.slab.file import SlabError, SlabFile, SlabSource, write_slab_file
+from adapters.slab.file import SlabSource
 from adapters.slab.layout import make_layout
 from adapters.slab.unpacked import Unpacked
 from adapters.sources.base import ENABLING_OPTIONS, Source
@@ -41,6 +41,7 @@ from adapters.sources.partial import partial_bytes
 from adapters.store.content import Contents, merged_member, present
 from adapters.store.quota import Quota
 from adapters.store.references import Known, References
+from adapters.store.slabs import Slabs
 from adapters.store.unfinished import remove_stale, resumable_folder, unfinished_folder
 from adapters.violations import Findings, invalid
 
@@ -82,12 +83,13 @@ class AdapterStore:
         self._limits = limits or AdapterLimits()
         self._home = home = root.expanduser() / (base.digest[:32] or "base")
         content, refs = home / "content", home / "refs"
-        self._slabs = home / "slabs"
+        slabs = home / "slabs"
         self._unfinished = home / "staging"
-        self._folders = content, refs, self._slabs, self._unfinished
+        self._folders = content, refs, slabs, self._unfinished
         self._contents = Contents(content, syncing)
         self._references = References(refs)
-        self._quota = Quota(self._limits.max_store_bytes, (content, self._slabs), self._unfinished)
+        self._quota = Quota(self._limits.max_store_bytes, (content, slabs), self._unfinished)
+        self._slabs = Slabs(slabs, self._unfinished, base, self._quota)
         self._admissions: SingleFlight[AdapterRef, AdapterManifest]
         self._admissions = SingleFlight(clock, _FAILURE_TTL_S)
         self._judged: Recent[str, Judged] = Recent(_MAX_JUDGED)
@@ -161,14 +163,12 @@ class AdapterStore:
 
     def open_slab(self, digest: str, dtype: SlabDtype, extent_bytes: int) -> SlabSource:
         """An admitted adapter's slab, from its file or else to be packed as it is read; the caller
-        closes it."""
+        closes it. One that is finished is preferred."""
         with disk_errors(self._home), ExitStack() as held:
             known = held.enter_context(self._contents.held(digest))
             manifest = present(known, digest)
-            target = self._slab_file(digest, dtype, extent_bytes)
-            with suppress(FileNotFoundError, SlabError):
-                slab = SlabFile(target)
-                mark_used(target)
+            slab = self._slabs.open(digest, dtype, extent_bytes)
+            if slab is not None:
                 return slab
             weights = held.enter_context(open_weights(self._contents.path(digest) / WEIGHTS_FILE))
             adapter, check = self._checked(manifest, weights)
@@ -184,26 +184,11 @@ class AdapterStore:
         first_extents: Sequence[int],
         stopped: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Keeps on disk what `SlabSource.copy_runs` brought to the arena: a copy is quicker than
-        packing. False: `stopped` became true, and nothing is kept."""
-        target = self._slab_file(layout.digest, layout.dtype, layout.extent_bytes)
+        """Keeps on disk what `SlabSource.copy_runs` brought to the arena, or what a device made of
+        it there: a copy is quicker. False: `stopped` became true, and nothing is kept."""
         with disk_errors(self._home):
-            with suppress(FileNotFoundError, SlabError):
-                SlabFile(target).close()
-                return True
             self._make_folders()
-            self._quota.check(layout.nbytes)
-            with self._quota.room(layout.nbytes), unfinished_folder(self._unfinished) as folder:
-                written = folder / "slab"
-                if not write_slab_file(written, layout, arena, first_extents, stopped):
-                    return False
-                publish_file(written, target)
-                return True
-
-    def _slab_file(self, digest: str, dtype: SlabDtype, extent_bytes: int) -> Path:
-        shards = self._base.shards
-        name = f"{digest}-{dtype}-{extent_bytes}-of{shards}-v{LAYOUT_VERSION}.slab"
-        return self._slabs / name
+            return self._slabs.keep(layout, arena, first_extents, stopped)
 
     def _admit_current(
         self, source: Source, ref: AdapterRef, token: str | None, progress: Progress

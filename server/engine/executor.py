@@ -88,22 +88,24 @@ class AdapterCopy(msgspec.Struct, frozen=True):
 
 class CopyUsable(msgspec.Struct, frozen=True):
     """Steps launched from now on may use the slot: the device makes them wait for the rest of the
-    copy. The host block is still read, until CopyOver."""
+    copy. The host block is still read, or written, until CopyOver."""
 
     adapter_slot: int
     digest: str
 
 
 class CopyOver(msgspec.Struct, frozen=True, tag="ov"):
-    """Nothing reads the host block any more. Follows CopyUsable, or replaces it with an error.
+    """The host block is left alone. Follows CopyUsable, or replaces it with an error.
 
-    copy_s: seconds of the transfer, without waits for other transfers; 0 = unknown.
+    copy_s: seconds of the transfer, without waits for other transfers; 0 = unknown. is_finished:
+    the host block now holds what the device made of it (`SlabLayout.is_finished`).
     """
 
     adapter_slot: int
     digest: str
     error: str | None = None
     copy_s: float = 0.0
+    is_finished: bool = False
 
 
 CopyNews = CopyUsable | CopyOver

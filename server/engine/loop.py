@@ -109,7 +109,7 @@ class EngineLoop(Generic[T]):
         self._failures = 0
         self._steps = 0
         self._settled: list[AdapterSettled] = []
-        self._copy_s: dict[str, float] = {}  # of copies that are not reported yet
+        self._copied: dict[str, SlabReleased] = {}  # not reported yet
         self._phases_s = [0.0] * len(Phase)
         self._num_constrained = 0  # tokens, not reported yet
         self._aside_s = 0.0  # time of the current launch that was spent on other work
@@ -220,7 +220,8 @@ class EngineLoop(Generic[T]):
             raise ExecutorLost(f"the device is lost: {lost}") from lost
         for item in news:
             if isinstance(item, CopyOver) and item.error is None:
-                self._copy_s[item.digest] = item.copy_s
+                report = SlabReleased(item.digest, item.copy_s, item.is_finished)
+                self._copied[item.digest] = report
             self._scheduler.copy_news(item, self._clock())
         return bool(news)
 
@@ -353,7 +354,7 @@ class EngineLoop(Generic[T]):
                 self._scheduler.copy_news(failed, self._clock())
         # Releases first: an adapter that was evicted at once may be needed again.
         for digest in released:
-            self._channel.send(SlabReleased(digest, self._copy_s.pop(digest, None)))
+            self._channel.send(self._copied.pop(digest, SlabReleased(digest)))
         for digest in needed:
             self._channel.send(NeedSlab(digest))
         self._settled += settled

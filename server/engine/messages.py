@@ -118,13 +118,15 @@ class AdapterPlaced(msgspec.Struct, frozen=True, array_like=True, tag="al"):
 
 
 class SlabReleased(msgspec.Struct, frozen=True, array_like=True, tag="sr"):
-    """The copy to the device is over, or was given up: the host block is no longer read.
+    """The copy to the device is over, or was given up: the host block is left alone.
 
-    copy_s: seconds of the transfer; 0 = unknown; None = nothing was copied.
+    copy_s: seconds of the transfer; 0 = unknown; None = nothing was copied. is_finished: as of
+    CopyOver.
     """
 
     digest: str
     copy_s: float | None = None
+    is_finished: bool = False
 
 
 class AdapterSettled(msgspec.Struct, frozen=True, array_like=True, tag="at"):

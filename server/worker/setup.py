@@ -134,7 +134,9 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     if device.note is not None:
         log.warning("%s", device.note)
     check_shards(model_config, config.tp)
-    base = msgspec.structs.replace(read_base_spec(model.path, names), shards=config.tp)
+    base = msgspec.structs.replace(
+        read_base_spec(model.path, names), shards=config.tp, quantize=config.quantize or ""
+    )
     dtype = choose_dtype(config.dtype, device.kind, model_config.dtype, device.has_bfloat16)
     engine = engine_config(config, device, model.path, base, dtype)
     card = model_card(

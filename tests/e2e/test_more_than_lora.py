@@ -1,7 +1,8 @@
 """DoRA, biases, own norms and tables by HTTP: tokens and log-probabilities of what PEFT loads,
 while adapters take turns on the device."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,11 +32,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# What a device makes something of when they are loaded.
+FINISHED = {"dora", "biased", "tokens"}
+
+
 class Beside(NamedTuple):
-    """A server, and what PEFT makes of each adapter's folder."""
+    """A server, and what PEFT makes of each adapter's folder. folder: of them and the cache."""
 
     serving: Serving
     oracles: dict[str, Any]
+    folder: Path
+    processes: int
+
+    def finished_slabs(self) -> dict[Path, int]:
+        """Files of finished adapters, and when each was used, in nanoseconds."""
+        found = self.folder.glob("cache/**/*-finished_as_stored-*.slab")
+        return {path: path.stat().st_mtime_ns for path in found}
 
 
 def save_adapter(family: str, folder: Path, options: dict[str, Any], seed: int) -> None:
@@ -65,14 +77,23 @@ def beside(
     for seed, (name, options) in enumerate(OPTIONS.items()):
         save_adapter(family, folder / name, options, seed)
         oracles[name] = PeftModel.from_pretrained(make_model(family), str(folder / name)).eval()
-    serving = start_serving(
-        *(str(base), "--device", "cpu", "--dtype", "float32", "--adapter-slots", str(SLOTS)),
-        *("--max-step-tokens", "40", "--adapter-root", str(folder), "--allow-other-base"),
+    serving = serve(folder, processes, folder / "log")
+    yield Beside(serving, oracles, folder, processes)
+    end(serving)
+
+
+def serve(folder: Path, processes: int, log: Path) -> Serving:
+    return start_serving(
+        *(str(folder / "base"), "--device", "cpu", "--dtype", "float32"),
+        *("--adapter-slots", str(SLOTS), "--max-step-tokens", "40", "--allow-other-base"),
+        *("--adapter-root", str(folder), "--model-name", "base", "--tp", str(processes)),
         *(part for name in OPTIONS for part in ("--adapter", f"{name}=local:{folder / name}")),
-        *("--model-name", "base", "--cache-dir", str(folder / "cache"), "--tp", str(processes)),
-        log=folder / "log",
+        *("--cache-dir", str(folder / "cache")),
+        log=log,
     )
-    yield Beside(serving, oracles)
+
+
+def end(serving: Serving) -> None:
     serving.process.terminate()
     assert serving.process.wait(timeout=TIMEOUT_S) == 0
 
@@ -89,16 +110,36 @@ def complete(serving: Serving, ids: list[int], model: str) -> Any:
 def test_tokens_are_those_of_peft(beside: Beside) -> None:
     """More adapters than slots, asked for in turns: each is evicted and loaded again."""
     assert len(OPTIONS) > 2 * SLOTS
+    assert_as_peft(beside.serving, beside.oracles, (4, 51, 17))
+
+
+def test_a_device_finishes_an_adapter_once(beside: Beside) -> None:
+    """Another server finds on disk what the first one's devices have made."""
+    assert_as_peft(beside.serving, beside.oracles, (5,))
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(used := beside.finished_slabs()) < len(FINISHED):
+        assert time.monotonic() < deadline, used
+        time.sleep(0.05)  # polls a condition, bounded by the deadline
+    again = serve(beside.folder, beside.processes, beside.folder / "log of another")
+    assert_as_peft(again, beside.oracles, (6,))
+    end(again)
+    used_again = beside.finished_slabs()
+    assert used_again.keys() == used.keys()
+    assert all(used_again[path] > used[path] for path in used)
+
+
+def assert_as_peft(serving: Serving, oracles: Mapping[str, Any], lengths: Sequence[int]) -> None:
+    """All adapters at once, with a prompt of each length."""
     asked = [
         (name, prompt(length, 7 * length + place))
-        for length in (4, 51, 17)
-        for place, name in enumerate(beside.oracles)
+        for length in lengths
+        for place, name in enumerate(oracles)
     ]
     with ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(lambda of: complete(beside.serving, of[1], of[0]), asked))
+        answers = list(pool.map(lambda of: complete(serving, of[1], of[0]), asked))
     for (name, ids), choice in zip(asked, answers, strict=True):
         tokens = choice["token_ids"]
-        oracle = beside.oracles[name]
+        oracle = oracles[name]
         adapter = None if name == "base" else "default"
         rows = reference_logprobs(oracle, adapter, [*ids, *tokens])[len(ids) - 1 : -1]
         expected = [row[token].item() for row, token in zip(rows, tokens, strict=True)]

@@ -1,4 +1,5 @@
-"""Copies of adapters from the host arena to the device's, on a stream beside the steps."""
+"""Copies of adapters from the host arena to the device's, on a stream beside the steps. What is
+finished on the device goes back to the host arena, so that it is finished once."""
 
 import logging
 import time
@@ -28,23 +29,24 @@ _PIECE_BYTES = 8 << 20
 # A plan is made while the step before it runs. What is left of a copy by then is over before the
 # plan's first kernel, if it is no more than this; else the running streams would wait for it.
 HIDDEN_COPY_S = 0.003
-_ALL_MADE = object()
+_FINISHED = object()
 _NEWEST = 0.2  # weight of the newest copy in the mean rate
 
 
 class _Moving(NamedTuple):
-    """Its bytes are queued. began, ended: recorded around them. made: recorded behind what was made
-    of them on the device; None = there was nothing to make."""
+    """Its bytes are queued. began, ended: recorded around them. finished: recorded behind what was
+    made of them on the device, and written: behind its way back; None = it came finished."""
 
     copy: AdapterCopy
     adapter: Adapter
     nbytes: int
     began: torch.cuda.Event
     ended: torch.cuda.Event
-    made: torch.cuda.Event | None = None
+    finished: torch.cuda.Event | None = None
+    written: torch.cuda.Event | None = None
 
 
-class _Making(NamedTuple):
+class _Finishing(NamedTuple):
     """What steps need of it is made of what it brings, a piece at each poll. moving: None on the
     CPU, where the copy took copy_s."""
 
@@ -79,7 +81,7 @@ class AdapterCopies:
         self._unusable: deque[_Moving] = deque()
         self._usable: deque[_Moving] = deque()  # all of them before those that are not
         self._vectors = vectors
-        self._making: deque[_Making] = deque()
+        self._finishing: deque[_Finishing] = deque()
         # Of the oldest of them.
         self._sums = DeviceSums(table.sites.summed_outputs, pinned=self._stream is not None)
         self._piece: torch.cuda.Event | None = None  # recorded behind the last one queued
@@ -130,18 +132,18 @@ class AdapterCopies:
         """See `GroupMember`."""
         with self._beside:
             self._sums.end(sums)
-        self._make()
+        self._finish()
 
     def _ended(self) -> list[CopyNews]:
-        self._make()
+        self._finish()
         told, self._news = self._news, []
-        while self._usable and self._usable[0].ended.query():
+        while self._usable and (self._usable[0].written or self._usable[0].ended).query():
             told.append(self._end(self._usable.popleft()))
         return told
 
     def _begin_use(self, moving: _Moving) -> CopyUsable:
         self._usable.append(moving)
-        torch.cuda.current_stream().wait_event(moving.made or moving.ended)
+        torch.cuda.current_stream().wait_event(moving.finished or moving.ended)
         return self._bind(moving.copy, moving.adapter)
 
     def close(self) -> None:
@@ -158,9 +160,9 @@ class AdapterCopies:
             self._queue(copy)
             copy_s = time.perf_counter() - now
             adapter = self.table.prepare(copy.adapter_slot, copy.layout, copy.device_extents)
-            if adapter.placed.has_vectors:
+            if copy.layout.is_to_finish:
                 pieces = self._vectors(adapter)
-                self._making.append(_Making(copy, adapter, pieces, None, copy_s))
+                self._finishing.append(_Finishing(copy, adapter, pieces, None, copy_s))
             else:
                 self._use(copy, adapter, copy_s)
             return
@@ -172,37 +174,47 @@ class AdapterCopies:
         if not self._usable and not self._unusable:
             self._oldest_began = now
         moving = _Moving(copy, adapter, nbytes, began, ended)
-        if adapter.placed.has_vectors:
+        if copy.layout.is_to_finish:
             pieces = self._vectors(adapter)
-            self._making.append(_Making(copy, adapter, pieces, moving))
+            self._finishing.append(_Finishing(copy, adapter, pieces, moving))
         else:
             self._unusable.append(moving)
 
-    def _make(self) -> None:
-        """Queue a piece of what the oldest of `_making` lacks, once the last piece is over: steps
+    def _finish(self) -> None:
+        """Queue a piece of what the oldest of `_finishing` lacks, once the last is over: steps
         share the device with one at most."""
-        if not self._making or self._sums.are_awaited or not self._is_piece_over():
+        if not self._finishing or self._sums.are_awaited or not self._is_piece_over():
             return
-        making = self._making[0]
+        finishing = self._finishing[0]
         try:
             with self._beside:
-                made = next(making.pieces, _ALL_MADE)
+                made = next(finishing.pieces, _FINISHED)
                 if isinstance(made, torch.Tensor):
-                    self._sums.begin(making.copy.layout.digest, made)
+                    self._sums.begin(finishing.copy.layout.digest, made)
         except Exception as error:  # foreign; other copies must still be answered
             log.error("an adapter's vectors could not be made", exc_info=error)
-            self._making.popleft()
-            self._give_up(making.copy, COPY_FAILED)
+            self._finishing.popleft()
+            self._give_up(finishing.copy, COPY_FAILED)
             return
-        event = None if self._stream is None else self._stream.record_event()
-        self._piece = event
-        if made is not _ALL_MADE:
+        self._piece = None if self._stream is None else self._stream.record_event()
+        if made is _FINISHED:
+            self._finishing.popleft()
+            self._write_back(finishing)
+
+    def _write_back(self, finishing: _Finishing) -> None:
+        """Of what is finished. If that fails, the host block is worthless, and so is the device."""
+        try:
+            with torch.inference_mode(), self._beside:
+                for piece, place in self._pieces(finishing.copy):
+                    piece.copy_(place, non_blocking=True)
+        except Exception as lost:  # foreign
+            self._lost = lost
             return
-        self._making.popleft()
-        if making.moving is None:
-            self._use(making.copy, making.adapter, making.copy_s)
-        else:
-            self._unusable.append(making.moving._replace(made=event))
+        if self._stream is None or finishing.moving is None:
+            self._use(finishing.copy, finishing.adapter, finishing.copy_s)
+            return
+        written = self._stream.record_event()
+        self._unusable.append(finishing.moving._replace(finished=self._piece, written=written))
 
     def _is_piece_over(self) -> bool:
         return self._piece is None or self._piece.query()
@@ -210,7 +222,13 @@ class AdapterCopies:
     def _use(self, copy: AdapterCopy, adapter: Adapter, copy_s: float) -> None:
         """On the CPU."""
         self._news.append(self._bind(copy, adapter))
-        self._news.append(CopyOver(copy.adapter_slot, copy.layout.digest, copy_s=copy_s))
+        self._news.append(self._over(copy, copy_s))
+
+    def _over(self, copy: AdapterCopy, copy_s: float) -> CopyOver:
+        layout = copy.layout
+        return CopyOver(
+            copy.adapter_slot, layout.digest, copy_s=copy_s, is_finished=layout.is_to_finish
+        )
 
     def _give_up(self, copy: AdapterCopy, error: str) -> None:
         try:
@@ -226,8 +244,9 @@ class AdapterCopies:
 
     def _is_hidden(self, first: _Moving) -> bool:
         """first: of those that are not usable."""
-        if first.made is not None or self._making:  # who knows how long that takes
-            return bool((first.made or first.ended).query())
+        finished = any(moving.finished for moving in (*self._usable, first))
+        if finished or self._finishing:  # who knows how long that takes
+            return bool((first.finished or first.ended).query())
         nbytes = sum(moving.nbytes for moving in self._usable) + first.nbytes
         spent_s = time.perf_counter() - self._oldest_began
         return is_hidden(nbytes, self._bytes_s, spent_s) or first.ended.query()
@@ -237,9 +256,15 @@ class AdapterCopies:
         rate = moving.nbytes / max(copy_s, 1e-9)
         self._bytes_s += (_NEWEST if self._bytes_s else 1.0) * (rate - self._bytes_s)
         self._oldest_began = time.perf_counter()
-        return CopyOver(moving.copy.adapter_slot, moving.copy.layout.digest, copy_s=copy_s)
+        return self._over(moving.copy, copy_s)
 
     def _queue(self, copy: AdapterCopy) -> None:
+        for piece, place in self._pieces(copy):
+            place.copy_(piece, non_blocking=True)
+
+    def _pieces(self, copy: AdapterCopy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of the host's arena, and where each lies in the device's. Raises ValueError for what does
+        not fit."""
         layout = copy.layout
         if layout.extent_bytes != self.table.extent_bytes:
             raise ValueError(
@@ -250,9 +275,11 @@ class AdapterCopies:
             raise ValueError("a run of extents lacks a place in the host or the device arena")
         size = layout.extent_bytes
         for run, source, target in coalesce(layout.runs, copy.host_extents, copy.device_extents):
-            self._copy_run(source * size, target * size, run * size)
+            yield from self._pieces_of_run(source * size, target * size, run * size)
 
-    def _copy_run(self, source: int, target: int, nbytes: int) -> None:
+    def _pieces_of_run(
+        self, source: int, target: int, nbytes: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         host, device = self._host, self.table.arena
         host_bytes = 0 if host is None else host.numel()
         inside = 0 <= source <= host_bytes - nbytes and 0 <= target <= device.numel() - nbytes
@@ -260,8 +287,7 @@ class AdapterCopies:
             raise ValueError("a run of extents lies outside an arena")
         pieces = host[source : source + nbytes].split(_PIECE_BYTES)
         places = device[target : target + nbytes].split(_PIECE_BYTES)
-        for place, piece in zip(places, pieces, strict=True):
-            place.copy_(piece, non_blocking=True)
+        return zip(pieces, places, strict=True)
 
 
 def is_hidden(nbytes: int, bytes_s: float, spent_s: float) -> bool:

@@ -13,6 +13,8 @@ from concurrent.futures import Executor
 from contextlib import closing
 from typing import NamedTuple
 
+import msgspec
+
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
 from adapters.slab.file import SlabGarbled, SlabSource
@@ -203,11 +205,24 @@ class HostTier:
             self._arena.release(digest)
             self._room.set()
 
+    def finish(self, digest: str) -> None:
+        """The engine has finished it where it lies (`SlabLayout.is_finished`); it is pinned."""
+        placement = self._arena.placement(digest)
+        if placement is None:
+            raise ValueError(f"adapter {digest} is not here")
+        layout = msgspec.structs.replace(self._layouts[digest], is_finished=True)
+        self._layouts[digest] = layout
+        self._saver.offer(layout, placement.extents)
+
     def release_all(self) -> None:
-        """The engine is gone, and with it every pin."""
+        """The engine is gone, and with it every pin. What it may have left half finished goes."""
         for digest in self._arena.ready:
+            is_pinned = self._arena.leases(digest) > 0
             while self._arena.leases(digest):
                 self._arena.release(digest)
+            if is_pinned and self._layouts[digest].is_to_finish:
+                self._arena.drop(digest)
+                self._forget((digest,))
         self._room.set()
 
     def _job(self, digest: str) -> asyncio.Task[None]:
@@ -271,7 +286,8 @@ class HostTier:
         self._arena.finish(digest, load_s)
         self._layouts[digest] = slab.layout
         self._load_s[digest] = load_s
-        if not slab.on_disk:
+        # A file of what the engine will change would be torn, and of no use soon.
+        if not slab.on_disk and not slab.layout.is_to_finish:
             self._saver.offer(slab.layout, extents)
         return True
 

@@ -1,5 +1,6 @@
-"""Slab files of adapters that were packed straight into host memory. They are written in the
-background, one after the other, so nobody waits for the disk and nothing is packed twice."""
+"""Slab files of adapters that were packed straight into host memory, or finished there. They are
+written in the background, one after the other, so nobody waits for the disk. Nothing is packed or
+finished twice."""
 
 import asyncio
 import logging

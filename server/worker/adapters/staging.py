@@ -64,6 +64,8 @@ class Staging:
         nbytes = self._tier.slab_bytes(digest) if frame.copy_s is not None else 0
         self._orders.load_ends(digest, nbytes)
         self._meter.released(digest, nbytes, frame.copy_s)
+        if frame.is_finished:
+            self._tier.finish(digest)
         self._tier.release(digest)
 
     def engine_lost(self) -> None:

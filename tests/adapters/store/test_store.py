@@ -31,7 +31,7 @@ from adapters.store.store import AdapterStore
 from adapters.store.unfinished import unfinished_folder
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal, refused_as, violation_codes
-from tests.slab_files import read_payload, save_slab
+from tests.slab_files import read_layout, read_payload, save_slab, slab_path
 
 BASE = small_base()
 CONFIG = "adapter_config.json"
@@ -160,6 +160,24 @@ def test_slabs_of_other_shapes_are_other_files(hub: FakeHub, tmp_path: Path) -> 
     before = {path: path.stat().st_ino for path in made}
     save_slab(store, digest, "bfloat16", 8192)
     assert {path: path.stat().st_ino for path in made} == before
+
+
+def test_a_finished_slab_is_kept_beside_the_other_for_its_base(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    """And it is read in its place, but not where the base's weights are loaded otherwise."""
+    store = store_of(hub, tmp_path)
+    digest = store.admit(PINNED, None).digest
+    before = save_slab(store, digest, "float32", 4096)
+    layout = msgspec.structs.replace(read_layout(before), is_finished=True)
+    made = b"\x07" * layout.nbytes
+    assert store.save_slab(layout, memoryview(made), one_after_another(layout))
+    finished = slab_path(store, digest, "float32", 4096)
+    assert read_layout(finished) == layout
+    assert read_payload(finished) == made
+    quantised = msgspec.structs.replace(BASE, quantize="nf4")
+    other = AdapterStore(tmp_path / "store", quantised, {})
+    assert slab_path(other, digest, "float32", 4096) == before
 
 
 def test_identity_is_content(hub: FakeHub, tmp_path: Path) -> None:

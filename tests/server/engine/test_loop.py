@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
 from server.engine.certificates import CertifyOptions, certified_output
 from server.engine.channel import WorkerChannel, WorkerGone
-from server.engine.executor import AdapterCopy, CopyNews, CopyUsable
+from server.engine.executor import AdapterCopy, CopyNews, CopyOver, CopyUsable
 from server.engine.fake import CertifyingExecutor, FakeTicket
 from server.engine.loop import (
     MAX_FAILURES_IN_A_ROW,
@@ -475,6 +476,22 @@ def test_the_loop_looks_for_the_end_of_a_copy_when_nothing_else_is_to_do() -> No
         assert engine.worker.answer(1) == certified_output("a", [5], 2, options)
         assert engine.worker.released == []
         assert engine.worker.expect(SlabReleased).digest == "a"
+
+
+class Finishing(CertifyingExecutor):
+    """It leaves in the host block what it made of each adapter."""
+
+    def poll_copies(self) -> list[CopyNews]:
+        return [
+            msgspec.structs.replace(news, is_finished=True) if isinstance(news, CopyOver) else news
+            for news in super().poll_copies()
+        ]
+
+
+def test_the_worker_is_told_what_is_finished() -> None:
+    with running(Finishing(LIMITS, OPTIONS)) as engine:
+        engine.worker.submit(1, make_request([5], 2, "a"))
+        assert engine.worker.expect(SlabReleased).is_finished
 
 
 class Torn(CertifyingExecutor):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from adapters.manifest import SlabLayout
+from adapters.slab.memory import SlabMemory
 from server.config import EngineConfig
 from server.constraints.rules import step_words
 from server.engine.executor import AdapterCopy, CopyNews, CopyOver, Masks
@@ -66,6 +67,8 @@ class Driver:
         self.executor = self.make_executor(weights)
         self.free_pages = list(range(self.executor.limits.num_pages))
         self.step = 0
+        self._begun: dict[str, tuple[bytes, AdapterCopy]] = {}
+        self.finished: dict[bytes, tuple[SlabLayout, bytes]] = {}  # by what came unfinished
 
     def make_executor(self, weights: WeightsLoader | None) -> TorchExecutor:
         return TorchExecutor(self.config, memoryview(self.arena), weights=weights)
@@ -103,7 +106,10 @@ class Driver:
 
     def begin_load(self, slot: int, layout: SlabLayout, slab: bytes, first: int) -> None:
         """Copy a slab into the slot. Its runs lie in reverse order from device extent `first` on,
-        and with a gap between each two in the host arena."""
+        and with a gap between each two in the host arena. What was finished before comes so."""
+        came = slab
+        if layout.is_to_finish:
+            layout, slab = self.finished.get(came, (layout, came))
         size = layout.extent_bytes
         host, device = [], []
         device_next = first + sum(layout.runs)
@@ -118,7 +124,9 @@ class Driver:
             host.append(host_next)
             host_next += run + 1
             read += run
-        self.executor.start_copy(AdapterCopy(slot, layout, tuple(host), tuple(device)))
+        copy = AdapterCopy(slot, layout, tuple(host), tuple(device))
+        self._begun[layout.digest] = came, copy
+        self.executor.start_copy(copy)
 
     def wait_for_copy(self) -> CopyOver:
         while True:
@@ -130,10 +138,19 @@ class Driver:
         deadline = time.monotonic() + COPY_TIMEOUT_S
         while time.monotonic() < deadline:
             news = self.executor.poll_copies()
+            for item in news:
+                if isinstance(item, CopyOver) and item.is_finished:
+                    self._keep_finished(item.digest)
             if news:
                 return news
             time.sleep(0.001)
         raise TimeoutError("the copy did not end")
+
+    def _keep_finished(self, digest: str) -> None:
+        came, copy = self._begun[digest]
+        memory = SlabMemory(copy.layout, memoryview(self.arena), copy.host_extents)
+        layout = msgspec.structs.replace(copy.layout, is_finished=True)
+        self.finished[came] = layout, b"".join(run for _, run in memory.runs())
 
     def run(
         self, plan: StepPlan, masks: Sequence[Sequence[int] | None] | None = None

@@ -2,16 +2,22 @@
 
 from pathlib import Path
 
-from adapters.manifest import SlabLayout
+from adapters.manifest import SiteLayout, SlabLayout
 from adapters.slab import file as slab_file
 from adapters.slab.file import SlabFile
 
 EXTENT = 4096
 
 
-def write_slab_file(path: Path, digest: str, extents: int) -> None:
+# A site with lengths, which a device has to make something of.
+UNFINISHED = SiteLayout(0, "down", (1,), (1.0,), 0, (0,), vectors=(1,))
+
+
+def write_slab_file(
+    path: Path, digest: str, extents: int, sites: tuple[SiteLayout, ...] = ()
+) -> None:
     """A slab of one-extent runs. digest: one character, or the same many times."""
-    layout = SlabLayout(digest, "base", "float32", EXTENT, (1,) * extents, ())
+    layout = SlabLayout(digest, "base", "float32", EXTENT, (1,) * extents, sites)
     payload = bytearray((digest.encode() * layout.nbytes)[: layout.nbytes])
     slab_file.write_slab_file(path, layout, memoryview(payload), range(extents))
 

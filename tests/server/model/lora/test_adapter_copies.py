@@ -16,6 +16,7 @@ from server.engine.executor import COPY_FAILED, AdapterCopy, CopyOver, CopyUsabl
 from server.engine.memory.residency import AdapterArena
 from server.model.executor import TorchExecutor
 from server.model.lora.adapter_copies import HIDDEN_COPY_S, coalesce, is_hidden
+from server.model.lora.output_vectors import OutputVectors
 from server.protocol import SamplingParams
 from tests.server.model.driver import (
     Driver,
@@ -320,7 +321,29 @@ def test_lengths_are_made_in_pieces_and_the_next_copy_does_not_wait(
         pieces += 1
     assert told == [CopyUsable(1, dora[0].digest)]
     assert pieces >= 6  # two sites of three layers
-    assert driver.executor.poll_copies() == [CopyOver(1, dora[0].digest, copy_s=1.0)]
+    over = CopyOver(1, dora[0].digest, copy_s=1.0, is_finished=True)
+    assert driver.executor.poll_copies() == [over]
+
+
+def test_what_is_finished_goes_back_and_is_not_finished_again(
+    folder: Path, dora: tuple[SlabLayout, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host block then holds what the device does, and another device needs no base for it."""
+    layout, data = dora
+    first = Driver(folder)
+    over = first.load(1, layout, data, 0)
+    assert (over.error, over.is_finished) == (None, True)
+    finished, block = first.finished[data]
+    monkeypatch.setattr(OutputVectors, "pieces", None)
+    second = Driver(folder)
+    over = second.load(1, finished, block, 0)
+    assert (over.error, over.is_finished) == (None, False)
+    end = layout.shard_nbytes
+    arenas = [driver.devices()[0]._table.arena[:end] for driver in (first, second)]
+    assert torch.equal(*arenas)
+    assert block != data
+    for driver in (first, second):
+        driver.close()
 
 
 def test_lengths_that_cannot_be_made_fail_that_copy_alone(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from adapters.errors import AdapterError
-from adapters.manifest import SlabLayout
+from adapters.manifest import SiteLayout, SlabLayout
 from adapters.slab.file import SlabFile, SlabSource
 from server.engine.memory.residency import AdapterArena
 from server.engine.shared_memory import HostMemory
@@ -21,7 +21,7 @@ from server.worker.adapters.ahead import KEPT_S
 from server.worker.adapters.host_tier import MAX_HINTS, HostTier, SlabGone, SlabUnavailable
 from server.worker.adapters.slab_saver import SlabSaver
 from server.worker.metrics import WorkerMetrics
-from tests.server.worker.slabs import EXTENT, Packing, write_slab_file
+from tests.server.worker.slabs import EXTENT, UNFINISHED, Packing, write_slab_file
 from tests.slab_files import read_layout
 
 EXTENTS = 4
@@ -36,9 +36,9 @@ class Disk:
         self.gate = threading.Event()
         self.gate.set()
 
-    def add(self, digest: str, extents: int = 1) -> SlabLayout:
+    def add(self, digest: str, extents: int = 1, sites: tuple[SiteLayout, ...] = ()) -> SlabLayout:
         path = self.folder / digest
-        write_slab_file(path, digest, extents)
+        write_slab_file(path, digest, extents, sites)
         return read_layout(path)
 
     def open(self, digest: str) -> SlabFile:
@@ -193,6 +193,22 @@ async def test_a_lost_engine_unpins_all(tier: HostTier, disk: Disk) -> None:
     await asyncio.wait_for(tier.acquire("e"), 240)
     tier.release("a")
     tier.release("never staged")
+
+
+async def test_a_lost_engine_leaves_nothing_half_finished(tier: HostTier, disk: Disk) -> None:
+    disk.add("a", sites=(UNFINISHED,))
+    disk.add("b", sites=(UNFINISHED,))
+    disk.add("c", sites=(UNFINISHED,))
+    disk.add("d")
+    for digest in "abcd":
+        await tier.acquire(digest)
+    tier.finish("a")
+    tier.release("b")  # the engine has left it alone
+    tier.release_all()
+    assert [tier.state(digest) for digest in "abcd"] == ["ready", "ready", "absent", "ready"]
+    assert (await tier.acquire("a")).layout.is_finished
+    assert not (await tier.acquire("c")).layout.is_finished
+    assert disk.opened == list("abcdc")
 
 
 async def test_a_failed_prefetch_is_silent_and_tried_again(tier: HostTier, disk: Disk) -> None:
@@ -454,6 +470,7 @@ class Saving:
 
     def __init__(self) -> None:
         self.saved: list[tuple[str, bytes]] = []
+        self.finished: list[str] = []  # of them
         self.given_up: list[str] = []
         self.begun: list[str] = []
         self.gate = threading.Event()
@@ -476,6 +493,8 @@ class Saving:
             raise self.error
         held = b"".join(bytes(arena[x * EXTENT : (x + 1) * EXTENT]) for x in first_extents)
         self.saved.append((layout.digest, held))
+        if layout.is_finished:
+            self.finished.append(layout.digest)
         return True
 
 
@@ -516,6 +535,24 @@ async def test_what_is_packed_is_used_at_once_and_saved_behind(
         await packing_tier.evict(digest)
         await packing_tier.acquire(digest)
     assert saving.begun == list("abc"), "what is on disk is not saved again"
+
+
+async def test_what_the_engine_finishes_is_saved_once_it_is_finished(
+    packing_tier: HostTier, disk: Disk, saving: Saving, memory: HostMemory
+) -> None:
+    for digest, sites in (("a", (UNFINISHED,)), ("b", ())):
+        disk.add(digest, sites=sites)
+        staged = await packing_tier.acquire(digest)
+        if digest == "a":
+            (place,) = staged.extents
+    await until(lambda: len(saving.saved) == 1)
+    assert saving.saved[0][0] == "b"
+    memory.view[place * EXTENT : (place + 1) * EXTENT] = b"A" * EXTENT
+    packing_tier.finish("a")
+    packing_tier.release("a")
+    await until(lambda: len(saving.saved) == 2)
+    assert saving.saved[1] == ("a", b"A" * EXTENT)
+    assert saving.finished == ["a"]
 
 
 async def test_nobody_waits_for_room_that_a_file_is_written_from(

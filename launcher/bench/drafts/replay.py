@@ -62,8 +62,8 @@ class _Row:
     ) -> None:
         """before: of earlier answers of its owner."""
         before = before or Acceptance()
-        owner = DraftOwner(task.adapter, _TENANT)
-        self.drafts: Drafts = source.open(owner, task.prompt)
+        self.owner = DraftOwner(task.adapter, _TENANT)
+        self.drafts: Drafts = source.open(self.owner, task.prompt)
         self._before = before
         self.acceptance = Acceptance(before.ratio)
         self.patience = Patience()
@@ -115,7 +115,8 @@ def replay(
             row.drafts.extend(came)
             spent = proposed - start + time.perf_counter() - taken
             yield DraftStep(len(draft.token_ids), accepted, spent * 1e6)
-        row.drafts.close(keep=others)
+        if others:
+            source.keep(row.owner, [*task.prompt, *task.answer], len(task.prompt))
 
 
 def tokens_per_second(tasks: Sequence[TaskTokens], rows: int, curve: StepCurve, most: int) -> float:

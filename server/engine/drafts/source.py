@@ -53,9 +53,12 @@ class DraftSource:
             self._kept.move_to_end(owner)
         return found
 
-    def keep(self, owner: DraftOwner, tokens: list[int], start: int) -> None:
-        """start: where the answer begins."""
-        if len(tokens) > self._max_tokens:
+    def keep(self, owner: DraftOwner, token_ids: Sequence[int], num_prompt: int) -> None:
+        """Of a prompt with its answer, which may help others of its owner. What stands before an
+        answer says how it begins."""
+        start = min(LONGEST, num_prompt)
+        tokens = list(token_ids[num_prompt - start :])
+        if not start < len(tokens) <= self._max_tokens:
             return
         self._num_tokens += len(tokens)
         while self._num_tokens > self._max_tokens:
@@ -79,11 +82,10 @@ class Drafts:
     def __init__(self, source: DraftSource, owner: DraftOwner, token_ids: Sequence[int]) -> None:
         self._source, self._owner = source, owner
         self._tokens = list(token_ids)
-        self._num_prompt = len(self._tokens)
         self._prompt = [PromptPlaces(self._tokens, window) for window in WINDOWS]
         self._answer = [GrowingPlaces(window) for window in WINDOWS]
         for places in self._answer:
-            places.begin(self._tokens, self._num_prompt)
+            places.begin(self._tokens, len(self._tokens))
 
     @property
     def num_tokens(self) -> int:
@@ -101,13 +103,6 @@ class Drafts:
             if answer.end is not None and (places := self._places(index, answer.end)):
                 return self._draft(places, most)
         return NO_DRAFT
-
-    def close(self, keep: bool) -> None:
-        """keep: the answer ended well, and may help others of its owner."""
-        if keep and len(self._tokens) > self._num_prompt:
-            # What stands before an answer says how it begins.
-            start = min(LONGEST, self._num_prompt)
-            self._source.keep(self._owner, self._tokens[self._num_prompt - start :], start)
 
     def _places(self, index: int, sought: int) -> list[Place]:
         """index: of the window."""

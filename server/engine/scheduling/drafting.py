@@ -46,9 +46,9 @@ class Drafting:
             return []
         changed, self._changed = self._changed, []
         self._asked = [
-            (sequence, _proposed(sequence, self._max_draft))
+            (sequence, self._proposed(sequence, self._max_draft))
             for sequence in changed
-            if sequence.drafts is not None and sequence.can_run and _may_be_asked(sequence)
+            if sequence.can_run and _may_be_asked(sequence)
         ]
         return [
             ForesightWish(sequence.constraint, draft.token_ids, self._max_draft)
@@ -77,7 +77,7 @@ class Drafting:
 
     def draft(self, sequence: Sequence, room: int) -> list[int]:
         """For a slice that is being planned, of at most `room` tokens."""
-        if sequence.pending or sequence.drafts is None:
+        if sequence.pending or sequence.request.drafts is None:
             return []
         least = _BESIDE_OTHERS if self._ahead else _ALONE
         found = self._look(sequence, room, least) if room else []
@@ -86,32 +86,38 @@ class Drafting:
 
     def note(self, sequence: Sequence, piece: SeqSlice, drawn: int) -> None:
         """The sequence has taken so many tokens that a slice has given."""
-        if not self._max_draft or sequence.request.drafts is None:
-            return
-        if sequence.drafts is None:
-            sequence.drafts = self._open(sequence)
         if piece.draft:
-            self.drafted += len(piece.draft)
-            self.accepted += drawn - 1
-            _acceptance(sequence).saw(sequence.expected, drawn - 1)
-            known = self._owners.get(_owner(sequence))
-            if known is not None and not _is_forced(sequence):
-                known.saw(sequence.expected, drawn - 1)
+            self._account(sequence, len(piece.draft), drawn - 1)
+        sequence.proposed = None
+        if not self._has_room or sequence.request.drafts is None:
+            return
         if sequence.constraint is not None:
-            sequence.proposed = None
-            if self._has_room:
-                self._changed.append(sequence)
-        elif not piece.draft and sequence.pending and self._has_room:
+            self._changed.append(sequence)
+        elif not piece.draft and sequence.pending:
             self._hold(sequence)
+
+    def _account(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        self.drafted += drafted
+        self.accepted += accepted
+        _acceptance(sequence).saw(sequence.expected, accepted)
+        known = self._owners.get(_owner(sequence))
+        if known is not None and not _is_forced(sequence):
+            known.saw(sequence.expected, accepted)
 
     def end(self, sequence: Sequence) -> None:
         """What there is of its answer may help others."""
-        if sequence.drafts is not None:
-            _take_in(sequence, sequence.drafts)
-            sequence.drafts.close(keep=True)
-            sequence.drafts = None
+        sequence.drafts = None
+        if self._max_draft and sequence.request.drafts is not None:
+            self.source.keep(_owner(sequence), sequence.tokens, sequence.prompt_len)
+
+    def _proposed(self, sequence: Sequence, most: int) -> Draft:
+        if sequence.drafts is None:
+            sequence.drafts = self._open(sequence)
+        sequence.drafts.extend(sequence.tokens[sequence.drafts.num_tokens :])
+        return sequence.drafts.propose(most)
 
     def _open(self, sequence: Sequence) -> Drafts:
+        """For its first look."""
         owner = _owner(sequence)
         known = self._owners.setdefault(owner, Acceptance())
         self._owners.move_to_end(owner)
@@ -140,7 +146,7 @@ class Drafting:
     def _worth(self, sequence: Sequence, most: int, least: float) -> list[int]:
         """As much of a draft as pays; none where the step would give fewer tokens than `least`."""
         if sequence.constraint is None:
-            draft = _proposed(sequence, min(most, self._max_draft))
+            draft = self._proposed(sequence, min(most, self._max_draft))
         else:
             draft = sequence.proposed or NO_DRAFT
         ratio, price = _acceptance(sequence).ratio, self.price.of(self._tokens)
@@ -153,18 +159,6 @@ class Drafting:
 def _owner(sequence: Sequence) -> DraftOwner:
     request = sequence.request
     return DraftOwner(request.adapter or "", request.drafts or "")
-
-
-def _proposed(sequence: Sequence, most: int) -> Draft:
-    drafts = sequence.drafts
-    assert drafts is not None
-    _take_in(sequence, drafts)
-    return drafts.propose(most)
-
-
-def _take_in(sequence: Sequence, drafts: Drafts) -> None:
-    """Tokens that came since the last look."""
-    drafts.extend(sequence.tokens[drafts.num_tokens :])
 
 
 def _is_forced(sequence: Sequence) -> bool:

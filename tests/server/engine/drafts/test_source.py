@@ -62,9 +62,7 @@ def test_drafts_are_those_of_a_scan(
     source = DraftSource(MUCH)
     answers: list[tuple[Text, int]] = []
     for own, other_prompt, answer in before:
-        drafts = source.open(OWNERS[own], other_prompt)
-        drafts.extend(answer)
-        drafts.close(keep=True)
+        source.keep(OWNERS[own], [*other_prompt, *answer], len(other_prompt))
         if OWNERS[own] == OWNER and answer:
             lead = other_prompt[-LONGEST:]
             answers.insert(0, (lead + answer, len(lead)))
@@ -84,16 +82,12 @@ def test_drafts_are_those_of_a_scan(
 def test_bytes_stay_below_the_bound(answers: list[tuple[int, Text, Text]], bound: int) -> None:
     source = DraftSource(bound)
     for own, prompt, answer in answers:
-        drafts = source.open(OWNERS[own], prompt)
-        drafts.extend(answer)
-        drafts.close(keep=True)
+        source.keep(OWNERS[own], [*prompt, *answer], len(prompt))
         assert source.num_bytes <= bound
 
 
 def answered(source: DraftSource, owner: DraftOwner, tokens: Text) -> None:
-    drafts = source.open(owner, [])
-    drafts.extend(tokens)
-    drafts.close(keep=True)
+    source.keep(owner, tokens, 0)
 
 
 def proposed(source: DraftSource, owner: DraftOwner) -> Text:
@@ -121,11 +115,10 @@ def test_the_owner_goes_first_that_was_used_longest_ago() -> None:
     assert [proposed(source, owner) for owner in OWNERS[:3]] == [[10], [], [12]]
 
 
-def test_an_answer_that_ended_badly_is_not_kept() -> None:
+def test_a_prompt_without_an_answer_is_not_kept() -> None:
     source = DraftSource(MUCH)
-    drafts = source.open(OWNER, [])
-    drafts.extend([1, 2, 3, 4])
-    drafts.close(keep=False)
+    source.keep(OWNER, [1, 2, 3, 4], 4)
+    assert source.num_bytes == 0
     assert source.open(OWNER, [1, 2, 3]).propose(4) == NO_DRAFT
 
 

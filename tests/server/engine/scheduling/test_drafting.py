@@ -76,7 +76,7 @@ def test_many_sequences_look_seldom_in_vain(
 
 def test_an_owners_next_answer_knows_how_drafts_went() -> None:
     harness = drafting(1, right_percent=0, max_context=64)
-    first: dict[int, float] = {}
+    first: dict[int, float] = {}  # after each answer's first draft
     for i in range(3):
         key = harness.submit(make_request([5, 6 + i], 40))
         while harness.cycle():
@@ -84,8 +84,8 @@ def test_an_owners_next_answer_knows_how_drafts_went() -> None:
                 if sequence.drafts is not None:
                     first.setdefault(key, sequence.acceptance.ratio)
     ratios = [*first.values()]
-    assert ratios[0] == 1.0
-    assert ratios[1] < 0.8
+    assert ratios[1] < 0.8 * ratios[0]
+    assert ratios[2] < 0.8 * ratios[0]
 
 
 def test_others_go_on_while_a_sequence_waits_for_its_result() -> None:

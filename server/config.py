@@ -169,14 +169,14 @@ class WorkerConfig:
             " from 32 GiB, 8192 from 64 GiB; 512 on a CPU)",
         },
     )
-    max_draft: int = field(
-        default=0,
+    max_draft: int | None = field(
+        default=None,
         metadata={
             "min": 0,
             "max": 16,
             "help": "tokens of a sequence that a step may check at once, of a draft that its"
-            " prompt, its grammar and earlier answers of the same adapter and tenant suggest"
-            " (0 = no drafts)",
+            " prompt, its grammar and earlier answers of the same adapter and tenant suggest;"
+            " 0 = no drafts (default: 8 on a CPU and in modes of few sequences, 0 otherwise)",
         },
     )
     draft_memory: int = field(

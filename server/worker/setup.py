@@ -213,7 +213,7 @@ def engine_config(
         max_waiting=sizes.max_running + _max_waiting(config.max_waiting, sizes.max_running),
         max_step_tokens=sizes.max_step_tokens,
         batch_step_share=config.batch_step_share,
-        max_draft=config.max_draft,
+        max_draft=sizes.max_draft,
         draft_memory=config.draft_memory,
         adapter_slots=config.adapter_slots,
         dora_graphs=config.dora_graphs,

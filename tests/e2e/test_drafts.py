@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,7 +24,16 @@ KILLS = 3
 @pytest.fixture(scope="module")
 def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("drafting")
-    options = ("--max-draft", "8", "--cache-dir", str(folder / "cache"))
+    yield from served(folder, "8")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    yield from served(tmp_path_factory.mktemp("plain"), "0")
+
+
+def served(folder: Path, max_draft: str) -> Iterator[Serving]:
+    options = ("--max-draft", max_draft, "--cache-dir", str(folder / "cache"))
     serving = start_serving(*options, log=folder / "log")
     yield serving
     serving.process.terminate()
@@ -45,9 +55,9 @@ async def drafted(http: httpx.AsyncClient) -> tuple[float, float]:
     return checked, right
 
 
-async def test_answers_as_without_drafts(serving: Serving, drafting: Serving) -> None:
-    await assert_same_answers(serving, drafting, bodies() * 2)  # each finds its own answer
-    async with client(serving) as one, client(drafting) as two:
+async def test_answers_as_without_drafts(plain: Serving, drafting: Serving) -> None:
+    await assert_same_answers(plain, drafting, bodies() * 2)  # each finds its own answer
+    async with client(plain) as one, client(drafting) as two:
         checked, right = await drafted(two)
         assert 0 < right <= checked
         assert await drafted(one) == (0, 0)
@@ -134,10 +144,10 @@ async def chat(http: httpx.AsyncClient, body: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_answers_with_a_shape_as_without_drafts(
-    serving: Serving, drafting: Serving, shape: str
+    plain: Serving, drafting: Serving, shape: str
 ) -> None:
     requests = shaped(shape)
-    async with client(serving) as one, client(drafting) as two:
+    async with client(plain) as one, client(drafting) as two:
         before = await drafted(two)
         expected = await asyncio.gather(*(chat(one, body) for body in requests))
         for _ in range(2):  # each finds its own answer

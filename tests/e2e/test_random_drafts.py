@@ -77,14 +77,16 @@ class Answering:
     ("count", "kills"),
     [(160, 2), pytest.param(2000, 4, marks=pytest.mark.exhaustive)],
 )
-async def test_random_requests(serving: Serving, tmp_path: Path, count: int, kills: int) -> None:
-    options = ("--max-draft", "8", "--kv-memory", "3MiB", "--cache-dir", str(tmp_path / "cache"))
+async def test_random_requests(tmp_path: Path, count: int, kills: int) -> None:
+    cache = ("--cache-dir", str(tmp_path / "cache"))
+    options = ("--max-draft", "8", "--kv-memory", "3MiB", *cache)
     small = start_serving(*options, log=tmp_path / "log")
+    plain = start_serving("--max-draft", "0", *cache, log=tmp_path / "log of plain")
     try:
-        async with client(serving) as http:
+        async with client(plain) as http:
             base = (await http.get("/v1/models")).json()["data"][0]["id"]
         requests = random_requests(count, base)
-        expected = await Answering(serving, requests, 0).run()
+        expected = await Answering(plain, requests, 0).run()
         found = await Answering(small, requests, kills).run()
         wrong = [(r, a, b) for r, a, b in zip(requests, found, expected, strict=True) if a != b]
         assert not wrong, wrong[0]
@@ -92,7 +94,8 @@ async def test_random_requests(serving: Serving, tmp_path: Path, count: int, kil
             checked, right = await drafted(http)
             metrics = await worker_metrics(http, "preemptions", "engine_restarts")
     finally:
-        small.process.terminate()
-        assert small.process.wait(TIMEOUT_S) == 0
+        for serving in (small, plain):
+            serving.process.terminate()
+            assert serving.process.wait(TIMEOUT_S) == 0
     assert 0 < right <= checked
     assert min(metrics) > 0, "nothing was computed twice"

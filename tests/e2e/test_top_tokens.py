@@ -7,6 +7,7 @@ import pytest
 
 from tests.router.serving import events_of
 
+TOLERANCE = 1e-4
 PARAMETERS: dict[str, Any] = {"adapter_id": "json", "max_new_tokens": 8, "details": True}
 
 
@@ -17,7 +18,8 @@ def test_they_are_those_of_completions(http: httpx.Client) -> None:
     details = http.post("/generate", json=body).json()["details"]
     assert len(details["top_tokens"]) == len(details["tokens"]) == 8
     for top, expected in zip(details["top_tokens"], logprobs["top_logprobs"], strict=True):
-        assert [one["logprob"] for one in top] == pytest.approx(list(expected.values()))
+        found = [one["logprob"] for one in top]  # perhaps in steps of other sizes
+        assert found == pytest.approx(list(expected.values()), abs=TOLERANCE)
         assert [one["text"] for one in top] == list(expected)
     streamed = events_of(http.post("/generate_stream", json=body).text)
     assert [event["top_tokens"] for event in streamed] == details["top_tokens"]

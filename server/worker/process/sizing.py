@@ -23,6 +23,7 @@ _GPU_HOST_SHARE = 4
 # its sequences there are keys and values: earlier conversations are kept.
 _FEW: dict[ServeMode, int] = {"local": 4, "interactive": 1}
 _FEW_STEP_TOKENS, _KEPT = 2048, 2
+_MAX_DRAFT = 8  # where steps are short of sequences, or cost little more with more tokens
 # From so much memory on: sequences at once, tokens a step. What a step needs beside weights grows
 # with both, and is to leave most of a small GPU to keys and values.
 _GPU_LOADS = ((64 << 30, 512, 8192), (32 << 30, 256, 4096), (0, 128, 2048))
@@ -39,6 +40,7 @@ class Sizes:
     kv_contexts: int
     max_running: int
     max_step_tokens: int
+    max_draft: int
 
 
 def choose_sizes(
@@ -58,6 +60,7 @@ def choose_sizes(
     if few is not None:
         running, step_tokens = few, min(step_tokens, _FEW_STEP_TOKENS)
     running, step_tokens = config.max_running or running, config.max_step_tokens or step_tokens
+    max_draft = _MAX_DRAFT if few is not None or not on_gpu else 0
     return Sizes(
         adapter_memory=adapters,
         host_adapter_memory=config.host_adapter_memory or on_host,
@@ -65,6 +68,7 @@ def choose_sizes(
         kv_contexts=0 if few is None else _KEPT * running,
         max_running=min(running, step_tokens),  # each has one token a step at least
         max_step_tokens=step_tokens,
+        max_draft=max_draft if config.max_draft is None else config.max_draft,
     )
 
 

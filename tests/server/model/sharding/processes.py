@@ -65,9 +65,10 @@ class GroupDriver(Driver):
 
     def kill(self, number: int) -> None:
         """With one process all end, as a worker ends a group."""
-        self._processes.pop(number).kill()
-        for process in self._processes.values():
+        first = self._processes.pop(number)
+        for process in (first, *self._processes.values()):
             process.kill()
+            process.wait()
         self._processes.clear()
 
 

@@ -18,13 +18,13 @@ GIB = 1 << 30
 def test_a_cpu_gets_small_sizes() -> None:
     sizes = choose_sizes(WorkerConfig(model="m"), "cpu", 0, 512 * GIB)
     assert (sizes.kv_memory, sizes.adapter_memory) == (256 << 20, 256 << 20)
-    assert (sizes.max_running, sizes.max_step_tokens) == (64, 512)
+    assert (sizes.max_running, sizes.max_step_tokens, sizes.max_draft) == (64, 512, 8)
 
 
 def test_a_gpu_gets_a_share_for_adapters_and_leaves_the_cache_to_the_engine() -> None:
     sizes = choose_sizes(WorkerConfig(model="m"), "cuda", 80 * GIB, 20 * GIB)
     assert (sizes.kv_memory, sizes.adapter_memory) == (0, 8 * GIB)
-    assert sizes.host_adapter_memory == 5 * GIB
+    assert (sizes.host_adapter_memory, sizes.max_draft) == (5 * GIB, 0)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_modes_for_few_users(
 ) -> None:
     sizes = choose_sizes(WorkerConfig(model="m", mode=mode), device, 80 * GIB, 64 * GIB)
     assert (sizes.max_running, sizes.max_step_tokens) == (running, step_tokens)
-    assert sizes.kv_contexts == 2 * running
+    assert (sizes.kv_contexts, sizes.max_draft) == (2 * running, 8)
     asked = WorkerConfig(model="m", mode=mode, max_running=9, max_step_tokens=3000)
     sizes = choose_sizes(asked, device, 80 * GIB, 64 * GIB)
     assert (sizes.max_running, sizes.max_step_tokens, sizes.kv_contexts) == (9, 3000, 18)
@@ -59,10 +59,11 @@ def test_what_was_asked_for_is_kept(device: Literal["cpu", "cuda"], gpu: int, ho
         kv_memory=3,
         max_running=4,
         max_step_tokens=5,
+        max_draft=0,
     )
     sizes = choose_sizes(config, device, gpu, host)
     assert (sizes.adapter_memory, sizes.host_adapter_memory, sizes.kv_memory) == (1, 2, 3)
-    assert (sizes.max_running, sizes.max_step_tokens) == (4, 5)
+    assert (sizes.max_running, sizes.max_step_tokens, sizes.max_draft) == (4, 5, 0)
 
 
 def test_no_more_run_at_once_than_a_step_has_tokens() -> None:

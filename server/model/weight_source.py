@@ -128,15 +128,8 @@ class WeightSource:
         """weight: `cut.shape`, which the matrix of the module at `path` is written to."""
         if path not in self._forms:
             cut.copy(self.mapped(f"{path}.weight"), weight)
-            return
-        for area, target in cut.areas():
-            found, place = self._unpacked(path, cut.whole, area), weight[target]
-            packed = found.weight.to(self.device)
-            if found.area == area:
-                packed.dequantised(place)
-                continue
-            outer = torch.empty(packed.shape, dtype=self.dtype, device=self.device)
-            place.copy_(packed.dequantised(outer)[area.within(found.area)])
+        else:
+            cut.dequantise(partial(self._unpacked, path, cut.whole), weight)
 
     def _packed_part(self, path: str, cut: Cut) -> PackedWeight | None:
         """On the device; None where the part of a quantised matrix is none by itself."""

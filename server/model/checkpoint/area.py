@@ -60,6 +60,15 @@ class UnpackedArea(NamedTuple):
             return self.weight
         return self.weight.cut(*area.within(self.area))
 
+    def write(self, area: Area, place: torch.Tensor) -> None:
+        """Dequantise what was asked for. place: of the area's shape, which is written."""
+        weight = self.weight.to(place.device)
+        if area == self.area:
+            weight.dequantised(place)
+            return
+        outer = torch.empty(weight.shape, dtype=place.dtype, device=place.device)
+        place.copy_(weight.dequantised(outer)[area.within(self.area)])
+
 
 class Stored:
     """The tensors of one module. get: by suffix; None = it is not stored. shape: of the whole

@@ -47,6 +47,11 @@ class Cut(NamedTuple):
         for rows in self.rows:
             target[rows.target].copy_(source[rows.source])
 
+    def dequantise(self, unpack: Callable[[Area], UnpackedArea], target: torch.Tensor) -> None:
+        """As `copy`, of a quantised matrix."""
+        for area, place in self.areas():
+            unpack(area).write(area, target[place])
+
     def packed(self, unpack: Callable[[Area], UnpackedArea]) -> PackedWeight | None:
         """The part of a quantised matrix; None where a border lies within a group, or zeros fill
         the part up."""

@@ -5,11 +5,16 @@ from functools import partial
 
 import torch
 
+from server.model.checkpoint.area import Area, UnpackedArea
 from server.model.checkpoint.cuts import Cut
-from server.model.checkpoint.mxfp4 import dequantise, grouped
+from server.model.checkpoint.mxfp4 import grouped
 from server.model.linear.packed import GroupedWeight, joined
 from server.model.moe_spec import ExpertStorage
 from server.model.spec import LinearSpec
+
+_Unpack = Callable[[Area], UnpackedArea]
+# Writes a device's part of a matrix, as the cut says.
+_Writer = Callable[[Cut, torch.Tensor], None]
 
 
 class ExpertTensors:
@@ -34,29 +39,19 @@ class ExpertTensors:
 
     def fill(self, weight: torch.Tensor) -> torch.Tensor:
         """weight: `[experts, out, in]` of the device, of any dtype. Returns it."""
-        if self._stored.form == "each":
-            for expert, rows in enumerate(weight):
-                targets = zip(self._spec.parts, self._cuts, rows.split(self._heights), strict=True)
-                for part, cut, target in targets:
-                    self._fill_matrix(part.path.format(expert), cut, target)
-            return weight
-        for parts, rows in zip(self._experts(), weight, strict=True):
-            places = rows.split(self._heights)
-            for matrix, cut, place in zip(parts, self._cuts, places, strict=True):
-                cut.copy(matrix, place)
+        for writers, rows in zip(self._writers(), weight, strict=True):
+            targets = rows.split(self._heights)
+            for write, cut, target in zip(writers, self._cuts, targets, strict=True):
+                write(cut, target)
         return weight
 
     def packed(self) -> GroupedWeight | None:
         """Of MXFP4 the device's part of all experts' matrices, one below the other, as they are
         stored. None where a border lies within a block."""
-        path = self._stored.path
-        of_experts = zip(
-            *(self._mapped(f"{path}_{name}") for name in ("blocks", "scales")), strict=True
-        )
         found = [
-            cut.packed(partial(grouped, blocks, scales))
-            for each in of_experts
-            for blocks, scales, cut in zip(*map(self._parts, each), self._cuts, strict=True)
+            cut.packed(unpack)
+            for unpacks in self._quantised()
+            for unpack, cut in zip(unpacks, self._cuts, strict=True)
         ]
         parts = [part for part in found if part is not None]
         whole = joined(parts) if len(parts) == len(found) else None
@@ -70,16 +65,26 @@ class ExpertTensors:
             ):
                 cut.copy_rows(part, rows)
 
-    def _experts(self) -> Iterator[list[torch.Tensor]]:
-        """The parts of each expert, `[out, in]` each, of one tensor for all."""
-        path = self._stored.path
-        if self._stored.form == "stacked":
-            for matrix in self._mapped(path):
-                yield self._parts(matrix.T if self._stored.transposed else matrix)
+    def _writers(self) -> Iterator[list[_Writer]]:
+        """Of the parts of each expert's matrix."""
+        if self._stored.form == "each":
+            for expert in range(self._spec.experts):
+                paths = [part.path.format(expert) for part in self._spec.parts]
+                yield [partial(self._fill_matrix, path) for path in paths]
+        elif self._stored.form == "stacked":
+            for matrix in self._mapped(self._stored.path):
+                parts = self._parts(matrix.T if self._stored.transposed else matrix)
+                yield [partial(_copy, part) for part in parts]
         else:
-            blocks, scales = (self._mapped(f"{path}_{name}") for name in ("blocks", "scales"))
-            for of_expert in zip(blocks, scales, strict=True):
-                yield self._parts(dequantise(*of_expert))
+            for unpacks in self._quantised():
+                yield [partial(_dequantise, unpack) for unpack in unpacks]
+
+    def _quantised(self) -> Iterator[list[_Unpack]]:
+        """The parts of each expert's matrix in MXFP4."""
+        stored = (self._mapped(f"{self._stored.path}_{name}") for name in ("blocks", "scales"))
+        for of_expert in zip(*stored, strict=True):
+            parts = zip(*map(self._parts, of_expert), strict=True)
+            yield [partial(grouped, blocks, scales) for blocks, scales in parts]
 
     def _parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Of what holds the rows of all parts."""
@@ -87,3 +92,11 @@ class ExpertTensors:
             count = len(self._spec.parts)
             return [rows[first::count] for first in range(count)]
         return list(rows.split(self._spec.widths))
+
+
+def _copy(matrix: torch.Tensor, cut: Cut, target: torch.Tensor) -> None:
+    cut.copy(matrix, target)
+
+
+def _dequantise(unpack: _Unpack, cut: Cut, target: torch.Tensor) -> None:
+    cut.dequantise(unpack, target)

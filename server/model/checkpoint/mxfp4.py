@@ -12,19 +12,10 @@ _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 SCALE_BIAS = 127
 
 
-def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """blocks: uint8 `[rows, n, 16]`, the lower four bits first; scales: uint8 `[rows, n]`, powers
-    of two -> float32 `[rows, 32 n]`. Exact, also when it is rounded to bfloat16: a value has two
-    significant bits."""
-    values = torch.tensor(_VALUES, dtype=torch.float32, device=blocks.device)
-    codes = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2)
-    exponents = scales.to(torch.int32) - SCALE_BIAS
-    return torch.ldexp(values[codes.int()], exponents.unsqueeze(-1)).flatten(-2)
-
-
 def grouped(blocks: torch.Tensor, scales: torch.Tensor, area: Area) -> UnpackedArea:
-    """An area without unpacking; blocks may be `[rows, 16 n]`. Scales become bfloat16, which has
-    all of their powers of two."""
+    """An area without unpacking. blocks: uint8 `[rows, n, 16]` or `[rows, 16 n]`, the lower four
+    bits first. scales: uint8 `[rows, n]`, powers of two, which become bfloat16: it has all of them,
+    and values have two significant bits. So all is exact."""
     rows, inputs = scales.shape[0], scales.shape[1] * MXFP4_BLOCK
     area = Area(area.rows, around(area.columns, MXFP4_BLOCK, inputs))
     mine = area.rows, units(area.columns, MXFP4_BLOCK)

@@ -3,7 +3,8 @@
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from server.model.checkpoint.mxfp4 import dequantise
+from server.model.checkpoint.area import whole
+from server.model.checkpoint.mxfp4 import grouped
 
 # OCP Microscaling Formats 1.0, FP4 E2M1, by code.
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
@@ -12,6 +13,12 @@ E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 def blocks_of(codes: torch.Tensor) -> torch.Tensor:
     """codes: uint8 `[rows, n, 32]`; the first of two lies in the lower bits."""
     return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """blocks: uint8 `[rows, n, 16]`; scales: uint8 `[rows, n]` -> float32 `[rows, 32 n]`."""
+    shape = len(scales), 32 * scales.shape[1]
+    return grouped(blocks, scales, whole(shape)).weight.dequantised(torch.empty(shape))
 
 
 def test_every_code_and_scale_is_its_value() -> None:

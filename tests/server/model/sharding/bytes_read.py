@@ -56,8 +56,12 @@ class BytesRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_view(found: Any, tensor: torch.Tensor) -> bool:
-    return isinstance(found, torch.Tensor) and (
-        found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    """Whether an operation has found nothing but views of the tensor."""
+    memory = tensor.untyped_storage().data_ptr()
+    leaves = pytree.tree_leaves(found)
+    return bool(leaves) and all(
+        isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() == memory
+        for leaf in leaves
     )
 
 

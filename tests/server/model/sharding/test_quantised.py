@@ -16,6 +16,7 @@ from server.model.checkpoint.text_part import model_shards
 from server.model.spec import layer_path
 from server.model.weight_source import WeightSource
 from server.model.weights import load_weights
+from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import FORMATS
@@ -144,3 +145,31 @@ def test_rows_that_end_within_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     counter = read_by(odd, Shard(1, SHARDS), False, monkeypatch)
     assert counter.share("model.layers.0.mlp.down_proj.weight") == 1
     assert counter.share("model.layers.0.mlp.up_proj.weight") == pytest.approx(37 / 77, abs=FEW)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("inner", [128, 96])
+def test_experts_in_mxfp4(
+    inner: int, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 96 inputs in blocks of 32 each process reads two blocks for its 48."""
+    mxfp4_model(tmp_path, intermediate_size=inner)
+    read = [read_by(tmp_path, Shard(i, SHARDS), packed, monkeypatch) for i in range(SHARDS)]
+    path = "model.layers.0.mlp.experts"
+    for name in ("gate_up_proj_blocks", "down_proj_blocks"):
+        most = 2 / 3 if name.startswith("down") and inner == 96 else 1 / 2
+        shares = [counter.share(f"{path}.{name}") for counter in read]
+        assert shares == pytest.approx([most] * SHARDS, abs=FEW), name
+
+
+@pytest.mark.parametrize("inner", [128, 96])
+def test_parts_of_experts_in_mxfp4(inner: int, tmp_path: Path) -> None:
+    mxfp4_model(tmp_path, intermediate_size=inner)
+    model = read_config(tmp_path)
+    load: Any = partial(load_weights, tmp_path, model, torch.float32, torch.device("cpu"))
+    mlp, parts = load().layers[1].mlp, [load(shard=Shard(i, 2)).layers[1].mlp for i in range(2)]
+    down = torch.cat([part.down.weight for part in parts], 2)
+    assert torch.equal(down, mlp.down.weight)
+    halves = [part.gate_up.weight.chunk(2, 1) for part in parts]
+    gate_up = torch.cat([torch.cat(each, 1) for each in zip(*halves, strict=True)], 1)
+    assert torch.equal(gate_up, mlp.gate_up.weight)

@@ -19,7 +19,7 @@ from server.engine.executor import (
     CopyUsable,
 )
 from server.model.lora.arena_weights import Adapter
-from server.model.lora.device_sums import DeviceSums
+from server.model.lora.finishing import Finisher, Unfinished
 from server.model.lora.lora import AdapterTable
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ _PIECE_BYTES = 8 << 20
 # A plan is made while the step before it runs. What is left of a copy by then is over before the
 # plan's first kernel, if it is no more than this; else the running streams would wait for it.
 HIDDEN_COPY_S = 0.003
-_FINISHED = object()
 _NEWEST = 0.2  # weight of the newest copy in the mean rate
 
 
@@ -44,17 +43,6 @@ class _Moving(NamedTuple):
     ended: torch.cuda.Event
     finished: torch.cuda.Event | None = None
     written: torch.cuda.Event | None = None
-
-
-class _Finishing(NamedTuple):
-    """What steps need of it is made of what it brings, a piece at each poll. moving: None on the
-    CPU, where the copy took copy_s."""
-
-    copy: AdapterCopy
-    adapter: Adapter
-    pieces: Iterator[torch.Tensor | None]
-    moving: _Moving | None
-    copy_s: float = 0.0
 
 
 class AdapterCopies:
@@ -80,11 +68,8 @@ class AdapterCopies:
         self._oldest_began = 0.0  # of all that move; perf_counter
         self._unusable: deque[_Moving] = deque()
         self._usable: deque[_Moving] = deque()  # all of them before those that are not
-        self._vectors = vectors
-        self._finishing: deque[_Finishing] = deque()
-        # Of the oldest of them.
-        self._sums = DeviceSums(table.sites.summed_outputs, pinned=self._stream is not None)
-        self._piece: torch.cuda.Event | None = None  # recorded behind the last one queued
+        self._unfinished: deque[_Moving] = deque()  # as the finisher has them
+        self._finisher = Finisher(vectors, table.sites.summed_outputs, self._stream)
         self._news: list[CopyNews] = []
         self._lost: Exception | None = None
 
@@ -126,12 +111,11 @@ class AdapterCopies:
 
     def sums_offered(self) -> list[CopySums]:
         """See `GroupMember`."""
-        return self._sums.offered() if self._is_piece_over() else []
+        return self._finisher.sums_offered()
 
     def add_sums(self, sums: CopySums) -> None:
         """See `GroupMember`."""
-        with self._beside:
-            self._sums.end(sums)
+        self._finisher.add_sums(sums)
         self._finish()
 
     def _ended(self) -> list[CopyNews]:
@@ -154,15 +138,13 @@ class AdapterCopies:
         self._host = None
 
     def _start(self, copy: AdapterCopy) -> None:
-        nbytes = sum(copy.layout.runs) * copy.layout.extent_bytes
         now = time.perf_counter()
         if self._stream is None:
             self._queue(copy)
             copy_s = time.perf_counter() - now
             adapter = self.table.prepare(copy.adapter_slot, copy.layout, copy.device_extents)
             if copy.layout.is_to_finish:
-                pieces = self._vectors(adapter)
-                self._finishing.append(_Finishing(copy, adapter, pieces, None, copy_s))
+                self._finisher.begin(Unfinished(copy, adapter, copy_s))
             else:
                 self._use(copy, adapter, copy_s)
             return
@@ -173,51 +155,41 @@ class AdapterCopies:
         adapter = self.table.prepare(copy.adapter_slot, copy.layout, copy.device_extents)
         if not self._usable and not self._unusable:
             self._oldest_began = now
-        moving = _Moving(copy, adapter, nbytes, began, ended)
+        moving = _Moving(copy, adapter, copy.layout.shard_nbytes, began, ended)
         if copy.layout.is_to_finish:
-            pieces = self._vectors(adapter)
-            self._finishing.append(_Finishing(copy, adapter, pieces, moving))
+            self._unfinished.append(moving)
+            self._finisher.begin(Unfinished(copy, adapter))
         else:
             self._unusable.append(moving)
 
     def _finish(self) -> None:
-        """Queue a piece of what the oldest of `_finishing` lacks, once the last is over: steps
-        share the device with one at most."""
-        if not self._finishing or self._sums.are_awaited or not self._is_piece_over():
-            return
-        finishing = self._finishing[0]
         try:
-            with self._beside:
-                made = next(finishing.pieces, _FINISHED)
-                if isinstance(made, torch.Tensor):
-                    self._sums.begin(finishing.copy.layout.digest, made)
+            finished = self._finisher.advance()
         except Exception as error:  # foreign; other copies must still be answered
             log.error("an adapter's vectors could not be made", exc_info=error)
-            self._finishing.popleft()
-            self._give_up(finishing.copy, COPY_FAILED)
+            if self._stream is not None:
+                self._unfinished.popleft()
+            self._give_up(self._finisher.give_up(), COPY_FAILED)
             return
-        self._piece = None if self._stream is None else self._stream.record_event()
-        if made is _FINISHED:
-            self._finishing.popleft()
-            self._write_back(finishing)
+        if finished is not None:
+            self._write_back(finished)
 
-    def _write_back(self, finishing: _Finishing) -> None:
+    def _write_back(self, item: Unfinished) -> None:
         """Of what is finished. If that fails, the host block is worthless, and so is the device."""
+        finished = None if self._stream is None else self._stream.record_event()
         try:
-            with torch.inference_mode(), self._beside:
-                for piece, place in self._pieces(finishing.copy):
+            with self._beside:
+                for piece, place in self._pieces(item.copy):
                     piece.copy_(place, non_blocking=True)
         except Exception as lost:  # foreign
             self._lost = lost
             return
-        if self._stream is None or finishing.moving is None:
-            self._use(finishing.copy, finishing.adapter, finishing.copy_s)
+        if self._stream is None:
+            self._use(*item)
             return
         written = self._stream.record_event()
-        self._unusable.append(finishing.moving._replace(finished=self._piece, written=written))
-
-    def _is_piece_over(self) -> bool:
-        return self._piece is None or self._piece.query()
+        moving = self._unfinished.popleft()
+        self._unusable.append(moving._replace(finished=finished, written=written))
 
     def _use(self, copy: AdapterCopy, adapter: Adapter, copy_s: float) -> None:
         """On the CPU."""
@@ -245,7 +217,7 @@ class AdapterCopies:
     def _is_hidden(self, first: _Moving) -> bool:
         """first: of those that are not usable."""
         finished = any(moving.finished for moving in (*self._usable, first))
-        if finished or self._finishing:  # who knows how long that takes
+        if finished or self._finisher.is_busy:  # who knows how long that takes
             return bool((first.finished or first.ended).query())
         nbytes = sum(moving.nbytes for moving in self._usable) + first.nbytes
         spent_s = time.perf_counter() - self._oldest_began

@@ -202,6 +202,7 @@ class LongCopy:
         self.waited_for: list[object] = []
         self.copies = driver.executor._copies
         monkeypatch.setattr(self.copies, "_stream", self)
+        monkeypatch.setattr(self.copies._finisher, "_stream", self)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self)
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: self)
 
@@ -321,6 +322,9 @@ def test_lengths_are_made_in_pieces_and_the_next_copy_does_not_wait(
         pieces += 1
     assert told == [CopyUsable(1, dora[0].digest)]
     assert pieces >= 6  # two sites of three layers
+    copy.done = False  # it is on its way back
+    assert driver.executor.poll_copies() == []
+    copy.done = True
     over = CopyOver(1, dora[0].digest, copy_s=1.0, is_finished=True)
     assert driver.executor.poll_copies() == [over]
 

@@ -1,5 +1,6 @@
 """TorchExecutor: carries out step plans with one decoder on one device."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,14 @@ import numpy as np
 import torch
 
 from server.config import EngineConfig
-from server.engine.executor import AdapterCopy, CopyNews, CopyOver, CopySums, Masks
+from server.engine.executor import (
+    AdapterCopy,
+    CopyNews,
+    CopyOver,
+    CopySums,
+    CopyUsable,
+    Masks,
+)
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.model.decoder import Decoder, Wanted
 from server.model.graphs.decode_batch import APPEND, POSITION, ROW, DecodeBatch
@@ -17,6 +25,7 @@ from server.model.graphs.gpu_path import build
 from server.model.graphs.start_phases import StartPhases
 from server.model.group import Alone, Group
 from server.model.lora.adapter_copies import AdapterCopies
+from server.model.lora.lora import Reach
 from server.model.lora.output_vectors import OutputVectors
 from server.model.ops.ops import StepLayout
 from server.model.ops.sizes import padded, padded_size
@@ -36,6 +45,19 @@ from server.model.start import (
 from server.model.steps.drafts import spread, spread_places
 from server.model.steps.rows import Rows
 from server.model.steps.step import Step
+
+log = logging.getLogger(__name__)
+
+_OUTSIDE_GRAPHS = (
+    "an adapter with %s is in use: steps with one run outside CUDA graphs, and are slower for all"
+    " of their sequences%s"
+)
+_OF_REACH = {
+    Reach.LAYERS: ("LoRA", ""),
+    Reach.EXPERTS: ("LoRA of experts", ""),
+    Reach.OUTPUTS: ("DoRA or biases", " (--dora-graphs captures them)"),
+    Reach.NORMS: ("norms of its own", ""),
+}
 
 
 class TorchExecutor:
@@ -78,6 +100,7 @@ class TorchExecutor:
         vectors = OutputVectors(parts.weights, self._table.sites).pieces
         self._copies = AdapterCopies(self._table, host_arena, vectors)
         self._group = group
+        self._remarked = set[Reach]()
         phases.done("host memory")
         self.summary = (*parts.summary, f"operations: {built.backend}", phases.line())
 
@@ -142,7 +165,19 @@ class TorchExecutor:
 
     def poll_copies(self) -> list[CopyNews]:
         with torch.inference_mode():
-            return self._copies.poll()
+            news = self._copies.poll()
+        self._remark([item.adapter_slot for item in news if isinstance(item, CopyUsable)])
+        return news
+
+    def _remark(self, slots: Sequence[int]) -> None:
+        """Of the first adapter of each kind that no graph has. slots: that are usable now."""
+        if self._graphs is None:
+            return
+        for slot in slots:
+            reach = self._table.reach(np.array([slot]))
+            if reach not in self._graphs.reaches | self._remarked:
+                self._remarked.add(reach)
+                log.warning(_OUTSIDE_GRAPHS, *_OF_REACH[reach])
 
     @torch.inference_mode()
     def use_copy(self) -> None:

@@ -82,6 +82,11 @@ class DecodeGraphs:
             step = self._step(size, reach)
             self._graphs[size, reach] = record(step, self._pool)
 
+    @property
+    def reaches(self) -> frozenset[Reach]:
+        """Of adapters whose steps graphs were captured for."""
+        return frozenset(reach for _, reach in self._graphs)
+
     def takes(self, batch: DecodeBatch) -> bool:
         """Whether the batch can run in a graph. These embed and have the head, as the base does."""
         changes_model = self._ops.table.changes_model(batch.columns[SLOT])

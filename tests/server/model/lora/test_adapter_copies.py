@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from server.engine.executor import COPY_FAILED, AdapterCopy, CopyOver, CopyUsabl
 from server.engine.memory.residency import AdapterArena
 from server.model.executor import TorchExecutor
 from server.model.lora.adapter_copies import HIDDEN_COPY_S, coalesce, is_hidden
+from server.model.lora.lora import Reach
 from server.model.lora.output_vectors import OutputVectors
 from server.protocol import SamplingParams
 from tests.server.model.driver import (
@@ -348,6 +350,22 @@ def test_what_is_finished_goes_back_and_is_not_finished_again(
     assert block != data
     for driver in (first, second):
         driver.close()
+
+
+def test_the_first_adapter_whose_steps_no_graph_has_is_remarked_on(
+    driver: Driver,
+    slab: tuple[SlabLayout, bytes],
+    dora: tuple[SlabLayout, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    graphs = SimpleNamespace(reaches=frozenset({Reach.NONE, Reach.LAYERS}))
+    monkeypatch.setattr(driver.executor, "_graphs", graphs)
+    for slot, (layout, data) in enumerate((slab, dora, dora)):
+        driver.load(slot, layout, data, 0)
+    (message,) = caplog.messages
+    assert "DoRA" in message
+    assert "--dora-graphs" in message
 
 
 def test_lengths_that_cannot_be_made_fail_that_copy_alone(

@@ -18,7 +18,12 @@ from tests.server.model.families.variants import VARIANTS
 from tests.server.model.hub_models import VOCAB, make_model, save_model
 from tests.server.model.slabs import pack
 
-SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "initializer_range": 0.06}
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "head_dim": 64,
+    "initializer_range": 0.06,
+}
 PROMPTS = (1, 5, 16, 17, 33, 47)
 STEPS = 20
 # How much farther from float32 than the reference ops in bfloat16, in root mean square.

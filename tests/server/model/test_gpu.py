@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from server.engine.executor import CopyUsable
+from server.model.lora.output_vectors import OutputVectors
 from server.protocol import SamplingParams
 from tests.server.model.adapter_zoo import ZOO
-from tests.server.model.gpu_trio import Trio, answer, assert_near, logprobs
+from tests.server.model.driver import Driver
+from tests.server.model.gpu_trio import SIZES, Trio, answer, assert_near, logprobs
+from tests.server.model.hub_models import add_adapter, make_model, save_model
+from tests.server.model.slabs import pack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,6 +103,29 @@ def test_an_adapter_is_used_before_its_copy_is_over(trio: Trio) -> None:
     late = logprobs(answer(gpu, [slot, -1], 64))
     base = logprobs(answer(gpu, [-1, -1], 64))
     assert (early - late).abs().max() < (early - base).abs().max() / 100
+
+
+def test_a_finished_adapter_comes_back_to_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded again elsewhere, it is the same bytes; nothing is made of the base."""
+    model = make_model("llama3", **SIZES)
+    save_model(model, tmp_path)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True)
+    layout, data = pack(add_adapter(model, "dora", config, 1), "dora", dtype="bfloat16")
+    sizes: dict[str, Any] = {"page_size": 16, "kv_memory": 64 << 20, "max_running": 8}
+    gpu = Driver(tmp_path, dtype="bfloat16", device="cuda", **sizes)
+    assert gpu.load(0, layout, data, 0).is_finished
+    finished, block = gpu.finished[data]
+    assert block != data
+    first = answer(gpu, [0, -1], 64)
+    monkeypatch.setattr(OutputVectors, "pieces", None)
+    over = gpu.load(1, finished, block, sum(layout.runs))
+    assert (over.error, over.is_finished) == (None, False)
+    arena, size = gpu.executor._table.arena, layout.shard_nbytes
+    assert torch.equal(arena[:size], arena[size : 2 * size])
+    assert torch.equal(logprobs(first), logprobs(answer(gpu, [1, -1], 64)))
+    gpu.close()
 
 
 def test_hundreds_of_decodes(tmp_path: Path) -> None:

@@ -27,12 +27,12 @@ def context(tokens: Sequence[int], position: int, window: int) -> int:
 
 
 class PromptPlaces:
-    """Places in a text that does not grow: sorted arrays, made at once."""
+    """Places in a text that does not grow: sorted arrays, made at once. ids: int64 `[n]`, the text
+    as well."""
 
-    def __init__(self, tokens: list[int], window: int) -> None:
+    def __init__(self, tokens: list[int], ids: np.ndarray, window: int) -> None:
         self._tokens = tokens
         count = max(0, len(tokens) - window)
-        ids = np.array(tokens, np.int64)
         contexts = np.zeros(count, np.int64)
         for shift in range(window):
             contexts ^= ids[window - 1 - shift :][:count] << shift * (_BITS // window)

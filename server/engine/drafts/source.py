@@ -5,6 +5,8 @@ answers. Pure.
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
+
 from server.engine.drafts.draft import (
     LONGEST,
     NO_DRAFT,
@@ -82,7 +84,8 @@ class Drafts:
     def __init__(self, source: DraftSource, owner: DraftOwner, token_ids: Sequence[int]) -> None:
         self._source, self._owner = source, owner
         self._tokens = list(token_ids)
-        self._prompt = [PromptPlaces(self._tokens, window) for window in WINDOWS]
+        ids = np.array(self._tokens, np.int64)
+        self._prompt = [PromptPlaces(self._tokens, ids, window) for window in WINDOWS]
         self._answer = [GrowingPlaces(window) for window in WINDOWS]
         for places in self._answer:
             places.begin(self._tokens, len(self._tokens))

@@ -3,7 +3,6 @@
 A *shard* is one device's part of the model. All shards have the same shapes.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -89,23 +88,6 @@ def pieces(spans: Sequence[Span], shard: Shard) -> tuple[Piece, ...]:
         source += span.features
         target += span.width(shard.count)
     return tuple(found)
-
-
-def rows_of_shard(ids: Sequence[int], vocab: int, shard: Shard) -> list[int]:
-    """Places in ids of those tokens whose rows a shard has, of tables of so many rows. The only
-    shard also has tokens behind them."""
-    if shard.count == 1:
-        return [*range(len(ids))]
-    mine = Span(vocab).piece(shard)
-    return [place for place, token in enumerate(ids) if mine.start <= token < mine.stop]
-
-
-def most_rows(ids: Sequence[int], vocab: int, count: int) -> int:
-    """As many as the shard with the most rows of these tokens has, at least 1."""
-    if count == 1:
-        return max(len(ids), 1)
-    width = Span(vocab).width(count)
-    return max(Counter(token // width for token in ids).values(), default=1)
 
 
 def total_width(spans: Sequence[Span], count: int) -> int:

@@ -97,12 +97,6 @@ def place_tensors(
         if nbytes > limits.max_table_bytes:
             most = f"at most {limits.max_table_bytes} are served (option max_table_bytes)"
             findings.add("table_too_large", name, f"{name}: {nbytes} bytes; {most}")
-    if base.shards > 1 and any(table.size > base.vocab_size for table in placed.tables):
-        message = (
-            "tokens behind the base's tables are not served by a model that"
-            f" {base.shards} devices share (--tp)"
-        )
-        findings.add("unsupported_feature", WEIGHTS_FILE, message)
     return placed
 
 

@@ -12,7 +12,7 @@ from adapters.manifest import ITEM_BYTES, OwnHead, OwnNorms, SiteLayout, SlabDty
 from adapters.peft.lora_tensors import B_BIAS, OWN_BIAS, OwnBias, OwnNorm, OwnTable
 from adapters.peft.validate import SlabRoom
 from adapters.safetensors.header import TensorInfo
-from adapters.sharding import Span, most_rows
+from adapters.token_rows import most_rows, rows_of_each
 
 ALIGNMENT = 256
 _OPEN_EXTENTS = 16
@@ -160,14 +160,14 @@ def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
 
 def table_rows(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix | None:
     """Rows of a table in place of the base's, `[rows, hidden]`; None = the site has none. Of one
-    shard, which has those of the tokens whose rows of the base it has."""
+    shard, as `adapters.token_rows` shares them out."""
     if site.table_offset < 0:
         return None
-    rows = site.table_size or base.vocab_size
+    vocab, size = base.vocab_size, site.table_size or base.vocab_size
     if site.table_ids:
-        rows = most_rows(site.table_ids, base.vocab_size, base.shards)
-    elif base.shards > 1:
-        rows = min(rows, Span(base.vocab_size).width(base.shards))
+        rows = most_rows(site.table_ids, vocab, base.shards)
+    else:
+        rows = rows_of_each(size, vocab, base.shards)
     shape = (rows, base.hidden_size)
     return PlacedMatrix(site.table_offset, shape, math.prod(shape) * item_bytes)
 

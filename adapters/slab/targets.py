@@ -1,7 +1,7 @@
 """Which numbers of an adapter's tensors go where in its slab, for every form of saved LoRA."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from adapters.peft.lora_tensors import (
 )
 from adapters.safetensors.floats import Raw
 from adapters.safetensors.header import TensorInfo
-from adapters.sharding import Piece, Shard, Span, rows_of_shard
+from adapters.sharding import Piece, Shard
 from adapters.slab.layout import (
     PlacedMatrix,
     a_matrix,
@@ -31,6 +31,7 @@ from adapters.slab.layout import (
     widths_of,
 )
 from adapters.slab.memory import SlabMemory
+from adapters.token_rows import pieces_of_table, rows_of_shard
 
 # Of a slab, whatever its dtype.
 Numbers = npt.NDArray[np.unsignedinteger]
@@ -212,23 +213,28 @@ def _b_targets(lora: _Lora, numbers: Numbers, piece: Piece) -> Iterator[SlabTarg
 def _table_targets(
     table: OwnTable, numbers: Numbers, vocab: int, shard: Shard
 ) -> Iterator[SlabTarget]:
-    """numbers: `[rows, hidden]`, of the tokens whose rows of the base a shard has."""
+    """numbers: `[rows, hidden]`, of the tokens whose rows a shard has."""
+    if table.ids:
+        rows = _runs(rows_of_shard(table.ids, vocab, shard))
+        yield from _side_by_side(((table.tensor, run) for run in rows), numbers)
+        return
+    for source, target in pieces_of_table(len(_rows(table.tensor)), vocab, shard):
+        yield from _side_by_side(_table_rows(table, source.start, source.stop), numbers[target])
+
+
+def _side_by_side(
+    parts: Iterable[tuple[TensorInfo, range]], numbers: Numbers
+) -> Iterator[SlabTarget]:
+    """Rows of tensors, one after the other."""
     begin = 0
-    for tensor, rows in _table_rows(table, vocab, shard):
+    for tensor, rows in parts:
         yield SlabTarget(tensor, numbers[begin : begin + len(rows)], rows)
         begin += len(rows)
 
 
-def _table_rows(table: OwnTable, vocab: int, shard: Shard) -> Iterator[tuple[TensorInfo, range]]:
-    """Where a shard's rows are, in their order: those of some tokens, or of all, of which some may
-    be trained rows apart."""
-    if table.ids:
-        for rows in _runs(rows_of_shard(table.ids, vocab, shard)):
-            yield table.tensor, rows
-        return
-    size = len(_rows(table.tensor))
-    mine = Span(vocab).piece(shard) if shard.count > 1 else slice(0, size)
-    begin, end = mine.start, min(mine.stop, size)
+def _table_rows(table: OwnTable, begin: int, end: int) -> Iterator[tuple[TensorInfo, range]]:
+    """Where the rows of tokens from begin up to end are, in their order: in the whole table, or
+    among trained rows apart."""
     if table.trained is not None:
         places = {token: place for place, token in enumerate(table.trained_ids)}
         for run in _runs(sorted(token for token in places if begin <= token < end)):

@@ -53,8 +53,9 @@ class ProcessGroup:
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if self._gathers is not None:
             return self._gathers.gather(x, out)
+        x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.shard.count)]
-        distributed.all_gather(parts, x.contiguous())
+        distributed.all_gather(parts, x)
         return _side_by_side(parts, out)
 
     def least(self, number: int) -> int:

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from adapters.sharding import Shard
+from adapters.token_rows import new_ids_width
 from server.config import AtLoad, ConfigError, EngineConfig
 from server.engine.shared_memory import pages_made
 from server.model.checkpoint.checkpoint import read_config
@@ -101,7 +102,8 @@ def _build_parts(
     executor_limits(model, planned)  # says what is wrong before the weights are read
     weights = load(model, dtype, device)
     sums = (config.max_step_tokens + MOST_PADDING, model.hidden_size)
-    logits = (config.max_running + MOST_PADDING, model.head.linear.out_features)
+    columns = max(model.head.linear.out_features, new_ids_width(group.shard.count))
+    logits = (config.max_running + MOST_PADDING, columns)
     group.reserve(sums, logits, dtype)
     summary: tuple[str, ...] = ()
     if on_gpu:

@@ -1,20 +1,10 @@
 """Shards share a module's features: together they have all, each in its place."""
 
-from itertools import chain
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.base import ModuleShape
-from adapters.sharding import (
-    Shard,
-    Span,
-    heads_of,
-    most_rows,
-    pieces,
-    rows_of_shard,
-    total_width,
-)
+from adapters.sharding import Shard, Span, heads_of, pieces, total_width
 
 COUNTS = st.integers(1, 9)
 SPANS = st.lists(st.builds(Span, st.integers(1, 200)), min_size=1, max_size=3)
@@ -68,22 +58,3 @@ def test_a_module_of_one_shard() -> None:
     assert [piece.source for piece in row.inputs(Shard(1, 4))] == [slice(8, 10)]
     assert [piece.source for piece in row.inputs(Shard(2, 4))] == [slice(10, 10)]
     assert row.of_shard(1) == row
-
-
-@given(
-    st.integers(1, 300).flatmap(
-        lambda vocab: st.tuples(
-            st.just(vocab), st.lists(st.integers(0, vocab - 1), unique=True, max_size=40)
-        )
-    ),
-    st.integers(1, 9),
-)
-def test_rows_of_tokens(table: tuple[int, list[int]], count: int) -> None:
-    """Each token's row has one shard, that which has the base's; the largest part has room."""
-    vocab, ids = table
-    found = [rows_of_shard(ids, vocab, Shard(index, count)) for index in range(count)]
-    assert sorted(chain.from_iterable(found)) == [*range(len(ids))]
-    for index, places in enumerate(found):
-        mine = Span(vocab).piece(Shard(index, count))
-        assert all(mine.start <= ids[place] < mine.stop for place in places)
-    assert most_rows(ids, vocab, count) == max(1, *map(len, found))

@@ -22,7 +22,8 @@ NEVER = -6e4
 class OwnRows:
     """rows: `[n, hidden]`. ids: int64 `[n]`, the token of each; None = all tokens of the adapter's
     vocabulary, which may be smaller or larger than the base's. size: of that vocabulary. Of devices
-    that share the base each has the rows of its tokens, which are counted from its first."""
+    that share the base each has the rows of its tokens, perhaps none, and counts them as
+    `adapters.token_rows` says."""
 
     rows: torch.Tensor
     ids: torch.Tensor | None
@@ -34,6 +35,8 @@ class OwnRows:
             # Padding of a step has any ids, and so may have some that the adapter does not know.
             known = token_ids.long().clamp(max=len(self.rows) - 1)
             torch.index_select(self.rows, 0, known, out=y)
+            return
+        if not len(self.rows):
             return
         same = token_ids[:, None] == self.ids
         own = self.rows[same.int().argmax(dim=1)]
@@ -69,11 +72,11 @@ class OwnSegment:
     norms: Mapping[int, Norm]
 
 
-def ids_on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor | None:
+def ids_on(device: torch.device, ids: tuple[int, ...] | None) -> torch.Tensor | None:
     """As OwnRows has them. Waits for nothing."""
-    if not ids:
+    if ids is None:
         return None
-    found = torch.tensor(ids)
+    found = torch.tensor(ids, dtype=torch.int64)
     return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
 
@@ -91,13 +94,17 @@ def norms_of(
     return found
 
 
+def has_new_ids(segments: tuple[OwnSegment, ...], site: int, vocab: int) -> bool:
+    """Whether some adapter has ids behind those of the base, of which there are `vocab`."""
+    sizes = (segment.by_site[site].size for segment in segments if site in segment.by_site)
+    return any(size > vocab for size in sizes)
+
+
 def ids_of_base(
     segments: tuple[OwnSegment, ...], site: int, token_ids: torch.Tensor, vocab: int
 ) -> torch.Tensor:
     """The ids, any below `vocab` in place of those that an adapter alone has."""
-    sizes = (segment.by_site[site].size for segment in segments if site in segment.by_site)
-    is_wide = any(size > vocab for size in sizes)
-    return token_ids.clamp(max=vocab - 1) if is_wide else token_ids
+    return token_ids.clamp(max=vocab - 1) if has_new_ids(segments, site, vocab) else token_ids
 
 
 def widened(y: torch.Tensor, width: int) -> torch.Tensor:

@@ -12,8 +12,9 @@ import numpy as np
 
 from adapters.base import MAX_NEW_IDS, MODEL_SITES, SiteKind
 from adapters.manifest import SiteLayout, SlabLayout
-from adapters.sharding import WHOLE, Shard, Span, rows_of_shard
+from adapters.sharding import WHOLE, Shard
 from adapters.slab.layout import num_vectors
+from adapters.token_rows import ids_of_shard, rows_of_each
 from server.kernels.lora.table import MAX_PROJECTIONS
 from server.model.spec import LinearSpec, ModelSpec, NormSpec
 
@@ -125,13 +126,13 @@ class Sites:
 @dataclass(frozen=True, slots=True)
 class PlacedTable:
     """Rows in place of the base's, those that the device has. site: its number. begin: bytes from
-    the arena's start. ids: as `SiteLayout.table_ids`, counted from the device's first token. size:
-    of the adapter's vocabulary."""
+    the arena's start. ids: the token of each, as the device counts them (`adapters.token_rows`);
+    None = all tokens. size: of the adapter's vocabulary."""
 
     site: int
     begin: int
     rows: int
-    ids: tuple[int, ...]
+    ids: tuple[int, ...] | None
     size: int
 
 
@@ -218,7 +219,6 @@ def _place_tables(
     known: Sites, layout: SlabLayout, item_bytes: int, find: _Find
 ) -> Iterator[PlacedTable]:
     vocab, hidden = known.vocab_size, known.lm_head.in_features
-    first = Span(vocab).piece(known.shard).start
     for site in layout.sites:
         if site.table_offset < 0:
             continue
@@ -227,12 +227,8 @@ def _place_tables(
             raise ValueError(f"{site.kind}: a table of {size} rows")
         if site.kind not in MODEL_SITES or not all(0 <= each < size for each in site.table_ids):
             raise ValueError(f"{site.kind}: rows of tokens that the model does not have")
-        mine = rows_of_shard(site.table_ids, vocab, known.shard)
-        if site.table_ids and not mine:
-            continue
-        ids = tuple(site.table_ids[place] - first for place in mine)
-        most = size if known.shard.count == 1 else known.embed.in_features
-        rows = len(ids) or min(size, most)
+        ids = ids_of_shard(site.table_ids, vocab, known.shard) if site.table_ids else None
+        rows = rows_of_each(size, vocab, known.shard.count) if ids is None else len(ids)
         (begin,) = find(_int64([site.table_offset]), _int64([rows * hidden * item_bytes]))
         yield PlacedTable(known.find(site).number, int(begin), rows, ids, size)
 

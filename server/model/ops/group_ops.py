@@ -8,14 +8,24 @@ import torch
 
 from adapters.base import SiteKind
 from adapters.sharding import Shard, heads_of
+from adapters.token_rows import new_ids_width, tokens_of_shard
 from server.model.group import Group
 from server.model.linear.linear import Linear
+from server.model.lora.own_rows import OwnSegment, has_new_ids
 from server.model.lora.sites import Site
 from server.model.ops.ops import Ops, StepLayout
 from server.model.spec import AttentionSpec, ModelSpec
 
+
+class _WithOwn(Protocol):
+    """Adapters of a batch. own: those with rows of their own."""
+
+    @property
+    def own(self) -> tuple[OwnSegment, ...]: ...
+
+
 P = TypeVar("P")
-L = TypeVar("L")
+L = TypeVar("L", bound=_WithOwn)
 Y = TypeVar("Y")
 
 
@@ -60,8 +70,14 @@ class GroupOps(Generic[P, L, Y]):
         self, token_ids: torch.Tensor, weight: torch.Tensor, lora: L | None, site: Site
     ) -> torch.Tensor:
         """Of ids of other devices zeros, to which they add theirs."""
-        ids = token_ids - self._group.shard.index * len(weight)
-        mine = (ids >= 0) & (ids < len(weight))
+        width, vocab = len(weight), self._whole.vocab_size
+        ids = token_ids - self._group.shard.index * width
+        mine = (ids >= 0) & (ids < width)
+        if lora is not None and has_new_ids(lora.own, site.number, vocab):
+            _, new = tokens_of_shard(vocab, self._group.shard)
+            is_new = (token_ids >= new.source.start) & (token_ids < new.source.stop)
+            mine = (mine & (token_ids < vocab)) | is_new
+            ids = torch.where(is_new, token_ids + (new.target.start - new.source.start), ids)
         found = self._ops.embed(torch.where(mine, ids, 0), weight, lora, site)
         return self._group.sum(found * mine.unsqueeze(1))
 
@@ -81,11 +97,18 @@ class GroupOps(Generic[P, L, Y]):
         out: torch.Tensor | None = None,
         width: int | None = None,
     ) -> torch.Tensor:
-        """width: always None, since no adapter has rows of its own."""
-        own = self._ops.logits(x, linear, lora, site)
-        return self._group.gather(
-            own, own.new_empty(len(own), self._whole.vocab_size) if out is None else out
-        )
+        """width: of the base's ids, and of new ones, which are gathered apart."""
+        vocab, group = self._whole.vocab_size, self._group
+        if width is None:
+            own = self._ops.logits(x, linear, lora, site)
+            return group.gather(own, own.new_empty(len(own), vocab) if out is None else out)
+        base = linear.out_features
+        own_width = base + new_ids_width(group.shard.count)
+        own = self._ops.logits(x, linear, lora, site, width=own_width)
+        wide = own.new_empty(len(own), width)
+        group.gather(own[:, :base], wide[:, :vocab])
+        group.gather(own[:, base:], wide[:, vocab:])
+        return wide
 
     def forbid_others(self, logits: torch.Tensor, lora: L, site: Site) -> None:
         self._ops.forbid_others(logits, lora, site)

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from adapters.base import BaseSpec
 from adapters.judge import is_intact, judge_folder
 from adapters.manifest import AdapterManifest
 from adapters.peft.validate import AdapterLimits
@@ -22,6 +23,8 @@ KNOWN = msgspec.structs.replace(BASE, tokens={f"t{i}": i for i in range(60)})
 TIED = msgspec.structs.replace(KNOWN, is_tied=True)
 HEAD, EMBEDDING = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
 Tensors = dict[str, torch.Tensor]
+# Devices that share the base.
+SHARDS = pytest.mark.parametrize("shards", [1, 2])
 
 
 def saved(folder: Path, rows: int, *, saves_tables: bool = True, **options: Any) -> Path:
@@ -41,10 +44,15 @@ def changed(folder: Path, change: Any) -> Path:
     return folder
 
 
-def manifest(folder: Path) -> AdapterManifest:
-    return judge_folder(folder, KNOWN).manifest
+def manifest(folder: Path, shards: int = 1) -> AdapterManifest:
+    return judge_folder(folder, shared(KNOWN, shards)).manifest
 
 
+def shared(base: BaseSpec, shards: int) -> BaseSpec:
+    return msgspec.structs.replace(base, shards=shards)
+
+
+@SHARDS
 @pytest.mark.parametrize(
     ("rows", "options", "saves_tables"),
     [
@@ -55,12 +63,13 @@ def manifest(folder: Path) -> AdapterManifest:
     ],
 )
 def test_trained_rows_of_resized_tables(
-    rows: int, options: dict[str, Any], saves_tables: bool, tmp_path: Path
+    rows: int, options: dict[str, Any], saves_tables: bool, shards: int, tmp_path: Path
 ) -> None:
     folder = saved(tmp_path, rows, saves_tables=saves_tables, **options)
-    assert manifest(folder).table_size == rows
+    assert manifest(folder, shards).table_size == rows
 
 
+@SHARDS
 @pytest.mark.parametrize(
     ("base", "indices"),
     [
@@ -71,19 +80,23 @@ def test_trained_rows_of_resized_tables(
         (TIED, [65]),
     ],
 )
-def test_new_ids_without_a_row_in_both_tables(base: Any, indices: Any, tmp_path: Path) -> None:
+def test_new_ids_without_a_row_in_both_tables(
+    base: BaseSpec, indices: Any, shards: int, tmp_path: Path
+) -> None:
     """PEFT would load random rows there."""
     folder = saved(tmp_path, 66, saves_tables=False, trainable_token_indices=indices)
-    assert violation_codes(lambda: judge_folder(folder, base)) == {"resized_embeddings"}
+    codes = violation_codes(lambda: judge_folder(folder, shared(base, shards)))
+    assert codes == {"resized_embeddings"}
 
 
-def test_new_ids_need_a_head_without_a_bias(tmp_path: Path) -> None:
+@SHARDS
+def test_new_ids_need_a_head_without_a_bias(shards: int, tmp_path: Path) -> None:
     folder = saved(tmp_path, 66, saves_tables=False, trainable_token_indices=[64, 65])
     modules = {
         name: msgspec.structs.replace(module, has_bias=name == "lm_head")
         for name, module in TIED.model_modules.items()
     }
-    biased = msgspec.structs.replace(TIED, model_modules=modules)
+    biased = msgspec.structs.replace(TIED, model_modules=modules, shards=shards)
     assert violation_codes(lambda: judge_folder(folder, biased)) == {"unsupported_feature"}
 
 
@@ -98,11 +111,12 @@ def test_an_end_must_be_an_id_of_the_adapter(end: int, tmp_path: Path) -> None:
         assert codes == {"bad_generation_config"}
 
 
+@SHARDS
 @pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head", "embed_tokens"]}])
-@pytest.mark.parametrize("rows", [60, 62, 65, 128])
-def test_taken(rows: int, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [60, 62, 65, 128, KNOWN.most_ids])
+def test_taken(rows: int, options: dict[str, Any], shards: int, tmp_path: Path) -> None:
     folder = saved(tmp_path, rows, **options)
-    found = manifest(folder)
+    found = manifest(folder, shards)
     assert (found.table_size, found.added_tokens) == (rows, ())
     assert {"lm_head", "embed_tokens"} <= set(found.targets)
 
@@ -141,12 +155,15 @@ def test_a_token_without_a_row(rows: int, tmp_path: Path) -> None:
     assert violation_codes(lambda: judge_folder(folder, KNOWN)) == {"resized_embeddings"}
 
 
+@SHARDS
 @pytest.mark.parametrize(
     ("rows", "is_known"), [(59, True), (KNOWN.most_ids + 1, True), (62, False)]
 )
-def test_tables_of_a_size_that_is_not_served(rows: int, is_known: bool, tmp_path: Path) -> None:
+def test_tables_of_a_size_that_is_not_served(
+    rows: int, is_known: bool, shards: int, tmp_path: Path
+) -> None:
     folder = saved(tmp_path, rows)
-    base = KNOWN if is_known else BASE
+    base = shared(KNOWN if is_known else BASE, shards)
     assert violation_codes(lambda: judge_folder(folder, base)) == {"resized_embeddings"}
 
 
@@ -197,10 +214,3 @@ def test_they_count(rows: int, tmp_path: Path) -> None:
     error = refusal(lambda: judge_folder(folder, KNOWN, small))
     assert error is not None
     assert {each.code for each in error.violations} == {"table_too_large"}
-
-
-def test_tokens_behind_the_tables_need_one_device(tmp_path: Path) -> None:
-    shared = msgspec.structs.replace(KNOWN, shards=2)
-    assert judge_folder(saved(tmp_path / "within", 62), shared).manifest.table_size == 62
-    codes = violation_codes(lambda: judge_folder(saved(tmp_path / "behind", 66), shared))
-    assert codes == {"unsupported_feature"}

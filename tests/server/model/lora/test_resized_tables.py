@@ -65,7 +65,9 @@ def resized(
     *,
     saves_tables: bool,
     shards: int = 1,
+    strength: float = 0.3,
 ) -> Resized:
+    """strength: how far rows are from the base's."""
     base, model = make_model(name), make_model(name)
     if size != VOCAB:
         model.resize_token_embeddings(size, mean_resizing=size < VOCAB)
@@ -76,7 +78,8 @@ def resized(
             is_table = any(table in parameter_name for table in BOTH)
             is_table &= size != VOCAB and saves_tables
             if (parameter.requires_grad or is_table) and "lora_" not in parameter_name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise, alpha=strength)
     of = base if size != VOCAB else None
     packed = pack(oracle, "one", shards=shards, resized_from=of, saves_tables=saves_tables)
     return Resized(oracle, size, *packed)

@@ -11,10 +11,9 @@ import pytest
 from server.protocol import VectorParams
 from tests.server.model.driver import Driver, Packed, Stream, generate
 from tests.server.model.families.parity import GREEDY, TOLERANCE, assert_parity, prompt
-from tests.server.model.hub_models import VOCAB, make_model, save_model
+from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.lora import test_own_heads as of_heads
 from tests.server.model.lora import test_own_tables as of_tables
-from tests.server.model.lora import test_resized_tables as of_resized
 from tests.server.model.lora.norm_adapters import saved_norms, with_norms
 from tests.server.model.sharding import near
 from tests.server.model.sharding.lockstep import ShardedDriver
@@ -71,35 +70,6 @@ def test_tables(name: str, shards: int, tmp_path: Path) -> None:
         stream.free()
     one.close()
     several.close()
-
-
-@pytest.mark.parametrize(("name", "shards"), ROWS)
-def test_resized_tables(name: str, shards: int, tmp_path: Path) -> None:
-    """Smaller than the base's, so that the last device has fewer rows than others."""
-    folder = save_model(make_model(name), tmp_path)
-    driver = ShardedDriver(folder, shards)
-    adapters = {
-        each: of_resized.resized(name, 3 + i, size, options, saves_tables=True, shards=shards)
-        for i, (each, (size, options)) in enumerate(of_resized.RESIZED.items())
-        if size <= VOCAB
-    }
-    for shift in (0, 2):
-        slots = driver.load_all(adapters, shift, first=7 * shift)
-        streams = {
-            each: Stream(
-                driver,
-                row,
-                of_resized.known_prompt(9, row, adapter.size),
-                slot=slots[each],
-                sampling=GREEDY,
-            )
-            for row, (each, adapter) in enumerate(adapters.items())
-        }
-        generate(driver, [*streams.values()], 5, 5)
-        for each, stream in streams.items():
-            assert_parity(adapters[each].oracle, "one", stream)
-            stream.free()
-    driver.close()
 
 
 @pytest.mark.parametrize(("name", "shards"), ROWS)

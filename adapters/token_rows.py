@@ -1,0 +1,69 @@
+"""Which rows of an embedding and a head each of several shards has. Pure.
+
+A shard has the rows of neighbouring tokens of the base. *New ids* lie behind the base's tables.
+They are shared out apart, as if there were as many as there may be. So an id's shard does not
+depend on the adapter. A shard counts its tokens from 0 on, those of the base first.
+"""
+
+from collections.abc import Sequence
+
+from adapters.base import MAX_NEW_IDS
+from adapters.sharding import Piece, Shard, Span, pieces
+
+
+def tokens_of_shard(vocab: int, shard: Shard) -> tuple[Piece, Piece]:
+    """Ids of the base, which has `vocab`, and new ones, as the shard counts them. New ids have the
+    same place on all shards."""
+    base, new = pieces((Span(vocab), Span(MAX_NEW_IDS)), shard)
+    return base, new
+
+
+def new_ids_width(count: int) -> int:
+    """New ids of each shard."""
+    return Span(MAX_NEW_IDS).width(count)
+
+
+def ids_of_shard(ids: Sequence[int], vocab: int, shard: Shard) -> tuple[int, ...]:
+    """Those of some tokens whose rows a shard has, as the shard counts them."""
+    if shard.count == 1:
+        return tuple(ids)
+    both = tokens_of_shard(vocab, shard)
+    base, new = (range(piece.source.start, piece.source.stop) for piece in both)
+    to_base, to_new = (piece.target.start - piece.source.start for piece in both)
+    mine = (token for token in ids if token in base or token in new)
+    return tuple(token + (to_base if token in base else to_new) for token in mine)
+
+
+def rows_of_shard(ids: Sequence[int], vocab: int, shard: Shard) -> list[int]:
+    """The places of these tokens in `ids`."""
+    if shard.count == 1:
+        return [*range(len(ids))]
+    both = tokens_of_shard(vocab, shard)
+    base, new = (range(piece.source.start, piece.source.stop) for piece in both)
+    return [place for place, token in enumerate(ids) if token in base or token in new]
+
+
+def most_rows(ids: Sequence[int], vocab: int, count: int) -> int:
+    """As many as the shard with the most rows of these tokens has, at least 1."""
+    return max(1, *(len(rows_of_shard(ids, vocab, Shard(i, count))) for i in range(count)))
+
+
+def pieces_of_table(size: int, vocab: int, shard: Shard) -> tuple[Piece, ...]:
+    """Rows of a table of `size` rows that a shard has, and the place of each among its rows, which
+    is the token's as the shard counts it."""
+    if shard.count == 1:
+        return (Piece(slice(0, size), slice(0, size)),)
+    found = []
+    for source, target in tokens_of_shard(vocab, shard):
+        rows = min(source.stop, size) - source.start
+        if rows > 0:
+            source = slice(source.start, source.start + rows)
+            found.append(Piece(source, slice(target.start, target.start + rows)))
+    return tuple(found)
+
+
+def rows_of_each(size: int, vocab: int, count: int) -> int:
+    """Rows of each shard, of such a table: what the first has, which has the most. Between the
+    base's and those of new ids some may be unused."""
+    rows: int = pieces_of_table(size, vocab, Shard(0, count))[-1].target.stop
+    return rows

@@ -14,6 +14,13 @@ from tests.server.model.gpu_pair import assert_same, ordinary, small_pair
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.lora.dora_adapters import dora_adapters
 from tests.server.model.lora.own_tables_pair import OWN_TABLES, own_tables_pair
+from tests.server.model.lora.test_resized_gpu_path import (
+    BASE,
+    LARGER,
+    NEW_ROWS,
+    PLAIN,
+    resized_pair,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -90,3 +97,9 @@ def test_own_tables(
     with own_tables_pair(tables, SMALL, tmp_path, monkeypatch, shards=2) as pair:
         assert_same(pair, [0, -1, -1, 0], in_graphs=False)
         assert_same(pair, [-1, -1, -1])
+
+
+def test_new_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the base's tables, in whole tables and in trained rows."""
+    with resized_pair("llama3", tmp_path, monkeypatch, shards=2) as pair:
+        assert_same(pair, [LARGER, BASE, NEW_ROWS, PLAIN], in_graphs=False)

@@ -105,11 +105,16 @@ def save_adapter(base: Path, folder: Path, known: int, name: str, seed: int) -> 
     return tokenizer
 
 
-@pytest.fixture(scope="module", params=ADAPTERS)
+@pytest.fixture(
+    scope="module",
+    params=[(90, 1), (VOCAB, 1), (VOCAB, 2)],
+    ids=lambda row: f"{row[0]}-{row[1]}",
+)
 def adding(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Adding]:
-    folder, known = tmp_path_factory.mktemp("adding"), request.param
+    """Of one process, and of two that share the base."""
+    folder, (known, processes) = tmp_path_factory.mktemp("adding"), request.param
     base = save_model(make_model(FAMILY), folder / "base")
     (base / "tokenizer.json").write_text(tokenizer_json(known, (0, 1, 2)))
     tokenizers: dict[str, Any] = {"base": tokenizer_of(base, [])}
@@ -125,7 +130,7 @@ def adding(
             for name in ADAPTERS[known]
             for part in ("--adapter", f"{name}=local:{folder / name}")
         ),
-        *("--model-name", "base", "--cache-dir", str(folder / "cache")),
+        *("--model-name", "base", "--cache-dir", str(folder / "cache"), "--tp", str(processes)),
         log=folder / "log",
     )
     yield Adding(known, serving, oracles, tokenizers)

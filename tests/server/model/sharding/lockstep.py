@@ -45,7 +45,7 @@ class ThreadGroup:
 
     def __init__(self, shard: Shard, table: _Table) -> None:
         self.shard, self._table = shard, table
-        self.sums = 0
+        self.sums = self.gathers = 0
 
     def reserve(self, sums: tuple[int, int], gathers: tuple[int, int], dtype: torch.dtype) -> None:
         self._shared = torch.full(sums, float("nan"), dtype=dtype)
@@ -59,6 +59,7 @@ class ThreadGroup:
         return x.copy_(torch.stack(found).sum(0))
 
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        self.gathers += 1
         found = torch.cat(self._table.exchange(self.shard.index, x.clone()), 1)
         return out.copy_(found[:, : out.shape[1]])
 

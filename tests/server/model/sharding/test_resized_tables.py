@@ -5,7 +5,7 @@ Some adapters have ids behind the base's tables. The vocabulary does not divide.
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,7 +21,7 @@ from tests.server.model.lora.test_resized_tables import (
     known_prompt,
     resized,
 )
-from tests.server.model.sharding.lockstep import ShardedDriver
+from tests.server.model.sharding.lockstep import ShardedDriver, ThreadGroup
 from tests.server.model.sharding.near import assert_near
 from tests.server.model.sharding.processes import GroupDriver
 
@@ -145,6 +145,21 @@ def test_draws_are_those_of_one_device(both: Both) -> None:
 )
 def test_what_holds_on_one_device(both: Both, check: Callable[[Tables], None]) -> None:
     check(both.several)
+
+
+def test_only_steps_with_new_ids_exchange_more(both: Both) -> None:
+    """One gathering more."""
+    slots, driver = both.load_all(0), both.several.driver
+    executor: Any = driver.executor
+    group: ThreadGroup = executor.groups[0]
+    greedy, exchanges = SamplingParams(temperature=0.0), []
+    for neighbour in ("plain", "dora", "saved", "larger_saved", "new_rows"):
+        before = group.sums, group.gathers, driver.step
+        run(both.several, slots, [None, "plain", neighbour], greedy, 64)
+        steps = driver.step - before[2]
+        exchanges.append(((group.sums - before[0]) / steps, (group.gathers - before[1]) / steps))
+    (sums, _), *_ = exchanges
+    assert exchanges == [*3 * [(sums, 1)], *2 * [(sums, 2)]]
 
 
 @pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.exhaustive)])

@@ -1,12 +1,15 @@
 """Adapters whose tokenizer has tokens that the base's has not, by HTTP: text, ids and
 log-probabilities of what PEFT and transformers load."""
 
-from collections.abc import Iterator
+import json
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import psutil
 import pytest
 import torch
 from openai import OpenAI
@@ -14,12 +17,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from launcher.bench.engine.made_tokenizer import tokenizer_json
+from tests.e2e.cut_streams import CutStreams, resumes, worker
 from tests.e2e.serving import Serving, start_serving
+from tests.e2e.test_drafts import engine
 from tests.server.model.families.parity import TOLERANCE, prompt
 from tests.server.model.hub_models import VOCAB, make_model, reference_logprobs, save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TIMEOUT_S = 240
+LONG = 200  # tokens of an answer that is long enough to be cut
 FAMILY = "llama3"
 CALL, TURN, MARK = "<call>", "<|turn|>", "<mark/>"
 TABLES = ["embed_tokens", "lm_head"]
@@ -131,6 +137,7 @@ def adding(
             for part in ("--adapter", f"{name}=local:{folder / name}")
         ),
         *("--model-name", "base", "--cache-dir", str(folder / "cache"), "--tp", str(processes)),
+        *("--files-dir", str(folder / "files")),
         log=folder / "log",
     )
     yield Adding(known, serving, oracles, tokenizers)
@@ -289,3 +296,69 @@ def test_an_answer_with_a_shape_has_no_added_tokens_but_its_end(adding: Adding) 
         assert (len(choice["text"].replace(TURN, "")), choice["token_ids"][-1]) == (2, end)
         allowed = complete(adding, name, "ab", allowed_token_ids=[call], max_tokens=3)
         assert allowed["token_ids"] == 3 * [call]
+
+
+def long_bodies(adding: Adding) -> list[dict[str, Any]]:
+    """Every adapter with new tokens, greedy and drawn, with rules that count tokens."""
+    first = adding.known
+    fixed: dict[str, Any] = {
+        "stream": True,
+        "max_tokens": LONG,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    fixed |= {"skip_special_tokens": False, "logit_bias": {f"{first}": 7, f"{first + 1}": 7}}
+    fixed |= {"frequency_penalty": 0.4, "presence_penalty": 0.2}
+    return [
+        {"model": name, "prompt": [5, first, 7, first + 1], **fixed, **how}
+        for name in adding.adding
+        for how in ({"temperature": 0}, {"temperature": 1.2, "seed": 7})
+    ]
+
+
+@pytest.mark.parametrize("find", [engine, worker])
+async def test_a_killed_process_costs_no_token(
+    adding: Adding, find: Callable[[Serving], psutil.Process | None]
+) -> None:
+    """New ids are in prompts, and among the tokens that came before the kill."""
+    serving, bodies = adding.serving, long_bodies(adding)
+    expected = await CutStreams(serving).run(bodies)
+    assert all(len(ids) == LONG and len(set(ids)) > 8 for ids, _ in expected)
+    before, killed = resumes(serving), CutStreams(serving, find)
+    assert await killed.run(bodies) == expected
+    assert resumes(serving) - before >= len(bodies), "each was in the middle of its answer"
+    cut = {
+        bodies[number]["model"] for number, ids in killed.cut.items() if max(ids) >= adding.known
+    }
+    assert cut == {*adding.adding}
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_lines_of_a_batch_are_answered_as_requests(adding: Adding, route: Any) -> None:
+    """Lines of the base and of adapters with and without new tokens, mixed."""
+    is_chat = route.endswith("chat/completions")
+    fixed = {"max_tokens": 12, "temperature": 0, "skip_special_tokens": False}
+    bodies = [
+        {"model": name, **fixed}
+        | ({"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text})
+        for text in (TEXT, "ab")
+        for name in (adding.adding if is_chat else adding.oracles)
+    ]
+    lines = [
+        json.dumps({"custom_id": f"{number}", "method": "POST", "url": route, "body": body})
+        for number, body in enumerate(bodies)
+    ]
+    api = OpenAI(base_url=f"{adding.url}/v1", api_key="none", timeout=TIMEOUT_S)
+    file = api.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+    batch = api.batches.create(input_file_id=file.id, endpoint=route, completion_window="24h")
+    deadline = time.monotonic() + TIMEOUT_S
+    while batch.status not in ("completed", "failed", "expired"):
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.05)  # polls a condition, bounded by the deadline
+        batch = api.batches.retrieve(batch.id)
+    assert batch.output_file_id is not None, batch
+    records = map(json.loads, api.files.content(batch.output_file_id).text.splitlines())
+    found = {record["custom_id"]: record["response"]["body"]["choices"] for record in records}
+    expected = [post(adding, route, body)["choices"] for body in bodies]
+    assert found == {f"{number}": choices for number, choices in enumerate(expected)}
+    assert len({str(choices) for choices in expected}) > len(bodies) // 2

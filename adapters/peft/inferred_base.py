@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterable, Iterator
 
 from adapters.base import SITE_PROJECTIONS, BaseNorm, BaseSpec, ModuleShape
+from adapters.classes import HEAD_OF_CLASSES
 from adapters.peft.config import is_norm
-from adapters.peft.tensor_names import parse_tensor_name, spelling_of
+from adapters.peft.tensor_names import TensorName, parse_tensor_name, spelling_of
 from adapters.safetensors.header import TensorInfo
 
 _LAYER = re.compile(
@@ -22,27 +23,29 @@ def infer_base(trained_for: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
     """
     paths: dict[str, str] = {}
     sizes: dict[tuple[str, str], int] = {}
-    num_layers = 0
+    num_layers = score_width = 0
     named = [(name, tensor.shape) for tensor in tensors if (name := parse_tensor_name(tensor.name))]
     naming = spelling_of(name for name, _ in named).naming
     for tensor, shape in sorted(named, key=lambda pair: not pair[0].side):
         path = naming.meant(tensor.path) or ""
-        found = _LAYER.fullmatch(path) if tensor.side else None
+        found = _LAYER.fullmatch(path) if tensor.side or tensor.is_bias else None
         if found:
             num_layers = max(num_layers, int(found["layer"]) + 1)
         else:
             found = _TABLE.fullmatch(path)
-        if found and found["name"] in _KNOWN and len(shape) == 2:
+        if found and found["name"] in _KNOWN and len(shape) == (1 if tensor.is_bias else 2):
             paths.setdefault(found["name"], found["path"])
-            for side, size in _sizes(found["name"], tensor.side, shape):
+            for side, size in _sizes(found["name"], tensor, shape):
                 sizes.setdefault((found["name"], side), size)
+        elif path == HEAD_OF_CLASSES and len(shape) == 2:
+            score_width = shape[1]
     modules = {
         module: ModuleShape(path, sizes.get((module, "A"), 0), sizes.get((module, "B"), 0))
         for module, path in paths.items()
     }
     head, embedding = modules.get("lm_head"), modules.get("embed_tokens")
     vocab = head.out_features if head else embedding.in_features if embedding else 0
-    hidden = head.in_features if head else embedding.out_features if embedding else 0
+    hidden = head.in_features if head else embedding.out_features if embedding else score_width
     return BaseSpec(
         digest="",
         names=(trained_for,),
@@ -62,9 +65,11 @@ def _norms(named: Iterable[tuple[str | None, tuple[int, ...]]]) -> Iterator[Base
         yield BaseNorm(path, size, place)
 
 
-def _sizes(name: str, side: str, shape: tuple[int, ...]) -> Iterable[tuple[str, int]]:
-    """A module's sizes by one tensor: its input (side `A`), its output (`B`), or both for a copy of
-    the base's own weights ("")."""
-    if side:
-        return [(side, shape[1 if side == "A" else 0])]
+def _sizes(name: str, tensor: TensorName, shape: tuple[int, ...]) -> Iterable[tuple[str, int]]:
+    """A module's sizes by one tensor: its input (side `A`), its output (`B`, and a bias), or both
+    for a copy of the base's own weights."""
+    if tensor.is_bias:
+        return [("B", shape[0])]
+    if tensor.side:
+        return [(tensor.side, shape[1 if tensor.side == "A" else 0])]
     return zip("AB" if name == "embed_tokens" else "BA", shape, strict=True)

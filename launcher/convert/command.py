@@ -109,7 +109,8 @@ def convert(
 
 def _method(arguments: argparse.Namespace, base_folder: Path | None) -> MethodOptions:
     rank, max_error = arguments.rank, _number(arguments.max_error)
-    if rank != "auto" and not (rank.isdecimal() and 0 < int(rank) <= MAX_RANK):
+    is_number = rank.isdecimal() and len(rank) <= len(str(MAX_RANK))
+    if rank != "auto" and not (is_number and 0 < int(rank) <= MAX_RANK):
         raise OptionError(f"--rank must be auto or a number up to {MAX_RANK}, got {rank[:40]!r}")
     if not 0 <= max_error < 1:
         given = arguments.max_error[:40]

@@ -352,7 +352,12 @@ def test_another_method(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert re.search(r"error    at most 0\.\d+ \(model\S+\), 0\.\d+ over all modules", out)
     assert "(PEFT, LOHA, adapter_model.safetensors) was converted" in out
     assert "ranks    5" in out
-    for wrong in (("--rank", "0"), ("--rank", "x"), ("--max-error", "1"), ("--max-error", "nan")):
+    ranks = ("0", "x", "65537", "9" * 5000)
+    for wrong in (
+        *(("--rank", rank) for rank in ranks),
+        ("--max-error", "1"),
+        ("--max-error", "nan"),
+    ):
         code, out, err = run(
             capsys, "adapter", "convert", source, "--out", tmp_path / "other", *wrong
         )

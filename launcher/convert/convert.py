@@ -75,6 +75,7 @@ def convert_folder(
                 plan = _plan(config, text, weights, file.tensors(), options)
                 write_result(plan, file, result)
             else:
+                _refuse_mlx_options(options.mlx)
                 made = folder / _MADE_FILE
                 plan = plan_method(kind, config, file, options.method, made)
                 with open_weights(made) as computed:
@@ -160,9 +161,13 @@ def _plan(
         raise refusal("--rank, --max-error and --initial are for other methods of PEFT than LoRA")
     if form == "mlx-lm":
         return plan_mlx(config, tensors, options.mlx)
-    if options.mlx.scale is not None or options.mlx.base_name is not None:
-        raise refusal("--scale and --base-name are for mlx-lm's format; this is PEFT's")
+    _refuse_mlx_options(options.mlx)
     return ConversionPlan(form, text, tuple(Move(tensor.name, tensor) for tensor in tensors))
+
+
+def _refuse_mlx_options(options: MlxOptions) -> None:
+    if options.scale is not None or options.base_name is not None:
+        raise refusal("--scale and --base-name are for mlx-lm's format; this is PEFT's")
 
 
 def _copy_tokenizer(source: Path, target: Path, listing: Listing) -> tuple[str, ...]:

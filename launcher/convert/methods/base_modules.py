@@ -68,11 +68,14 @@ class BaseModules:
                     f"{self._folder}: its weights are quantised; --base must name the same model "
                     "in floating point"
                 )
-            self._stored = {
+            stored = {
                 name: (shard.path, tensor)
                 for shard in model_shards(self._folder, model)
                 for name, tensor in shard.tensors.items()
             }
+            if model.head.tied and model.embedding.tensor in stored:
+                stored.setdefault(model.head.tensor, stored[model.embedding.tensor])
+            self._stored = stored
         return self._stored
 
 

@@ -12,8 +12,8 @@ from launcher.convert.methods.module import Module
 
 def changed_base(module: Module) -> WeightChange:
     """`scale (B A - B_0 A_0)`, with the start from the initial adapter or from the base."""
-    a = module.read("lora_A.weight", None, None)
-    rank = len(a)
+    rank = module.rank
+    a = module.read("lora_A.weight", rank, None)
     b = module.read("lora_B.weight", None, rank)
     if module.has_initial:
         first_a = module.read_initial("lora_A.weight", *a.shape) * module.scale

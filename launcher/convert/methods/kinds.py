@@ -124,6 +124,11 @@ def kind_of(config: Mapping[str, object]) -> Kind | None:
     return kind
 
 
+def takes_initial(kind: Kind) -> bool:
+    """Whether the adapter as it was before the training has a part in the formula."""
+    return kind is _CHANGED_BASE
+
+
 def check_keys(kind: Kind, config: Mapping[str, object]) -> None:
     """Raises AdapterError for a key that may change the maths in a way that is not known."""
     if kind is _CHANGED_BASE:

@@ -20,12 +20,16 @@ from adapters.violations import Findings, shown
 from launcher.convert.lora_config import PREFIX, lora_config
 from launcher.convert.methods.base_modules import BaseModules
 from launcher.convert.methods.delta import NearestProduct, approximate
-from launcher.convert.methods.kinds import Kind, check_keys
+from launcher.convert.methods.kinds import Kind, check_keys, takes_initial
 from launcher.convert.methods.module import Module, Tensors, Values
 from launcher.convert.methods.options import MethodOptions
 from launcher.convert.plan import ConversionLoss, ConversionPlan, Move, refusal
 
 _SHARED_PREFIX = "base_model."
+# PEFT saves the base's table beside an adapter that targets it; judging compares it with the base.
+_BASE_COPY = re.compile(
+    rf"{re.escape(PREFIX)}(?:.+\.)?(?:embed_tokens|lm_head)\.base_layer\.weight"
+)
 _COPIED_KEYS = ("modules_to_save", "task_type", "revision")
 # Of a LoRA's config: what says which modules are meant, and how each is scaled.
 _TARGETING_KEYS = (
@@ -41,7 +45,7 @@ _TARGETING_KEYS = (
 
 
 class _Sorted(msgspec.Struct):
-    """modules: path -> name after it -> tensor. others: whole tensors of `modules_to_save`."""
+    """modules: path -> name after it -> tensor. others: tensors that come along as they are."""
 
     modules: dict[str, dict[str, TensorInfo]]
     shared: dict[str, TensorInfo]
@@ -58,7 +62,7 @@ def plan_method(
     check_keys(kind, config)
     targeting = _targeting(config)
     base = BaseModules(options.base)
-    found = _sort(kind, file.tensors(), config)
+    found = _sort(kind, file.tensors(), targeting.config.modules_to_save, _name(config))
     _check_targets(targeting, found.modules, base)
     with made.open("xb") as out, _initial(kind, options.initial) as initial:
         writer = _Writer(out)
@@ -92,8 +96,8 @@ def _targeting(config: dict[str, Any]) -> Targeting:
         read = config | {"init_lora_weights": True}
     else:
         read |= {key: config[key] for key in _TARGETING_KEYS if config.get(key)}
-    if "alpha" in config:  # of LoHa and LoKr
-        read |= {"r": config.get("r", 8), "lora_alpha": config["alpha"]}
+    if config["peft_type"] in ("LOHA", "LOKR"):
+        read |= {"r": config.get("r", 8), "lora_alpha": config.get("alpha", 8)}
         read |= {key: config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
     findings = Findings()
     parsed = parse_config(json.dumps(read).encode(), findings)
@@ -101,30 +105,36 @@ def _targeting(config: dict[str, Any]) -> Targeting:
     assert parsed is not None
     if parsed.use_dora or parsed.bias != "none" or parsed.lora_bias:
         raise refusal("DoRA and biases on a changed base are not converted: merge the adapter")
+    if parsed.alora_invocation_tokens:
+        raise refusal(
+            "alora_invocation_tokens: the base is changed for all tokens, and LoRA would act from "
+            "the invocation on; merge the adapter, or train it with another init_lora_weights"
+        )
     targeting = Targeting(parsed, findings)
     findings.raise_if_any()
     return targeting
 
 
-def _sort(kind: Kind, tensors: Sequence[TensorInfo], config: Mapping[str, Any]) -> _Sorted:
+def _sort(kind: Kind, tensors: Sequence[TensorInfo], saved: tuple[str, ...], words: str) -> _Sorted:
+    """saved: names of `modules_to_save`. words: the method, for people. Raises AdapterError."""
     names = "|".join(map(re.escape, sorted(kind.tensors)))
     own = re.compile(rf"{re.escape(PREFIX)}(?P<path>.+)\.(?P<name>{names})")
-    saved = config.get("modules_to_save") or []
     found = _Sorted({}, {}, [])
     for tensor in tensors:
         match = own.fullmatch(tensor.name)
         last = tensor.name.removeprefix(_SHARED_PREFIX)
         module, _, leaf = tensor.name.rpartition(".")
+        is_saved = leaf == "weight" and module.endswith(saved)
         if match is not None:
             found.modules.setdefault(match["path"], {})[match["name"]] = tensor
         elif last in kind.shared:
             found.shared[last] = tensor
-        elif leaf == "weight" and module.endswith(tuple(saved)):
+        elif is_saved or _BASE_COPY.fullmatch(tensor.name):
             found.others.append(tensor)
         else:
-            raise refusal(f"{shown(tensor.name)} is no tensor of {_name(config)}, as PEFT saves it")
+            raise refusal(f"{shown(tensor.name)} is no tensor of {words}, as PEFT saves it")
     if not found.modules:
-        raise refusal(f"{WEIGHTS_FILE} has no tensors of {_name(config)}")
+        raise refusal(f"{WEIGHTS_FILE} has no tensors of {words}")
     return found
 
 
@@ -133,16 +143,19 @@ def _check_targets(targeting: Targeting, modules: Mapping[str, object], base: Ba
     for path in modules:
         if not targeting.targets(path, path.rpartition(".")[2] == "lm_head"):
             raise refusal(f"{path} has tensors, and the config does not target it")
+    if base.is_known:
+        meant = {meant_by_any(path) or path for path in modules}
+        for path in base.paths():
+            if path not in meant and targeting.targets(path, path == "lm_head"):
+                raise refusal(f"the config targets {path}, which has no tensors")
+        return
     names = targeting.config.target_modules
     for name in () if isinstance(names, str) else names:
         if not any(f".{path}".endswith(f".{name}") for path in modules):
-            raise refusal(f"target_modules names {shown(name)}, which has no tensors")
-    if not base.is_known:
-        return
-    meant = {meant_by_any(path) or path for path in modules}
-    for path in base.paths():
-        if path not in meant and targeting.targets(path, path == "lm_head"):
-            raise refusal(f"the config targets {path}, which has no tensors")
+            raise refusal(
+                f"target_modules names {shown(name)}, which has no tensors: --base MODEL shows "
+                "whether the base has such a module"
+            )
 
 
 @contextmanager
@@ -150,6 +163,8 @@ def _initial(kind: Kind, folder: Path | None) -> Iterator[Tensors | None]:
     if folder is None:
         yield None
         return
+    if not takes_initial(kind):
+        raise refusal("--initial is for LoRA whose init_lora_weights changed the base")
     with open_weights(folder / WEIGHTS_FILE) as file:
         yield Tensors({tensor.name: tensor for tensor in file.tensors()}, file)
 

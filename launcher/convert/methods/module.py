@@ -63,7 +63,9 @@ class Tensors(NamedTuple):
 class Module:
     """path: as the trained model calls it. own: its tensors, by what follows the path. shared:
     those that all modules have in common. initial: its tensors before the training; None = they are
-    not at hand."""
+    not at hand.
+
+    rank, scale: what the config says of the module, of LoRA, LoHa and LoKr alone."""
 
     def __init__(
         self,
@@ -78,8 +80,8 @@ class Module:
         self.path = path
         self.values = values
         self.base = base
-        rank, alpha = targeting.lora_rank(path), targeting.lora_alpha(path)
-        self.scale = targeting.config.scale(rank, alpha)
+        self.rank = targeting.lora_rank(path)
+        self.scale = targeting.config.scale(self.rank, targeting.lora_alpha(path))
         self._own, self._shared, self._initial = own, shared, initial
 
     @property

@@ -6,6 +6,7 @@ Source: `get_delta_weight` of each method's layer in PEFT 0.21.
 import importlib.util
 
 import numpy as np
+import numpy.typing as npt
 
 from adapters.errors import AdapterError
 from launcher.convert.methods.delta import Matrix, WeightChange
@@ -49,14 +50,13 @@ def vera(module: Module) -> WeightChange:
 def loha(module: Module) -> WeightChange:
     """`(w1_a w1_b) * (w2_a w2_b)`, value by value; as one product its rank is that of both."""
     _refuse_kernels(module, "hada_t1", "hada_t2")
-    w1_a, w1_b = module.read("hada_w1_a", None, None), module.read("hada_w1_b", None, None)
+    rank = module.rank
+    w1_a, w1_b = module.read("hada_w1_a", None, rank), module.read("hada_w1_b", rank, None)
     outputs, inputs = len(w1_a), w1_b.shape[1]
-    w2_a, w2_b = module.read("hada_w2_a", outputs, None), module.read("hada_w2_b", None, inputs)
-    if w1_a.shape[1] != len(w1_b) or w2_a.shape[1] != len(w2_b):
-        raise module.unfit("hada_w1_a, hada_w1_b, hada_w2_a and hada_w2_b do not fit each other")
+    w2_a, w2_b = module.read("hada_w2_a", outputs, rank), module.read("hada_w2_b", rank, inputs)
     module.check_size(outputs, inputs)
     scale = module.scale
-    if len(w1_b) * len(w2_b) >= min(outputs, inputs):
+    if rank * rank >= min(outputs, inputs):
         return WeightChange((w1_a @ w1_b) * (w2_a @ w2_b) * scale)
     left = (w1_a[:, :, None] * w2_a[:, None, :]).reshape(outputs, -1)
     right = (w1_b[:, None, :] * w2_b[None, :, :]).reshape(-1, inputs)
@@ -140,8 +140,9 @@ def randlora(module: Module) -> WeightChange:
             "and save it with save_projection=True"
         )
     small, large = sorted((outputs, inputs))
-    weights = module.read("randlora_lambda", None, None)
-    rank, bases = weights.shape
+    rank = module.values.whole("r", 32)
+    weights = module.read("randlora_lambda", rank, None)
+    bases = weights.shape[1]
     gamma = module.read("randlora_gamma", bases, small)
     shared_a = read("randlora_A", rank, 1, None)[:, :, :small]
     shared_b = read("randlora_B", None, None, rank)[:large, :bases]
@@ -150,7 +151,7 @@ def randlora(module: Module) -> WeightChange:
     module.check_size(rank * bases, small)
     flat_a = (weights[:, :, None] * shared_a * gamma[None]).reshape(rank * bases, small)
     flat_b = shared_b.reshape(large, rank * bases)
-    scale = module.values.number("randlora_alpha", 640) / module.values.whole("r", 32)
+    scale = module.values.number("randlora_alpha", 640) / rank
     if small == inputs:
         return WeightChange(flat_b * scale, flat_a)
     return WeightChange(flat_a.T * scale, flat_b.T)
@@ -165,8 +166,8 @@ def _refuse_kernels(module: Module, *names: str) -> None:
 def _lokr_side(module: Module, name: str) -> Matrix:
     if module.has(name):
         return module.read(name, None, None)
-    a = module.read(f"{name}_a", None, None)
-    b = module.read(f"{name}_b", a.shape[1], None)
+    a = module.read(f"{name}_a", None, module.rank)
+    b = module.read(f"{name}_b", module.rank, None)
     module.check_size(len(a), b.shape[1])
     return a @ b
 
@@ -195,13 +196,27 @@ def _from_bank(module: Module, name: str, bank: Matrix, topk: int) -> Matrix:
         logits = module.read(name, None, None, len(bank))
         if topk > len(bank):
             raise module.unfit(f"topk is {topk}, and the bank has {len(bank)} vectors")
-        chosen = np.argsort(-logits, axis=-1, kind="stable")[..., :topk]
+        ordered = np.argsort(-logits, axis=-1, kind="stable")
+        _refuse_ties(module, name, logits, ordered[..., topk - 1 : topk + 1])
+        chosen = ordered[..., :topk]
         largest = np.take_along_axis(logits, chosen, -1)
         weights = np.exp(largest - largest.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
     module.check_size(*chosen.shape, bank.shape[1])
     made: Matrix = np.einsum("...k,...kv->...v", weights, bank[chosen])
     return made
+
+
+def _refuse_ties(
+    module: Module, name: str, logits: Matrix, border: npt.NDArray[np.integer]
+) -> None:
+    """border: places of the last vector that is taken, and of the first that is not."""
+    values = np.take_along_axis(logits, border, -1)
+    if values.shape[-1] == 2 and (values[..., 0] == values[..., 1]).any():
+        raise module.unfit(
+            f"{name}: of equal logits PEFT takes any for topk, which differs between machines; "
+            "load it with PEFT where it was trained and save it with save_only_topk_weights=True"
+        )
 
 
 def _bat(module: Module, outputs: int, inputs: int) -> WeightChange:

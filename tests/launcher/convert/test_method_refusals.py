@@ -23,6 +23,7 @@ from launcher.convert.convert import ConversionOptions, convert_folder
 from launcher.convert.methods.delta import WeightChange, approximate
 from launcher.convert.methods.kinds import KINDS, kind_of
 from launcher.convert.methods.options import MethodOptions
+from launcher.convert.mlx import MlxOptions
 from tests.adapters.refusals import refusal
 from tests.launcher.convert.methods import made_by_peft, with_changed_base
 from tests.server.model.hub_models import make_model, save_model
@@ -38,7 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(make_model(FAMILY), tmp_path_factory.mktemp("base"))
 
 
-def refused(folder: Path, options: MethodOptions) -> str:
+def refused(folder: Path, options: MethodOptions, mlx: MlxOptions | None = None) -> str:
     """In which words; nothing is left behind."""
     with pytest.raises(AdapterError) as error:
         convert_folder(
@@ -46,7 +47,7 @@ def refused(folder: Path, options: MethodOptions) -> str:
             folder.parent / "out",
             None,
             AdapterLimits(allow_other_base=True),
-            ConversionOptions(method=options),
+            ConversionOptions(method=options, mlx=mlx or MlxOptions()),
         )
     assert error.value.code == "invalid"
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name]
@@ -82,8 +83,8 @@ NAN = torch.full((64, 3), float("nan"))
     ("kind", "change", "words"),
     [
         ("loha", put(f"{FIRST}.hada_w1_a", NAN), "hada_w1_a: a value is not finite"),
-        ("loha", put(f"{FIRST}.hada_w1_a", torch.ones(64, 4)), "do not fit each other"),
-        ("loha", put(f"{FIRST}.hada_w1_a", torch.ones(64)), r"\[any, any\], got \[64\]"),
+        ("loha", put(f"{FIRST}.hada_w1_a", torch.ones(64, 4)), r"shape \[any, 3\], got"),
+        ("loha", put(f"{FIRST}.hada_w1_a", torch.ones(64)), r"\[any, 3\], got \[64\]"),
         ("loha", put(f"{FIRST}.hada_w1_a", torch.ones(64, 3).long()), "expected floating point"),
         (
             "loha",
@@ -126,6 +127,7 @@ NAN = torch.full((64, 3), float("nan"))
             "expected three sides",
         ),
         ("vblora", take("base_model.vblora_vector_bank"), "the tensor is missing"),
+        ("vblora", put(f"{FIRST}.vblora_logits_A", torch.ones(3, 4, 12)), "save_only_topk_weights"),
         ("randlora", put(f"{FIRST}.randlora_gamma", torch.ones(13, 63)), r"\[13, 64\]"),
     ],
 )
@@ -151,8 +153,11 @@ def test_hostile_tensors(
         (
             "loha",
             {"target_modules": ["q_proj", "k_proj", "up_proj", "down_proj", "v_proj"]},
-            "'v_proj', which has no tensors",
+            r"targets model\.layers\.0\.self_attn\.v_proj, which has no tensors",
         ),
+        ("loha", {"r": 6}, r"shape \[any, 6\], got \[64, 3\]"),
+        ("lokr", {"r": 3}, r"shape \[any, 3\], got \[\d+, 2\]"),
+        ("randlora", {"r": 6}, r"shape \[6, any\], got \[5, "),
         ("adalora", {"use_dora": True}, "unknown key 'use_dora'"),
         ("adalora", {"init_r": 0}, "init_r"),
         ("adalora", {"lora_alpha": "9"}, "lora_alpha: expected a number"),
@@ -226,6 +231,45 @@ def test_a_start_that_nobody_knows(base: Path, tmp_path: Path) -> None:
     change_tensors(initial, put(f"{FIRST}.lora_A.weight", torch.ones(5, 64)))
     words = refused(tmp_path / "adapter", MethodOptions(initial=initial))
     assert_words(r"--initial: .*expected the shape \[4, 64\], got \[5, 64\]", words)
+
+
+def test_what_no_lora_is_equal_to(base: Path, tmp_path: Path) -> None:
+    """An invocation leaves out tokens on which the changed base acts."""
+    initial = tmp_path.parent / f"{tmp_path.name}-initial"
+    with_changed_base("pissa", FAMILY, tmp_path / "adapter", initial)
+    change_config(tmp_path / "adapter", alora_invocation_tokens=[5, 7])
+    words = refused(tmp_path / "adapter", MethodOptions(base=base))
+    assert_words("alora_invocation_tokens: the base is changed for all tokens", words)
+
+
+def test_a_rank_that_is_not_the_tensors(base: Path, tmp_path: Path) -> None:
+    """The factor depends on it."""
+    initial = tmp_path.parent / f"{tmp_path.name}-initial"
+    with_changed_base("pissa", FAMILY, tmp_path / "adapter", initial)
+    change_config(tmp_path / "adapter", r=8)
+    words = refused(tmp_path / "adapter", MethodOptions(base=base))
+    assert_words(r"lora_A.weight: expected the shape \[8, any\], got \[4, ", words)
+
+
+def test_a_target_that_may_not_exist(base: Path, tmp_path: Path) -> None:
+    """PEFT takes names that the base has not, beside others. The base shows which they are."""
+    made_by_peft("loha", FAMILY, tmp_path / "adapter")
+    targets = ["q_proj", "k_proj", "down_proj", "up_proj", "c_attn"]
+    change_config(tmp_path / "adapter", target_modules=targets)
+    words = refused(tmp_path / "adapter", MethodOptions())
+    assert_words("'c_attn', which has no tensors: --base MODEL shows", words)
+    limits, options = AdapterLimits(), ConversionOptions(method=MethodOptions(base=base))
+    judged, _ = convert_folder(tmp_path / "adapter", tmp_path / "out", None, limits, options)
+    assert len(judged.tensors.modules) == 4 * 3
+
+
+def test_options_that_have_no_part_in_it(tmp_path: Path) -> None:
+    made_by_peft("loha", FAMILY, tmp_path / "adapter")
+    words = refused(tmp_path / "adapter", MethodOptions(initial=tmp_path / "adapter"))
+    assert_words("--initial is for LoRA", words)
+    for mlx in (MlxOptions(scale=2.0), MlxOptions(base_name="org/base")):
+        words = refused(tmp_path / "adapter", MethodOptions(), mlx)
+        assert_words("--scale and --base-name are for mlx-lm's format", words)
 
 
 def test_options_of_other_methods(tmp_path: Path) -> None:

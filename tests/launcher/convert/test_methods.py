@@ -1,20 +1,24 @@
 """What PEFT computes with another method is what loraplex computes with the converted LoRA."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import peft
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from adapters.peft.validate import AdapterLimits
 from launcher.convert.convert import ConversionOptions, convert_folder
 from launcher.convert.methods.options import MethodOptions
 from launcher.convert.plan import Conversion
+from server.model.base_facts import read_base_spec
 from tests.launcher.convert.methods import (
     CHANGED_BASES,
     PEFT_CONFIGS,
+    disturb,
     made_by_peft,
     with_changed_base,
 )
@@ -91,6 +95,43 @@ def test_trained_on_a_changed_base(base: Base, init: str, tmp_path: Path) -> Non
     assert conversion.fit is not None
     assert conversion.fit.ranks[-1] <= 8
     base.check(oracle, tmp_path / "out")
+
+
+def test_an_alpha_that_the_config_leaves_to_peft(tmp_path: Path) -> None:
+    made_by_peft("loha_saved", FAMILIES[0], tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    del config["alpha"]
+    file.write_text(json.dumps(config))
+    convert_folder(
+        tmp_path / "adapter", tmp_path / "out", None, AdapterLimits(), ConversionOptions()
+    )
+    assert_same_logits(FAMILIES[0], tmp_path / "adapter", tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["LoHaConfig", "HRAConfig"])
+def test_a_head_is_a_module_as_any_other(base: Base, kind: str, tmp_path: Path) -> None:
+    """Tied to the embedding or not; beside it PEFT saves the base's own table."""
+    config = getattr(peft, kind)(target_modules=["q_proj", "lm_head"])
+    model = get_peft_model(make_model(base.family), config)
+    disturb(model, seed=4)
+    model.save_pretrained(tmp_path / "adapter")
+    convert_folder(
+        tmp_path / "adapter",
+        tmp_path / "out",
+        read_base_spec(base.folder, ("base",)),
+        AdapterLimits(allow_other_base=True),
+        ConversionOptions(method=MethodOptions(base=base.folder)),
+    )
+    assert_same_logits(base.family, tmp_path / "adapter", tmp_path / "out")
+
+
+def assert_same_logits(family: str, adapter: Path, converted: Path) -> None:
+    found = []
+    for folder in (adapter, converted):
+        model = PeftModel.from_pretrained(make_model(family), str(folder)).train(False)
+        found.append(reference_logprobs(model, "default", [5, 9, 30, 41, 2]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ia3", "oft", "fourierft", "loha_wide"])

@@ -14,7 +14,7 @@ from router.shape.schema_ends import check_ends
 from router.shape.schema_format import FORMATS
 from router.shape.schema_keywords import SchemaRefused, below
 from router.shape.schema_options import Options, check_options
-from router.shape.schema_pattern import PatternRefused, portable
+from router.shape.schema_pattern import PatternRefused, is_count, portable
 from router.shape.schema_tags import Tags
 
 WRITING = {
@@ -154,7 +154,7 @@ class _Reader:
             key = part.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict) and key in found:
                 found, where = found[key], below(where, key)
-            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            elif isinstance(found, list) and is_count(key) and int(key) < len(found):
                 found, where = found[int(key)], below(where, int(key))
             else:
                 raise SchemaRefused(place, "$ref", "names nothing in this schema")

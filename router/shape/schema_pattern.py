@@ -137,7 +137,7 @@ class _Reader:
         end = self._pattern.find("}", self._at)
         low, comma, high = self._pattern[self._at : max(end, self._at)].partition(",")
         self._at = end + 1
-        if end < 0 or not _is_count(low) or not (high == "" or _is_count(high)):
+        if end < 0 or not is_count(low) or not (high == "" or is_count(high)):
             raise PatternRefused("write a `{` that is text as `\\{`")
         if high and int(low) > int(high):
             raise PatternRefused(f"`{{{low},{high}}}` repeats nothing")
@@ -177,7 +177,8 @@ class _Reader:
 _is_hex: Callable[[str], bool] = frozenset("0123456789abcdefABCDEF").issuperset
 
 
-def _is_count(text: str) -> bool:
+def is_count(text: str) -> bool:
+    """Whether it spells a number that a pattern or a place in a list can have."""
     return text.isascii() and text.isdigit() and len(text) < 7
 
 

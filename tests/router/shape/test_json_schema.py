@@ -171,6 +171,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"patternProperties": {r"\d": {}, "[0-9]": {}}}, "`schema.patternProperties`: two patterns"),
     ({"$ref": "other.json"}, "`schema.$ref`: may only name a place in this schema"),
     ({"$ref": "#/$defs/x"}, "`schema.$ref`: names nothing"),
+    ({"anyOf": [True], "items": {"$ref": "#/anyOf/1"}}, "`schema.items.$ref`: names nothing"),
+    ({"anyOf": [True], "items": {"$ref": "#/anyOf/" + "9" * 5000}}, "`schema.items.$ref`: names"),
     ({"$ref": "#"}, "`schema`: a `$ref` in it leads back to itself"),
     ({"anyOf": [{"$ref": "#"}, True]}, "`schema`: a `$ref` in it leads back to itself"),
     ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "`schema`: refers to itself so"),

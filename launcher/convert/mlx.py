@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from adapters.peft.tensor_names import NAMINGS, meant_by_any
 from adapters.safetensors.header import TensorInfo
 from adapters.violations import shown
 from launcher.convert.lora_config import PREFIX, lora_config, within_layer
@@ -82,9 +83,9 @@ def plan_mlx(
     modules = _modules(tensors)
     _check_keys(parameters.get("keys"), modules)
     scale = _scale(config, parameters, options.scale)
-    pairs = [(module, False) for module in modules]
-    pairs += [(module, True) for module in _tied(modules, options.ties_head)]
-    ranks = {_HEAD if as_head else module.path: module.rank for module, as_head in pairs}
+    heads = {_head_beside(module.path): module for module in _tied(modules, options.ties_head)}
+    ranks = {module.path: module.rank for module in modules}
+    ranks |= {path: module.rank for path, module in heads.items()}
     name = options.base_name or config.get("model") or config.get("base_model_name_or_path") or ""
     if not isinstance(name, str):
         raise refusal(f"model: expected the base's name, got {shown(name)}")
@@ -92,9 +93,10 @@ def plan_mlx(
     made = lora_config(name, ranks, scale)
     made["lora_dropout"] = dropout if _is_number(dropout) else 0.0
     notes = _notes(config, parameters, modules, name)
-    if len(ranks) > len(modules):
+    if heads:
         notes.append("the head is tied to embed_tokens: what adapts the one adapts the other")
-    moves = [move for module, as_head in pairs for move in _moves(module, as_head)]
+    moves = [move for module in modules for move in _moves(module)]
+    moves += [move for path, module in heads.items() for move in _moves_of_head(path, module)]
     return ConversionPlan("mlx-lm", json.dumps(made, indent=2).encode(), tuple(moves), tuple(notes))
 
 
@@ -146,9 +148,14 @@ def _check_keys(keys: object, modules: Sequence[_Module]) -> None:
             )
 
 
+def _meant(path: str) -> str:
+    """What a model for text alone calls a module; mlx-lm has some within larger models."""
+    return meant_by_any(path) or path
+
+
 def _rest(path: str) -> str:
     """A module's name within its layer."""
-    place = within_layer(path)
+    place = within_layer(_meant(path))
     return path if place is None else place[1]
 
 
@@ -179,7 +186,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 def _tied(modules: Sequence[_Module], ties_head: bool | None) -> list[_Module]:
     """Embeddings that mlx-lm adapts as the head, too, because they are it."""
     embeddings = [module for module in modules if module.is_embedding]
-    has_head = any(module.path == _HEAD for module in modules)
+    has_head = any(_meant(module.path) == _HEAD for module in modules)
     if has_head and ties_head:
         raise refusal(
             f"{_HEAD} has tensors, but the base ties it to its embedding: mlx-lm has none"
@@ -194,18 +201,27 @@ def _tied(modules: Sequence[_Module], ties_head: bool | None) -> list[_Module]:
     return embeddings if ties_head else []
 
 
-def _moves(module: _Module, as_head: bool) -> list[Move]:
-    """As the head an embedding multiplies from the other side: its b is A, its a is B."""
-    if as_head:
-        path = PREFIX + _HEAD
-        return [
-            Move(f"{path}.lora_A.weight", module.b),
-            Move(f"{path}.lora_B.weight", module.a),
-        ]
+def _head_beside(embedding: str) -> str:
+    """What the model that calls its embedding so calls its head."""
+    for naming in NAMINGS:
+        if naming.spelled(f"model.{_EMBEDDING}") == embedding:
+            return naming.spelled(_HEAD) or _HEAD
+    return _HEAD
+
+
+def _moves(module: _Module) -> list[Move]:
     names = ("embedding_A", "embedding_B") if module.is_embedding else ("A.weight", "B.weight")
     return [
         Move(f"{PREFIX}{module.path}.lora_{name}", source, is_transposed=True)
         for name, source in zip(names, (module.a, module.b), strict=True)
+    ]
+
+
+def _moves_of_head(path: str, embedding: _Module) -> list[Move]:
+    """As the head an embedding multiplies from the other side: its b is A, its a is B."""
+    return [
+        Move(f"{PREFIX}{path}.lora_A.weight", embedding.b),
+        Move(f"{PREFIX}{path}.lora_B.weight", embedding.a),
     ]
 
 
@@ -216,7 +232,7 @@ def _notes(
     base_name: str,
 ) -> list[str]:
     notes = []
-    places = [within_layer(module.path) for module in modules]
+    places = [within_layer(_meant(module.path)) for module in modules]
     layers = {place[0] for place in places if place is not None}
     said = config.get("num_layers", config.get("lora_layers"))
     if isinstance(said, int) and 0 < said < len(layers):

@@ -257,6 +257,24 @@ def test_a_plain_config_has_no_notes() -> None:
     assert planned(lora_parameters=keys).notes == ()
 
 
+def test_a_text_model_within_a_larger_one(tmp_path: Path) -> None:
+    """mlx-lm's Gemma 3 has its text model so. `keys` are of a layer all the same; the tied head
+    gets its name in that model."""
+    plain = layer_pairs(0, 1, keys=ATTENTION) | EMBED
+    tensors = {f"language_model.{name}": tensor for name, tensor in plain.items()}
+    keys = [*ATTENTION, "language_model.model.embed_tokens"]
+    options = MlxOptions(ties_head=True)
+    out = converted(tmp_path, tensors, options, lora_parameters=parameters(keys=keys))
+    found = {name.partition(".lora_")[0] for name in load_file(out / "adapter_model.safetensors")}
+    assert len(found) == 2 * len(ATTENTION) + 2
+    assert all(name.startswith("base_model.model.language_model.") for name in found)
+    assert "base_model.model.language_model.lm_head" in found
+    assert (
+        planned({f"language_model.{name}": shape for name, shape in Q.items()}, num_layers=1).notes
+        == ()
+    )
+
+
 PATHS = st.sets(
     st.tuples(st.integers(0, 5), st.sampled_from(sorted(SHAPES))), min_size=1, max_size=20
 )

@@ -11,6 +11,8 @@ from server.model.linear.packed import GroupedWeight, packed, unpacked
 from server.model.quantisation.forms import FourBitForm
 
 _MOST_OF_STATE = 4096
+_MOST_OF_BLOCK = 1 << 30
+_MOST = 1e30
 
 
 def unpack_four_bits(form: FourBitForm, stored: Stored) -> UnpackedArea:
@@ -75,7 +77,7 @@ def _absmax(stored: Stored, state: dict[str, Any], blocks: torch.Tensor) -> torc
     if len(outer) != -(-len(absmax) // size):
         raise ValueError(f"weight.nested_absmax must be of {-(-len(absmax) // size)} blocks")
     inner = stored["weight.nested_quant_map"].float()[absmax[blocks].int()]
-    return inner * outer[blocks // size].float() + float(state["nested_offset"])
+    return inner * outer[blocks // size].float() + _number(state, "nested_offset")
 
 
 def _state(text: torch.Tensor, numbers: str, shape: list[int]) -> dict[str, Any]:
@@ -83,8 +85,7 @@ def _state(text: torch.Tensor, numbers: str, shape: list[int]) -> dict[str, Any]
     try:
         state = json.loads(bytes(text.flatten()[:_MOST_OF_STATE].tolist()))
         found = {"quant_type": state["quant_type"], "shape": list(state["shape"])}
-        float(state.get("nested_offset", 0.0))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"its quantisation state cannot be read ({error})") from None
     if found != {"quant_type": numbers, "shape": shape}:
         raise ValueError(f"its quantisation state is of {found}, expected {numbers} of {shape}")
@@ -93,6 +94,13 @@ def _state(text: torch.Tensor, numbers: str, shape: list[int]) -> dict[str, Any]
 
 def _positive(state: dict[str, Any], key: str) -> int:
     value = state.get(key)
-    if not isinstance(value, int) or value <= 0 or value % 2:
-        raise ValueError(f"its quantisation state must have an even {key}, got {value!r}")
+    if not isinstance(value, int) or not 0 < value <= _MOST_OF_BLOCK or value % 2:
+        raise ValueError(f"its quantisation state must have an even {key}, got {value!r:.40}")
     return value
+
+
+def _number(state: dict[str, Any], key: str) -> float:
+    value = state.get(key)
+    if not isinstance(value, int | float) or not -_MOST < value < _MOST:
+        raise ValueError(f"its quantisation state must have a number {key}, got {value!r:.40}")
+    return float(value)

@@ -23,6 +23,8 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 # One in every number of a word.
 _ONES = {4: 0x11111111, 8: 0x01010101}
 _INT8_ZERO = 128
+# bitsandbytes' number for rows one behind the other; other numbers are tiles of old GPUs.
+_ROWS = 0
 
 
 def unpack(form: WeightForm, stored: Stored) -> UnpackedArea:
@@ -66,6 +68,11 @@ def _eight_bits(form: EightBitForm, stored: Stored) -> UnpackedArea:
 
 
 def _rowwise(stored: Stored) -> UnpackedArea:
+    layout = stored.optional("weight_format")
+    if layout is not None and int(layout.max()) != _ROWS:
+        raise ValueError(
+            f"weight_format is {int(layout.max())}, a layout of old GPUs: quantise the model again"
+        )
     area = stored.area
     scales = stored["SCB"][area.rows].float()[:, None] / 127
     numbers = stored["weight"][area]

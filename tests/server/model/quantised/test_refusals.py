@@ -161,6 +161,8 @@ LOADED: list[tuple[str, dict[str, Any], str]] = [
     ("nf4-nested", {"weight.nested_absmax": torch.zeros(9)}, "nested_absmax must be of"),
     ("nf4-nested", {"weight.nested_absmax": None}, "weight.nested_absmax is missing"),
     ("nf4", {"weight.absmax": torch.zeros(9)}, "weight.absmax must be of"),
+    ("nf4", {STATE: torch.full((4000,), ord("["), dtype=torch.uint8)}, "cannot be read"),
+    ("int8-rowwise", {"weight_format": torch.tensor(2, dtype=torch.uint8)}, "weight_format"),
 ]
 STATES: list[tuple[dict[str, Any], str]] = [
     ({"blocksize": "64"}, "an even blocksize"),
@@ -169,7 +171,11 @@ STATES: list[tuple[dict[str, Any], str]] = [
     ({"quant_type": "fp4"}, "expected nf4 of [64, 112]"),
     ({"shape": [112, 64]}, "expected nf4 of [64, 112]"),
     ({"shape": 7}, "cannot be read"),
-    ({"nested_offset": "x"}, "cannot be read"),
+    ({"blocksize": 10**30}, "an even blocksize"),
+    ({"nested_offset": "x"}, "a number nested_offset, got 'x'"),
+    ({"nested_offset": None}, "a number nested_offset, got None"),
+    ({"nested_offset": 10**400}, "a number nested_offset, got 1000"),
+    ({"nested_offset": float("nan")}, "a number nested_offset, got nan"),
 ]
 
 

@@ -5,6 +5,7 @@ import json
 import signal
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -17,9 +18,11 @@ _LEAST, _PART = 8, 0.5  # tokens of an answer before the kill, and the part of i
 
 
 def worker(serving: Serving) -> psutil.Process | None:
+    """None between two lives."""
     for process in psutil.Process(serving.process.pid).children():
-        if "worker" in process.cmdline():
-            return process
+        with suppress(psutil.NoSuchProcess):
+            if "worker" in process.cmdline():
+                return process
     return None
 
 

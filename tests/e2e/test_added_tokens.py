@@ -130,6 +130,7 @@ def adding(
         oracles[name] = PeftModel.from_pretrained(base_of(size), str(folder / name)).eval()
     serving = start_serving(
         *(str(base), "--device", "cpu", "--dtype", "float32", "--adapter-slots", "2"),
+        *("--max-draft", "6" if known == VOCAB else "0"),
         *("--max-step-tokens", "40", "--adapter-root", str(folder), "--allow-other-base"),
         *(
             part

@@ -13,7 +13,7 @@ import numpy as np
 
 from adapters.peft.config import parse_config
 from adapters.peft.targeting import Targeting
-from adapters.peft.tensor_names import meant_by_any
+from adapters.peft.tensor_names import NAMINGS, WHOLE
 from adapters.safetensors.file import Weights, open_weights
 from adapters.safetensors.header import WEIGHTS_FILE, TensorInfo
 from adapters.violations import Findings, shown
@@ -144,10 +144,13 @@ def _check_targets(targeting: Targeting, modules: Mapping[str, object], base: Ba
         if not targeting.targets(path, path.rpartition(".")[2] == "lm_head"):
             raise refusal(f"{path} has tensors, and the config does not target it")
     if base.is_known:
-        meant = {meant_by_any(path) or path for path in modules}
+        naming = next((each for each in NAMINGS if all(map(each.meant, modules))), WHOLE)
         for path in base.paths():
-            if path not in meant and targeting.targets(path, path == "lm_head"):
-                raise refusal(f"the config targets {path}, which has no tensors")
+            spelled = naming.spelled(path)
+            if spelled is None or spelled in modules:
+                continue
+            if targeting.targets(spelled, path == "lm_head"):
+                raise refusal(f"the config targets {spelled}, which has no tensors")
         return
     names = targeting.config.target_modules
     for name in () if isinstance(names, str) else names:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import PeftType
+from peft import LoHaConfig, PeftType, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from adapters.errors import AdapterError
@@ -192,6 +193,20 @@ def test_a_layer_without_tensors(base: Path, tmp_path: Path) -> None:
     change_tensors(tmp_path / "adapter", without_a_layer)
     words = refused(tmp_path / "adapter", MethodOptions(base=base))
     assert_words("targets model.layers.1.*, which has no tensors", words)
+
+
+def test_patterns_are_of_the_names_of_the_trained_model(base: Path, tmp_path: Path) -> None:
+    """The inner model calls its layers otherwise than the base does."""
+    patterns = {"target_modules": r"layers\.\d+\..*q_proj", "exclude_modules": r"layers\.2\..*"}
+    inner: Any = make_model(FAMILY)
+    get_peft_model(inner.model, LoHaConfig(**patterns)).save_pretrained(tmp_path / "adapter")
+    limits, options = AdapterLimits(), ConversionOptions(method=MethodOptions(base=base))
+    judged, _ = convert_folder(tmp_path / "adapter", tmp_path / "out", None, limits, options)
+    assert len(judged.tensors.modules) == 2
+    change_config(tmp_path / "adapter", exclude_modules=None)
+    shutil.rmtree(tmp_path / "out")
+    words = refused(tmp_path / "adapter", MethodOptions(base=base))
+    assert_words(r"targets layers\.2\.self_attn\.q_proj, which has no tensors", words)
 
 
 def test_a_larger_error_than_is_allowed(base: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.server.model.hub_models import VOCAB, make_model, reference_logprobs,
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TIMEOUT_S = 240
+MOST_RUNS = 8
 LONG = 200  # tokens of an answer that is long enough to be cut
 FAMILY = "llama3"
 CALL, TURN, MARK = "<call>", "<|turn|>", "<mark/>"
@@ -325,13 +326,15 @@ async def test_a_killed_process_costs_no_token(
     serving, bodies = adding.serving, long_bodies(adding)
     expected = await CutStreams(serving).run(bodies)
     assert all(len(ids) == LONG and len(set(ids)) > 8 for ids, _ in expected)
-    before, killed = resumes(serving), CutStreams(serving, find)
-    assert await killed.run(bodies) == expected
-    assert resumes(serving) - before >= len(bodies), "each was in the middle of its answer"
-    cut = {
-        bodies[number]["model"] for number, ids in killed.cut.items() if max(ids) >= adding.known
-    }
-    assert cut == {*adding.adding}
+    before, cut = resumes(serving), set[str]()
+    for _ in range(MOST_RUNS):  # the engine may be done before its first tokens are read here
+        killed = CutStreams(serving, find)
+        assert await killed.run(bodies) == expected
+        new = (number for number, ids in killed.cut.items() if max(ids) >= adding.known)
+        cut |= {bodies[number]["model"] for number in new}
+        if resumes(serving) - before >= len(bodies) and cut == {*adding.adding}:
+            return
+    raise AssertionError(f"{resumes(serving) - before} answers were cut, those of {cut}")
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])

@@ -5,7 +5,7 @@ They are shared out apart, as if there were as many as there may be. So an id's 
 depend on the adapter. A shard counts its tokens from 0 on, those of the base first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from adapters.base import MAX_NEW_IDS
 from adapters.sharding import Piece, Shard, Span, pieces
@@ -25,22 +25,28 @@ def new_ids_width(count: int) -> int:
 
 def ids_of_shard(ids: Sequence[int], vocab: int, shard: Shard) -> tuple[int, ...]:
     """Those of some tokens whose rows a shard has, as the shard counts them."""
-    if shard.count == 1:
-        return tuple(ids)
-    both = tokens_of_shard(vocab, shard)
-    base, new = (range(piece.source.start, piece.source.stop) for piece in both)
-    to_base, to_new = (piece.target.start - piece.source.start for piece in both)
-    mine = (token for token in ids if token in base or token in new)
-    return tuple(token + (to_base if token in base else to_new) for token in mine)
+    return tuple(token for _, token in _rows(ids, vocab, shard))
 
 
 def rows_of_shard(ids: Sequence[int], vocab: int, shard: Shard) -> list[int]:
     """The places of these tokens in `ids`."""
+    return [place for place, _ in _rows(ids, vocab, shard)]
+
+
+def _rows(ids: Sequence[int], vocab: int, shard: Shard) -> Iterator[tuple[int, int]]:
+    """Place in `ids` of each token that a shard has, and the token as the shard counts it. The only
+    shard has all."""
     if shard.count == 1:
-        return [*range(len(ids))]
-    both = tokens_of_shard(vocab, shard)
-    base, new = (range(piece.source.start, piece.source.stop) for piece in both)
-    return [place for place, token in enumerate(ids) if token in base or token in new]
+        yield from enumerate(ids)
+        return
+    parts = [
+        (range(source.start, source.stop), target.start - source.start)
+        for source, target in tokens_of_shard(vocab, shard)
+    ]
+    for place, token in enumerate(ids):
+        for mine, shift in parts:
+            if token in mine:
+                yield place, token + shift
 
 
 def most_rows(ids: Sequence[int], vocab: int, count: int) -> int:

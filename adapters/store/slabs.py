@@ -16,7 +16,7 @@ class Slabs:
     """folder: of the files. unfinished: for those that are being written."""
 
     def __init__(self, folder: Path, unfinished: Path, base: BaseSpec, quota: Quota) -> None:
-        self.folder = folder
+        self._folder = folder
         self._unfinished = unfinished
         self._base = base
         self._quota = quota
@@ -57,4 +57,4 @@ class Slabs:
         parts = [digest, dtype, str(extent_bytes), f"of{self._base.shards}"]
         if is_finished:
             parts.append(f"finished_{self._base.quantize or 'as_stored'}")
-        return self.folder / f"{'-'.join(parts)}-v{LAYOUT_VERSION}.slab"
+        return self._folder / f"{'-'.join(parts)}-v{LAYOUT_VERSION}.slab"

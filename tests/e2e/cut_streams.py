@@ -4,7 +4,7 @@ import asyncio
 import json
 import signal
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
@@ -34,13 +34,17 @@ def resumes(serving: Serving) -> int:
 
 
 class CutStreams:
-    """Streams of completions that run at once. `find`: the process to kill, again and again until
-    each stream was cut; None = none is killed."""
+    """Streams of completions that run at once. find: the process to kill, once: a stream that gets
+    no token between two deaths is held to be their cause. None = none is killed. spared: bodies
+    whose streams begin no kill, by number."""
 
     def __init__(
-        self, serving: Serving, find: Callable[[Serving], psutil.Process | None] | None = None
+        self,
+        serving: Serving,
+        find: Callable[[Serving], psutil.Process | None] | None = None,
+        spared: Collection[int] = (),
     ) -> None:
-        self._serving, self._find = serving, find
+        self._serving, self._find, self._spared = serving, find, spared
         self._came: dict[int, list[int]] = defaultdict(list)
         self.cut: dict[int, list[int]] = {}  # by body: ids that had come
 
@@ -66,7 +70,7 @@ class CutStreams:
 
     def _kill_after(self, number: int, count: int) -> None:
         is_early = _LEAST < len(self._came[number]) < _PART * count
-        if self._find is None or number in self.cut or not is_early:
+        if self._find is None or self.cut or number in self._spared or not is_early:
             return
         if (victim := self._find(self._serving)) is not None:
             victim.send_signal(signal.SIGKILL)

@@ -343,8 +343,9 @@ class BatchRun:
         self.state = self.state.finalizing(end, int(time.time()))
         await off_loop(self._parts.folder.save, self.state)
         await off_loop(self._keep_answers)
-        self.state = self.state.over(end, int(time.time()))
-        await off_loop(self._parts.folder.end, self.state)
+        over = self.state.over(end, int(time.time()))
+        await off_loop(self._parts.folder.end, over)
+        self.state = over  # not shown before it is noted
         self._parts.metrics.batches.labels(end).inc()
 
     def _replaced(self, **changes: object) -> BatchState:

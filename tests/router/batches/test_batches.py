@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import math
+import threading
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from router.batches.folder import BatchFolder
+from router.batches.state import BatchState
 from router.policy.batch_limits import BatchLimits
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.batches.running_batches import ROUTE, BatchUser, Held, line, until
@@ -134,6 +138,54 @@ async def test_a_batch_that_expires(
     assert over["expired_at"] == now
     failed = await user.answers(over["error_file_id"])
     assert [one["error"]["code"] for one in failed.values()] == ["batch_expired"] * 3
+
+
+async def test_an_end_is_not_shown_before_it_is_noted(
+    user: BatchUser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noting, go = threading.Event(), threading.Event()
+    end = BatchFolder.end
+
+    def late(folder: BatchFolder, state: BatchState) -> None:
+        noting.set()
+        assert go.wait(60)
+        end(folder, state)
+
+    monkeypatch.setattr(BatchFolder, "end", late)
+    made = await user.start([line("one")])
+    await until(noting.is_set)
+    assert (await user.batch(made["id"]))["status"] == "finalizing"
+    go.set()
+    assert (await user.until_over(made["id"]))["status"] == "completed"
+
+
+async def test_counts_never_go_back(
+    user: BatchUser, router: Running, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch ends while its note is read, which is older than what was shown before."""
+    monkeypatch.setattr("router.batches.run._NOTE_S", math.inf)
+    desk, held = router.service.batches, Held(worker)
+    assert desk is not None
+    made = await user.start([b"nonsense", line("one")])
+    seen: dict[str, int] = {}
+    while seen.get("failed") != 1:
+        seen = (await user.batch(made["id"]))["request_counts"]
+    read, go = threading.Event(), threading.Event()
+    get = BatchFolder.get
+
+    def late(folder: BatchFolder, tenant: str, batch_id: str) -> BatchState:
+        state = get(folder, tenant, batch_id)
+        read.set()
+        assert go.wait(60)
+        return state
+
+    monkeypatch.setattr(BatchFolder, "get", late)
+    asked = asyncio.create_task(user.batch(made["id"]))
+    await until(read.is_set)
+    held.open.set()
+    await until(lambda: desk.keeper.state(made["id"]) is None)
+    go.set()
+    assert (await asked)["request_counts"]["failed"] == 1
 
 
 async def test_batches_stand_back_behind_live_requests(tmp_path: Path, worker: FakeWorker) -> None:

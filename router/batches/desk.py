@@ -121,10 +121,9 @@ class BatchDesk:
         return state.shown(asked)
 
     async def _state(self, caller: Caller, batch_id: str) -> BatchState:
-        # A run may end while its note is read: what it was before is then newer than the note.
-        before = self.keeper.state(batch_id)
-        state = await off_loop(self.folder.get, caller.tenant, batch_id)
-        return state if state.is_over else self.keeper.state(batch_id) or before or state
+        running = self.keeper.state(batch_id)  # first: it may end while its note is read
+        noted = await off_loop(self.folder.get, caller.tenant, batch_id)
+        return noted if noted.is_over else running or noted
 
     async def _shown(self, state: BatchState) -> BatchObject:
         if state.is_over:

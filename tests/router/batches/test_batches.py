@@ -16,7 +16,7 @@ from router.policy.batch_limits import BatchLimits
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.batches.running_batches import ROUTE, BatchUser, Held, line, until
 from tests.router.fake_worker import BASE_NAME, FakeWorker
-from tests.router.serving import Running, running_router
+from tests.router.serving import Running, poll, running_router
 
 ADAPTERS = ("alpha", "beta", "gamma")
 
@@ -167,9 +167,12 @@ async def test_counts_never_go_back(
     desk, held = router.service.batches, Held(worker)
     assert desk is not None
     made = await user.start([b"nonsense", line("one")])
-    seen: dict[str, int] = {}
-    while seen.get("failed") != 1:
-        seen = (await user.batch(made["id"]))["request_counts"]
+
+    async def one_failed() -> bool:
+        failed: int = (await user.batch(made["id"]))["request_counts"]["failed"]
+        return failed == 1
+
+    await poll(one_failed)
     read, go = threading.Event(), threading.Event()
     get = BatchFolder.get
 

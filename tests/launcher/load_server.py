@@ -78,7 +78,9 @@ class Handler(socketserver.StreamRequestHandler):
 
 
 def whole(status: int, body: bytes, more: str = "") -> bytes:
-    return f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n{more}\r\n".encode() + body
+    """Says that the connection ends with it: a client would else try to send more on it."""
+    head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+    return f"{head}{more}\r\n".encode() + body
 
 
 def unbounded(body: bytes, status: int = 200) -> bytes:

@@ -20,7 +20,7 @@ from tests.tethered import tethered
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 240.0
-GOOD = whole(200, b'{"ok": true}', "x-request-id: r1\r\nconnection: close\r\n")
+GOOD = whole(200, b'{"ok": true}', "x-request-id: r1\r\n")
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_line_that_fails_alone_is_given_up(server: Server, batch: Batch) -> No
         if asked.body["model"] == "sql":
             return GOOD
         until(lambda: batch.out.stat().st_size > 0)
-        return whole(503, busy, "retry-after: 0\r\nconnection: close\r\n")
+        return whole(503, busy, "retry-after: 0\r\n")
 
     server.say = say
     write(batch.input, [chat("a", "broken"), chat("b")])

@@ -24,10 +24,13 @@ class Serving:
 
 
 def start_serving(*options: str, log: Path, environ: Mapping[str, str] | None = None) -> Serving:
-    port = free_port()
+    """A request that comes while a killed worker starts again waits as long as this does."""
+    port, patience = free_port(), ("--worker-wait-s", str(READY_TIMEOUT_S))
     with log.open("wb") as out:
         process = subprocess.Popen(
-            tethered(sys.executable, "-m", "launcher", "serve", "--port", str(port), *options),
+            tethered(
+                sys.executable, "-m", "launcher", "serve", "--port", str(port), *patience, *options
+            ),
             cwd=ROOT,
             env=environ,
             stdout=out,

@@ -5,6 +5,16 @@ from typing import Protocol
 import torch
 
 from adapters.sharding import WHOLE, Shard
+from server.kernels.pointwise.shared_terms import SharedTerms
+
+# Rows of other devices that a device reads itself.
+_ROWS_READ = 256
+
+
+def term_rows(devices: int) -> int:
+    """Up to so many rows it costs less that each device reads all terms than that each sums a part
+    for the others."""
+    return _ROWS_READ // (devices - 1) if devices > 1 else 0
 
 
 class Group(Protocol):
@@ -13,8 +23,18 @@ class Group(Protocol):
     @property
     def shard(self) -> Shard: ...
 
+    @property
+    def term_rows(self) -> int:
+        """Up to so many rows the consumer of a sum may sum it."""
+        ...
+
     def reserve(self, sums: tuple[int, int], gathers: tuple[int, int], dtype: torch.dtype) -> None:
         """Once, for sums and gathers of up to so many rows, of so many columns."""
+        ...
+
+    def terms(self, rows: int, turn: int) -> SharedTerms | None:
+        """Where terms of a sum `[rows, width]` lie that its consumer sums; None: it does not. turn:
+        0 or 1, never the same for two such sums without another sum between them."""
         ...
 
     def place(self, rows: int) -> torch.Tensor | None:
@@ -44,10 +64,14 @@ class Alone:
     """A device that has the whole model."""
 
     shard = WHOLE
+    term_rows = 0
 
     def reserve(
         self, sums: tuple[int, int], gathers: tuple[int, int], dtype: torch.dtype
     ) -> None: ...
+
+    def terms(self, rows: int, turn: int) -> SharedTerms | None:
+        return None
 
     def place(self, rows: int) -> torch.Tensor | None:
         return None

@@ -8,6 +8,8 @@ from torch import distributed
 
 from adapters.sharding import Shard
 from server.config import set_unset_variables
+from server.kernels.pointwise.shared_terms import SharedTerms
+from server.model.group import term_rows
 
 # The worker notices sooner that no step ends.
 _TIMEOUT = timedelta(minutes=30)
@@ -24,6 +26,7 @@ class ProcessGroup:
         self.shard = shard
         self._sums: _SharedMemory | None = None
         self._gathers: _SharedMemory | None = None
+        self._terms: _TermsMemory | None = None
         set_unset_variables(_SETTINGS)
         self._on_gpu = device == "cuda"
         if self._on_gpu:
@@ -36,9 +39,22 @@ class ProcessGroup:
             timeout=_TIMEOUT,
         )
 
+    @property
+    def term_rows(self) -> int:
+        return term_rows(self.shard.count) if self._on_gpu else 0
+
     def reserve(self, sums: tuple[int, int], gathers: tuple[int, int], dtype: torch.dtype) -> None:
-        if self._on_gpu:
-            self._sums, self._gathers = _SharedMemory(sums, dtype), _SharedMemory(gathers, dtype)
+        if not self._on_gpu:
+            return
+        self._sums, self._gathers = _SharedMemory(sums, dtype), _SharedMemory(gathers, dtype)
+        if self.term_rows:
+            shape = (self.term_rows, sums[1])
+            self._terms = _TermsMemory(shape, dtype, self.shard)
+
+    def terms(self, rows: int, turn: int) -> SharedTerms | None:
+        if self._terms is None or rows > self.term_rows:
+            return None
+        return self._terms.of(rows, turn)
 
     def place(self, rows: int) -> torch.Tensor | None:
         return None if self._sums is None else self._sums.rows(rows)
@@ -64,7 +80,7 @@ class ProcessGroup:
         return int(found)
 
     def close(self) -> None:
-        self._sums = self._gathers = None
+        self._sums = self._gathers = self._terms = None
         distributed.destroy_process_group()
 
 
@@ -91,6 +107,16 @@ class _SharedMemory:
     def rows(self, count: int) -> torch.Tensor:
         return self._own[:count]
 
+    def addresses(self, row: int) -> torch.Tensor:
+        """int64 `[devices]`: where a row begins on each."""
+        found = [tensor[row].data_ptr() for tensor in self._tensors]
+        return torch.tensor(found, device=self._own.device)
+
+    def clear(self) -> None:
+        """On all GPUs, before anybody goes on."""
+        self._own.zero_()
+        self._all.barrier()
+
     def sum(self, x: torch.Tensor) -> None:
         """In place, over all GPUs; quicker where x lies here already."""
         shared = _like(self._own, x)
@@ -109,6 +135,28 @@ class _SharedMemory:
             _side_by_side([_like(tensor, some) for tensor in self._tensors], into)
             self._all.barrier()  # nobody writes there before all have read
         return out
+
+
+class _TermsMemory:
+    """Of products and deltas that the next kernel sums, for two sums in turn."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, shard: Shard) -> None:
+        """shape: of the largest term."""
+        self._rows, width = shape
+        self._delta_at, self._index = self._rows * width, shard.index
+        self._memory = _SharedMemory((4 * self._rows, width), dtype)
+        self._flags = _SharedMemory((2 * self._rows, shard.count), torch.int32)
+        self._flags.clear()
+        self._of_turns = [
+            (self._memory.addresses(2 * first), self._flags.addresses(first))
+            for first in (0, self._rows)
+        ]
+
+    def of(self, rows: int, turn: int) -> SharedTerms:
+        first = 2 * turn * self._rows
+        memory, (addresses, flags) = self._memory.rows(4 * self._rows), self._of_turns[turn]
+        y, delta = (memory[each : each + rows] for each in (first, first + self._rows))
+        return SharedTerms(y, delta, addresses, self._delta_at, flags, self._index)
 
 
 def _like(memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,8 @@ from server.kernels.moe.tiles import ExpertTiles
 from server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
 from server.kernels.pointwise.gated import Activation, GatedActivation, gated
 from server.kernels.pointwise.gated_lora import gated_lora
+from server.kernels.pointwise.shared_terms import SharedTerms
+from server.kernels.pointwise.sum_norm import sum_norm
 from server.kernels.sampling.draw import DrawRows, draw_append
 from server.kernels.sampling.draw_columns import DRAW_COLUMNS
 from server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_append
@@ -141,6 +143,10 @@ def norms(y: torch.Tensor, delta: PendingDelta | None, early: bool) -> None:
     add_norm(y, delta, hidden, norm, norm, programmatic_launch=early)
     add_norm(y, delta, hidden, None, norm, 0.5, programmatic_launch=early)
     rms_norm(hidden, norm, programmatic_launch=early)
+    addresses = torch.zeros(2, dtype=torch.int64)
+    terms = SharedTerms(y, y.clone(), addresses, y.numel(), addresses, 0)
+    for post in (None, norm):
+        sum_norm(terms, delta, hidden, norm, post, programmatic_launch=early)
 
 
 def attentions(rows: int, delta: PendingDelta, early: bool) -> None:

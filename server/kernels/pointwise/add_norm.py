@@ -32,7 +32,7 @@ def add_norm(
     y, hidden, delta: `[rows, features]`, of one dtype, contiguous; weights of any. In float32; one
     kernel, no allocation. Raises ValueError on a mismatch.
     """
-    _check(y, hidden, post, norm)
+    check_norms(y, hidden, post, norm)
     delta, lora = delta_arguments(y, pending), pending is not None
     terms = (y, None, delta)
     _launch(y, terms, hidden, post, factor, norm, ADD=True, LORA=lora, PDL=programmatic_launch)
@@ -55,7 +55,7 @@ def add_experts_norm(
     the order of the weights, so a row's result does not depend on the batch. One kernel.
     """
     y = hidden if norm is None else torch.empty_like(hidden)
-    _check(y, hidden, post, norm)
+    check_norms(y, hidden, post, norm)
     if results.shape != (weights.numel(), y.shape[1]) or len(weights) != len(y):
         raise ValueError(f"{list(results.shape)} of {list(weights.shape)} for {list(y.shape)}")
     terms = (results, weights, delta_arguments(results, None))
@@ -66,13 +66,14 @@ def add_experts_norm(
 def rms_norm(hidden: torch.Tensor, norm: RmsNorm, *, programmatic_launch: bool) -> torch.Tensor:
     """The norm of `[rows, features]`, contiguous, in a tensor of its own; as in `add_norm`."""
     y = torch.empty_like(hidden)
-    _check(y, hidden, norm)
+    check_norms(y, hidden, norm)
     terms = (y, None, delta_arguments(y, None))
     _launch(y, terms, hidden, None, 1.0, norm, ADD=False, LORA=False, PDL=programmatic_launch)
     return y
 
 
-def _check(y: torch.Tensor, hidden: torch.Tensor, *norms: RmsNorm | None) -> None:
+def check_norms(y: torch.Tensor, hidden: torch.Tensor, *norms: RmsNorm | None) -> None:
+    """Raises ValueError."""
     for name, other in (("y", y), ("hidden", hidden)):
         if other.shape != y.shape or other.dtype != y.dtype or not other.is_contiguous():
             raise ValueError(f"{name} is {other.dtype} {list(other.shape)}, y {list(y.shape)}")
@@ -168,15 +169,15 @@ def _add_norm_kernel(
         rank = tl.load(ranks_at(ints_ptr, record_of(slot, site, num_sites)))
         y += tl.where((slot >= 0) & (rank > 0), delta, 0.0)
     if POST:
-        y = _normed(y, post, post_epsilon, FEATURES)
+        y = normed_row(y, post, post_epsilon, FEATURES)
     if SCALED:
         y *= factor
     if ADD:
         hidden += y
         tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
     if NORM:
-        normed = _normed(hidden, weight, epsilon, FEATURES)
-        tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
+        out = normed_row(hidden, weight, epsilon, FEATURES)
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -202,6 +203,6 @@ def _term(
 
 
 @triton.jit
-def _normed(x: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, FEATURES: tl.constexpr) -> Any:
+def normed_row(x: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, FEATURES: tl.constexpr) -> Any:
     """One row, float32, 0 beyond its features."""
     return x * tl.rsqrt(tl.sum(x * x, axis=0) / FEATURES + epsilon) * weight

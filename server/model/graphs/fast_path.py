@@ -24,6 +24,7 @@ from server.model.ops.device_lora import DeviceLora
 from server.model.ops.graph_attention import GraphAttention
 from server.model.ops.group_ops import SUMMED
 from server.model.ops.lora_linear import LinearOutput
+from server.model.ops.lora_strategy import NONE_SUMMED, SummedSites
 from server.model.ops.memory import LOGITS_ROWS
 from server.model.ops.ops import StepLayout
 from server.model.ops.ops_cuda import CudaOps, CudaPlan
@@ -205,13 +206,13 @@ class _Start:
         return prompts_of(self.parts.rows, self.parts.limits.max_context, tokens)
 
 
-def _summed(parts: Parts) -> frozenset[SiteKind]:
-    """Sites whose output devices sum, or norm together."""
-    if parts.group.shard.count == 1:
-        return frozenset()
-    layers = parts.whole.layers
-    norms_all = any(layer.attention.norms_all_heads for layer in layers)
-    return SUMMED | ({"qkv"} if norms_all else set())
+def _summed(parts: Parts) -> SummedSites:
+    group = parts.group
+    if group.shard.count == 1:
+        return NONE_SUMMED
+    norms_all = any(layer.attention.norms_all_heads for layer in parts.whole.layers)
+    before = frozenset[SiteKind](("qkv",) if norms_all else ())
+    return SummedSites(before, SUMMED, group.term_rows)
 
 
 def _by_shape(layers: Iterable[LayerWeights]) -> list[list[Linear]]:

@@ -185,11 +185,11 @@ class LoraBatches:
         if self._consumers.fused and not outputs:
             kernel = fused_kernel(configs, tokens, sites, self._dtype, self._device)
         if kernel is not None:
-            strategies = self._consumers.strategies(Regime.FUSED)
+            strategies = self._consumers.strategies(Regime.FUSED, tokens)
             context = (slots, segments, workspace, phase, strategies, reach)
             return FusedLora(*context, vectors, model_sites, own, kernel)
         regime = lora_strategy.regime_of(tokens, decodes=decodes, captured=captured)
-        strategies = self._consumers.strategies(regime)
+        strategies = self._consumers.strategies(regime, tokens)
         context = (slots, segments, workspace, phase, strategies, reach)
         return DeviceLora(*context, vectors, model_sites, own)
 
@@ -205,7 +205,7 @@ class LoraBatches:
             lora.segments,
             lora.workspace,
             lora.phase,
-            self._consumers.strategies(Regime.SHRINKING_PREFILL),
+            self._consumers.strategies(Regime.SHRINKING_PREFILL, len(lora.slots)),
             lora.reach,
             lora.vectors,
             lora.model_sites,

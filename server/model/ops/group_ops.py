@@ -9,6 +9,7 @@ import torch
 from adapters.base import SiteKind
 from adapters.sharding import Shard, heads_of
 from adapters.token_rows import new_ids_width, tokens_of_shard
+from server.kernels.pointwise.shared_terms import SharedTerms
 from server.model.group import Group
 from server.model.linear.linear import Linear
 from server.model.lora.own_rows import OwnSegment, has_new_ids
@@ -29,8 +30,9 @@ L = TypeVar("L", bound=_WithOwn)
 Y = TypeVar("Y")
 
 
-# Products by input features.
-SUMMED: frozenset[SiteKind] = frozenset(("o", "down"))
+# Products by input features. Between two sums of one turn lies one of the other, or another sum.
+_TURNS: dict[SiteKind, int] = {"o": 0, "down": 1}
+SUMMED: frozenset[SiteKind] = frozenset(_TURNS)
 
 
 class ShardedOps(Ops[P, L, Y], Protocol[P, L, Y]):
@@ -43,8 +45,14 @@ class ShardedOps(Ops[P, L, Y], Protocol[P, L, Y]):
         lora: L | None,
         site: Site,
         out: torch.Tensor | None = None,
+        delta: torch.Tensor | None = None,
     ) -> Y:
-        """As `Ops.linear`. out: where the output is to lie, `[tokens, out]`; None: anywhere."""
+        """As `Ops.linear`. out, delta: where the output is to lie, and what LoRA adds later, if it
+        does; `[tokens, out]`; None: anywhere."""
+        ...
+
+    def sum_later(self, y: Y, terms: SharedTerms) -> Y | None:
+        """For the operation that takes the sum, which then sums. y: in terms. None: it cannot."""
         ...
 
     def complete(self, y: Y) -> torch.Tensor:
@@ -61,6 +69,7 @@ class GroupOps(Generic[P, L, Y]):
 
     def __init__(self, whole: ModelSpec, ops: ShardedOps[P, L, Y], group: Group) -> None:
         self._whole, self._ops, self._group = whole, ops, group
+        self._terms: SharedTerms | None = None  # of the next `reduce`
         self.plan: Callable[[StepLayout], P] = ops.plan
         self.lora: Callable[[np.ndarray], L | None] = ops.lora
         self.gated, self.moe = ops.gated, ops.moe
@@ -82,10 +91,19 @@ class GroupOps(Generic[P, L, Y]):
         return self._group.sum(found * mine.unsqueeze(1))
 
     def linear(self, x: torch.Tensor, linear: Linear, lora: L | None, site: Site) -> Y:
-        out = self._group.place(len(x)) if site.kind in SUMMED else None
-        return self._ops.linear(x, linear, lora, site, out)
+        turn = _TURNS.get(site.kind)
+        if turn is None:
+            return self._ops.linear(x, linear, lora, site)
+        self._terms = terms = self._group.terms(len(x), turn)
+        if terms is None:
+            return self._ops.linear(x, linear, lora, site, self._group.place(len(x)))
+        return self._ops.linear(x, linear, lora, site, terms.y, terms.delta)
 
     def reduce(self, y: Y) -> Y:
+        terms, self._terms = self._terms, None
+        later = None if terms is None else self._ops.sum_later(y, terms)
+        if later is not None:
+            return later
         return self._ops.completed(self._group.sum(self._ops.complete(y)))
 
     def logits(

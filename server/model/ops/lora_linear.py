@@ -15,6 +15,7 @@ from server.kernels.lora.scale_outputs import scale_outputs
 from server.kernels.lora.shrink import gather_embedding, shrink
 from server.kernels.lora.table import LoraTable
 from server.kernels.lora.workspace import Workspace
+from server.kernels.pointwise.shared_terms import SharedTerms
 from server.model.linear.dense import DenseLinear
 from server.model.linear.linear import Linear
 from server.model.lora.sites import Site
@@ -36,6 +37,16 @@ class WithDelta:
 
     y: torch.Tensor
     delta: PendingDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Unsummed:
+    """y: `[tokens, out]`, this device's term of a sum; delta: as in WithDelta, of all devices; None
+    = LoRA is in y. terms: of all devices, which the consumer sums."""
+
+    y: torch.Tensor
+    delta: PendingDelta | None
+    terms: SharedTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +78,7 @@ class ByExperts:
 
 
 # What a linear, or a layer's experts, leave to the operation that takes the output.
-LinearOutput = Ready | WithDelta | Deferred | DeferredShrinkNext | ByExperts
+LinearOutput = Ready | WithDelta | Unsummed | Deferred | DeferredShrinkNext | ByExperts
 
 
 class Gemm(NamedTuple):
@@ -87,13 +98,16 @@ class LoraLinear:
         self._configs, self._table, self._products = configs, table, products
         self._side = torch.cuda.Stream(device)
 
-    def run(self, gemm: Gemm, lora: DeviceLora, site: Site) -> LinearOutput:
-        """The base's linear, with its LoRA or with what is left of that."""
+    def run(
+        self, gemm: Gemm, lora: DeviceLora, site: Site, delta: torch.Tensor | None = None
+    ) -> LinearOutput:
+        """The base's linear, with its LoRA or with what is left of that. delta: where a delta is to
+        lie, as gemm.y; None: anywhere."""
         match lora.strategies[site.kind]:
             case Strategy.FUSED:
                 return self._fused(gemm, lora, site)
             case Strategy.DELTA:
-                return self._delta(gemm, lora, site)
+                return self._delta(gemm, lora, site, delta)
             case Strategy.DELTA_OF_SHRUNK:
                 return self._delta_of_shrunk(gemm, lora, site)
             case Strategy.IN_PLACE:
@@ -135,10 +149,12 @@ class LoraLinear:
         skinny_product_lora(gemm.x, base.weight, base.bias, gemm.y, kernel.config, low_rank)
         return Ready(gemm.y)
 
-    def _delta(self, gemm: Gemm, lora: DeviceLora, site: Site) -> WithDelta:
+    def _delta(
+        self, gemm: Gemm, lora: DeviceLora, site: Site, delta: torch.Tensor | None
+    ) -> WithDelta:
         with self._beside(gemm, lora, site):
             self._shrink(gemm.x, lora, site, after_input=lora.phase != "prefill")
-            delta = torch.empty_like(gemm.y)
+            delta = torch.empty_like(gemm.y) if delta is None else delta
             self._expand(delta, lora, site, lora.workspace, accumulate=False)
         return WithDelta(gemm.y, PendingDelta(self._table, site.number, lora.slots, delta))
 

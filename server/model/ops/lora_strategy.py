@@ -8,6 +8,7 @@ because it reads the whole output in any case.
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
+from typing import NamedTuple
 
 from adapters.base import SiteKind
 from server.kernels.launch.configs import Phase
@@ -88,38 +89,50 @@ STRATEGIES: MappingProxyType[Regime, Strategies] = MappingProxyType(
 )
 
 
+class SummedSites(NamedTuple):
+    """Sites whose output devices sum or norm together. before: they do so before the consumer takes
+    it. late: that of more than term_rows tokens; up to so many the consumer sums."""
+
+    before: frozenset[SiteKind] = frozenset()
+    late: frozenset[SiteKind] = frozenset()
+    term_rows: int = 0
+
+
+NONE_SUMMED = SummedSites()
+
+
 @dataclass(frozen=True, slots=True)
 class Consumers:
     """What keeps a model's consumers from a part of LoRA.
 
     whole: sites of one module, of whose output the consumer takes parts: kernels finish LoRA by the
-    ranks of each part; and sites whose output devices sum. sums_first: the rotation expands
-    nothing, since norms of q and k over all heads need the sum before, or since it would write to a
-    cache of another dtype. fused: linears of few tokens have a kernel with LoRA in it; quantised
-    ones end before A x would be there.
+    ranks of each part. summed: LoRA is complete before devices sum. sums_first: the rotation
+    expands nothing, since norms of q and k over all heads need the sum before, or since it would
+    write to a cache of another dtype. fused: linears of few tokens have a kernel with LoRA in it;
+    quantised ones end before A x would be there.
     """
 
     whole: frozenset[SiteKind] = frozenset()
+    summed: SummedSites = NONE_SUMMED
     sums_first: bool = False
     fused: bool = True
 
     @classmethod
-    def of(
-        cls, model: ModelSpec, *, fp8_cache: bool, sums: frozenset[SiteKind] = frozenset()
-    ) -> "Consumers":
-        """sums: sites whose output devices sum before its consumer takes it."""
+    def of(cls, model: ModelSpec, *, fp8_cache: bool, summed: SummedSites) -> "Consumers":
         takes_parts = {layer.qkv for layer in model.layers}
         takes_parts |= {x.gate_up for x in model.layers if not isinstance(x.mlp, MoeSpec)}
         whole = frozenset(linear.kind for linear in takes_parts if len(linear.parts) == 1)
         norms_all = any(layer.attention.norms_all_heads for layer in model.layers)
-        return cls(whole | sums, norms_all or fp8_cache, fused=model.quantisation is None)
+        return cls(whole, summed, norms_all or fp8_cache, fused=model.quantisation is None)
 
-    def strategies(self, regime: Regime) -> Strategies:
+    def strategies(self, regime: Regime, tokens: int) -> Strategies:
         """The row of STRATEGIES, with IN_PLACE for what a consumer cannot finish."""
         row = dict(STRATEGIES[regime])
         if self.sums_first and row["qkv"] is Strategy.DEFER:
             row["qkv"] = Strategy.IN_PLACE
-        for kind in self.whole:
+        summed = self.summed
+        late = frozenset[SiteKind]() if tokens <= summed.term_rows else summed.late
+        for kind in self.whole | summed.before | late:
             if row[kind] is not Strategy.FUSED:
                 row[kind] = Strategy.IN_PLACE
         if row["gate_up"] is Strategy.IN_PLACE and row["down"] is Strategy.DELTA_OF_SHRUNK:

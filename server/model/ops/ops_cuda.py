@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from adapters.base import SiteKind
 from server.kernels.attention.decode_work import WorkLayout
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
@@ -16,6 +15,8 @@ from server.kernels.launch.configs import KernelConfigs, load_configs
 from server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
 from server.kernels.pointwise.gated import gated
 from server.kernels.pointwise.gated_lora import gated_lora
+from server.kernels.pointwise.shared_terms import SharedTerms
+from server.kernels.pointwise.sum_norm import sum_norm
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, Reach
@@ -40,9 +41,10 @@ from server.model.ops.lora_linear import (
     LinearOutput,
     LoraLinear,
     Ready,
+    Unsummed,
     WithDelta,
 )
-from server.model.ops.lora_strategy import Consumers
+from server.model.ops.lora_strategy import NONE_SUMMED, Consumers, SummedSites
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.products import Products
 from server.model.ops.rotations import Rotations
@@ -78,10 +80,9 @@ class CudaOps:
         table: AdapterTable,
         attention: PagedAttention,
         limits: tuple[int, int],
-        sums: frozenset[SiteKind] = frozenset(),
+        summed: SummedSites = NONE_SUMMED,
     ) -> None:
-        """limits: the longest context, and the most tokens of a step, with what pads it. sums: as
-        of Consumers."""
+        """limits: the longest context, and the most tokens of a step, with what pads it."""
         max_context, max_tokens = limits
         self.model = model
         self.cache = cache
@@ -94,7 +95,7 @@ class CudaOps:
         self.rotations = Rotations(model, max_context, self.device)
         context = (self._configs, table, cache.dtype, self.device, max_tokens)
         self._batches = LoraBatches(
-            *context, Consumers.of(model, fp8_cache=cache.is_fp8, sums=sums)
+            *context, Consumers.of(model, fp8_cache=cache.is_fp8, summed=summed)
         )
         self._lora_linear = LoraLinear(
             self._configs, table.device_table, self.products, self.device
@@ -152,12 +153,13 @@ class CudaOps:
         lora: DeviceLora | None,
         site: Site,
         out: torch.Tensor | None = None,
+        delta: torch.Tensor | None = None,
     ) -> LinearOutput:
-        """out: where the output is to lie, `[tokens, out]`; None: anywhere."""
+        """See `ShardedOps`."""
         if lora is None:
             return Ready(self.products.linear(x, linear, out))
         y = x.new_empty(len(x), linear.out_features) if out is None else out
-        return self._lora_linear.run(Gemm(x, linear, y), lora, site)
+        return self._lora_linear.run(Gemm(x, linear, y), lora, site, delta)
 
     def logits(
         self,
@@ -198,6 +200,16 @@ class CudaOps:
     def completed(self, y: torch.Tensor) -> LinearOutput:
         return Ready(y)
 
+    def sum_later(self, y: LinearOutput, terms: SharedTerms) -> LinearOutput | None:
+        """See `ShardedOps`."""
+        match y:
+            case Ready():
+                return Unsummed(y.y, None, terms)
+            case WithDelta():
+                return Unsummed(y.y, y.delta, terms)
+            case _:
+                return None
+
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm, programmatic_launch=self._configs.programmatic_launch)
 
@@ -224,6 +236,9 @@ class CudaOps:
                 pending = delta.delta
             case ByExperts(y, weights):
                 return add_experts_norm(y, weights, *rule, programmatic_launch=early), hidden
+            case Unsummed():
+                terms, pending = delta.terms, delta.delta
+                return sum_norm(terms, pending, *rule, programmatic_launch=early), hidden
             case Deferred() | DeferredShrinkNext():
                 raise TypeError("the norm expands no LoRA")
             case _:
@@ -251,7 +266,7 @@ class CudaOps:
                 delta = qkv.delta
             case Deferred():  # decodes read the sum that the rotation leaves in y
                 q = self._expand_and_rotate(plan, layer, qkv, qk_norm)
-            case DeferredShrinkNext() | ByExperts():
+            case DeferredShrinkNext() | ByExperts() | Unsummed():
                 raise TypeError("attention shrinks for no site, and sums nothing")
             case _:
                 assert_never(qkv)
@@ -310,7 +325,7 @@ class CudaOps:
             case DeferredShrinkNext():
                 config = configs.fused_shrink(len(y))
                 return gated_lora(y, gate_up.lora, config, activation, gate_up.shrunk)
-            case ByExperts():
+            case ByExperts() | Unsummed():
                 raise TypeError("an activation sums nothing")
             case _:
                 assert_never(gate_up)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from server.kernels.pointwise.shared_terms import SharedTerms
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, LoraBatch
@@ -201,6 +202,7 @@ class TorchOps:
         lora: LoraBatch | None,
         site: Site,
         out: torch.Tensor | None = None,
+        delta: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = linear.run(x, out)
         if lora is not None:
@@ -234,6 +236,9 @@ class TorchOps:
 
     def completed(self, y: torch.Tensor) -> torch.Tensor:
         return y
+
+    def sum_later(self, y: torch.Tensor, terms: SharedTerms) -> None:
+        return None
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         wide = x.float()

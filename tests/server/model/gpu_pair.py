@@ -25,7 +25,7 @@ from server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import EVERY_LOGPROB, Allowed, Driver, Stream, generate
 from tests.server.model.hub_models import VOCAB, add_adapter, save_model
-from tests.server.model.sharding.lockstep import ShardedDriver
+from tests.server.model.sharding.lockstep import ShardedDriver, ThreadGroup, sum_norm_of_threads
 from tests.server.model.slabs import pack
 
 
@@ -75,6 +75,8 @@ class Pair:
         if backend == "fa3":
             configs = read_configs("sm90", 2, programmatic_launch=False)
             patch.setattr(ops_cuda, "load_configs", lambda _: configs)
+        patch.setattr(ops_cuda, "sum_norm", sum_norm_of_threads)
+        patch.setattr(ThreadGroup, "term_rows", few_tokens)
         for name, tokens in (("FEW_TOKENS", few_tokens), ("MIXED_TOKENS", mixed_tokens)):
             if tokens:
                 patch.setattr(lora_strategy, name, tokens)
@@ -86,6 +88,12 @@ class Pair:
         of_gpu = [pack(model, name, shards=self.gpu.config.shards) for name in adapters]
         for driver, packed in ((self.reference, slabs), (self.gpu, of_gpu)):
             load_in_order(driver, packed)
+
+    @property
+    def groups(self) -> list[ThreadGroup]:
+        """Of the devices that share the model."""
+        executor: Any = self.gpu.executor
+        return list(executor.groups)
 
     def close(self) -> None:
         self.reference.close()

@@ -9,6 +9,7 @@ from server.model.ops.lora_strategy import (
     Consumers,
     Regime,
     Strategy,
+    SummedSites,
     phase_of,
     regime_of,
     shares_tiles,
@@ -32,8 +33,8 @@ def test_consumers_get_what_they_can_finish(regime: Regime) -> None:
 
 @pytest.mark.parametrize("regime", Regime)
 def test_a_norm_over_all_heads_gets_the_whole_sum(regime: Regime) -> None:
-    plain = Consumers().strategies(regime)
-    row = Consumers(sums_first=True).strategies(regime)
+    plain = Consumers().strategies(regime, 1)
+    row = Consumers(sums_first=True).strategies(regime, 1)
     assert plain == STRATEGIES[regime]
     assert row["qkv"] not in DEFERRED
     assert {**row, "qkv": plain["qkv"]} == plain
@@ -42,9 +43,21 @@ def test_a_norm_over_all_heads_gets_the_whole_sum(regime: Regime) -> None:
 @pytest.mark.parametrize("regime", Regime)
 def test_one_module_for_several_parts_is_complete(regime: Regime) -> None:
     """Its consumers would take the ranks of parts that no adapter has."""
-    row = Consumers(whole=frozenset({"qkv", "gate_up"})).strategies(regime)
+    row = Consumers(whole=frozenset({"qkv", "gate_up"})).strategies(regime, 1)
     assert {row["qkv"], row["gate_up"]} <= {Strategy.FUSED, Strategy.IN_PLACE}
     assert row["down"] is not Strategy.DELTA_OF_SHRUNK
+
+
+@pytest.mark.parametrize("regime", Regime)
+def test_lora_is_complete_before_devices_sum(regime: Regime) -> None:
+    """Unless the consumer sums, which adds deltas too."""
+    summed = SummedSites(frozenset({"qkv"}), frozenset({"o", "down"}), term_rows=8)
+    few, many = (Consumers(summed=summed).strategies(regime, tokens) for tokens in (8, 9))
+    complete = {Strategy.FUSED, Strategy.IN_PLACE}
+    assert {many["qkv"], many["o"], many["down"], few["qkv"]} <= complete
+    assert [few[kind] for kind in ("o", "down")] == [
+        STRATEGIES[regime][kind] for kind in ("o", "down")
+    ]
 
 
 @pytest.mark.parametrize("regime", Regime)

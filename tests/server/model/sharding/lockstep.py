@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,8 @@ import torch
 from adapters.sharding import Shard
 from server.engine.executor import AdapterCopy, CopyNews, CopySums, Masks
 from server.engine.plan import SliceResult, StepPlan
+from server.kernels.pointwise import sum_norm
+from server.kernels.pointwise.shared_terms import SharedTerms
 from server.model.executor import TorchExecutor
 from server.model.start import WeightsLoader
 from tests.server.model.driver import Driver
@@ -40,15 +43,51 @@ class _Table:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class ThreadTerms(SharedTerms):
+    """meet: until all devices have written their terms. Kernels of the interpreter cannot wait."""
+
+    meet: Callable[[], None]
+
+
+def sum_norm_of_threads(terms: ThreadTerms, *context: Any, **options: Any) -> torch.Tensor:
+    terms.meet()
+    return sum_norm.sum_norm(terms, *context, **options)
+
+
 class ThreadGroup:
     """Implements `server.model.group.Group`."""
 
+    term_rows = 0
+
     def __init__(self, shard: Shard, table: _Table) -> None:
         self.shard, self._table = shard, table
-        self.sums = self.gathers = 0
+        self.sums = self.gathers = self.late_sums = 0
 
     def reserve(self, sums: tuple[int, int], gathers: tuple[int, int], dtype: torch.dtype) -> None:
         self._shared = torch.full(sums, float("nan"), dtype=dtype)
+        # For two sums in turn: this device's products and deltas.
+        self._terms = torch.full((2, 2, self.term_rows, sums[1]), float("nan"), dtype=dtype)
+        starts = torch.tensor([each.data_ptr() for each in self._terms])
+        self._memories = torch.stack(self._table.exchange(self.shard.index, starts), 1)
+
+    def terms(self, rows: int, turn: int) -> SharedTerms | None:
+        if rows > self.term_rows:
+            return None
+        y, delta = self._terms[turn]
+        return ThreadTerms(
+            y[:rows],
+            delta[:rows],
+            self._memories[turn],
+            y.numel(),
+            None,
+            self.shard.index,
+            self._meet,
+        )
+
+    def _meet(self) -> None:
+        self.late_sums += 1
+        self._table.exchange(self.shard.index, None)
 
     def place(self, rows: int) -> torch.Tensor | None:
         return self._shared[:rows]

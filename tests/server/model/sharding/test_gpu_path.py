@@ -55,6 +55,7 @@ def test_two_devices(row: tuple[str, str], tmp_path: Path, monkeypatch: pytest.M
     with small_pair(model, adapters, tmp_path, monkeypatch, **options) as pair:
         assert_same(pair, [len(adapters) - 1, -1, 1, 1])
         assert_same(pair, [0, 1, -1], in_graphs=False)
+        assert all(group.sums and group.late_sums for group in pair.groups)
 
 
 @pytest.mark.parametrize(

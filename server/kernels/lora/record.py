@@ -38,6 +38,15 @@ def ranks_at(ints_ptr: tl.tensor, record: tl.tensor) -> Any:
 
 
 @triton.jit
+def touches_site(
+    slot_ptr: tl.tensor, ints_ptr: tl.tensor, site: tl.tensor, num_sites: tl.tensor
+) -> Any:
+    """Whether a row's adapter touches a site of one projection."""
+    slot = tl.load(slot_ptr).to(tl.int64)
+    return (slot >= 0) & (tl.load(ranks_at(ints_ptr, record_of(slot, site, num_sites))) > 0)
+
+
+@triton.jit
 def total_rank_at(ints_ptr: tl.tensor, record: tl.tensor) -> Any:
     return ints_ptr + record * _HALVES + _TOTAL
 

@@ -1,7 +1,7 @@
 """Residual sum and RMS norms (arXiv:1910.07467) around it, with what LoRA computed beside the
 product."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from server.kernels.launch.launch import follow
 from server.kernels.lora.pending import PendingDelta, delta_arguments
-from server.kernels.lora.record import ranks_at, record_of
+from server.kernels.lora.record import touches_site
 
 # Weight `[features]` and epsilon.
 RmsNorm = tuple[torch.Tensor, float]
@@ -158,26 +158,18 @@ def _add_norm_kernel(
     if ADD:
         y = _term(y_ptr, weights_ptr, row, n, inside, FEATURES, PARTS)
     hidden = tl.load(hidden_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        weight = tl.load(weight_ptr + n, mask=inside, other=0.0).to(tl.float32)
-    if POST:
-        post = tl.load(post_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    norms = load_norms(
+        post_ptr + n, post_epsilon, factor, weight_ptr + n, epsilon, inside, POST, NORM
+    )
     if LORA:
         # Read beside the chain slot -> rank, not after it, and dropped where it means nothing.
         delta = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        slot = tl.load(slots_ptr + row).to(tl.int64)
-        rank = tl.load(ranks_at(ints_ptr, record_of(slot, site, num_sites)))
-        y += tl.where((slot >= 0) & (rank > 0), delta, 0.0)
-    if POST:
-        y = normed_row(y, post, post_epsilon, FEATURES)
-    if SCALED:
-        y *= factor
+        y += tl.where(touches_site(slots_ptr + row, ints_ptr, site, num_sites), delta, 0.0)
     if ADD:
-        hidden += y
+        hidden += branch(y, norms, FEATURES, POST, SCALED)
         tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
     if NORM:
-        out = normed_row(hidden, weight, epsilon, FEATURES)
-        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+        store_normed(out_ptr + at, hidden, norms, inside, FEATURES)
 
 
 @triton.jit
@@ -202,7 +194,60 @@ def _term(
     return y
 
 
+class Norms(NamedTuple):
+    """Of a row: the norm of what is added, its factor, and the norm of the sum. Weights
+    `[features]`, float32; what a kernel does not need means nothing."""
+
+    post: Any
+    post_epsilon: Any
+    factor: Any
+    weight: Any
+    epsilon: Any
+
+
 @triton.jit
-def normed_row(x: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, FEATURES: tl.constexpr) -> Any:
+def load_norms(
+    post_ptr: tl.tensor,
+    post_epsilon: tl.tensor,
+    factor: tl.tensor,
+    weight_ptr: tl.tensor,
+    epsilon: tl.tensor,
+    inside: tl.tensor,
+    POST: tl.constexpr,
+    NORM: tl.constexpr,
+) -> Norms:
+    """Pointers: `[features]`."""
+    weight = tl.load(weight_ptr, mask=inside, other=0.0).to(tl.float32) if NORM else 0.0
+    post = tl.load(post_ptr, mask=inside, other=0.0).to(tl.float32) if POST else 0.0
+    return Norms(post, post_epsilon, factor, weight, epsilon)
+
+
+@triton.jit
+def branch(
+    y: tl.tensor, norms: Norms, FEATURES: tl.constexpr, POST: tl.constexpr, SCALED: tl.constexpr
+) -> Any:
+    """What is added to the residual, of a row."""
+    if POST:
+        y = _normed(y, norms.post, norms.post_epsilon, FEATURES)
+    if SCALED:
+        y *= norms.factor
+    return y
+
+
+@triton.jit
+def store_normed(
+    out_ptr: tl.tensor,
+    hidden: tl.tensor,
+    norms: Norms,
+    inside: tl.tensor,
+    FEATURES: tl.constexpr,
+) -> None:
+    """out_ptr: `[features]`, of the row."""
+    out = _normed(hidden, norms.weight, norms.epsilon, FEATURES)
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normed(x: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, FEATURES: tl.constexpr) -> Any:
     """One row, float32, 0 beyond its features."""
     return x * tl.rsqrt(tl.sum(x * x, axis=0) / FEATURES + epsilon) * weight

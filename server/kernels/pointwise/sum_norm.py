@@ -4,16 +4,20 @@ kernel, in which each device reads the others' memory.
 All devices read all terms (one-shot all-reduce). So a row's result is the same bit for bit on each.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from server.kernels.launch.launch import follow
 from server.kernels.lora.pending import PendingDelta, delta_arguments
-from server.kernels.lora.record import ranks_at, record_of
-from server.kernels.pointwise.add_norm import RmsNorm, check_norms, normed_row
+from server.kernels.lora.record import touches_site
+from server.kernels.pointwise.add_norm import (
+    RmsNorm,
+    branch,
+    check_norms,
+    load_norms,
+    store_normed,
+)
 from server.kernels.pointwise.shared_terms import SharedTerms
 
 
@@ -107,42 +111,20 @@ def _sum_norm_kernel(
     inside = n < FEATURES
     at = row * FEATURES + n
     hidden = tl.load(hidden_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        weight = tl.load(weight_ptr + n, mask=inside, other=0.0).to(tl.float32)
-    if POST:
-        post = tl.load(post_ptr + n, mask=inside, other=0.0).to(tl.float32)
-    has_delta = _has_delta(slots_ptr + row, ints_ptr, site, num_sites, LORA)
+    norms = load_norms(
+        post_ptr + n, post_epsilon, factor, weight_ptr + n, epsilon, inside, POST, NORM
+    )
+    has_delta = touches_site(slots_ptr + row, ints_ptr, site, num_sites) if LORA else False
     if MEET:
         _wait_for_others(flags_ptr, row, index, DEVICES)
     y = n * 0.0
     for device in tl.static_range(DEVICES):
         address = tl.load(memories_ptr + device).to(tl.pointer_type(hidden_ptr.dtype.element_ty))
         y += _term(tl.multiple_of(address, 16) + at, delta_at, has_delta, inside, LORA)
-    if POST:
-        y = normed_row(y, post, post_epsilon, FEATURES)
-    if SCALED:
-        y *= factor
-    hidden += y
+    hidden += branch(y, norms, FEATURES, POST, SCALED)
     tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
     if NORM:
-        out = normed_row(hidden, weight, epsilon, FEATURES)
-        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _has_delta(
-    slot_ptr: tl.tensor,
-    ints_ptr: tl.tensor,
-    site: tl.tensor,
-    num_sites: tl.tensor,
-    LORA: tl.constexpr,
-) -> Any:
-    """Whether the row's adapter touches the site."""
-    if LORA:
-        slot = tl.load(slot_ptr).to(tl.int64)
-        return (slot >= 0) & (tl.load(ranks_at(ints_ptr, record_of(slot, site, num_sites))) > 0)
-    else:
-        return False
+        store_normed(out_ptr + at, hidden, norms, inside, FEATURES)
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """Devices that share one model, as one of them sees the others."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -7,6 +8,8 @@ import torch
 from adapters.sharding import WHOLE, Shard
 from server.kernels.pointwise.shared_terms import SharedTerms
 
+# As `Group.sum`.
+DeviceSum = Callable[[torch.Tensor], torch.Tensor]
 # Rows of other devices that a device reads itself.
 _ROWS_READ = 256
 

@@ -10,7 +10,7 @@ from adapters.base import SiteKind
 from adapters.sharding import Shard, heads_of
 from adapters.token_rows import new_ids_width, tokens_of_shard
 from server.kernels.pointwise.shared_terms import SharedTerms
-from server.model.group import Group
+from server.model.group import DeviceSum, Group
 from server.model.linear.linear import Linear
 from server.model.lora.own_rows import OwnSegment, has_new_ids
 from server.model.lora.sites import Site
@@ -51,8 +51,12 @@ class ShardedOps(Ops[P, L, Y], Protocol[P, L, Y]):
         does; `[tokens, out]`; None: anywhere."""
         ...
 
-    def sum_later(self, y: Y, terms: SharedTerms) -> Y | None:
-        """For the operation that takes the sum, which then sums. y: in terms. None: it cannot."""
+    def with_terms(self, y: Y, terms: SharedTerms) -> Y:
+        """y, which lies there, for an operation that can sum it itself."""
+        ...
+
+    def reduce(self, y: Y, over_devices: DeviceSum | None = None) -> Y:
+        """As `Ops.reduce`, by over_devices, unless the operation that takes y sums it."""
         ...
 
     def complete(self, y: Y) -> torch.Tensor:
@@ -69,7 +73,6 @@ class GroupOps(Generic[P, L, Y]):
 
     def __init__(self, whole: ModelSpec, ops: ShardedOps[P, L, Y], group: Group) -> None:
         self._whole, self._ops, self._group = whole, ops, group
-        self._terms: SharedTerms | None = None  # of the next `reduce`
         self.plan: Callable[[StepLayout], P] = ops.plan
         self.lora: Callable[[np.ndarray], L | None] = ops.lora
         self.gated, self.moe = ops.gated, ops.moe
@@ -94,17 +97,14 @@ class GroupOps(Generic[P, L, Y]):
         turn = _TURNS.get(site.kind)
         if turn is None:
             return self._ops.linear(x, linear, lora, site)
-        self._terms = terms = self._group.terms(len(x), turn)
+        terms = self._group.terms(len(x), turn)
         if terms is None:
             return self._ops.linear(x, linear, lora, site, self._group.place(len(x)))
-        return self._ops.linear(x, linear, lora, site, terms.y, terms.delta)
+        y = self._ops.linear(x, linear, lora, site, terms.y, terms.delta)
+        return self._ops.with_terms(y, terms)
 
     def reduce(self, y: Y) -> Y:
-        terms, self._terms = self._terms, None
-        later = None if terms is None else self._ops.sum_later(y, terms)
-        if later is not None:
-            return later
-        return self._ops.completed(self._group.sum(self._ops.complete(y)))
+        return self._ops.reduce(y, self._group.sum)
 
     def logits(
         self,

@@ -17,6 +17,7 @@ from server.kernels.pointwise.gated import gated
 from server.kernels.pointwise.gated_lora import gated_lora
 from server.kernels.pointwise.shared_terms import SharedTerms
 from server.kernels.pointwise.sum_norm import sum_norm
+from server.model.group import DeviceSum
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, Reach
@@ -180,8 +181,10 @@ class CudaOps:
     def forbid_others(self, logits: torch.Tensor, lora: DeviceLora, site: Site) -> None:
         forbid_others(lora.own, site.number, logits)
 
-    def reduce(self, y: LinearOutput) -> LinearOutput:
-        return y
+    def reduce(self, y: LinearOutput, over_devices: DeviceSum | None = None) -> LinearOutput:
+        if over_devices is None or isinstance(y, Unsummed):
+            return y
+        return Ready(over_devices(self.complete(y)))
 
     def complete(self, y: LinearOutput) -> torch.Tensor:
         """See `ShardedOps`."""
@@ -200,7 +203,7 @@ class CudaOps:
     def completed(self, y: torch.Tensor) -> LinearOutput:
         return Ready(y)
 
-    def sum_later(self, y: LinearOutput, terms: SharedTerms) -> LinearOutput | None:
+    def with_terms(self, y: LinearOutput, terms: SharedTerms) -> Unsummed:
         """See `ShardedOps`."""
         match y:
             case Ready():
@@ -208,7 +211,7 @@ class CudaOps:
             case WithDelta():
                 return Unsummed(y.y, y.delta, terms)
             case _:
-                return None
+                raise TypeError("the norm expands no LoRA")
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm, programmatic_launch=self._configs.programmatic_launch)

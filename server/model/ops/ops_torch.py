@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from server.kernels.pointwise.shared_terms import SharedTerms
+from server.model.group import DeviceSum
 from server.model.linear.experts import MoeWeights
 from server.model.linear.linear import Linear
 from server.model.lora.lora import AdapterTable, LoraBatch
@@ -228,8 +229,8 @@ class TorchOps:
     def forbid_others(self, logits: torch.Tensor, lora: LoraBatch, site: Site) -> None:
         forbid_others(lora.own, site.number, logits)
 
-    def reduce(self, y: torch.Tensor) -> torch.Tensor:
-        return y
+    def reduce(self, y: torch.Tensor, over_devices: DeviceSum | None = None) -> torch.Tensor:
+        return y if over_devices is None else over_devices(y)
 
     def complete(self, y: torch.Tensor) -> torch.Tensor:
         return y
@@ -237,8 +238,8 @@ class TorchOps:
     def completed(self, y: torch.Tensor) -> torch.Tensor:
         return y
 
-    def sum_later(self, y: torch.Tensor, terms: SharedTerms) -> None:
-        return None
+    def with_terms(self, y: torch.Tensor, terms: SharedTerms) -> torch.Tensor:
+        return y
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         wide = x.float()

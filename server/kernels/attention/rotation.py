@@ -14,7 +14,7 @@ import triton.language as tl
 
 from server.kernels.launch.launch import follow
 from server.kernels.lora.pending import PendingDelta, delta_arguments
-from server.kernels.lora.record import ranks_at, record_of
+from server.kernels.lora.record import touches
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +134,8 @@ def _norm_factors_kernel(
     if LORA:
         # Read beside the chain slot -> rank, not after it, and dropped where it means nothing.
         delta = tl.load(delta_ptr + at, mask=n < size, other=0.0).to(tl.float32)
-        slot = tl.load(slots_ptr + row).to(tl.int64)
-        rank = tl.load(ranks_at(ints_ptr, record_of(slot, site, num_sites)) + projection)
-        x += tl.where((slot >= 0) & (rank > 0), delta, 0.0)
+        touched = touches(slots_ptr + row, ints_ptr, site, num_sites, projection)
+        x += tl.where(touched, delta, 0.0)
     tl.store(factors_ptr + row * 2 + projection, tl.rsqrt(tl.sum(x * x, axis=0) / size + epsilon))
 
 

@@ -38,12 +38,17 @@ def ranks_at(ints_ptr: tl.tensor, record: tl.tensor) -> Any:
 
 
 @triton.jit
-def touches_site(
-    slot_ptr: tl.tensor, ints_ptr: tl.tensor, site: tl.tensor, num_sites: tl.tensor
+def touches(
+    slot_ptr: tl.tensor,
+    ints_ptr: tl.tensor,
+    site: tl.tensor,
+    num_sites: tl.tensor,
+    projection: tl.tensor,
 ) -> Any:
-    """Whether a row's adapter touches a site of one projection."""
+    """Whether a row's adapter touches a projection of the site."""
     slot = tl.load(slot_ptr).to(tl.int64)
-    return (slot >= 0) & (tl.load(ranks_at(ints_ptr, record_of(slot, site, num_sites))) > 0)
+    rank = tl.load(ranks_at(ints_ptr, record_of(slot, site, num_sites)) + projection)
+    return (slot >= 0) & (rank > 0)
 
 
 @triton.jit

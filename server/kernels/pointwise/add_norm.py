@@ -9,7 +9,7 @@ import triton.language as tl
 
 from server.kernels.launch.launch import follow
 from server.kernels.lora.pending import PendingDelta, delta_arguments
-from server.kernels.lora.record import touches_site
+from server.kernels.lora.record import touches
 
 # Weight `[features]` and epsilon.
 RmsNorm = tuple[torch.Tensor, float]
@@ -164,7 +164,7 @@ def _add_norm_kernel(
     if LORA:
         # Read beside the chain slot -> rank, not after it, and dropped where it means nothing.
         delta = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        y += tl.where(touches_site(slots_ptr + row, ints_ptr, site, num_sites), delta, 0.0)
+        y += tl.where(touches(slots_ptr + row, ints_ptr, site, num_sites, 0), delta, 0.0)
     if ADD:
         hidden += branch(y, norms, FEATURES, POST, SCALED)
         tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from server.kernels.launch.launch import follow
 from server.kernels.lora.pending import PendingDelta, delta_arguments
-from server.kernels.lora.record import ranks_at, record_of
+from server.kernels.lora.record import touches
 
 Activation = Literal["silu", "gelu_tanh"]
 # With that of experts whose gate and up are clamped (`server.model.moe_spec` says how).
@@ -72,10 +72,9 @@ def _gated_kernel(
         # Read beside the chain slot -> rank, not after it, and dropped where it means nothing.
         delta0 = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
         delta1 = tl.load(delta_ptr + at + INNER, mask=inside, other=0.0).to(tl.float32)
-        slot = tl.load(slots_ptr + row).to(tl.int64)
-        ranks_ptr = ranks_at(ints_ptr, record_of(slot, site, num_sites))
-        gate += tl.where((slot >= 0) & (tl.load(ranks_ptr) > 0), delta0, 0.0)
-        up += tl.where((slot >= 0) & (tl.load(ranks_ptr + 1) > 0), delta1, 0.0)
+        slot_ptr = slots_ptr + row
+        gate += tl.where(touches(slot_ptr, ints_ptr, site, num_sites, 0), delta0, 0.0)
+        up += tl.where(touches(slot_ptr, ints_ptr, site, num_sites, 1), delta1, 0.0)
     out = activated(gate, up, ACTIVATION)
     tl.store(out_ptr + row * INNER + n, out.to(out_ptr.dtype.element_ty), mask=inside)
 

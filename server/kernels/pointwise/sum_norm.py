@@ -10,7 +10,7 @@ import triton.language as tl
 
 from server.kernels.launch.launch import follow
 from server.kernels.lora.pending import PendingDelta, delta_arguments
-from server.kernels.lora.record import touches_site
+from server.kernels.lora.record import touches
 from server.kernels.pointwise.add_norm import (
     RmsNorm,
     branch,
@@ -114,7 +114,7 @@ def _sum_norm_kernel(
     norms = load_norms(
         post_ptr + n, post_epsilon, factor, weight_ptr + n, epsilon, inside, POST, NORM
     )
-    has_delta = touches_site(slots_ptr + row, ints_ptr, site, num_sites) if LORA else False
+    has_delta = touches(slots_ptr + row, ints_ptr, site, num_sites, 0) if LORA else False
     if MEET:
         _wait_for_others(flags_ptr, row, index, DEVICES)
     y = n * 0.0

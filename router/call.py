@@ -68,6 +68,7 @@ Cause = Literal[
     "overloaded",  # a queue is full
     "rate_limited",  # a quota is used up
     "unavailable",  # nothing can serve it now; a retry may help
+    "not_served",  # not switched on, or what it needs cannot run here; a retry does not help
     "deadline",
     "incomplete",  # the answer broke off
     "idempotency_conflict",  # a request with this key runs, or has run

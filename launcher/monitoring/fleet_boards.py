@@ -295,7 +295,7 @@ TENANTS = Board(
                             rate(
                                 _ERRORS,
                                 'cause=~"invalid|unsupported|unknown_parameter|context_length'
-                                '|template_error|adapter_not_found|adapter_invalid|too_large|gone"',
+                                '|template_error|adapter_not_found|adapter_invalid|too_large|gone|not_served"',
                                 by="cause",
                             ),
                             "{{cause}}",

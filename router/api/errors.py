@@ -76,6 +76,7 @@ _TABLE: dict[Cause, _Row] = {
     "overloaded": _Row(429, "rate_limit_error", "overloaded", "overloaded", anthropic_status=529),
     "rate_limited": _Row(429, "rate_limit_error", "rate_limit_exceeded", "rate_limited"),
     "unavailable": _Row(503, _SERVER, "unavailable", "unavailable"),
+    "not_served": _Row(501, _SERVER, "not_served", "not_served"),
     "deadline": _Row(504, _SERVER, "deadline_exceeded", "deadline_exceeded"),
     "incomplete": _Row(500, _SERVER, "incomplete_generation", "incomplete_generation"),
     "idempotency_conflict": _Row(409, _INVALID, "idempotency_conflict", "idempotency_conflict"),
@@ -90,12 +91,15 @@ _ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
+    501: "api_error",
     503: "overloaded_error",
     504: "timeout_error",
     529: "overloaded_error",
 }
 # OpenAI's clients retry every 409 and 5xx unless a header forbids it.
-_NO_RETRY: frozenset[Cause] = frozenset(("quarantined", "conflict", "idempotency_conflict"))
+_NO_RETRY: frozenset[Cause] = frozenset(
+    ("quarantined", "conflict", "idempotency_conflict", "not_served")
+)
 # What opens the door (RFC 9110 section 11.6.1).
 _CHALLENGE = {"www-authenticate": "Bearer"}
 # Causes for which a Retry-After is sent even when nobody knew how long.

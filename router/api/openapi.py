@@ -180,7 +180,7 @@ def _errors_of(operation: Operation) -> frozenset[int]:
         return _ADMIN_ERRORS if operation.method == "get" else _ADMIN_ERRORS | _BODY_ERRORS
     if not operation.key:
         return _PLAIN_ERRORS
-    keyed = _PLAIN_ERRORS | {400, 401, 403}
+    keyed = _PLAIN_ERRORS | {400, 401, 403, 501}
     return keyed if operation.method == "get" else keyed | _BODY_ERRORS | {409}
 
 

@@ -53,11 +53,11 @@ class FileRoutes:
         return endpoint
 
     def _desk(self) -> BatchDesk:
-        """Raises RequestError (unavailable)."""
+        """Raises RequestError (not_served, unavailable)."""
         desk = self._service.batches
         if desk is None:
             raise RequestError(
-                "unavailable",
+                "not_served",
                 "files and batches are off: the router was started without --files-dir",
             )
         refusal = desk.keeper.refusal

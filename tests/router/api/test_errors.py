@@ -49,6 +49,7 @@ def test_every_cause_has_an_answer(cause: Cause, dialect: Dialect) -> None:
         ("adapter_invalid", 422, 422),
         ("overloaded", 429, 429),
         ("unavailable", 503, 503),
+        ("not_served", 501, 501),
         ("deadline", 504, 504),
     ],
 )
@@ -69,6 +70,7 @@ def test_statuses_of_the_two_apis(cause: Cause, openai: int, lorax: int) -> None
         ("rate_limited", 429, "rate_limit_error"),
         ("internal", 500, "api_error"),
         ("incomplete", 500, "api_error"),
+        ("not_served", 501, "api_error"),
         ("unavailable", 503, "overloaded_error"),
         ("deadline", 504, "timeout_error"),
         ("overloaded", 529, "overloaded_error"),
@@ -124,7 +126,7 @@ def test_retry_after(cause: Cause, seconds: float | None, header: str | None) ->
 @pytest.mark.parametrize("cause", get_args(Cause))
 def test_which_errors_clients_must_not_retry(cause: Cause) -> None:
     """Of those that OpenAI's would: 409 and from 500 on."""
-    final = cause in ("quarantined", "conflict", "idempotency_conflict")
+    final = cause in ("quarantined", "conflict", "idempotency_conflict", "not_served")
     headers = error_answer(RequestError(cause, "why"), "openai").headers
     assert headers.get("x-should-retry") == ("false" if final else None)
     later = error_answer(RequestError(cause, "why", retry_after_s=1.0), "openai").headers

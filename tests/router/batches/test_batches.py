@@ -284,5 +284,7 @@ async def test_without_a_folder_the_routes_say_why(tmp_path: Path, worker: FakeW
     async with running_router(tmp_path, worker) as router:
         for method, path in (("GET", "/v1/files"), ("POST", "/v1/batches"), ("GET", "/v1/batches")):
             answer = await router.client.request(method, path)
-            assert answer.status_code == 503
+            assert answer.status_code == 501
+            assert answer.headers["x-should-retry"] == "false"
+            assert "retry-after" not in answer.headers
             assert "--files-dir" in answer.json()["error"]["message"]

@@ -129,6 +129,7 @@ class Generation:
             vector=task.vector,
             drafts=self._context.drafts,
             vocab_size=self.model.new_vocab_size,
+            tenant=self._context.tenant,
         )
         slot = task.index * call.best_of + choice
         stream = self._stream_of(task, choice)

@@ -52,6 +52,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     vector: the prompt is read for that, and nothing is generated: `sampling.max_tokens` is 0.
     drafts: whose answers of the same adapter suggest drafts; None = it has no drafts.
     vocab_size: of its adapter, where that has ids behind the base's; else None.
+    tenant: an opaque word for whose the sequence is, by which work takes turns; "" = nobody's.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     vector: VectorParams | None = None
     drafts: str | None = None
     vocab_size: int | None = None
+    tenant: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="ab"):

@@ -127,6 +127,8 @@ def _check_envelope(request: GenerateRequest) -> str | None:
         return f"priority must lie within +-{MAX_PRIORITY}, got {request.priority}"
     if len(request.salt) > MAX_SALT_LENGTH:
         return f"salt must have at most {MAX_SALT_LENGTH} characters"
+    if len(request.tenant) > MAX_ID_LENGTH:
+        return f"tenant must have at most {MAX_ID_LENGTH} characters"
     return None
 
 

@@ -25,3 +25,4 @@ async def test_tenants_share_no_prefixes(router: Running, worker: FakeWorker) ->
         await generation.finish()
         generation.close()
     assert [request.salt for request in worker.requests] == ["", "acme"]
+    assert [request.tenant for request in worker.requests] == ["", "acme"]

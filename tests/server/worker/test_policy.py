@@ -170,9 +170,13 @@ def request(
     salt: str = "",
     prompt: int = 1,
     prompt_logprobs: int | None = None,
+    tenant: str = "",
 ) -> GenerateRequest:
     sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
-    return GenerateRequest("r", 0, 0, adapter, [1] * prompt, [], sampling, seed, salt=salt)
+    prompt_ids = [1] * prompt
+    return GenerateRequest(
+        "r", 0, 0, adapter, prompt_ids, [], sampling, seed, salt=salt, tenant=tenant
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,6 +187,7 @@ def request(
         (request(seed=-1), "seed"),
         (request(seed=1 << 64), "seed"),
         (request(salt="x" * 1000), "salt"),
+        (request(tenant="x" * 1000), "tenant"),
         (request(prompt=200_000, prompt_logprobs=20), "prompt_logprobs"),
     ],
 )

@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("adapters", "router", "server", "launcher")
-MAX_FILE_LINES = 400
-MAX_KERNEL_FILE_LINES = 700  # a kernel stands in one file with its launcher
+MAX_FILE_LINES = 600
+MAX_KERNEL_FILE_LINES = 900  # a kernel stands in one file with its launcher
 MAX_FUNCTION_LINES = 60
 
 

@@ -84,6 +84,7 @@ def adapter_field(api: Api) -> str:
 
 # Of every answer, also of an error once it is known which content it concerns.
 DIGEST_HEADER = "x-loraplex-adapter-digest"
+UNBOUND_HEADER = "x-loraplex-unbound"
 
 
 class Secret(str):
@@ -217,6 +218,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     divides_reasoning: what the model reasons is no part of the text.
     bad_words: texts that must not occur; sampling.bad_words has their ids once the model is known.
     vector: nothing is generated, and that is wanted of each prompt.
+    unbound: places in the body that bind nothing, though callers may think that they do.
     """
 
     api: Api
@@ -247,6 +249,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     divides_reasoning: bool = False
     bad_words: tuple[str, ...] = ()
     vector: VectorCall | None = None
+    unbound: tuple[str, ...] = ()
 
 
 class TopToken(NamedTuple):
@@ -341,7 +344,7 @@ class PromptInfo(msgspec.Struct, frozen=True):
 
 class AnswerHead(msgspec.Struct, frozen=True):
     """What every part of one answer shares. model: as the caller named it. seed: the one in use.
-    labels: of a classifier's classes."""
+    labels: of a classifier's classes. unbound: see GenerationCall."""
 
     request_id: str
     created: int
@@ -351,3 +354,4 @@ class AnswerHead(msgspec.Struct, frozen=True):
     seed: int
     base_digest: str = ""
     labels: tuple[str, ...] = ()
+    unbound: tuple[str, ...] = ()

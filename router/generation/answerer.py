@@ -9,13 +9,15 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.lorax.answer import Timings, count_headers, head_headers
 from router.api.request.formatter import Formatter
-from router.call import DIGEST_HEADER, GenerationCall, PromptInfo, RequestError
+from router.call import DIGEST_HEADER, UNBOUND_HEADER, GenerationCall, PromptInfo, RequestError
 from router.generation.dispatcher import Dispatcher
 from router.generation.generation import Generation, Part
 from router.generation.way_in import ArrivedRequest, Parse
@@ -29,6 +31,8 @@ from router.telemetry.request import in_hand
 from router.tenancy.metering import Charge
 from router.tenancy.tenancy import Tenancy
 
+# Of a list of places; those behind are counted.
+_HEADER_CHARS = 2_000
 # Of a vector's number in JSON.
 _NUMBER_CHARS = 20
 
@@ -170,7 +174,18 @@ def _head_headers(
         headers[DIGEST_HEADER] = head.adapter_digest
     if observer.start is not None:
         headers["x-loraplex-start"] = observer.start
+    if head.unbound:
+        headers[UNBOUND_HEADER] = _listed(head.unbound)
     return headers
+
+
+def _listed(places: tuple[str, ...]) -> str:
+    """As a header's value: parted by commas, in visible ASCII."""
+    coded = [quote(place, safe="[]$/:;=?@!'()*+&") for place in dict.fromkeys(places)]
+    lengths = accumulate(len(place) + 2 for place in coded)
+    kept = [place for place, length in zip(coded, lengths, strict=True) if length <= _HEADER_CHARS]
+    left = len(coded) - len(kept)
+    return ", ".join([*kept, f"+{left}"] if left else kept)
 
 
 def _bearer(request: Request) -> str | None:

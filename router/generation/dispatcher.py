@@ -265,7 +265,7 @@ class Dispatcher:
         self._check_room(authorised.tenant, count, nbytes)
         room = self._fleet.queue.promise(authorised.tenant, count, nbytes)
         held.callback(self._fleet.queue.release, room)
-        head = _head(authorised, resolved, tokenised.seed)
+        head = _head(authorised, resolved, tokenised)
         adapter = resolved.adapter
         await charge.admit(
             head,
@@ -362,7 +362,9 @@ def _salt(authorised: AuthorisedRequest, share_prefixes: bool) -> str:
     return f"{tenant}:{cache_salt}" if cache_salt else tenant
 
 
-def _head(authorised: AuthorisedRequest, resolved: ResolvedRequest, seed: int) -> AnswerHead:
+def _head(
+    authorised: AuthorisedRequest, resolved: ResolvedRequest, tokenised: TokenisedRequest
+) -> AnswerHead:
     card, adapter = resolved.model.card, resolved.adapter
     return AnswerHead(
         request_id=authorised.request_id,
@@ -370,7 +372,8 @@ def _head(authorised: AuthorisedRequest, resolved: ResolvedRequest, seed: int) -
         model=card.names[0] if adapter is None else adapter.adapter_id,
         adapter_id=None if adapter is None else adapter.adapter_id,
         adapter_digest=resolved.digest,
-        seed=seed,
+        seed=tokenised.seed,
         base_digest=card.base_digest,
         labels=() if card.classes is None else card.classes.labels,
+        unbound=tokenised.call.unbound,
     )

@@ -25,7 +25,10 @@ _MARKS = (
     r"[2-8]-?bits?|(?:16|32)-?bits?|int-[2-8]|w-[0-9]{1,2}a[0-9]{1,2}|[0-9]{2,3}g|g-[0-9]{2,3}",
     r"(?:nf|fp|nvfp|mxfp)-[48](?:-(?:dynamic|static|block|kv))?|(?:bf|f|fp|float|bfloat)-(?:16|32)",
     # File formats, and how the weights are cut into files.
-    r"gguf|ggml|mlx|hf|safetensors|sharded|small-shards",
+    r"gguf|ggml|mlx|hf|safetensors",
+    r"(?:(?:re)?sharded|(?:small-)?shards)(?:-(?:bf|f|fp)-(?:16|32))?(?:-(?:max-)?[0-9]+(?:gb)?)?",
+    # Where a copy is meant to be loaded, and that it is one.
+    r"(?:for-|free-|google-)?colab|copy|mirror|ungated",
 )
 _MARKED = re.compile(rf"(?:-(?:{'|'.join(_MARKS)}))+$")
 _OPTIONAL_MAKER = re.compile(r"^(?:meta-)+(?=llama-)")

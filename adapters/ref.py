@@ -14,7 +14,8 @@ MODELSCOPE_ENDPOINT = "https://modelscope.cn"
 MAX_REF_CHARS = 1024
 MAX_TOKEN_CHARS = 4096
 
-_WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_MAX_NAME = 96
+_WORD = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_MAX_NAME - 1}}}"
 _PLAIN = "A-Za-z0-9._+=,~-"
 _SEGMENT = rf"[{_PLAIN}]{{1,255}}"
 _QUOTED = rf"(?:[{_PLAIN}]|%[0-9A-F]{{2}}){{1,255}}"
@@ -127,6 +128,19 @@ def shown_place(ref: AdapterRef) -> str:
 def is_name(text: str) -> bool:
     """Whether an adapter could be registered under it."""
     return bool(_NAMES["alias"].fullmatch(text)) and _well_formed("alias", text)
+
+
+def name_fault(text: str) -> str | None:
+    """Why no adapter can be registered under it, or None: the first character at fault is named."""
+    if is_name(text):
+        return None
+    allowed = "a-z, A-Z, 0-9, '.', '_' and '-' are"
+    for character in text:
+        if not re.fullmatch("[A-Za-z0-9._-]", character):
+            return f"{ascii(character)} is not allowed in a name: {allowed}"
+    if not text or not text[0].isalnum():
+        return f"a name begins with a letter or digit; got {text[:1]!r}"
+    return "a name has no '..'" if ".." in text else f"a name has at most {_MAX_NAME} characters"
 
 
 def is_owner(text: str) -> bool:

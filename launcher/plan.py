@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adapters.errors import AdapterError
-from adapters.ref import local_name, parse_ref
+from adapters.ref import local_name, name_fault, parse_ref
 from launcher.demo import EXAMPLES, adapter_paths, model_path
 from launcher.demo.recipe import BASE_NAME
 from launcher.options import OptionError, Values, build, path_of
@@ -90,6 +90,9 @@ def resolve_alias(text: str) -> tuple[str, tuple[Path, ...]]:
     name, equals, reference = text.partition("=")
     if not equals or not name or not reference:
         raise OptionError(f"--adapter must be NAME=REF, got {text!r}")
+    fault = name_fault(name)
+    if fault is not None:
+        raise OptionError(f"--adapter {text!r}: {fault}")
     path = path_of(reference.removeprefix("local:"), f"--adapter {name}")
     roots: tuple[Path, ...] = ()
     if reference.startswith(("local:", "/", "./", "../", "~")) or os.path.isdir(path):

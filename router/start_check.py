@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from adapters.common.worker_record import is_worker_url
 from adapters.errors import AdapterError
-from adapters.ref import is_name, is_owner, parse_ref
+from adapters.ref import is_owner, name_fault, parse_ref
 from router.call import BASE_PLACEHOLDERS
 from router.config import RouterConfig, RouterConfigError
 from router.files.store import folder_id
@@ -159,8 +159,11 @@ def _check_adapters_file(config: RouterConfig) -> None:
 
 def _declared(text: str, config: RouterConfig) -> Registration:
     name, equals, target = text.partition("=")
-    if not equals or not is_name(name):
+    if not equals or not name:
         raise RouterConfigError(f"--adapter {text!r}: expected NAME=REF")
+    fault = name_fault(name)
+    if fault is not None:
+        raise RouterConfigError(f"--adapter {text!r}: {fault}")
     if name in BASE_PLACEHOLDERS:
         raise RouterConfigError(f"--adapter {text!r}: clients mean the base model by {name!r}")
     try:

@@ -47,6 +47,15 @@ SAME: dict[tuple[str, ...], tuple[str, ...]] = {
         "C:\\Users\\me\\.cache\\huggingface\\hub\\models--meta-llama--Llama-2-7b-hf\\snapshots\\01c7",
         "~/models/Llama-2-7b-hf/",
         "./Llama-2-7b-hf-sharded-bf16",
+        "Trelis/Llama-2-7b-hf-sharded-bf16-5GB",
+        "someone/Llama-2-7b-hf-sharded-max-5gb-fp16",
+        "abhishek/llama-2-7b-hf-small-shards",
+        "someone/llama-2-7b-hf-shards-8",
+        "someone/Llama-2-7B-colab",
+        "someone/llama-2-7b-4bit-free-colab",
+        "someone/Llama-2-7b-hf_resharded_for_colab",
+        "someone/Llama-2-7b-hf-mirror",
+        "someone/Llama-2-7b-hf-copy",
         "meta-llama--Llama-2-7b-hf",
         "Llama-2-7B-fp16",
     ),
@@ -137,6 +146,14 @@ OTHER: dict[tuple[str, ...], tuple[str, ...]] = {
         "teknium/OpenHermes-2.5-Mistral-7B",
         "/models/mistral",
     ),
+    ("microsoft/phi-2",): ("microsoft/phi-1-shards-2", "x/phi-2gb", "x/phi-4-2gb-shards"),
+    ("microsoft/phi",): ("microsoft/phi-2-shards", "x/phi-2gb", "x/phi-2-sharded-bf16-5gb"),
+    ("google/gemma-2b",): (
+        "google/gemma-2b-it-colab",
+        "x/gemma-2b-colab-dolly",
+        "x/colab",
+        "x/copy",
+    ),
     ("Qwen/Qwen3-8B",): ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-4B-Instruct-2507"),
     ("google/gemma-2-2b-it",): ("google/gemma-2-2b", "google/gemma-2.2b-it"),
     # What folders of any model are called names no model.
@@ -170,7 +187,18 @@ def test_normal_names_are_their_own_normal_names(name: str) -> None:
     assert normal_name(normal) == normal
 
 
-MARKS = ("-bnb-4bit", "-unsloth", "-GPTQ-Int4", "-AWQ", "_FP8", ".w8a8", "-FP8-Dynamic", "-hf")
+MARKS = (
+    "-sharded",
+    "-colab",
+    "-bnb-4bit",
+    "-unsloth",
+    "-GPTQ-Int4",
+    "-AWQ",
+    "_FP8",
+    ".w8a8",
+    "-FP8-Dynamic",
+    "-hf",
+)
 
 
 @given(st.permutations(MARKS), st.integers(0, len(MARKS)))

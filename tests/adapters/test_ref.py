@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.errors import AdapterError
-from adapters.ref import AdapterRef, RefSource, format_ref, is_name, is_pinned, parse_ref
+from adapters.ref import (
+    AdapterRef,
+    RefSource,
+    format_ref,
+    is_name,
+    is_pinned,
+    name_fault,
+    parse_ref,
+)
 from tests.adapters.refusals import refusal
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -195,6 +203,26 @@ def test_a_name_is_what_spells_itself(text: str) -> None:
         "alias", text
     )
     assert is_name(text) == named
+
+
+@given(st.text(max_size=100) | st.text("aB3._-+", max_size=100))
+def test_a_name_has_a_fault_or_is_one(text: str) -> None:
+    assert (name_fault(text) is None) == is_name(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a+b", "'+' is not allowed in a name: a-z, A-Z, 0-9, '.', '_' and '-' are"),
+        ("caf\u00e9", "'\\xe9' is not allowed"),
+        ("-a", "begins with a letter or digit; got '-'"),
+        ("", "begins with a letter or digit; got ''"),
+        ("a..b", "no '..'"),
+        ("a" * 97, "at most 96 characters"),
+    ],
+)
+def test_the_character_at_fault_is_named(name: str, why: str) -> None:
+    assert why in (name_fault(name) or "")
 
 
 def test_pinned_means_a_commit_or_a_fingerprint() -> None:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from adapters.errors import AdapterError
-from adapters.ref import AdapterRef, RefSource, format_ref, is_name, parse_ref
+from adapters.ref import AdapterRef, RefSource, format_ref, name_fault, parse_ref
 from router.api.admin.rollouts import (
     ChangeObject,
     RolloutBody,
@@ -238,8 +238,8 @@ def rollout_request(
 
 def check_name(name: str, param: str) -> None:
     """Raises RequestError unless callers could name an adapter so."""
-    message = "expected letters, digits, '.', '_' and '-' only, a letter or digit first"
-    require(is_name(name), message, param)
+    fault = name_fault(name)
+    require(fault is None, fault or "", param)
 
 
 def format_named(name: str | None) -> str | None:

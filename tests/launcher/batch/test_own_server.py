@@ -51,6 +51,7 @@ def test_it_serves_as_long_as_it_runs(tmp_path: Path) -> None:
         (["--kv-memory", "lots"], 2, "--kv-memory must be a size"),
         (["--model", "/nowhere"], 1, "/nowhere"),
         (["--adapter", "x"], 2, "--adapter must be NAME=REF"),
+        (["--adapter", "a+b=local:/x"], 2, "'+' is not allowed in a name"),
     ],
 )
 def test_what_cannot_be_served(tmp_path: Path, options: list[str], code: int, words: str) -> None:

@@ -141,7 +141,8 @@ class RequestError(Exception):
     """A request ends without an answer; its caller gets the reason.
 
     param: the field at fault, as the caller spelled it. retry_after_s: when a retry may help.
-    headers: of the answer, beside those that every error has.
+    headers: of the answer, beside those that every error has. details: for programs, where errors
+    of the API have room for them.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class RequestError(Exception):
         retry_after_s: float | None = None,
         violations: tuple[Violation, ...] = (),
         headers: dict[str, str] | None = None,
+        details: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.cause: Cause = cause
@@ -161,6 +163,7 @@ class RequestError(Exception):
         self.retry_after_s = retry_after_s
         self.violations = violations
         self.headers = headers or {}
+        self.details = details
 
     def spelled(self, names: Mapping[str, str]) -> "RequestError":
         """The same, where the field, or what it is a part of, has another name on the route."""

@@ -1,7 +1,7 @@
 """The one table of errors: the status, type and code of each cause in each API. Pure."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -155,10 +155,12 @@ class OpenAIError(msgspec.Struct, frozen=True):
 
 
 class AnthropicErrorDetail(msgspec.Struct, frozen=True):
-    """message: it names the field at fault, and has an adapter's violations."""
+    """message: it names the field at fault, and has an adapter's violations. details: what clients
+    tell apart by program."""
 
     type: str
     message: str
+    details: dict[str, Any] | UnsetType = UNSET
 
 
 class AnthropicError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
@@ -225,7 +227,8 @@ def error_object(error: RequestError, dialect: Dialect, request_id: str = "") ->
     message = _with_violations(error)
     if dialect == "anthropic":
         kind = _name(row, error.cause, dialect)
-        return AnthropicError(AnthropicErrorDetail(kind, message), request_id)
+        detail = AnthropicErrorDetail(kind, message, error.details or UNSET)
+        return AnthropicError(detail, request_id)
     return OpenAIError(OpenAIErrorDetail(message, row.type, error.param, row.code, violations))
 
 

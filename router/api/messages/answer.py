@@ -13,7 +13,6 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):

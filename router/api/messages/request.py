@@ -109,6 +109,8 @@ REFUSED = {
     **dict.fromkeys(("output_format", "response_format", "structured_outputs"), _FORM),
     **dict.fromkeys(("json_schema", "guided_json", "guided_json_object"), _FORM),
 }
+# By it clients know that the same request without a thread is served.
+_UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 _NO_BUDGET = "reasoning has no bound but `max_tokens`; leave `thinking` out, or say `adaptive`"
 _PARTS: dict[str, type[msgspec.Struct]] = {
     "metadata": MessageMetadata,
@@ -158,6 +160,10 @@ def _request(body: bytes, kind: type[B], limits: ApiLimits, bearer: str | None) 
 
 def _decode(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:
     check_refused(plain, REFUSED)
+    if plain.get("thread") is not None:
+        refusal = unsupported("thread", "no conversations are stored: send all messages")
+        refusal.details = _UNTHREADED
+        raise refusal
     thinking = plain.get("thinking")
     if isinstance(thinking, dict) and thinking.get("type") == "enabled":
         raise unsupported("thinking.type", _NO_BUDGET)

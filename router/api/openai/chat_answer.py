@@ -268,9 +268,9 @@ class ChatFormatter(OpenAIFormatter):
         return ChatTokenLogprob(
             name(token.token_id, token.token),
             finite(token.logprob),
-            list(token.raw) if token.raw is not None else _bytes(token.token),
+            list(token.raw) if token.raw is not None else bytes_of(token.token),
             [
-                TopLogprob(name(top.token_id, top.text), finite(top.logprob), _bytes(top.text))
+                TopLogprob(name(top.token_id, top.text), finite(top.logprob), bytes_of(top.text))
                 for top in token.top
             ],
         )
@@ -283,6 +283,6 @@ def _call_part(delta: CallDelta) -> CallPart:
     return CallPart(delta.index, function, delta.id or UNSET, "function")
 
 
-def _bytes(text: str) -> list[int] | None:
+def bytes_of(text: str) -> list[int] | None:
     """null where the token is only part of a character, so that its bytes are not known here."""
     return None if _BROKEN_CHARACTER in text else list(text.encode())

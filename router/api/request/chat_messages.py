@@ -8,7 +8,7 @@ from adapters.chat.conversation import REASONING
 from router.api.request.body import check_size, require
 from router.call import RequestError
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -35,6 +35,7 @@ class Message(msgspec.Struct, frozen=True):
     """content may be null only beside the assistant's tool calls, reasoning or refusal.
 
     reasoning_content, reasoning, thinking: one thing by the names that servers have for it.
+    function_call, and a result of the role `function`: one call, as OpenAI had it before tools.
     Fields that are not here are ignored: clients send answers back with all that they had.
     """
 
@@ -47,6 +48,7 @@ class Message(msgspec.Struct, frozen=True):
     reasoning: str | None = None
     thinking: str | None = None
     refusal: str | None = None
+    function_call: FunctionCall | None = None
 
 
 def to_template(messages: list[Message]) -> list[dict[str, Any]]:
@@ -54,6 +56,7 @@ def to_template(messages: list[Message]) -> list[dict[str, Any]]:
 
     Raises RequestError.
     """
+    messages = _with_tool_calls(messages)
     check_size("".join(_spelled_arguments(messages)).encode())
     return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -72,6 +75,27 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
         require(is_assistant, "only the assistant calls tools", f"{where}.tool_calls")
         plain["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return plain
+
+
+def _with_tool_calls(messages: list[Message]) -> list[Message]:
+    """With calls of functions and their results as calls of tools, by ids that all templates take.
+
+    Raises RequestError.
+    """
+    found, call_id = list[Message](), None
+    for i, message in enumerate(messages):
+        call = message.function_call
+        if call is not None:
+            beside = "goes with no `tool_calls`"
+            require(not message.tool_calls, beside, f"messages[{i}].function_call")
+            call_id = f"call{i:05}"
+            calls = [MessageToolCall(call, call_id)]
+            message = msgspec.structs.replace(message, tool_calls=calls, function_call=None)
+        elif message.role == "function":
+            require(message.name is not None, "is needed", f"messages[{i}].name")
+            message = msgspec.structs.replace(message, role="tool", tool_call_id=call_id)
+        found.append(message)
+    return found
 
 
 # In the order in which an answer has them, with those that may stand before a part.

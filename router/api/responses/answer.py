@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from router.api.answers import completed
+from router.api.responses.logprobs import TextLogprobs, TokenLogprob
 from router.call import AnswerHead, ChoiceResult, FinishReason, PromptInfo
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -15,7 +16,7 @@ ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
     text: str
     annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
@@ -93,6 +94,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     user: str | None = None
+    logprobs: int | None = None
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
@@ -138,7 +140,7 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     background: Literal[False] = False
     previous_response_id: None = None
     store: Literal[False] = False
-    top_logprobs: Literal[0] = 0
+    top_logprobs: int = 0
     truncation: Literal["disabled"] = "disabled"
 
 
@@ -181,6 +183,7 @@ class Answer(msgspec.Struct, frozen=True):
             parallel_tool_calls=asked.parallel_tool_calls,
             reasoning=ReasoningAsked(asked.effort),
             text=ResponseTextForm(asked.format or {"type": "text"}),
+            top_logprobs=asked.logprobs or 0,
         )
 
     def whole(self, result: ChoiceResult, prompt: PromptInfo) -> ResponseObject:
@@ -191,7 +194,9 @@ class Answer(msgspec.Struct, frozen=True):
             reasoning = [ReasoningText(result.reasoning)]
             items.append(ReasoningItem(self.item_id("rs", 0), "completed", reasoning))
         if result.text.strip() or not (items or result.calls):
-            text = [OutputText(result.text)]
+            read = TextLogprobs(self.asked.logprobs)
+            read.add(result.tokens, result.reasoning_tokens)
+            text = [OutputText(result.text, logprobs=read.take(result.text))]
             items.append(MessageItem(self.item_id("msg", 0), "completed", text))
         for i, call in enumerate(result.calls):
             name = self.item_id("fc", i)

@@ -14,7 +14,7 @@ from router.api.openai.common import (
     with_shared,
 )
 from router.api.request.body import decode_plain, require
-from router.api.request.fields import Positive
+from router.api.request.fields import NonNegative, Positive
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.request.known_elsewhere import Elsewhere, check_refused, check_unknown_parts
 from router.api.request.shapes import check_ends, json_of
@@ -27,6 +27,18 @@ from router.call import GenerationCall
 from router.shape.shape import AnyJson, Shape
 from router.tools.tools import Tools
 
+_LOGPROBS = "message.output_text.logprobs"
+# From the second on: parts of what no answer has, or has anyway.
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 Metadata = Annotated[dict[str, str], Meta(max_length=16)]
 
 
@@ -61,7 +73,8 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     """input: a text of the user's, or items. instructions: the system's message before them.
 
     max_output_tokens: reasoning and calls included; absent = all that fits. metadata: the answer
-    repeats it. chat_template_kwargs: an extension: further variables of the chat template.
+    repeats it. include: the logprobs of the text, or what no answer has; top_logprobs goes with the
+    former. chat_template_kwargs: an extension: further variables of the chat template.
     """
 
     input: str | list[InputItem]
@@ -72,6 +85,8 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     tools: FlatTools | None = None
     tool_choice: FlatChoice | None = None
     parallel_tool_calls: bool | None = None
+    include: list[Includable] | None = None
+    top_logprobs: NonNegative | None = None
     reasoning: ReasoningFields | None = None
     text: TextFields | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -79,19 +94,15 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
 
 _NO_STATE = "no answers are stored"
 _SEND_ALL = "no answers are stored: send all items as `input`"
-_NO_LOGPROBS = "`/v1/chat/completions` has logprobs"
 _FORM = Elsewhere((), "use `text.format`")
 # Fields that are not served, by what asks for nothing beside null.
 REFUSED = {
-    "store": Elsewhere((False,), _NO_STATE),
     "background": Elsewhere((False,), _NO_STATE),
     "previous_response_id": Elsewhere((), _SEND_ALL),
     "conversation": Elsewhere((), _SEND_ALL),
     "prompt": Elsewhere((), "no prompts are stored: send `instructions` and `input`"),
     "context_management": Elsewhere(([],), "send the items that shall be read"),
     "truncation": Elsewhere(("disabled",), "`truncate_prompt_tokens` cuts a prompt"),
-    "include": Elsewhere(([],), "answers hold all that is known of them"),
-    "top_logprobs": Elsewhere((0,), _NO_LOGPROBS),
     "max_tool_calls": Elsewhere((), "it bounds calls of hosted tools, of which there are none"),
     **dict.fromkeys(("response_format", "structured_outputs", "json_schema"), _FORM),
     **dict.fromkeys(("guided_json", "guided_json_object"), _FORM),
@@ -109,7 +120,9 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
     read = {name: value for name, value in plain.items() if name not in REFUSED}
     request = decode_shared(read, ResponsesBody, limits)
     _check_parts(plain, request)
-    sampling = sampling_of(request, limits, max_tokens=request.max_output_tokens, logprobs=None)
+    sampling = sampling_of(
+        request, limits, max_tokens=request.max_output_tokens, logprobs=_logprobs(request, limits)
+    )
     tools = flat_tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
     call = GenerationCall(
         api="responses",
@@ -126,6 +139,15 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
     )
     asked = _asked(request, call)
     return ApiRequest(with_shared(call, request, limits), ResponseFormatter, asked)
+
+
+def _logprobs(request: ResponsesBody, limits: ApiLimits) -> int | None:
+    """Raises RequestError."""
+    is_wanted, top = _LOGPROBS in (request.include or ()), request.top_logprobs or 0
+    most = limits.max_logprobs
+    require(top <= most, f"expected at most {most}, got {top}", "top_logprobs")
+    require(is_wanted or not top, f"needs {_LOGPROBS!r} in `include`", "top_logprobs")
+    return top if is_wanted else None
 
 
 def _messages(request: ResponsesBody, limits: ApiLimits) -> list[dict[str, Any]]:
@@ -192,6 +214,7 @@ def _asked(request: ResponsesBody, call: GenerationCall) -> Asked:
         temperature=call.sampling.temperature,
         top_p=call.sampling.top_p,
         user=request.user,
+        logprobs=call.sampling.logprobs,
         tools=tuple(to_builtins(tool) for tool in request.tools or ()),
         tool_choice=to_builtins(request.tool_choice or "auto"),
         parallel_tool_calls=request.parallel_tool_calls is not False,

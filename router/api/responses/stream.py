@@ -24,6 +24,7 @@ from router.api.responses.answer import (
     status_of,
     usage_of,
 )
+from router.api.responses.logprobs import TextLogprobs, TokenLogprob
 from router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TextEvent
 from router.parts.parts import CallDelta
 
@@ -43,7 +44,7 @@ class ResponseEvent(msgspec.Struct, frozen=True):
     text: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
-    logprobs: tuple[()] | UnsetType = UNSET
+    logprobs: tuple[TokenLogprob, ...] | UnsetType = UNSET
 
 
 class _Text:
@@ -53,17 +54,19 @@ class _Text:
         self.kind = kind
         self.id = item_id
         self.pieces: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
         self.event = "output_text" if kind == "msg" else "reasoning_text"
 
-    @property
-    def place(self) -> dict[str, Any]:
-        """What its events say beside its id."""
-        logprobs = {"logprobs": ()} if self.kind == "msg" else {}
-        return {"content_index": 0, **logprobs}
+    def place(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """What its events say beside its id. logprobs: of the event's text."""
+        more = {"logprobs": tuple(logprobs)} if self.kind == "msg" else {}
+        return {"content_index": 0, **more}
 
     def part(self) -> OutputText | ReasoningText:
         text = "".join(self.pieces)
-        return OutputText(text) if self.kind == "msg" else ReasoningText(text)
+        if self.kind == "rs":
+            return ReasoningText(text)
+        return OutputText(text, logprobs=tuple(self.logprobs))
 
     def item(self, status: ItemStatus) -> Item:
         part = None if status == "in_progress" else self.part()
@@ -102,6 +105,7 @@ class ResponseFormatter:
         self._kinds = Counter[str]()
         self._open: _Text | _Call | None = None
         self._held = HeldSpace()
+        self._logprobs = TextLogprobs(asked.logprobs)
         self._status: Literal["completed", "incomplete"] = "completed"
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
@@ -118,6 +122,7 @@ class ResponseFormatter:
         """Raises RequestError (incomplete)."""
         self._num_tokens += event.num_tokens
         self._num_reasoning += event.num_reasoning
+        self._logprobs.add(event.tokens, event.num_reasoning)
         data = self._add_text("rs", event.reasoning) + self._add_text("msg", event.text)
         data += b"".join(map(self._add_call, event.calls))
         if event.finish is not None:
@@ -181,7 +186,9 @@ class ResponseFormatter:
         item.pieces.append(piece)
         if isinstance(item, _Call):
             return self._of_item("response.function_call_arguments.delta", delta=piece)
-        return self._of_item(f"response.{item.event}.delta", delta=piece, **item.place)
+        read = self._logprobs.take(piece) if item.kind == "msg" else ()
+        item.logprobs += read
+        return self._of_item(f"response.{item.event}.delta", delta=piece, **item.place(read))
 
     def _close(self, status: ItemStatus = "completed") -> bytes:
         """Ends the item that is being written, if there is one."""
@@ -194,7 +201,8 @@ class ResponseFormatter:
             data = self._of_item(kind, name=item.name, arguments=text)
         else:
             part = item.part()
-            data = self._of_item(f"response.{item.event}.done", text=part.text, **item.place)
+            place = item.place(item.logprobs)
+            data = self._of_item(f"response.{item.event}.done", text=part.text, **place)
             data += self._of_item("response.content_part.done", content_index=0, part=part)
         data += self._event("response.output_item.done", output_index=len(self._output), item=whole)
         self._output.append(whole)

@@ -15,6 +15,8 @@ from router.api.vectors.whole import MAX_INPUTS, READ_ALONE, WholeFormatter, enc
 from router.call import AnswerHead, ChoiceResult, GenerationCall, PromptInfo, VectorCall
 
 EmbedShape = Literal["lorax", "tei"]
+# Fields that LoRAX's client always sends, be it as null: without them the answer is TEI's.
+_OF_LORAX = ("parameters", "stream")
 # Fields that LoRAX's body has not: beside one of them the answer is TEI's.
 _OF_TEI = ("truncate", "truncation_direction", "prompt_name", "normalize", "dimensions")
 
@@ -26,8 +28,8 @@ class EmbedParameters(AdapterFields, frozen=True, kw_only=True):
 
 
 class EmbedBody(msgspec.Struct, frozen=True):
-    """One text in LoRAX's shape, or TEI's: a text, texts, token ids or lists of them, with any of
-    the fields from truncate on.
+    """One text in LoRAX's shape, or TEI's: a text, texts, token ids or lists of them, alone or with
+    any of the fields from truncate on.
 
     truncate: texts that are too long are cut, at their end unless truncation_direction says `Left`.
     normalize: true by default in TEI's shape. stream: of LoRAX's client; only false.
@@ -74,8 +76,10 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
 
 
 def _shape_of(plain: dict[str, Any]) -> EmbedShape:
-    is_tei = not isinstance(plain["inputs"], str) or any(
-        plain.get(name) is not None for name in _OF_TEI
+    is_tei = (
+        not isinstance(plain["inputs"], str)
+        or not any(name in plain for name in _OF_LORAX)
+        or any(plain.get(name) is not None for name in _OF_TEI)
     )
     return "tei" if is_tei else "lorax"
 

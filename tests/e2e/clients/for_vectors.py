@@ -66,12 +66,14 @@ def of_lorax(url: str) -> None:
 
 
 def of_hub(url: str) -> None:
-    """TEI's shape."""
-    found = InferenceClient(f"{url}/embed").feature_extraction(TEXTS[0], normalize=True)
+    """TEI's shape, by a field of its own or by the text alone."""
+    hub = InferenceClient(f"{url}/embed")
     base = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY).embeddings.create(
         model="base", input=TEXTS[0]
     )
-    alike(found[0].tolist(), base.data[0].embedding, "feature_extraction")
+    for asked in ({}, {"normalize": True}):
+        found = hub.feature_extraction(TEXTS[0], **asked)
+        alike(found[0].tolist(), base.data[0].embedding, f"feature_extraction: {asked}")
 
 
 if __name__ == "__main__":

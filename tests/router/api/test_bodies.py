@@ -201,6 +201,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, content(None), "messages[0].content"),
     (CHAT, content(None, "assistant"), "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "refusal": "no"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].name"),
+    (CHAT, {"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call"),
     (CHAT, {"messages": [{"role": "assistant", "refusal": 1}]}, "messages[0].refusal"),
     (CHAT, content([]), "messages[0].content"),
     (CHAT, content([{"type": "text"}]), "messages[0].content[0]"),
@@ -761,6 +763,22 @@ def test_unknown_stream_options_are_named() -> None:
     assert caught.value.param == "stream_options.nonsense"
     options = {"include_usage": True, "include_obfuscation": False, "nonsense": None}
     assert call_of(CHAT, stream=True, stream_options=options).stream
+
+
+def test_functions_of_old_are_tools() -> None:
+    call = {"name": "f", "arguments": "{}"}
+    asked = {"role": "assistant", "content": None, "function_call": call}
+    told = {"role": "function", "name": "f", "content": "21"}
+    chat = call_of(CHAT, messages=[asked, told, asked, told])
+    plain = []
+    for number in (0, 2):
+        call_id = f"call{number:05}"
+        tool_call = {"type": "function", "id": call_id, "function": call}
+        plain.append({"role": "assistant", "content": None, "tool_calls": [tool_call]})
+        plain.append({"role": "tool", "content": "21", "name": "f", "tool_call_id": call_id})
+    assert chat.messages == plain
+    alone = call_of(CHAT, messages=[told]).messages
+    assert alone == [{"role": "tool", "content": "21", "name": "f"}]
 
 
 def _tool_call(arguments: str) -> list[dict[str, Any]]:

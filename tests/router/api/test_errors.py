@@ -39,6 +39,14 @@ def test_every_cause_has_an_answer(cause: Cause, dialect: Dialect) -> None:
         assert body["error"]["param"] == "x"
 
 
+def test_details_for_programs_are_anthropics() -> None:
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    error = RequestError("unsupported", "why", param="thread", details=details)
+    answer = error_answer(error, "anthropic")
+    assert (answer.status, json.loads(answer.body)["error"]["details"]) == (400, details)
+    assert "details" not in json.loads(error_answer(error, "openai").body)["error"]
+
+
 @pytest.mark.parametrize(
     ("cause", "openai", "lorax"),
     [

@@ -85,7 +85,7 @@ def test_whole_answer() -> None:
         "id": "msg_req1",
         "role": "assistant",
         "model": "org/small",
-        "content": [{"type": "text", "text": "Hi", "citations": None}],
+        "content": [{"type": "text", "text": "Hi"}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
         "usage": {

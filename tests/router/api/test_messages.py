@@ -234,6 +234,7 @@ def test_form_of_the_text() -> None:
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
         ({"container": "x"}, "container"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"context_management": {"edits": [1]}}, "context_management"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
@@ -248,6 +249,7 @@ def test_refusals(fields: Any, param: str | None) -> None:
     with pytest.raises(RequestError) as caught:
         parse(**fields)
     assert param is None or caught.value.param == param
+    assert (caught.value.details is None) == (param != "thread")
     assert caught.value.cause in ("invalid", "unsupported", "unknown_parameter")
 
 

@@ -11,11 +11,11 @@ from pydantic import TypeAdapter
 
 from router.api.request.formatter import ApiLimits, ApiRequest, Formatter
 from router.api.responses import request as responses
-from router.call import ChoiceResult, FinishReason, RequestError, TextEvent
+from router.call import ChoiceResult, FinishReason, RequestError, TextEvent, TextToken
 from router.parts.parts import CallDelta, ToolCall
 from router.shape.shape import AnyJson, JsonSchema, Shape
 from router.tools.tools import Tool, Tools
-from tests.router.api.answers import HEAD, PROMPT
+from tests.router.api.answers import HEAD, PROMPT, TOKENS
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 EASY = {"role": "user", "content": "Say"}
@@ -178,6 +178,36 @@ def test_the_sdk_gathers_the_answer(parts: list[TextEvent]) -> None:
     assert calls == [item.arguments for item in last.output if item.type == "function_call"]
 
 
+def test_logprobs_are_the_texts() -> None:
+    """Those of reasoning, calls and ends are left out; a stream has them beside its pieces."""
+    asked = {"include": [LOGPROBS], "top_logprobs": 2}
+    assert parse(**asked).call.sampling.logprobs == 2
+    assert parse(include=[LOGPROBS]).call.sampling.logprobs == 0
+    assert parse().call.sampling.logprobs is None
+    thought = [TextToken(5, word, word, -3.0, False) for word in ("<think>", "Hm", "</think>")]
+    marker = TextToken(6, "<tool_call>", "<tool_call>", -4.0, False)
+    *told, end = TOKENS
+    kwargs: Any = {"reasoning": "Hm", "calls": WHOLE.calls[:1], "reasoning_tokens": 3}
+    whole = ChoiceResult(0, 0, "Helü", (*thought, *told, marker, end), "eos", 7, **kwargs)
+    answer = Response.model_validate_json(formatter(**asked).whole([whole], [PROMPT]))
+    text: Any = next(item for item in answer.output if item.type == "message")
+    found = text.content[0].logprobs
+    assert [one.logprob for one in found] == [-0.25, -0.5, -0.75]
+    assert [one.token for one in found[0].top_logprobs] == ["Hel", "Bye"]
+    assert [one.bytes for one in found] == [[72, 101, 108], [0xC3], [0xBC]]
+    assert answer.top_logprobs == 2
+    parts = [TextEvent(0, 0, "", tuple(thought), reasoning="Hm", num_reasoning=3)]
+    parts += [TextEvent(0, 0, token.text, (token,)) for token in told]
+    parts += [TextEvent(0, 0, "", (marker,), calls=called(0, '{"a": 1}'), finish="eos")]
+    events = stream(parts, **asked)
+    deltas = [one for one in events if one.type == "response.output_text.delta"]
+    assert [len(one.logprobs) for one in deltas] == [1, 2]
+    [done] = [one for one in events if one.type == "response.output_text.done"]
+    assert len(done.logprobs) == 3
+    last: Any = next(item for item in events[-1].response.output if item.type == "message")
+    assert last == text
+
+
 def test_failure_within_a_stream() -> None:
     form = formatter(stream=True)
     begun = form.prompt(PROMPT) + form.chunk(event("Hel"))
@@ -317,6 +347,9 @@ def test_items_become_messages(items: list[Any], messages: list[Any]) -> None:
     assert parse(input=items).call.messages == messages
 
 
+LOGPROBS = "message.output_text.logprobs"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -339,15 +372,15 @@ def test_items_become_messages(items: list[Any], messages: list[Any]) -> None:
         ({"input": [CALL | {"arguments": {}}]}, "input[0].arguments"),
         ({"input": [OUTPUT | {"call_id": None}]}, "input[0].call_id"),
         ({"input": [OUTPUT | {"output": None}]}, "input[0].output"),
-        ({"store": True}, "store"),
         ({"background": True}, "background"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"truncation": "auto"}, "truncation"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": ["everything"]}, "include[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": [LOGPROBS], "top_logprobs": 99}, "top_logprobs"),
         ({"max_tool_calls": 2}, "max_tool_calls"),
         ({"max_tokens": 2}, "max_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -399,4 +432,5 @@ def test_what_asks_for_nothing_passes() -> None:
     """As openai-agents sends it, and with all that may be null."""
     parse(include=[], tools=[], store=False, truncation="disabled", background=False)
     parse(**dict.fromkeys(("store", "include", "tools", "text", "reasoning", "conversation")))
+    parse(store=True, include=["reasoning.encrypted_content", "code_interpreter_call.outputs"])
     parse(text={"format": {"type": "text"}}, parallel_tool_calls=False, service_tier="auto")

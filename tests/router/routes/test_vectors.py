@@ -213,9 +213,10 @@ async def test_loraxs_and_teis_shapes(router: Running, worker: FakeWorker) -> No
         return answer.json()
 
     plain, expected = (sum(b"hi"), 2, b"i"[0], 0), unit(sum(b"hi"), 2, b"i"[0], 0)
-    assert (await post(inputs="hi"))["embeddings"] == expected
-    # As lorax-client sends it.
+    # As huggingface_hub sends it, then as lorax-client does.
+    assert await post(inputs="hi") == [expected]
     assert (await post(inputs="hi", parameters=None, stream=False))["embeddings"] == expected
+    assert (await post(inputs="hi", parameters=None))["embeddings"] == expected
     named = {"adapter_id": "org/pirate", "adapter_source": "hub"}
     assert (await post(inputs="hi", parameters=named))["embeddings"] != expected
     assert worker.requests[-1].adapter == PIRATE

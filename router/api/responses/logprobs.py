@@ -1,0 +1,67 @@
+"""Log-probabilities of the tokens of a message's text, as `/v1/responses` has them. Pure."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from router.api.answers import finite
+from router.api.openai.chat_answer import bytes_of
+from router.call import TextToken
+
+
+class TopTokenLogprob(msgspec.Struct, frozen=True):
+    """bytes: empty where they are not known, of a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """bytes: as of the likeliest tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopTokenLogprob]
+
+
+class TextLogprobs:
+    """Finds the tokens of a text among those of an answer, which has reasoning and calls, too.
+
+    wanted: the likeliest tokens a place; None = nothing is reported.
+    """
+
+    def __init__(self, wanted: int | None) -> None:
+        self._is_wanted = wanted is not None
+        self._tokens: deque[TextToken] = deque()
+        self._reasoning = 0
+        self._owed = 0
+
+    def add(self, tokens: Sequence[TextToken], num_reasoning: int) -> None:
+        """The answer's next tokens. num_reasoning: of all that came, more are the reasoning's."""
+        self._tokens.extend(tokens)
+        self._reasoning += num_reasoning
+        while self._tokens and self._reasoning:
+            self._tokens.popleft()
+            self._reasoning -= 1
+
+    def take(self, piece: str) -> tuple[TokenLogprob, ...]:
+        """Those of the next piece of the text."""
+        if not self._is_wanted:
+            return ()
+        found: list[TokenLogprob] = []
+        self._owed += len(piece)
+        while self._tokens and self._owed > 0:
+            token = self._tokens.popleft()
+            self._owed -= len(token.text)
+            if token.text or not token.special:
+                found.append(_of(token))
+        return tuple(found)
+
+
+def _of(token: TextToken) -> TokenLogprob:
+    raw = bytes_of(token.token) if token.raw is None else list(token.raw)
+    top = [TopTokenLogprob(t.text, finite(t.logprob), bytes_of(t.text) or []) for t in token.top]
+    return TokenLogprob(token.token, finite(token.logprob), raw or [], top)

@@ -320,4 +320,5 @@ def _manifest(
         classes=text.classes,
         added_tokens=text.added_tokens,
         table_size=adapter.table_size(base.vocab_size),
+        is_lora_alone=adapter.is_lora_alone,
     )

@@ -79,6 +79,8 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     classes: see AdapterText.
     added_tokens: see AdapterText. table_size: ids from it on do not exist for the adapter, whose
         tables end there, before or behind those of the base; 0 = all ids of the base do.
+    is_lora_alone: products with A and B are all that it changes; False also where it was judged
+        before this was kept.
     """
 
     digest: str
@@ -97,6 +99,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     classes: OwnClasses | None = None
     added_tokens: tuple[OwnToken, ...] = ()
     table_size: int = 0
+    is_lora_alone: bool = False
 
     @property
     def partial(self) -> Coverage | None:
@@ -221,6 +224,12 @@ class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     head: OwnHead | None = None
     norms: OwnNorms | None = None
     is_finished: bool = False
+
+    @property
+    def is_lora_alone(self) -> bool:
+        """Whether products with A and B are all that the adapter changes."""
+        plain = not any(site.vectors or site.table_offset >= 0 for site in self.sites)
+        return plain and self.head is None and self.norms is None
 
     @property
     def is_to_finish(self) -> bool:

@@ -85,6 +85,8 @@ def adapter_field(api: Api) -> str:
 # Of every answer, also of an error once it is known which content it concerns.
 DIGEST_HEADER = "x-loraplex-adapter-digest"
 UNBOUND_HEADER = "x-loraplex-unbound"
+# Of an answer whose request brought a scale.
+SCALE_HEADER = "x-loraplex-adapter-scale"
 
 
 class Secret(str):
@@ -99,13 +101,14 @@ class Secret(str):
 class AdapterChoice(msgspec.Struct, frozen=True):
     """Which adapter the caller named, in the caller's words, and with which credential.
 
-    tenant: the caller's, whose own names come first.
+    tenant: the caller's, whose own names come first. scale: multiplies what the adapter adds.
     """
 
     adapter_id: str
     ref: AdapterRef
     token: Secret | None = None
     tenant: str = ""
+    scale: float = 1.0
 
     def asked_by(self, tenant: str) -> "AdapterChoice":
         return msgspec.structs.replace(self, tenant=tenant)
@@ -347,7 +350,7 @@ class PromptInfo(msgspec.Struct, frozen=True):
 
 class AnswerHead(msgspec.Struct, frozen=True):
     """What every part of one answer shares. model: as the caller named it. seed: the one in use.
-    labels: of a classifier's classes. unbound: see GenerationCall."""
+    labels: of a classifier's classes. unbound: see GenerationCall. adapter_scale: as asked for."""
 
     request_id: str
     created: int
@@ -358,3 +361,4 @@ class AnswerHead(msgspec.Struct, frozen=True):
     base_digest: str = ""
     labels: tuple[str, ...] = ()
     unbound: tuple[str, ...] = ()
+    adapter_scale: float = 1.0

@@ -177,6 +177,12 @@ class LoraTensors(msgspec.Struct, frozen=True):
         return min(sizes - {vocab_size}, default=0)
 
     @property
+    def is_lora_alone(self) -> bool:
+        """Whether products with A and B are all that the adapter changes."""
+        beside = self.biases or self.tables or self.head or self.norms
+        return not beside and not any(module.vectors for module in self.modules)
+
+    @property
     def ordinary(self) -> tuple[ModuleLora, ...]:
         """LoRA of modules that are not of experts."""
         return tuple(module for module in self.modules if isinstance(module, ModuleLora))

@@ -17,7 +17,14 @@ from starlette.responses import Response
 
 from router.api.lorax.answer import Timings, count_headers, head_headers
 from router.api.request.formatter import Formatter
-from router.call import DIGEST_HEADER, UNBOUND_HEADER, GenerationCall, PromptInfo, RequestError
+from router.call import (
+    DIGEST_HEADER,
+    SCALE_HEADER,
+    UNBOUND_HEADER,
+    GenerationCall,
+    PromptInfo,
+    RequestError,
+)
 from router.generation.dispatcher import Dispatcher
 from router.generation.generation import Generation, Part
 from router.generation.way_in import ArrivedRequest, Parse
@@ -172,6 +179,8 @@ def _head_headers(
         headers |= head_headers(head, card.names[0], card.device, source)
     if head.adapter_digest is not None:
         headers[DIGEST_HEADER] = head.adapter_digest
+    if head.adapter_scale != 1:
+        headers[SCALE_HEADER] = f"{head.adapter_scale:g}"
     if observer.start is not None:
         headers["x-loraplex-start"] = observer.start
     if head.unbound:

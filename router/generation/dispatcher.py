@@ -11,7 +11,15 @@ from functools import partial
 from typing import NamedTuple
 
 from router.api.request.formatter import ApiRequest
-from router.call import DIGEST_HEADER, AnswerHead, Api, GenerationCall, RequestError, adapter_field
+from router.call import (
+    DIGEST_HEADER,
+    AdapterChoice,
+    AnswerHead,
+    Api,
+    GenerationCall,
+    RequestError,
+    adapter_field,
+)
 from router.failures import FAILURES, RequestQuarantined, Stopping, request_error
 from router.generation.generation import Generation
 from router.generation.inbox import Inbox
@@ -259,7 +267,7 @@ class Dispatcher:
 
         Raises RequestQuarantined, QueueFull, RequestError.
         """
-        self._check_quarantine(resolved.digest, tokenised)
+        self._check_quarantine(resolved.acting, tokenised)
         count = tokenised.num_sequences
         nbytes = BYTES_A_TOKEN * authorised.call.best_of * tokenised.num_prompt_tokens
         self._check_room(authorised.tenant, count, nbytes)
@@ -322,14 +330,14 @@ class Dispatcher:
         held.callback(self._inboxes.discard, inbox)
         return inbox
 
-    def _check_quarantine(self, digest: str | None, tokenised: TokenisedRequest) -> None:
+    def _check_quarantine(self, acting: str | None, tokenised: TokenisedRequest) -> None:
         """Raises RequestQuarantined."""
         quarantine = self._retries.quarantine
         if not len(quarantine):
             return
         now = asyncio.get_running_loop().time()
         for task in tokenised.tasks:
-            if quarantine.holds(fingerprint(digest, task.prompt.ids, task.sampling), now):
+            if quarantine.holds(fingerprint(acting, task.prompt.ids, task.sampling), now):
                 raise RequestQuarantined
 
     def _check_room(self, tenant: str, sequences: int, nbytes: int) -> None:
@@ -365,7 +373,7 @@ def _salt(authorised: AuthorisedRequest, share_prefixes: bool) -> str:
 def _head(
     authorised: AuthorisedRequest, resolved: ResolvedRequest, tokenised: TokenisedRequest
 ) -> AnswerHead:
-    card, adapter = resolved.model.card, resolved.adapter
+    card, adapter, choice = resolved.model.card, resolved.adapter, authorised.adapter
     return AnswerHead(
         request_id=authorised.request_id,
         created=int(time.time()),
@@ -376,4 +384,5 @@ def _head(
         base_digest=card.base_digest,
         labels=() if card.classes is None else card.classes.labels,
         unbound=tokenised.call.unbound,
+        adapter_scale=choice.scale if isinstance(choice, AdapterChoice) else 1.0,
     )

@@ -113,7 +113,7 @@ class Generation:
         self._observer.queued(context.adapter, self._tokenised.num_prompt_tokens)
 
     def _make_choice(self, task: PromptTask, choice: int, wire_id: str) -> _Choice:
-        call = self._call
+        call, adapter = self._call, self._context.adapter
         request = GenerateRequest(
             request_id=wire_id,
             attempt=0,
@@ -130,6 +130,7 @@ class Generation:
             drafts=self._context.drafts,
             vocab_size=self.model.new_vocab_size,
             tenant=self._context.tenant,
+            adapter_scale=1.0 if adapter is None else adapter.scale,
         )
         slot = task.index * call.best_of + choice
         stream = self._stream_of(task, choice)

@@ -51,7 +51,8 @@ class Retries:
 
 
 def fingerprint(adapter: str | None, prompt_ids: list[int], sampling: SamplingParams) -> bytes:
-    """What makes a request the same to a worker, whoever sends it with whatever seed."""
+    """What makes a request the same to a worker, whoever sends it with whatever seed. adapter: as
+    of `GenerateRequest.acting`."""
     return hashlib.blake2b(
         encode((adapter, prompt_ids, sampling)), digest_size=16, person=b"quarantine"
     ).digest()
@@ -176,7 +177,8 @@ class SequenceRun:
     def _placement_request(self) -> PlacementRequest:
         adapter = self._context.adapter
         digest = "" if adapter is None else adapter.digest
-        prefixes = prefix_keys(self._request.salt, digest, self._request.prompt_ids)
+        request = self._request
+        prefixes = prefix_keys(request.salt, request.acting or "", request.prompt_ids)
         if adapter is None:
             return PlacementRequest("", prefixes=prefixes)
         return PlacementRequest(digest, home_key(adapter.origin), adapter.manifest.nbytes, prefixes)
@@ -258,7 +260,7 @@ class SequenceRun:
 
     def _quarantine(self) -> None:
         request = self._request
-        mark = fingerprint(request.adapter, request.prompt_ids, request.sampling)
+        mark = fingerprint(request.acting, request.prompt_ids, request.sampling)
         self._context.retries.quarantine.add(mark, asyncio.get_running_loop().time())
         self._observer.quarantined()
         logger.error("request %s killed the workers that it ran on", request.request_id)

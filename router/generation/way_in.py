@@ -61,6 +61,11 @@ class ResolvedRequest(msgspec.Struct, frozen=True):
         """The adapter's."""
         return None if self.adapter is None else self.adapter.digest
 
+    @property
+    def acting(self) -> str | None:
+        """As of `GenerateRequest.acting`."""
+        return None if self.adapter is None else self.adapter.acting
+
 
 class AdmittedRequest(msgspec.Struct, frozen=True):
     """It may run. head: of its answer. room: in the queue, for all its sequences."""

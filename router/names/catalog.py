@@ -131,6 +131,8 @@ class Catalog:
         """
         if isinstance(choice, MergedChoice):
             return await self._resolve_merge(choice, sticky)
+        if choice.scale != 1:
+            return await self._resolve_scaled(choice, sticky)
         ref, token = self.rules.target(choice)
         alias = self.rules.registration(choice)
         if alias is not None and alias.state == "ready":
@@ -220,6 +222,15 @@ class Catalog:
                 self._outcomes.pop((merge, _fingerprint(None)), None)
                 raise changed() from error
             raise
+
+    async def _resolve_scaled(self, choice: AdapterChoice, sticky: str) -> ServedAdapter:
+        """What is more than LoRA cannot be scaled by row, and becomes other content."""
+        plain = msgspec.structs.replace(choice, scale=1.0)
+        served = await self.resolve(plain, sticky)
+        if served.manifest.is_lora_alone:
+            return msgspec.structs.replace(served, scale=choice.scale)
+        merged = MergedChoice((plain,), (choice.scale,), "linear", 1.0, "total")
+        return await self._resolve_merge(merged, sticky)
 
     async def _members(self, choice: MergedChoice, sticky: str) -> list[ServedAdapter]:
         count = len(choice.members)

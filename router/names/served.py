@@ -10,7 +10,7 @@ from adapters.merge.recipe import MergeMember, MergeRecipe, make_recipe
 from adapters.ref import AdapterRef, format_ref
 from router.call import MergedChoice, Secret
 from router.names.owned_name import OwnedName
-from server.protocol import AdapterMerge, MemberSource
+from server.protocol import AdapterMerge, MemberSource, acting
 
 _CHANGED_RETRY_S = 1.0
 
@@ -43,6 +43,7 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     origin: a pinned reference, or a merge. token: what opens the reference at its source.
     alias: the registered name that it was named by. rollout: of that name, under which this
     version was chosen; "" = none. tool_format: what its registration says; "" = nothing.
+    scale: of the request's rows; the content knows nothing of it.
     """
 
     adapter_id: str
@@ -52,6 +53,11 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     alias: OwnedName | None = None
     rollout: str = ""
     tool_format: str = ""
+    scale: float = 1.0
+
+    @property
+    def acting(self) -> str:
+        return acting(self.digest, self.scale)
 
     @property
     def digest(self) -> str:

@@ -127,6 +127,8 @@ def bad_sampling(sampling: SamplingParams) -> str | None:
 def _bad_identity(request: GenerateRequest) -> str | None:
     if request.adapter == "":
         return "adapter: expected a digest or nothing, got an empty string"
+    if not 0 < abs(request.adapter_scale) < math.inf:
+        return f"adapter_scale: expected a number other than 0, got {request.adapter_scale}"
     if not 0 <= request.choice <= _INT32_MAX:
         return f"choice: expected 0 to {_INT32_MAX}, got {request.choice}"
     if request.deadline_s is not None and math.isnan(request.deadline_s):

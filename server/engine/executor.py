@@ -18,7 +18,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     """What the executor allocated; constant for its life.
 
     max_rows: sequences that may hold a row at once. max_step_tokens: of one plan.
-    adapter_slots: rows of the device table. arena_extents: extents of `extent_bytes` for adapters.
+    adapter_slots: adapters on the device at once. arena_extents: extents of `extent_bytes` there.
     max_decodes: tokens that the decode slices of a step may have in all; 0 = no slice has a draft.
     short_context: a sequence of more tokens has other keys and values, from its first token on.
     A row is of one kind, that of the tokens it was started with; None = there is one kind.
@@ -42,6 +42,11 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     page_windows: tuple[int | None, ...] = (None,)
     num_classes: int = 0
     writes: bool = True
+
+    @property
+    def table_slots(self) -> int:
+        """Of the device table: those of adapters, and behind them a row's for each scale."""
+        return self.adapter_slots + self.max_rows
 
     @property
     def most_ids(self) -> int:

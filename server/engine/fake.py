@@ -30,9 +30,9 @@ from server.engine.executor import (
 from server.engine.fake_row import ContractError as ContractError
 from server.engine.fake_row import FakeRow, check
 from server.engine.memory.extents import each
-from server.engine.plan import PageGrant, SeqSlice, SliceResult, StepPlan
+from server.engine.plan import PageGrant, ScaledSlot, SeqSlice, SliceResult, StepPlan
 from server.engine.witness import SlabWitness
-from server.protocol import TokenLogprob
+from server.protocol import TokenLogprob, acting
 
 
 def next_allowed(mask: np.ndarray, token_id: int, vocab_size: int) -> int:
@@ -91,6 +91,8 @@ class CertifyingExecutor:
         self._step = plan.step
         for seq_row in plan.freed_rows:
             self._free(seq_row)
+        for scaled in plan.scaled_slots:
+            self._scale(scaled)
         for start in plan.new_rows:
             check(0 <= start.seq_row < self.limits.max_rows, f"no row {start.seq_row}")
             check(start.seq_row not in self._rows, f"row {start.seq_row} is in use")
@@ -142,6 +144,16 @@ class CertifyingExecutor:
     def close(self) -> None:
         self._in_flight.clear()
         self._rows.clear()
+
+    def _scale(self, scaled: ScaledSlot) -> None:
+        slot, source = scaled.adapter_slot, scaled.source_slot
+        is_own = 0 <= slot - self.limits.adapter_slots < self.limits.max_rows
+        check(is_own, f"slot {slot} is not for scales")
+        check(source in self._slots, f"slot {source} is not loaded")
+        read = {piece.adapter_slot for t in self._in_flight for piece in t.plan.slices}
+        check(slot not in read, f"slot {slot} is overwritten under a step in flight")
+        digest, extents = self._slots[source]
+        self._slots[slot] = (acting(digest, scaled.scale), extents)
 
     def _free(self, seq_row: int) -> None:
         row = self._rows.pop(seq_row, None)

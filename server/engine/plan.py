@@ -37,6 +37,15 @@ class PageGrant(msgspec.Struct, frozen=True, array_like=True):
     group: int = 0
 
 
+class ScaledSlot(msgspec.Struct, frozen=True, array_like=True):
+    """From this step on a slot of the device table has the weights of another one, of an adapter of
+    LoRA alone, with all scales multiplied by `scale`."""
+
+    adapter_slot: int
+    source_slot: int
+    scale: float
+
+
 class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     """Tokens `start .. start + num_new` of one sequence, computed in this step.
 
@@ -74,13 +83,14 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """Order of effects: freed_rows, new_rows, grants, then the slices as one batch."""
+    """Order of effects: freed_rows, scaled_slots, new_rows, grants, then the slices together."""
 
     step: int
     slices: list[SeqSlice]
     new_rows: list[RowStart]
     grants: list[PageGrant]
     freed_rows: list[int]
+    scaled_slots: list[ScaledSlot] = []
 
     @property
     def num_tokens(self) -> int:

@@ -106,6 +106,8 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepTicket:
+        for scaled in plan.scaled_slots:
+            self._table.scale(scaled.adapter_slot, scaled.source_slot, scaled.scale)
         self._rows.start(plan.new_rows)
         self._parameters.start(plan.new_rows)
         with_drafts = plan.slices if any(piece.draft for piece in plan.slices) else ()

@@ -116,7 +116,7 @@ def _build_parts(
     model = model.within(limits.max_context)
     table = AdapterTable(
         Sites(model, group.shard),
-        slots=max(config.adapter_slots, 1),
+        slots=limits.table_slots,
         extents=limits.arena_extents,
         extent_bytes=config.extent_bytes,
         dtype=dtype,

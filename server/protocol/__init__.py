@@ -39,6 +39,7 @@ from server.protocol.generation import (
     TokenLogprob,
     VectorKind,
     VectorParams,
+    acting,
 )
 from server.protocol.sampling import SamplingParams
 from server.protocol.workers import (
@@ -91,6 +92,7 @@ __all__ = [
     "WorkerHello",
     "WorkerPicture",
     "WorkerStatus",
+    "acting",
     "decode_router_frame",
     "decode_worker_frame",
     "encode",

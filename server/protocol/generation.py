@@ -53,6 +53,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     drafts: whose answers of the same adapter suggest drafts; None = it has no drafts.
     vocab_size: of its adapter, where that has ids behind the base's; else None.
     tenant: an opaque word for whose the sequence is, by which work takes turns; "" = nobody's.
+    adapter_scale: multiplies all that the adapter adds; only for an adapter of LoRA alone.
     """
 
     request_id: str
@@ -71,6 +72,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     drafts: str | None = None
     vocab_size: int | None = None
     tenant: str = ""
+    adapter_scale: float = 1.0
+
+    @property
+    def acting(self) -> str | None:
+        """See `acting`."""
+        return None if self.adapter is None else acting(self.adapter, self.adapter_scale)
+
+
+def acting(digest: str, scale: float) -> str:
+    """A name for what an adapter does in a request: its digest, and its scale where that is not 1.
+    Whatever depends on the adapter's effect is kept under this name."""
+    return digest if scale == 1 else f"{digest}*{scale!r}"
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="ab"):

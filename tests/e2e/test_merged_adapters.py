@@ -86,9 +86,10 @@ def test_openai_routes_merge_and_scale(http: httpx.Client) -> None:
     base = http.get("/v1/models").json()["data"][0]["id"]
     plain = complete("json")
     assert complete("json", adapter_scale=1) == plain
-    scaled = complete("json", adapter_scale=0.25)
-    assert scaled[1] != plain[1]
-    assert scaled == complete(base, **merged(["json"], [0.25]))
+    for scale in (0.25, -1.5):  # the same content, and what a merge of it alone answers
+        scaled = complete("json", adapter_scale=scale)
+        assert scaled[1] == plain[1]
+        assert scaled[0] == complete(base, **merged(["json"], [scale]))[0] != plain[0]
     both = generate(http, **merged(["json", "sql"], [0.5, 0.5]), max_new_tokens=40)
     assert complete(base, **merged(["json", "sql"], [0.5, 0.5]))[1] == both.headers[DIGEST]
 

@@ -53,17 +53,15 @@ def choose_merge(
     )
 
 
-def choose_scaled(adapter: AdapterChoice, scale: float) -> AdapterChoice | MergedChoice:
+def choose_scaled(adapter: AdapterChoice, scale: float) -> AdapterChoice:
     """The adapter with what it adds multiplied. Raises RequestError."""
-    if scale == 1:
-        return adapter
     require(scale != 0, "0 is the base: leave the adapter out", "adapter_scale")
     require(
         abs(scale) <= MAX_WEIGHT,
         f"expected a scale within +-{MAX_WEIGHT:g}, got {scale:g}",
         "adapter_scale",
     )
-    return MergedChoice((adapter,), (scale,), "linear", 1.0, "total")
+    return msgspec.structs.replace(adapter, scale=scale)
 
 
 def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> str:

@@ -10,7 +10,8 @@ _SIZES = (4096, 1024, 256, 64)  # tokens
 def prefix_keys(salt: str, adapter: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
     """One key for each size of beginning that the prompt has, the longest first.
 
-    KV pages are shared within a salt and adapter only, and so are keys.
+    KV pages are shared within a salt and adapter only, and so are keys. adapter: as of
+    `GenerateRequest.acting`.
     """
     return tuple(
         hash((salt, adapter, size, tuple(prompt_ids[:size])))

@@ -17,6 +17,7 @@ class DraftOwner(NamedTuple):
 
     adapter: str
     tenant: str
+    scale: float = 1.0
 
 
 class Draft(NamedTuple):

@@ -2,7 +2,7 @@
 
 Layers are in groups (`ExecutorLimits.page_windows`), and a page is of one group.
 
-A page's content is named by a SHA-256 chain over salt, adapter digest (or base), whether its
+A page's content is named by a SHA-256 chain over salt, acting adapter (or base), whether its
 sequence is long, and all tokens up to its end. Before an activated adapter acts the chain is the
 base's. Only full pages are shared and nobody writes to a full page, so nothing is ever copied.
 """

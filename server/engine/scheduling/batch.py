@@ -19,7 +19,7 @@ class Batch:
     ) -> None:
         """num_running: sequences for which the step keeps a token each before any draft, those that
         may be admitted included."""
-        self.plan = StepPlan(step, [], [], [], freed_rows)
+        self.plan = StepPlan(step, [], [], [], freed_rows, [])
         self.sequences: list[Sequence] = []
         self.budget = limits.max_step_tokens
         self._page_size = limits.page_size

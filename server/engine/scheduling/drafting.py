@@ -158,7 +158,7 @@ class Drafting:
 
 def _owner(sequence: Sequence) -> DraftOwner:
     request = sequence.request
-    return DraftOwner(request.adapter or "", request.drafts or "")
+    return DraftOwner(request.adapter or "", request.drafts or "", request.adapter_scale)
 
 
 def _is_forced(sequence: Sequence) -> bool:

@@ -82,6 +82,7 @@ class AdapterLoads:
         self._ending: set[str] = set()
         # Of the adapter that was placed last in each slot.
         self._vocabularies = [0] * arena.num_slots
+        self._is_lora_alone = [True] * arena.num_slots
         self._drain: Drain | None = None
         self._stands_back_until = -inf
 
@@ -125,15 +126,15 @@ class AdapterLoads:
             and sequence.precedence > drain.precedence
         )
 
-    def lacks_ids(self, sequence: Sequence) -> str | None:
+    def misfit(self, sequence: Sequence) -> str | None:
         """Why a sequence may not start whose adapter is ready, or None."""
-        wanted = sequence.request.vocab_size
-        if wanted is None:
-            return None
+        wanted, scale = sequence.request.vocab_size, sequence.request.adapter_scale
         slot = -1 if sequence.adapter is None else self.arena.slot(sequence.adapter)
-        if slot >= 0 and self._vocabularies[slot] == wanted:
-            return None
-        return f"vocab_size: {wanted} is not that of the adapter"
+        if wanted is not None and (slot < 0 or self._vocabularies[slot] != wanted):
+            return f"vocab_size: {wanted} is not that of the adapter"
+        if scale != 1 and slot >= 0 and not self._is_lora_alone[slot]:
+            return f"adapter_scale: {scale:g} is for adapters of LoRA alone"
+        return None
 
     # ---- answers of the worker and the executor
 
@@ -302,6 +303,7 @@ class AdapterLoads:
                 slot, extents, _ = placement
                 self.copies.append(AdapterCopy(slot, layout, staged.copy.host_extents, extents))
                 self._vocabularies[slot] = max((s.table_size for s in layout.sites), default=0)
+                self._is_lora_alone[slot] = layout.is_lora_alone
             elif (problem := self.arena.refusal(runs)) is not None:
                 self._refuse(digest, problem)  # pins have come since it was staged
             elif digest in self._parked and now - staged.since >= self.drain_after_s:

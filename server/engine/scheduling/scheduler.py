@@ -11,6 +11,7 @@ from server.constraints.wishes import ConstraintNews, MaskWish
 from server.engine.admission import Refusal, num_ids, refuse, token_limit
 from server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLimits
 from server.engine.memory.residency import AdapterArena
+from server.engine.memory.scaled_slots import ScaledSlots
 from server.engine.messages import EngineStats, SequenceEvent, SlabStaged
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.engine.scheduling.batch import Batch
@@ -48,6 +49,7 @@ class Scheduler:
         self._eos = frozenset(limits.eos_token_ids)
         # Every running sequence can have a token in every step.
         self.rows = SequenceRows(min(limits.max_rows, limits.max_step_tokens))
+        self.scaled_slots = ScaledSlots(limits.adapter_slots, limits.max_rows)
         self._sequences: dict[int, Sequence] = {}
         self._waiting, self._running = list[Sequence](), list[Sequence]()  # in order of precedence
         self._departing: set[Sequence] = set()  # to be released at a later commit
@@ -286,13 +288,23 @@ class Scheduler:
         if sequence.adapter is not None:
             placement = self.arena.acquire(sequence.adapter)
             assert placement is not None
-            sequence.adapter_slot = placement.adapter_slot
+            sequence.adapter_slot = self._scaled(batch, sequence, placement.adapter_slot)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_len)
             self._prefix_hit_tokens += sequence.cached_tokens
             self._prompt_tokens += sequence.prompt_len
         batch.start(sequence)
         batch.add(sequence)
+
+    def _scaled(self, batch: Batch, sequence: Sequence, slot: int) -> int:
+        """The adapter's slot, or one with the scale that the sequence asks for."""
+        scale = sequence.request.adapter_scale
+        if scale == 1:
+            return slot
+        slot, news = self.scaled_slots.take(slot, scale)
+        if news is not None:
+            batch.plan.scaled_slots.append(news)
+        return slot
 
     def mask_wishes(self, slices: list[int]) -> list[MaskWish]:
         """Of these slices of the oldest step in flight."""
@@ -382,6 +394,7 @@ class Scheduler:
         self.rows.give_back(sequence.seq_row)
         if sequence.adapter is not None:
             self.arena.release(sequence.adapter)
+            self.scaled_slots.give_back(sequence.adapter_slot)
         sequence.seq_row = sequence.adapter_slot = -1
         sequence.leaving = False
         sequence.prompt_logprobs.clear()
@@ -393,7 +406,7 @@ class Scheduler:
             sequence.move(State.NEEDS_ADAPTER)
             sequence.parked_at = self._now
             self.loads.park(sequence)
-        elif (problem := self.loads.lacks_ids(sequence)) is not None:
+        elif (problem := self.loads.misfit(sequence)) is not None:
             self._fail(sequence, "invalid_request", problem)
         else:
             insort(self._waiting, sequence, key=BY_PRECEDENCE)

@@ -146,6 +146,11 @@ class Sequence:
         return None if self.request.adapter_from is None else self.request.adapter
 
     @property
+    def acting(self) -> str | None:
+        """What names that one's effect on those tokens."""
+        return None if self.request.adapter_from is None else self.request.acting
+
+    @property
     def adapter_from(self) -> int:
         """The first token on which its adapter acts."""
         return self.request.adapter_from or 0
@@ -201,7 +206,7 @@ class Sequence:
 
     def _parent(self, page_size: int) -> PageHash:
         """Of the next page to be hashed."""
-        begins, adapter = self.adapter_from, self.adapter
+        begins, adapter = self.adapter_from, self.acting
         if self.hashes:
             parent = self.hashes[-1]
         else:

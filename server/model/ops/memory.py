@@ -94,7 +94,7 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     # position; adapters' records.
     groups = len(page_groups(model).windows)
     row = context * 4 + groups * -(-context // engine.page_size) * 8
-    records = engine.adapter_slots * model.num_sites * 64
+    records = (engine.adapter_slots + engine.max_running) * model.num_sites * 64
     tables = engine.max_running * row + LOGITS_ROWS * context * 4
     tables += _rotation_bytes(model, context) + records
     passing = 2 * activations + logits + masks + pieces + _written_out(model) * item

@@ -9,7 +9,7 @@ from router.api.lorax import request as lorax
 from router.api.messages import request as messages
 from router.api.openai import chat, completions
 from router.api.request.formatter import ApiLimits, ApiRequest
-from router.call import MergedChoice, RequestError
+from router.call import AdapterChoice, MergedChoice, RequestError
 
 LIMITS = ApiLimits(("small", "org/small"), "hub")
 TWO = {"ids": ["org/a@main", "b"], "weights": [0.5, -1]}
@@ -117,12 +117,10 @@ def test_other_apis_merge_beside_the_bases_name(api: str) -> None:
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_a_scale_is_a_merge_of_one(api: str) -> None:
+def test_a_scale_is_the_requests_own(api: str) -> None:
     found = adapter_asked(api, "b", adapter_scale=0.5)
-    assert isinstance(found, MergedChoice)
-    assert ([each.adapter_id for each in found.members], found.weights) == (["b"], (0.5,))
-    assert found.strategy == "linear"
-    assert found == adapter_asked(api, "small", merged_adapters={"ids": ["b"], "weights": [0.5]})
+    assert isinstance(found, AdapterChoice)
+    assert (found.adapter_id, found.scale) == ("b", 0.5)
     assert adapter_asked(api, "b", adapter_scale=1) == adapter_asked(api, "b")
 
 

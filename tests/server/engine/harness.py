@@ -288,6 +288,7 @@ class Harness:
         assert sorted(self.scheduler.rows.free) == list(
             range(min(self.limits.max_rows, self.limits.max_step_tokens))
         )
+        assert not self.scheduler.scaled_slots.num_used
         assert not self.scheduler.pages._computing
         assert not self.scheduler._departing
         assert not self.scheduler._sequences

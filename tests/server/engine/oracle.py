@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from server.engine.certificates import CertifyOptions, certified_output
 from server.engine.drafts.draft import Draft, DraftOwner
 from server.engine.drafts.source import Drafts, DraftSource
+from server.protocol import acting
 
 _CHANCE = 0.95
 
@@ -26,7 +27,8 @@ class OracleDrafts(Drafts):
     def propose(self, most: int) -> Draft:
         """The next tokens; each is a wrong one as often as the source says."""
         count = self.num_tokens - len(self._prompt_ids)
-        options, adapter = self._oracle.options, self._owner.adapter or None
+        options, owner = self._oracle.options, self._owner
+        adapter = acting(owner.adapter, owner.scale) if owner.adapter else None
         output = certified_output(adapter, self._prompt_ids, count + most, options)
         said = [self._said(count + i, token) for i, token in enumerate(output[count:])]
         return Draft(said, [_CHANCE] * len(said))

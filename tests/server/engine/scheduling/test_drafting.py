@@ -122,8 +122,9 @@ def test_drafts_have_the_adapter_and_tenant_of_their_request(
     monkeypatch.setattr(source, "open", note)
     for adapter, tenant in (("a", "x"), ("a", "y"), (None, "x")):
         harness.submit(make_request([5], 4, adapter, drafts=tenant))
+    harness.submit(make_request([5], 4, "a", drafts="x", adapter_scale=0.5))
     harness.run()
-    assert sorted(opened) == [("", "x"), ("a", "x"), ("a", "y")]
+    assert sorted(opened) == [("", "x", 1), ("a", "x", 0.5), ("a", "x", 1), ("a", "y", 1)]
 
 
 @pytest.mark.parametrize(("second", "helped"), [("x", True), ("y", False)])

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -31,6 +32,7 @@ WISHES = st.fixed_dictionaries(
         "prompt": PROMPTS,
         "max_tokens": st.integers(0, 24),
         "adapter": ADAPTERS,
+        "adapter_scale": st.sampled_from([1.0, 1.0, 0.5, -2.0]),
         "priority": st.sampled_from([0, 1, BACKGROUND_PRIORITY]),
         "deadline_s": st.sampled_from([None, None, None, 0.05, 5.0]),
         "salt": st.sampled_from(["", "", "tenant"]),
@@ -111,10 +113,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         begins = wish["adapter_from"]
         if begins is not None:
             begins = wish["adapter_from"] = min(begins, len(wish["prompt"]) - 1)
+        request = make_request(**wish)
         accepted = certified_output(
-            wish["adapter"], wish["prompt"], count, self.options, wish["min_tokens"], begins
+            request.acting, wish["prompt"], count, self.options, wish["min_tokens"], begins
         )
-        request = make_request(accepted_ids=accepted, **wish)
+        request = msgspec.structs.replace(request, accepted_ids=accepted)
         self.requests[self.harness.submit(request)] = request
 
     @precondition(lambda self: self.requests)
@@ -177,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         last = harness.last(key)
         sampling = request.sampling
         limit = min(sampling.max_tokens, harness.limits.max_context - len(request.prompt_ids))
-        origin = (request.adapter, request.prompt_ids, limit, self.options)
+        origin = (request.acting, request.prompt_ids, limit, self.options)
         whole = certified_output(*origin, sampling.min_tokens, request.adapter_from)
         tokens = request.accepted_ids + harness.tokens(key)
         if last.finish in ("stop", "length"):
@@ -204,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         begins, mark, marks = request.adapter_from, ROOT_MARK, list[Mark]()
         for position, token_id in enumerate(request.prompt_ids):
             acts = begins is not None and position >= begins
-            mark = next_mark(mark, token_id, request.adapter if acts else None)
+            mark = next_mark(mark, token_id, request.acting if acts else None)
             marks.append(mark)
         assert last.vector == certified_vector(marks, request.vector, CLASSES)
 

@@ -95,7 +95,7 @@ UNSAID = (
     Rule(_READS, "what is merged is an adapter", (400, 422), r"got the base model"),
     # Of operators'
     Rule(_REGISTERS, "a reference names its source", (400,), r"names no source|bad adapter refer"),
-    Rule(_REGISTERS, "a name has no `..`", (400,), r"expected letters, digits"),
+    Rule(_REGISTERS, "a name has its form", (400,), r"`name`: .*(in a name|a name (has|begins))"),
     Rule(
         _REGISTERS, "what a name means is said once", (400,), r"give (ref|it)|they need `versions`"
     ),

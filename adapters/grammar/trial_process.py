@@ -1,12 +1,10 @@
 """The process that tries grammars out: limits on itself first, then one grammar at a time.
 
-Frames on stdin and stdout: 4 bytes of length, big-endian, then msgpack. The first frame says what
-to expect; each later one is a grammar, answered by what is wrong with it, or "".
+It first reads a Begin. Each question is a grammar, answered by what is wrong with it, or "".
 """
 
+import os
 import resource
-import signal
-import sys
 from functools import partial
 
 import msgspec
@@ -14,9 +12,11 @@ import msgspec
 from adapters.grammar.compile import GrammarError, compile_grammar
 from adapters.grammar.deep_threads import STACK_BYTES, run_deep
 from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import byte_vocabulary
+from adapters.grammar.vocabulary import Vocabulary, byte_vocabulary
+from adapters.helpers.answering import answer_questions, read_frame
 
 _OWN_BYTES = (2 << 30) + 2 * STACK_BYTES  # address space of Python, libraries and stacks
+_NICE = 10  # what serves goes first
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True):
@@ -32,17 +32,16 @@ def main() -> None:
     begin = msgspec.msgpack.decode(read_frame() or b"", type=Begin)
     vocabulary = byte_vocabulary(begin.vocab_size, begin.end_ids, begin.specials)
     _limit_self(begin.limits)
-    _write(b"")
-    while (frame := read_frame()) is not None:
-        # Its default action ends the process, in the middle of a C call if need be.
-        signal.setitimer(signal.ITIMER_PROF, begin.limits.compile_s)
-        try:
-            run_deep(partial(compile_grammar, vocabulary, frame.decode(), begin.limits))
-            answer = ""
-        except GrammarError as error:
-            answer = str(error)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(answer.encode())
+    os.nice(_NICE)
+    answer_questions(partial(_problem, vocabulary, begin.limits), begin.limits.compile_s)
+
+
+def _problem(vocabulary: Vocabulary, limits: GrammarLimits, grammar: bytes) -> bytes:
+    try:
+        run_deep(partial(compile_grammar, vocabulary, grammar.decode(), limits))
+    except GrammarError as error:
+        return str(error).encode()
+    return b""
 
 
 def _limit_self(limits: GrammarLimits) -> None:
@@ -50,19 +49,3 @@ def _limit_self(limits: GrammarLimits) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (space, space))
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))
-
-
-def read_frame() -> bytes | None:
-    head = sys.stdin.buffer.read(4)
-    if len(head) < 4:
-        return None
-    return sys.stdin.buffer.read(int.from_bytes(head, "big"))
-
-
-def _write(data: bytes) -> None:
-    sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
-    sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,10 @@
 """The process that renders tenants' chat templates: limits on itself first, then one at a time.
 
-Frames on stdin and stdout: 4 bytes of length, big-endian, then msgpack. It gives up memory, files,
-processes and all but a little processor time before it reads anything.
+It gives up memory, files, processes and all but a little processor time before it reads a question:
+a RenderJob in msgpack, answered by a RenderOutcome.
 """
 
 import resource
-import signal
-import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -14,6 +12,7 @@ import msgspec
 
 from adapters.chat.conversation import FaultCause, MessageForm, TemplateFault, TemplateOptions
 from adapters.chat.template import ChatTemplate
+from adapters.helpers.answering import answer_questions, read_frame
 
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 512 << 20
@@ -42,17 +41,16 @@ class RenderOutcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 def main() -> None:
+    read_frame()
     _warm_up()
     _limit_self()
     decode = msgspec.msgpack.Decoder(RenderJob).decode
     templates: _Templates = OrderedDict()
-    _write(RenderOutcome(""))  # ready
-    while (frame := _read()) is not None:
-        # Its default action ends the process, in the middle of a C call if need be.
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        outcome = _render(templates, decode(frame))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(outcome)
+
+    def answer(question: bytes) -> bytes:
+        return msgspec.msgpack.encode(_render(templates, decode(question)))
+
+    answer_questions(answer, CPU_SECONDS)
 
 
 def _warm_up() -> None:
@@ -90,16 +88,3 @@ def _render(templates: _Templates, job: RenderJob) -> RenderOutcome:
     except OSError as error:
         why = f"the chat template asked for what is out of reach: {error.strerror}"
         return RenderOutcome(fault=why)
-
-
-def _read() -> bytes | None:
-    head = sys.stdin.buffer.read(4)
-    if len(head) < 4:
-        return None
-    return sys.stdin.buffer.read(int.from_bytes(head, "big"))
-
-
-def _write(outcome: RenderOutcome) -> None:
-    frame = msgspec.msgpack.encode(outcome)
-    sys.stdout.buffer.write(len(frame).to_bytes(4, "big") + frame)
-    sys.stdout.buffer.flush()

@@ -14,6 +14,7 @@ from adapters.grammar.compile import GrammarError, check_source, compile_grammar
 from adapters.grammar.deep_threads import run_deep
 from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import byte_vocabulary, make_vocabulary
+from tests.lost_helpers import kill_helpers
 from tests.vocabularies import load
 
 SPECIALS = {2: b"</s>", 3: b"<|call|>"}
@@ -100,6 +101,15 @@ def test_what_costs_too_much_or_is_wrong_is_refused(checker: GrammarChecker, nam
 def test_a_lost_process_says_what_it_lacked(checker: GrammarChecker) -> None:
     with pytest.raises(GrammarError, match="1.5 s of processor time"):
         checker.check(ENDLESS)
+
+
+def test_a_process_that_died_idle_says_nothing_of_the_next_grammar(
+    checker: GrammarChecker,
+) -> None:
+    for number in range(3):
+        checker.check(f'start: "{number}"')
+        kill_helpers("adapters.grammar.trial_process")
+        checker.check(f'start: "x{number}"')
 
 
 def test_errors_say_nothing_of_llguidances_insides() -> None:

@@ -8,7 +8,9 @@ import pytest
 from llguidance import LLMatcher
 
 from adapters.grammar.limits import GrammarLimits
+from adapters.helpers.helper import Helper, HelperUnavailable
 from server.protocol import ErrorCode, GenerateRequest
+from tests.lost_helpers import kill_helpers
 from tests.router.fake_worker import FakeWorker, ids_of, make_card, running_worker
 from tests.router.serving import Running, running_router
 
@@ -86,6 +88,28 @@ async def test_bad_grammars_never_wait(
         assert error["param"].startswith(param)
         assert f"`{param}" in error["message"] or "token ids" in error["message"]
     assert not worker.requests
+
+
+async def test_a_lost_checker_is_replaced(router: Running) -> None:
+    for number in range(3):
+        assert (await ask(router, guided_regex=f"a{number}")).status_code == 200
+        kill_helpers("adapters.grammar.trial_process")
+        for _ in range(2):
+            assert (await ask(router, guided_regex=f"b{number}")).status_code == 200
+
+
+async def test_checkers_that_are_lost_say_nothing_that_is_kept(
+    router: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(child: Helper, question: bytes) -> bytes:
+        raise HelperUnavailable("it was lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Helper, "ask", lose)
+        answer = await ask(router, guided_regex="ab")
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"]
+    assert (await ask(router, guided_regex="ab")).status_code == 200
 
 
 async def test_loraxs_routes_say_422(router: Running) -> None:

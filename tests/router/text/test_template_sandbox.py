@@ -11,6 +11,7 @@ from adapters.chat.template import ChatTemplate
 from router.call import RequestError
 from router.text.template_sandbox import TemplateSandbox
 from tests.adapters.chat.test_forms import FOLDER
+from tests.lost_helpers import kill_helpers
 from tests.router.text.small_models import REFUSING, TEMPLATE
 
 MESSAGES: list[dict[str, Any]] = [
@@ -109,6 +110,14 @@ async def test_a_cancelled_render_leaves_no_answer_for_the_next(sandbox: Templat
     assert await sandbox.render("{{ eos_token }}", TOKENS, MESSAGES, NONE) == "</s>"
 
 
+async def test_processes_that_died_idle_cost_nobody_anything(sandbox: TemplateSandbox) -> None:
+    for number in range(3):
+        source = f"{number}{{{{ bos_token }}}}"
+        assert await sandbox.render(source, TOKENS, MESSAGES, NONE) == f"{number}<s>"
+        kill_helpers("router.text.template_worker")
+        assert await sandbox.render(source, TOKENS, MESSAGES, NONE) == f"{number}<s>"
+
+
 async def test_long_messages_that_cost_a_process_are_not_the_templates_fault(
     sandbox: TemplateSandbox,
 ) -> None:
@@ -130,11 +139,11 @@ async def test_long_messages_that_cost_a_process_are_not_the_templates_fault(
 async def test_a_machine_without_processes_is_not_the_templates_fault(
     sandbox: TemplateSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def none_left(*_: object, **__: object) -> None:
+    def none_left(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     with monkeypatch.context() as patched:
-        patched.setattr("asyncio.create_subprocess_exec", none_left)
+        patched.setattr("subprocess.Popen", none_left)
         with pytest.raises(RequestError) as refused:
             await sandbox.render("x", {}, [], NONE)
         assert refused.value.cause == "unavailable"

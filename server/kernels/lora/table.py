@@ -90,6 +90,14 @@ class LoraTable:
         ints = self._records[slot].view(np.int32)
         ints[0, WIDEST] = ints[:, INT32_RANKS : INT32_RANKS + MAX_PROJECTIONS].max()
 
+    def scale(self, slot: int, source_slot: int, scale: float) -> None:
+        """Set the slot's records to those of another one, with all scales multiplied."""
+        self._check_slot(slot)
+        self._check_slot(source_slot)
+        self._records[slot] = self._records[source_slot]
+        floats = self._records[slot].view(np.float32)
+        floats[:, FLOAT32_SCALES : FLOAT32_SCALES + MAX_PROJECTIONS] *= np.float32(scale)
+
     def upload(self, slot: int) -> None:
         """Copy the slot's records to the device, asynchronously on the current stream."""
         self._check_slot(slot)

@@ -81,24 +81,6 @@ class AdapterTable:
             item_bytes=self.dtype.itemsize,
             arena_bytes=self.arena.numel(),
         )
-        self._write(slot, placed)
-        return Adapter(placed, self.sites, self.arena, self.dtype)
-
-    def scale(self, slot: int, source_slot: int, scale: float) -> None:
-        """Let what is launched from now on find in `slot` the adapter of `source_slot`, of LoRA
-        alone, with all that it adds multiplied. No step in flight uses the slot.
-
-        Raises ValueError where no adapter is bound to `source_slot`.
-        """
-        source = self._slots[source_slot]
-        if source is None:
-            raise ValueError(f"slot {source_slot} has no adapter to scale")
-        placed = replace(source.placed, scales=source.placed.scales * scale)
-        self._write(slot, placed)
-        self.bind(slot, Adapter(placed, self.sites, self.arena, self.dtype))
-
-    def _write(self, slot: int, placed: PlacedAdapter) -> None:
-        """The slot's records, on the host."""
         start = self.arena.data_ptr()
         self.device_table.clear(slot)
         self.device_table.write(
@@ -112,6 +94,20 @@ class AdapterTable:
         )
         has = placed.vectors >= 0
         self.vector_table.write(slot, placed.sites[has], start + placed.vectors[has])
+        return Adapter(placed, self.sites, self.arena, self.dtype)
+
+    def scale(self, slot: int, source_slot: int, scale: float) -> None:
+        """Let what is launched from now on find in `slot` the adapter of `source_slot`, of LoRA
+        alone, with all that it adds multiplied. No step in flight uses the slot.
+
+        Raises ValueError where no adapter is bound to `source_slot`.
+        """
+        source = self._slots[source_slot]
+        if source is None:
+            raise ValueError(f"slot {source_slot} has no adapter to scale")
+        placed = replace(source.placed, scales=source.placed.scales * scale)
+        self.device_table.scale(slot, source_slot, scale)
+        self.bind(slot, Adapter(placed, self.sites, self.arena, self.dtype))
 
     def bind(self, slot: int, adapter: Adapter) -> None:
         """Let what is launched from now on use the slot, which no step in flight does."""

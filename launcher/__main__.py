@@ -115,6 +115,7 @@ def _parser() -> Parser:
     )
     worker.add_argument("model", metavar="MODEL", nargs="?", help="Hub id or folder")
     worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
+    worker.add_argument("--metrics-fd", type=int, help=argparse.SUPPRESS)
     add_options(worker, config.WORKER_OPTIONS)
     worker.set_defaults(command=_worker)
     _add_adapter(commands)
@@ -289,7 +290,7 @@ def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     log_to_stderr(written=chosen.log_format)
     config.check_worker(chosen)
     try:
-        run(chosen, arguments.listen_fd)
+        run(chosen, arguments.listen_fd, arguments.metrics_fd)
     except (AddressError, WorkerStartError) as error:
         fail(str(error), 1)
     # A download on a thread must not hold the process back: nothing more is to be done.

@@ -53,6 +53,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
         {
             "metrics_adapters",
             "metrics_compat",
+            "worker_metrics_port",
             "otlp_endpoint",
             "trace_sample",
             "log_requests",

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import socket
 from collections.abc import Mapping, Sequence
 
 import httpx
 
 from launcher.config import WORKER_OPTIONS, child_environment
-from launcher.options import render, values_of
-from launcher.plan import LOOPBACK
+from launcher.options import MAX_PORT, OptionError, render, values_of
+from launcher.plan import LOOPBACK, ServePlan
 from launcher.processes import Child, ChildSupervisor, Say, say, start_child
 from launcher.worker_groups import WorkerGroups
 from server.config import WorkerConfig
@@ -23,22 +24,33 @@ THREADS = "OMP_NUM_THREADS"
 
 
 class LocalWorker:
-    """Its port outlives its processes, so that a restarted one is found where the first was."""
+    """Its ports outlive its processes, so that a restarted one is found where the first was."""
 
-    def __init__(self, name: str, config: WorkerConfig, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: WorkerConfig,
+        environ: Mapping[str, str],
+        watched: socket.socket | None = None,
+    ) -> None:
+        """watched: where it answers /metrics and /health alone."""
         self.config = config
         self.environ = environ
         self._listener = open_listener(LOOPBACK, 0)
+        self._watched = watched
         self.address = f"{LOOPBACK}:{self._listener.getsockname()[1]}"
         self.service = ChildSupervisor(name, self._start, say)
 
     def _start(self, on_line: Say) -> Child:
         values = values_of(self.config)
         options = [option for option in WORKER_OPTIONS if option.field not in ("model", "port")]
-        fd = self._listener.fileno()
-        arguments = ["worker", self.config.model, f"--listen-fd={fd}", *render(options, values)]
+        fds = {"listen": self._listener.fileno()}
+        if self._watched is not None:
+            fds["metrics"] = self._watched.fileno()
+        given = [f"--{name}-fd={fd}" for name, fd in fds.items()]
+        arguments = ["worker", self.config.model, *given, *render(options, values)]
         environ = child_environment(self.environ, options, values)
-        return start_child(arguments, environ, on_line, (fd,))
+        return start_child(arguments, environ, on_line, tuple(fds.values()))
 
     async def until_ready(self, http: httpx.AsyncClient) -> None:
         await until_ready(http, f"http://{self.address}")
@@ -49,6 +61,8 @@ class LocalWorker:
 
     def close(self) -> None:
         self._listener.close()
+        if self._watched is not None:
+            self._watched.close()
 
 
 async def until_ready(http: httpx.AsyncClient, url: str) -> None:
@@ -60,21 +74,40 @@ async def until_ready(http: httpx.AsyncClient, url: str) -> None:
 
 
 def local_workers(
-    groups: WorkerGroups, config: WorkerConfig, environ: Mapping[str, str]
+    groups: WorkerGroups,
+    config: WorkerConfig,
+    environ: Mapping[str, str],
+    watched: Sequence[socket.socket] = (),
 ) -> list[LocalWorker]:
-    """config: of all of them. environ: the launcher's. Raises AddressError."""
+    """config: of all of them. environ: the launcher's. watched: of each. Raises AddressError."""
     config = dataclasses.replace(config, tp=groups.tp)
+    places = watched or [None] * groups.workers
     if groups.workers == 1:
-        return [LocalWorker("worker", config, {**environ, **_share(groups, 0, environ)})]
+        return [LocalWorker("worker", config, {**environ, **_share(groups, 0, environ)}, *places)]
     names = [f"worker-{number}" for number in range(groups.workers)]
     return [
         LocalWorker(
             name,
             dataclasses.replace(config, worker_id=name),
             {**environ, **_share(groups, number, environ)},
+            place,
         )
-        for number, name in enumerate(names)
+        for number, (name, place) in enumerate(zip(names, places, strict=True))
     ]
+
+
+def watched_ports(plan: ServePlan) -> list[socket.socket]:
+    """Of --worker-metrics-port, one for each worker. Raises AddressError, OptionError."""
+    first, router = plan.asked.worker_metrics_port, plan.router
+    if not first:
+        return []
+    ports = range(first, first + plan.groups.workers)
+    if ports[-1] > MAX_PORT or {router.port, router.metrics_port} & {*ports}:
+        raise OptionError(
+            f"--worker-metrics-port {first}: the workers take the ports {first} to {ports[-1]}, of "
+            f"which none may be --port, --metrics-port or beyond {MAX_PORT}"
+        )
+    return [open_listener(router.host, port, flag="--worker-metrics-port") for port in ports]
 
 
 def _share(groups: WorkerGroups, number: int, environ: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import httpx
 
 from adapters.common.loopback import is_loopback
 from launcher.config import ROUTER_OPTIONS, check_router, check_worker, child_environment
-from launcher.local_worker import STOP_MARGIN_S, local_workers, until_ready
+from launcher.local_worker import STOP_MARGIN_S, local_workers, until_ready, watched_ports
 from launcher.model_needs import ModelNeeds, choose_groups
 from launcher.options import Values, render, values_of
 from launcher.plan import LOOPBACK, ServePlan, plan
@@ -52,7 +52,7 @@ class Serve:
         config = dataclasses.replace(plan.worker, secret=secret)
         self._plan = plan
         self._environ = environ
-        self.workers = local_workers(plan.groups, config, environ)
+        self.workers = local_workers(plan.groups, config, environ, watched_ports(plan))
         addresses = tuple(f"ws://{worker.address}" for worker in self.workers)
         self._router = dataclasses.replace(plan.router, port=port, secret=secret, workers=addresses)
         self.router = ChildSupervisor("router", self._start_router, say)

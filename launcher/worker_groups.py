@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from launcher.options import OptionError
+from launcher.options import MAX_PORT, OptionError
 
 # Whether GPUs hold a model, each a part: not at all, with little room for keys and values, or well.
 Fit = Literal["no", "tight", "well"]
@@ -33,6 +33,14 @@ class AskedGroups:
             "unset": "auto",
             "help": "GPUs of a worker, each with a part of every matrix (tensor parallelism); on a"
             " CPU processes (auto: as few as hold the model)",
+        },
+    )
+    worker_metrics_port: int = field(
+        default=0,
+        metadata={
+            "max": MAX_PORT,
+            "help": "port of --host for a worker's /metrics and /health; each of several workers"
+            " takes the next (0 = none)",
         },
     )
 

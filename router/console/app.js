@@ -17,7 +17,7 @@ const names = new Names();
 const feed = new FleetFeed(() => show());
 const fleetView = new FleetView(feed, names, () => openKeys("admin"));
 const playground = new Playground(feed, names, openKeys);
-const batchView = new BatchView(() => openKeys("api"));
+const batchView = new BatchView(feed, () => openKeys("api"));
 
 function show() {
   const live = byId("live");
@@ -35,6 +35,7 @@ function show() {
   }
   if (current === "fleet" || !fleet) fleetView.show();
   else if (current === "playground") playground.showMarks();
+  if (!batchView.asked) batchView.ask();
 }
 
 // Views
@@ -110,7 +111,7 @@ function useKeys() {
   byId("keys").close();
   feed.restart();
   playground.learn();
-  batchView.ask();
+  batchView.watch(current === "batches");
 }
 
 byId("open-keys").addEventListener("click", () => openKeys(current === "fleet" ? "admin" : "api"));

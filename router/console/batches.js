@@ -9,21 +9,25 @@ const MOST_FILES = 200;
 const READ_CHARS = 1 << 16; // of a file of errors
 const SHOWN_FAILURES = 20;
 const OPEN = ["validating", "in_progress"];
+const OFF = { status: 501, message: "The router was started without --files-dir." };
 const STATUSES = { in_progress: "running", finalizing: "writing answers", validating: "waiting" };
 
 export class BatchView {
-  /** openKeys: shows the dialog in which the key is typed. */
-  constructor(openKeys) {
+  /** feed: its picture says whether there are batches. openKeys: shows the dialog in which the key is typed. */
+  constructor(feed, openKeys) {
+    this.feed = feed;
     this.openKeys = openKeys;
     this.rows = new Map(); // by id
     this.seen = false;
     this.asked = 0;
+    this.off = false; // as the router has answered, where the picture is locked
     document.addEventListener("visibilitychange", () => this.watch(this.seen));
   }
 
   /** seen: whether the view is the one that is shown. */
   watch(seen) {
     this.seen = seen;
+    this.off = false;
     clearInterval(this.timer);
     if (!seen || document.hidden) return;
     this.timer = setInterval(() => this.ask(), EVERY_MS);
@@ -31,14 +35,14 @@ export class BatchView {
   }
 
   async ask() {
-    if (!this.seen) return;
+    if (!this.seen || this.feed.state === "connecting") return;
+    const { fleet } = this.feed;
+    if (fleet ? fleet.work.batches === null : this.off) return this.fail(OFF);
     this.asked += 1;
     const { asked } = this;
     try {
-      const [batches, files] = await Promise.all([
-        ask(`v1/batches?limit=${MOST_BATCHES}`),
-        ask(`v1/files?limit=${MOST_FILES}`),
-      ]);
+      const batches = await ask(`v1/batches?limit=${MOST_BATCHES}`);
+      const files = await ask(`v1/files?limit=${MOST_FILES}`);
       if (asked === this.asked) this.show(batches, files);
     } catch (error) {
       if (asked === this.asked) this.fail(error);
@@ -46,8 +50,9 @@ export class BatchView {
   }
 
   fail({ status, message }) {
+    this.off = status === OFF.status;
     const wantsKey = status === 401 || status === 403;
-    const title = wantsKey ? "Batches want an API key" : "No batches are shown";
+    const title = wantsKey ? "Batches want an API key" : this.off ? "Batches are off" : "No batches are shown";
     const key = `${title} ${message}`;
     const node = byId("batches-notice");
     byId("batches-body").hidden = true;

@@ -28,8 +28,11 @@ def check_exposure(host: str, secret: str) -> None:
     )
 
 
-def open_listener(host: str, port: int, listen_fd: int | None = None) -> socket.socket:
-    """A bound socket: a port in use shows before a model is loaded. Raises AddressError."""
+def open_listener(
+    host: str, port: int, listen_fd: int | None = None, flag: str = "--port"
+) -> socket.socket:
+    """A bound socket: a port in use shows before a model is loaded. flag: what names the port.
+    Raises AddressError."""
     if listen_fd is not None:
         return socket.socket(fileno=listen_fd)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -40,15 +43,15 @@ def open_listener(host: str, port: int, listen_fd: int | None = None) -> socket.
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise AddressError(_why_not(host, port, error)) from error
+        raise AddressError(_why_not(host, port, error, flag)) from error
     return listener
 
 
-def _why_not(host: str, port: int, error: OSError) -> str:
+def _why_not(host: str, port: int, error: OSError, flag: str) -> str:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return (
             f"host {host} is no address of this machine: {error.strerror}; choose another with"
             " --host, such as 127.0.0.1 or 0.0.0.0"
         )
     which = "another of 1024 and more" if error.errno == errno.EACCES else "another"
-    return f"port {port} of {host} cannot be used: {error.strerror}; choose {which} with --port"
+    return f"port {port} of {host} cannot be used: {error.strerror}; choose {which} with {flag}"

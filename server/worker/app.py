@@ -6,6 +6,7 @@ from starlette.applications import Starlette
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from server.worker.connections import RouterConnection
@@ -24,16 +25,21 @@ class WorkerApp:
         self._connections = 0
         self._next_number = 0
 
-    def build(self) -> Starlette:
-        return Starlette(
-            routes=[
-                Route("/card", self.card),
-                Route("/health/live", self.live),
-                Route("/health/ready", self.ready),
-                Route("/metrics", self.metrics),
-                WebSocketRoute("/connect", self.connect),
-            ]
-        )
+    def build(self, *watched_ports: int) -> ASGIApp:
+        """watched_ports: those with health and metrics alone."""
+        open_to_all = [
+            Route("/health/live", self.live),
+            Route("/health/ready", self.ready),
+            Route("/metrics", self.metrics),
+        ]
+        own = [Route("/card", self.card), WebSocketRoute("/connect", self.connect)]
+        app, watched = Starlette(routes=[*open_to_all, *own]), Starlette(routes=open_to_all)
+
+        async def by_port(scope: Scope, receive: Receive, send: Send) -> None:
+            is_watched = scope["server"][1] in watched_ports
+            await (watched if is_watched else app)(scope, receive, send)
+
+        return by_port
 
     def _refusal(self, connection: HTTPConnection) -> Response | None:
         """Why this peer may not come in, or None."""

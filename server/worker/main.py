@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import uvicorn
 import uvloop
@@ -28,17 +29,22 @@ CLOSE_TIMEOUT_S = 5
 MAX_CONNECTIONS = 1024
 
 
-def run(config: WorkerConfig, listen_fd: int | None = None) -> None:
+def run(config: WorkerConfig, listen_fd: int | None = None, metrics_fd: int | None = None) -> None:
     """Serve until SIGTERM or SIGINT. listen_fd: an already bound socket to listen on instead.
+    metrics_fd: another, for /metrics and /health alone.
 
     Raises WorkerStartError, AddressError.
     """
     check_exposure(config.host, config.secret)
-    with open_listener(config.host, config.port, listen_fd) as listener:
+    with ExitStack() as opened:
+        listener = opened.enter_context(open_listener(config.host, config.port, listen_fd))
+        sockets = [listener]
+        if metrics_fd is not None:
+            sockets.append(opened.enter_context(socket.socket(fileno=metrics_fd)))
         url = advertised(config, listener.getsockname()[1]) if config.redis else None
         prepared = prepare(config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, prepared, listener, url))
+            runner.run(_serve(config, prepared, sockets, url))
 
 
 class _Server(uvicorn.Server):
@@ -54,11 +60,11 @@ def _not_a_denial(record: logging.LogRecord) -> bool:
     return record.msg != "ASGI callable returned without completing handshake."
 
 
-def _server(prepared: Prepared, secret: str) -> _Server:
+def _server(prepared: Prepared, secret: str, sockets: Sequence[socket.socket]) -> _Server:
     logging.getLogger("uvicorn.error").addFilter(_not_a_denial)
     return _Server(
         uvicorn.Config(
-            WorkerApp(prepared.worker, secret).build(),
+            WorkerApp(prepared.worker, secret).build(*(s.getsockname()[1] for s in sockets[1:])),
             http="httptools",
             ws="websockets-sansio",
             ws_max_size=MAX_FRAME_BYTES,
@@ -78,18 +84,19 @@ def _server(prepared: Prepared, secret: str) -> _Server:
 
 
 async def _serve(
-    config: WorkerConfig, prepared: Prepared, listener: socket.socket, url: str | None
+    config: WorkerConfig, prepared: Prepared, sockets: list[socket.socket], url: str | None
 ) -> None:
+    """sockets: the first is for routers, the others for /metrics and /health alone."""
     worker, supervisor = prepared.worker, prepared.supervisor
-    server = _server(prepared, config.secret)
+    server = _server(prepared, config.secret, sockets)
     shorten_pauses()
     stop = _stop_on_signals()
     tasks = {
         "engine": asyncio.create_task(supervisor.run(worker)),
-        "http": asyncio.create_task(server.serve(sockets=[listener])),
+        "http": asyncio.create_task(server.serve(sockets=sockets)),
         "status": asyncio.create_task(worker.report_status()),
         "lag": asyncio.create_task(worker.watch_loop()),
-        "announce": asyncio.create_task(_announce(prepared, listener)),
+        "announce": asyncio.create_task(_announce(prepared, sockets[0])),
         "stop": asyncio.create_task(stop.wait()),
     }
     if url is not None:

@@ -1,6 +1,7 @@
-"""A fleet under load and the real Prometheus that scrapes it: router, two workers, Redis.
+"""A fleet under load and the real Prometheus that scrapes it.
 
-The workers run the certifying engine: everything is real but the model.
+A fleet of router, two workers and Redis has the certifying engine in its workers: everything is
+real but the model. `loraplex serve` on one machine has the model, too.
 """
 
 import contextlib
@@ -85,6 +86,27 @@ def monitored_fleet() -> Iterator[Fleet]:
         _until(f"{url}/health/ready", folder)
         prometheus = _prometheus(stack, folder, [port, *ports])
         fleet = Fleet(url, prometheus, workers, folder, tuple(adapter_paths()))
+        _until_scraped(fleet)
+        fleet.began = time.time()
+        yield fleet
+
+
+@contextmanager
+def monitored_machine() -> Iterator[Fleet]:
+    """One `loraplex serve` with two workers and the demo model, by its own options alone."""
+    with tempfile.TemporaryDirectory(prefix="monitored-") as name, ExitStack() as stack:
+        folder = Path(name)
+        port, watched, workers = free_port(), free_port(), free_port(2)
+        serve = _start(
+            *(stack, folder, "serve", sys.executable, "-m", "launcher", "serve"),
+            *("--port", str(port), "--workers", "2", "--metrics-port", str(watched)),
+            *("--worker-metrics-port", str(workers), "--adapter-memory", ADAPTER_MEMORY),
+            *("--cache-dir", str(folder / "cache"), "--drain-timeout-s", "1"),
+        )
+        url = f"http://127.0.0.1:{port}"
+        _until(f"{url}/health/ready", folder)
+        prometheus = _prometheus(stack, folder, [watched, workers, workers + 1])
+        fleet = Fleet(url, prometheus, [serve], folder, tuple(adapter_paths()))
         _until_scraped(fleet)
         fleet.began = time.time()
         yield fleet

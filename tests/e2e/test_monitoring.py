@@ -8,10 +8,11 @@ import re
 import time
 from typing import Any
 
+import pytest
 import yaml
 
 from launcher.monitoring.dashboards import BOARDS
-from tests.e2e.monitored import RATE_WINDOW, RULES, Fleet, load, monitored_fleet
+from tests.e2e.monitored import RATE_WINDOW, RULES, Fleet, load, monitored_fleet, monitored_machine
 
 LOAD_S = 60.0
 # Not asked: alerts about what is missing have nothing to say while a fleet is scraped.
@@ -65,13 +66,33 @@ def without_data(fleet: Fleet, asked: dict[str, str]) -> dict[str, str]:
     return {name: expr for name, expr in asked.items() if not has_data(fleet.query(expr))}
 
 
+def until_data(fleet: Fleet, asked: dict[str, str]) -> dict[str, str]:
+    """What is still without data after `LOAD_S` under load."""
+    deadline = time.monotonic() + LOAD_S
+    while (asked := without_data(fleet, asked)) and time.monotonic() < deadline:
+        time.sleep(1.0)  # polls a condition, bounded by the deadline
+    return asked
+
+
 def test_every_panel_and_alert_has_data() -> None:
     with monitored_fleet() as fleet:
         with load(fleet):
-            deadline = time.monotonic() + LOAD_S
-            missing = expressions(with_faults=False)
-            while (missing := without_data(fleet, missing)) and time.monotonic() < deadline:
-                time.sleep(1.0)  # polls a condition, bounded by the deadline
+            missing = until_data(fleet, expressions(with_faults=False))
+        assert missing == {}
+
+
+@pytest.mark.exhaustive
+def test_every_panel_has_data_on_one_machine() -> None:
+    """Also those about a lost worker, once one is lost."""
+    everything = expressions(with_faults=True)
+    panels = {name: everything[name] for name in everything if " / " in name}
+    assert len(panels) >= 123
+    with monitored_machine() as fleet:
+        with load(fleet):
+            faultless = expressions(with_faults=False).keys() & panels.keys()
+            assert until_data(fleet, {name: panels[name] for name in faultless}) == {}
+            fleet.kill_engine(0)
+            missing = until_data(fleet, panels)
         assert missing == {}
 
 

@@ -22,6 +22,7 @@ from tests.e2e.random_model import SIZES
 from tests.e2e.serving import Serving, start_serving
 from tests.e2e.test_mixed_batch import bodies
 from tests.e2e.under_load import TIMEOUT_S, assert_same_answers, under_load
+from tests.ports import free_port
 
 KILLS = 3
 NAMES = ("worker-0", "worker-1")
@@ -73,8 +74,15 @@ def stop(serving: Serving) -> None:
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    serving = start(tmp_path_factory.mktemp("several"))
+def watched_port() -> int:
+    """The first worker's, for metrics; the second's is the next."""
+    return free_port(2)
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory, watched_port: int) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("several")
+    serving = start(folder, "--worker-metrics-port", str(watched_port))
     try:
         yield serving
         stop(serving)
@@ -88,6 +96,17 @@ async def test_answers_as_one_worker_does(serving: Serving, several: Serving) ->
     said = several.log.read_text()
     assert "--workers 2 --tp 1: 2 workers on the CPU" in said
     assert all(f"{name} | " in said for name in NAMES)
+
+
+def test_each_workers_metrics_have_a_port(several: Serving, watched_port: int) -> None:
+    """Which has nothing else of a worker's."""
+    first = watched_port
+    pages = [httpx.get(f"http://127.0.0.1:{port}/metrics") for port in (first, first + 1)]
+    assert all("loraplex_worker_ready 1" in page.text for page in pages)
+    live = httpx.get(f"http://127.0.0.1:{first}/health/live")
+    assert (live.status_code, live.json()) == (200, {"status": "live"})
+    refused = [httpx.get(f"http://127.0.0.1:{first}{path}") for path in ("/card", "/connect", "/")]
+    assert [answer.status_code for answer in refused] == [404, 404, 404]
 
 
 async def test_killed_workers_cost_no_token(several: Serving) -> None:

@@ -5,9 +5,14 @@ from contextlib import ExitStack
 
 import pytest
 
-from launcher.local_worker import LocalWorker, local_workers, visible
+from launcher.local_worker import LocalWorker, local_workers, visible, watched_ports
+from launcher.options import OptionError
+from launcher.plan import ServePlan
 from launcher.worker_groups import AskedGroups, WorkerGroups, undivided
+from router.config import RouterConfig
 from server.config import WorkerConfig
+from server.worker.address import AddressError
+from tests.ports import free_port
 
 
 @pytest.mark.parametrize(
@@ -55,3 +60,34 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [worker.environ["OMP_NUM_THREADS"] for worker in made(groups, {})] == ["4", "4"]
     given = made(groups, {"OMP_NUM_THREADS": "3"})
     assert [worker.environ["OMP_NUM_THREADS"] for worker in given] == ["3", "3"]
+
+
+@pytest.mark.parametrize(
+    ("first", "workers", "ports"),
+    [(9099, 2, "9099 to 9100"), (65535, 2, "65535 to 65536"), (8080, 1, "8080")],
+)
+def test_ports_for_metrics_that_cannot_be(first: int, workers: int, ports: str) -> None:
+    """Taken by the router, or beyond the last."""
+    chosen = asked(first, workers)
+    with pytest.raises(OptionError, match=f"--worker-metrics-port {first}: .* {ports}"):
+        watched_ports(chosen)
+
+
+def test_each_worker_has_a_port_for_metrics() -> None:
+    first = free_port(2)
+    sockets = watched_ports(asked(first, 2))
+    assert [watched.getsockname() for watched in sockets] == [
+        ("127.0.0.1", first),
+        ("127.0.0.1", first + 1),
+    ]
+    sockets[1].listen()
+    with pytest.raises(AddressError, match="choose another with --worker-metrics-port"):
+        watched_ports(asked(first + 1, 1))
+    for watched in sockets:
+        watched.close()
+
+
+def asked(first: int, workers: int) -> ServePlan:
+    groups = AskedGroups(worker_count=workers, worker_metrics_port=first)
+    router = RouterConfig(port=8080, metrics_port=9100)
+    return ServePlan(WorkerConfig("m"), router, groups, undivided(groups, "the CPU"), (), "")

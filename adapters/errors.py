@@ -30,6 +30,10 @@ class Violation(msgspec.Struct, frozen=True):
     message: str
 
 
+class CommandError(Exception):
+    """str() is one sentence for a person: a command ends with it, and with status 1."""
+
+
 class AdapterError(Exception):
     """An adapter cannot be served. Carries everything that an HTTP answer needs."""
 

@@ -4,23 +4,21 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from adapters.common import extras
 from adapters.common.logs import log_to_stderr
-from adapters.errors import AdapterError
+from adapters.errors import AdapterError, CommandError
 from launcher import config, names
 from launcher.batch import command as batch_command
 from launcher.bench import commands as bench_commands
-from launcher.bench.errors import BenchError
 from launcher.command_line import Parser, add_options
 from launcher.commands import keys as key_commands
 from launcher.commands import lifecycle as lifecycle_commands
 from launcher.convert import command as convert_command
 from launcher.options import OptionError, Values, build
-from router.config import RouterConfig, RouterConfigError
-from router.lines.errors import BatchError
+from router.config import RouterConfig
 from server.config import WorkerConfig
 
 ABOUT = """\
@@ -80,8 +78,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         command(arguments, environ)
     except OptionError as error:
         fail(str(error), 2)
-    except AdapterError as error:
-        fail(error.message, 1)
+    except (AdapterError, CommandError) as error:
+        fail(str(error), 1)
+    except ModuleNotFoundError as error:
+        lacking = extras.sentence(error, arguments.extra)
+        if lacking is None:
+            raise
+        fail(lacking, 1)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -94,6 +97,7 @@ def fail(sentence: str, code: int) -> None:
 def _parser() -> Parser:
     parser = Parser(prog="loraplex", description=ABOUT)
     parser.add_argument("--version", action="version", version=f"loraplex {_version()}")
+    parser.set_defaults(extra="serve")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     serve = commands.add_parser(
         "serve", help="router and worker on this machine", description=SERVE
@@ -106,7 +110,7 @@ def _parser() -> Parser:
     )
     router.add_argument("--one-of-several", action="store_true", help=argparse.SUPPRESS)
     add_options(router, config.ROUTER_OPTIONS)
-    router.set_defaults(command=_router)
+    router.set_defaults(command=_router, extra="router")
     worker = commands.add_parser(
         "worker",
         help="a worker of a fleet",
@@ -117,7 +121,7 @@ def _parser() -> Parser:
     worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     worker.add_argument("--metrics-fd", type=int, help=argparse.SUPPRESS)
     add_options(worker, config.WORKER_OPTIONS)
-    worker.set_defaults(command=_worker)
+    worker.set_defaults(command=_worker, extra="server")
     _add_adapter(commands)
     key = commands.add_parser("key", help="keys of a running router's callers")
     key_actions = key.add_subparsers(metavar="ACTION", required=True)
@@ -191,7 +195,8 @@ def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
     pack.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     pack.add_argument("--out", metavar="FILE", required=True, help="where the slab goes")
     for parser, name in ((check, "check"), (pull, "pull"), (pack, "pack"), (convert, "convert")):
-        parser.set_defaults(command=_adapter, action=name)
+        extra = "convert" if parser is convert else "router"
+        parser.set_defaults(command=_adapter, action=name, extra=extra)
     for name, talker in lifecycle_commands.add_commands(actions).items():
         talker.set_defaults(command=_lifecycle, action=name)
 
@@ -210,33 +215,13 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from launcher.serve import serve
 
     options = config.serve_options()
-    with _start_failures():
-        serve(config.resolve(options, arguments, environ, optional=("model",)), environ)
+    serve(config.resolve(options, arguments, environ, optional=("model",)), environ)
 
 
 def _batch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     log_to_stderr(logging.WARNING)
     key = config.secret_value("api_key", arguments.api_key_file, environ)
-    with _start_failures():
-        sys.exit(batch_command.run(arguments, key, environ))
-
-
-@contextmanager
-def _start_failures() -> Iterator[None]:
-    """Of processes that this one starts, and of what they are for."""
-    from launcher.processes import ChildFailed
-    from server.config import ConfigError
-    from server.model.checkpoint.checkpoint import CheckpointError
-    from server.worker.address import AddressError
-    from server.worker.process.device import DeviceError
-    from server.worker.process.model_source import ModelError
-    from server.worker.setup import WorkerStartError
-
-    setup_errors = (ConfigError, DeviceError, ModelError, WorkerStartError)
-    try:
-        yield
-    except (AddressError, BatchError, CheckpointError, ChildFailed, *setup_errors) as error:
-        fail(str(error), 1)
+    sys.exit(batch_command.run(arguments, key, environ))
 
 
 def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
@@ -257,42 +242,29 @@ def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 def _routers(
     chosen: RouterConfig, values: Mapping[str, Values], environ: Mapping[str, str]
 ) -> None:
-    from launcher.processes import ChildFailed
     from launcher.routers import run
 
-    try:
-        run(chosen, values, environ)
-    except ChildFailed as error:
-        fail(str(error), 1)
+    run(chosen, values, environ)
 
 
 def _one_router(chosen: RouterConfig) -> None:
     from router.main import run
     from router.telemetry.request import request_id
-    from router.workers.model_card import CardError
 
     config.encode_inline()
     log_to_stderr(written=chosen.log_format, request_id=request_id)
-    try:
-        run(chosen)
-    except (CardError, RouterConfigError) as error:
-        fail(str(error), 1)
+    run(chosen)
 
 
 def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from launcher.plan import with_demo_name
-    from server.worker.address import AddressError
     from server.worker.main import run
-    from server.worker.setup import WorkerStartError
 
     values = config.resolve(config.WORKER_OPTIONS, arguments, environ)
     chosen = build(WorkerConfig, with_demo_name(values))
     log_to_stderr(written=chosen.log_format)
     config.check_worker(chosen)
-    try:
-        run(chosen, arguments.listen_fd, arguments.metrics_fd)
-    except (AddressError, WorkerStartError) as error:
-        fail(str(error), 1)
+    run(chosen, arguments.listen_fd, arguments.metrics_fd)
     # A download on a thread must not hold the process back: nothing more is to be done.
     logging.shutdown()
     sys.stderr.flush()
@@ -324,9 +296,6 @@ def _key(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    from server.config import ConfigError
-    from server.model.checkpoint.checkpoint import CheckpointError
-
     for field in ("api_key", "admin_key"):
         if f"{field}_file" in arguments:
             file = getattr(arguments, f"{field}_file")
@@ -334,7 +303,7 @@ def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     run: Callable[[argparse.Namespace], None] = arguments.run
     try:
         run(arguments)
-    except (BenchError, CheckpointError, ConfigError, OSError) as error:
+    except OSError as error:
         fail(str(error) or type(error).__name__, 1)
 
 
@@ -352,18 +321,10 @@ def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 def _model_info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from launcher.model_info import describe
-    from server.config import ConfigError
-    from server.model.checkpoint.checkpoint import CheckpointError
-    from server.worker.process.device import DeviceError
-    from server.worker.process.model_source import ModelError
-    from server.worker.setup import WorkerStartError
 
     values = config.resolve(config.WORKER_OPTIONS, arguments, environ)
     log_to_stderr(logging.WARNING)
-    try:
-        facts = describe(build(WorkerConfig, values))
-    except (CheckpointError, ConfigError, DeviceError, ModelError, WorkerStartError) as error:
-        fail(str(error), 1)
+    facts = describe(build(WorkerConfig, values))
     sys.stdout.write(facts.written(for_programs=arguments.json))
 
 

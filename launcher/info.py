@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
+from adapters.common import extras
 from launcher.families.known_models import served_families
 from server.worker.process.device import choose_device, cuda_devices, torch_build
 
@@ -77,7 +78,7 @@ def gather() -> MachineFacts:
         device=chosen.kind,
         dtype=_dtype(on_gpu, chosen.has_bfloat16),
         abilities=(
-            _serving(libraries),
+            _serving(),
             Ability("gpu", on_gpu, chosen.note or _gpu_detail(on_gpu)),
             _attention(on_gpu, libraries, devices[0].capability if devices else (0, 0)),
             _kernels(on_gpu, libraries),
@@ -106,10 +107,10 @@ def _gpu_detail(on_gpu: bool) -> str:
     return "no NVIDIA driver or device was found; small models run on the CPU"
 
 
-def _serving(libraries: dict[str, str | None]) -> Ability:
-    missing = [name for name in ("torch", "tokenizers") if libraries[name] is None]
+def _serving() -> Ability:
+    missing = extras.missing("serve")
     if missing:
-        detail = f"{', '.join(missing)} missing: run `pip install 'loraplex[serve]'`"
+        detail = f"{', '.join(missing)} missing: run `{extras.remedy(missing[0], 'serve')}`"
         return Ability("serve", False, detail)
     return Ability("serve", True, "router and worker run on this machine")
 
@@ -124,7 +125,7 @@ def _attention(
         detail = f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
         return Ability(name, False, f"{detail}: attention in plain torch")
     if libraries["flashinfer-python"] is None:
-        detail = "not installed: attention in plain torch; run `pip install 'loraplex[gpu]'`"
+        detail = f"not installed: attention in plain torch; run `{extras.remedy('flashinfer')}`"
         return Ability(name, False, detail)
     return Ability(name, True, "attention of prompts by FlashInfer")
 
@@ -132,7 +133,7 @@ def _attention(
 def _kernels(on_gpu: bool, libraries: dict[str, str | None]) -> Ability:
     name = "triton"
     if libraries[name] is None:
-        detail = "not installed: LoRA in plain torch; run `pip install 'loraplex[server]'`"
+        detail = f"not installed: LoRA in plain torch; run `{extras.remedy(name)}`"
         return Ability(name, False, detail)
     if not on_gpu:
         return Ability(name, False, "LoRA in plain torch, as computing is on the CPU")

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from adapters.errors import CommandError
 from server.worker import tether
 from server.worker.process.recovery import Backoff
 
@@ -60,7 +61,7 @@ def named_line(process: str, line: str) -> str:
     return f"{process:<6} | {line}"
 
 
-class ChildFailed(Exception):
+class ChildFailed(CommandError):
     """A child ended before it was ever ready; str() is a sentence for a person."""
 
 

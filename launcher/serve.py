@@ -9,6 +9,7 @@ from typing import Protocol
 
 import httpx
 
+from adapters.common import extras
 from adapters.common.loopback import is_loopback
 from launcher.config import ROUTER_OPTIONS, check_router, check_worker, child_environment
 from launcher.local_worker import STOP_MARGIN_S, local_workers, until_ready, watched_ports
@@ -132,6 +133,8 @@ def checked_plan(values: Mapping[str, Values]) -> ServePlan:
     check_router(chosen.router)
     check_worker(chosen.worker)
     with_tensors = chosen.worker.executor == "torch"
+    if with_tensors:
+        extras.require("torch")
     model = check_model(chosen.worker.model, chosen.worker.revision, with_tensors=with_tensors)
     return _divided(chosen, model) if with_tensors else chosen
 

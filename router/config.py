@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from adapters.errors import CommandError
 from adapters.grammar.limits import GrammarLimits
 from router.policy.batch_limits import BatchLimits, FilesLimits
 
@@ -12,7 +13,7 @@ MAX_ADAPTER_TTL_S = 60.0
 MAX_ROUTER_PROCESSES = 64
 
 
-class RouterConfigError(Exception):
+class RouterConfigError(CommandError):
     """The router cannot start with this value; the message names the option."""
 
 

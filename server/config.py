@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from adapters.errors import CommandError
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.manifest import SlabDtype
 from adapters.peft.validate import AdapterLimits
@@ -32,7 +33,7 @@ def set_unset_variables(values: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-class ConfigError(ValueError):
+class ConfigError(CommandError, ValueError):
     """An option that this model or machine cannot have; str() names it, and what would do."""
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from adapters.common import extras
 from adapters.errors import AdapterError
 from adapters.ref import MODELSCOPE_ENDPOINT, RefSource, is_bucket, is_owner
 from adapters.sources.base import Source
@@ -63,6 +64,5 @@ def _s3(buckets: Sequence[str]) -> Source:
     try:
         from adapters.sources.s3 import S3Source
     except ModuleNotFoundError as error:
-        message = f"adapters from S3 need {error.name}: pip install 'loraplex[s3]'"
-        raise AdapterError("unavailable", message) from None
+        raise AdapterError("unavailable", f"S3: {extras.sentence(error, 's3')}") from None
     return S3Source(buckets)

@@ -1,5 +1,7 @@
 """Errors that keep a benchmark from running."""
 
+from adapters.errors import CommandError
 
-class BenchError(Exception):
+
+class BenchError(CommandError):
     """str() is one sentence for a person: the command ends with it, and with status 1."""

@@ -15,6 +15,7 @@ from typing import IO
 import msgspec
 
 import launcher
+from adapters.common import extras
 from adapters.errors import AdapterError
 from adapters.peft.validate import MAX_ADAPTER_BYTES
 from adapters.safetensors.header import MAX_HEADER_BYTES
@@ -59,9 +60,8 @@ def read_pickle(
     """
     limits = limits or PickleLimits()
     if importlib.util.find_spec("torch") is None:
-        raise AdapterError(
-            "unavailable", "a pickle is read by torch: pip install 'loraplex[convert]'"
-        )
+        how = extras.remedy("torch", "convert")
+        raise AdapterError("unavailable", f"a pickle is read by torch: {how}")
     with open(source, "rb", buffering=0, opener=_open_at_once) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):

@@ -1,5 +1,7 @@
 """What ends a batch before every line has an answer."""
 
+from adapters.errors import CommandError
 
-class BatchError(Exception):
+
+class BatchError(CommandError):
     """str() is a sentence for a person."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from adapters.common import extras
 from router.config import RouterConfig
 from router.telemetry.request import NoTrace, Trace
 
@@ -50,5 +51,5 @@ def check_tracing(config: RouterConfig) -> None:
     try:
         # Only where it is wanted: it takes its time to load.
         import router.telemetry.otel  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"tracing needs the extra `traces` ({error.name} is missing)") from error
+    except ModuleNotFoundError as error:
+        raise ValueError(extras.sentence(error, "traces")) from error

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from adapters.errors import CommandError
 from router.http.client import http_client
 from server.protocol import ModelCard
 
@@ -22,7 +23,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 _decode = msgspec.json.Decoder(ModelCard).decode
 
 
-class CardError(Exception):
+class CardError(CommandError):
     """A model card cannot be had, or is not what its digest says."""
 
 

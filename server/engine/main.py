@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from adapters.common import extras
 from adapters.common.logs import log_to_stderr
 from adapters.common.pauses import shorten_pauses
 from adapters.grammar.deep_threads import run_deep
@@ -103,8 +104,9 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
         channel.send(EngineFailed(str(error)))
         return 1
     except Exception as error:  # of any type: the worker gets the message
-        log.error("the engine cannot start", exc_info=error)
-        channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
+        lacking = isinstance(error, ModuleNotFoundError) and extras.sentence(error, "server")
+        log.error("the engine cannot start", exc_info=None if lacking else error)
+        channel.send(EngineFailed(lacking or f"{type(error).__name__}: {error}"))
         return 1
     if options.shard > 0:
         return _follow(options, executor)

@@ -4,12 +4,13 @@ import errno
 import socket
 
 from adapters.common.loopback import is_loopback
+from adapters.errors import CommandError
 
 # A peer that takes no byte for so long is cut off by TCP itself.
 PEER_TIMEOUT_MS = 30_000
 
 
-class AddressError(Exception):
+class AddressError(CommandError):
     """The address cannot be served on; str() says why and what to do."""
 
 

@@ -14,6 +14,8 @@ from typing import get_args
 import msgspec
 
 from adapters.base import BaseSpec
+from adapters.common import extras
+from adapters.errors import CommandError
 from adapters.manifest import SlabDtype
 from adapters.ref import RefSource
 from adapters.store.store import AdapterStore
@@ -63,7 +65,7 @@ LOAD_THREADS = 16
 READ_THREADS = 4
 
 
-class WorkerStartError(Exception):
+class WorkerStartError(CommandError):
     """The worker cannot start; str() is one sentence for a person."""
 
 
@@ -83,7 +85,7 @@ class Prepared:
 
 
 def prepare(config: WorkerConfig) -> Prepared:
-    """Blocks: it may download the model. Raises WorkerStartError."""
+    """Blocks: it may download the model. Raises WorkerStartError, ModuleNotFoundError."""
     try:
         device = _device(config)
         model = find_model(config.model, config.revision)
@@ -99,6 +101,7 @@ def _device(config: WorkerConfig) -> ChosenDevice:
         if config.tp > 1:
             raise DeviceError(f"--tp {config.tp}: the executor {config.executor} has one process")
         return ChosenDevice("cpu", True)
+    extras.require("torch")
     devices = cuda_devices()
     chosen = choose_device(config.device, devices, torch_build())
     if chosen.kind == "cuda" and config.tp > len(devices):

@@ -8,6 +8,7 @@ import importlib.util
 import numpy as np
 import numpy.typing as npt
 
+from adapters.common import extras
 from adapters.errors import AdapterError
 from launcher.convert.methods.delta import Matrix, WeightChange
 from launcher.convert.methods.module import Module
@@ -235,8 +236,8 @@ def _bat(module: Module, outputs: int, inputs: int) -> WeightChange:
 def _first_drawn(count: int, wanted: int, seed: int) -> Matrix:
     """The first numbers of torch's permutation of `count`, as PEFT draws it on every machine."""
     if importlib.util.find_spec("torch") is None:
-        message = "FourierFT's places are drawn by torch: pip install 'loraplex[convert]'"
-        raise AdapterError("unavailable", message)
+        how = extras.remedy("torch", "convert")
+        raise AdapterError("unavailable", f"FourierFT's places are drawn by torch: {how}")
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adapters.errors import CommandError
 from adapters.safetensors.header import DTYPE_BYTES
 from server.model.checkpoint.model_files import (
     CONFIG_FILE,
@@ -37,7 +38,7 @@ _SAMPLE_BYTES = 64
 _VOLATILE_KEYS = ("_name_or_path", "transformers_version")
 
 
-class CheckpointError(Exception):
+class CheckpointError(CommandError):
     """The folder cannot be served as a base model; the message says what to do."""
 
 

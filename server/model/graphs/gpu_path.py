@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from adapters.common import extras
 from server.model.graphs.parts import Built, Parts
 from server.model.graphs.start_phases import StartPhases
 from server.model.ops.kernel_limits import unsupported
@@ -26,7 +27,7 @@ def why_not_fast(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     """Why a CUDA device serves this model with the reference ops, or None where it need not."""
     for package in ("flashinfer", "triton"):
         if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed (pip install 'loraplex[gpu]')"
+            return f"{package} is not installed ({extras.remedy(package, 'gpu')})"
     try:
         import flashinfer  # noqa: F401
     except ImportError as error:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from adapters.common import extras
+from adapters.errors import CommandError
 from server.config import Device
 
 # Attributes of the CUDA driver API (cuDeviceGetAttribute).
@@ -13,7 +15,7 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 _BFLOAT16_SINCE = (8, 0)
 
 
-class DeviceError(Exception):
+class DeviceError(CommandError):
     """The device asked for cannot be used; str() says why and what to do."""
 
 
@@ -105,7 +107,7 @@ def _cuda_problem(devices: list[CudaDevice], build: TorchBuild | None) -> str | 
     if not devices:
         return "no NVIDIA driver or device was found"
     if build is None:
-        return "torch is not installed; run `pip install 'loraplex[gpu]'`"
+        return f"torch is not installed; run `{extras.remedy('torch', 'gpu')}`"
     if build.cuda is None:
         return (
             f"torch {build.version} was built without CUDA; install a CUDA build "

@@ -33,6 +33,7 @@ from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
 from adapters.chat.conversation import TEMPLATE_FILE, TEMPLATE_FOLDER
+from adapters.errors import CommandError
 from server.model.checkpoint.checkpoint import UnservedError, read_config
 from server.model.checkpoint.model_files import (
     CONFIG_FILE,
@@ -68,7 +69,7 @@ _MODULE_CONFIGS = f"[0-9]*_*/{CONFIG_FILE}"
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$")
 
 
-class ModelError(Exception):
+class ModelError(CommandError):
     """The model cannot be had; str() is one sentence for a person."""
 
 

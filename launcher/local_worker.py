@@ -5,7 +5,8 @@ import contextlib
 import dataclasses
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import httpx
 
@@ -15,6 +16,7 @@ from launcher.plan import LOOPBACK, ServePlan
 from launcher.processes import Child, ChildSupervisor, Say, say, start_child
 from launcher.worker_groups import WorkerGroups
 from server.config import WorkerConfig
+from server.engine.messages import StartProgress
 from server.worker.address import open_listener
 
 POLL_INTERVAL_S = 0.1
@@ -40,6 +42,7 @@ class LocalWorker:
         self._watched = watched
         self.address = f"{LOOPBACK}:{self._listener.getsockname()[1]}"
         self.service = ChildSupervisor(name, self._start, say)
+        self.progress = StartProgress("preparing the model")
 
     def _start(self, on_line: Say) -> Child:
         values = values_of(self.config)
@@ -53,8 +56,14 @@ class LocalWorker:
         return start_child(arguments, environ, on_line, tuple(fds.values()))
 
     async def until_ready(self, http: httpx.AsyncClient) -> None:
-        await until_ready(http, f"http://{self.address}")
+        await until_ready(http, f"http://{self.address}", self._heard)
         self.service.was_ready.set()
+
+    def _heard(self, facts: dict[str, Any]) -> None:
+        """facts: of its start, as it answers while it is not ready."""
+        if "stage" in facts:
+            fields = (facts[name] for name in StartProgress.__struct_fields__)
+            self.progress = StartProgress(*fields)
 
     async def stop(self) -> None:
         await self.service.stop(self.config.drain_timeout_s + STOP_MARGIN_S)
@@ -65,11 +74,17 @@ class LocalWorker:
             self._watched.close()
 
 
-async def until_ready(http: httpx.AsyncClient, url: str) -> None:
+async def until_ready(
+    http: httpx.AsyncClient, url: str, heard: Callable[[dict[str, Any]], None] | None = None
+) -> None:
+    """heard: is called with each answer before."""
     while True:
-        with contextlib.suppress(httpx.TransportError):
-            if (await http.get(f"{url}/health/ready")).status_code == 200:
+        with contextlib.suppress(httpx.TransportError, ValueError):
+            answer = await http.get(f"{url}/health/ready")
+            if answer.status_code == 200:
                 return
+            if heard is not None:
+                heard(answer.json())
         await asyncio.sleep(POLL_INTERVAL_S)
 
 

@@ -19,6 +19,7 @@ MAX_LINE_BYTES = 8192
 KEPT_LINES = 20
 _READ_BYTES = 1 << 16
 _PATIENCE_S = 1.0
+_ERASE = "\r\x1b[K"  # the line that the cursor stands in
 
 Say = Callable[[str], None]
 
@@ -29,13 +30,23 @@ class _Screen:
 
     def __init__(self) -> None:
         self._is_stuck = False
+        self._bar = ""
 
     def show(self, line: str) -> None:
+        self._write(f"{_ERASE if self._bar else ''}{line}\n{self._bar}")
+
+    def show_bar(self, text: str) -> None:
+        """The last line of a terminal, which is rewritten; "" = none."""
+        if text != self._bar and sys.stdout is not None and sys.stdout.isatty():
+            self._bar = text
+            self._write(f"{_ERASE}{text}")
+
+    def _write(self, text: str) -> None:
         if sys.stdout is None:
             return
         fd = sys.stdout.fileno()
         # Past the buffer, where a line that failed would wait to fail again at this process's end.
-        rest = f"{line}\n".encode()
+        rest = text.encode()
         with contextlib.suppress(OSError):
             while rest:
                 patience_s = 0.0 if self._is_stuck else _PATIENCE_S
@@ -46,6 +57,7 @@ class _Screen:
 
 
 _screen = _Screen()
+show_bar = _screen.show_bar
 
 
 def say(text: str) -> None:

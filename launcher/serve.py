@@ -4,6 +4,8 @@ import asyncio
 import dataclasses
 import json
 import secrets
+import shutil
+import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -12,11 +14,18 @@ import httpx
 from adapters.common import extras
 from adapters.common.loopback import is_loopback
 from launcher.config import ROUTER_OPTIONS, check_router, check_worker, child_environment
-from launcher.local_worker import STOP_MARGIN_S, local_workers, until_ready, watched_ports
+from launcher.local_worker import (
+    POLL_INTERVAL_S,
+    STOP_MARGIN_S,
+    local_workers,
+    until_ready,
+    watched_ports,
+)
 from launcher.model_needs import ModelNeeds, choose_groups
 from launcher.options import Values, render, values_of
 from launcher.plan import LOOPBACK, ServePlan, plan
-from launcher.processes import Child, ChildSupervisor, Say, say, start_child
+from launcher.processes import Child, ChildSupervisor, Say, say, show_bar, start_child
+from launcher.start_line import start_line
 from launcher.until_signal import Supervised, run_services
 from router.config import RouterConfig
 from router.tenancy.tenancy import needs_keys
@@ -104,9 +113,24 @@ class Serve:
     async def _until_ready(self) -> None:
         # It asks its own children, and sends no secret: whose names a certificate has is no matter.
         async with httpx.AsyncClient(trust_env=False, timeout=5.0, verify=False) as http:
-            await asyncio.gather(*(worker.until_ready(http) for worker in self.workers))
+            showing = asyncio.create_task(self._show_start())
+            try:
+                await asyncio.gather(*(worker.until_ready(http) for worker in self.workers))
+            finally:
+                showing.cancel()
+                show_bar("")
             await until_ready(http, self.url)
             self.router.was_ready.set()
+
+    async def _show_start(self) -> None:
+        """On a terminal: how far the slowest worker is. In a log each worker speaks for itself."""
+        begun = time.monotonic()
+        while self._router.log_format == "text":
+            waiting = [worker for worker in self.workers if not worker.service.was_ready.is_set()]
+            stages = [worker.progress for worker in waiting]
+            line = start_line(stages, len(self.workers), time.monotonic() - begun)
+            show_bar(f"loraplex: {line}"[: shutil.get_terminal_size().columns - 1])
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     def example(self) -> str:
         """A curl line that can be pasted; where callers have keys, into a shell with one in KEY."""

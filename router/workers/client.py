@@ -31,7 +31,12 @@ _PING_TIMEOUT_S = 15.0
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 1.0
 _STARTING_STATUS = 503  # its engine is not ready yet
+_MOST_SAID = 200
 _STABLE_S = 10.0  # a connection that held so long starts the back-off anew
+
+
+class _Denial(msgspec.Struct):
+    error: str
 
 
 class WorkerListener(Protocol):
@@ -76,9 +81,10 @@ class WorkerClient:
             started = loop.time()
             problem = await self._serve_once()
             if problem != self.problem:
-                # Until it has once been there, a worker that does not answer is only starting.
-                level = logging.WARNING if self._was_there else logging.INFO
-                logger.log(level, "worker %s: %s", self.url, problem)
+                if self._was_there:
+                    logger.warning("worker %s: %s", self.url, problem)
+                else:  # it is only starting
+                    logger.info("waiting for worker %s: %s", self.url, problem)
             self.problem = problem
             if loop.time() - started > _STABLE_S:
                 delay = _FIRST_DELAY_S
@@ -94,6 +100,8 @@ class WorkerClient:
         except InvalidStatus as error:
             status = error.response.status_code
             self._was_there |= status != _STARTING_STATUS
+            if status == _STARTING_STATUS:
+                return f"it takes no connection yet: {_said(error.response.body)}"
             return f"it answered {status} to the attempt to connect"
         except (TimeoutError, WebSocketException, CardError, ProtocolFault) as error:
             self._was_there = True
@@ -167,6 +175,14 @@ class WorkerClient:
         card = await asyncio.to_thread(parse_card, payload, digest)
         await asyncio.to_thread(self._cards.save, digest, payload)
         return card
+
+
+def _said(body: bytes | bytearray) -> str:
+    """Why a worker takes no connection now."""
+    try:
+        return msgspec.json.decode(body, type=_Denial).error[:_MOST_SAID]
+    except msgspec.MsgspecError:
+        return "it did not say why"
 
 
 def _frame_logger() -> logging.Logger:

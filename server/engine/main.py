@@ -35,7 +35,7 @@ from server.engine.group.follower import Follower
 from server.engine.group.leader import GroupExecutor
 from server.engine.loop import EngineLoop, ExecutorLost
 from server.engine.memory.room import tokens_together
-from server.engine.messages import EngineFailed, EngineReady
+from server.engine.messages import EngineFailed, EngineReady, StartProgress
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.engine.shared_memory import map_shared
@@ -99,7 +99,7 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
         config = msgspec.json.decode(options.config, type=EngineConfig)
         number = f" {options.shard}" if config.shards > 1 else ""
         log_to_stderr(written=config.log_format, text=f"engine{number}: %(levelname)s %(message)s")
-        executor = _build(options, config)
+        executor = _build(options, config, channel)
     except ConfigError as error:
         channel.send(EngineFailed(str(error)))
         return 1
@@ -142,19 +142,25 @@ def _constraints(config: EngineConfig, limits: ExecutorLimits) -> Constraints:
     return make_constraints(config.grammar, limits, load)
 
 
-def _build(options: argparse.Namespace, config: EngineConfig) -> Executor[Any]:
+def _build(
+    options: argparse.Namespace, config: EngineConfig, channel: WorkerChannel
+) -> Executor[Any]:
+    """The worker hears from the first process how far the start is."""
     arena = _map_arena(options.arena_fd, config.host_arena_bytes)
     if options.executor != "torch":
         return _certifying(options.executor, config, arena)
+    report = None if options.shard else channel.send
+    if report is not None:
+        report(StartProgress("loading libraries"))
     # Not at the top: a process without a model needs no torch.
     from server.model.executor import TorchExecutor
 
     if config.shards == 1:
-        return TorchExecutor(config, arena)
+        return TorchExecutor(config, arena, report=report)
     from server.model.process_group import ProcessGroup
 
     group = ProcessGroup(Shard(options.shard, config.shards), options.meeting, config.device)
-    executor = TorchExecutor(config, arena, group=group)
+    executor = TorchExecutor(config, arena, group=group, report=report)
     return executor if options.shard else GroupExecutor(executor, _links(options))
 
 

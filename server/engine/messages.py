@@ -80,6 +80,22 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="sd"):
     """Finish nothing more and leave."""
 
 
+class StartProgress(msgspec.Struct, frozen=True, array_like=True, tag="sp"):
+    """What an engine does on its way to EngineReady. done, total: of units; total 0 = uncounted."""
+
+    stage: str
+    done: float = 0.0
+    total: float = 0.0
+    unit: str = ""
+
+    def __str__(self) -> str:
+        """For a person."""
+        if not self.total:
+            return self.stage
+        done, total = (f"{round(number, 1):g}" for number in (self.done, self.total))
+        return f"{self.stage}: {done} of {total} {self.unit}"
+
+
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="er"):
     """All memory is allocated and warm. summary: lines for a person (memory split, back ends).
     shards: devices that share the model; arena_bytes: of each."""
@@ -222,7 +238,8 @@ ToEngine = (
     | Shutdown
 )
 FromEngine = (
-    EngineReady
+    StartProgress
+    | EngineReady
     | EngineFailed
     | NeedSlab
     | AdapterPlaced

@@ -18,6 +18,7 @@ from server.engine.executor import (
     CopyUsable,
     Masks,
 )
+from server.engine.messages import StartProgress
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.model.decoder import Decoder, Wanted
 from server.model.graphs.decode_batch import APPEND, POSITION, ROW, DecodeBatch
@@ -75,21 +76,22 @@ class TorchExecutor:
         group: Group | None = None,
         weights: WeightsLoader | None = None,
         graph_batches: Sequence[int] | None = None,
+        report: Callable[[StartProgress], None] | None = None,
     ) -> None:
         """group: devices that share the model; None = none do. weights: makes those of the device
         otherwise than from the model's folder. graph_batches: padded batch sizes of decode graphs;
-        None = all that `config.max_running` needs."""
+        None = all that `config.max_running` needs. report: hears how far the start is."""
         self.device = torch.device(config.device)
         group = group or Alone()
         if self.device.type == "cpu":
             leave_a_core(group.shard.count)
-        phases = StartPhases()
+        phases = StartPhases(report)
         with torch.inference_mode(), advised(), host_arena_made(host_arena, self.device):
-            parts = build_parts(config, group, weights, self.device)
-            phases.done("weights and memory")
+            parts = build_parts(config, group, weights, self.device, phases)
             self.limits = parts.limits
             self._rows, self._table = parts.rows, parts.table
             built = build(parts, graph_batches, phases)
+            phases.begin("host memory")
         self._decoder: Decoder[Any, Any, Any] = built.decoder
         self._graphs, self._token_graphs = built.graphs, built.token_graphs
         self._row_sizes = built.row_sizes
@@ -101,7 +103,6 @@ class TorchExecutor:
         self._copies = AdapterCopies(self._table, host_arena, vectors)
         self._group = group
         self._remarked = set[Reach]()
-        phases.done("host memory")
         self.summary = (*parts.summary, f"operations: {built.backend}", phases.line())
 
     @torch.inference_mode()

@@ -15,6 +15,7 @@ from server.config import AtLoad, ConfigError, EngineConfig
 from server.engine.shared_memory import pages_made
 from server.model.checkpoint.checkpoint import read_config
 from server.model.graphs.parts import Parts
+from server.model.graphs.start_phases import StartPhases
 from server.model.group import Group
 from server.model.lora.arena_weights import DTYPES
 from server.model.lora.lora import AdapterTable
@@ -41,19 +42,24 @@ from server.model.weights import ModelWeights, load_weights
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 # From which on a GPU converts FP8.
 _FP8_CAPABILITY = (8, 9)
+_GIB = 1 << 30
 WeightsLoader = Callable[[ModelSpec, torch.dtype, torch.device], ModelWeights]
 
 
 def build_parts(
-    config: EngineConfig, group: Group, load: WeightsLoader | None, device: torch.device
+    config: EngineConfig,
+    group: Group,
+    load: WeightsLoader | None,
+    device: torch.device,
+    phases: StartPhases,
 ) -> Parts:
-    """load: of the device's part of the model; None = from the model's folder. Raises
-    CheckpointError, ConfigError."""
+    """load: of the device's part of the model; None = from the model's folder. phases: of the
+    start. Raises CheckpointError, ConfigError."""
     folder = Path(config.model_path)
     whole = quantised_at_load(read_config(folder), config.quantize)
     if load is None:
-        load = partial(_load, folder, whole, at_load=config.quantize, shard=group.shard)
-    parts = _build_parts(config, whole, group, load, device)
+        load = partial(_load, folder, whole, phases, at_load=config.quantize, shard=group.shard)
+    parts = _build_parts(config, whole, group, load, device, phases)
     group.least(parts.limits.num_pages)  # all have come so far
     return parts
 
@@ -70,6 +76,7 @@ def _require_fp8(capability: tuple[int, int]) -> None:
 def _load(
     folder: Path,
     whole: ModelSpec,
+    phases: StartPhases,
     part: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
@@ -78,7 +85,12 @@ def _load(
     shard: Shard,
 ) -> ModelWeights:
     """A WeightsLoader, from the model's folder."""
-    return load_weights(folder, whole, dtype, device, at_load=at_load, shard=shard)
+
+    def read(done: int, total: int) -> None:
+        """Bytes of the whole model, of which each device reads its share."""
+        phases.count(done / shard.count / _GIB, total / shard.count / _GIB, "GiB")
+
+    return load_weights(folder, whole, dtype, device, at_load=at_load, shard=shard, read=read)
 
 
 def _build_parts(
@@ -87,6 +99,7 @@ def _build_parts(
     group: Group,
     load: WeightsLoader,
     device: torch.device,
+    phases: StartPhases,
 ) -> Parts:
     """Everything that lies on the device for good."""
     model = sharded(whole, group.shard.count)
@@ -100,7 +113,9 @@ def _build_parts(
         left = free - weights_bytes(model, config.dtype, packed=True)
         planned = fill_device(model, config, DeviceMemory(total, free, left))
     executor_limits(model, planned)  # says what is wrong before the weights are read
+    phases.begin("reading weights")
     weights = load(model, dtype, device)
+    phases.begin("making caches")
     sums = (config.max_step_tokens + MOST_PADDING, model.hidden_size)
     columns = max(model.head.linear.out_features, new_ids_width(group.shard.count))
     logits = (config.max_running + MOST_PADDING, columns)

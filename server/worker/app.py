@@ -93,7 +93,8 @@ class WorkerApp:
         if self._worker.takes_work:
             return JSONResponse({"status": state})
         shown = "engine_silent" if state == "ready" else state
-        return JSONResponse({"status": shown}, 503, _RETRY)
+        facts = self._worker.start_facts() if state in ("starting", "engine_lost") else {}
+        return JSONResponse({"status": shown, **facts}, 503, _RETRY)
 
     async def metrics(self, request: Request) -> Response:
         body, content_type = self._worker.render_metrics(request.headers.get("accept", ""))

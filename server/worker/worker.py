@@ -23,6 +23,7 @@ from server.engine.messages import (
     FromEngine,
     NeedSlab,
     SlabReleased,
+    StartProgress,
     StepOutput,
     Submit,
 )
@@ -57,6 +58,7 @@ from server.worker.inspector import Inspector
 from server.worker.known_engine import KnownEngine
 from server.worker.metrics import LookupTier, WorkerMetrics
 from server.worker.sequences import ByConnection, DuplicateSequence, SequenceTable, refusal
+from server.worker.start_log import StartLog
 from server.worker.validation import (
     check_digests,
     check_inspect,
@@ -108,6 +110,7 @@ class Worker:
         self._step = 0
         self._epoch = 0
         self._suspected = False
+        self._start = StartLog(time.monotonic())
         self._adapter_meter = AdapterMeter(metrics)
         self._staging = Staging(tier, orders, self._adapter_meter, engine.to_engine)
         self.became_ready = asyncio.Event()
@@ -237,6 +240,15 @@ class Worker:
 
     # Engine
 
+    def engine_starting(self, progress: StartProgress) -> None:
+        line = self._start.line(progress, time.monotonic())
+        if line is not None:
+            log.info("%s", line)
+
+    def start_facts(self) -> dict[str, str | float]:
+        """How far the engine's start is, for programs."""
+        return self._start.facts(time.monotonic())
+
     def engine_ready(self, ready: EngineReady) -> None:
         for line in ready.summary:
             log.info("%s", line)
@@ -285,6 +297,7 @@ class Worker:
 
     def engine_lost(self, reason: str) -> None:
         """Each of its sequences gets its one terminal event; routers try again elsewhere."""
+        self._start = StartLog(time.monotonic())
         self._staging.engine_lost()
         self._engine.lost()
         self._suspected = False

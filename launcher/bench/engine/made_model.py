@@ -7,10 +7,11 @@ adapter's numbers are its own.
 
 import hashlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ STORED = {
 }
 _SHARD_BYTES = 2 << 30
 _PIECE_BYTES = 64 << 20
+_SAY_S = 5.0
 _STD = 0.02
 _ALIGNMENT = 8
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -65,6 +67,7 @@ class Maker:
         self._dtype, self._stored = STORED[dtype]
         self._device = torch.device(device)
         self._threads = threads
+        self._written = 0  # bytes, about
 
     @property
     def base(self) -> BaseSpec:
@@ -114,7 +117,14 @@ class Maker:
     def _all(self, write: Callable[[str], int], names: Iterable[str]) -> Written:
         started = time.perf_counter()
         with ThreadPoolExecutor(self._threads, "write") as pool:
-            sizes = list(pool.map(write, names))
+            files = [pool.submit(write, name) for name in names]
+            while wait(files, _SAY_S, FIRST_EXCEPTION).not_done:
+                if any(file.done() and file.exception() for file in files):
+                    break
+                over = sum(file.done() for file in files)
+                size = f"{self._written / 1e9:.1f} GB, {over} of {len(files)} files"
+                sys.stderr.write(f"loraplex: {size}, {time.perf_counter() - started:.0f} s\n")
+            sizes = [file.result() for file in files]
         return Written(len(sizes), sum(sizes), time.perf_counter() - started)
 
     def _weights(self, path: Path, shapes: Shapes, name: str, draw: Draw) -> int:
@@ -131,6 +141,7 @@ class Maker:
                 nbytes += pending[-1].nbytes
                 if nbytes >= _PIECE_BYTES:
                     _write_all(file, pending)
+                    self._written += nbytes
                     pending, nbytes = [], 0
             _write_all(file, pending)
             return file.tell()

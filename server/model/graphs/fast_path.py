@@ -56,16 +56,16 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
     decoder = start.decoder(parts.weights.layers)
     # The first layer of each kind has the kernels of all.
     few_layers = start.decoder(parts.weights.layers[: parts.model.kinds_within])
+    phases.begin("compiling kernels")
     start.compile_all(few_layers)
-    phases.done("compilation")
+    phases.begin("loading kernels")
     start.run_steps(decoder)
     start.rehearse(few_layers)
     start.load_products()
-    phases.done("kernels")
+    phases.begin("timing products")
     start.measure_products()
-    phases.done("products")
-    graphs, token_graphs = start.capture(decoder)
-    phases.done("graphs")
+    phases.begin("capturing graphs")
+    graphs, token_graphs = start.capture(decoder, phases)
     _tell_of_late_kernels()
     most = start.sizes[-1]
     told = f"{start.prompt_kernels} for prompts, decode graphs for up to {most} sequences"
@@ -171,9 +171,12 @@ class _Start:
         for sizes, products in self._products():
             self.ops.products.measure(sizes, products)
 
-    def capture(self, decoder: CudaDecoder) -> tuple[DecodeGraphs, TokenGraphs | None]:
+    def capture(
+        self, decoder: CudaDecoder, phases: StartPhases
+    ) -> tuple[DecodeGraphs, TokenGraphs | None]:
         graphs, token_graphs = self._graphs(decoder)
-        for reach in self.families:
+        for number, reach in enumerate(self.families):
+            phases.count(number, len(self.families), "sets")
             graphs.capture(reach)
             if token_graphs is not None:
                 token_graphs.capture(reach, self._example)

@@ -12,6 +12,7 @@ from server.engine.messages import (
     EngineFailed,
     EngineReady,
     FromEngine,
+    StartProgress,
     StepOutput,
     ToEngine,
 )
@@ -53,6 +54,10 @@ class EngineStartError(Exception):
 
 class EngineListener(Protocol):
     """Who hears of the engine's state. Called on the event loop; must not block."""
+
+    def engine_starting(self, progress: StartProgress) -> None:
+        """Called several times a second until it is ready."""
+        ...
 
     def engine_ready(self, ready: EngineReady) -> None: ...
 
@@ -113,7 +118,7 @@ class EngineSupervisor:
             ready_at = None
             try:
                 self._engine = await self._begin()
-                ready = await self._await_ready(self._engine)
+                ready = await self._await_ready(self._engine, listener)
                 ready_at = time.monotonic()
                 was_ready = self.ready = True
                 listener.engine_ready(ready)
@@ -131,11 +136,14 @@ class EngineSupervisor:
         except OSError as error:
             raise EngineDied(f"it could not be started: {error}") from error
 
-    async def _await_ready(self, engine: EngineLife) -> EngineReady:
+    async def _await_ready(self, engine: EngineLife, listener: EngineListener) -> EngineReady:
         try:
             async with asyncio.timeout(self._start_timeout_s):
+                progress = StartProgress("starting")
                 frame = await self._heard(engine)
-                while isinstance(frame, Alive):
+                while isinstance(frame, Alive | StartProgress):
+                    progress = progress if isinstance(frame, Alive) else frame
+                    listener.engine_starting(progress)
                     frame = await self._heard(engine)
         except TimeoutError as error:
             limit = self._start_timeout_s

@@ -346,5 +346,5 @@ def test_half_precision_agrees_roughly(folder: Path, driver: Driver) -> None:
 def test_the_summary_tells_what_serves_and_where_the_start_went(driver: Driver) -> None:
     operations, start = driver.executor.summary[-2:]
     assert operations.startswith("operations: plain torch")
-    phases = r"weights and memory \d+\.\d s, host memory \d+\.\d s"
+    phases = r"reading weights \d+\.\d s, making caches \d+\.\d s, host memory \d+\.\d s"
     assert re.fullmatch(rf"start: \d+\.\d s \({phases}\)", start)

@@ -21,6 +21,7 @@ from server.engine.messages import (
     FromEngine,
     NeedSlab,
     SlabReleased,
+    StartProgress,
     StepOutput,
 )
 from server.worker import tether
@@ -143,6 +144,29 @@ async def test_an_engine_that_is_never_ready_is_ended() -> None:
     with pytest.raises(EngineStartError, match=r"not ready within 0\.01 s"):
         await asyncio.wait_for(supervisor.run(Mock(spec=EngineListener)), 240)
     assert engine.closed
+
+
+class Loading(Silent):
+    """It says how far its start is, and gives signs of life between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ready = EngineReady(0, 0, 0, 0, 0, 0, "", "")
+        self._frames: list[FromEngine] = [StartProgress("reading weights", 1, 2), Alive(), ready]
+
+    async def receive(self) -> FromEngine:
+        return self._frames.pop(0) if self._frames else await super().receive()
+
+
+async def test_a_listener_hears_how_far_the_start_is() -> None:
+    listener, ready = Mock(spec=EngineListener), asyncio.Event()
+    listener.engine_ready.side_effect = lambda frame: ready.set()
+    running = asyncio.create_task(supervising(Loading).run(listener))
+    await asyncio.wait_for(ready.wait(), 240)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    heard = [call.args[0] for call in listener.engine_starting.call_args_list]
+    assert heard == [StartProgress("reading weights", 1, 2)] * 2, "also while it is silent"
 
 
 async def test_an_engine_that_freezes_while_it_starts_is_started_again(

@@ -189,7 +189,24 @@ class WorkerConfig:
         metadata={
             "min": 0.01,
             "max": 1,
-            "help": "share of --max-step-tokens for prompts of batches while others are computed",
+            "help": "share of the device's time for prompts of batches while others are computed",
+        },
+    )
+    step_target_ms: float = field(
+        default=60.0,
+        metadata={
+            "min": 1,
+            "help": "a step takes no more prompt tokens beside running streams than keep it within"
+            " so many milliseconds, by the times of earlier steps, but at least 256",
+        },
+    )
+    prompt_share: float = field(
+        default=0.5,
+        metadata={
+            "min": 0.01,
+            "max": 1,
+            "help": "share of the device's time for prompts of one tenant while streams of others"
+            " run",
         },
     )
     page_size: int = field(default=16, metadata={"min": 1, "help": "tokens a KV page"})
@@ -335,6 +352,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     shards: int = 1
     dora_graphs: bool = False
     batch_step_share: float = 0.125
+    step_target_ms: float = 60.0
+    prompt_share: float = 0.5
     max_draft: int = 0
     draft_memory: int = 64 << 20
 

@@ -62,7 +62,6 @@ class _InFlight(NamedTuple, Generic[T]):
     is_held: they still wait."""
 
     plan: StepPlan
-    prompt_tokens: int
     ticket: T
     planned: float
     launched: float
@@ -242,7 +241,7 @@ class EngineLoop(Generic[T]):
         """Wait while a step runs, so that requests that arrive now are in the next plan."""
         if self._in_flight:
             running = self._in_flight[-1]
-            spare_s = self._pace.spare_s(running.prompt_tokens)
+            spare_s = self._pace.spare_s(self._scheduler.likely_s)
             began = self._clock()
             until = max(running.planned, self._ready_at) + spare_s
             self._load_while(lambda: self._clock() < until and not running.ticket.ready())
@@ -278,7 +277,7 @@ class EngineLoop(Generic[T]):
         ticket = self._executor.launch(plan, self._meanwhile)
         launched = self._clock()
         constrained = [i for i, piece in enumerate(plan.slices) if piece.constrained]
-        step = (plan, plan.num_prompt_tokens, ticket, planned, launched, constrained)
+        step = (plan, ticket, planned, launched, constrained)
         self._in_flight.append(_InFlight(*step, is_held=bool(constrained)))
         self._pace.prepared(planned - began, launched - planned)
         self._phases_s[Phase.PLAN] += planned - began
@@ -291,10 +290,7 @@ class EngineLoop(Generic[T]):
         self._load_while(lambda: not running.ticket.ready())
         results = self._executor.collect(running.ticket)
         ready = self._clock()
-        step_s = ready - max(running.planned, self._ready_at)
-        self._pace.took(running.prompt_tokens, step_s)
-        if not running.prompt_tokens:
-            self._scheduler.drafting.price.saw(running.plan.num_tokens, step_s)
+        self._scheduler.took(ready - max(running.planned, self._ready_at))
         self._ready_at = ready
         self._in_flight.popleft()
         self._scheduler.commit(running.plan.step, results)

@@ -113,7 +113,9 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
     depth = options.pipeline_depth or (2 if config.device == "cuda" else 1)
     scheduling = SchedulerConfig(
         max_waiting=config.max_waiting,
-        background_share=config.batch_step_share,
+        batch_share=config.batch_step_share,
+        step_target_s=config.step_target_ms / 1e3,
+        prompt_share=config.prompt_share,
         max_draft=config.max_draft,
         draft_memory=config.draft_memory,
     )

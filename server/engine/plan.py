@@ -97,12 +97,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         return sum(s.num_new for s in self.slices)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of prompt slices. A prompt slice of one token costs what a decode slice costs, so
-        it counts as none."""
-        return sum(s.num_new for s in self.slices if s.kind == "prompt" and not s.is_single)
-
-    @property
     def num_adapters(self) -> int:
         """Distinct ones."""
         return len({s.adapter_slot for s in self.slices if s.adapter_slot >= 0})

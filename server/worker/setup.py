@@ -216,6 +216,8 @@ def engine_config(
         max_waiting=sizes.max_running + _max_waiting(config.max_waiting, sizes.max_running),
         max_step_tokens=sizes.max_step_tokens,
         batch_step_share=config.batch_step_share,
+        step_target_ms=config.step_target_ms,
+        prompt_share=config.prompt_share,
         max_draft=sizes.max_draft,
         draft_memory=config.draft_memory,
         adapter_slots=config.adapter_slots,

@@ -1,45 +1,43 @@
 """A step that is being planned, and then in flight: its plan and its sequences. Pure."""
 
-import math
 from collections import abc
 
 from server.constraints.wishes import MaskWish
 from server.engine.executor import ExecutorLimits
 from server.engine.plan import PageGrant, RowStart, SeqSlice, StepPlan
+from server.engine.scheduling.prompt_shares import PromptShares, StepLoad
 from server.engine.scheduling.sequence import Sequence, State
 
 _SEED_MASK = 2**63 - 1  # devices keep seeds as signed 64-bit
 
 
 class Batch:
-    """sequences: parallel to plan.slices. budget: tokens that the step still has room for."""
+    """sequences: parallel to plan.slices. budget: tokens that the step still has room for. load:
+    known once it is planned."""
+
+    load: StepLoad
 
     def __init__(
-        self, step: int, limits: ExecutorLimits, freed_rows: list[int], num_running: int
+        self,
+        step: int,
+        limits: ExecutorLimits,
+        freed_rows: list[int],
+        num_running: int,
+        prompts: PromptShares,
     ) -> None:
         """num_running: sequences for which the step keeps a token each before any draft, those that
         may be admitted included."""
         self.plan = StepPlan(step, [], [], [], freed_rows, [])
         self.sequences: list[Sequence] = []
-        self.budget = limits.max_step_tokens
+        self.budget = self._max_tokens = limits.max_step_tokens
         self._page_size = limits.page_size
         self._short_context = limits.short_context
         self.drafts_left = max(0, min(self.budget, limits.max_decodes) - num_running)
-        self._background = self.budget
-        self._may_give_way = False
-        self.gave_way = False
+        self._prompts = prompts
 
-    def share_with_live(self, share: float, gave_way: bool, *queues: list[Sequence]) -> None:
-        """While others run or wait, prompts of batches have so much of the budget, and nothing in
-        a step with a prompt of others: a first token waits for no batch's. gave_way: they had
-        nothing in the step before, so they have their share now. queues: in order of precedence."""
-        if any(queue and not queue[0].is_background for queue in queues):
-            self._background = math.ceil(share * self.budget)
-            self._may_give_way = not gave_way
-
-    def has_budget(self, sequence: Sequence) -> bool:
-        """For some tokens of its prompt."""
-        return self.budget > 0 and (not sequence.is_background or self._background > 0)
+    def room(self, sequence: Sequence) -> int:
+        """Tokens of its prompt for which the step has room; 0 or less = none."""
+        return min(self.budget, self._prompts.most(sequence, self._max_tokens - self.budget))
 
     def start(self, sequence: Sequence) -> None:
         """The sequence has just been given its row and pages."""
@@ -85,8 +83,8 @@ class Batch:
         allow. draft: of a decode slice, as long as `room_for_draft` at most."""
         start = sequence.num_computed
         num_new = min(self.budget, sequence.num_wanted, sequence.room(self._page_size))
-        if sequence.is_background and num_new > 1:
-            num_new = max(1, min(num_new, self._background))
+        if num_new > 1:
+            num_new = max(1, min(num_new, self.room(sequence)))
         if start < sequence.adapter_from:  # a slice has one adapter
             num_new = min(num_new, sequence.adapter_from - start)
         end = start + num_new
@@ -111,17 +109,11 @@ class Batch:
         )
         self.sequences.append(sequence)
         self.budget -= num_new
-        if not is_decode:
-            self._use_background(num_new, sequence.is_background)
+        if not is_decode and num_new > 1:
+            self._prompts.take(sequence, start, num_new)
         sequence.num_computed = start + num_new
         sequence.in_flight += 1
         sequence.pending += sample
-
-    def _use_background(self, num_new: int, is_background: bool) -> None:
-        """Of a prompt's tokens."""
-        self._background = max(0, self._background - num_new)
-        if self._may_give_way and not is_background:
-            self._background, self.gave_way = 0, True
 
     def room_for_draft(self, sequence: Sequence) -> int:
         """Tokens of a draft for a decode slice. They fit in the pages that the sequence has, and

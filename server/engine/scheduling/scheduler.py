@@ -28,6 +28,7 @@ from server.engine.scheduling.events import (
 from server.engine.scheduling.grammar_waits import GrammarWaits
 from server.engine.scheduling.kv import SequencePages
 from server.engine.scheduling.loading import AdapterLoads
+from server.engine.scheduling.prompt_shares import PromptShares
 from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.engine.scheduling.sequence import BY_PRECEDENCE, Precedence, Sequence, State, discard
 from server.engine.scheduling.sequence_rows import SequenceRows
@@ -46,6 +47,7 @@ class Scheduler:
         self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
         self.grammars = GrammarWaits()
         self.drafting = Drafting(config.max_draft, config.draft_memory)
+        self.prompts = PromptShares(config)
         self._eos = frozenset(limits.eos_token_ids)
         # Every running sequence can have a token in every step.
         self.rows = SequenceRows(min(limits.max_rows, limits.max_step_tokens))
@@ -56,7 +58,7 @@ class Scheduler:
         self._in_flight: deque[Batch] = deque()
         self._deadlines = Deadlines()
         self._events: list[SequenceEvent] = []
-        self._arrivals, self._step, self._now, self._gave_way = 0, 0, 0.0, False
+        self._arrivals, self._step, self._now = 0, 0, 0.0
         self._preemptions = self._prefix_hit_tokens = self._prompt_tokens = 0
 
     def submit(self, key: int, request: GenerateRequest, now: float) -> None:
@@ -183,29 +185,44 @@ class Scheduler:
         self.pages.begin_plan()
         running = list(self._running)
         soon = len(running) + min(len(self._waiting), len(self.rows.free))
-        batch = Batch(self._step + 1, self.limits, self.rows.freed, soon)
-        batch.share_with_live(self.config.background_share, self._gave_way, running, self._waiting)
+        batch = Batch(self._step + 1, self.limits, self.rows.freed, soon, self.prompts)
         self.drafting.begin_plan(running, ahead=bool(self._in_flight), room=batch.drafts_left)
-        longer = []
+        longer, streams = [], []
         for sequence in running:  # first the sequences that want one token
             wanted = sequence.num_wanted
             if wanted > 1:
                 longer.append(sequence)
-            elif wanted == 1 and not sequence.awaits_result and self._grow(batch, sequence):
+            elif sequence.awaits_result:
+                streams.append(sequence)
+            elif wanted == 1 and self._grow(batch, sequence):
                 batch.add(sequence, self.drafting.draft(sequence, batch.room_for_draft(sequence)))
-        for sequence in (s for s in longer if s.can_run):
-            self._admit(batch, sequence.precedence.priority)  # between two chunks: nothing is cut
-            if batch.has_budget(sequence) and self._grow(batch, sequence):
-                batch.add(sequence)
-        self._admit(batch)
+                streams.append(sequence)
+        self._begin_prompts(streams if longer or self._waiting else [])
+        self._add_prompts(batch, longer)
+        if not (batch.sequences or self._in_flight) and self.prompts.forgive():
+            self._add_prompts(batch, longer)
         self._ask()
-        self._gave_way = batch.gave_way
         if not batch.sequences:
             return None
+        batch.load = self.prompts.end()
         self._step += 1
         self.rows.freed = []
         self._in_flight.append(batch)
         return batch.plan
+
+    def _begin_prompts(self, streams: list[Sequence]) -> None:
+        queues = (self._running, self._waiting)
+        live = any(queue and not queue[0].is_background for queue in queues)
+        tenants = (s.request.tenant for s in streams if not s.is_background)
+        self.prompts.begin(tenants, has_live=live)
+
+    def _add_prompts(self, batch: Batch, longer: list[Sequence]) -> None:
+        """longer: running sequences of whose prompts more than a token is to be computed."""
+        for sequence in (s for s in longer if s.can_run):
+            self._admit(batch, sequence.precedence.priority)  # between two chunks: nothing is cut
+            if batch.room(sequence) > 0 and self._grow(batch, sequence):
+                batch.add(sequence)
+        self._admit(batch)
 
     def go_on_loading(self, now: float) -> None:
         """Advance the loading of absent adapters between two plans, while steps are in flight."""
@@ -253,9 +270,9 @@ class Scheduler:
         if any(s.leaving for s in self._departing):
             return
         for sequence in list(self._waiting):
-            if not batch.has_budget(sequence) or sequence.precedence.priority >= priority:
+            if batch.budget <= 0 or sequence.precedence.priority >= priority:
                 return
-            if self.loads.holds_back(sequence):
+            if batch.room(sequence) <= 0 or self.loads.holds_back(sequence):
                 continue
             if not self._has_row(sequence):
                 return
@@ -305,6 +322,18 @@ class Scheduler:
         if news is not None:
             batch.plan.scaled_slots.append(news)
         return slot
+
+    @property
+    def likely_s(self) -> float:
+        """How long the newest step in flight is likely to take."""
+        return self._in_flight[-1].load.likely_s
+
+    def took(self, step_s: float) -> None:
+        """The oldest step in flight kept the device busy for so long."""
+        batch = self._in_flight[0]
+        self.prompts.cost.took(batch.load.tokens, batch.load.attended, step_s)
+        if not batch.load.tokens:
+            self.drafting.price.saw(batch.plan.num_tokens, step_s)
 
     def mask_wishes(self, slices: list[int]) -> list[MaskWish]:
         """Of these slices of the oldest step in flight."""

@@ -10,12 +10,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     drain_after_s: how long a staged adapter waits for room before other adapters drain.
     max_draft: tokens of a sequence's draft, 0 = none has one. draft_memory: bytes of answers that
     are kept for drafts.
-    background_share: of a step's tokens, for prompts of batches while others run or wait.
+    step_target_s: of a step with prompts beside streams. prompt_share: of the device's time, for
+    prompts of one tenant beside streams of others. batch_share: the same for prompts of all batches
+    while others run or wait.
     """
 
     max_waiting: int = 1024
     max_loading: int = 8
     drain_after_s: float = 1.0
-    background_share: float = 0.125
+    step_target_s: float = 0.06
+    prompt_share: float = 0.5
+    batch_share: float = 0.125
     max_draft: int = 0
     draft_memory: int = 64 << 20

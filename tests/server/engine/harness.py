@@ -1,6 +1,7 @@
 """The scheduler under a certifying executor and a made-up worker, advanced by hand."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -115,11 +116,14 @@ class Harness:
         options: CertifyOptions | None = None,
         auto_stage: bool = True,
         right_percent: int | None = None,
+        step_s: Callable[[StepPlan], float] | None = None,
     ) -> None:
-        """right_percent: of drafts' tokens; None = drafts are those of a scheduler."""
+        """right_percent: of drafts' tokens; None = drafts are those of a scheduler. step_s: how
+        long steps take on the device; None = nobody says."""
         self.limits = limits
         self.depth = depth
         self.auto_stage = auto_stage
+        self.step_s = step_s
         self.executor = TestExecutor(limits, options)
         self.scheduler = Scheduler(limits, config or SchedulerConfig())
         if right_percent is not None:
@@ -177,6 +181,8 @@ class Harness:
 
     def commit(self) -> None:
         ticket = self.tickets.popleft()
+        if self.step_s is not None:
+            self.scheduler.took(self.step_s(ticket.plan))
         self.scheduler.commit(ticket.plan.step, self.executor.collect(ticket))
         self._constrain()
         self.exchange()

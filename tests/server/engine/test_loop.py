@@ -218,7 +218,7 @@ def test_who_comes_while_a_long_step_runs_is_in_the_next_plan(
     loop = EngineLoop(
         executor, scheduler, script, 2, no_grammars(LIMITS), clock=lambda: next(clock)
     )
-    loop._pace.took(0, step_s)
+    scheduler.prompts.cost.took(0, 0, step_s)
     loop._receive(None)
     loop._turn()
     loop._turn()

@@ -67,35 +67,6 @@ def batch_request(prompt: list[int], count: int) -> GenerateRequest:
     return make_request(prompt, count, priority=BACKGROUND_PRIORITY)
 
 
-def test_prompts_of_batches_have_a_share_of_a_step_beside_others() -> None:
-    config = SchedulerConfig(background_share=0.25)
-    harness = Harness(limits(max_step_tokens=16), config=config)
-    batch = harness.submit(batch_request(list(range(5, 45)), 1))
-    harness.cycle()
-    stream = harness.submit(make_request([5, 6], 30))
-    while not harness.events.get(batch):
-        harness.cycle()
-    sizes = [[s.num_new for s in plan.slices] for plan in harness.plans]
-    # Alone it has all of a step, and nothing beside the prompt of another.
-    assert sizes[:4] == [[16], [2], [1, 4], [1, 4]]
-    assert len(harness.tokens(stream)) == len(harness.plans) - 1
-    harness.run()
-    assert harness.tokens(batch) == expected(harness, list(range(5, 45)), 1, None)
-    harness.assert_at_rest()
-
-
-def test_prompts_of_others_do_not_starve_a_batch() -> None:
-    harness = Harness(limits(max_step_tokens=16), config=SchedulerConfig(background_share=0.25))
-    batch = harness.submit(batch_request(list(range(5, 45)), 1))
-    while not harness.events.get(batch):
-        harness.submit(make_request([5, 6], 1))
-        harness.cycle()
-    sizes = [[s.num_new for s in plan.slices] for plan in harness.plans]
-    assert sizes[:4] == [[2], [2, 2], [2], [2, 2]]
-    harness.run()
-    harness.assert_at_rest()
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_batch_gives_its_row_to_who_is_waited_for(depth: int) -> None:
     harness = Harness(limits(max_rows=2), depth=depth)

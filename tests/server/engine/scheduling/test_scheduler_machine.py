@@ -36,6 +36,7 @@ WISHES = st.fixed_dictionaries(
         "priority": st.sampled_from([0, 1, BACKGROUND_PRIORITY]),
         "deadline_s": st.sampled_from([None, None, None, 0.05, 5.0]),
         "salt": st.sampled_from(["", "", "tenant"]),
+        "tenant": st.sampled_from(["", "a", "b"]),
         "min_tokens": st.sampled_from([0, 0, 3]),
         "ignore_eos": st.booleans(),
         "prompt_logprobs": st.sampled_from([None, None, 1]),
@@ -99,7 +100,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         config = SchedulerConfig(max_waiting=12, max_loading=2, drain_after_s=0.05, max_draft=3)
         self.harness = Harness(
-            engine, depth, config, self.options, auto_stage=False, right_percent=50
+            engine,
+            depth,
+            config,
+            self.options,
+            auto_stage=False,
+            right_percent=50,
+            step_s=lambda plan: 1e-3 * (5 + plan.num_tokens),
         )
         self.harness.runs = dict(RUNS)
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from server.constraints.constraint import Constraint
 from server.constraints.rules import TokenRules
 from server.engine.certificates import CertifyOptions, certified_output
-from server.engine.plan import SeqSlice, SliceResult
+from server.engine.plan import SliceResult
 from server.engine.scheduling.events import drawn_events
 from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.engine.scheduling.sequence import Precedence, Sequence
@@ -298,11 +297,13 @@ def test_rewind_never_adds_computed_tokens() -> None:
         assert sequence.num_computed == left
 
 
-def test_prompt_tokens_of_a_plan() -> None:
-    harness = Harness(limits(max_step_tokens=8))
+def test_a_prompt_of_one_token_costs_what_a_decode_costs() -> None:
+    harness = Harness(limits(max_step_tokens=8), step_s=lambda plan: 0.1)
     harness.submit(make_request([5], 4))
+    harness.cycle()
+    cost = harness.scheduler.prompts.cost
+    assert (cost.decode_s, cost.prompt_s(1, 1)) == (0.1, 0)
     harness.submit(make_request([5, 6, 7], 4))
-    harness.run()
-    assert [plan.num_prompt_tokens for plan in harness.plans] == [3, 0, 0, 0]
-    assert isinstance(harness.plans[0].slices[0], SeqSlice)
-    assert np.sum([plan.num_tokens for plan in harness.plans]) == 10
+    harness.step_s = lambda plan: 0.4
+    harness.cycle()
+    assert cost.prompt_s(3, 4.5) == pytest.approx(0.3)

@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
+NPM_CLIENTS := .venv-npm
 PIP_FLAGS := --quiet --disable-pip-version-check
 
 .PHONY: run test test-all lint unit exhaustive chaos setup setup-dev programs vocabularies clean
@@ -24,10 +25,10 @@ lint: setup-dev
 # A file's tests share servers, so files are what the processes take, in order: else the longest, of few
 # tests, come last, and one process has nothing to do. Tests of servers wait for a quarter of their time:
 # two cores have work for three processes.
-unit: setup-dev $(CLIENTS)/.ready programs vocabularies
+unit: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25
 
-exhaustive: setup-dev $(CLIENTS)/.ready programs vocabularies
+exhaustive: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies
 	$(BIN)/pytest -n 2 --dist load -m exhaustive --durations=25
 
 # Hundreds of faults under load; ARGS as in `python -m tests.chaos --help`.
@@ -58,6 +59,11 @@ $(CLIENTS)/.ready: constraints.clients.txt
 	$(CLIENTS)/bin/python -m pip install $(PIP_FLAGS) -r constraints.clients.txt
 	@touch $@
 
+$(NPM_CLIENTS)/.ready: tests/e2e/clients/package.json | programs
+	@mkdir -p $(NPM_CLIENTS) && cp $< $(NPM_CLIENTS)/
+	npm install --prefix $(NPM_CLIENTS) --silent --no-audit --no-fund
+	@touch $@
+
 # Real servers and a browser that tests run against, and what brings packages of npm: Debian's packages of
 # the same names.
 PROGRAMS := redis-server prometheus chromium npm
@@ -74,4 +80,4 @@ vocabularies: setup-dev programs
 	@$(BIN)/python -m tests.vocabularies
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(NPM_CLIENTS) dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

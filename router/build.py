@@ -286,7 +286,7 @@ def _dispatch_limits(config: RouterConfig) -> DispatchLimits:
 
 def _tokeniser(ground: _Ground) -> Tokeniser:
     config = ground.config
-    parts = AnswerParts(config.tool_format, config.reasoning_format)
+    parts = AnswerParts(config.tool_format, config.reasoning_format, config.unread_tools)
     return Tokeniser(ground.sandbox, parts, config.grammar)
 
 

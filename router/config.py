@@ -145,6 +145,13 @@ class RouterConfig:
             " template"
         },
     )
+    unread_tools: Literal["describe", "refuse"] = field(
+        default="describe",
+        metadata={
+            "help": "tools for a model whose chat template reads none: a default text describes"
+            " them, or they are refused unless a call is demanded"
+        },
+    )
     reasoning_format: str = field(
         default="auto",
         metadata={

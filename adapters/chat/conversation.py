@@ -11,6 +11,10 @@ from adapters.common.strict_json import StrictJsonError, decode_object
 Message = dict[str, Any]
 FaultCause = Literal["template_error", "unsupported", "invalid"]
 NoContent = Literal["absent", "null", "empty", "part"]
+# What becomes of tools that the template does not read: a default text describes them, the prompt
+# is refused, or has nothing of them.
+UnreadTools = Literal["describe", "refuse", "omit"]
+Verbosity = Literal["low", "medium", "high"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Other servers' names of an assistant's reasoning. What callers send has the first.
 REASONING: tuple[str, ...] = ("reasoning_content", "thinking", "reasoning")
@@ -85,8 +89,10 @@ class TemplateOptions(msgspec.Struct, frozen=True):
     continue_final_message: the prompt ends within the last message, right after its text.
     documents, tools: None = none. template: a name of the template list; None = by transformers'
     rule.
-    variables: further ones of the template. effort: how much the model shall reason, a variable
-    that the template must read.
+    variables: further ones of the template. unread_tools: of a template that reads none. in_loop:
+    tools were offered, be it that this prompt has none: calls and results are among the messages.
+    From effort on: hints, variables that need not be read. How much the model shall reason; whether
+    it shall at all; for how many tokens; how much it shall say.
     """
 
     add_generation_prompt: bool = True
@@ -95,7 +101,21 @@ class TemplateOptions(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]] | None = None
     template: str | None = None
     variables: dict[str, Any] = {}
+    unread_tools: UnreadTools = "describe"
+    in_loop: bool = False
     effort: ReasoningEffort | None = None
+    thinks: Literal[True] | None = None
+    thinking_budget: int | None = None
+    verbosity: Verbosity | None = None
+
+
+class Rendered(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt. has_default_text: of tools. unbound: hints that the template does not read,
+    by their fields in a chat."""
+
+    text: str
+    has_default_text: bool = False
+    unbound: tuple[str, ...] = ()
 
 
 DEFAULT_OPTIONS = TemplateOptions()
@@ -148,29 +168,46 @@ def check_variables(variables: Collection[str], special_tokens: Collection[str])
             raise TemplateFault(f"`{param}`: cannot be replaced; {hint}", "invalid", param)
 
 
-def effort_variables(options: TemplateOptions, read: Collection[str]) -> dict[str, Any]:
-    """The variables that pass the effort to a template. read: names that it reads.
+class Hints(msgspec.Struct, frozen=True):
+    """variables: by which a template gets the caller's hints. unbound: fields of those that it does
+    not read."""
 
-    Without reasoning, templates need not know of it. Raises TemplateFault.
-    """
-    effort = options.effort
-    if effort is None:
-        return {}
-    variables_given: dict[str, Any] = {"reasoning_effort": effort}
-    if effort == "none":
-        variables_given |= dict.fromkeys(_SWITCHES, False)
-    elif "reasoning_effort" not in read:
-        message = "`reasoning_effort`: the chat template does not read it"
-        switch = next((name for name in _SWITCHES if name in read), None)
-        if switch:
-            message += f"; it reads `{switch}` of `chat_template_kwargs`"
-        raise TemplateFault(message, "unsupported", "reasoning_effort")
-    for name, value in variables_given.items():
-        if options.variables.get(name, value) != value:
-            param = f"chat_template_kwargs.{name}"
-            message = f"`{param}`: contradicts `reasoning_effort`"
-            raise TemplateFault(message, "invalid", param)
-    return variables_given
+    variables: dict[str, Any]
+    unbound: tuple[str, ...]
+
+
+def read_hints(options: TemplateOptions, read: Collection[str]) -> Hints:
+    """read: names that the template reads. Raises TemplateFault."""
+    said = _hints(options)
+    for field, given in said.items():
+        for name, value in given.items():
+            if options.variables.get(name, value) != value:
+                param = f"chat_template_kwargs.{name}"
+                message = f"`{param}`: contradicts `{field}`"
+                raise TemplateFault(message, "invalid", param)
+    unbound = [field for field, given in said.items() if not any(name in read for name in given)]
+    # Without reasoning, and at the usual length, a template need not know of it.
+    needless = {
+        "reasoning_effort": options.effort == "none",
+        "verbosity": options.verbosity == "medium",
+    }
+    variables = {name: value for given in said.values() for name, value in given.items()}
+    return Hints(variables, tuple(field for field in unbound if not needless.get(field)))
+
+
+def _hints(options: TemplateOptions) -> dict[str, dict[str, Any]]:
+    """By field of a chat, the variables that pass it to a template."""
+    effort, found = options.effort, dict[str, dict[str, Any]]()
+    if effort is not None:
+        off = dict.fromkeys(_SWITCHES, False) if effort == "none" else {}
+        found["reasoning_effort"] = {"reasoning_effort": effort, **off}
+    if options.thinks is not None:
+        found["thinking"] = dict.fromkeys(_SWITCHES, True)
+    if options.thinking_budget is not None:
+        found["thinking.budget_tokens"] = {"thinking_budget": options.thinking_budget}
+    if options.verbosity is not None:
+        found["verbosity"] = {"verbosity": options.verbosity}
+    return found
 
 
 def _shaped(message: Mapping[str, Any], form: MessageForm) -> Message:

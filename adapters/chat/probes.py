@@ -62,6 +62,11 @@ def find_form(render: Render, literals: Collection[str]) -> MessageForm:
     return replace(form, reasoning=probe.reasoning(form, literals))
 
 
+def reads_system(render: Render, form: MessageForm) -> bool:
+    """Whether the template writes what the system says. form: in which it reads messages."""
+    return _Probe(render).reads("system", _FIRST, form)
+
+
 class _Probe:
     """Questions to one template."""
 
@@ -71,10 +76,10 @@ class _Probe:
     def content_of(self, role: str, form: MessageForm) -> MessageForm:
         """With what is known of the content of `role`: text, lists of parts, or both."""
         wrapped = replace(form, only_lists=(*form.only_lists, role))
-        if self._reads(role, _PARTS, replace(form, lists=(*form.lists, role))):
+        if self.reads(role, _PARTS, replace(form, lists=(*form.lists, role))):
             form = replace(form, lists=(*form.lists, role))
             wrapped = replace(wrapped, lists=form.lists)
-        if self._reads(role, _FIRST, form) or not self._reads(role, _FIRST, wrapped, spelled=True):
+        if self.reads(role, _FIRST, form) or not self.reads(role, _FIRST, wrapped, spelled=True):
             return form
         return wrapped
 
@@ -91,7 +96,7 @@ class _Probe:
         if "developer" not in literals:
             return form
         known = self.content_of("developer", replace(form, developer=True))
-        return known if self._reads("developer", _FIRST, known) else form
+        return known if self.reads("developer", _FIRST, known) else form
 
     def reasoning(self, form: MessageForm, literals: Collection[str]) -> str | None:
         """The first name by which the template writes it."""
@@ -109,7 +114,7 @@ class _Probe:
                 return True
         return False
 
-    def _reads(self, role: str, content: Any, form: MessageForm, *, spelled: bool = False) -> bool:
+    def reads(self, role: str, content: Any, form: MessageForm, *, spelled: bool = False) -> bool:
         """Whether the content's texts are written. spelled: be it with the frames of its parts."""
         texts = [_FIRST, _SECOND] if content is _PARTS else [_FIRST]
         for conversation, variables in itertools.product(_around(role, content), _WITH_TOOLS):

@@ -20,13 +20,15 @@ from adapters.chat.conversation import (
     DEFAULT_OPTIONS,
     Message,
     MessageForm,
+    Rendered,
     TemplateFault,
     TemplateOptions,
     check_variables,
-    effort_variables,
+    read_hints,
     shaped,
 )
-from adapters.chat.probes import find_form
+from adapters.chat.default_text import described
+from adapters.chat.probes import find_form, reads_system
 
 MAX_TEMPLATE_CHARS = 1 << 17
 MAX_OUTPUT_CHARS = 16 << 20
@@ -95,14 +97,26 @@ class ChatTemplate:
     def render(
         self, messages: Collection[Mapping[str, Any]], options: TemplateOptions = DEFAULT_OPTIONS
     ) -> str:
+        """The prompt's text. messages: as `shaped` takes them."""
+        return self.written(messages, options).text
+
+    def written(
+        self, messages: Collection[Mapping[str, Any]], options: TemplateOptions = DEFAULT_OPTIONS
+    ) -> Rendered:
         """The prompt. messages: as `shaped` takes them."""
         check_variables(options.variables, self._special_tokens)
-        for field in ("documents", "tools"):
-            if getattr(options, field) is not None and field not in self.variables:
-                message = f"`{field}`: the chat template does not read any"
-                raise TemplateFault(message, "unsupported", field)
-        variables = effort_variables(options, self.variables) | options.variables
+        if options.documents is not None and "documents" not in self.variables:
+            raise _unread("documents")
+        hints = read_hints(options, self.variables)
+        tools, variables = self._tools_described(options), hints.variables | options.variables
+        if tools is not None or (options.in_loop and "tools" not in self.variables):
+            messages = described(messages, tools, self._reads_system)
+            options = msgspec.structs.replace(options, tools=None)
         options = msgspec.structs.replace(options, variables=variables)
+        return Rendered(self._ended(messages, options), tools is not None, hints.unbound)
+
+    def _ended(self, messages: Collection[Mapping[str, Any]], options: TemplateOptions) -> str:
+        """The text, up to where the answer begins."""
         ready = shaped(messages, self.form)
         if not options.continue_final_message:
             return self._write(ready, options)
@@ -110,6 +124,18 @@ class ChatTemplate:
             raise _not_continued("`add_generation_prompt` must be false")
         final = _open_end(ready)
         return _cut_at_end(self._write(ready, options), final)
+
+    def _tools_described(self, options: TemplateOptions) -> list[dict[str, Any]] | None:
+        """Those for the default text."""
+        if options.tools is None or "tools" in self.variables:
+            return None
+        if options.unread_tools == "refuse":
+            raise _unread("tools")
+        return options.tools if options.unread_tools == "describe" else None
+
+    @cached_property
+    def _reads_system(self) -> bool:
+        return reads_system(self._probe, self.form)
 
     @cached_property
     def _syntax(self) -> nodes.Template:
@@ -173,6 +199,11 @@ def _cut_at_end(prompt: str, final: str) -> str:
         raise _not_continued("the chat template does not write the final message's text as it is")
     is_trimmed = not prompt.startswith(_END, end)
     return prompt[:end].rstrip() if is_trimmed else prompt[:end]
+
+
+def _unread(field: str) -> TemplateFault:
+    message = f"`{field}`: the chat template does not read any"
+    return TemplateFault(message, "unsupported", field)
 
 
 def _not_continued(why: str) -> TemplateFault:

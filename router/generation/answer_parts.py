@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
+from typing import Literal
 
 import msgspec
 
-from adapters.chat.conversation import choose_template
+from adapters.chat.conversation import UnreadTools, choose_template
 from adapters.manifest import AdapterTemplate
 from router.call import GenerationCall, RequestError
 from router.parts.division import Division
 from router.parts.reasoning import REASONING, Reasoning, detect_reasoning
 from router.tools.compose import Frame
 from router.tools.formats.format import ToolFormat
-from router.tools.registry import FORMATS, detect
+from router.tools.registry import DEFAULT, FORMATS, detect
 from server.protocol import ModelCard
 
 # Of texts, those that are special tokens, with their ids.
@@ -64,10 +65,21 @@ _TEXT_ALONE = PartsOfAnswers()
 
 class AnswerParts(msgspec.Struct, frozen=True):
     """What the operator says of the base. tool_format, reasoning_format: names; auto = by the
-    template. reasoning_format none: reasoning is text."""
+    template. reasoning_format none: reasoning is text. unread_tools: of a template that reads
+    none."""
 
     tool_format: str = "auto"
     reasoning_format: str = "auto"
+    unread_tools: Literal["describe", "refuse"] = "describe"
+
+    def prepared(self, call: GenerationCall) -> GenerationCall:
+        """With what becomes of tools that its template does not read: what a grammar demands needs
+        no description."""
+        if call.tools is None or self.unread_tools == "describe":
+            return call
+        unread: UnreadTools = "omit" if call.tools.is_demanded else "refuse"
+        template = msgspec.structs.replace(call.template, unread_tools=unread)
+        return msgspec.structs.replace(call, template=template)
 
     def of(
         self,
@@ -76,7 +88,8 @@ class AnswerParts(msgspec.Struct, frozen=True):
         template: AdapterTemplate | None = None,
         adapters_format: str = "",
     ) -> PartsOfAnswers:
-        """template: the adapter's own. adapters_format: what its registration says; "" = nothing.
+        """template: the adapter's own. adapters_format: what its registration says, or the prompt;
+        "" = nothing.
 
         Raises RequestError (unsupported) where it is not known how the model writes calls.
         """
@@ -86,7 +99,14 @@ class AnswerParts(msgspec.Struct, frozen=True):
         reasoning = self._reasoning(source, is_base) if call.divides_reasoning else None
         if call.tools is None:
             return PartsOfAnswers(None, reasoning)
-        return PartsOfAnswers(self._format(source, is_base, adapters_format), reasoning)
+        found = self._format(source, is_base, adapters_format)
+        if found is None and not call.tools.is_demanded:
+            message = (
+                "`tools`: the chat template does not tell how the model writes calls: the router's "
+                "`--tool-format`, or `tool_format` of an adapter's registration, does"
+            )
+            raise RequestError("unsupported", message, param="tools")
+        return PartsOfAnswers(found or DEFAULT, reasoning)
 
     def _reasoning(self, source: str, is_base: bool) -> Reasoning | None:
         named = self.reasoning_format
@@ -95,20 +115,13 @@ class AnswerParts(msgspec.Struct, frozen=True):
         found = _detected_reasoning(source) if named == "auto" or not is_base else None
         return found or REASONING.get(named)
 
-    def _format(self, source: str, is_base: bool, adapters_format: str) -> ToolFormat:
+    def _format(self, source: str, is_base: bool, adapters_format: str) -> ToolFormat | None:
         """An adapter's own template says more of the adapter than an option for the base."""
         if adapters_format in FORMATS:  # another router may know more of them
             return FORMATS[adapters_format]
         named = self.tool_format
         found = _detected_format(source) if named == "auto" or not is_base else None
-        found = found or FORMATS.get(named)
-        if found is None:
-            message = (
-                "`tools`: the chat template does not tell how the model writes calls: the router's "
-                "`--tool-format`, or `tool_format` of an adapter's registration, does"
-            )
-            raise RequestError("unsupported", message, param="tools")
-        return found
+        return found or FORMATS.get(named)
 
 
 def _source(

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from adapters.chat.conversation import TemplateFault, TemplateOptions, choose_template
+from adapters.chat.conversation import Rendered, TemplateFault, TemplateOptions, choose_template
 from adapters.manifest import AdapterTemplate
 from router.call import Api, GenerationCall, RequestError
 from router.text.detokenizer import Detokenizer
@@ -23,13 +23,15 @@ MAX_ENCODED = 4 << 20
 
 class Prompt(msgspec.Struct, frozen=True):
     """text: as given or rendered (of token ids: decoded). parts: one for each id, where logprobs of
-    the prompt are asked for. detokenizer: has read the prompt, which an answer follows.
+    the prompt are asked for. detokenizer: has read the prompt, which an answer follows. rendered:
+    of a chat.
     """
 
     text: str
     ids: list[int]
     parts: Sequence[str]
     detokenizer: Detokenizer | None = None
+    rendered: Rendered = Rendered("")
 
 
 async def build_prompts(
@@ -44,12 +46,14 @@ async def build_prompts(
     """
     if call.messages is not None:
         try:
-            text = await render_messages(call.messages, call.template, model, template, sandbox)
+            found = await render_messages(call.messages, call.template, model, template, sandbox)
         except RequestError as error:
             raise error.spelled(_CHAT_FIELDS.get(call.api, {})) from error
-        return await model.long_texts.run(
-            len(text), lambda: [_encode(call, model, text, _PARAM[call.api])]
+        text = found.text
+        prompt = await model.long_texts.run(
+            len(text), lambda: _encode(call, model, text, _PARAM[call.api])
         )
+        return [msgspec.structs.replace(prompt, rendered=found)]
     size = sum(len(prompt) for prompt in call.prompts)
     return await model.long_texts.run(
         size, lambda: [_build(call, model, prompt) for prompt in call.prompts]
@@ -115,8 +119,8 @@ async def render_messages(
     model: TextModel,
     template: AdapterTemplate | None,
     sandbox: TemplateSandbox,
-) -> str:
-    """The prompt's text by the adapter's template, or else the base's.
+) -> Rendered:
+    """The prompt by the adapter's template, or else the base's.
 
     Raises RequestError (template_error, unsupported, invalid).
     """
@@ -128,14 +132,25 @@ async def render_messages(
     try:
         name = choose_template(template.sources, options.template, options.tools is not None)
         source = template.sources[name]
-        return await sandbox.render(source, known, messages, options)
+        return await sandbox.written(source, known, messages, options)
     except TemplateFault as fault:
         raise template_error(fault) from fault
 
 
+def unbound_hints(call: GenerationCall, prompt: Prompt, reasons: bool) -> tuple[str, ...]:
+    """Fields that bound nothing, since no template read them. reasons: the model does so anyway."""
+    names = _CHAT_FIELDS.get(call.api, {})
+    fields = [field for field in prompt.rendered.unbound if not (reasons and field == "thinking")]
+    return tuple(names.get(field, field) for field in fields)
+
+
 # Fields of a chat, as other APIs have them.
 _CHAT_FIELDS: dict[Api, dict[str, str]] = {
-    "responses": {"messages": "input", "reasoning_effort": "reasoning.effort"},
+    "responses": {
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "verbosity": "text.verbosity",
+    },
     "messages": {
         "continue_final_message": "messages",
         "reasoning_effort": "output_config.effort",

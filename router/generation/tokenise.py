@@ -16,7 +16,7 @@ from router.generation.answer_ends import AnswerEnds
 from router.generation.answer_parts import AnswerParts, PartsOfAnswers
 from router.generation.answer_shape import AnswerShapes
 from router.generation.pair_prompts import pair_prompts
-from router.generation.prompts import Prompt, build_prompts, resolve_sampling
+from router.generation.prompts import Prompt, build_prompts, resolve_sampling, unbound_hints
 from router.generation.vector_answers import VectorReading, vector_reading
 from router.generation.vector_prompts import (
     class_prompts,
@@ -29,6 +29,7 @@ from router.policy.quota import UNSTATED_TOKENS
 from router.text.adapter_models import AdapterModels
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
+from router.tools.registry import DEFAULT
 from server.protocol import SamplingParams, VectorParams
 
 _SEED_BITS = 53  # what JSON numbers carry without loss everywhere
@@ -103,6 +104,7 @@ class Tokeniser:
         if call.vector is not None:
             return await _texts_read(call, call.vector, model)
         template = None if adapter is None else adapter.manifest.template
+        call = self._parts.prepared(call)
         return await build_prompts(call, model, template, self._sandbox)
 
     async def tokenise(
@@ -116,15 +118,18 @@ class Tokeniser:
         reading = None if call.vector is None else vector_reading(call.vector, model.card)
         if reading is not None:
             return _read(call, reading, adapter, prompts)
-        parts = self._parts_of(call, model, adapter)
+        first = prompts[0]
+        parts = self._parts_of(call, model, adapter, first.rendered.has_default_text)
+        unbound = unbound_hints(call, first, parts.reasoning is not None)
         ends = await self.ends.of(model, None if adapter is None else adapter.manifest)
-        shaped = await self.shapes.hold(call, model, parts, prompts[0].text)
+        shaped = await self.shapes.hold(call, model, parts, first.text)
         # The best of several are found by their log-probabilities, shown or not.
         ranks = call.best_of > call.n and shaped.logprobs is None
         sampling = msgspec.structs.replace(
             shaped, end_token_ids=ends, logprobs=0 if ranks else shaped.logprobs
         )
-        call = msgspec.structs.replace(call, sampling=sampling)
+        unbound = (*call.unbound, *unbound)
+        call = msgspec.structs.replace(call, sampling=sampling, unbound=unbound)
         samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
         seed = secrets.randbits(_SEED_BITS) if call.seed is None else call.seed
         invocation = _invocation(adapter)
@@ -142,12 +147,18 @@ class Tokeniser:
         return TokenisedRequest(call, tasks)
 
     def _parts_of(
-        self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
+        self,
+        call: GenerationCall,
+        model: TextModel,
+        adapter: ServedAdapter | None,
+        has_default_text: bool,
     ) -> PartsOfAnswers:
         """Raises RequestError."""
-        if adapter is None:
-            return self._parts.of(call, model.card)
-        return self._parts.of(call, model.card, adapter.manifest.template, adapter.tool_format)
+        template = None if adapter is None else adapter.manifest.template
+        named = "" if adapter is None else adapter.tool_format
+        return self._parts.of(
+            call, model.card, template, DEFAULT.name if has_default_text else named
+        )
 
 
 async def _texts_read(call: GenerationCall, vector: VectorCall, model: TextModel) -> list[Prompt]:

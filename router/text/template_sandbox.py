@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from adapters.chat.conversation import MessageForm, TemplateFault, TemplateOptions
+from adapters.chat.conversation import MessageForm, Rendered, TemplateFault, TemplateOptions
 from adapters.chat.template import MAX_OUTPUT_CHARS
 from adapters.helpers.helper import Helper, HelperStopped, HelperUnavailable
 from router.call import RequestError
@@ -45,20 +45,30 @@ class TemplateSandbox:
         messages: Sequence[dict[str, Any]],
         options: TemplateOptions,
     ) -> str:
-        """As `ChatTemplate(source, special_tokens).render(messages, options)`.
+        """The text alone. Raises as `written`."""
+        return (await self.written(source, special_tokens, messages, options)).text
+
+    async def written(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        messages: Sequence[dict[str, Any]],
+        options: TemplateOptions,
+    ) -> Rendered:
+        """As `ChatTemplate(source, special_tokens).written(messages, options)`.
 
         Raises TemplateFault; RequestError (unavailable) when no process can answer now.
         """
         outcome = await self._do(RenderJob(source, special_tokens, list(messages), options))
-        return outcome.text or ""
+        return outcome.prompt or Rendered("")
 
     async def form(self, source: str, special_tokens: dict[str, str]) -> MessageForm:
-        """As `ChatTemplate(source, special_tokens).form`. Raises as `render`."""
+        """As `ChatTemplate(source, special_tokens).form`. Raises as `written`."""
         outcome = await self._do(RenderJob(source, special_tokens, None, TemplateOptions()))
         return outcome.form or MessageForm()
 
     async def _do(self, job: RenderJob) -> RenderOutcome:
-        """Raises as `render`."""
+        """Raises as `written`."""
         frame = _frame(job)
         encoded = job.source.encode("utf-8", "replace")
         key, size = hashlib.sha256(encoded).digest(), len(frame) - len(encoded)

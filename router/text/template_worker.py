@@ -10,7 +10,13 @@ from typing import Any
 
 import msgspec
 
-from adapters.chat.conversation import FaultCause, MessageForm, TemplateFault, TemplateOptions
+from adapters.chat.conversation import (
+    FaultCause,
+    MessageForm,
+    Rendered,
+    TemplateFault,
+    TemplateOptions,
+)
 from adapters.chat.template import ChatTemplate
 from adapters.helpers.answering import answer_questions, read_frame
 
@@ -31,9 +37,9 @@ class RenderJob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RenderOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """text or form, or why there is none: fault, with its cause and field."""
+    """A prompt or form, or why there is none: fault, with its cause and field."""
 
-    text: str | None = None
+    prompt: Rendered | None = None
     form: MessageForm | None = None
     fault: str | None = None
     cause: FaultCause = "template_error"
@@ -82,7 +88,7 @@ def _render(templates: _Templates, job: RenderJob) -> RenderOutcome:
                 templates.popitem(last=False)
         if job.messages is None:
             return RenderOutcome(form=template.form)
-        return RenderOutcome(template.render(job.messages, job.options))
+        return RenderOutcome(template.written(job.messages, job.options))
     except TemplateFault as fault:
         return RenderOutcome(fault=str(fault), cause=fault.cause, param=fault.param)
     except OSError as error:

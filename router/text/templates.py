@@ -6,6 +6,7 @@ from typing import Any
 from adapters.chat.conversation import (
     DEFAULT_OPTIONS,
     MessageForm,
+    Rendered,
     TemplateFault,
     TemplateOptions,
     choose_template,
@@ -45,7 +46,7 @@ class BaseTemplates:
 
     def render(
         self, messages: Collection[Mapping[str, Any]], options: TemplateOptions = DEFAULT_OPTIONS
-    ) -> str:
+    ) -> Rendered:
         """The prompt. messages: as `shaped` takes them.
 
         Raises RequestError (template_error, unsupported, invalid).
@@ -59,6 +60,6 @@ class BaseTemplates:
             name = choose_template(names, options.template, options.tools is not None)
             if name in self.faults:
                 raise TemplateFault(self.faults[name])
-            return self._templates[name].render(messages, options)
+            return self._templates[name].written(messages, options)
         except TemplateFault as fault:
             raise template_error(fault) from fault

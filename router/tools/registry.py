@@ -34,6 +34,9 @@ _ALL: tuple[ToolFormat, ...] = (
 )
 FORMATS = {tool_format.name: tool_format for tool_format in _ALL}
 
+# Of the default text, and of calls that a grammar demands of any model.
+DEFAULT: ToolFormat = HERMES
+
 # What other families write within <tool_call>.
 _OTHERS_IN_TAGS = "<function=", "<parameter=", "<arg_key>"
 

@@ -31,10 +31,14 @@ class Tools(msgspec.Struct, frozen=True):
     parallel: bool = True
 
     @property
+    def is_demanded(self) -> bool:
+        """Whether a grammar fixes what a call is, whatever the model was told."""
+        return self.mode == "required" or any(tool.strict for tool in self.allowed)
+
+    @property
     def is_held(self) -> bool:
         """Whether answers must keep to a grammar: to call at all, once, or by a schema."""
-        strict = any(tool.strict for tool in self.allowed)
-        return self.mode == "required" or not self.parallel or strict
+        return self.is_demanded or not self.parallel
 
     @property
     def allowed(self) -> tuple[Tool, ...]:

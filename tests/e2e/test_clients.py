@@ -108,7 +108,7 @@ def test_openai_errors(client: openai.OpenAI) -> None:
         client.chat.completions.create(
             model="json",
             messages=[{"role": "user", "content": "x"}],
-            tools=[{"type": "function", "function": {"name": "f"}}],
+            tools=[{"type": "function", "function": {"name": "f"}}] * 2,
         )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ ON_OPENAI = (
     "of_llama_index",
     "of_pydantic_ai",
 )
+NPM_CLIENTS = ROOT / ".venv-npm"
 TIMEOUT_S = 240
 
 
@@ -35,8 +37,33 @@ TIMEOUT_S = 240
 )
 def test_a_client_gets_what_it_asks_for(serving: Serving, script: str) -> None:
     """Each script is a module of `tests/e2e/clients`; it names the checks that failed."""
+    passes(str(CLIENTS_PYTHON), "-m", f"tests.e2e.clients.{script}", serving.url)
+
+
+@pytest.mark.clients
+@pytest.mark.skipif(
+    not (NPM_CLIENTS / "node_modules").exists(), reason="`make test` brings these packages"
+)
+def test_the_ai_sdk_gets_what_it_asks_for(serving: Serving) -> None:
+    script = ROOT / "tests/e2e/clients/ai_sdk.mjs"
+    passes("node", str(script), serving.url, str(NPM_CLIENTS))
+
+
+@pytest.mark.exhaustive
+def test_litellms_proxy_passes_messages_on(serving: Serving, tmp_path: Path) -> None:
+    """In an environment of its own, which is large."""
+    pins = (ROOT / "constraints.clients.txt").read_text().splitlines()
+    version = next(pin.partition("==")[2] for pin in pins if pin.startswith("litellm=="))
+    python = tmp_path / "venv/bin/python"
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    subprocess.run([*pip, f"litellm[proxy]=={version}"], check=True)
+    passes(str(python), "-m", "tests.e2e.clients.proxied", serving.url)
+
+
+def passes(*command: str) -> None:
     done = subprocess.run(
-        [str(CLIENTS_PYTHON), "-m", f"tests.e2e.clients.{script}", serving.url],
+        command,
         cwd=ROOT,
         env=os.environ | {"PYTHONWARNINGS": "ignore"},
         capture_output=True,

@@ -37,10 +37,12 @@ class MessageMetadata(msgspec.Struct, frozen=True):
 
 
 class ThinkingFields(msgspec.Struct, frozen=True):
-    """disabled: templates with such a switch turn reasoning off. adaptive: as the model likes.
-    display: `summarized` is none: answers have the reasoning itself."""
+    """disabled, enabled: templates with such a switch turn reasoning off or on. adaptive: as the
+    model likes. budget_tokens: beside enabled, a hint. display: `summarized` is none: answers have
+    the reasoning itself."""
 
-    type: Literal["disabled", "adaptive"]
+    type: Literal["disabled", "adaptive", "enabled"]
+    budget_tokens: Positive | None = None
     display: Literal["summarized"] | None = None
 
 
@@ -111,7 +113,6 @@ REFUSED = {
 }
 # By it clients know that the same request without a thread is served.
 _UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-_NO_BUDGET = "reasoning has no bound but `max_tokens`; leave `thinking` out, or say `adaptive`"
 _PARTS: dict[str, type[msgspec.Struct]] = {
     "metadata": MessageMetadata,
     "thinking": ThinkingFields,
@@ -164,9 +165,6 @@ def _decode(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:
         refusal = unsupported("thread", "no conversations are stored: send all messages")
         refusal.details = _UNTHREADED
         raise refusal
-    thinking = plain.get("thinking")
-    if isinstance(thinking, dict) and thinking.get("type") == "enabled":
-        raise unsupported("thinking.type", _NO_BUDGET)
     read = {name: value for name, value in plain.items() if name not in REFUSED}
     request = decode_shared(read, kind, limits)
     for name, part in _PARTS.items():
@@ -175,12 +173,18 @@ def _decode(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:
 
 
 def _template(request: MessagesBody, tools: Tools | None) -> TemplateOptions:
-    is_continued = is_begun(request.messages)
+    is_continued, thinking = is_begun(request.messages), request.thinking
+    thinks = thinking is not None and thinking.type == "enabled"
+    budget = None if thinking is None else thinking.budget_tokens
+    require(thinks or budget is None, "goes with `enabled`", "thinking.budget_tokens")
     return TemplateOptions(
         add_generation_prompt=not is_continued,
         continue_final_message=is_continued,
         tools=None if tools is None else for_template(tools),
+        in_loop=bool(request.tools),
         effort=_effort(request),
+        thinks=thinks or None,
+        thinking_budget=budget,
         variables=request.chat_template_kwargs or {},
     )
 
@@ -188,10 +192,12 @@ def _template(request: MessagesBody, tools: Tools | None) -> TemplateOptions:
 def _effort(request: MessagesBody) -> ReasoningEffort | None:
     """Raises RequestError."""
     said = None if request.output_config is None else request.output_config.effort
-    if request.thinking is None or request.thinking.type != "disabled":
-        return said
-    require(said in (None, "none"), "contradicts `thinking`", "output_config.effort")
-    return "none"
+    kind = None if request.thinking is None else request.thinking.type
+    if kind == "disabled":
+        require(said in (None, "none"), "contradicts `thinking`", "output_config.effort")
+        return "none"
+    require(kind != "enabled" or said != "none", "contradicts `thinking`", "output_config.effort")
+    return said
 
 
 def _shape(request: MessagesBody) -> Shape | None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from adapters.chat.conversation import ReasoningEffort, TemplateOptions
+from adapters.chat.conversation import ReasoningEffort, TemplateOptions, Verbosity
 from router.api.openai.answer import ReasoningSent
 from router.api.openai.chat_answer import ChatFormatter
 from router.api.openai.common import OpenAIBody, adapter_of, decode_openai, options_of, sampling_of
@@ -46,6 +46,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    verbosity: Verbosity | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
@@ -128,7 +129,9 @@ def _template_options(request: ChatBody, tools: Tools | None) -> TemplateOptions
         continue_final_message=continues,
         documents=request.documents,
         tools=None if tools is None else for_template(tools),
+        in_loop=bool(request.tools),
         effort=request.reasoning_effort,
+        verbosity=request.verbosity,
         template=request.chat_template,
         variables=request.chat_template_kwargs or {},
     )

@@ -141,6 +141,54 @@ def tools(url: str) -> None:
     check(all(block.type == "text" for block in told.content), "no calls where the choice is none")
 
 
+def runs_tools(url: str) -> None:
+    """The helper asks for a thread first, and goes on without one."""
+    asked: list[str] = []
+
+    @anthropic.beta_tool(input_schema=WEATHER["input_schema"])
+    def weather(city: str, unit: str) -> str:
+        """Weather of a city."""
+        asked.append(city)
+        return f"21 degrees {unit}"
+
+    for model in (TOOLS, JSON):
+        runner = client(url).beta.messages.tool_runner(
+            model=model,
+            messages=QUESTION,
+            tools=[weather],
+            tool_choice={"type": "any"},
+            max_tokens=MAX_TOKENS,
+            max_iterations=2,
+            extra_body=GREEDY,
+        )
+        messages = [*runner]
+        check(len(messages) == 2, f"answers of {model}: {messages}")
+    check(len(asked) >= 2, "calls of the runner")
+
+
+def tools_without_a_template(url: str) -> None:
+    choice: Any = {"type": "tool", "name": "weather"}
+    answer = ask(url, messages=QUESTION, tools=[WEATHER], tool_choice=choice)
+    calls = [block for block in answer.content if block.type == "tool_use"]
+    check_weather(dict(calls[0].input), "input of a call without a template")
+    results = [{"type": "tool_result", "tool_use_id": c.id, "content": "21"} for c in calls]
+    turns = [*QUESTION, answer.to_param(), {"role": "user", "content": results}]
+    check(ask(url, messages=turns, tools=[WEATHER]).type == "message", "a loop without a template")
+
+
+def thinking(url: str) -> None:
+    raw = client(url).messages.with_raw_response.create(
+        model=JSON,
+        messages=MESSAGES,
+        max_tokens=MAX_TOKENS,
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        output_config={"effort": "low"},
+    )
+    unbound = {*raw.headers["x-loraplex-unbound"].split(", ")}
+    expected = {"thinking", "thinking.budget_tokens", "output_config.effort"}
+    check(unbound == expected, f"hints: {unbound}")
+
+
 def counts(url: str) -> None:
     asked: Any = {"model": TOOLS, "messages": QUESTION, "system": "Be kind."}
     for more in ({}, {"tools": [WEATHER]}):
@@ -160,11 +208,6 @@ def errors(url: str) -> None:
             anthropic.BadRequestError,
             "invalid_request_error",
             {"messages": [{"role": "user", "content": image}]},
-        ),
-        (
-            anthropic.BadRequestError,
-            "invalid_request_error",
-            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
         ),
     )
     for kind, name, fields in wrong:
@@ -187,6 +230,9 @@ if __name__ == "__main__":
         streams,
         shaped_answer,
         tools,
+        runs_tools,
+        tools_without_a_template,
+        thinking,
         counts,
         errors,
     )

@@ -186,6 +186,57 @@ def responses_call_tools(url: str) -> None:
         check_weather(json.loads(call.arguments), "arguments of a response's call")
 
 
+def what_agents_ask_for(url: str) -> None:
+    """Logprobs, storage and hints, by their names on both routes."""
+    whole = client(url).responses.create(
+        model=JSON,
+        input=MESSAGE,
+        include=["reasoning.encrypted_content", "message.output_text.logprobs"],
+        top_logprobs=2,
+        store=True,
+        reasoning={"effort": "low"},
+        text={"verbosity": "low"},
+        temperature=0,
+        max_output_tokens=MAX_TOKENS,
+    )
+    text: Any = whole.output[0]
+    tokens = text.content[0].logprobs
+    check("".join(token.token for token in tokens) == whole.output_text, f"logprobs: {tokens}")
+    check(all(len(token.top_logprobs) == 2 for token in tokens), "alternatives")
+    raw = client(url).chat.completions.with_raw_response.create(
+        model=JSON, messages=MESSAGES, max_tokens=4, reasoning_effort="low", verbosity="low"
+    )
+    unbound = raw.headers["x-loraplex-unbound"]
+    check(unbound == "reasoning_effort, verbosity", f"hints: {unbound}")
+
+
+def custom_tools(url: str) -> None:
+    """As codex has them, with a template that reads no tools."""
+    tools: list[Any] = [
+        {
+            "type": "custom",
+            "name": "date",
+            "format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]{4}-[0-9]{2}"},
+        },
+        {"type": "local_shell"},
+    ]
+    for choice in ({"type": "custom", "name": "date"}, "auto"):
+        chosen: Any = choice
+        whole = client(url).responses.create(
+            model=JSON,
+            input=MESSAGE,
+            tools=tools,
+            tool_choice=chosen,
+            temperature=0,
+            max_output_tokens=MAX_TOKENS,
+        )
+        if choice == "auto":
+            check(whole.status in ("completed", "incomplete"), f"status: {whole.status}")
+            continue
+        [call] = [item for item in whole.output if item.type == "custom_tool_call"]
+        check(len(call.input) == 7 and call.input[4] == "-", f"input: {call.input}")
+
+
 def files_and_batches(url: str) -> None:
     bodies = [
         {"model": JSON, "messages": MESSAGES, "max_tokens": 4},
@@ -237,5 +288,7 @@ if __name__ == "__main__":
         tool_messages,
         parsed_responses,
         responses_call_tools,
+        what_agents_ask_for,
+        custom_tools,
         files_and_batches,
     )

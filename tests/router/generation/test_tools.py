@@ -228,7 +228,6 @@ async def test_reasoning_is_turned_off(model: Scripted, fields: dict[str, Any], 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         (
             {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
             "chat_template_kwargs.enable_thinking",
@@ -243,20 +242,105 @@ async def test_what_the_template_refuses(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        ("{{ messages[0].content }}", "does not read any"),
-        ("{{ tools }}{{ messages[0].content }}", "--tool-format"),
-    ],
-)
-async def test_tools_that_the_template_cannot_show(
-    tmp_path: Path, template: str, says: str
-) -> None:
-    async with scripted(tmp_path, template=template) as model:
+# Reads no tools, and no system's message either.
+DEAF = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+MUTE = "{{ tools }}{{ messages[0].content }}"
+
+
+async def test_a_template_that_reads_no_tools(tmp_path: Path) -> None:
+    """A default text describes them; calls come in the form that it asks for."""
+    async with scripted(tmp_path, template=DEAF, tool_format="mistral") as model:
+        message = (await model.ask()).json()["choices"][0]["message"]
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"] * 2
+        assert model.prompt.startswith("<user># Tools\n\n")
+        assert model.prompt.endswith("hi")
+        back = [*HI, {"role": "assistant"} | message]
+        back += [
+            {"role": "tool", "content": "wet", "tool_call_id": call["id"]}
+            for call in message["tool_calls"]
+        ]
+        assert (await model.ask(messages=back)).status_code == 200
+        called = '<tool_call>\n{"name": "weather", "arguments": {"place": "Köln"}}\n</tool_call>'
+        assert model.prompt.count(called) == 2
+        assert model.prompt.count("<tool_response>\nwet\n</tool_response>") == 2
+        assert (await model.ask(messages=back, tool_choice="none")).status_code == 200
+        assert model.prompt.startswith("<user>hi<assistant>")
+        assert "I look.\n<tool_call>" in model.prompt
+        one = await model.ask(parallel_tool_calls=False)
+        assert one.status_code == 200
+        check_held(model)
+
+
+async def test_tools_that_nobody_shows_are_refused_by_option(tmp_path: Path) -> None:
+    async with scripted(tmp_path, template=DEAF, unread_tools="refuse") as model:
         answer = await model.ask()
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-        assert says in answer.json()["error"]["message"]
+        assert "does not read any" in answer.json()["error"]["message"]
+        await is_demanded(model)
+        assert model.prompt == "<user>hi"
+
+
+async def test_calls_of_an_unknown_form(tmp_path: Path) -> None:
+    """They are refused, unless a grammar says what a call is."""
+    async with scripted(tmp_path, template=MUTE) as model:
+        answer = await model.ask()
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        assert "--tool-format" in answer.json()["error"]["message"]
+        await is_demanded(model)
+
+
+async def is_demanded(model: Scripted) -> None:
+    """Each way to demand a call is served, and held to the form of calls."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    for fields in ({"tool_choice": "required"}, {"tool_choice": named}, {"tools": [strict({})]}):
+        answer = await model.ask(**fields)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["tool_calls"]
+        check_held(model)
+
+
+def check_held(model: Scripted) -> None:
+    """The last answer keeps to calls of the default text's form."""
+    grammar = model.worker.requests[-1].sampling.grammar
+    assert not LLMatcher.validate_grammar(grammar)
+    assert "<tool_call>" in grammar
+    assert "weather" in grammar
+
+
+@pytest.mark.parametrize(
+    ("template", "unbound"),
+    [
+        ("{{ messages[0].content }}", "reasoning_effort, verbosity"),
+        ("{{ reasoning_effort }}{{ verbosity }}{{ messages[0].content }}", None),
+    ],
+)
+async def test_hints_that_no_template_reads(
+    tmp_path: Path, template: str, unbound: str | None
+) -> None:
+    async with scripted(tmp_path, "Yes.", template) as model:
+        answer = await model.ask(tools=None, reasoning_effort="low", verbosity="high")
+        assert answer.status_code == 200
+        assert answer.headers.get("x-loraplex-unbound") == unbound
+
+
+@pytest.mark.parametrize(
+    ("template", "unbound"),
+    [
+        (DEAF, "thinking, thinking.budget_tokens, output_config.effort"),
+        (DEAF + "{# </think> #}<think>", "thinking.budget_tokens, output_config.effort"),
+        (DEAF + "{{ enable_thinking }}{{ thinking_budget }}{{ reasoning_effort }}", None),
+    ],
+)
+async def test_thinking_as_anthropic_asks_for_it(
+    tmp_path: Path, template: str, unbound: str | None
+) -> None:
+    body = {"model": "", "messages": HI, "max_tokens": 9, "output_config": {"effort": "low"}}
+    body |= {"thinking": {"type": "enabled", "budget_tokens": 2048}}
+    async with scripted(tmp_path, "Yes.</think>Yes", template) as model:
+        answer = await model.router.client.post("/v1/messages", json=body)
+        assert answer.status_code == 200
+        found = answer.headers.get("x-loraplex-unbound")
+        assert sorted((found or "").split(", ")) == sorted((unbound or "").split(", "))
 
 
 async def test_formats_by_option(tmp_path: Path) -> None:

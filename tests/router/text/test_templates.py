@@ -21,7 +21,7 @@ def named(**templates: str) -> BaseTemplates:
 
 
 def test_the_base_template_of_a_model() -> None:
-    assert text_model("byte_level").templates.render(HI) == "<s><|user|>user: hi\nassistant: "
+    assert text_model("byte_level").templates.render(HI).text == "<s><|user|>user: hi\nassistant: "
 
 
 def test_faults_of_the_base_template_are_request_errors() -> None:
@@ -33,7 +33,7 @@ def test_faults_of_the_base_template_are_request_errors() -> None:
 @pytest.mark.parametrize(("name", "says"), [(None, "d"), ("default", "d"), ("rag", "r")])
 def test_a_template_is_chosen_by_its_name(name: str | None, says: str) -> None:
     templates = named(default="d", rag="r", tool_use="t")
-    assert templates.render(HI, TemplateOptions(template=name)) == says
+    assert templates.render(HI, TemplateOptions(template=name)).text == says
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_template_that_cannot_be_compiled_costs_its_own_chats_alone() -> None:
     templates = named(default="{% if %}", rag="r")
     assert len(templates) == 1
     assert "cannot be compiled" in templates.faults["default"]
-    assert templates.render(HI, TemplateOptions(template="rag")) == "r"
+    assert templates.render(HI, TemplateOptions(template="rag")).text == "r"
 
 
 def test_the_cards_form_is_used_and_a_missing_one_found() -> None:
@@ -67,5 +67,5 @@ def test_the_cards_form_is_used_and_a_missing_one_found() -> None:
     assert BaseTemplates(plain).forms == {"default": MessageForm(no_content="absent")}
     templates = BaseTemplates(replace(plain, message_forms={"default": told}))
     assert templates.forms == {"default": told}
-    assert "[{'type'" in templates.render(HI)
+    assert "[{'type'" in templates.render(HI).text
     assert TEMPLATE in plain.all_templates.values()

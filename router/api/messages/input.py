@@ -22,8 +22,15 @@ Speaker = Literal["user", "assistant", "system"]
 Texts = str | list[ContentPart]
 
 
+class ResultPart(ContentPart, frozen=True):
+    """A text, or the name of a tool that the model may use now: it sees all tools anyway."""
+
+    tool_name: str | None = None
+
+
 class InputBlock(msgspec.Struct, frozen=True):
-    """`text`, `thinking`, `tool_use` or `tool_result`: of the other kinds none is served.
+    """`text`, `thinking`, `redacted_thinking` (of which nothing can be read), `tool_use` or
+    `tool_result`: of the other kinds none is served.
 
     Fields that are not here are ignored: clients send blocks of an answer back with all that they
     had, and what is cached does not depend on `cache_control`. content, is_error: of a result.
@@ -36,7 +43,7 @@ class InputBlock(msgspec.Struct, frozen=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: Texts | None = None
+    content: str | list[ResultPart] | None = None
     is_error: bool | None = None
 
 
@@ -56,6 +63,7 @@ class _Placed(msgspec.Struct, frozen=True):
 # Who may say what.
 _SPEAKERS: dict[str, Speaker] = {
     "thinking": "assistant",
+    "redacted_thinking": "assistant",
     "tool_use": "assistant",
     "tool_result": "user",
 }
@@ -117,6 +125,8 @@ def _add(messages: list[Message], placed: _Placed) -> None:
     require(placed.role == speaker, f"only of the role {speaker!r}", f"{where}.type")
     if block.type == "thinking":
         join_assistant(messages, "reasoning_content", _said(block, "thinking", where))
+    elif block.type == "redacted_thinking":
+        return
     elif block.type == "tool_use":
         join_assistant(messages, "tool_calls", [_call(block, where)])
     else:
@@ -132,10 +142,23 @@ def _call(block: InputBlock, where: str) -> MessageToolCall:
 
 def _result(block: InputBlock, where: str) -> Texts:
     """One that failed says so in its text: templates know of no such mark."""
-    texts = _texts(block.content or "", f"{where}.content")
+    where = f"{where}.content"
+    content: Texts = ""
+    if isinstance(block.content, str):
+        content = block.content
+    elif block.content:
+        content = [_part(part, f"{where}[{i}]") for i, part in enumerate(block.content)]
+    texts = _texts(content, where)
     if block.is_error:
         texts[0] = f"Error: {texts[0]}"
     return _joined(texts)
+
+
+def _part(part: ResultPart, where: str) -> ContentPart:
+    if part.type != "tool_reference":
+        return part
+    require(part.tool_name is not None, "expected a text", f"{where}.tool_name")
+    return ContentPart("text", part.tool_name)
 
 
 def _texts(content: Texts, where: str) -> list[str]:

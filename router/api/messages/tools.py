@@ -13,7 +13,7 @@ from router.tools.tools import Tool, Tools
 
 class InputTool(msgspec.Struct, frozen=True):
     """A tool of the caller's: of the server's there are none. input_schema: of an object. strict:
-    arguments always keep to it."""
+    arguments always keep to it. `defer_loading` changes nothing: the model sees all tools."""
 
     name: FunctionName
     type: str | None = None
@@ -48,7 +48,6 @@ MessageToolChoice = AutoChoice | AnyChoice | NamedChoice | NoChoice
 
 # Fields of a tool that would change what the model sees, by what asks for nothing beside null.
 REFUSED_OF_TOOL = {
-    "defer_loading": Elsewhere((False,), "the model sees all tools"),
     "input_examples": Elsewhere(([],), "say so in `description`"),
     "allowed_callers": Elsewhere(([], ["direct"]), "the model alone calls tools"),
 }

@@ -33,7 +33,7 @@ from server.protocol import SamplingParams
 HARMLESS = frozenset(
     ("metadata", "store", "service_tier", "safety_identifier")
     + ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction")
-    + ("moderation", "session_id")
+    + ("moderation", "session_id", "client_metadata")
 )
 LORA_PATH = "lora_path"
 # Tokens that are kept; -1 = as many as fit. Nothing at all is no prompt.

@@ -6,17 +6,25 @@ from typing import Any, Literal
 import msgspec
 
 from router.api.answers import completed
-from router.api.responses.logprobs import TextLogprobs, TokenLogprob
+from router.api.openai.chat_answer import ChatTokenLogprob
+from router.api.responses.calls import (
+    Called,
+    CallItem,
+    CallKind,
+    CustomCallItem,
+    ItemStatus,
+    ShellCallItem,
+)
+from router.api.responses.logprobs import TextLogprobs
 from router.call import AnswerHead, ChoiceResult, FinishReason, PromptInfo
 
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
     text: str
     annotations: tuple[()] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[ChatTokenLogprob, ...] = ()
 
 
 class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
@@ -39,17 +47,7 @@ class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasonin
     summary: tuple[()] = ()
 
 
-class CallItem(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
-    """arguments: JSON text."""
-
-    id: str
-    status: ItemStatus
-    call_id: str
-    name: str
-    arguments: str
-
-
-Item = MessageItem | ReasoningItem | CallItem
+Item = MessageItem | ReasoningItem | CallItem | CustomCallItem | ShellCallItem
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
@@ -85,7 +83,8 @@ class ResponseFailure(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer repeats of its request. id: the caller's own, in place of the request's."""
+    """What an answer repeats of its request. id: the caller's own, in place of the request's.
+    kinds: by name, the tools that are no functions."""
 
     id: str | None = None
     instructions: str | None = None
@@ -96,6 +95,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     logprobs: int | None = None
     tools: tuple[dict[str, Any], ...] = ()
+    kinds: dict[str, CallKind] = {}
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     effort: str | None = None
@@ -155,6 +155,11 @@ class Answer(msgspec.Struct, frozen=True):
         name = f"{prefix}_{self.asked.id or self.head.request_id}"
         return f"{name}_{earlier}" if earlier else name
 
+    def called(self, earlier: int, call_id: str, name: str) -> Called:
+        """earlier: calls of the answer."""
+        kind = self.asked.kinds.get(name)
+        return Called(kind, self.item_id("fc", earlier), call_id, name)
+
     def response(
         self,
         status: ResponseStatus,
@@ -199,8 +204,8 @@ class Answer(msgspec.Struct, frozen=True):
             text = [OutputText(result.text, logprobs=read.take(result.text))]
             items.append(MessageItem(self.item_id("msg", 0), "completed", text))
         for i, call in enumerate(result.calls):
-            name = self.item_id("fc", i)
-            items.append(CallItem(name, "completed", call.id, call.name, call.arguments))
+            called = self.called(i, call.id, call.name)
+            items.append(called.item("completed", call.arguments))
         items[-1] = msgspec.structs.replace(items[-1], status=status)
         usage = usage_of([prompt], result.generated_tokens, result.reasoning_tokens)
         return self.response(status, items, usage)

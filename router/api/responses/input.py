@@ -15,6 +15,7 @@ from router.api.request.chat_messages import (
     to_template,
 )
 from router.api.request.known_elsewhere import unsupported
+from router.api.responses.calls import SHELL, custom_arguments, shell_arguments
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _STORED = "no answers are stored: send the item itself"
@@ -29,7 +30,8 @@ class InputPart(msgspec.Struct, frozen=True):
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """A message (`type` may be absent), `function_call`, `function_call_output` or `reasoning`.
+    """A message (`type` may be absent), a call, its output, or `reasoning`. Calls and outputs are
+    those of functions, custom tools (`input`) and the caller's shell (`action`).
 
     Fields that are not here are ignored: clients send items of an answer back with all that they
     had. The text of `reasoning` is its content, or else its summary; without both it is left out.
@@ -38,9 +40,12 @@ class InputItem(msgspec.Struct, frozen=True):
     type: str | None = None
     role: Role | None = None
     content: str | list[InputPart] | None = None
+    id: str | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
 
@@ -69,10 +74,10 @@ def _add(messages: list[Message], item: InputItem, where: str) -> None:
             join_assistant(messages, "content", message.content)
         else:
             messages.append(message)
-    elif kind == "function_call":
-        join_assistant(messages, "tool_calls", [_call(item, where)])
-    elif kind == "function_call_output":
-        call_id = _text(item.call_id, f"{where}.call_id")
+    elif kind in ("function_call", "custom_tool_call", "local_shell_call"):
+        join_assistant(messages, "tool_calls", [_call(item, kind, where)])
+    elif kind in ("function_call_output", "custom_tool_call_output", "local_shell_call_output"):
+        call_id = _call_id(item, kind, where)
         output = _content(item.output, f"{where}.output")
         messages.append(Message("tool", output, name=item.name, tool_call_id=call_id))
     elif kind == "reasoning":
@@ -80,7 +85,7 @@ def _add(messages: list[Message], item: InputItem, where: str) -> None:
         if text:
             join_assistant(messages, "reasoning_content", text)
     else:
-        known = "`message`, `function_call`, `function_call_output` and `reasoning` are"
+        known = "messages, reasoning, calls of the caller's own tools and their outputs are"
         hint = _STORED if kind == "item_reference" else f"{kind[:40]!r} is not known, {known}"
         raise unsupported(f"{where}.type", hint)
 
@@ -93,10 +98,25 @@ def _message(item: InputItem, where: str) -> Message:
     return Message(item.role, _content(item.content, f"{where}.content"))
 
 
-def _call(item: InputItem, where: str) -> MessageToolCall:
-    name, arguments = _text(item.name, f"{where}.name"), item.arguments
-    function = FunctionCall(name, _text(arguments, f"{where}.arguments"))
-    return MessageToolCall(function, _text(item.call_id, f"{where}.call_id"))
+def _call(item: InputItem, kind: str, where: str) -> MessageToolCall:
+    call_id = _call_id(item, kind, where)
+    if kind == "local_shell_call":
+        require(item.action is not None, "expected an object", f"{where}.action")
+        return MessageToolCall(FunctionCall(SHELL, shell_arguments(item.action or {})), call_id)
+    name = _text(item.name, f"{where}.name")
+    if kind == "custom_tool_call":
+        arguments = custom_arguments(_text(item.input, f"{where}.input"))
+    else:
+        arguments = _text(item.arguments, f"{where}.arguments")
+    return MessageToolCall(FunctionCall(name, arguments), call_id)
+
+
+def _call_id(item: InputItem, kind: str, where: str) -> str:
+    """Those of the shell may have it as their `id` alone."""
+    found = item.call_id
+    if found is None and kind.startswith(SHELL):
+        found = item.id
+    return _text(found, f"{where}.call_id")
 
 
 def _reasoning(item: InputItem, where: str) -> str:

@@ -3,28 +3,9 @@
 from collections import deque
 from collections.abc import Sequence
 
-import msgspec
-
 from router.api.answers import finite
-from router.api.openai.chat_answer import bytes_of
+from router.api.openai.chat_answer import ChatTokenLogprob, TopLogprob, bytes_of
 from router.call import TextToken
-
-
-class TopTokenLogprob(msgspec.Struct, frozen=True):
-    """bytes: empty where they are not known, of a part of a character."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(msgspec.Struct, frozen=True):
-    """bytes: as of the likeliest tokens."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopTokenLogprob]
 
 
 class TextLogprobs:
@@ -47,11 +28,11 @@ class TextLogprobs:
             self._tokens.popleft()
             self._reasoning -= 1
 
-    def take(self, piece: str) -> tuple[TokenLogprob, ...]:
+    def take(self, piece: str) -> tuple[ChatTokenLogprob, ...]:
         """Those of the next piece of the text."""
         if not self._is_wanted:
             return ()
-        found: list[TokenLogprob] = []
+        found: list[ChatTokenLogprob] = []
         self._owed += len(piece)
         while self._tokens and self._owed > 0:
             token = self._tokens.popleft()
@@ -61,7 +42,8 @@ class TextLogprobs:
         return tuple(found)
 
 
-def _of(token: TextToken) -> TokenLogprob:
+def _of(token: TextToken) -> ChatTokenLogprob:
+    """Bytes are empty where they are not known."""
     raw = bytes_of(token.token) if token.raw is None else list(token.raw)
-    top = [TopTokenLogprob(t.text, finite(t.logprob), bytes_of(t.text) or []) for t in token.top]
-    return TokenLogprob(token.token, finite(token.logprob), raw or [], top)
+    top = [TopLogprob(t.text, finite(t.logprob), bytes_of(t.text) or []) for t in token.top]
+    return ChatTokenLogprob(token.token, finite(token.logprob), raw or [], top)

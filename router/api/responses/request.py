@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, to_builtins
 
-from adapters.chat.conversation import ReasoningEffort, TemplateOptions
+from adapters.chat.conversation import ReasoningEffort, TemplateOptions, Verbosity
 from router.api.openai.common import (
     SharedBody,
     adapter_of,
@@ -22,7 +22,14 @@ from router.api.request.tool_fields import for_template
 from router.api.responses.answer import Asked
 from router.api.responses.input import InputItem, messages_of
 from router.api.responses.stream import ResponseFormatter
-from router.api.responses.tools import FlatChoice, FlatTools, flat_tools_of
+from router.api.responses.tools import (
+    FlatChoice,
+    FlatTool,
+    FlatTools,
+    flat_tools_of,
+    kinds_of,
+    unheld_forms,
+)
 from router.call import GenerationCall
 from router.shape.shape import AnyJson, Shape
 from router.tools.tools import Tools
@@ -66,7 +73,7 @@ class TextFormat(msgspec.Struct, frozen=True):
 
 class TextFields(msgspec.Struct, frozen=True):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ResponsesBody(SharedBody, frozen=True, kw_only=True):
@@ -136,6 +143,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
         tools=tools,
         divides_reasoning=True,
         shape=_shape(request),
+        unbound=() if tools is None else unheld_forms(request.tools),
     )
     asked = _asked(request, call)
     return ApiRequest(with_shared(call, request, limits), ResponseFormatter, asked)
@@ -200,7 +208,9 @@ def _format(request: ResponsesBody) -> TextFormat | None:
 def _template(request: ResponsesBody, tools: Tools | None) -> TemplateOptions:
     return TemplateOptions(
         tools=None if tools is None else for_template(tools),
+        in_loop=bool(request.tools),
         effort=None if request.reasoning is None else request.reasoning.effort,
+        verbosity=None if request.text is None else request.text.verbosity,
         variables=request.chat_template_kwargs or {},
     )
 
@@ -215,12 +225,24 @@ def _asked(request: ResponsesBody, call: GenerationCall) -> Asked:
         top_p=call.sampling.top_p,
         user=request.user,
         logprobs=call.sampling.logprobs,
-        tools=tuple(to_builtins(tool) for tool in request.tools or ()),
+        tools=tuple(map(_repeated_tool, request.tools or ())),
+        kinds=kinds_of(request.tools),
         tool_choice=to_builtins(request.tool_choice or "auto"),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         effort=call.template.effort,
         format=_repeated(_format(request)),
     )
+
+
+def _repeated_tool(tool: FlatTool) -> dict[str, Any]:
+    """A function's optional fields are null where they were not said, others' are left out."""
+    said: dict[str, Any] = to_builtins(tool)
+    is_function = tool.type == "function"
+    return {
+        name: value
+        for name, value in said.items()
+        if value is not None or (is_function and name != "format")
+    }
 
 
 def _repeated(asked: TextFormat | None) -> dict[str, Any] | None:

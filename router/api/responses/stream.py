@@ -8,12 +8,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from router.api.answers import HeldSpace, encode, named_sse
+from router.api.openai.chat_answer import ChatTokenLogprob
 from router.api.responses.answer import (
     Answer,
     Asked,
-    CallItem,
     Item,
-    ItemStatus,
     MessageItem,
     OutputText,
     ReasoningItem,
@@ -24,7 +23,8 @@ from router.api.responses.answer import (
     status_of,
     usage_of,
 )
-from router.api.responses.logprobs import TextLogprobs, TokenLogprob
+from router.api.responses.calls import AnyCallItem, Called, CallItem, CustomCallItem, ItemStatus
+from router.api.responses.logprobs import TextLogprobs
 from router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TextEvent
 from router.parts.parts import CallDelta
 
@@ -44,7 +44,8 @@ class ResponseEvent(msgspec.Struct, frozen=True):
     text: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
-    logprobs: tuple[TokenLogprob, ...] | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    logprobs: tuple[ChatTokenLogprob, ...] | UnsetType = UNSET
 
 
 class _Text:
@@ -54,10 +55,10 @@ class _Text:
         self.kind = kind
         self.id = item_id
         self.pieces: list[str] = []
-        self.logprobs: list[TokenLogprob] = []
+        self.logprobs: list[ChatTokenLogprob] = []
         self.event = "output_text" if kind == "msg" else "reasoning_text"
 
-    def place(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def place(self, logprobs: Sequence[ChatTokenLogprob]) -> dict[str, Any]:
         """What its events say beside its id. logprobs: of the event's text."""
         more = {"logprobs": tuple(logprobs)} if self.kind == "msg" else {}
         return {"content_index": 0, **more}
@@ -81,15 +82,13 @@ class _Call:
 
     kind = "fc"
 
-    def __init__(self, item_id: str, call_id: str, name: str) -> None:
-        self.id = item_id
-        self._call_id = call_id
-        self.name = name
+    def __init__(self, called: Called) -> None:
+        self.id = called.id
+        self.called = called
         self.pieces: list[str] = []
 
-    def item(self, status: ItemStatus) -> CallItem:
-        arguments = "".join(self.pieces)
-        return CallItem(self.id, status, self._call_id, self.name, arguments)
+    def item(self, status: ItemStatus) -> AnyCallItem:
+        return self.called.item(status, "".join(self.pieces))
 
 
 class ResponseFormatter:
@@ -162,8 +161,9 @@ class ResponseFormatter:
         data = b""
         if delta.name is not None:
             data = self._close()
-            item = _Call(self._new_id("fc"), delta.id or "", delta.name)
-            data += self._begin(item)
+            self._kinds["fc"] += 1
+            earlier = self._kinds["fc"] - 1
+            data += self._begin(_Call(self._answer.called(earlier, delta.id or "", delta.name)))
         return data + (self._grow(delta.arguments) if delta.arguments else b"")
 
     def _begin_text(self, kind: Literal["msg", "rs"]) -> bytes:
@@ -185,7 +185,8 @@ class ResponseFormatter:
         assert item is not None
         item.pieces.append(piece)
         if isinstance(item, _Call):
-            return self._of_item("response.function_call_arguments.delta", delta=piece)
+            event = "response.function_call_arguments.delta"
+            return b"" if item.called.kind else self._of_item(event, delta=piece)
         read = self._logprobs.take(piece) if item.kind == "msg" else ()
         item.logprobs += read
         return self._of_item(f"response.{item.event}.delta", delta=piece, **item.place(read))
@@ -196,9 +197,15 @@ class ResponseFormatter:
         if item is None:
             return b""
         whole = item.item(status)
-        if isinstance(item, _Call):
-            kind, text = "response.function_call_arguments.done", "".join(item.pieces)
-            data = self._of_item(kind, name=item.name, arguments=text)
+        if isinstance(whole, CallItem):
+            kind = "response.function_call_arguments.done"
+            data = self._of_item(kind, name=whole.name, arguments=whole.arguments)
+        elif isinstance(whole, CustomCallItem):  # its text is known when its JSON is whole
+            kind, text = "response.custom_tool_call_input", whole.input
+            data = self._of_item(f"{kind}.delta", delta=text) if text else b""
+            data += self._of_item(f"{kind}.done", input=text)
+        elif isinstance(item, _Call):
+            data = b""
         else:
             part = item.part()
             place = item.place(item.logprobs)

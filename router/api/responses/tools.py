@@ -8,21 +8,38 @@ from msgspec import Meta
 from router.api.request.body import require
 from router.api.request.known_elsewhere import unsupported
 from router.api.request.tool_fields import MAX_TOOLS, Chosen, FunctionName, offered_tools
+from router.api.responses.calls import SHELL, CallKind
 from router.tools.tools import Tool, Tools
 
 
+class CustomFormat(msgspec.Struct, frozen=True):
+    """The form of a custom tool's text. definition: a regular expression or a grammar."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["regex", "lark"] | None = None
+    definition: str | None = None
+
+
 class FlatTool(msgspec.Struct, frozen=True):
-    """A function: of hosted tools there are none. parameters: a JSON schema of an object. strict:
-    arguments always keep to it."""
+    """A function, a custom tool, whose call is a text, or `local_shell`, which the caller runs: of
+    hosted tools there are none. parameters: a JSON schema of an object. strict: arguments always
+    keep to it. format: of a custom tool's text."""
 
     type: str
     name: FunctionName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: CustomFormat | None = None
 
 
 class FlatFunction(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    """As a choice: the model must call it."""
+
+    name: str
+
+
+class FlatCustom(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
     """As a choice: the model must call it."""
 
     name: str
@@ -32,11 +49,22 @@ class FlatAllowed(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_to
     """The model sees all tools, and calls these alone."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FlatFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[FlatFunction | FlatCustom], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 FlatTools = Annotated[list[FlatTool], Meta(max_length=MAX_TOOLS)]
-FlatChoice = Literal["none", "auto", "required"] | FlatFunction | FlatAllowed
+FlatChoice = Literal["none", "auto", "required"] | FlatFunction | FlatCustom | FlatAllowed
+_SHELL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        "working_directory": {"type": "string"},
+        "timeout_ms": {"type": "integer", "minimum": 1},
+    },
+    "required": ["command"],
+    "additionalProperties": False,
+}
+_SHELL_TEXT = "Runs a program on the user's machine: its name, then its arguments."
 
 
 def flat_tools_of(
@@ -47,16 +75,59 @@ def flat_tools_of(
     return offered_tools(tools, _chosen(choice), parallel, "name")
 
 
+def kinds_of(offered: list[FlatTool] | None) -> dict[str, CallKind]:
+    """By name, the tools that are no functions."""
+    kinds: dict[str, CallKind] = {}
+    for tool in offered or ():
+        if tool.type == "custom":
+            kinds[tool.name or ""] = "custom"
+        elif tool.type == SHELL:
+            kinds[SHELL] = "local_shell"
+    return kinds
+
+
+def unheld_forms(offered: list[FlatTool] | None) -> tuple[str, ...]:
+    """Grammars that bind nothing: a call's text is written as JSON, of which they say nothing."""
+    forms = [(i, tool.format) for i, tool in enumerate(offered or ())]
+    return tuple(f"tools[{i}].format" for i, form in forms if form and form.syntax == "lark")
+
+
 def _tool(tool: FlatTool, where: str) -> Tool:
-    if tool.type != "function":
-        hint = f"there is no tool {tool.type[:40]!r}: functions are known"
-        raise unsupported(f"{where}.type", hint)
+    """Raises RequestError."""
+    if tool.type == SHELL:
+        return Tool(SHELL, _SHELL_TEXT, _SHELL_SCHEMA, strict=True)
+    if tool.type not in ("function", "custom"):
+        known = "functions, custom tools and `local_shell` are known"
+        raise unsupported(f"{where}.type", f"there is no tool {tool.type[:40]!r}: {known}")
     require(tool.name is not None, "expected a name", f"{where}.name")
+    if tool.type == "custom":
+        return _custom(tool, where)
+    require(tool.format is None, "goes with custom tools", f"{where}.format")
     return Tool(tool.name or "", tool.description, tool.parameters, bool(tool.strict))
 
 
+def _custom(tool: FlatTool, where: str) -> Tool:
+    """A function whose one argument is the text. Raises RequestError."""
+    form, text = tool.format or CustomFormat("text"), {"type": "string"}
+    is_grammar, definition = form.type == "grammar", form.definition or ""
+    for name in ("syntax", "definition"):
+        has = getattr(form, name) is not None
+        require(has == is_grammar, "goes with `grammar`", f"{where}.format.{name}")
+    if form.syntax == "regex":
+        text["pattern"] = f"^(?:{definition})$"
+    elif is_grammar:
+        text["description"] = f"A text of this grammar, in Lark's notation:\n{definition}"
+    schema = {
+        "type": "object",
+        "properties": {"input": text},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+    return Tool(tool.name or "", tool.description, schema, strict=form.syntax == "regex")
+
+
 def _chosen(choice: FlatChoice | None) -> Chosen:
-    if isinstance(choice, FlatFunction):
+    if isinstance(choice, FlatFunction | FlatCustom):
         return Chosen("required", ((choice.name, "tool_choice.name"),), True)
     if isinstance(choice, FlatAllowed):
         names = [(tool.name, f"tool_choice.tools[{i}].name") for i, tool in enumerate(choice.tools)]

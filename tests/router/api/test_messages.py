@@ -122,6 +122,18 @@ def test_messages(turns: Any, plain: Any) -> None:
     assert parse(messages=turns).messages == plain
 
 
+def test_blocks_of_claude_code() -> None:
+    """Reasoning that nobody can read is left out, and a tool that was found is named."""
+    turns = [
+        *SAY,
+        said("assistant", {"type": "redacted_thinking", "data": "x"}, text("b"), CALL),
+        said("user", RESULT | {"content": [{"type": "tool_reference", "tool_name": "f"}]}),
+    ]
+    told = said("assistant", "b") | {"tool_calls": [PLAIN_CALL]}
+    result = said("tool", "f") | {"tool_call_id": "c1"}
+    assert parse(messages=turns).messages == [*SAY, told, result]
+
+
 def test_system_of_blocks() -> None:
     blocks = [text("a", cache_control={"type": "ephemeral"}), text("b")]
     assert parse(system=blocks).messages == [said("system", *PARTS), said("user", "Say")]
@@ -172,7 +184,7 @@ F = Tool("f", "F", {"type": "object"})
         ({}, {"type": "any"}, Tools((F,), "required")),
         ({}, {"type": "tool", "name": "f"}, Tools((F,), "required", ("f",), True, False)),
         ({}, {"type": "none"}, None),
-        ({"allowed_callers": ["direct"], "defer_loading": False}, None, Tools((F,))),
+        ({"allowed_callers": ["direct"], "defer_loading": True}, None, Tools((F,))),
     ],
 )
 def test_tools(tool: dict[str, Any], choice: Any, tools: Tools | None) -> None:
@@ -192,6 +204,13 @@ def test_tools(tool: dict[str, Any], choice: Any, tools: Tools | None) -> None:
 )
 def test_reasoning(fields: Any, effort: str | None) -> None:
     assert parse(**fields).template.effort == effort
+
+
+def test_reasoning_with_a_budget() -> None:
+    options = parse(thinking={"type": "enabled", "budget_tokens": 2048}).template
+    assert (options.thinks, options.thinking_budget, options.effort) == (True, 2048, None)
+    options = parse(thinking={"type": "adaptive"}).template
+    assert (options.thinks, options.thinking_budget) == (None, None)
 
 
 def test_form_of_the_text() -> None:
@@ -226,7 +245,12 @@ def test_form_of_the_text() -> None:
         ({"user": "me"}, "user"),
         ({"ignore_eos": True}, "ignore_eos"),
         ({"metadata": {"user": "me"}}, "metadata.user"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        (
+            {"thinking": {"type": "enabled"}, "output_config": {"effort": "none"}},
+            "output_config.effort",
+        ),
         (
             {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
             "output_config.effort",
@@ -238,7 +262,14 @@ def test_form_of_the_text() -> None:
         ({"context_management": {"edits": [1]}}, "context_management"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-        ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
+        (
+            {"messages": [said("user", RESULT | {"content": [{"type": "tool_reference"}]})]},
+            "messages[0].content[0].content[0].tool_name",
+        ),
+        (
+            {"messages": [said("user", {"type": "redacted_thinking"})]},
+            "messages[0].content[0].type",
+        ),
         ({"tools": [TOOL | {"input_examples": [{}]}]}, "tools[0].input_examples"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -268,6 +268,100 @@ def test_tools(fields: dict[str, Any], tools: Tools | None) -> None:
     assert answer["tool_choice"] == fields.get("tool_choice", "auto")
 
 
+PATCH: dict[str, Any] = {
+    "type": "custom",
+    "name": "patch",
+    "description": "P",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
+}
+DATE = PATCH | {"format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]+|x"}}
+SHELL = {"type": "local_shell"}
+
+
+def test_tools_of_codex() -> None:
+    """Custom tools are functions of a text; the shell's calls are held to their form."""
+    call = parse(tools=[TOOL, PATCH, SHELL], client_metadata={"a": "b"}).call
+    assert call.tools is not None
+    assert [tool.name for tool in call.tools.offered] == ["f", "patch", "local_shell"]
+    assert [tool.strict for tool in call.tools.offered] == [True, False, True]
+    text = (call.tools.offered[1].parameters or {})["properties"]["input"]
+    assert text["description"].endswith('start: "x"')
+    assert call.unbound == ("tools[1].format",)
+    assert not parse(tools=[PATCH], tool_choice="none").call.unbound
+    held = parse(tools=[DATE], tool_choice={"type": "custom", "name": "patch"}).call
+    assert held.tools is not None
+    assert (held.tools.named, held.unbound) == (True, ())
+    tool = held.tools.offered[0]
+    assert tool.strict
+    assert (tool.parameters or {})["properties"]["input"]["pattern"] == "^(?:[0-9]+|x)$"
+    plain = parse(tools=[{"type": "custom", "name": "say"}]).call
+    assert plain.tools is not None
+    assert not plain.tools.is_held
+    repeated = json.loads(
+        parse(tools=[PATCH, SHELL]).formatter(HEAD).whole([result("Hi")], [PROMPT])
+    )
+    assert repeated["tools"] == [PATCH, SHELL]
+
+
+TYPED: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("patch", '{"input": "*** Begin\\n"}', {"input": "*** Begin\n"}),
+    ("patch", '{"input": "*** Be', {"input": '{"input": "*** Be'}),
+    ("patch", '{"text": 1}', {"input": '{"text": 1}'}),
+    (
+        "local_shell",
+        '{"command": ["ls", "-l"], "timeout_ms": 5}',
+        {"action": {"type": "exec", "command": ["ls", "-l"], "timeout_ms": 5}},
+    ),
+    ("local_shell", '{"command": ["l', {"action": {"type": "exec", "command": []}}),
+)
+
+
+@pytest.mark.parametrize(("name", "arguments", "said"), TYPED)
+def test_calls_of_codex(name: str, arguments: str, said: dict[str, Any]) -> None:
+    """Whole and streamed, as the SDK's types have them."""
+    tools = [PATCH, SHELL]
+    found = result("", calls=(ToolCall("call_1", name, arguments),))
+    whole = Response.model_validate_json(
+        parse(tools=tools).formatter(HEAD).whole([found], [PROMPT])
+    )
+    [item] = whole.output
+    plain = item.to_dict()
+    assert plain["type"] == ("custom_tool_call" if name == "patch" else "local_shell_call")
+    assert plain["call_id"] == "call_1"
+    for field, value in said.items():
+        is_part = value.items() <= plain[field].items() if field == "action" else False
+        assert is_part or plain[field] == value
+    pieces = [arguments[:5], arguments[5:]]
+    deltas = (CallDelta(0, name, pieces[0], "call_1"), CallDelta(0, None, pieces[1]))
+    events = stream([event(calls=deltas, finish="eos")], tools=tools)
+    assert events[-1].response.output == whole.output
+    texts = [one.delta for one in events if one.type == "response.custom_tool_call_input.delta"]
+    assert "".join(texts) == said.get("input", "")
+    assert not any("function_call_arguments" in one.type for one in events)
+
+
+def test_what_codex_sends_back() -> None:
+    action = {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": None, "user": None}
+    items = [
+        EASY,
+        {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": 'a"b', "id": "x"},
+        {"type": "local_shell_call", "id": "c2", "status": "completed", "action": action},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        {"type": "local_shell_call_output", "id": "c2", "output": '{"output": ""}'},
+    ]
+    asked, called, *results = parse(input=items).call.messages or []
+    assert asked == EASY
+    functions = [call["function"] for call in called["tool_calls"]]
+    assert [function["name"] for function in functions] == ["patch", "local_shell"]
+    arguments = [json.loads(function["arguments"]) for function in functions]
+    assert arguments == [{"input": 'a"b'}, {"command": ["ls"]}]
+    assert [call["id"] for call in called["tool_calls"]] == ["c1", "c2"]
+    assert [(one["tool_call_id"], one["content"]) for one in results] == [
+        ("c1", "done"),
+        ("c2", '{"output": ""}'),
+    ]
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 NAMED = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
 
@@ -291,6 +385,7 @@ def test_form_of_the_text(text: Any, shape: Shape | None, repeated: Any) -> None
 
 def test_reasoning_fields() -> None:
     asked = parse(reasoning={"effort": "low", "summary": "auto"}, chat_template_kwargs={"a": 1})
+    assert parse(text={"verbosity": "low"}).call.template.verbosity == "low"
     assert (asked.call.template.effort, asked.call.template.variables) == ("low", {"a": 1})
     answer = json.loads(asked.formatter(HEAD).whole([result("Hi")], [PROMPT]))
     assert answer["reasoning"] == {"effort": "low", "summary": None}
@@ -392,6 +487,13 @@ LOGPROBS = "message.output_text.logprobs"
         ({"n": 2}, "n"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [SHELL, SHELL]}, "tools[1].name"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({"tools": [TOOL | {"format": {"type": "text"}}]}, "tools[0].format"),
+        ({"tools": [PATCH | {"format": {"type": "grammar"}}]}, "tools[0].format.syntax"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
+        ({"input": [{"type": "local_shell_call", "call_id": "c"}]}, "input[0].action"),
+        ({"input": [{"type": "local_shell_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"tools": [TOOL | {"name": None}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
@@ -412,7 +514,7 @@ LOGPROBS = "message.output_text.logprobs"
         ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "text", "tone": "kind"}}}, "text.format.tone"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"text": {"form": {}}}, "text.form"),
         ({"text": {"format": {"type": "json_object"}}, "ignore_eos": True}, "ignore_eos"),
         ({"guided_json": {}}, "guided_json"),

@@ -71,8 +71,8 @@ def of_hub(url: str) -> None:
     base = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY).embeddings.create(
         model="base", input=TEXTS[0]
     )
-    for asked in ({}, {"normalize": True}):
-        found = hub.feature_extraction(TEXTS[0], **asked)
+    for asked in (None, True):
+        found = hub.feature_extraction(TEXTS[0], normalize=asked)
         alike(found[0].tolist(), base.data[0].embedding, f"feature_extraction: {asked}")
 
 

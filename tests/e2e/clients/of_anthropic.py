@@ -156,7 +156,7 @@ def runs_tools(url: str) -> None:
             model=model,
             messages=QUESTION,
             tools=[weather],
-            tool_choice={"type": "any"},
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
             max_tokens=MAX_TOKENS,
             max_iterations=2,
             extra_body=GREEDY,

@@ -325,12 +325,12 @@ def test_calls_of_codex(name: str, arguments: str, said: dict[str, Any]) -> None
         parse(tools=tools).formatter(HEAD).whole([found], [PROMPT])
     )
     [item] = whole.output
-    plain = item.to_dict()
+    plain: Any = item.to_dict()
     assert plain["type"] == ("custom_tool_call" if name == "patch" else "local_shell_call")
     assert plain["call_id"] == "call_1"
-    for field, value in said.items():
-        is_part = value.items() <= plain[field].items() if field == "action" else False
-        assert is_part or plain[field] == value
+    shown = plain.get("action", plain)
+    wanted: Any = said.get("action", said)
+    assert wanted.items() <= shown.items()
     pieces = [arguments[:5], arguments[5:]]
     deltas = (CallDelta(0, name, pieces[0], "call_1"), CallDelta(0, None, pieces[1]))
     events = stream([event(calls=deltas, finish="eos")], tools=tools)
@@ -341,7 +341,7 @@ def test_calls_of_codex(name: str, arguments: str, said: dict[str, Any]) -> None
 
 
 def test_what_codex_sends_back() -> None:
-    action = {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": None, "user": None}
+    action: Any = {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": None, "user": None}
     items = [
         EASY,
         {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": 'a"b', "id": "x"},

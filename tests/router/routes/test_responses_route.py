@@ -83,9 +83,9 @@ async def test_an_answer_that_breaks_off(sdk: openai.AsyncOpenAI, worker: FakeWo
 
 
 async def test_errors(sdk: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as stored:
-        await sdk.responses.create(model=BASE_NAME, input="ab", store=True)
-    assert (stored.value.param, stored.value.code) == ("store", "unsupported_parameter")
+    with pytest.raises(openai.BadRequestError) as hidden:
+        await sdk.responses.create(model=BASE_NAME, input="ab", background=True)
+    assert (hidden.value.param, hidden.value.code) == ("background", "unsupported_parameter")
     with pytest.raises(openai.BadRequestError) as long:
         await sdk.responses.create(model=BASE_NAME, input="ab", max_output_tokens=5000)
     assert (long.value.param, long.value.code) == ("input", "context_length_exceeded")
@@ -125,9 +125,10 @@ async def test_tools_and_reasoning(tmp_path: Path) -> None:
         await ask.create(model="", input=told)
         expected = "<user>hi<assistant>I look." + CALLED * 2 + "<tool>rain<tool>rain<assistant>"
         assert model.prompt == expected
-        with pytest.raises(openai.BadRequestError) as effort:
-            await ask.create(model="", input="hi", reasoning={"effort": "low"})
-        assert effort.value.param == "reasoning.effort"
+        hints: Any = {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}}
+        hinted = await ask.with_raw_response.create(model="", input="hi", **hints)
+        unbound = hinted.headers["x-loraplex-unbound"]
+        assert unbound == "reasoning.effort, text.verbosity"
 
 
 async def test_form_of_the_text(sdk: openai.AsyncOpenAI, worker: FakeWorker) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from adapters.common import extras
-from adapters.common.logs import log_to_stderr
+from adapters.common.logs import log_to_stderr, say_last
 from adapters.errors import AdapterError, CommandError
 from launcher import config, names
 from launcher.batch import command as batch_command
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def fail(sentence: str, code: int) -> None:
-    sys.stderr.write(f"loraplex: {sentence}\n")
+    say_last(f"loraplex: {sentence}")
     sys.exit(code)
 
 
@@ -100,7 +100,10 @@ def _parser() -> Parser:
     parser.set_defaults(extra="serve")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     serve = commands.add_parser(
-        "serve", help="router and worker on this machine", description=SERVE
+        "serve",
+        help="router and worker on this machine",
+        description=SERVE,
+        usage="loraplex serve [MODEL] [OPTIONS]",
     )
     serve.add_argument("model", metavar="MODEL", nargs="?", help="Hub id or folder")
     add_options(serve, config.serve_options())
@@ -141,7 +144,10 @@ def _parser() -> Parser:
 
 def _add_batch(commands: "argparse._SubParsersAction[Parser]") -> None:
     batch = commands.add_parser(
-        "batch", help="a file of requests, as fast as a server can", description=batch_command.ABOUT
+        "batch",
+        help="a file of requests, as fast as a server can",
+        description=batch_command.ABOUT,
+        usage="loraplex batch IN --out OUT [OPTIONS]",
     )
     batch_command.add_arguments(batch)
     batch.set_defaults(command=_batch)

@@ -2,7 +2,9 @@
 
 import argparse
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+from adapters.common.nearest import did_you_mean, nearest
 from launcher.options import Option, show
 
 # Fields by the heading under which the help shows them; the rest comes under "Limits".
@@ -82,12 +84,28 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """No abbreviations: an option added later must not change what a script means."""
+    """No abbreviations: an option added later must not change what a script means. What is unknown
+    is said with the command's own usage, and with the nearest word that is known."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         kwargs.setdefault("formatter_class", _HelpFormatter)
         kwargs["allow_abbrev"] = False
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            option = next((word for word in rest if word.startswith("-")), "").partition("=")[0]
+            close = nearest(option, self._option_string_actions) if option else None
+            self.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(close)}")
+        return found, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(nearest(str(value), map(str, action.choices or ())))
+            raise
 
 
 def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:

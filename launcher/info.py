@@ -78,7 +78,7 @@ def gather() -> MachineFacts:
         device=chosen.kind,
         dtype=_dtype(on_gpu, chosen.has_bfloat16),
         abilities=(
-            _serving(),
+            _serving(libraries),
             Ability("gpu", on_gpu, chosen.note or _gpu_detail(on_gpu)),
             _attention(on_gpu, libraries, devices[0].capability if devices else (0, 0)),
             _kernels(on_gpu, libraries),
@@ -107,8 +107,8 @@ def _gpu_detail(on_gpu: bool) -> str:
     return "no NVIDIA driver or device was found; small models run on the CPU"
 
 
-def _serving() -> Ability:
-    missing = extras.missing("serve")
+def _serving(libraries: dict[str, str | None]) -> Ability:
+    missing = [name for name in ("torch", "tokenizers") if libraries[name] is None]
     if missing:
         detail = f"{', '.join(missing)} missing: run `{extras.remedy(missing[0], 'serve')}`"
         return Ability("serve", False, detail)

@@ -5,7 +5,6 @@ repeated); `unit` ("bytes"); `secret`; `min`, `max`; `unset`, the word for None.
 """
 
 import dataclasses
-import difflib
 import math
 import re
 import types
@@ -14,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from adapters.common.nearest import did_you_mean, nearest
 
 PREFIX = "LORAPLEX_"
 _BYTE_UNITS = {
@@ -283,7 +284,7 @@ def unknown_variables(environ: Iterable[str], known: Iterable[str]) -> list[str]
         option = name.removeprefix(PREFIX)
         if option == name or option in names:
             continue
-        close = difflib.get_close_matches(option, names, 1)
-        hint = f"; did you mean {PREFIX}{close[0]}?" if close else "; see `loraplex --help`"
+        close = nearest(option, names)
+        hint = "; see `loraplex --help`" if close is None else did_you_mean(PREFIX + close)
         problems.append(f"{name} is no option{hint}")
     return problems

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import json
+import logging
 import os
 import select
 import signal
@@ -11,11 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from adapters.common.logs import Format, JsonFormatter, log_to_stderr
 from adapters.errors import CommandError
 from server.worker import tether
 from server.worker.process.recovery import Backoff
 
-MAX_LINE_BYTES = 8192
+MAX_LINE_BYTES = 1 << 16
 KEPT_LINES = 20
 _READ_BYTES = 1 << 16
 _PATIENCE_S = 1.0
@@ -31,6 +34,7 @@ class _Screen:
     def __init__(self) -> None:
         self._is_stuck = False
         self._bar = ""
+        self.is_json = False
 
     def show(self, line: str) -> None:
         self._write(f"{_ERASE if self._bar else ''}{line}\n{self._bar}")
@@ -60,14 +64,32 @@ _screen = _Screen()
 show_bar = _screen.show_bar
 
 
+def write_lines_as(written: Format) -> None:
+    """How this process writes what it says from now on, and what children say otherwise."""
+    _screen.is_json = written == "json"
+    if _screen.is_json:
+        log_to_stderr(written=written)
+
+
 def say(text: str) -> None:
     """The launcher's own lines among those of children."""
-    _screen.show(f"loraplex: {text}")
+    _screen.show(named_line("loraplex", text, True) if _screen.is_json else f"loraplex: {text}")
 
 
-def named_line(process: str, line: str) -> str:
+def said_in(line: str) -> str:
+    """The message of a child's line, in whichever form."""
+    try:
+        return str(json.loads(line)["message"]) if line.startswith('{"') else line
+    except (ValueError, KeyError):
+        return line
+
+
+def named_line(process: str, line: str, is_json: bool = False) -> str:
     """A child's line with the child's name. Lines for programs stay JSON, the others are shown as
-    columns."""
+    columns. is_json: what is none becomes a message."""
+    if is_json and said_in(line) == line:
+        record = logging.makeLogRecord({"name": process, "levelname": "INFO", "msg": line})
+        line = JsonFormatter(lambda: None).format(record)
     if line.startswith('{"'):
         return f'{{"process": "{process}", {line[1:]}'
     return f"{process:<6} | {line}"
@@ -202,11 +224,11 @@ class ChildSupervisor:
 
     def _on_line(self, line: str) -> None:
         self._last_lines.append(line)
-        _screen.show(named_line(self.name, line))
+        _screen.show(named_line(self.name, line, _screen.is_json))
 
     def _failure(self, ending: str) -> str:
         """A child's own sentence (`loraplex: …`) says it best."""
-        for line in reversed(self._last_lines):
+        for line in map(said_in, reversed(self._last_lines)):
             if line.startswith("loraplex: "):
                 return line.removeprefix("loraplex: ")
         return f"the {self.name} could not start ({ending}); its last lines are above"

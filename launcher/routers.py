@@ -6,7 +6,15 @@ from collections.abc import Mapping
 
 from launcher.config import ROUTER_OPTIONS, child_environment
 from launcher.options import MAX_PORT, OptionError, Values, render
-from launcher.processes import Child, ChildSupervisor, Say, say, start_child
+from launcher.processes import (
+    Child,
+    ChildSupervisor,
+    Say,
+    said_in,
+    say,
+    start_child,
+    write_lines_as,
+)
 from launcher.until_signal import run_services
 from router.config import RouterConfig
 from router.http.listeners import LISTENING, listen, share, url_of
@@ -63,7 +71,7 @@ class Routers:
         def start(on_line: Say) -> Child:
             def heard(line: str) -> None:
                 on_line(line)
-                if line.startswith(LISTENING):
+                if said_in(line).startswith(LISTENING):
                     service.was_ready.set()
 
             return self._start(number, heard)
@@ -99,6 +107,7 @@ class Routers:
 
 def run(config: RouterConfig, values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
     """Blocks until stopped. Raises OptionError, OSError, ChildFailed, KeyboardInterrupt."""
+    write_lines_as(config.log_format)
     check(config)
     if not asyncio.run(_run(config, reserve(config), values, environ)):
         raise KeyboardInterrupt

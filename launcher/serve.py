@@ -24,7 +24,15 @@ from launcher.local_worker import (
 from launcher.model_needs import ModelNeeds, choose_groups
 from launcher.options import Values, render, values_of
 from launcher.plan import LOOPBACK, ServePlan, plan
-from launcher.processes import Child, ChildSupervisor, Say, say, show_bar, start_child
+from launcher.processes import (
+    Child,
+    ChildSupervisor,
+    Say,
+    say,
+    show_bar,
+    start_child,
+    write_lines_as,
+)
 from launcher.start_line import start_line
 from launcher.until_signal import Supervised, run_services
 from router.config import RouterConfig
@@ -180,6 +188,7 @@ def serve(values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
     """Blocks until stopped. Raises AddressError, ChildFailed, KeyboardInterrupt, and what
     `checked_plan` raises, before anything is started."""
     chosen = checked_plan(values)
+    write_lines_as(chosen.router.log_format)
     warn_if_open(chosen.router, say)
     if chosen.groups.are_several:
         say(chosen.groups.written())

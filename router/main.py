@@ -1,5 +1,6 @@
 """Runs one router process: an HTTP server, from its first line to a clean stop."""
 
+import logging
 import socket
 from functools import partial
 
@@ -13,23 +14,24 @@ from router.http.listeners import LISTENING, allow_connections, listen, share, u
 from router.routes.app import build_app
 from router.routes.http_server import RouterServer
 
+log = logging.getLogger(__name__)
+
 
 def run(config: RouterConfig) -> None:
     """Serves until SIGTERM or SIGINT, then lets running answers finish for `drain_timeout_s`.
 
-    Of several `router_processes` this is one; its `metrics_port` is its own. Ends the process with
-    one sentence for a bad option, or an address that cannot be had.
+    Of several `router_processes` this is one; its `metrics_port` is its own. Raises
+    RouterConfigError for a bad option, or an address that cannot be had.
     """
     is_alone = config.router_processes == 1
     allow_connections(config.max_connections)
-    try:
-        service = build_service(config, CollectorRegistry(), HubSource())
-        listener = _listener(config, is_alone)
-        own = [_metrics_listener(config)] if config.metrics_port else []
-    except RouterConfigError as error:
-        raise SystemExit(f"loraplex: {error}") from error
+    service = build_service(config, CollectorRegistry(), HubSource())
+    listener = _listener(config, is_alone)
+    own = [_metrics_listener(config)] if config.metrics_port else []
     scheme = "http" if config.tls_cert is None else "https"
-    announce = partial(print, f"{LISTENING} {url_of(listener, scheme)}", flush=True)
+    listening = f"{LISTENING} {url_of(listener, scheme)}"
+    is_json = config.log_format == "json"
+    announce = partial(log.info if is_json else partial(print, flush=True), listening)
     if is_alone:
         # The socket accepts from here on: what comes early waits until the application is up.
         announce()

@@ -4,7 +4,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 
 _DISTRIBUTION = "loraplex"
 _OURS = ("adapters", "launcher", "router", "server")
@@ -37,11 +37,6 @@ def require(module: str) -> None:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
-def missing(extra: str) -> list[str]:
-    """Distributions of an extra that are not installed."""
-    return sorted(name for name in brought_by_extras().get(extra, ()) if not _is_installed(name))
-
-
 def brought_by_extras() -> dict[str, set[str]]:
     """Distributions by extra, as the installed metadata lists them; none in a mere checkout."""
     try:
@@ -70,10 +65,3 @@ def _is_of(module: str, distribution: str) -> bool:
     """A distribution has its module's name, or it with `py` before or a word behind."""
     name = re.sub(r"[-_.]+", "_", distribution).lower()
     return name in (module, f"py{module}") or name.startswith(f"{module}_")
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        return bool(version(distribution))
-    except PackageNotFoundError:
-        return False

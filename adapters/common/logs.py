@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
+log = logging.getLogger(__name__)
+
 Format = Literal["text", "json"]
 _TEXT = "%(asctime)s %(levelname)s %(message)s"
 # Libraries speak only of trouble: what they say otherwise may hold URLs with credentials.
@@ -19,7 +21,7 @@ _QUIET = (
 class JsonFormatter(logging.Formatter):
     """One object a line. request_id: of the request in hand where the line is written, or None.
 
-    A record's `facts` are fields of their own.
+    A record's `facts` are fields of their own, beside the first word of its text.
     """
 
     def __init__(self, request_id: Callable[[], str | None]) -> None:
@@ -40,7 +42,7 @@ class JsonFormatter(logging.Formatter):
         facts = getattr(record, "facts", None)
         if facts is not None:
             line |= facts
-            line["message"] = "request"
+            line["message"] = record.msg.partition(" ")[0]
         if record.exc_info is not None:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
@@ -56,8 +58,19 @@ def log_to_stderr(
     handler = logging.StreamHandler(sys.stderr)
     if written == "json":
         handler.setFormatter(JsonFormatter(request_id))
+        logging.captureWarnings(True)
+        sys.excepthook = lambda *error: log.critical("unforeseen error", exc_info=error)
     else:
         handler.setFormatter(logging.Formatter(text, "%H:%M:%S"))
     logging.basicConfig(level=level, handlers=[handler])
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def say_last(sentence: str) -> None:
+    """Why this process ends, on stderr, in the form of its log."""
+    handlers = logging.getLogger().handlers
+    if any(isinstance(handler.formatter, JsonFormatter) for handler in handlers):
+        log.critical("%s", sentence)
+    else:
+        sys.stderr.write(f"{sentence}\n")

@@ -21,6 +21,7 @@ from router.lines.errors import BatchError
 
 if TYPE_CHECKING:
     from launcher.batch.job import BatchJob, BatchPlan
+    from launcher.batch.progress import Progress
     from launcher.serve import Serve
     from router.lines.index import BatchInput
     from router.lines.journal import Journal
@@ -65,13 +66,16 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--restart", action="store_true", help="write both files anew instead of going on"
     )
+    parser.add_argument(
+        "--strict", action="store_true", help="the exit code is 1 if lines failed, too"
+    )
     parser.add_argument("--model", metavar="MODEL", help="Hub id or folder, to be served")
     add_options(parser, batch_options())
 
 
 def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str]) -> int:
-    """The exit code: 0 if every line has an answer. Raises BatchError, KeyboardInterrupt, and what
-    `serve` raises."""
+    """The exit code: 0 if every line has an answer; with --strict, if none failed. Raises
+    BatchError, KeyboardInterrupt, and what `serve` raises."""
     from router.lines.index import BatchInput
     from router.lines.journal import Journal
 
@@ -83,7 +87,9 @@ def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str])
         closing(BatchInput(arguments.input)) as source,
         closing(Journal(out, errors, source, arguments.restart)) as journal,
     ):
-        return _run_lines(plan, source, journal, partial(_until_over, arguments.url, server))
+        until_over = partial(_until_over, arguments.url, server)
+        progress = _run_lines(plan, source, journal, until_over)
+    return 1 if progress.open or (arguments.strict and progress.failed) else 0
 
 
 def _run_lines(
@@ -91,8 +97,8 @@ def _run_lines(
     source: "BatchInput",
     journal: "Journal",
     until_over: Callable[["BatchJob"], Coroutine[Any, Any, bool]],
-) -> int:
-    """until_over: False = it was stopped at once."""
+) -> "Progress":
+    """How far it came. until_over: False = it was stopped at once."""
     from launcher.batch.job import BatchJob
     from launcher.batch.progress import Progress
 
@@ -114,7 +120,7 @@ def _run_lines(
         progress.say(f"{progress.open:,} lines have no answer: the same command goes on with them")
     if not in_peace:
         raise KeyboardInterrupt
-    return 1 if progress.open else 0
+    return progress
 
 
 def _files(arguments: argparse.Namespace) -> tuple[Path, Path]:

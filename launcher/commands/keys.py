@@ -77,6 +77,8 @@ def run(arguments: argparse.Namespace, admin_key: str) -> int:
             except Failed as error:
                 sys.stderr.write(f"loraplex: {error}\n")
                 code = 1
+    for hint in (hint for answer in answers for hint in answer.get("hints", ())):
+        sys.stderr.write(f"loraplex: {hint}\n")
     sys.stdout.write(as_json(answers) if arguments.json else _text(arguments.action, answers))
     return code
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from adapters.common import extras
 from launcher.demo import adapter_paths, calls, model_path, tasks
 from launcher.demo.corpus import SEED, LabelledMessage, held_out_messages
 
@@ -42,9 +41,10 @@ def _prompts(tokenizer: Any, messages: list[LabelledMessage], form: str) -> list
     return [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
 
-@torch.inference_mode()
 def answers(model: Any, tokenizer: Any, prompts: list[list[int]], batch: int) -> list[str]:
     """Greedy answers, in the prompts' order."""
+    import torch
+
     order = sorted(range(len(prompts)), key=lambda at: len(prompts[at]))
     texts = [""] * len(prompts)
     for start in range(0, len(order), batch):
@@ -69,6 +69,7 @@ def answers(model: Any, tokenizer: Any, prompts: list[list[int]], batch: int) ->
 
 def measure(setup: EvaluationSetup) -> dict[str, Any]:
     """The share of right answers per task and prompt form, with the adapter and without."""
+    import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -165,7 +166,10 @@ def main() -> None:
         batch=args.batch,
     )
     started = time.monotonic()
-    report = measure(setup)
+    try:
+        report = measure(setup)
+    except ModuleNotFoundError as error:
+        parser.exit(1, f"loraplex: {extras.sentence(error, 'dev') or error}\n")
     if args.json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:

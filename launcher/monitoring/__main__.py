@@ -5,5 +5,9 @@ from pathlib import Path
 
 from launcher.monitoring import dashboards
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
+folder = Path(sys.argv[1])
+folder.mkdir(parents=True, exist_ok=True)
 for name, text in dashboards.files().items():
-    (Path(sys.argv[1]) / name).write_text(text)
+    (folder / name).write_text(text)

@@ -279,6 +279,7 @@ def _lorax_message(error: RequestError, row: _Row) -> str:
 
 
 def _with_violations(error: RequestError) -> str:
-    """The violations are in the text too: most clients show nothing else."""
+    """The violations are in the text too: most clients show nothing else. Each is said once."""
     lines = [f"{v.where}: {v.message} ({v.code})" for v in error.violations]
-    return "\n- ".join([error.message, *lines])
+    first = f": {error.violations[0].message}" if lines else "\n"
+    return "\n- ".join([error.message.partition(first)[0] if lines else error.message, *lines])

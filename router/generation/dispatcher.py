@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from adapters.errors import AdapterError
 from router.api.request.formatter import ApiRequest
 from router.call import (
     DIGEST_HEADER,
@@ -221,8 +222,10 @@ class Dispatcher:
         began = asyncio.get_running_loop().time()
         try:
             adapter = await self._catalog.resolve(authorised.adapter, sticky)
-        except BaseException:
+        except BaseException as error:
             observer.unresolved(began)
+            if isinstance(error, AdapterError) and error.code == "not_found":
+                error.message += self._catalog.rules.hint(authorised.adapter, authorised.caller)
             raise
         observer.resolved(began)
         return adapter

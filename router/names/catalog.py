@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from adapters.common.nearest import did_you_mean, one_edit_away
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.merge.recipe import sole_member
@@ -23,6 +24,7 @@ from router.names.aliases import Aliases
 from router.names.registration import Registration, check_served, seen
 from router.names.served import Merge, Origin, ServedAdapter, changed, has_changed, merge_of
 from router.policy.rollout import Content
+from router.tenancy.keys import Caller
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,16 @@ class CatalogRules:
         if choice.ref.source != "hub":
             return choice.ref, None
         return choice.ref, choice.token or (self.hub_token if self.share_hub_token else None)
+
+    def hint(self, choice: AdapterChoice | MergedChoice, caller: Caller) -> str:
+        """The end of a sentence about an unknown name: one that the caller may mean and use."""
+
+        def is_known(name: str) -> bool:
+            found = self.aliases.find(caller.tenant, name)
+            return found is not None and found.in_service and caller.may_use((name,))
+
+        names = [] if isinstance(choice, MergedChoice) else [choice.adapter_id]
+        return "".join(did_you_mean(one_edit_away(name, is_known)) for name in names)
 
     def registration(self, choice: AdapterChoice) -> Registration | None:
         """What the caller named, if it is registered, or was."""

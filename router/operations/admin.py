@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from adapters.common.nearest import did_you_mean, one_edit_away
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef
 from router.call import Secret
@@ -80,7 +81,13 @@ class AdapterAdmin:
         """Raises AdapterError (not_found, gone)."""
         registration = self._aliases.get(name)
         if registration is None:
-            raise AdapterError("not_found", f"no adapter is registered as {str(name)[:200]!r}")
+            close = one_edit_away(
+                name.name, lambda other: self.is_registered(OwnedName(other, name.tenant))
+            )
+            hint = did_you_mean(close)
+            raise AdapterError(
+                "not_found", f"no adapter is registered as {str(name)[:200]!r}{hint}"
+            )
         if registration.state == "deleted":
             raise AdapterError("gone", f"adapter '{name}' has been deleted")
         return registration

@@ -3,7 +3,7 @@
 from functools import partial
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from router.api import sagemaker
 from router.api.lorax import request as lorax
@@ -35,9 +35,12 @@ class GenerateRoutes:
         self._generate_or_stream = self._fixed(partial(lorax.parse, route="/"))
 
     async def root(self, request: Request) -> Response:
-        """LoRAX's: a health check, or a request whose body says whether it streams."""
+        """LoRAX's: a health check, or a request whose body says whether it streams. A browser is
+        led to the console."""
         if request.method == "POST":
             return await self._generate_or_stream(request)
+        if "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("console", 307)
         return await self._info.health(request)
 
     async def generate(self, request: Request) -> Response:

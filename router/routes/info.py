@@ -6,6 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from adapters.common.nearest import did_you_mean, one_edit_away
 from adapters.ref import format_ref, shown_name
 from router.api.ends import end_tokens
 from router.api.openai.models import Health, Info, ModelList, ModelObject, VersionAnswer
@@ -126,7 +127,9 @@ class InfoRoutes:
         for one in self._adapters(caller):
             if one.name == name:
                 return json_response(_adapter_object(card, one, self._is_operator(request)))
-        raise RequestError("adapter_not_found", f"no model {name[:200]!r}", param="model")
+        usable = {one.name for one in self._adapters(caller)}
+        hint = did_you_mean(one_edit_away(name, usable.__contains__))
+        raise RequestError("adapter_not_found", f"no model {name[:200]!r}{hint}", param="model")
 
     async def _caller(self, request: Request) -> Caller:
         """Raises RequestError."""

@@ -32,11 +32,15 @@ from router.tenancy.keyring import Keyring
 from router.tenancy.keys import ApiKey
 from router.tenancy.usage import MAX_DAYS
 
+_NOBODY_ASKS = "this router asks nobody for a key: start it with --auth keys"
+_ENDS = "the key is gone when this router ends: --redis or --keys-file keep keys"
+
 
 class KeyRoutes:
     """Each method answers one route; all want the admin key."""
 
     def __init__(self, service: Service, body_limits: BodyLimits) -> None:
+        self._tenancy = service.tenancy
         self._keys: Keyring = service.tenancy.keyring
         self._body_limits = body_limits
 
@@ -47,7 +51,9 @@ class KeyRoutes:
         wanted = parse_create(body, f"key-{secrets.token_hex(6)}", time.time())
         _note_for_audit(request, wanted)
         made, key = await self._keys.create(wanted)
-        return json_response(NewKeyObject(key, key_object(made)), 201)
+        hints = {_NOBODY_ASKS: not self._tenancy.needs_keys, _ENDS: not self._keys.is_shared}
+        holding = tuple(hint for hint, holds in hints.items() if holds)
+        return json_response(NewKeyObject(key, key_object(made), hints=holding), 201)
 
     async def one(self, request: Request) -> Response:
         key_id = request.path_params["id"]

@@ -30,7 +30,8 @@ class Audit:
 
     def record(self, record: AuditRecord) -> None:
         line = msgspec.json.encode(record)
-        logger.info("audit %s", line.decode())
+        facts = {"audit": msgspec.to_builtins(record)}
+        logger.info("audit %s", line.decode(), extra={"facts": facts})
         self._unwritten.append(line)
 
     async def newest(self, count: int) -> list[AuditRecord]:

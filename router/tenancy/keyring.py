@@ -57,7 +57,7 @@ class Keyring:
         self._by_id: dict[str, ApiKey] = {}
         self._looked_at = 0.0
         self._looking = asyncio.Lock()
-        self._is_shared = is_shared
+        self.is_shared = is_shared
         self._is_up = is_up
         if file is not None:
             self._take(*read_keys_file(file))
@@ -77,7 +77,7 @@ class Keyring:
             )
         digest = digest_of(given)
         key = self._by_digest.get(digest)
-        if key is None and self._is_shared:
+        if key is None and self.is_shared:
             await self._look()
             key = self._by_digest.get(digest)
         found = None if key is None else _same(key, digest)

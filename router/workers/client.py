@@ -31,12 +31,7 @@ _PING_TIMEOUT_S = 15.0
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 1.0
 _STARTING_STATUS = 503  # its engine is not ready yet
-_MOST_SAID = 200
 _STABLE_S = 10.0  # a connection that held so long starts the back-off anew
-
-
-class _Denial(msgspec.Struct):
-    error: str
 
 
 class WorkerListener(Protocol):
@@ -101,7 +96,7 @@ class WorkerClient:
             status = error.response.status_code
             self._was_there |= status != _STARTING_STATUS
             if status == _STARTING_STATUS:
-                return f"it takes no connection yet: {_said(error.response.body)}"
+                return "it takes no connection yet"
             return f"it answered {status} to the attempt to connect"
         except (TimeoutError, WebSocketException, CardError, ProtocolFault) as error:
             self._was_there = True
@@ -175,14 +170,6 @@ class WorkerClient:
         card = await asyncio.to_thread(parse_card, payload, digest)
         await asyncio.to_thread(self._cards.save, digest, payload)
         return card
-
-
-def _said(body: bytes | bytearray) -> str:
-    """Why a worker takes no connection now."""
-    try:
-        return msgspec.json.decode(body, type=_Denial).error[:_MOST_SAID]
-    except msgspec.MsgspecError:
-        return "it did not say why"
 
 
 def _frame_logger() -> logging.Logger:

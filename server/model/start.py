@@ -42,7 +42,6 @@ from server.model.weights import ModelWeights, load_weights
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 # From which on a GPU converts FP8.
 _FP8_CAPABILITY = (8, 9)
-_GIB = 1 << 30
 WeightsLoader = Callable[[ModelSpec, torch.dtype, torch.device], ModelWeights]
 
 
@@ -85,12 +84,9 @@ def _load(
     shard: Shard,
 ) -> ModelWeights:
     """A WeightsLoader, from the model's folder."""
-
-    def read(done: int, total: int) -> None:
-        """Bytes of the whole model, of which each device reads its share."""
-        phases.count(done / shard.count / _GIB, total / shard.count / _GIB, "GiB")
-
-    return load_weights(folder, whole, dtype, device, at_load=at_load, shard=shard, read=read)
+    return load_weights(
+        folder, whole, dtype, device, at_load=at_load, shard=shard, read=phases.count
+    )
 
 
 def _build_parts(

@@ -1,7 +1,7 @@
 """A model's weights on the device: packed as the decoder multiplies them, read from safetensors."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import torch
 from adapters.classes import SCORE
 from adapters.sharding import WHOLE, Shard
 from server.config import AtLoad
-from server.model.checkpoint.checkpoint import StoredTensor, stored_tensors, tables
+from server.model.checkpoint.checkpoint import stored_tensors, tables
 from server.model.checkpoint.expert_forms import as_stored
 from server.model.checkpoint.stored_forms import stored_forms
 from server.model.checkpoint.tensor_table import check_tensors, kinds
@@ -106,12 +106,12 @@ def load_weights(
     packed: bool | None = None,
     at_load: AtLoad | None = None,
     shard: Shard = WHOLE,
-    read: Callable[[int, int], None] = lambda done, total: None,
+    read: Callable[[float, float, str], None] = lambda done, total, unit: None,
 ) -> ModelWeights:
     """Read the checkpoint, cast to `dtype`. model: whole; of its matrices the part of the device
     with this shard is read. packed: quantised matrices stay so where kernels read
     them, and else are dequantised; None = on a GPU. at_load: how other matrices of layers are
-    quantised. read: is called with the bytes that were read, of all. Raises CheckpointError with
+    quantised. read: hears about how much of all was read. Raises CheckpointError with
     everything that is missing, unexpected or of another shape."""
     shards = model_shards(folder, model)
     stored = stored_tensors(shards)
@@ -127,27 +127,14 @@ def load_weights(
             shards, forms, dtype, device, packed=stays, at_load=at_load, shard=shard
         )
         embed = source.table(embedding)
-        sizes = _layer_bytes(stored, model.num_layers)
-        total = sum(tensor.end - tensor.begin for tensor in stored.values())
-        done, layers = total - sum(sizes), []
-        read(done, total)
-        for index, nbytes in enumerate(sizes):
+        nbytes = sum(tensor.end - tensor.begin for tensor in stored.values())
+        mine, layers = nbytes / shard.count / (1 << 30), []
+        for index in range(model.num_layers):
+            read(mine * index / model.num_layers, mine, "GiB")
             layers.append(_load_layer(source, model, index))
-            done += nbytes
-            read(done, total)
         head = DenseLinear(embed) if model.head.tied else source.linear(model.head.linear)
         score = None if model.classes is None else source.get(SCORE)
         return ModelWeights(embed, tuple(layers), _norm(source, model.norm), head, score)
-
-
-def _layer_bytes(stored: Mapping[str, StoredTensor], layers: int) -> list[int]:
-    """Of the tensors of each layer."""
-    sizes, before = [0] * layers, layer_path(0, "").split("0")[0]
-    for name, tensor in stored.items():
-        number = name.removeprefix(before).partition(".")[0]
-        if name.startswith(before) and number.isdecimal() and int(number) < layers:
-            sizes[int(number)] += tensor.end - tensor.begin
-    return sizes
 
 
 def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeights:

@@ -1,5 +1,7 @@
 """What is said of an engine's start, and when. Pure."""
 
+import msgspec
+
 from server.engine.messages import StartProgress
 
 _QUIET_S = 2.0  # what is over sooner needs no words
@@ -27,11 +29,4 @@ class StartLog:
 
     def facts(self, now: float) -> dict[str, str | float]:
         """For programs."""
-        found = self.progress
-        return {
-            "stage": found.stage,
-            "done": round(found.done, 2),
-            "total": round(found.total, 2),
-            "unit": found.unit,
-            "seconds": round(now - self._begun, 1),
-        }
+        return msgspec.structs.asdict(self.progress) | {"seconds": round(now - self._begun, 1)}

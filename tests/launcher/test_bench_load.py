@@ -112,7 +112,10 @@ def test_many_adapters_are_ordered_and_loads_counted(
     for action in ("register", "load", "unload", "load"):
         (orders,) = bench(capfd, "adapters", action, *target, "--count", "4")
         assert (orders["done"], orders["failed"], orders["errors"]) == (4, 0, {})
-    (orders,) = bench(capfd, "adapters", "load", *target)
+    with pytest.raises(SystemExit) as left:
+        bench(capfd, "adapters", "load", *target)
+    orders = json.loads(capfd.readouterr().out)
+    assert left.value.code == 1
     assert (orders["done"], orders["failed"]) == (4, ADAPTERS - 4), "two are not registered"
     told = failure(capfd, "adapters", "load", *target, "--first", "4")
     assert told.startswith("loraplex: none of 2 adapters: load failed: 404: ")

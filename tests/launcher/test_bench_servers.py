@@ -139,8 +139,10 @@ def test_the_first_word_of_each_failure_is_shown(
     server: Server, capfd: pytest.CaptureFixture[str]
 ) -> None:
     server.say = lambda number, _: whole(503, b"full") if number % 2 else unbounded(GOOD)
-    main(["bench", "serve", "--url", server.url, "--requests", "4", "--concurrency", "1"])
-    table = capfd.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "serve", "--url", server.url, "--requests", "4", "--concurrency", "1"])
+    table, told = capfd.readouterr()
+    assert (left.value.code, told) == (1, "loraplex: 2 of 4 requests failed\n")
     assert "2 requests in" in table
     assert "2 failed {'503': 2}\n  503: full\n" in table
 
@@ -271,8 +273,11 @@ def test_orders_show_the_operators_key(
     server.say = lambda number, asked: whole(
         200 if "one" in asked.path else 404, b'{"detail": "?"}'
     )
-    main([*words, "--json"])
-    orders = json.loads(capfd.readouterr().out)
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--json"])
+    out, told = capfd.readouterr()
+    orders = json.loads(out)
+    assert (left.value.code, told) == (1, "loraplex: load failed for 1 of 2 adapters\n")
     assert (orders["done"], orders["failed"], orders["errors"]) == (1, 1, {"t wo": "404: ?"})
 
 
@@ -281,7 +286,7 @@ def test_a_secret_that_no_header_takes(
 ) -> None:
     monkeypatch.setenv("LORAPLEX_API_KEY", "clé")
     with pytest.raises(SystemExit) as left:
-        serve(server, capfd, b"")
+        main(["bench", "serve", "--url", server.url])
     assert left.value.code == 2
     assert capfd.readouterr().err == "loraplex: keys must be ASCII, as they are sent in a header\n"
     assert not server.asked

@@ -83,7 +83,7 @@ def check_bare(python: Path, folder: Path) -> None:
     version, info, listed, lines, *refused = tried(python, folder, *free, *asked)
     assert version[1:] == (0, "loraplex 0.1.0\n")
     assert info[1] == 0
-    assert "torch, triton missing: run `pip install 'loraplex[serve]'`" in info[2]
+    assert "torch, tokenizers missing: run `pip install 'loraplex[serve]'`" in info[2]
     assert (listed[1], "no router answers" in listed[2]) == (1, True)
     assert (lines[1], "in cannot be read" in lines[2]) == (1, True)
     for command, code, said in refused:
@@ -159,6 +159,17 @@ def test_with_the_extra_of_a_router(tmp_path: Path) -> None:
     assert worker[2] == "loraplex: torch is not installed: run `pip install 'loraplex[server]'`\n"
     assert check[1] == 0
     assert "pip install 'loraplex[traces]'" in traced[2]
+    measured = subprocess.run(
+        [tmp_path / "router/bin/python", "-P", "-m", "launcher.demo.evaluate", "--messages", "1"],
+        cwd=tmp_path,
+        env=clean(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert (measured.returncode, measured.stdout) == (1, "")
+    told = "loraplex: torch is not installed: run `pip install 'loraplex[dev]'`\n"
+    assert measured.stderr == told
 
 
 def test_modules_are_found_by_the_names_of_their_packages() -> None:

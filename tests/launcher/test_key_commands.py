@@ -37,13 +37,22 @@ def test_create(keys: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--id", "app", "--tenant", "acme", "--model", "sql", "--model", "a/*")
     limits = ("--requests-per-minute", "5", "--expires", "2030-01-01T00:00:00Z")
     assert run(keys, "create", *words, *limits, "--priority", "low") == 0
-    assert capsys.readouterr().out == "lpx_secret\n"
+    assert capsys.readouterr() == ("lpx_secret\n", "")
     method, path, body, authorization = keys.asked[0]
     assert (method, path, authorization) == ("POST", "/v1/keys", "Bearer from the environment")
     assert body == {
         "id": "app", "tenant": "acme", "models": ["sql", "a/*"], "expires_at": 1893456000,
         "limits": {"requests_per_minute": 5}, "priority": "low",
     }  # fmt: skip
+
+
+def test_hints_do_not_stand_where_programs_read_the_key(
+    keys: StubRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = {"object": "new_key", "key": "lpx_secret", "data": KEY, "hints": ["it ends soon"]}
+    keys.answer = (201, answer)
+    assert run(keys, "create", "--id", "app") == 0
+    assert capsys.readouterr() == ("lpx_secret\n", "loraplex: it ends soon\n")
 
 
 def test_list_is_a_table(keys: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:

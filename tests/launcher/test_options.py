@@ -187,6 +187,8 @@ def test_unknown_variables_get_a_hint() -> None:
     assert "did you mean LORAPLEX_COUNT?" in typo
     (strange,) = unknown_variables(["LORAPLEX_ZZZZZZZZ"], known)
     assert "did you mean" not in strange
+    with pytest.raises(OptionError, match=r"did you mean LORAPLEX_PORT\?"):
+        config.check_variables({"LORAPLEX_PROT": "1"})
     with pytest.raises(OptionError, match="did you mean LORAPLEX_KV_MEMORY"):
         config.check_variables({"LORAPLEX_KV_MEMROY": "1GB"})
     config.check_variables({"LORAPLEX_KV_MEMORY": "1GB", "LORAPLEX_SECRET_FILE": "/x"})

@@ -1,6 +1,7 @@
 """Lines of children; children that fail, die and are stopped."""
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -17,6 +18,7 @@ from launcher.processes import (
     Lines,
     Say,
     named_line,
+    said_in,
 )
 from server.worker import tether
 
@@ -141,3 +143,13 @@ def test_a_line_says_whose_it_is() -> None:
         '{"process": "worker-0", "level": "info", "message": "a \\"b\\""}'
     )
     assert named_line("worker-0", "{oops") == "worker-0 | {oops"
+
+
+def test_in_json_what_a_child_says_otherwise_becomes_a_message() -> None:
+    line = '{"level": "info", "message": "x"}'
+    assert named_line("router", line, is_json=True) == named_line("router", line)
+    for said in ("Traceback", '{"cut": "off', '{"message": 5', "[1]", '{"other": 1}'):
+        told = json.loads(named_line("engine", said, is_json=True))
+        assert (told["process"], told["message"]) == ("engine", said)
+    assert said_in(named_line("router", "hello", is_json=True)) == "hello"
+    assert said_in("hello") == "hello"

@@ -1,5 +1,6 @@
 """`loraplex serve` as a user starts it, on an engine without a model."""
 
+import json
 import os
 import signal
 import socket
@@ -311,3 +312,43 @@ def test_it_says_when_it_is_ready_over_tls(tmp_path: Path) -> None:
 
 def test_an_exposed_worker_needs_a_secret() -> None:
     assert "secret" in failure("worker", "org/model", "--host", "0.0.0.0", "--port", "0")
+
+
+def test_every_line_of_a_run_is_json(tmp_path: Path) -> None:
+    """Of the launcher, the router with its operators' actions, the worker and its engine."""
+    key = tmp_path / "key"
+    key.write_text("admin")
+    options = ("--log-format", "json", "--log-requests", "prompts", "--admin-key-file", str(key))
+    with running(tmp_path, *options) as serving:
+        assert serving.generate().status_code == 200
+        url = f"http://127.0.0.1:{serving.port}/v1/adapters/none/pin"
+        headers = {"Authorization": "Bearer admin"}
+        assert httpx.post(url, headers=headers, trust_env=False).status_code == 404
+        assert stop(serving, signal.SIGTERM) == 0
+        lines = [json.loads(line) for line in serving.text.splitlines()]
+    assert {line["process"] for line in lines} == {"loraplex", "router", "worker"}
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    assert any(line["message"].startswith("router: listening on http") for line in lines)
+    (audited,) = (line for line in lines if line["message"] == "audit")
+    assert audited["audit"]["action"] == "POST /v1/adapters/none/pin"
+    assert any("loraplex.prompt" in line for line in lines if line["message"] == "request")
+
+
+@pytest.mark.parametrize("command", ["router", "worker"])
+def test_a_failed_start_is_json_too(tmp_path: Path, command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = ("--port", str(taken.getsockname()[1]), "--log-format", "json")
+        what = ["--worker", "ws://127.0.0.1:9"] if command == "router" else ["demo"]
+        done = subprocess.run(
+            [sys.executable, "-m", "launcher", command, *what, *place],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    assert done.returncode == 1
+    (line,) = map(json.loads, (done.stdout + done.stderr).splitlines())
+    assert line["level"] == "critical"
+    assert line["message"].startswith("loraplex: ")
+    assert "ddress already in use" in line["message"]

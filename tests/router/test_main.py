@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from router.config import RouterConfig
+from router.config import RouterConfig, RouterConfigError
 from router.main import run
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, SECRET, FakeWorker
@@ -196,9 +196,7 @@ async def test_a_second_signal_stops_at_once(
         ({"host": "203.0.113.1"}, "203.0.113.1"),
     ],
 )
-def test_bad_options_end_it_with_one_sentence(
-    tmp_path: Path, options: dict[str, Any], words: str
-) -> None:
+def test_bad_options_are_one_sentence(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     defaults: dict[str, Any] = {"workers": (), "port": 0, "cache_dir": tmp_path}
-    with pytest.raises(SystemExit, match=words):
+    with pytest.raises(RouterConfigError, match=words):
         run(RouterConfig(**(defaults | options)))

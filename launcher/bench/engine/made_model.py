@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,8 @@ class Maker:
         started = time.perf_counter()
         with ThreadPoolExecutor(self._threads, "write") as pool:
             files = [pool.submit(write, name) for name in names]
-            while wait(files, _SAY_S, FIRST_EXCEPTION).not_done:
-                if any(file.done() and file.exception() for file in files):
-                    break
-                over = sum(file.done() for file in files)
-                size = f"{self._written / 1e9:.1f} GB, {over} of {len(files)} files"
+            while open_files := wait(files, _SAY_S).not_done:
+                size = f"{self._written / 1e9:.1f} GB, {len(open_files)} files to go"
                 sys.stderr.write(f"loraplex: {size}, {time.perf_counter() - started:.0f} s\n")
             sizes = [file.result() for file in files]
         return Written(len(sizes), sum(sizes), time.perf_counter() - started)

@@ -213,7 +213,9 @@ def run_serve(arguments: argparse.Namespace) -> None:
         raise BenchError(failure)
     slo = Slo(_seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms))
     summary = summarise(outcomes, slo)
-    print(msgspec.json.encode(summary).decode() if arguments.json else table(summary))
+    print(msgspec.json.encode(summary).decode() if arguments.json else table(summary), flush=True)
+    if summary["failed"]:
+        raise BenchError(f"{summary['failed']} of {len(outcomes)} requests failed")
 
 
 def _seconds(milliseconds: float | None) -> float | None:
@@ -294,3 +296,5 @@ def run_adapters(arguments: argparse.Namespace) -> None:
         why = next(iter(orders.errors.values()))
         raise BenchError(f"none of {len(names)} adapters: {orders.action} failed: {why}")
     print_fields(orders, arguments.json)
+    if orders.failed:
+        raise BenchError(f"{orders.action} failed for {orders.failed} of {len(names)} adapters")

@@ -74,11 +74,12 @@ class KeyObject(msgspec.Struct, frozen=True):
 
 
 class NewKeyObject(msgspec.Struct, frozen=True):
-    """key: it is shown this once and kept nowhere."""
+    """key: it is shown this once and kept nowhere. hints: what its maker may not expect."""
 
     key: str
     data: KeyObject
     object: Literal["new_key"] = "new_key"
+    hints: tuple[str, ...] = ()
 
 
 class KeyList(msgspec.Struct, frozen=True):

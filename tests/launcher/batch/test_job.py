@@ -130,6 +130,7 @@ def test_failed_lines_are_answered_in_the_error_file(
     said = capsys.readouterr().err
     assert "4 of 4 lines have an answer, 3 of them in the error file" in said
     assert "1 status 404" in said
+    assert batch.run("--strict") == 1, "also of lines that failed in an earlier run"
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,33 @@ async def test_a_key_is_shown_once_and_kept_hashed(guarded: Running) -> None:
     assert key.encode() not in rows["app"].value
 
 
+async def test_a_maker_of_keys_hears_what_they_do_not(
+    guarded: Running, tmp_path: Path, worker: FakeWorker
+) -> None:
+    made = await guarded.client.post("/v1/keys", json={}, headers=ADMIN)
+    (ends,) = made.json()["hints"]
+    assert ends == "the key is gone when this router ends: --redis or --keys-file keep keys"
+    async with keyed(tmp_path / "open", worker, auth="none") as router:
+        made = await router.client.post("/v1/keys", json={}, headers=ADMIN)
+        assert made.json()["hints"] == [
+            "this router asks nobody for a key: start it with --auth keys",
+            ends,
+        ]
+
+
+async def test_a_hint_names_only_what_a_key_opens(guarded: Running) -> None:
+    meant = "; did you mean pirate?"
+    for models, is_meant in ((["*"], True), (["p?rates"], False)):
+        key = await create(guarded, models=models)
+        refused = await complete(guarded, key, model="pirates")
+        assert refused.status_code == 404
+        assert refused.json()["error"]["message"].endswith(meant) == is_meant
+        one = await guarded.client.get("/v1/models/pirates", headers=bearer(key))
+        assert one.json()["error"]["message"].endswith(meant) == is_meant
+    operator = await guarded.client.post("/v1/adapters/priate/pin", headers=ADMIN)
+    assert operator.json()["error"]["message"].endswith(meant)
+
+
 async def test_block_rotate_expire_delete(guarded: Running) -> None:
     key = await create(guarded, id="app")
     post = guarded.client.post

@@ -43,6 +43,8 @@ async def test_root_answers_a_list_or_a_stream(router: Running) -> None:
     streamed = await router.client.post("/", json={"inputs": "hi", "stream": True})
     assert events_of(streamed.text)[-1]["generated_text"] == "base says hello 0"
     assert (await router.client.get("/")).status_code == 200
+    browser = await router.client.get("/", headers={"accept": "text/html,*/*;q=0.8"})
+    assert (browser.status_code, browser.headers["location"]) == (307, "console")
 
 
 async def test_generate_stream(router: Running) -> None:

@@ -45,7 +45,7 @@ class StepCost:
         if self._weight:
             step_s = min(step_s, _HELD_UP * (self.decode_s + likely_s))
         more_s = max(0.0, step_s - self.decode_s)
-        if tokens >= _TELLING and _HELD_UP * more_s < likely_s:
+        if tokens >= _TELLING and _HELD_UP * step_s < likely_s:
             self._forget_prompts()  # no step is faster than the device
         context, price = attended / tokens, more_s / tokens
         self._largest = max(tokens, _FADING * self._largest)

@@ -52,6 +52,17 @@ def test_prompts_of_few_tokens_say_little_of_what_a_token_takes() -> None:
     assert 0.025 < cost.prompt_s(1000, attended(1000, 0)) < 0.028
 
 
+def test_a_token_that_sees_more_costs_more() -> None:
+    def step_s(start: int) -> float:
+        return 0.005 + 25e-6 * 2000 + 0.7e-9 * attended(2000, start)
+
+    places = [*range(0, 32_000, 2000)] * 2
+    cost = learned([(0, 0, 0.005), *((2000, start, step_s(start)) for start in places)])
+    for start in (0, 16_000, 30_000):
+        likely_s = cost.decode_s + cost.prompt_s(2000, attended(2000, start))
+        assert likely_s == pytest.approx(step_s(start), rel=0.05)
+
+
 def test_nothing_bounds_a_step_before_anything_is_known() -> None:
     assert StepCost().tokens_within(0.0, 0) == sys.maxsize
 

@@ -45,7 +45,7 @@ class PromptShares:
         """streams: tenants of those that have a token in each step, batches' excepted. has_live:
         whether anything but batches runs or waits."""
         self._streams, self._has_live = set(streams), has_live
-        self._live_tokens = self._batch_tokens = 0
+        self._tokens = [0, 0]  # of others than batches, and of batches
         self._attended = 0.0
         self._seconds = dict[Payer, float]()
 
@@ -60,33 +60,29 @@ class PromptShares:
         seconds = self._config.step_target_s - self.cost.decode_s - sum(self._seconds.values())
         within = self.cost.tokens_within(seconds, sequence.num_computed)
         within = (tokens + within) // _PADDED_TO * _PADDED_TO - tokens
-        if payer is not None:
-            return max(within, LEAST_TOKENS - self._live_tokens)
-        least = LEAST_TOKENS - self._batch_tokens
-        return least if self._live_tokens else max(within, least)
+        is_batch = payer is None
+        least = LEAST_TOKENS - self._tokens[is_batch]
+        return least if is_batch and self._tokens[False] else max(within, least)
 
     def take(self, sequence: Sequence, start: int, num_new: int) -> None:
         """The step computes so many tokens of its prompt."""
         payer, attended = _payer(sequence), num_new * (start + num_new / 2)
-        if payer is None:
-            self._batch_tokens += num_new
-        else:
-            self._live_tokens += num_new
+        self._tokens[payer is None] += num_new
         self._attended += attended
         seconds = self.cost.prompt_s(num_new, attended)
         self._seconds[payer] = self._seconds.get(payer, 0.0) + seconds
 
     def end(self) -> StepLoad:
         """The step is planned."""
-        tokens = self._live_tokens + self._batch_tokens
         likely_s = self.cost.decode_s + sum(self._seconds.values())
         others = self._owed.keys() - self._seconds.keys()
         owed = {payer: self._owed[payer] - likely_s for payer in others}
         for payer, seconds in self._seconds.items():
             if self._is_shared(payer):
-                owed[payer] = seconds / self._share(payer) - likely_s
+                share = self._config.batch_share if payer is None else self._config.prompt_share
+                owed[payer] = seconds / share - likely_s
         self._owed = {payer: seconds for payer, seconds in owed.items() if seconds > 0}
-        return StepLoad(tokens, self._attended, likely_s)
+        return StepLoad(sum(self._tokens), self._attended, likely_s)
 
     def forgive(self) -> bool:
         """Nobody else uses the device. Whether anybody stood back."""
@@ -95,9 +91,6 @@ class PromptShares:
 
     def _is_shared(self, payer: Payer) -> bool:
         return self._has_live if payer is None else bool(self._streams - {payer})
-
-    def _share(self, payer: Payer) -> float:
-        return self._config.batch_share if payer is None else self._config.prompt_share
 
 
 def _payer(sequence: Sequence) -> Payer:

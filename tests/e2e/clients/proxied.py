@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -29,7 +30,8 @@ def proxy(url: str) -> Iterator[httpx.Client]:
     for provider, path in PROVIDERS.items():
         place = f"model: {provider}/{JSON}, api_base: '{url}{path}', api_key: {KEY}"
         lines.append(f"  - {{model_name: {provider}, litellm_params: {{{place}}}}}")
-    environ = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_DOCS": "True"}
+    key = f"sk-{secrets.token_hex(32)}"
+    environ = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         config.write_text("\n".join(lines))
@@ -38,7 +40,8 @@ def proxy(url: str) -> Iterator[httpx.Client]:
         with (Path(folder) / "log").open("wb") as log:
             process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=240) as client:
+            headers, address = {"authorization": f"Bearer {key}"}, f"http://127.0.0.1:{port}"
+            with httpx.Client(base_url=address, headers=headers, timeout=240) as client:
                 _await(client, process)
                 yield client
         finally:

@@ -135,7 +135,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value))
-        super().on_header(name, value)
+        if self._in_head:  # else a trailer field, which is never merged (RFC 9110 section 6.5.1)
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = self._head_begun = False

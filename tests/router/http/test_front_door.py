@@ -1,6 +1,7 @@
 """Who comes in, how, and what is said to those who do not; pages of other origins; HTTPS."""
 
 import asyncio
+import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,19 @@ async def say(router: Running, data: bytes) -> bytes:
             return await reader.read()
     finally:
         writer.close()
+
+
+@pytest.mark.parametrize("name", ["Authorization", "authorization", "X-Filler"])
+async def test_a_credential_in_a_trailer_opens_nothing(tmp_path: Path, name: str) -> None:
+    """Nor does it take anything from the head, or from the next request of the connection."""
+    async with running_router(tmp_path, auth="keys", admin_key="admin") as router:
+        head, good = "GET /v1/keys HTTP/1.1\r\nHost: x\r\n", "Authorization: Bearer admin\r\n"
+        last, trailer = "Connection: close\r\n", f"{name}: Bearer admin\r\n"
+        asked = [("", trailer), (good, trailer.replace("admin", "x")), ("", ""), (last, trailer)]
+        chunked = "Transfer-Encoding: chunked\r\n\r\n0\r\n"
+        data = "".join(f"{head}{fields}{chunked}{after}\r\n" for fields, after in asked)
+        statuses = re.findall(rb"HTTP/1.1 (\d+)", await say(router, data.encode()))
+        assert statuses == [b"401", b"200", b"401", b"401"]
 
 
 @pytest.mark.parametrize(

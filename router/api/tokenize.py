@@ -112,9 +112,9 @@ def shape_of(plain: Mapping[str, Any]) -> Shape:
     return only_one_of(plain, _SHAPES)
 
 
-def parse_inputs(body: bytes) -> tuple[str, bool]:
+def parse_inputs(plain: dict[str, Any]) -> tuple[str, bool]:
     """Text, and whether special tokens are added. Raises RequestError."""
-    request = _closed(body, TokenizeBody)
+    request = _closed(plain, TokenizeBody)
     return request.inputs, request.add_special_tokens is not False
 
 
@@ -136,7 +136,7 @@ def parse_detokenize(
     body: bytes, limits: ApiLimits, bearer: str | None
 ) -> tuple[list[int], GenerationCall]:
     """Token ids, and a call without prompts that names the model. Raises RequestError."""
-    request = _closed(body, DetokenizeBody)
+    request = _closed(decode_plain(body), DetokenizeBody)
     named = CompletionsBody(model=request.model or "", prompt="")
     call = completions_request(named, limits, bearer).call
     return request.tokens, msgspec.structs.replace(call, prompts=())
@@ -159,8 +159,7 @@ def tokenizer_info(card: ModelCard, added: Mapping[int, AddedToken]) -> Tokenize
     )
 
 
-def _closed(body: bytes, kind: type[T]) -> T:
+def _closed(plain: dict[str, Any], kind: type[T]) -> T:
     """Raises RequestError, for a field that `kind` has not, too; null is the same as absent."""
-    plain = decode_plain(body)
     check_unknown_parts(plain, kind.__struct_fields__, "")
     return typed(plain, kind)

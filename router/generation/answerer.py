@@ -6,7 +6,7 @@ first token is a real HTTP status.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -21,6 +21,7 @@ from router.call import (
     DIGEST_HEADER,
     SCALE_HEADER,
     UNBOUND_HEADER,
+    ChoiceResult,
     GenerationCall,
     PromptInfo,
     RequestError,
@@ -30,6 +31,7 @@ from router.generation.generation import Generation, Part
 from router.generation.way_in import ArrivedRequest, Parse
 from router.http.body import BodyLimits, read_json_body
 from router.http.intake import Intake
+from router.http.long_answer import LongAnswer
 from router.http.sse import EventStream, until_disconnect
 from router.telemetry.caller_errors import CallerErrors
 from router.telemetry.metrics import RouterMetrics
@@ -37,6 +39,7 @@ from router.telemetry.observer import RequestObserver
 from router.telemetry.request import in_hand
 from router.tenancy.metering import Charge
 from router.tenancy.tenancy import Tenancy
+from server.protocol import SamplingParams
 
 # Of a list of places; those behind are counted.
 _HEADER_CHARS = 2_000
@@ -105,16 +108,26 @@ async def _whole(
 ) -> Response:
     """An answer that is sent when it is complete."""
     results = await generation.finish()
-    size = _NUMBER_CHARS * sum(len(result.vector) for result in results)
-    whole = await generation.model.long_texts.run(
-        size, lambda: formatter.whole(results, generation.prompts)
+    pieces = await generation.model.long_texts.written(
+        _size(results, generation.prompts, call.sampling),
+        lambda: formatter.whole(results, generation.prompts),
     )
     generation.close()
     headers = _head_headers(generation, call, charge, observer)
     if call.api == "lorax":
         timings = Timings(observer.elapsed_s, first_token_s=observer.first_token_s)
         headers |= count_headers(generation.prompts, results, timings)
-    return Response(whole, 200, headers, media_type="application/json")
+    return LongAnswer(pieces, headers)
+
+
+def _size(
+    results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo], sampling: SamplingParams
+) -> int:
+    """Characters of an answer, about. Alternatives of a token count, text does not: it is short."""
+    numbers = sum(len(result.vector) for result in results)
+    tokens = sum(len(result.tokens) for result in results) * (2 + (sampling.logprobs or 0))
+    tokens += sum(len(info.tokens) for info in prompts) * (2 + (sampling.prompt_logprobs or 0))
+    return _NUMBER_CHARS * (numbers + 2 * tokens)
 
 
 async def _stream(

@@ -181,7 +181,9 @@ class Dispatcher:
             with _as_request_errors("chat"):
                 await self._fleet.until_ready(arrived.caller.tenant, len(arrived.body))
             self._base.require()
-        return arrived.parse(arrived.body, self._base.limits, arrived.bearer)
+        return await self._base.require().long_texts.parsed(
+            arrived.body, lambda body: arrived.parse(body, self._base.limits, arrived.bearer)
+        )
 
     def authorise(self, call: GenerationCall, caller: Caller, request_id: str) -> AuthorisedRequest:
         """Raises RequestError for what the caller's key does not open."""

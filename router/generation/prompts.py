@@ -208,7 +208,7 @@ def _kept(call: GenerationCall, model: TextModel, count: int) -> slice:
 
 def check_ids(ids: "Sequence[int] | dict[int, float]", model: TextModel, param: str) -> None:
     """Raises RequestError (invalid) for ids that the model has not."""
-    for token_id in ids:
+    for token_id in (min(ids), max(ids)) if ids else ():
         if not model.has_token(token_id):
             raise RequestError(
                 "invalid",

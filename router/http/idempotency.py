@@ -315,10 +315,9 @@ def _running() -> RequestError:
 def _record_of(response: Response, mark: bytes, owner: str) -> _Record | None:
     if response.status_code != 200:
         return None
-    body = bytes(response.body)
-    if len(body) > MAX_KEPT_BYTES:
+    if int(response.headers["content-length"]) > MAX_KEPT_BYTES:
         return _Record(mark, "done", owner)
-    return _Record(mark, "done", owner, tuple(response.headers.items()), body)
+    return _Record(mark, "done", owner, tuple(response.headers.items()), bytes(response.body))
 
 
 def _replay(record: _Record) -> Response:

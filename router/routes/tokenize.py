@@ -2,6 +2,7 @@
 generation, without running it."""
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -25,14 +26,17 @@ from router.api.tokenize import (
 from router.call import GenerationCall
 from router.generation.prompts import Prompt, check_ids
 from router.http.body import BodyLimits, read_json_body
+from router.http.long_answer import LongAnswer
 from router.routes.info import json_response
 from router.service import Service
 from router.tenancy.keys import Caller
-from router.text.model import TextModel, TokenSpan
+from router.text.model import TextModel
 
-_PIECE = 1 << 14
+# An object for each token takes longer than the token itself.
+_SPAN_WEIGHT = 4
 
-ParseIds = Callable[[bytes, ApiLimits, str | None], IdsAsked]
+T = TypeVar("T")
+Parse = Callable[[bytes, ApiLimits, str | None], T]
 
 
 class TokenizeRoutes:
@@ -47,35 +51,33 @@ class TokenizeRoutes:
         """LoRAX's shape is answered in LoRAX's, errors too; vLLM's two in vLLM's."""
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
-        shape = shape_of(decode_plain(body))
+        base = self._service.base.require()
+        plain = await base.long_texts.parsed(body, decode_plain)
+        shape = shape_of(plain)
         if shape == "inputs":
-            return await _spans(body, self._service.base.require())
+            return await _spans(plain, base)
         request.state.dialect = "openai"
-        parse: ParseIds = parse_messages if shape == "messages" else parse_prompt
-        limits, answerer = self._service.base.limits, self._service.answerer
-        asked = parse(body, limits, answerer.bearer(request))
+        parse: Parse[IdsAsked] = parse_messages if shape == "messages" else parse_prompt
+        asked = await self._parsed(request, body, parse)
         model, (prompt,) = await self._prompts(request, caller, _uncut(asked.call))
         return await _ids(prompt.ids, model, asked.with_strings)
 
     async def detokenize(self, request: Request) -> Response:
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
-        self._service.base.require()
-        limits, bearer = self._service.base.limits, self._service.answerer.bearer(request)
-        ids, call = parse_detokenize(body, limits, bearer)
+        ids, call = await self._parsed(request, body, parse_detokenize)
         model, _ = await self._prompts(request, caller, call)
         check_ids(ids, model, "tokens")
-        text = await model.long_texts.run(
-            len(ids), lambda: model.decode(ids, skip_special_tokens=False)
-        )
-        return json_response(DetokenizedText(text))
+
+        def answer() -> DetokenizedText:
+            return DetokenizedText(model.decode(ids, skip_special_tokens=False))
+
+        return LongAnswer(await model.long_texts.written(len(ids), answer))
 
     async def count_messages(self, request: Request) -> Response:
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
-        self._service.base.require()
-        limits, bearer = self._service.base.limits, self._service.answerer.bearer(request)
-        call = parse_count(body, limits, bearer)
+        call = await self._parsed(request, body, parse_count)
         _, (prompt,) = await self._prompts(request, caller, _uncut(call))
         return json_response(TokenCount(len(prompt.ids)))
 
@@ -83,6 +85,12 @@ class TokenizeRoutes:
         await self._caller(request)
         model = self._service.base.require()
         return json_response(tokenizer_info(model.card, model.added_tokens()))
+
+    async def _parsed(self, request: Request, body: bytes, parse: Parse[T]) -> T:
+        """Raises RequestError."""
+        limits, bearer = self._service.base.limits, self._service.answerer.bearer(request)
+        texts = self._service.base.require().long_texts
+        return await texts.parsed(body, lambda body: parse(body, limits, bearer))
 
     async def _caller(self, request: Request) -> Caller:
         """Raises RequestError."""
@@ -103,25 +111,16 @@ def _uncut(call: GenerationCall) -> GenerationCall:
     return call if call.truncate else msgspec.structs.replace(call, truncate=MAX_INT32)
 
 
-async def _spans(body: bytes, model: TextModel) -> Response:
-    text, add_special_tokens = parse_inputs(body)
-    answer = await model.long_texts.run(
-        len(text), lambda: _encode(model.spans(text, add_special_tokens))
-    )
-    return Response(answer, media_type="application/json")
+async def _spans(plain: dict[str, Any], model: TextModel) -> Response:
+    text, add_special_tokens = parse_inputs(plain)
+    size = _SPAN_WEIGHT * len(text)
+    pieces = await model.long_texts.written(size, lambda: model.spans(text, add_special_tokens))
+    return LongAnswer(pieces)
 
 
 async def _ids(ids: list[int], model: TextModel, with_strings: bool) -> Response:
-    def encode() -> bytes:
+    def answer() -> TokenizedPrompt:
         strings = [model.token(i) or "" for i in ids] if with_strings else None
-        tokenized = TokenizedPrompt(len(ids), model.card.max_context, ids, strings)
-        return msgspec.json.encode(tokenized)
+        return TokenizedPrompt(len(ids), model.card.max_context, ids, strings)
 
-    answer = await model.long_texts.run(len(ids), encode)
-    return Response(answer, media_type="application/json")
-
-
-def _encode(spans: list[TokenSpan]) -> bytes:
-    """In pieces: while one is encoded no other thread runs."""
-    pieces = (spans[first : first + _PIECE] for first in range(0, len(spans), _PIECE))
-    return b"[" + b",".join(msgspec.json.encode(piece)[1:-1] for piece in pieces) + b"]"
+    return LongAnswer(await model.long_texts.written(len(ids), answer))

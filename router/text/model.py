@@ -5,12 +5,12 @@ Thread-safe: encoding lets go of the interpreter, so long prompts belong in a th
 
 import copy
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from adapters.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of
 from adapters.classes import OwnClasses
@@ -127,15 +127,17 @@ class TextModel:
         repeated = self._repeated(encoding.ids) if add_special_tokens else 0
         return encoding.ids[repeated:], parts[repeated:]
 
-    def spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
+    def spans(self, text: str, add_special_tokens: bool) -> Iterator[TokenSpan]:
         """Tokens of a text with the characters that they cover, as `/tokenize` lists them."""
         batch = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        encoding = batch[0]
-        spans = [
-            TokenSpan(i, text[start:stop] or self._spelled(i), start, stop)
-            for i, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
-        ]
-        return spans[self._repeated(encoding.ids) :] if add_special_tokens else spans
+        ids = batch[0].ids
+        repeated = self._repeated(ids) if add_special_tokens else 0
+        return (self._span(text, batch[0], i, ids[i]) for i in range(repeated, len(ids)))
+
+    def _span(self, text: str, encoding: Encoding, index: int, token_id: int) -> TokenSpan:
+        """Not of `encoding.offsets`: as one list they hold up other threads."""
+        start, stop = encoding.token_to_chars(index) or (0, 0)
+        return TokenSpan(token_id, text[start:stop] or self._spelled(token_id), start, stop)
 
     # Ids to text
 

@@ -72,8 +72,9 @@ class Formatter(Protocol):
         """An event that ends a stream which has begun."""
         ...
 
-    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
-        """The JSON body of an answer that is not streamed; results: all best_of of every prompt."""
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
+        """The JSON body of an answer that is not streamed, as bytes or as what is to be encoded.
+        results: all best_of of every prompt."""
         ...
 
 

@@ -127,13 +127,13 @@ class ClassifyFormatter(WholeFormatter):
     def __init__(self, head: AnswerHead, _: None) -> None:
         self._head = head
 
-    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         head = self._head
         data = [self._object(result) for result in results]
         answer = ClassList(
             f"classify-{head.request_id}", head.created, head.model, data, usage_of(prompts)
         )
-        return msgspec.json.encode(answer)
+        return answer
 
     def _object(self, result: ChoiceResult) -> ClassObject:
         probs, labels = result.vector, self._head.labels
@@ -147,9 +147,9 @@ class LoraxClassifyFormatter(WholeFormatter):
     def __init__(self, head: AnswerHead, is_batch: bool) -> None:
         self._labels, self._is_batch = head.labels, is_batch
 
-    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         lists = [
             sorted(map(LabelScore, self._labels, result.vector), key=lambda one: -one.score)
             for result in results
         ]
-        return msgspec.json.encode(lists if self._is_batch else lists[0])
+        return lists if self._is_batch else lists[0]

@@ -11,7 +11,7 @@ from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.request.generation_fields import AdapterFields, adapter_named
 from router.api.request.known_elsewhere import check_unknown_parts
 from router.api.request.prompts import prompts_of
-from router.api.vectors.whole import MAX_INPUTS, READ_ALONE, WholeFormatter, encoded_list
+from router.api.vectors.whole import MAX_INPUTS, READ_ALONE, WholeFormatter
 from router.call import AnswerHead, ChoiceResult, GenerationCall, PromptInfo, VectorCall
 
 EmbedShape = Literal["lorax", "tei"]
@@ -92,8 +92,6 @@ class EmbedFormatter(WholeFormatter):
     def __init__(self, head: AnswerHead, shape: EmbedShape) -> None:
         self._shape = shape
 
-    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         vectors = [result.vector for result in results]
-        if self._shape == "lorax":
-            return msgspec.json.encode(LoraxEmbedding(vectors[0]))
-        return bytes(encoded_list(vectors))
+        return LoraxEmbedding(vectors[0]) if self._shape == "lorax" else vectors

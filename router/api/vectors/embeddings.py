@@ -17,8 +17,6 @@ from router.api.vectors.whole import (
     MAX_INPUTS,
     VectorUsage,
     WholeFormatter,
-    encoded,
-    encoded_list,
     usage_of,
 )
 from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
@@ -78,10 +76,11 @@ class EmbeddingsFormatter(WholeFormatter):
     def __init__(self, head: AnswerHead, encoding: Encoding) -> None:
         self._head, self._encoding = head, encoding
 
-    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
+    def whole(
+        self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]
+    ) -> EmbeddingList:
         data = [EmbeddingObject(r.prompt_index, self._written(r.vector)) for r in results]
-        answer = EmbeddingList([], self._head.model, usage_of(prompts))
-        return encoded(answer, data=encoded_list(data))
+        return EmbeddingList(data, self._head.model, usage_of(prompts))
 
     def _written(self, vector: tuple[float, ...]) -> tuple[float, ...] | str:
         if self._encoding == "float":

@@ -144,7 +144,7 @@ class RerankFormatter(WholeFormatter):
     def __init__(self, head: AnswerHead, options: RerankOptions) -> None:
         self._head, self._options = head, options
 
-    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         options, usage = self._options, usage_of(prompts)
         ranked = [
             RerankResult(
@@ -160,20 +160,18 @@ class RerankFormatter(WholeFormatter):
         answer = RerankAnswer(
             f"rerank-{self._head.request_id}", self._head.model, ranked, usage, meta
         )
-        return msgspec.json.encode(answer)
+        return answer
 
 
 class TeiRerankFormatter(WholeFormatter):
     def __init__(self, head: AnswerHead, texts: tuple[str, ...]) -> None:
         self._texts = texts
 
-    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
-        return msgspec.json.encode(
-            [
-                TeiRank(index, score, self._texts[index] if self._texts else UNSET)
-                for index, score in _ranked(results)
-            ]
-        )
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
+        return [
+            TeiRank(index, score, self._texts[index] if self._texts else UNSET)
+            for index, score in _ranked(results)
+        ]
 
 
 def _ranked(results: Sequence[ChoiceResult]) -> list[tuple[int, float]]:

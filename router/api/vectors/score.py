@@ -77,10 +77,10 @@ class ScoreFormatter(WholeFormatter):
     def __init__(self, head: AnswerHead, _: None) -> None:
         self._head = head
 
-    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         head = self._head
         data = [ScoreObject(result.prompt_index, result.vector[0]) for result in results]
         answer = ScoreList(
             f"score-{head.request_id}", head.created, head.model, data, usage_of(prompts)
         )
-        return msgspec.json.encode(answer)
+        return answer

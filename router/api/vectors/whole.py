@@ -1,7 +1,6 @@
 """What answers about prompts have in common: they are never streamed. Pure."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -39,13 +38,3 @@ class VectorUsage(msgspec.Struct, frozen=True):
 def usage_of(prompts: Sequence[PromptInfo]) -> VectorUsage:
     tokens = sum(prompt.num_tokens for prompt in prompts)
     return VectorUsage(tokens, tokens)
-
-
-def encoded_list(items: Sequence[Any]) -> msgspec.Raw:
-    """A JSON array. Each item is encoded by itself: other threads get their turn between two."""
-    return msgspec.Raw(b"[" + b",".join(map(msgspec.json.encode, items)) + b"]")
-
-
-def encoded(answer: msgspec.Struct, **parts: msgspec.Raw) -> bytes:
-    """A JSON object. parts: of its fields, those that are encoded already."""
-    return msgspec.json.encode(msgspec.structs.asdict(answer) | parts)

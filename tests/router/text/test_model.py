@@ -169,9 +169,21 @@ def test_truncation_and_padding_of_the_file_are_off() -> None:
     assert model.encode(text, True) == text_model("byte_level").encode(text, True)
 
 
+@pytest.mark.parametrize("text", ["the 🙂", "e\u0301" * 9, "<s> a</s>", ""])
+@pytest.mark.parametrize("kind", KINDS)
+def test_spans_are_where_the_library_says(kind: str, text: str) -> None:
+    model = text_model(kind)
+    library = Tokenizer.from_str(model.card.tokenizer_json)
+    encoding = library.encode(text, add_special_tokens=False)
+    spans = [*model.spans(text, add_special_tokens=False)]
+    assert [(s.id, (s.start, s.stop)) for s in spans] == [
+        *zip(encoding.ids, encoding.offsets, strict=True)
+    ]
+
+
 def test_spans() -> None:
     model = text_model("byte_level")
-    spans = model.spans("the 🙂", add_special_tokens=True)
+    spans = [*model.spans("the 🙂", add_special_tokens=True)]
     assert (spans[0].text, spans[0].start, spans[0].stop) == ("<s>", 0, 0)
     assert all(span.text == "the 🙂"[span.start : span.stop] for span in spans[1:])
     assert (spans[-1].text, spans[-1].stop) == ("🙂", 5)

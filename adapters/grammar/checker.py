@@ -10,6 +10,7 @@ import msgspec
 from adapters.grammar.compile import GrammarError, GrammarTooCostly, check_source
 from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.trial_process import Begin
+from adapters.grammar.vocabulary import Tokens
 from adapters.helpers.helper import Helper, HelperStopped, HelperUnavailable
 
 # Beyond its processor time, for a machine that is busy with what goes before grammars.
@@ -25,19 +26,12 @@ class CheckerUnavailable(Exception):
 class GrammarChecker:
     """Its processes start when first needed; calls beyond them wait. For any thread.
 
-    vocab_size, end_ids, specials: as in Vocabulary.
+    A grammar meets the same tokens and limits here and where it is used.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        end_ids: tuple[int, ...],
-        specials: dict[int, bytes],
-        limits: GrammarLimits,
-        processes: int = 1,
-    ) -> None:
+    def __init__(self, tokens: Tokens, limits: GrammarLimits, processes: int = 1) -> None:
         self.limits = limits
-        begin = msgspec.msgpack.encode(Begin(limits, vocab_size, end_ids, specials))
+        begin = msgspec.msgpack.encode(Begin(limits, tokens))
         timeout_s = limits.compile_s + _PATIENCE_S
         self._all = [Helper(_MODULE, begin, timeout_s, _MAX_ANSWER_BYTES) for _ in range(processes)]
         self._idle: queue.SimpleQueue[Helper] = queue.SimpleQueue()

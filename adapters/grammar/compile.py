@@ -1,19 +1,24 @@
 """From a grammar's text to a matcher that holds an answer to it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from llguidance import LLMatcher, LLParserLimits
 
 from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import Vocabulary
 
 _MAX_MESSAGE = 500
+_FIRST_TOKENS = 24  # that are tried out
 # llguidance's own limits: work on expressions at first and for one mask, the parser's items for one
-# mask, the size of one matcher. A checker's process stops at GrammarLimits.
+# mask and at one place, the size of one matcher. A checker's process stops at GrammarLimits.
 _OWN_LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
     step_max_items=50_000,
     max_lexer_states=50_000,
     max_grammar_size=500_000,
+    max_items_in_row=4_000,
     verbose_errors=False,
 )
 
@@ -67,20 +72,56 @@ def compile_grammar(vocabulary: Vocabulary, grammar: str, limits: GrammarLimits)
     Raises GrammarError.
     """
     check_source(grammar, limits)
-    try:
+    with _refusing():
         text = _without_forcing(grammar)
         matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=_OWN_LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # of which every copy keeps what was learnt
+    _check(matcher)
+    return matcher
+
+
+def try_first_tokens(vocabulary: Vocabulary, matcher: LLMatcher) -> None:
+    """Begin two answers, so that a grammar which its first masks cannot hold is refused before it.
+
+    They take the last and the first of the tokens that may be next in turn: else white space would
+    follow white space. Raises GrammarError.
+    """
+    for begin in (0, 1):
+        _walk(vocabulary, matcher.deep_copy(), begin)
+
+
+def _walk(vocabulary: Vocabulary, matcher: LLMatcher, begin: int) -> None:
+    for number in range(begin, begin + _FIRST_TOKENS):
+        with _refusing():
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+            for end in vocabulary.end_ids:
+                allowed &= ~(1 << end)
+            if allowed and not matcher.is_error():
+                token = allowed & -allowed if number % 2 else allowed
+                matcher.try_consume_tokens([token.bit_length() - 1])
+        _check(matcher)
+        if not allowed:
+            return
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What llguidance raises is the grammar's fault."""
+    try:
+        yield
     except Exception as error:
         raise GrammarError(_short(str(error))) from None
     except BaseException as error:  # a panic of llguidance's
         if type(error).__name__ != "PanicException":
             raise
         raise GrammarError("llguidance cannot compile the grammar") from None
+
+
+def _check(matcher: LLMatcher) -> None:
+    """Raises GrammarError."""
     if matcher.is_error():
         raise GrammarError(_short(matcher.get_error()) or "no answer can keep to the grammar")
-    return matcher
 
 
 def _without_forcing(grammar: str) -> str:

@@ -9,10 +9,10 @@ from functools import partial
 
 import msgspec
 
-from adapters.grammar.compile import GrammarError, compile_grammar
+from adapters.grammar.compile import GrammarError, compile_grammar, try_first_tokens
 from adapters.grammar.deep_threads import STACK_BYTES, run_deep
 from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import Vocabulary, byte_vocabulary
+from adapters.grammar.vocabulary import Tokens, Vocabulary, vocabulary_of
 from adapters.helpers.answering import answer_questions, read_frame
 
 _OWN_BYTES = (2 << 30) + 2 * STACK_BYTES  # address space of Python, libraries and stacks
@@ -20,17 +20,13 @@ _NICE = 10  # what serves goes first
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True):
-    """vocab_size, end_ids, specials: of the vocabulary."""
-
     limits: GrammarLimits
-    vocab_size: int
-    end_ids: tuple[int, ...]
-    specials: dict[int, bytes]
+    tokens: Tokens
 
 
 def main() -> None:
     begin = msgspec.msgpack.decode(read_frame() or b"", type=Begin)
-    vocabulary = byte_vocabulary(begin.vocab_size, begin.end_ids, begin.specials)
+    vocabulary = vocabulary_of(begin.tokens)
     _limit_self(begin.limits)
     os.nice(_NICE)
     answer_questions(partial(_problem, vocabulary, begin.limits), begin.limits.compile_s)
@@ -38,10 +34,15 @@ def main() -> None:
 
 def _problem(vocabulary: Vocabulary, limits: GrammarLimits, grammar: bytes) -> bytes:
     try:
-        run_deep(partial(compile_grammar, vocabulary, grammar.decode(), limits))
+        run_deep(partial(_try, vocabulary, grammar.decode(), limits))
     except GrammarError as error:
         return str(error).encode()
     return b""
+
+
+def _try(vocabulary: Vocabulary, grammar: str, limits: GrammarLimits) -> None:
+    """Raises GrammarError."""
+    try_first_tokens(vocabulary, compile_grammar(vocabulary, grammar, limits))
 
 
 def _limit_self(limits: GrammarLimits) -> None:

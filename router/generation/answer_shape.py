@@ -14,7 +14,7 @@ from adapters.common.recent import Recent
 from adapters.grammar.checker import CheckerUnavailable, GrammarChecker
 from adapters.grammar.compile import GrammarError
 from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import VocabularyError, end_names
+from adapters.grammar.vocabulary import VocabularyError, read_tokens
 from router.call import GenerationCall, RequestError
 from router.generation.answer_parts import PartsOfAnswers
 from router.shape.shape import ShapeRefused
@@ -103,8 +103,8 @@ class AnswerShapes:
         with self._changing:
             if self._checker is not None and self._checker[0] == card.base_digest:
                 return self._checker[1]
-            ends, names = end_names(card.tokenizer_json, card.vocab_size, card.eos_token_ids)
-            checker = GrammarChecker(card.vocab_size, ends, names, self._limits, _PROCESSES)
+            tokens = read_tokens(card.tokenizer_json, card.vocab_size, card.eos_token_ids)
+            checker = GrammarChecker(tokens, self._limits, _PROCESSES)
             before, self._checker = self._checker, (card.base_digest, checker)
         if before is not None:
             before[1].close()

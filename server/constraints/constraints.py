@@ -180,13 +180,7 @@ class Constraints:
         except VocabularyError as error:
             log.info("grammars are refused: %s", error)
             raise
-        checker = GrammarChecker(
-            vocabulary.size,
-            vocabulary.end_ids,
-            vocabulary.specials,
-            self._limits,
-            self._limits.threads,
-        )
+        checker = GrammarChecker(vocabulary.tokens, self._limits, self._limits.threads)
         return _Tools(vocabulary, checker)
 
     def _matcher(self, grammar: str) -> "Future[LLMatcher]":

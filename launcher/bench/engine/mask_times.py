@@ -81,7 +81,7 @@ def _compiled(
 ) -> tuple[list[LLMatcher], list[float], list[float]]:
     """Matchers, and milliseconds of trying out and of compiling each. Raises GrammarError."""
     limits = GrammarLimits()
-    checker = GrammarChecker(vocabulary.size, vocabulary.end_ids, vocabulary.specials, limits)
+    checker = GrammarChecker(vocabulary.tokens, limits)
     matchers, checks, compiles = [], [], []
     try:
         checker.check("start: /a/")  # its process starts

@@ -13,9 +13,9 @@ from adapters.grammar.checker import GrammarChecker
 from adapters.grammar.compile import GrammarError, check_source, compile_grammar
 from adapters.grammar.deep_threads import run_deep
 from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import byte_vocabulary, make_vocabulary
+from adapters.grammar.vocabulary import make_vocabulary
 from tests.lost_helpers import kill_helpers
-from tests.vocabularies import load
+from tests.vocabularies import byte_vocabulary, load
 
 SPECIALS = {2: b"</s>", 3: b"<|call|>"}
 VOCABULARY = byte_vocabulary(10, (2,), SPECIALS)
@@ -36,7 +36,12 @@ def references(length: int, link: Any) -> str:
     return schema({"$ref": "#/$defs/a0", "$defs": kinds | {f"a{length}": {"type": "string"}}})
 
 
+def optional(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(count)}}
+
+
 FINE = {
+    "1,000 optional properties": schema(optional(990)),
     "text": 'start: "a" | "b"',
     "enum of 5,000": schema({"enum": [f"value {i}" for i in range(5000)]}),
     "200 properties": schema({"type": "object", "properties": {f"ü{i}": {} for i in range(200)}}),
@@ -67,6 +72,11 @@ REFUSED = {
     "terminals that double": "start: T0\n"
     + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(40))
     + '\nT40: "a"',
+    "2,000 optional properties": schema(optional(2000)),
+    "the same behind forced text": 'start: "'
+    + "x" * 20
+    + '" inner\ninner: %json '
+    + json.dumps({"type": "array", "items": optional(2000), "minItems": 1}),
     "a loop of references": schema({"$ref": "#"}),
     "a long text": 'start: "' + "x" * 300_000 + '"',
     "look-ahead": "start: /(?=a)b/",
@@ -79,7 +89,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[GrammarChecker]:
-    checker = GrammarChecker(10, (2,), SPECIALS, LIMITS)
+    checker = GrammarChecker(VOCABULARY.tokens, LIMITS)
     yield checker
     checker.close()
 

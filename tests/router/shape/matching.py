@@ -7,8 +7,8 @@ from llguidance import LLMatcher
 
 from adapters.grammar.compile import compile_grammar
 from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import byte_vocabulary
 from router.shape.json_schema import honoured
+from tests.vocabularies import byte_vocabulary
 
 _END = 0
 _BYTES = byte_vocabulary(1, (_END,), {_END: b"</s>"})

@@ -7,7 +7,7 @@ from llguidance import LLMatcher
 
 from adapters.grammar.compile import GrammarError, compile_grammar
 from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import Vocabulary, byte_vocabulary
+from adapters.grammar.vocabulary import Vocabulary
 from router.shape.lark import Lark
 from router.shape.rules import rules
 from router.shape.shape import (
@@ -22,6 +22,7 @@ from router.shape.shape import (
     Tag,
 )
 from router.tools.compose import grammar_of
+from tests.vocabularies import byte_vocabulary
 
 END = 0
 BYTES: Vocabulary = byte_vocabulary(1, (END,), {END: b"<end>"})

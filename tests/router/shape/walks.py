@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from adapters.grammar.compile import compile_grammar
 from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import Vocabulary, byte_vocabulary
+from adapters.grammar.vocabulary import Vocabulary
+from tests.vocabularies import byte_vocabulary
 
 # Bytes that end something: a walk takes them more often, so that it comes to its end.
 _CLOSING = b'"]}'

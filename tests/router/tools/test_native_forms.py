@@ -11,7 +11,6 @@ from llguidance import LLMatcher
 
 from adapters.grammar.compile import compile_grammar
 from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import byte_vocabulary
 from router.parts.parts import PartsReader
 from router.shape.lark import Lark
 from router.tools.formats.format import ToolFormat
@@ -20,6 +19,7 @@ from router.tools.tools import Tool, Tools
 from tests.router.tools.call_reading import read
 from tests.router.tools.cuts import check_cuts
 from tests.router.tools.native import NATIVE, TOOLS, Call, call, honoured_tools, value
+from tests.vocabularies import byte_vocabulary
 
 COUNT = 200
 BEFORE = ("", "Let me see.", 'A "quote", {braces}: [1] < 2', "ä\n\n😀")

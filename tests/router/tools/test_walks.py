@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from adapters.grammar.compile import compile_grammar
 from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import byte_vocabulary
 from router.shape.lark import Lark
 from router.tools.registry import FORMATS
 from router.tools.tools import Tool, Tools
 from tests.router.tools.call_reading import read
 from tests.router.tools.native import NATIVE, honoured_tools
+from tests.vocabularies import byte_vocabulary
 
 _OFFSET = 10
 _VOCABULARY = byte_vocabulary(_OFFSET, (2,), {2: b"</s>"})

@@ -8,7 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 import msgspec
 
 from adapters.common import extras
+from adapters.helpers.helper import start_problem
 from launcher.families.known_models import served_families
+from router.helper_check import HELPERS
 from server.worker.process.device import choose_device, cuda_devices, torch_build
 
 LIBRARIES = ("torch", "triton", "flashinfer-python", "tokenizers", "huggingface-hub")
@@ -83,6 +85,7 @@ def gather() -> MachineFacts:
             _attention(on_gpu, libraries, devices[0].capability if devices else (0, 0)),
             _kernels(on_gpu, libraries),
             _bfloat16(on_gpu, chosen.has_bfloat16),
+            *(_helper(name, module) for name, module in HELPERS.items()),
         ),
         families={name: known.covers for name, known in served_families().items()},
     )
@@ -138,6 +141,13 @@ def _kernels(on_gpu: bool, libraries: dict[str, str | None]) -> Ability:
     if not on_gpu:
         return Ability(name, False, "LoRA in plain torch, as computing is on the CPU")
     return Ability(name, True, "LoRA by Triton kernels")
+
+
+def _helper(name: str, module: str) -> Ability:
+    problem = start_problem(module)
+    if problem is None:
+        return Ability(name, True, f"{module} starts")
+    return Ability(name, False, f"{module} cannot be started: {problem}")
 
 
 def _bfloat16(on_gpu: bool, has_bfloat16: bool) -> Ability:

@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import threading
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -10,6 +11,7 @@ from adapters.common.pauses import shorten_pauses
 from adapters.sources.hub import HubSource
 from router.build import build_service
 from router.config import RouterConfig, RouterConfigError
+from router.helper_check import check_helpers
 from router.http.listeners import LISTENING, allow_connections, listen, share, url_of
 from router.routes.app import build_app
 from router.routes.http_server import RouterServer
@@ -38,6 +40,8 @@ def run(config: RouterConfig) -> None:
     # Beside others it gets its share of connections when it can answer, not before.
     server = RouterServer(build_app(service), service, (lambda: None) if is_alone else announce)
     shorten_pauses()
+    checking = (service.metrics.helper_broken,)
+    threading.Thread(target=check_helpers, args=checking, name="helpers", daemon=True).start()
     server.run(sockets=[listener, *own])
     if not server.started:
         raise SystemExit(3)

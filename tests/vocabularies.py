@@ -27,7 +27,7 @@ from tokenizers import (
 )
 
 from adapters.byte_tokens import BYTE_OF_CHAR
-from adapters.grammar.vocabulary import Tokens, Vocabulary, vocabulary_of
+from adapters.grammar.vocabulary import KnownTokens, Vocabulary, vocabulary_of
 
 CACHE = Path(__file__).parents[1] / ".cache" / "vocabularies"
 _MISTRAL = "mistral-common==1.13.1"
@@ -45,7 +45,7 @@ _SP_CONTROL = 3  # the type of a piece
 def byte_vocabulary(size: int, end_ids: tuple[int, ...], specials: dict[int, bytes]) -> Vocabulary:
     """Special tokens, and text in single bytes, whose ids follow the first `size`."""
     by_id = [specials.get(i, b"") for i in range(size)] + [bytes((i,)) for i in range(256)]
-    return vocabulary_of(Tokens(by_id, end_ids, specials))
+    return vocabulary_of(KnownTokens(by_id, end_ids, specials))
 
 
 def load(name: str) -> str:

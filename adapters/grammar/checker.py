@@ -10,17 +10,21 @@ import msgspec
 from adapters.grammar.compile import GrammarError, GrammarTooCostly, check_source
 from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.trial_process import Begin
-from adapters.grammar.vocabulary import Tokens
-from adapters.helpers.helper import Helper, HelperStopped, HelperUnavailable
+from adapters.grammar.vocabulary import KnownTokens
+from adapters.helpers.helper import Helper, HelperBroken, HelperStopped, HelperUnavailable
 
+CHECKER = "adapters.grammar.trial_process"
 # Beyond its processor time, for a machine that is busy with what goes before grammars.
 _PATIENCE_S = 60.0
 _MAX_ANSWER_BYTES = 1 << 16
-_MODULE = "adapters.grammar.trial_process"
 
 
 class CheckerUnavailable(Exception):
     """No process can answer now. It says nothing about the grammar."""
+
+
+class CheckerBroken(CheckerUnavailable):
+    """No process can be started on this machine; str() says why."""
 
 
 class GrammarChecker:
@@ -29,11 +33,11 @@ class GrammarChecker:
     A grammar meets the same tokens and limits here and where it is used.
     """
 
-    def __init__(self, tokens: Tokens, limits: GrammarLimits, processes: int = 1) -> None:
+    def __init__(self, tokens: KnownTokens, limits: GrammarLimits, processes: int = 1) -> None:
         self.limits = limits
         begin = msgspec.msgpack.encode(Begin(limits, tokens))
         timeout_s = limits.compile_s + _PATIENCE_S
-        self._all = [Helper(_MODULE, begin, timeout_s, _MAX_ANSWER_BYTES) for _ in range(processes)]
+        self._all = [Helper(CHECKER, begin, timeout_s, _MAX_ANSWER_BYTES) for _ in range(processes)]
         self._idle: queue.SimpleQueue[Helper] = queue.SimpleQueue()
         for helper in self._all:
             self._idle.put(helper)
@@ -49,6 +53,8 @@ class GrammarChecker:
                 f"it needs more than {self.limits.compile_s:g} s of processor time or "
                 f"{self.limits.memory_bytes >> 20} MiB of memory to compile"
             ) from None
+        except HelperBroken as error:
+            raise CheckerBroken(f"grammars cannot be checked here: {error}") from error
         except HelperUnavailable as error:
             raise CheckerUnavailable("grammars cannot be checked now") from error
         finally:

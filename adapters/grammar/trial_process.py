@@ -12,7 +12,7 @@ import msgspec
 from adapters.grammar.compile import GrammarError, compile_grammar, try_first_tokens
 from adapters.grammar.deep_threads import STACK_BYTES, run_deep
 from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import Tokens, Vocabulary, vocabulary_of
+from adapters.grammar.vocabulary import KnownTokens, Vocabulary, vocabulary_of
 from adapters.helpers.answering import answer_questions, read_frame
 
 _OWN_BYTES = (2 << 30) + 2 * STACK_BYTES  # address space of Python, libraries and stacks
@@ -21,11 +21,16 @@ _NICE = 10  # what serves goes first
 
 class Begin(msgspec.Struct, frozen=True, array_like=True):
     limits: GrammarLimits
-    tokens: Tokens
+    tokens: KnownTokens
+
+
+# Of a process that is only started to see whether it can be.
+_ANY = Begin(GrammarLimits(), KnownTokens([b"."], (0,), {0: b"."}))
 
 
 def main() -> None:
-    begin = msgspec.msgpack.decode(read_frame() or b"", type=Begin)
+    frame = read_frame()
+    begin = msgspec.msgpack.decode(frame, type=Begin) if frame else _ANY
     vocabulary = vocabulary_of(begin.tokens)
     _limit_self(begin.limits)
     os.nice(_NICE)

@@ -12,7 +12,7 @@ class VocabularyError(ValueError):
     """No grammar can be held to with this tokenizer; str() says why."""
 
 
-class Tokens(NamedTuple):
+class KnownTokens(NamedTuple):
     """by_id: bytes of all ids of the model. end_ids: tokens that llguidance allows where a grammar
     may end. specials: texts of the tokens that are no text in an answer, ends among them, by id.
     """
@@ -26,7 +26,7 @@ class Vocabulary(NamedTuple):
     """tokenizer: shared by all matchers."""
 
     tokenizer: LLTokenizer
-    tokens: Tokens
+    tokens: KnownTokens
 
     @property
     def size(self) -> int:
@@ -69,7 +69,7 @@ def make_vocabulary(tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]
     return vocabulary_of(read_tokens(tokenizer_json, vocab_size, end_ids))
 
 
-def read_tokens(tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]) -> Tokens:
+def read_tokens(tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]) -> KnownTokens:
     """vocab_size: of the model, at least one more than its highest token id.
 
     end_ids: the model's end tokens. Special tokens and ends are no text: a grammar names them as
@@ -82,10 +82,10 @@ def read_tokens(tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]) ->
         by_id, specials = token_bytes(tokenizer_json, vocab_size)
     except UnknownBytes as error:
         raise VocabularyError(str(error)) from None
-    return Tokens(by_id, ends, {i: by_id[i] for i in sorted({*specials, *ends})})
+    return KnownTokens(by_id, ends, {i: by_id[i] for i in sorted({*specials, *ends})})
 
 
-def vocabulary_of(tokens: Tokens) -> Vocabulary:
+def vocabulary_of(tokens: KnownTokens) -> Vocabulary:
     """Raises VocabularyError."""
     wrapped = _TokenList(tokens.by_id, sorted(tokens.specials), tokens.end_ids[0])
     try:

@@ -74,15 +74,6 @@ class Helper:
         with self._asking:
             return self._ask(question, self._stops)
 
-    def check(self) -> None:
-        """Start the process, unless it runs. Raises HelperUnavailable, HelperBroken."""
-        with self._asking:
-            try:
-                self._living(self._stops)
-            except (OSError, EOFError, ValueError) as error:
-                self._lose(error)
-                raise HelperUnavailable(f"{self._module} did not start") from error
-
     def stop(self) -> None:
         """End the process. Whoever waits for its answer hears HelperUnavailable."""
         with self._changing:
@@ -91,6 +82,16 @@ class Helper:
                 self._process.kill()
         with self._asking:
             self._lose(TimeoutError())
+
+    def problem(self) -> str | None:
+        """Why it cannot be started now, if so."""
+        with self._asking:
+            try:
+                self._living(self._stops)
+            except (OSError, EOFError, ValueError, HelperUnavailable) as error:
+                self._lose(TimeoutError())
+                return str(error) or "it ended while it started"
+        return None
 
     def _ask(self, question: bytes, stops: int) -> bytes:
         """stops: how often it had been stopped when the question came."""
@@ -108,7 +109,7 @@ class Helper:
                 ends.append(end)
                 if end in _LIMITS or (len(ends) == _ASKED and _CRASHES.issuperset(ends)):
                     raise HelperStopped
-            log.warning("%s was lost: it ended with %s", self._module, end)
+            log.warning("the helper %s was lost: it ended with %s", self._module, end)
             if len(ends) == _ASKED:
                 break
         raise HelperUnavailable(f"{self._module} was lost")
@@ -161,7 +162,7 @@ class Helper:
     def _breaks(self, why: str) -> HelperBroken:
         why = why[:_MAX_WORDS] or "it said nothing"
         self._broken = (time.monotonic() + _BROKEN_S, why)
-        log.error("%s cannot be started: %s", self._module, why)
+        log.error("the helper %s cannot be started: %s", self._module, why)
         return HelperBroken(why)
 
     def _lose(self, error: Exception) -> int | None:
@@ -194,6 +195,16 @@ class Helper:
         if size > self._max_bytes:
             raise ValueError(f"a frame of {size} bytes")
         return _read(process.stdout, size, until)
+
+
+def start_problem(module: str) -> str | None:
+    """Why helpers of this module cannot be started on this machine, if so; the log says it, too.
+    Starts one, and ends it, in about a tenth of a second."""
+    helper = Helper(module, b"", START_TIMEOUT_S, 0)
+    try:
+        return helper.problem()
+    finally:
+        helper.stop()
 
 
 def _read(pipe: IO[bytes], size: int, until: float) -> bytes:

@@ -11,7 +11,7 @@ from threading import Lock
 import msgspec
 
 from adapters.common.recent import Recent
-from adapters.grammar.checker import CheckerUnavailable, GrammarChecker
+from adapters.grammar.checker import CheckerBroken, CheckerUnavailable, GrammarChecker
 from adapters.grammar.compile import GrammarError
 from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import VocabularyError, read_tokens
@@ -76,6 +76,8 @@ class AnswerShapes:
         except VocabularyError as error:
             message = f"`{param}`: {error}"
             raise RequestError("unsupported", message, param=param) from None
+        except CheckerBroken as error:
+            raise RequestError("not_served", str(error), param=param) from error
         except CheckerUnavailable as error:
             raise RequestError("unavailable", str(error)) from error
         if problem:

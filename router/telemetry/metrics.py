@@ -72,6 +72,11 @@ class RouterMetrics:
         self.given_up = meters.counter(
             "generations_given_up", "Generations whose client left before the answer was whole"
         )
+        self.helper_broken = meters.gauge(
+            "helper_broken",
+            "1 = the router could not start such a helper process when it started itself",
+            {"helper": ("grammar_checker", "template_renderer")},
+        )
         self.loop_lag_s = meters.histogram(
             "event_loop_lag_seconds",
             "How much later than due the router's event loop runs",

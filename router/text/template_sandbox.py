@@ -14,7 +14,7 @@ import msgspec
 
 from adapters.chat.conversation import MessageForm, Rendered, TemplateFault, TemplateOptions
 from adapters.chat.template import MAX_OUTPUT_CHARS
-from adapters.helpers.helper import Helper, HelperStopped, HelperUnavailable
+from adapters.helpers.helper import Helper, HelperBroken, HelperStopped, HelperUnavailable
 from router.call import RequestError
 from router.text.template_worker import CPU_SECONDS, MEMORY_BYTES, RenderJob, RenderOutcome
 
@@ -57,7 +57,7 @@ class TemplateSandbox:
     ) -> Rendered:
         """As `ChatTemplate(source, special_tokens).written(messages, options)`.
 
-        Raises TemplateFault; RequestError (unavailable) when no process can answer now.
+        Raises TemplateFault; RequestError (unavailable, not_served) when no process can answer.
         """
         outcome = await self._do(RenderJob(source, special_tokens, list(messages), options))
         return outcome.prompt or Rendered("")
@@ -83,6 +83,9 @@ class TemplateSandbox:
                     f"the adapter's chat template used more than {CPU_SECONDS:g} s of processor "
                     f"time or {MEMORY_BYTES >> 20} MiB of memory"
                 ) from None
+            except HelperBroken as error:
+                message = f"adapters' chat templates cannot be rendered here: {error}"
+                raise RequestError("not_served", message) from error
             except (HelperUnavailable, ValueError) as error:
                 message = "chat templates cannot be rendered now"
                 raise RequestError("unavailable", message) from error

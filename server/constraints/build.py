@@ -3,8 +3,10 @@
 import os
 from collections.abc import Callable
 
+from adapters.grammar.checker import CHECKER
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary
+from adapters.helpers.helper import start_problem
 from server.constraints.constraints import Constraints
 from server.engine.executor import ExecutorLimits
 
@@ -15,8 +17,13 @@ def make_constraints(
     config: ServedGrammarLimits, limits: ExecutorLimits, load: Callable[[], Vocabulary]
 ) -> Constraints:
     """load: makes the model's vocabulary; where it has none, grammars are refused."""
+
+    def begin() -> Vocabulary:
+        start_problem(CHECKER)  # the log says it before the first request
+        return load()
+
     return Constraints(
-        load,
+        begin,
         limits.vocab_size,
         limits.eos_token_ids,
         config,

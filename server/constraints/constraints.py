@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from llguidance import LLMatcher
 
-from adapters.grammar.checker import CheckerUnavailable, GrammarChecker
+from adapters.grammar.checker import CheckerBroken, CheckerUnavailable, GrammarChecker
 from adapters.grammar.compile import (
     GrammarError,
     GrammarTooCostly,
@@ -212,7 +212,7 @@ class Constraints:
         try:
             matcher = None if compiled is None else compiled.result().deep_copy()
             outcome = self._constraint(wish, matcher)
-        except GrammarError as error:
+        except (GrammarError, CheckerBroken) as error:
             outcome = Refusal("bad_grammar", f"grammar: {error}")
         except VocabularyError as error:
             outcome = Refusal("bad_grammar", f"grammar: this model can be held to none: {error}")

@@ -276,6 +276,16 @@ def test_info_without_torch(
         assert ability.name in out
 
 
+def test_info_says_which_helpers_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("grammar_checker", "template_renderer")
+    assert all(each.available for each in gather().abilities if each.name in names)
+    monkeypatch.setattr("adapters.helpers.helper._PROGRAM", "import nowhere")
+    found = {each.name: each for each in gather().abilities}
+    for name in names:
+        assert not found[name].available
+        assert "No module named 'nowhere'" in found[name].detail
+
+
 def test_info_says_what_is_missing_and_what_to_do() -> None:
     facts = msgspec.structs.replace(gather(), libraries=dict.fromkeys(gather().libraries))
     text = to_text(facts)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from adapters.grammar.compile import GrammarError, check_source, compile_grammar
 from adapters.grammar.deep_threads import run_deep
 from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import make_vocabulary
-from tests.lost_helpers import kill_helpers
+from tests.lost_helpers import helpers, kill_helpers
 from tests.vocabularies import byte_vocabulary, load
 
 SPECIALS = {2: b"</s>", 3: b"<|call|>"}
@@ -111,6 +112,13 @@ def test_what_costs_too_much_or_is_wrong_is_refused(checker: GrammarChecker, nam
 def test_a_lost_process_says_what_it_lacked(checker: GrammarChecker) -> None:
     with pytest.raises(GrammarError, match="1.5 s of processor time"):
         checker.check(ENDLESS)
+
+
+def test_what_serves_goes_first(checker: GrammarChecker) -> None:
+    checker.check(FINE["text"])
+    found = [process.nice() for process in helpers("adapters.grammar.trial_process")]
+    assert found
+    assert set(found) == {min(19, os.nice(0) + 10)}
 
 
 def test_a_process_that_died_idle_says_nothing_of_the_next_grammar(

@@ -148,3 +148,12 @@ async def test_a_machine_without_processes_is_not_the_templates_fault(
             await sandbox.render("x", {}, [], NONE)
         assert refused.value.cause == "unavailable"
     assert await sandbox.render("x", {}, [], NONE) == "x"
+
+
+async def test_a_machine_that_cannot_render_says_why(
+    sandbox: TemplateSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adapters.helpers.helper._PROGRAM", "import nowhere")
+    with pytest.raises(RequestError, match="No module named 'nowhere'") as refused:
+        await sandbox.render("x", {}, [], NONE)
+    assert refused.value.cause == "not_served"

@@ -1,0 +1,16 @@
+"""Which helpers of a router cannot be started on this machine."""
+
+from prometheus_client import Gauge
+
+from adapters.helpers.helper import start_problem
+
+HELPERS = {
+    "grammar_checker": "adapters.grammar.trial_process",
+    "template_renderer": "router.text.template_worker",
+}
+
+
+def check_helpers(broken: Gauge) -> None:
+    """1 or 0 for each; the log has the reasons."""
+    for name, module in HELPERS.items():
+        broken.labels(name).set(start_problem(module) is not None)

@@ -96,7 +96,7 @@ def local_workers(
 ) -> list[LocalWorker]:
     """config: of all of them. environ: the launcher's. watched: of each. Raises AddressError."""
     config = dataclasses.replace(config, tp=groups.tp)
-    places = watched or [None] * groups.workers
+    places: Sequence[socket.socket | None] = watched or [None] * groups.workers
     if groups.workers == 1:
         return [LocalWorker("worker", config, {**environ, **_share(groups, 0, environ)}, *places)]
     names = [f"worker-{number}" for number in range(groups.workers)]

@@ -41,7 +41,12 @@ from router.operations.other_work import work_of
 from router.operations.pins import Pins
 from router.operations.rollout_keeper import RolloutKeeper
 from router.operations.rollouts import Rollouts
-from router.operations.state_metrics import watch_batches, watch_sharing, watch_state
+from router.operations.state_metrics import (
+    watch_batches,
+    watch_declared,
+    watch_sharing,
+    watch_state,
+)
 from router.operations.workers import AdapterWorkers
 from router.policy.front_door import FrontDoor
 from router.policy.placement.attempts import Quarantine, RetryBudget
@@ -242,6 +247,7 @@ def _declare_gauges(service: Service, registry: CollectorRegistry) -> None:
     """Metrics that are read at each scrape."""
     metrics, fleet, door = service.metrics, service.fleet, service.front_door
     watch_state(metrics, fleet, service.catalog, service.dispatcher)
+    watch_declared(metrics, service.catalog.rules.aliases, service.adapters_file)
     watch_sharing(metrics, service.sharing, service.tenancy)
     watch_batches(metrics, service.batches)
     if service.config.metrics_compat:

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 MAX_CACHED = 4096
 MAX_RESOLVING = 256
 _NEGATIVE_TTL_S = 5.0
+# What a source says of a reference that somebody declared.
+_OF_OPERATOR = ("not_found", "unauthorized", "forbidden")
 
 Pin = Callable[[AdapterRef, Secret | None], Awaitable[AdapterRef]]
 Load = Callable[[Origin, Secret | None], Awaitable[AdapterManifest]]
@@ -153,6 +155,9 @@ class Catalog:
             served = await self._serve(choice.adapter_id, ref, token)
         except AdapterError as error:
             self._note_failure(choice, ref, token, error)
+            if alias is not None and self._is_operators(error, alias, token):
+                message = f"adapter '{alias.name}' is declared and cannot be had: {error.message}"
+                raise AdapterError("invalid", message) from error
             raise
         # The name may have been given another meaning, or none, while this was waited for.
         self.rules.target(choice)
@@ -190,14 +195,23 @@ class Catalog:
         if alias is None or (alias.state, alias.ref) != ("registered", ref):
             return
         if self._is_own(alias, token):
-            self._note_problem(alias, error.message)
+            self._note_problem(alias, error.message, is_verdict=error.code != "unavailable")
 
-    def _note_problem(self, alias: Registration, problem: str) -> None:
-        """Logged once until it is mended, however many requests meet it."""
+    def _note_problem(self, alias: Registration, problem: str, is_verdict: bool = False) -> None:
+        """Logged once until it is mended, however many requests meet it. is_verdict: what it meant
+        is served no more."""
         if alias.error is None:
             log.warning("adapter %s cannot be loaded: %s", alias.key, problem)
-        if alias.error != problem:
-            self.rules.aliases.note(alias, msgspec.structs.replace(alias, error=problem))
+        content = None if is_verdict else alias.content
+        after = msgspec.structs.replace(alias, error=problem, content=content)
+        if after != alias:
+            self.rules.aliases.note(alias, after)
+
+    def _is_operators(self, error: AdapterError, alias: Registration, token: Secret | None) -> bool:
+        """Whether the caller named it rightly, and brings nothing that could open it."""
+        if error.code not in _OF_OPERATOR or not self._is_own(alias, token):
+            return False
+        return error.code == "not_found" or token is not None or alias.ref.source != "hub"
 
     def _is_own(self, alias: Registration, token: Secret | None) -> bool:
         """Whether it was opened as the operator would, and not with what a caller brought."""
@@ -294,6 +308,8 @@ class Catalog:
 
     async def fetch(self, ref: AdapterRef, token: Secret | None) -> Content:
         """What a reference means now, admitted by some worker. Raises AdapterError."""
+        if ref.source == "alias":
+            raise AdapterError("invalid", f"the adapters file does not say what {ref.name!r} means")
         self.rules.check_owner(ref)
         outcome = await self._fetch(ref, token)
         if outcome.error is not None:

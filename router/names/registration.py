@@ -100,6 +100,15 @@ class Registration(msgspec.Struct, frozen=True):
         return None if self.content is None else self.content.manifest.digest
 
     @property
+    def is_broken(self) -> bool:
+        """It is declared, and cannot be had now, or was judged."""
+        return self.state == "registered" and self.content is None and self.error is not None
+
+    @property
+    def shown_state(self) -> str:
+        return "broken" if self.is_broken else self.state
+
+    @property
     def in_service(self) -> bool:
         return self.state in _IN_SERVICE
 
@@ -127,6 +136,8 @@ class Registration(msgspec.Struct, frozen=True):
 def check_served(registration: Registration) -> None:
     """Raises AdapterError unless requests may name it."""
     name, state = registration.name, registration.state
+    if registration.ref.source == "alias":  # its entry in the adapters file cannot be understood
+        raise AdapterError("invalid", f"adapter {name!r} cannot be served: {registration.error}")
     if state == "deleted":
         raise AdapterError("gone", f"adapter {name!r} has been deleted")
     if not registration.in_service:

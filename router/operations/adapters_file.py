@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from adapters.errors import AdapterError
-from adapters.ref import AdapterRef
+from adapters.ref import AdapterRef, is_name
 from router.api.admin.adapters import Name, check_name, format_named, parse_target, rollout_request
 from router.api.admin.rollouts import Versions
 from router.api.request.body import require
@@ -72,6 +72,15 @@ class FileContents(msgspec.Struct, frozen=True):
     def is_readable(self) -> bool:
         return WHOLE not in self.errors
 
+    @property
+    def not_understood(self) -> dict[RegistrationRequest, str]:
+        """Names that callers may ask for and whose entries mean nothing, with the reason."""
+        return {
+            RegistrationRequest(name, AdapterRef("alias", name.name), "file"): why
+            for name, why in self.errors.items()
+            if name not in self.wanted and is_name(name.name) and is_name(name.tenant or name.name)
+        }
+
 
 class FileChanges(msgspec.Struct, frozen=True):
     """What to do. errors: entries that contradict what --adapter declares."""
@@ -124,7 +133,8 @@ def plan(contents: FileContents, registrations: Iterable[Registration]) -> FileC
     errors: dict[OwnedName, str] = {}
     for name, wanted in contents.wanted.items():
         there = present.get(name)
-        if there is None or there.origin == "api" or _is_new(there, wanted):
+        is_broken = there is not None and there.origin == "file" and there.state == "registered"
+        if there is None or there.origin == "api" or is_broken or _is_new(there, wanted):
             replace = there is not None
             request = RegistrationRequest(name, wanted.ref, "file", wanted.pin, None, replace, BY)
             register.append(msgspec.structs.replace(request, tool_format=wanted.tool_format))

@@ -5,6 +5,7 @@ two routers the second gets a conflict.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -110,6 +111,24 @@ class AdapterAdmin:
     def settled(self, name: OwnedName) -> None:
         """It is registered, or cannot be had."""
         self._aliases.expected.discard(name)
+
+    def declare_broken(self, request: RegistrationRequest, why: str) -> None:
+        """The adapters file names it, and it cannot be had. It takes the place of no other."""
+        name, before = request.name, self._aliases.get(request.name)
+        is_free = before is None or before.state == "deleted" or before.is_broken
+        if not is_free or self._is_taken(name.name):
+            return
+        broken = Registration(
+            name=name.name,
+            ref=request.ref,
+            origin="file",
+            pinned=bool(request.pin),
+            error=why,
+            tenant=name.tenant,
+            tool_format=request.tool_format or "",
+        )
+        with contextlib.suppress(AdapterError):  # there may be too many
+            self._aliases.declare(broken)
 
     def check_free(self, name: OwnedName, *origins: str) -> None:
         """Raises AdapterError (conflict) for what a declaration of such an origin decides."""

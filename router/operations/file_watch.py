@@ -8,6 +8,7 @@ from pathlib import Path
 from adapters.errors import AdapterError
 from router.file_stamp import Stamp, stamp_of
 from router.names.owned_name import OwnedName
+from router.names.registration import RegistrationRequest
 from router.operations.adapters_file import (
     BY,
     MAX_FILE_BYTES,
@@ -90,9 +91,11 @@ class AdaptersFile:
         todo = plan(contents, admin.all())
         if not self.applied.is_set():
             asyncio.get_running_loop().call_later(NAMES_WAIT_S, self.applied.set)
+        for request, why in contents.not_understood.items():
+            admin.declare_broken(request, why)
         admin.expect(request.name for request in todo.register)
         failed = await self._do(
-            *((request.name, admin.register(request)) for request in todo.register),
+            *((request.name, self._register(request)) for request in todo.register),
             *((name, admin.pin(name)) for name in todo.pin),
             *((name, admin.unpin(name)) for name in todo.unpin),
             *((name, admin.delete(name)) for name in todo.delete),
@@ -127,13 +130,20 @@ class AdaptersFile:
             if problem is not None
         }
 
+    async def _register(self, request: RegistrationRequest) -> None:
+        """Raises AdapterError; then the name is known by what is wrong with it."""
+        try:
+            await self._admin.register(request)
+        except AdapterError as error:
+            self._admin.declare_broken(request, _reason(error))
+            raise
+
     async def _try(self, name: OwnedName, operation: Awaitable[object]) -> str | None:
         async with self._slots:
             try:
                 await operation
             except AdapterError as error:
-                reasons = [f"{v.where}: {v.message}" for v in error.violations]
-                return "; ".join(reasons) or error.message
+                return _reason(error)
             finally:
                 self._admin.settled(name)
         return None
@@ -145,6 +155,11 @@ class AdaptersFile:
                 what = f"adapter {name}" if name != WHOLE else "it is left as it was"
                 log.error("adapters file %s: %s: %s", self._path, what, why)
         self.errors = errors
+
+
+def _reason(error: AdapterError) -> str:
+    reasons = [f"{v.where}: {v.message}" for v in error.violations]
+    return "; ".join(reasons) or error.message
 
 
 def read_file(path: Path, default_source: str) -> FileContents:

@@ -11,6 +11,7 @@ from router.generation.dispatcher import Dispatcher
 from router.names.aliases import Aliases
 from router.names.catalog import Catalog
 from router.names.owned_name import OwnedName
+from router.operations.file_watch import AdaptersFile
 from router.policy.quota import Reason as QuotaReason
 from router.policy.rollout import VersionState
 from router.shared.sharing import Sharing
@@ -42,7 +43,7 @@ def watch_state(
     meters.watch(
         "adapters_registered",
         "Names of adapters in service",
-        lambda: sum(alias.in_service for alias in catalog.rules.aliases.all()),
+        lambda: sum(one.in_service and not one.is_broken for one in catalog.rules.aliases.all()),
     )
     meters.rows(
         "adapter_versions",
@@ -90,6 +91,22 @@ def _watch_adapters(metrics: RouterMetrics, aliases: Aliases) -> None:
     )
 
 
+def watch_declared(metrics: RouterMetrics, aliases: Aliases, file: AdaptersFile | None) -> None:
+    """Called once, when the parts are built."""
+
+    def broken() -> Iterator[Row]:
+        yield ("option",), sum(one.is_broken and one.origin == "option" for one in aliases.all())
+        yield ("file",), 0 if file is None else len(file.errors)
+
+    metrics.meters.rows(
+        "adapters_broken",
+        "gauge",
+        "Declared adapters that cannot be served as declared: --adapter's, the adapters file's",
+        {"origin": ("option", "file")},
+        broken,
+    )
+
+
 def _versions(aliases: Aliases) -> Iterator[Row]:
     counts = dict.fromkeys(get_args(VersionState), 0)
     for registration in aliases.all():
@@ -106,7 +123,7 @@ def _infos(aliases: Aliases, names: Iterable[OwnedName]) -> Iterator[Row]:
             content = registration.content
             rank = "" if content is None else str(max(content.manifest.ranks, default=0))
             pinned = str(registration.pinned).lower()
-            yield (str(name), registration.state, rank, pinned), 1.0
+            yield (str(name), registration.shown_state, rank, pinned), 1.0
 
 
 def watch_sharing(metrics: RouterMetrics, sharing: Sharing, tenancy: Tenancy) -> None:

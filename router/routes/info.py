@@ -114,7 +114,7 @@ class InfoRoutes:
         listed = [name for name in card.listed or card.names[:1] if self._means_base(name, caller)]
         base = [_base_object(card, name) for name in listed]
         shows_paths = self._is_operator(request)
-        adapters = [_adapter_object(card, one, shows_paths) for one in self._adapters(caller)]
+        adapters = [_adapter_object(card, one, shows_paths) for one in self._good(caller)]
         return json_response(ModelList([*base, *adapters]))
 
     async def model(self, request: Request) -> Response:
@@ -126,6 +126,9 @@ class InfoRoutes:
         name = name.removeprefix("alias:")  # another spelling, which requests may have
         for one in self._adapters(caller):
             if one.name == name:
+                if one.is_broken:
+                    message = f"adapter {name!r} cannot be served: {one.error}"
+                    raise RequestError("adapter_invalid", message, param="model")
                 return json_response(_adapter_object(card, one, self._is_operator(request)))
         usable = {one.name for one in self._adapters(caller)}
         hint = did_you_mean(one_edit_away(name, usable.__contains__))
@@ -151,10 +154,13 @@ class InfoRoutes:
         adapters = self._service.catalog.rules.aliases.usable_by(caller.tenant)
         return [one for one in adapters if caller.may_use((one.name,))]
 
+    def _good(self, caller: Caller) -> list[Registration]:
+        return [one for one in self._adapters(caller) if not one.is_broken]
+
     async def _names_for_anyone(self, request: Request) -> list[str]:
         """Who shows no good key sees the model and the limits, and no adapter."""
         try:
-            return [one.name for one in self._adapters(await self._caller(request))]
+            return [one.name for one in self._good(await self._caller(request))]
         except RequestError:
             return []
 

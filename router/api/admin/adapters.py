@@ -296,7 +296,7 @@ def adapter_object(
         digest=registration.digest,
         resident_on=sorted(w for w, tiers in workers.items() if tiers.device == "ready"),
         loading_on=sorted(w for w, tiers in workers.items() if tiers.device == "loading"),
-        state=registration.state,
+        state=registration.shown_state,
         origin=registration.origin,
         pinned=registration.pinned,
         error=registration.error,

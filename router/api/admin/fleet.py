@@ -188,7 +188,7 @@ def _registered(registration: Registration) -> RegisteredObject:
     return RegisteredObject(
         name=registration.name,
         ref=format_ref(registration.ref),
-        state=registration.state,
+        state=registration.shown_state,
         pinned=registration.pinned,
         digest=registration.digest,
         ranks=None if manifest is None else tuple(manifest.ranks),

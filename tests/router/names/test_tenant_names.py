@@ -404,7 +404,7 @@ async def test_a_file_names_owners(tmp_path: Path, worker: FakeWorker) -> None:
         refused = await call(router, "DELETE", "/bot?tenant=acme")
         assert (refused.status_code, "adapters file" in refused.text) == (409, True)
         write(fleets, {**fleets, "ref": "org/missing", "tenant": "other"})
-        await applied(digest("fleet"), "404")
+        await applied(digest("fleet"), "422")
         write(fleets)
         await applied(digest("fleet"), digest("fleet"))
 

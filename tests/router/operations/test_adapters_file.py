@@ -28,6 +28,7 @@ from router.operations.adapters_file import (
 from router.operations.file_watch import RETRY_S, AdaptersFile
 from server.protocol import AdapterLoad
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
+from tests.router.operations.test_declared_check import load
 from tests.router.serving import Running, poll, running_router
 
 YAML = b"""
@@ -134,6 +135,7 @@ def test_carried_out_the_plan_leaves_nothing_to_do(
         assert request.replace == (request.name in table)
         table[request.name] = Registration(
             *(request.name.name, request.ref, "file", bool(request.pin)),
+            state="ready",
             tenant=request.name.tenant,
             tool_format=request.tool_format or "",
         )
@@ -294,7 +296,7 @@ async def test_faults_are_reported_once_and_keep_what_works(
 async def test_what_could_not_be_had_is_tried_again(followed: Followed, worker: FakeWorker) -> None:
     followed.write({"name": "one", "ref": "org/down"})
     await followed.file.poll()
-    assert followed.names == []
+    assert followed.admin.get(OwnedName("one")).is_broken
     calls = len(worker.loads)
     await followed.file.poll()
     assert len(worker.loads) == calls, "not at every look"
@@ -302,3 +304,80 @@ async def test_what_could_not_be_had_is_tried_again(followed: Followed, worker: 
     followed.admin.get(OwnedName("pirate"))
     await followed.file.poll()
     assert "does not answer" in followed.file.errors[OwnedName("one")]
+    followed.write({"name": "one", "ref": "org/up"})
+    await followed.file.poll()
+    assert followed.admin.get(OwnedName("one")).shown_state == "ready"
+    assert not followed.file.errors
+
+
+# Name -> its entry, the status of who names it, and words of the answer.
+BROKEN: dict[str, tuple[dict[str, Any], int, str]] = {
+    "qalora": ({"ref": "org/qalora"}, 422, "use_qalora=True changes the maths"),
+    "large": ({"ref": "org/large"}, 422, "at most 1"),
+    "missing": ({"ref": "org/missing"}, 422, "no repository org/missing"),
+    "private": ({"ref": "org/private"}, 401, "org/private is private"),
+    "down": ({"ref": "org/down"}, 503, "the Hub does not answer"),
+    "wrong": ({"ref": "no source"}, 422, "`ref`"),
+    "unknown": ({"ref": "org/one", "pn": True}, 422, "pn"),
+}
+
+
+async def test_what_cannot_be_had_is_known_by_its_reason(tmp_path: Path) -> None:
+    """To callers, in the list, in the list of models as no good one, and in a metric."""
+    file = tmp_path / "adapters.json"
+    entries = [{"name": name, **entry} for name, (entry, _, _) in BROKEN.items()]
+    written = {"adapters": [*entries, {"name": "good", "ref": "org/good"}, {"name": "a/b"}]}
+    file.write_text(json.dumps(written))
+    worker = FakeWorker()
+    worker.loader = load
+    async with (
+        running_worker(worker),
+        running_router(tmp_path, worker, adapters_file=file) as router,
+    ):
+
+        async def ask(name: str, status: int) -> dict[str, Any]:
+            body = {"model": name, "prompt": "x"}
+            answer = await router.client.post("/v1/completions", json=body)
+            assert answer.status_code == status, (name, answer.text)
+            told: dict[str, Any] = answer.json()
+            return told
+
+        await ask("good", 200)
+        for name, (_, status, words) in BROKEN.items():
+            assert words in (await ask(name, status))["error"]["message"]
+        told = (await router.client.get("/v1/adapters")).json()
+        states = {one["id"]: (one["state"], one["error"]) for one in told["data"]}
+        assert states.pop("good") == ("ready", None)
+        assert {name: state for name, (state, _) in states.items()} == dict.fromkeys(
+            BROKEN, "broken"
+        )
+        for name, (_, _, words) in BROKEN.items():
+            assert words in states[name][1]
+        assert len(told["file_errors"]) == len(BROKEN) + 1
+        models = (await router.client.get("/v1/models")).json()["data"]
+        assert [one["id"] for one in models] == ["fake-base", "good"]
+        one = await router.client.get("/v1/models/qalora")
+        assert (one.status_code, one.json()["error"]["code"]) == (422, "adapter_invalid")
+        assert await router.metric('loraplex_adapters_broken{origin="file"}') == len(BROKEN) + 1
+        for operation in ("load", "refresh"):
+            answer = await router.client.post(f"/v1/adapters/wrong/{operation}", json={})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (422, "adapter_invalid")
+        own = await router.client.post(
+            "/generate",
+            json={
+                "inputs": "x",
+                "parameters": {
+                    "adapter_id": "private",
+                    "adapter_source": "hub",
+                    "api_token": "let-me-in",
+                },
+            },
+        )
+        assert own.status_code == 200, own.text
+
+
+async def test_a_base_keeps_its_name(followed: Followed, worker: FakeWorker) -> None:
+    followed.write({"name": "fake-base", "ref": "org/missing"})
+    await followed.file.poll()
+    assert "name of the base model" in followed.file.errors[OwnedName("fake-base")]
+    assert followed.names == []

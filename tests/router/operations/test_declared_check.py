@@ -75,13 +75,17 @@ async def test_a_reason_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptu
         worker.loader = load
         shown = await settled(router)
         for name, (_, words) in REASONS.items():
-            assert shown[name]["state"] == "registered"
+            assert shown[name]["state"] == "broken", shown[name]
             assert words in shown[name]["error"]
             assert [m for m in caplog.messages if m.startswith(f"adapter {name} cannot")] == [
                 f"adapter {name} cannot be loaded: {shown[name]['error']}"
             ]
         assert (shown["good"]["error"], shown["good"]["ranks"]) == (None, [8])
         assert len(caplog.messages) == len(REASONS)
+        models = (await router.client.get("/v1/models")).json()["data"]
+        assert {one["id"] for one in models} == {"fake-base", "good"}
+        assert await router.metric('loraplex_adapters_broken{origin="option"}') == len(REASONS)
+        assert await router.metric("loraplex_adapters_registered") == 1
         assert not worker.orders, "nothing comes to a device for it"
         fleet = (await router.client.get("/v1/fleet")).json()["adapters"]
         assert {one["name"] for one in fleet if one["error"]} == REASONS.keys()

@@ -4,13 +4,15 @@
 ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
-COPY pyproject.toml README.md LICENSE constraints.txt /src/
+COPY pyproject.toml constraints.txt /src/
+COPY deploy/images/install.sh deploy/images/constraints.gpu.txt /src/deploy/images/
+RUN sh /src/deploy/images/install.sh dependencies router,traces /opt/loraplex
+COPY README.md LICENSE /src/
 COPY adapters /src/adapters
 COPY launcher /src/launcher
 COPY router /src/router
 COPY server /src/server
-COPY deploy/images/install.sh deploy/images/constraints.gpu.txt /src/deploy/images/
-RUN sh /src/deploy/images/install.sh router,traces /opt/loraplex
+RUN sh /src/deploy/images/install.sh project router,traces /opt/loraplex
 
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/loraplex /opt/loraplex

@@ -10,13 +10,15 @@ RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         python3.12 python3.12-dev python3.12-venv ninja-build ca-certificates \
     && rm -rf /var/lib/apt/lists/*
-COPY pyproject.toml README.md LICENSE constraints.txt /src/
+COPY pyproject.toml constraints.txt /src/
+COPY deploy/images/install.sh deploy/images/constraints.gpu.txt /src/deploy/images/
+RUN PYTHON=python3.12 sh /src/deploy/images/install.sh dependencies gpu,s3 /opt/loraplex
+COPY README.md LICENSE /src/
 COPY adapters /src/adapters
 COPY launcher /src/launcher
 COPY router /src/router
 COPY server /src/server
-COPY deploy/images/install.sh deploy/images/constraints.gpu.txt /src/deploy/images/
-RUN PYTHON=python3.12 sh /src/deploy/images/install.sh gpu,s3 /opt/loraplex && rm -rf /src
+RUN sh /src/deploy/images/install.sh project gpu,s3 /opt/loraplex && rm -rf /src
 ENV PATH=/opt/loraplex/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \

@@ -13,13 +13,17 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, generate_latest
 
 from deploy.helm import options_schema
 from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS
 from launcher.options import Option
+from router.build import build_service
+from router.config import RouterConfig
 from router.names.owned_name import OwnedName
 from router.operations.adapters_file import read
 from router.policy.rollout import Guards
+from router.routes.app import build_app
 from tests.deploy.chart import (
     CASES,
     CHART,
@@ -34,6 +38,7 @@ from tests.deploy.chart import (
     texts,
 )
 from tests.deploy.operator_schemas import SCHEMAS
+from tests.router.serving import FakeHub
 
 # The oldest that Chart.yaml admits, and the newest known to the validator.
 KUBERNETES = ("1.27", "1.30", kubernetes_validate.latest_version())
@@ -124,6 +129,79 @@ def test_an_operator_has_the_last_word_on_the_ingress() -> None:
     assert ingress["metadata"]["annotations"][key] == "8m"
     assert ingress["metadata"]["annotations"][kept] == "off"
     assert rendered["loraplex/templates/ingress.yaml"].count(key) == 1
+
+
+def paths_of(thing: Object) -> tuple[set[str], set[str]]:
+    """Beginnings that an Ingress or HTTPRoute passes on, and whole paths."""
+    found: dict[str, set[str]] = {"Prefix": set(), "PathPrefix": set(), "Exact": set()}
+    for rule in thing["spec"]["rules"]:
+        for path in rule.get("http", {}).get("paths", ()):
+            found[path["pathType"]].add(path["path"])
+        for match in rule.get("matches", ()):
+            found[match["path"]["type"]].add(match["path"]["value"])
+    return found["Prefix"] | found["PathPrefix"], found["Exact"]
+
+
+def test_what_is_in_front_passes_every_route_but_metrics() -> None:
+    registry = CollectorRegistry()
+    service = build_service(RouterConfig(workers=("ws://127.0.0.1:9",)), registry, FakeHub())
+    build_app(service)
+    # Each route of the table is a label of its counter from the start.
+    counted = generate_latest(registry).decode()
+    routes = set(re.findall(r'^loraplex_requests_total\{.*route="(/[^"]*)"', counted, re.M))
+    assert {"/", "/metrics", "/v1/files/{id}", "/console/{file}", "/embed"} <= routes
+    expected = {f"/{route.split('/')[1]}" for route in routes} - {"/", "/metrics"}
+    for kind in ("Ingress", "HTTPRoute"):
+        (thing,) = of_kind(objects("fleet"), kind)
+        assert paths_of(thing) == (expected, {"/"}), "bring routes.yaml up to date"
+    change = {"ingress": {"enabled": True, "hosts": ["h"], "paths": ["/v1"]}}
+    (ingress,) = of_kind(objects_of(render(merged(NEEDED, change))), "Ingress")
+    assert paths_of(ingress) == ({"/v1"}, {"/"})
+
+
+def test_pods_take_further_containers_and_variables() -> None:
+    more = {
+        "envFrom": [{"configMapRef": {"name": "proxy"}}],
+        "initContainers": [{"name": "wait", "image": "busybox:1", "command": ["true"]}],
+        "extraContainers": [{"name": "shipper", "image": "shipper:1"}],
+    }
+    change = {
+        "router": more,
+        "worker": more,
+        "images": {"pullSecrets": [{"name": "registry"}]},
+        "pools": [{"name": "one"}, {"name": "two", "extraContainers": []}],
+    }
+    found = objects_of(render(merged(NEEDED, change)))
+    seen = []
+    for thing in of_kind(found, "Deployment") + of_kind(found, "StatefulSet"):
+        kubernetes_validate.validate(thing, KUBERNETES[-1], strict=True)
+        spec = thing["spec"]["template"]["spec"]
+        assert [one["name"] for one in spec["initContainers"]] == ["wait"]
+        assert spec["containers"][0]["envFrom"] == more["envFrom"]
+        assert spec["imagePullSecrets"] == [{"name": "registry"}]
+        seen.append([one["name"] for one in spec["containers"]])
+    assert sorted(seen) == [["router", "shipper"], ["worker"], ["worker", "shipper"]]
+
+
+def test_alerts_name_their_runbooks_where_people_read_them() -> None:
+    rule = {"enabled": True, "runbooks": "https://wiki.example.com/lora/"}
+    rendered = render(merged(NEEDED, {"monitoring": {"prometheusRule": rule}}))
+    (found,) = of_kind(objects_of(rendered), "PrometheusRule")
+    urls = {
+        one["annotations"]["runbook_url"]
+        for group in found["spec"]["groups"]
+        for one in group["rules"]
+        if "alert" in one
+    }
+    pages = {path.name for path in (CHART.parents[2] / "docs/operations/runbooks").iterdir()}
+    assert urls == {f"https://wiki.example.com/lora/{page}" for page in pages}
+
+
+def test_the_readme_names_every_value() -> None:
+    written = (CHART / "README.md").read_text()
+    rows = "".join(line.split("|")[1] for line in written.splitlines() if line.startswith("| `"))
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert set(re.findall(r"`(\w+)`", rows)) == set(values)
 
 
 @pytest.mark.parametrize("component", ["router", "worker"])

@@ -21,16 +21,35 @@ INSTALL_TIMEOUT_S = 800  # packages come over a network
 
 @pytest.fixture(scope="module")
 def router_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The router's virtual environment, made by the command of its Dockerfile."""
+    """The router's virtual environment, made by the commands of its Dockerfile."""
     folder = tmp_path_factory.mktemp("image") / "loraplex"
-    (step,) = re.findall(r"RUN sh /src/(\S+) (\S+) /opt/loraplex", dockerfile("router"))
-    subprocess.run(
-        ["sh", str(ROOT / step[0]), step[1], str(folder)],
-        cwd=folder.parent,
-        check=True,
-        timeout=INSTALL_TIMEOUT_S,
-    )
+    for script, what, extras in steps("router"):
+        subprocess.run(
+            ["sh", str(ROOT / script), what, extras, str(folder)],
+            cwd=folder.parent,
+            check=True,
+            timeout=INSTALL_TIMEOUT_S,
+        )
     return folder
+
+
+def steps(name: str) -> list[tuple[str, str, str]]:
+    """Script, what it installs and with which extras."""
+    return re.findall(r"RUN .*sh /src/(\S+) (\S+) (\S+) /opt/loraplex", dockerfile(name))
+
+
+@pytest.mark.parametrize("name", ["router", "worker"])
+def test_dependencies_are_a_layer_before_the_sources(name: str) -> None:
+    """An edit of a line fetches nothing again."""
+    first, second = steps(name)
+    assert (first[1], second[1]) == ("dependencies", "project")
+    assert (first[0], first[2]) == (second[0], second[2])
+    before, _ = dockerfile(name).split(" dependencies ")
+    copied = " ".join(re.findall(r"^COPY (.+) \S+$", before, re.M)).split()
+    assert set(copied) == {
+        *("pyproject.toml", "constraints.txt"),
+        *("deploy/images/install.sh", "deploy/images/constraints.gpu.txt"),
+    }
 
 
 def dockerfile(name: str) -> str:

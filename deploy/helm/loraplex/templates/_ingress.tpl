@@ -1,3 +1,8 @@
+{{/* First parts of the paths that pass. dict: root, of */}}
+{{- define "loraplex.paths" -}}
+{{- default (.root.Files.Get "routes.yaml" | fromYamlArray) .of.paths | toYaml -}}
+{{- end -}}
+
 {{/* For ingress-nginx: streams are passed on as they come, and no request is cut before the router ends it. */}}
 {{- define "loraplex.ingress.nginx" -}}
 {{- $seconds := add .Values.requestTimeoutSeconds 30 }}

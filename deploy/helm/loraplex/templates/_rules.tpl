@@ -12,6 +12,9 @@ none, none is no alert. Other releases' workers are their own rules' matter. dic
 {{- $text := .root.Files.Get .path -}}
 {{- $text = replace "(loraplex_workers_ready) == 0" (printf "(loraplex_workers_ready{%s}) == 0" $own) $text -}}
 {{- $text = replace "{state=\"disconnected\"}) > 0" (printf "{%s,state=\"disconnected\"}) > %d" $own (sub $most $fewest)) $text -}}
+{{- with .root.Values.monitoring.prometheusRule.runbooks -}}
+{{- $text = replace "docs/operations/runbooks/" (printf "%s/" (trimSuffix "/" .)) $text -}}
+{{- end -}}
 {{- $file := fromYaml $text -}}
 {{- range $group := $file.groups -}}
 {{- $rules := list -}}

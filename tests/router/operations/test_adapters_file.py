@@ -77,7 +77,7 @@ def test_a_file_that_cannot_be_understood(data: bytes, words: str) -> None:
 @pytest.mark.parametrize(
     ("entry", "name", "words"),
     [
-        ({"name": "a/b", "ref": "org/one"}, "a/b", "letters"),
+        ({"name": "a/b", "ref": "org/one"}, "a/b", "not allowed in a name"),
         ({"name": "x"}, "x", "ref"),
         ({"ref": "org/one"}, "entry 2", "name"),
         ({"name": "x", "ref": "plain"}, "x", "no source"),

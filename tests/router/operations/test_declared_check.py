@@ -68,11 +68,12 @@ async def settled_of(router: Running, name: str) -> dict[str, Any]:
 
 async def test_a_reason_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "router.names.catalog")
+    worker = FakeWorker()
+    worker.loader = load
     async with (
-        running_worker(FakeWorker()) as worker,
+        running_worker(worker),
         running_router(tmp_path, worker, adapters=DECLARED, check_adapters="start") as router,
     ):
-        worker.loader = load
         shown = await settled(router)
         for name, (_, words) in REASONS.items():
             assert shown[name]["state"] == "broken", shown[name]

@@ -11,6 +11,7 @@ from adapters.grammar.vocabulary import Vocabulary
 from server.constraints.constraints import Constraints
 from server.engine.certificates import certified_output
 from server.engine.messages import AbortSequence
+from tests.lost_helpers import kill_helpers
 from tests.server.constraints.serving import (
     EOS,
     OBJECT,
@@ -173,6 +174,25 @@ def test_a_grammar_whose_masks_take_too_long_ends_and_is_refused_from_then_on() 
             assert "processor time" in (last(worker, key).message or "")
         assert worker.answer(1) == certified_output(None, [5, 6], 30, OPTIONS)
         assert len([c for output in worker.outputs for c in output.compiled]) == 1
+    made.close()
+
+
+def test_a_checker_that_is_lost_or_cannot_start_is_no_verdict_that_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = constraints()
+    with serving(certifying(), 2, made) as worker:
+        for key, grammar in enumerate(('start: "a"', 'start: "b"', 'start: "b"')):
+            worker.submit(key, make_request([5, 6], 30, grammar=grammar))
+            assert last(worker, key).error is None
+            kill_helpers("adapters.grammar.trial_process")
+        with monkeypatch.context() as patched:
+            patched.setattr("adapters.helpers.helper._PROGRAM", "import nowhere")
+            worker.submit(4, make_request([5, 6], 30, grammar='start: "c"'))
+            assert last(worker, 4).error == "bad_grammar"
+            assert "No module named 'nowhere'" in (last(worker, 4).message or "")
+        [cause] = [c.fault for output in worker.outputs for c in output.compiled if c.fault]
+        assert cause == "unavailable"
     made.close()
 
 

@@ -10,6 +10,8 @@ from adapters.grammar.vocabulary import Vocabulary
 
 _MAX_MESSAGE = 500
 _FIRST_TOKENS = 24  # that are tried out
+# Where more tokens may be next there is free text: its masks are dear, and need no trial.
+_MOST_NEXT = 128
 # llguidance's own limits: work on expressions at first and for one mask, the parser's items for one
 # mask and at one place, the size of one matcher. A checker's process stops at GrammarLimits.
 _OWN_LIMITS = LLParserLimits(
@@ -101,7 +103,7 @@ def _walk(vocabulary: Vocabulary, matcher: LLMatcher, begin: int) -> None:
                 token = allowed & -allowed if number % 2 else allowed
                 matcher.try_consume_tokens([token.bit_length() - 1])
         _check(matcher)
-        if not allowed:
+        if not 0 < allowed.bit_count() <= _MOST_NEXT:
             return
 
 

@@ -55,15 +55,18 @@ class AnswerEnds:
         key = hashlib.sha256(msgspec.json.encode(said, order="sorted")).digest()
         ends = self._found.get(key)
         if ends is None:
-            rendered = [await self._render(source, tokens, probe) for probe in PROBES]
+            rendered = [await self._render(model, source, tokens, probe) for probe in PROBES]
             added = {token.content: i for i, token in model.added_tokens().items()}
             ends = turn_ends(rendered, added)
             if any(text is not None for text in rendered):  # else it may only be slow just now
                 self._found.put(key, ends)
         return ends
 
-    async def _render(self, source: str, tokens: dict[str, str], probe: Probe) -> str | None:
+    async def _render(
+        self, model: TextModel, source: str, tokens: dict[str, str], probe: Probe
+    ) -> str | None:
+        asked = (source, tokens, probe.messages, probe.options)
         try:
-            return await self._sandbox.render(source, tokens, probe.messages, probe.options)
+            return await self._sandbox.render(*asked, model.turns)
         except TemplateFault:
             return None

@@ -1,11 +1,11 @@
 """Holds an answer to the form that its caller asked for: the grammar in its sampling.
 
-Grammars are composed and tried out in threads and processes of their own, before the request waits.
+A grammar is tried out once, in a process of its own and in turn, before the request waits.
 """
 
-import asyncio
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Lock
 
 import msgspec
@@ -19,12 +19,13 @@ from router.call import GenerationCall, RequestError
 from router.generation.answer_parts import PartsOfAnswers
 from router.shape.shape import ShapeRefused
 from router.text.model import TextModel
+from router.text.turn_taking import PROCESSES
 from router.tools.compose import Frame, grammar_of
 from server.protocol import SamplingParams
 
 _MAX_KEPT = 4096
-# So that one caller's costly grammar holds nobody up.
-_PROCESSES = 2
+# To compose a grammar takes so many times as long as to encode a text of its form's length.
+_COST_OF_FORM = 8
 
 
 class AnswerShapes:
@@ -32,7 +33,7 @@ class AnswerShapes:
 
     def __init__(self, limits: GrammarLimits) -> None:
         self._limits = limits
-        self._threads = ThreadPoolExecutor(_PROCESSES, "shapes")
+        self._threads = ThreadPoolExecutor(PROCESSES, "shapes")  # those that wait for trials
         self._problems: Recent[bytes, str] = Recent(_MAX_KEPT)
         self._changing = Lock()
         self._checker: tuple[str, GrammarChecker] | None = None
@@ -42,14 +43,17 @@ class AnswerShapes:
     ) -> SamplingParams:
         """The call's sampling with what its form, tools and bad words are to the engine.
 
-        Raises RequestError (invalid, unsupported, unavailable).
+        Raises RequestError (invalid, unsupported, unavailable, overloaded).
         """
         is_held = call.shape is not None or (call.tools is not None and call.tools.is_held)
         if not is_held and not call.bad_words:
             return call.sampling
         frame = parts.frame(call, prompt, model.special_ids) if is_held else None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._held, call, model, frame)
+        size = _COST_OF_FORM * len(repr((call.shape, call.tools, call.bad_words)))
+        sampling = await model.turns.run(size, partial(_composed, call, model, frame))
+        if sampling.grammar:
+            await self._check(sampling.grammar, _param(call), model)
+        return sampling
 
     def close(self) -> None:
         with self._changing:
@@ -58,42 +62,31 @@ class AnswerShapes:
             held[1].close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _held(self, call: GenerationCall, model: TextModel, frame: Frame | None) -> SamplingParams:
-        return msgspec.structs.replace(
-            call.sampling,
-            grammar="" if frame is None else self._grammar(call, model, frame),
-            bad_words=_spellings(call.bad_words, model),
-        )
-
-    def _grammar(self, call: GenerationCall, model: TextModel, frame: Frame) -> str:
-        param = "tools" if call.shape is None else call.shape.param
-        try:
-            grammar = grammar_of(call.shape, frame)
-            problem = self._problem(grammar, model)
-        except ShapeRefused as error:
-            message = f"`{error.param}`: {error.message}"
-            raise RequestError("invalid", message, param=error.param) from None
-        except VocabularyError as error:
-            message = f"`{param}`: {error}"
-            raise RequestError("unsupported", message, param=param) from None
-        except CheckerBroken as error:
-            raise RequestError("not_served", str(error), param=param) from error
-        except CheckerUnavailable as error:
-            raise RequestError("unavailable", str(error)) from error
-        if problem:
-            raise RequestError("invalid", f"`{param}`: {problem}", param=param)
-        return grammar
-
-    def _problem(self, grammar: str, model: TextModel) -> str:
-        """ "" = there is none. Raises VocabularyError, CheckerUnavailable."""
-        digest = model.card.base_digest
+    async def _check(self, grammar: str, param: str, model: TextModel) -> None:
+        """Raises RequestError. What is known of a grammar is found before any line."""
         content = grammar.encode("utf-8", "surrogatepass")
-        key = hashlib.sha256(digest.encode() + b"\0" + content).digest()
+        key = hashlib.sha256(model.card.base_digest.encode() + b"\0" + content).digest()
         problem = self._problems.get(key)
         if problem is None:
-            checker = self._checker_of(model)
+            work = partial(self._tried, grammar, key, model)
             try:
-                checker.check(grammar)
+                problem = await model.turns.run_apart("grammar", 1, work, self._threads)
+            except VocabularyError as error:
+                message = f"`{param}`: {error}"
+                raise RequestError("unsupported", message, param=param) from None
+            except CheckerBroken as error:
+                raise RequestError("not_served", str(error), param=param) from error
+            except CheckerUnavailable as error:
+                raise RequestError("unavailable", str(error)) from error
+        if problem:
+            raise RequestError("invalid", f"`{param}`: {problem}", param=param)
+
+    def _tried(self, grammar: str, key: bytes, model: TextModel) -> str:
+        """What is wrong with it, or "". Raises VocabularyError, CheckerUnavailable."""
+        problem = self._problems.get(key)  # another's trial of it may have ended meanwhile
+        if problem is None:
+            try:
+                self._checker_of(model).check(grammar)
                 problem = ""
             except GrammarError as error:
                 problem = str(error)
@@ -106,11 +99,26 @@ class AnswerShapes:
             if self._checker is not None and self._checker[0] == card.base_digest:
                 return self._checker[1]
             tokens = read_tokens(card.tokenizer_json, card.vocab_size, card.eos_token_ids)
-            checker = GrammarChecker(tokens, self._limits, _PROCESSES)
+            checker = GrammarChecker(tokens, self._limits, PROCESSES)
             before, self._checker = self._checker, (card.base_digest, checker)
         if before is not None:
             before[1].close()
         return checker
+
+
+def _composed(call: GenerationCall, model: TextModel, frame: Frame | None) -> SamplingParams:
+    """Raises RequestError (invalid)."""
+    try:
+        grammar = "" if frame is None else grammar_of(call.shape, frame)
+    except ShapeRefused as error:
+        message = f"`{error.param}`: {error.message}"
+        raise RequestError("invalid", message, param=error.param) from None
+    bad_words = _spellings(call.bad_words, model)
+    return msgspec.structs.replace(call.sampling, grammar=grammar, bad_words=bad_words)
+
+
+def _param(call: GenerationCall) -> str:
+    return "tools" if call.shape is None else call.shape.param
 
 
 def _spellings(words: tuple[str, ...], model: TextModel) -> tuple[tuple[int, ...], ...]:

@@ -108,7 +108,7 @@ async def _whole(
 ) -> Response:
     """An answer that is sent when it is complete."""
     results = await generation.finish()
-    pieces = await generation.model.long_texts.written(
+    pieces = await generation.model.turns.written(
         _size(results, generation.prompts, call.sampling),
         lambda: formatter.whole(results, generation.prompts),
     )

@@ -115,7 +115,7 @@ class Dispatcher:
         with _as_request_errors(authorised.call.api):
             await self._fleet.until_ready(authorised.tenant, len(arrived.body))
         # Not before: a worker that came in the meantime may serve another base.
-        model = self._base.require()
+        model = self._base.require_for(authorised.caller)
         check_early(authorised.call, model.card)
         observer.asked(authorised.call, authorised.tenant, model.card.names[0])
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
@@ -144,7 +144,7 @@ class Dispatcher:
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         with _as_request_errors(authorised.call.api):
             async with self._until(deadline):
-                model = self._base.require()
+                model = self._base.require_for(authorised.caller)
                 adapter = await self._resolve(authorised, observer)
                 resolved = await self._with_text(model, adapter)
                 return resolved.model, await self._prompts(authorised, resolved, observer)
@@ -181,7 +181,7 @@ class Dispatcher:
             with _as_request_errors("chat"):
                 await self._fleet.until_ready(arrived.caller.tenant, len(arrived.body))
             self._base.require()
-        return await self._base.require().long_texts.parsed(
+        return await self._base.require_for(arrived.caller).turns.parsed(
             arrived.body, lambda body: arrived.parse(body, self._base.limits, arrived.bearer)
         )
 

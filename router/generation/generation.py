@@ -195,7 +195,7 @@ class Generation:
         streams = [choice.stream for choice in self._choices]
         raw = [stream.numbers for stream in streams if isinstance(stream, VectorStream)]
         size = sum(map(len, raw))
-        found = await self.model.long_texts.run(size, lambda: reading.numbers(raw))
+        found = await self.model.turns.run(size, lambda: reading.numbers(raw))
         return [
             msgspec.structs.replace(results[i], prompt_index=i, vector=numbers)
             for i, numbers in enumerate(found)
@@ -243,7 +243,7 @@ class Generation:
         self._observer.prompt_read(event.cached_tokens or 0)
         tokens: tuple[TextToken, ...] = ()
         if task.sampling.prompt_logprobs is not None:
-            tokens = await self.model.long_texts.run(
+            tokens = await self.model.turns.run(
                 _SIZE_OF_SCORED * len(prompt.ids),
                 lambda: prompt_tokens(self.model, prompt.parts, prompt.ids, event.prompt_logprobs),
             )

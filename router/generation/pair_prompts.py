@@ -22,7 +22,7 @@ async def pair_prompts(
     reader = _PairReader(call, vector, form, model)
     queries = sum(map(len, vector.queries)) + len(form.template) * len(call.prompts)
     size = sum(map(len, call.prompts)) + queries
-    return await model.long_texts.run(size, reader.all)
+    return await model.turns.run(size, reader.all)
 
 
 class _PairReader(TextReader):

@@ -50,12 +50,12 @@ async def build_prompts(
         except RequestError as error:
             raise error.spelled(_CHAT_FIELDS.get(call.api, {})) from error
         text = found.text
-        prompt = await model.long_texts.run(
+        prompt = await model.turns.run(
             len(text), lambda: _encode(call, model, text, _PARAM[call.api])
         )
         return [msgspec.structs.replace(prompt, rendered=found)]
     size = sum(len(prompt) for prompt in call.prompts)
-    return await model.long_texts.run(
+    return await model.turns.run(
         size, lambda: [_build(call, model, prompt) for prompt in call.prompts]
     )
 
@@ -126,13 +126,13 @@ async def render_messages(
     """
     if template is None:
         size = len(repr((messages, options)))
-        return await model.long_texts.run(size, lambda: model.templates.render(messages, options))
+        return await model.turns.run(size, lambda: model.templates.render(messages, options))
     tokens = {**model.card.special_tokens, **template.special_tokens}
     known = {name: text for name, text in tokens.items() if text is not None}
     try:
         name = choose_template(template.sources, options.template, options.tools is not None)
         source = template.sources[name]
-        return await sandbox.written(source, known, messages, options)
+        return await sandbox.written(source, known, messages, options, model.turns)
     except TemplateFault as fault:
         raise template_error(fault) from fault
 

@@ -30,7 +30,7 @@ async def vector_prompts(
             reader.prompt(prompt, before, reader.field(i)) for i, prompt in enumerate(call.prompts)
         ]
 
-    return await model.long_texts.run(size, read)
+    return await model.turns.run(size, read)
 
 
 async def class_prompts(call: GenerationCall, model: TextModel) -> list[Prompt]:
@@ -42,7 +42,7 @@ async def class_prompts(call: GenerationCall, model: TextModel) -> list[Prompt]:
         found = [reader.prompt(text, "", reader.field(i)) for i, text in enumerate(call.prompts)]
         return [unpadded(prompt, model) for prompt in found]
 
-    return await model.long_texts.run(size, read)
+    return await model.turns.run(size, read)
 
 
 async def paired_vector_prompts(
@@ -59,7 +59,7 @@ async def paired_vector_prompts(
         ),
     ]
     size = sum(len(text) + len(before) for text, before, _ in texts)
-    return await model.long_texts.run(size, lambda: [reader.prompt(*text) for text in texts])
+    return await model.turns.run(size, lambda: [reader.prompt(*text) for text in texts])
 
 
 def queries_of(vector: VectorCall) -> Sequence[str]:

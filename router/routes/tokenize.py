@@ -51,33 +51,33 @@ class TokenizeRoutes:
         """LoRAX's shape is answered in LoRAX's, errors too; vLLM's two in vLLM's."""
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
-        base = self._service.base.require()
-        plain = await base.long_texts.parsed(body, decode_plain)
+        base = self._service.base.require_for(caller)
+        plain = await base.turns.parsed(body, decode_plain)
         shape = shape_of(plain)
         if shape == "inputs":
             return await _spans(plain, base)
         request.state.dialect = "openai"
         parse: Parse[IdsAsked] = parse_messages if shape == "messages" else parse_prompt
-        asked = await self._parsed(request, body, parse)
+        asked = await self._parsed(request, caller, body, parse)
         model, (prompt,) = await self._prompts(request, caller, _uncut(asked.call))
         return await _ids(prompt.ids, model, asked.with_strings)
 
     async def detokenize(self, request: Request) -> Response:
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
-        ids, call = await self._parsed(request, body, parse_detokenize)
+        ids, call = await self._parsed(request, caller, body, parse_detokenize)
         model, _ = await self._prompts(request, caller, call)
         check_ids(ids, model, "tokens")
 
         def answer() -> DetokenizedText:
             return DetokenizedText(model.decode(ids, skip_special_tokens=False))
 
-        return LongAnswer(await model.long_texts.written(len(ids), answer))
+        return LongAnswer(await model.turns.written(len(ids), answer))
 
     async def count_messages(self, request: Request) -> Response:
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
-        call = await self._parsed(request, body, parse_count)
+        call = await self._parsed(request, caller, body, parse_count)
         _, (prompt,) = await self._prompts(request, caller, _uncut(call))
         return json_response(TokenCount(len(prompt.ids)))
 
@@ -86,11 +86,11 @@ class TokenizeRoutes:
         model = self._service.base.require()
         return json_response(tokenizer_info(model.card, model.added_tokens()))
 
-    async def _parsed(self, request: Request, body: bytes, parse: Parse[T]) -> T:
+    async def _parsed(self, request: Request, caller: Caller, body: bytes, parse: Parse[T]) -> T:
         """Raises RequestError."""
         limits, bearer = self._service.base.limits, self._service.answerer.bearer(request)
-        texts = self._service.base.require().long_texts
-        return await texts.parsed(body, lambda body: parse(body, limits, bearer))
+        turns = self._service.base.require_for(caller).turns
+        return await turns.parsed(body, lambda body: parse(body, limits, bearer))
 
     async def _caller(self, request: Request) -> Caller:
         """Raises RequestError."""
@@ -114,7 +114,7 @@ def _uncut(call: GenerationCall) -> GenerationCall:
 async def _spans(plain: dict[str, Any], model: TextModel) -> Response:
     text, add_special_tokens = parse_inputs(plain)
     size = _SPAN_WEIGHT * len(text)
-    pieces = await model.long_texts.written(size, lambda: model.spans(text, add_special_tokens))
+    pieces = await model.turns.written(size, lambda: model.spans(text, add_special_tokens))
     return LongAnswer(pieces)
 
 
@@ -123,4 +123,4 @@ async def _ids(ids: list[int], model: TextModel, with_strings: bool) -> Response
         strings = [model.token(i) or "" for i in ids] if with_strings else None
         return TokenizedPrompt(len(ids), model.card.max_context, ids, strings)
 
-    return LongAnswer(await model.long_texts.written(len(ids), answer))
+    return LongAnswer(await model.turns.written(len(ids), answer))

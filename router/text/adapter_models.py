@@ -1,8 +1,9 @@
 """The text side of adapters that add tokens: the base's tokenizer with theirs."""
 
-import asyncio
 import json
+import sys
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -20,11 +21,10 @@ _Key = tuple[tuple[OwnToken, ...], int]
 
 
 class AdapterModels:
-    """Made when an adapter is first used, in a thread, and kept while they are used."""
+    """Made when an adapter is first used, in turn, and kept while they are used."""
 
     def __init__(self) -> None:
         self._kept: Recent[_Key, TextModel] = Recent(MAX_MODELS)
-        self._making = asyncio.Lock()
 
     async def of(self, base: TextModel, manifest: AdapterManifest | None) -> TextModel:
         """The base's own for adapters that change nothing of it.
@@ -36,11 +36,16 @@ class AdapterModels:
         key = manifest.added_tokens, manifest.table_size
         found = self._known(base, key)
         if found is None:
-            async with self._making:
-                found = self._known(base, key)
-                if found is None:
-                    found = await asyncio.to_thread(_made, base, *key)
-                    self._kept.put(key, found)
+            # As a text that is too large for another beside it: one is made at a time.
+            found = await base.turns.run_apart("text", sys.maxsize, partial(self._made, base, key))
+        return found.taking(base.turns)
+
+    def _made(self, base: TextModel, key: _Key) -> TextModel:
+        """Raises as `of`."""
+        found = self._known(base, key)  # another may have waited for the same
+        if found is None:
+            found = _made(base, *key)
+            self._kept.put(key, found)
         return found
 
     def _known(self, base: TextModel, key: _Key) -> TextModel | None:
@@ -63,7 +68,6 @@ def _made(base: TextModel, added: Sequence[OwnToken], table_size: int) -> TextMo
         if model.token(token.id) != token.content:
             message = f"the base's tokenizer cannot have {token.content!r} as token {token.id}"
             raise RequestError("adapter_invalid", message)
-    model.long_texts = base.long_texts
     return model
 
 

@@ -16,10 +16,10 @@ from adapters.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of
 from adapters.classes import OwnClasses
 from router.call import GenerationCall, RequestError
 from router.text.detokenizer import Detokenizer, common_prefix
-from router.text.long_texts import LongTexts
 from router.text.templates import BaseTemplates
 from router.text.text_decoder import make_decoder
 from router.text.tokenizer_json import AddedToken, longest_token
+from router.text.turn_taking import CallersTurns, TurnTaking
 from server.protocol import ModelCard
 
 # Beside which a token's own text is found. Some decoders drop what repeats the token before.
@@ -39,15 +39,15 @@ class TextModel:
     """The text side of one base model, or of an adapter that adds tokens. It is the streams'
     Vocabulary.
 
-    card: of an adapter, with its tokens. base_card: of the base. long_texts: where work on it is
-    done that may take long. templates: of chats.
+    card: of an adapter, with its tokens. base_card: of the base. turns: in which work on it is done
+    that may take long. templates: of chats.
     Raises ValueError when the card's tokenizer cannot be read.
     """
 
     def __init__(self, card: ModelCard, base_card: ModelCard | None = None) -> None:
         self.card = card
         self.base_card = base_card or card
-        self.long_texts = LongTexts()
+        self.turns = TurnTaking().of("")
         try:
             self._tokenizer = Tokenizer.from_str(card.tokenizer_json)
         except Exception as error:  # the library raises bare Exception
@@ -72,6 +72,12 @@ class TextModel:
         """The same under an adapter with a score head of its own."""
         other = copy.copy(self)
         other.card = self.card.with_head(own)
+        return other
+
+    def taking(self, turns: CallersTurns) -> "TextModel":
+        """The same for one caller, whose turns its work takes."""
+        other = copy.copy(self)
+        other.turns = turns
         return other
 
     # Text to ids

@@ -8,6 +8,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from adapters.chat.template import MAX_OUTPUT_CHARS
 from adapters.helpers.helper import Helper, HelperBroken, HelperStopped, HelperUnavailable
 from router.call import RequestError
 from router.text.template_worker import CPU_SECONDS, MEMORY_BYTES, RenderJob, RenderOutcome
+from router.text.turn_taking import PROCESSES, CallersTurns
 
 RENDER_TIMEOUT_S = 20.0
 # A template that cost a process is refused unseen for so long, with messages of that size or more.
@@ -29,7 +31,7 @@ _MODULE = "router.text.template_worker"
 class TemplateSandbox:
     """At most `processes` templates render at once; processes start when first needed."""
 
-    def __init__(self, processes: int = 2) -> None:
+    def __init__(self, processes: int = PROCESSES) -> None:
         self._all = tuple(
             Helper(_MODULE, b"", RENDER_TIMEOUT_S, _MAX_FRAME_BYTES) for _ in range(processes)
         )
@@ -44,9 +46,10 @@ class TemplateSandbox:
         special_tokens: dict[str, str],
         messages: Sequence[dict[str, Any]],
         options: TemplateOptions,
+        turns: CallersTurns | None = None,
     ) -> str:
         """The text alone. Raises as `written`."""
-        return (await self.written(source, special_tokens, messages, options)).text
+        return (await self.written(source, special_tokens, messages, options, turns)).text
 
     async def written(
         self,
@@ -54,12 +57,15 @@ class TemplateSandbox:
         special_tokens: dict[str, str],
         messages: Sequence[dict[str, Any]],
         options: TemplateOptions,
+        turns: CallersTurns | None = None,
     ) -> Rendered:
-        """As `ChatTemplate(source, special_tokens).written(messages, options)`.
+        """As `ChatTemplate(source, special_tokens).written(messages, options)`. turns: its
+        caller's.
 
         Raises TemplateFault; RequestError (unavailable, not_served) when no process can answer.
         """
-        outcome = await self._do(RenderJob(source, special_tokens, list(messages), options))
+        job = RenderJob(source, special_tokens, list(messages), options)
+        outcome = await self._do(job, turns)
         return outcome.prompt or Rendered("")
 
     async def form(self, source: str, special_tokens: dict[str, str]) -> MessageForm:
@@ -67,12 +73,13 @@ class TemplateSandbox:
         outcome = await self._do(RenderJob(source, special_tokens, None, TemplateOptions()))
         return outcome.form or MessageForm()
 
-    async def _do(self, job: RenderJob) -> RenderOutcome:
+    async def _do(self, job: RenderJob, turns: CallersTurns | None = None) -> RenderOutcome:
         """Raises as `written`."""
         frame = _frame(job)
         encoded = job.source.encode("utf-8", "replace")
         key, size = hashlib.sha256(encoded).digest(), len(frame) - len(encoded)
-        async with self._slots:
+        self._check_refused(key, size)  # before any line
+        async with nullcontext() if turns is None else turns.take("template"), self._slots:
             self._check_refused(key, size)
             helper = self._idle.pop()
             try:

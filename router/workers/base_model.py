@@ -9,7 +9,9 @@ import msgspec
 from router.api.request.formatter import ApiLimits, limits_from
 from router.call import BASE_PLACEHOLDERS, RequestError
 from router.config import RouterConfig
+from router.tenancy.keys import Caller
 from router.text.model import TextModel
+from router.text.turn_taking import TurnTaking
 from router.workers.roster import Roster
 from server.protocol import ModelCard
 
@@ -38,6 +40,7 @@ class BaseModel:
         self._roster = roster
         self._config = config
         self._text: TextModel | None = None
+        self._turns = TurnTaking()
         self._limits = ApiLimits()
         self._adopting = asyncio.Lock()
 
@@ -57,6 +60,10 @@ class BaseModel:
                 "unavailable", "no worker has reported its model yet; try again soon"
             )
         return self._text
+
+    def require_for(self, caller: Caller) -> TextModel:
+        """The same, whose work takes this caller's turns. Raises as `require`."""
+        return self.require().taking(self._turns.of(caller.tenant, caller.is_batch))
 
     async def adopt(
         self, card: ModelCard, in_use: Callable[[], bool] = lambda: False

@@ -8,8 +8,10 @@ import pytest
 
 from adapters.chat.conversation import TemplateFault, TemplateOptions
 from adapters.chat.template import ChatTemplate
+from adapters.common.turns import Room
 from router.call import RequestError
 from router.text.template_sandbox import TemplateSandbox
+from router.text.turn_taking import TurnTaking
 from tests.adapters.chat.test_forms import FOLDER
 from tests.lost_helpers import kill_helpers
 from tests.router.text.small_models import REFUSING, TEMPLATE
@@ -84,8 +86,20 @@ async def test_a_template_that_cost_a_process_is_refused_for_a_while(
 ) -> None:
     with pytest.raises(TemplateFault, match="processor time"):
         await sandbox.render(GREEDY["time"], TOKENS, MESSAGES, NONE)
-    with pytest.raises(TemplateFault, match="a moment ago"):
-        await sandbox.render(GREEDY["time"], TOKENS, MESSAGES, NONE)
+    taking = TurnTaking({"template": Room(size=1, of_one=1, line=1)})
+    async with taking.of("a").take("template"):  # it is known before any line
+        with pytest.raises(TemplateFault, match="a moment ago"):
+            await sandbox.render(GREEDY["time"], TOKENS, MESSAGES, NONE, taking.of("a"))
+
+
+async def test_templates_of_others_are_not_waited_for(sandbox: TemplateSandbox) -> None:
+    taking = TurnTaking({"template": Room(size=2, of_one=1, line=9)})
+    asked = ("{{ bos_token }}", TOKENS, MESSAGES, NONE)
+    async with taking.of("a").take("template"):
+        waiting = asyncio.create_task(sandbox.render(*asked, taking.of("a")))
+        assert await sandbox.render(*asked, taking.of("b")) == "<s>"
+        assert not waiting.done()
+    assert await waiting == "<s>"
 
 
 @pytest.mark.parametrize("value", [2**64, "\ud800"])

@@ -5,9 +5,20 @@ import threading
 
 import pytest
 
-from router.text.long_texts import INLINE_SIZE, LongTexts
+from adapters.common.turns import Room
+from router.call import RequestError
+from router.text.turn_taking import INLINE_SIZE, CallersTurns, TurnTaking
 
 LONG = INLINE_SIZE + 1
+
+
+def taking(size: int, of_one: int | None = None, line: int = 100) -> TurnTaking:
+    rooms = Room(size, size if of_one is None else of_one, line)
+    return TurnTaking({"text": rooms, "template": Room(1, 1, line)})
+
+
+def turns_for(size: int) -> CallersTurns:
+    return taking(size).of("")
 
 
 class Work:
@@ -35,11 +46,11 @@ async def settled() -> None:
 
 
 async def test_short_work_is_done_here() -> None:
-    assert await LongTexts().run(INLINE_SIZE, threading.get_ident) == threading.get_ident()
+    assert await turns_for(LONG).run(INLINE_SIZE, threading.get_ident) == threading.get_ident()
 
 
 async def test_so_much_at_once_and_in_order() -> None:
-    texts = LongTexts(2 * LONG)
+    texts = turns_for(2 * LONG)
     works = [Work() for _ in range(4)]
     sizes = [LONG, LONG, 10 * LONG, LONG]
     asking = [asyncio.create_task(texts.run(*each)) for each in zip(sizes, works, strict=True)]
@@ -60,7 +71,7 @@ async def test_so_much_at_once_and_in_order() -> None:
 
 
 async def test_who_leaves_while_it_waits_holds_nobody_up() -> None:
-    texts = LongTexts(2 * LONG)
+    texts = turns_for(2 * LONG)
     first, large, small = Work(), Work(), Work()
     asking = asyncio.create_task(texts.run(LONG, first))
     await begins(first)
@@ -76,7 +87,7 @@ async def test_who_leaves_while_it_waits_holds_nobody_up() -> None:
 
 
 async def test_work_whose_caller_left_takes_its_room_until_it_ends() -> None:
-    texts = LongTexts(LONG)
+    texts = turns_for(LONG)
     first, second = Work(), Work()
     leaving = asyncio.create_task(texts.run(LONG, first))
     await begins(first)
@@ -92,7 +103,58 @@ async def test_work_whose_caller_left_takes_its_room_until_it_ends() -> None:
 
 
 async def test_what_work_raises_is_its_callers() -> None:
-    texts = LongTexts(LONG)
+    texts = turns_for(LONG)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             await texts.run(LONG, lambda: 1 // 0)
+
+
+async def test_lines_take_turns() -> None:
+    texts = taking(LONG)
+    works = [Work() for _ in range(5)]
+    askers = [*(texts.of("a") for _ in range(3)), texts.of("b", is_batch=True), texts.of("b")]
+    asking = [
+        asyncio.create_task(asker.run(LONG, work))
+        for asker, work in zip(askers, works, strict=True)
+    ]
+    for number, place in enumerate((0, 1, 4, 2, 3)):
+        await begins(works[place])
+        await settled()
+        assert sum(work.begun.is_set() for work in works) == number + 1
+        works[place].let_go.set()
+    await asyncio.gather(*asking)
+
+
+async def test_a_turn_that_came_to_one_who_left_goes_on() -> None:
+    """It is cancelled in the very moment in which it may begin."""
+    templates = taking(LONG).of("")
+    entered = list[str]()
+    left = asyncio.Event()
+
+    async def render(name: str) -> None:
+        async with templates.take("template"):
+            entered.append(name)
+            if name == "first":
+                await left.wait()
+
+    first, second, third = (
+        asyncio.create_task(render(name)) for name in ("first", "second", "third")
+    )
+    await settled()
+    left.set()
+    second.cancel()
+    await asyncio.gather(first, third)
+    assert entered == ["first", "third"]
+    assert second.cancelled()
+
+
+async def test_a_full_line_is_refused() -> None:
+    templates = taking(LONG, line=1).of("a")
+    async with templates.take("template"):
+        waiting = asyncio.create_task(templates.run_apart("template", 1, lambda: "done"))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError) as refused:
+            async with templates.take("template"):
+                raise AssertionError
+        assert refused.value.cause == "overloaded"
+    assert await waiting == "done"

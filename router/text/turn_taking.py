@@ -1,0 +1,137 @@
+"""Carries out turns of costly work on the event loop, which stays free.
+
+What takes processor time before a request waits for a worker takes a turn: long texts, adapters'
+chat templates, trials of grammars.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from typing import Any, Literal, TypeVar
+
+from adapters.common.turns import LineFull, Room, Turn, Turns
+from router.call import RequestError
+from router.text.pieces import in_pieces
+
+Kind = Literal["text", "template", "grammar"]
+
+# Encoding runs at a few MB/s: below this size a thread costs more than it saves.
+INLINE_SIZE = 16 << 10
+# Processes that render adapters' templates, and as many that try grammars.
+PROCESSES = 3
+# Who stood behind more would hardly live to see its turn.
+_MAX_LINE = 1024
+# Of texts in characters: a tokenizer uses up to 400 bytes of memory a character while it works.
+# Answers take such turns, too, and are not refused for a full line: their requests are bounded.
+ROOMS: dict[str, Room] = {
+    "text": Room(2 << 20, 3 << 19, sys.maxsize),
+    "template": Room(PROCESSES, PROCESSES - 1, _MAX_LINE),
+    "grammar": Room(PROCESSES, PROCESSES - 1, _MAX_LINE),
+}
+_RETRY_S = 1.0
+# JSON is read so many times as fast as text is encoded.
+_PARSING = 8
+# Between pieces of JSON. Python takes the interpreter from a thread that asks for it on and on only
+# every 5 ms, and the event loop asks several times for each request.
+_PAUSE_S = 0.0002
+
+T = TypeVar("T")
+_Waiting = Turn[asyncio.Future[None]]
+
+
+class TurnTaking:
+    """All callers' turns of one process."""
+
+    def __init__(self, rooms: Mapping[str, Room] = ROOMS) -> None:
+        self._turns: Turns[asyncio.Future[None]] = Turns(rooms)
+
+    def of(self, tenant: str, is_batch: bool = False) -> "CallersTurns":
+        return CallersTurns(self, tenant, is_batch)
+
+    async def enter(self, kind: Kind, size: int, tenant: str, is_batch: bool) -> _Waiting:
+        """Returns when it may begin; `leave` ends it. Raises RequestError (overloaded)."""
+        has_begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turn = Turn(kind, tenant, is_batch, size, has_begun)
+        try:
+            self._turns.join(turn)
+        except LineFull as error:
+            message = f"too many requests wait for their {kind} already; try again soon"
+            raise RequestError("overloaded", message, retry_after_s=_RETRY_S) from error
+        self._begin()
+        try:
+            await has_begun
+        except asyncio.CancelledError:
+            self.leave(turn)
+            raise
+        return turn
+
+    def leave(self, turn: _Waiting) -> None:
+        self._turns.leave(turn)
+        self._begin()
+
+    def _begin(self) -> None:
+        for turn in self._turns.begin():
+            if not turn.work.done():  # else its caller has left, and says so soon
+                turn.work.set_result(None)
+
+
+class CallersTurns:
+    """Turns of one caller: of a tenant, for live requests or for batches."""
+
+    def __init__(self, taking: TurnTaking, tenant: str, is_batch: bool) -> None:
+        self._taking, self._tenant, self._is_batch = taking, tenant, is_batch
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """size: characters or ids that `work` goes through. Short work is done at once, here.
+
+        Raises RequestError (overloaded).
+        """
+        if size <= INLINE_SIZE:
+            return work()
+        return await self.run_apart("text", size, work)
+
+    async def parsed(self, body: bytes, parse: Callable[[bytes], T]) -> T:
+        """What `parse` makes of a request's body. Raises as `run`."""
+        return await self.run(len(body) // _PARSING, lambda: parse(body))
+
+    async def written(self, size: int, answer: Callable[[], Any]) -> list[bytes]:
+        """JSON of what `answer` makes, in pieces (`in_pieces`), at least one. size: as of `run`."""
+        pause_s = 0.0 if size <= INLINE_SIZE else _PAUSE_S
+        return await self.run(size, lambda: _pieces(answer(), pause_s))
+
+    async def run_apart(
+        self, kind: Kind, size: int, work: Callable[[], T], threads: Executor | None = None
+    ) -> T:
+        """Work for a thread, of the loop's own threads without others. Raises as `run`."""
+        turn = await self._taking.enter(kind, size, self._tenant, self._is_batch)
+
+        def done(job: "asyncio.Future[T]") -> None:
+            if not job.cancelled():
+                job.exception()  # known, whether or not somebody still waits for it
+            self._taking.leave(turn)
+
+        job = asyncio.get_running_loop().run_in_executor(threads, work)
+        job.add_done_callback(done)
+        # Nobody stops a thread: it uses its room until it ends, though its caller has left.
+        return await asyncio.shield(job)
+
+    @asynccontextmanager
+    async def take(self, kind: Kind) -> AsyncIterator[None]:
+        """A turn of size 1, for what is inside. Raises as `run`."""
+        turn = await self._taking.enter(kind, 1, self._tenant, self._is_batch)
+        try:
+            yield
+        finally:
+            self._taking.leave(turn)
+
+
+def _pieces(answer: Any, pause_s: float) -> list[bytes]:
+    pieces = []
+    for piece in in_pieces(answer):
+        pieces.append(piece)
+        if pause_s:
+            time.sleep(pause_s)
+    return pieces

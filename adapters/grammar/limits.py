@@ -47,7 +47,10 @@ class ServedGrammarLimits(GrammarLimits):
         default=0.1,
         metadata={"min": 0.001, "help": "processor time of a grammar for one token of an answer"},
     )
-    threads: int = field(default=2, metadata={"min": 1, "help": "grammars compiled at once"})
+    threads: int = field(
+        default=3,
+        metadata={"min": 1, "help": "grammars compiled at once; of one tenant all but one"},
+    )
     cache_entries: int = field(
         default=256,
         metadata={"flag": "cache", "min": 0, "help": "compiled grammars that are kept"},

@@ -7,27 +7,25 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from llguidance import LLMatcher
 
-from adapters.grammar.checker import CheckerBroken, CheckerUnavailable, GrammarChecker
+from adapters.grammar.checker import CheckerBroken, CheckerUnavailable
 from adapters.grammar.compile import (
     GrammarError,
-    GrammarTooCostly,
-    compile_grammar,
 )
 from adapters.grammar.deep_threads import DeepThreads
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
-from server.constraints.cache import BoundedCache
+from server.constraints.compilations import Compilations
 from server.constraints.constraint import NO_FORESIGHT, Constraint, Foresight
 from server.constraints.rules import TokenRules, step_words
 from server.constraints.wishes import ConstraintNews, ConstraintWish, ForesightWish, MaskWish
 from server.engine.admission import Refusal
-from server.engine.messages import GrammarCompiled, GrammarFault
+from server.engine.messages import GrammarCompiled
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +33,6 @@ log = logging.getLogger(__name__)
 _FORESIGHT_S = 0.002
 
 T = TypeVar("T")
-
-
-class _Tools(NamedTuple):
-    vocabulary: Vocabulary
-    checker: GrammarChecker
 
 
 class Constraints:
@@ -58,27 +51,21 @@ class Constraints:
         limits: ServedGrammarLimits,
         mask_threads: int,
     ) -> None:
-        self._load = load
+        self._compilations = Compilations(load, limits)
         self._vocab_size = vocab_size
         self._eos = eos
         self._limits = limits
         self._too_slow = f"one token needs more than {limits.mask_s:g} s of processor time"
         self._grammars: WeakKeyDictionary[Constraint, str] = WeakKeyDictionary()
         self._num_filling = mask_threads
-        self._compiling = DeepThreads(limits.threads, "grammar-compile")
         self._making = DeepThreads(1, "grammar-copy")
         self._filling = DeepThreads(mask_threads, "grammar-mask")
-        self._cache: BoundedCache[Future[LLMatcher]] = BoundedCache(
-            limits.cache_entries, limits.cache_bytes
-        )
-        self._tools: Future[_Tools] | None = None
         self._news: queue.SimpleQueue[ConstraintNews] = queue.SimpleQueue()
-        self._compiled: queue.SimpleQueue[GrammarCompiled] = queue.SimpleQueue()
         self._unanswered = 0
 
     def open(self) -> None:
         """Begin to make the vocabulary."""
-        self._tools = self._compiling.submit(self._make_tools)
+        self._compilations.open()
 
     @property
     def busy(self) -> bool:
@@ -89,10 +76,14 @@ class Constraints:
         """Begin to make a constraint. `poll` answers once."""
         self._unanswered += 1
         if wish.sampling.grammar:
-            compiled = self._matcher(wish.sampling.grammar)
+            compiled = self._compilations.start(wish)
             compiled.add_done_callback(partial(self._go_on, wish))
         else:
             self._making.submit(self._answer, wish, None)
+
+    def abandon(self, key: int) -> None:
+        """Nobody waits for this sequence's constraint any more."""
+        self._compilations.abandon(key)
 
     def poll(self) -> list[ConstraintNews]:
         """Answers since the last call; never blocks."""
@@ -102,7 +93,7 @@ class Constraints:
 
     def take_compiled(self) -> list[GrammarCompiled]:
         """Compilations since the last call, for metrics."""
-        return _taken(self._compiled)
+        return self._compilations.take_ended()
 
     def filled(
         self, wishes: Sequence[MaskWish], memory: Callable[[int, int], np.ndarray]
@@ -145,66 +136,28 @@ class Constraints:
             if constraint is not None and constraint.broken:
                 grammar = self._grammars.pop(constraint, None)
                 if grammar is not None:
-                    self._cache.remove(grammar)
+                    self._compilations.forget(grammar)
 
     def _refuse(self, slow: Constraint) -> None:
         slow.give_up(self._too_slow)
         grammar = self._grammars.get(slow)
         if grammar is not None:
-            refused: Future[LLMatcher] = Future()
-            refused.set_exception(GrammarTooCostly(self._too_slow))
-            self._cache.put(grammar, refused)
+            self._compilations.refuse(grammar, self._too_slow)
 
     def close(self) -> None:
         """End the threads. Wishes that are not answered never will be."""
-        for threads in (self._compiling, self._making, self._filling):
+        self._compilations.close()
+        for threads in (self._making, self._filling):
             threads.shutdown(wait=False, cancel_futures=True)
-        tools = self._tools
-        if tools is None or not tools.done() or tools.cancelled():
-            return
-        if tools.exception() is None:
-            tools.result().checker.close()
 
     def wait_for_vocabulary(self) -> None:
         """Block until grammars can be compiled, or are known to be refused."""
-        wait([self._opened()])
-
-    def _opened(self) -> "Future[_Tools]":
-        if self._tools is None:
-            raise RuntimeError("constraints are used before they are opened")
-        return self._tools
-
-    def _make_tools(self) -> _Tools:
-        try:
-            vocabulary = self._load()
-        except VocabularyError as error:
-            log.info("grammars are refused: %s", error)
-            raise
-        checker = GrammarChecker(vocabulary.tokens, self._limits, self._limits.threads)
-        return _Tools(vocabulary, checker)
-
-    def _matcher(self, grammar: str) -> "Future[LLMatcher]":
-        """The compiled grammar, or its compilation, from the cache if it is there."""
-        known = self._cache.get(grammar)
-        if known is None or _may_succeed_now(known):
-            known = self._compiling.submit(self._compile, grammar)
-            self._cache.put(grammar, known)
-        return known
-
-    def _compile(self, grammar: str) -> LLMatcher:
-        began = time.monotonic()
-        try:
-            tools = self._opened().result()
-            tools.checker.check(grammar)
-            matcher = compile_grammar(tools.vocabulary, grammar, self._limits)
-        except Exception as error:
-            self._compiled.put(GrammarCompiled(time.monotonic() - began, _fault(error)))
-            raise
-        self._compiled.put(GrammarCompiled(time.monotonic() - began, None))
-        return matcher
+        wait([self._compilations.tools])
 
     def _go_on(self, wish: ConstraintWish, compiled: "Future[LLMatcher]") -> None:
-        if not compiled.cancelled():
+        if compiled.cancelled():
+            self._news.put(ConstraintNews(wish.key, Refusal("internal", "nobody waits for it")))
+        else:
             self._making.submit(self._answer, wish, compiled)
 
     def _answer(self, wish: ConstraintWish, compiled: "Future[LLMatcher] | None") -> None:
@@ -275,22 +228,6 @@ def _foresee(wishes: Sequence[ForesightWish]) -> list[Foresight]:
         if time.thread_time() - began > _FORESIGHT_S:
             constraint.costly = True
     return found
-
-
-def _fault(error: Exception) -> GrammarFault:
-    if isinstance(error, GrammarTooCostly):
-        return "costly"
-    if isinstance(error, GrammarError):
-        return "wrong"
-    return "no_vocabulary" if isinstance(error, VocabularyError) else "unavailable"
-
-
-def _may_succeed_now(compiled: "Future[LLMatcher]") -> bool:
-    """Whether the compilation failed through no fault of the grammar."""
-    if not compiled.done():
-        return False
-    error = compiled.exception()
-    return error is not None and not isinstance(error, GrammarError | VocabularyError)
 
 
 def _taken(items: "queue.SimpleQueue[T]") -> list[T]:

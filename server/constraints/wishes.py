@@ -9,13 +9,15 @@ from server.protocol import SamplingParams
 
 
 class ConstraintWish(NamedTuple):
-    """key: of the sequence. accepted_ids: the known tokens of its output. vocab_size: as in
-    `GenerateRequest`."""
+    """key: of the sequence. accepted_ids: the known tokens of its output. vocab_size, tenant: as in
+    `GenerateRequest`. is_batch: nobody waits for its tokens."""
 
     key: int
     sampling: SamplingParams
     accepted_ids: Sequence[int]
     vocab_size: int | None = None
+    tenant: str = ""
+    is_batch: bool = False
 
 
 class ConstraintNews(NamedTuple):

@@ -336,6 +336,8 @@ class EngineLoop(Generic[T]):
 
     def _carry_out_loads(self) -> None:
         """Start copies and constraints, and send what the scheduler has for the worker."""
+        for key in self._scheduler.grammars.take_abandoned():
+            self._constraints.abandon(key)
         for wish in self._scheduler.grammars.take_wishes():
             self._constraints.start(wish)
         copies, needed, released, settled = self._scheduler.loads.take()

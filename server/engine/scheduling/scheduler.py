@@ -395,7 +395,7 @@ class Scheduler:
         if sequence.state is State.NEEDS_ADAPTER:
             self.loads.unpark(sequence)
         elif sequence.state is State.NEEDS_GRAMMAR:
-            self.grammars.unpark(sequence.key)
+            self.grammars.abandon(sequence.key)
         else:
             discard(self._waiting, sequence)
         sequence.move(State.FINISHED)

@@ -1,0 +1,204 @@
+"""Compiles grammars in turn, in threads. What is known already never waits."""
+
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+from llguidance import LLMatcher
+
+from adapters.common.turns import Room, Turn, Turns
+from adapters.grammar.checker import GrammarChecker
+from adapters.grammar.compile import GrammarError, GrammarTooCostly, compile_grammar
+from adapters.grammar.deep_threads import DeepThreads
+from adapters.grammar.limits import ServedGrammarLimits
+from adapters.grammar.vocabulary import Vocabulary, VocabularyError
+from server.constraints.cache import BoundedCache
+from server.constraints.wishes import ConstraintWish
+from server.engine.messages import GrammarCompiled, GrammarFault
+
+log = logging.getLogger(__name__)
+
+_KIND = "grammar"
+
+Compiled = Future[LLMatcher]
+
+
+class _Tools(NamedTuple):
+    vocabulary: Vocabulary
+    checker: GrammarChecker
+
+
+class _Compilation:
+    """turns: of those who wait for it, until it begins; by their sequences' keys."""
+
+    def __init__(self, grammar: str) -> None:
+        self.grammar = grammar
+        self.result: Compiled = Future()
+        self.turns: dict[int, Turn[_Compilation]] = {}
+        self.has_begun = False
+
+
+class Compilations:
+    """Called by one thread. Compiled grammars are kept by their texts.
+
+    load: makes the vocabulary, once, in a thread; raises VocabularyError where the model has none.
+    """
+
+    def __init__(self, load: Callable[[], Vocabulary], limits: ServedGrammarLimits) -> None:
+        self._load = load
+        self._limits = limits
+        self._threads = DeepThreads(limits.threads, "grammar-compile")
+        # One is for whoever comes next. Sequences that wait are bounded elsewhere.
+        room = Room(limits.threads, max(1, limits.threads - 1), sys.maxsize)
+        self._turns: Turns[_Compilation] = Turns({_KIND: room})
+        self._changing = threading.RLock()  # of turns: a thread that is done lets another begin
+        self._is_closed = False
+        self._cache: BoundedCache[_Compilation] = BoundedCache(
+            limits.cache_entries, limits.cache_bytes
+        )
+        self._waiting: dict[int, _Compilation] = {}  # for its turn, by sequences' keys
+        self._tools: Future[_Tools] | None = None
+        self._ended: queue.SimpleQueue[GrammarCompiled] = queue.SimpleQueue()
+
+    def open(self) -> None:
+        """Begin to make the vocabulary."""
+        self._tools = self._threads.submit(self._make_tools)
+
+    @property
+    def tools(self) -> "Future[_Tools]":
+        if self._tools is None:
+            raise RuntimeError("constraints are used before they are opened")
+        return self._tools
+
+    def close(self) -> None:
+        """End the threads and processes."""
+        with self._changing:
+            self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        tools = self._tools
+        if tools is not None and tools.done() and not tools.cancelled() and not tools.exception():
+            tools.result().checker.close()
+
+    def start(self, wish: ConstraintWish) -> Compiled:
+        """The wish's compiled grammar, or its compilation, which `abandon` may cancel."""
+        grammar = wish.sampling.grammar
+        compilation = self._cache.get(grammar)
+        if compilation is None or _may_succeed_now(compilation.result):
+            compilation = _Compilation(grammar)
+            self._cache.put(grammar, compilation)
+        with self._changing:
+            if not compilation.has_begun:
+                self._wait(compilation, wish)
+        return compilation.result
+
+    def abandon(self, key: int) -> None:
+        """The sequence with this key waits no more."""
+        with self._changing:
+            compilation = self._waiting.pop(key, None)
+            if compilation is not None:
+                self._turns.leave(compilation.turns.pop(key))
+                if not compilation.turns:
+                    compilation.result.cancel()
+
+    def forget(self, grammar: str) -> None:
+        """Compile it again for the next request."""
+        self._cache.remove(grammar)
+
+    def refuse(self, grammar: str, why: str) -> None:
+        """Refuse it while it is remembered."""
+        refused = _Compilation(grammar)
+        refused.has_begun = True
+        refused.result.set_exception(GrammarTooCostly(why))
+        self._cache.put(grammar, refused)
+
+    def take_ended(self) -> list[GrammarCompiled]:
+        """Compilations since the last call, for metrics."""
+        ended = []
+        while not self._ended.empty():
+            ended.append(self._ended.get_nowait())
+        return ended
+
+    def _wait(self, compilation: _Compilation, wish: ConstraintWish) -> None:
+        """Each who waits has a turn of its own; the first that comes is for all of them."""
+        turn = Turn(_KIND, wish.tenant, wish.is_batch, 1, compilation)
+        compilation.turns[wish.key] = turn
+        self._waiting[wish.key] = compilation
+        self._turns.join(turn)
+        self._begin()
+
+    def _begin(self) -> None:
+        while not self._is_closed and (begun := self._turns.begin()):
+            for turn in begun:
+                if turn.work.has_begun:
+                    self._turns.leave(turn)
+                else:
+                    self._start(turn)
+
+    def _start(self, turn: Turn[_Compilation]) -> None:
+        compilation = turn.work
+        compilation.has_begun = True
+        for key, other in compilation.turns.items():
+            del self._waiting[key]
+            if other is not turn:
+                self._turns.leave(other)
+        compilation.turns.clear()
+        job = self._threads.submit(self._compile, compilation.grammar)
+        job.add_done_callback(partial(self._done, turn))
+
+    def _done(self, turn: Turn[_Compilation], job: Compiled) -> None:
+        """In the thread that has done it, or, when all is closed, nowhere."""
+        if job.cancelled():
+            return
+        with self._changing:
+            self._turns.leave(turn)
+            self._begin()
+        error = job.exception()
+        if error is None:
+            turn.work.result.set_result(job.result())
+        else:
+            turn.work.result.set_exception(error)
+
+    def _make_tools(self) -> _Tools:
+        try:
+            vocabulary = self._load()
+        except VocabularyError as error:
+            log.info("grammars are refused: %s", error)
+            raise
+        checker = GrammarChecker(vocabulary.tokens, self._limits, self._limits.threads)
+        return _Tools(vocabulary, checker)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        began = time.monotonic()
+        try:
+            tools = self.tools.result()
+            tools.checker.check(grammar)
+            matcher = compile_grammar(tools.vocabulary, grammar, self._limits)
+        except Exception as error:
+            self._ended.put(GrammarCompiled(time.monotonic() - began, _fault(error)))
+            raise
+        self._ended.put(GrammarCompiled(time.monotonic() - began, None))
+        return matcher
+
+
+def _fault(error: Exception) -> GrammarFault:
+    if isinstance(error, GrammarTooCostly):
+        return "costly"
+    if isinstance(error, GrammarError):
+        return "wrong"
+    return "no_vocabulary" if isinstance(error, VocabularyError) else "unavailable"
+
+
+def _may_succeed_now(compiled: Compiled) -> bool:
+    """Whether the compilation failed through no fault of the grammar."""
+    if not compiled.done():
+        return False
+    if compiled.cancelled():
+        return True
+    error = compiled.exception()
+    return error is not None and not isinstance(error, GrammarError | VocabularyError)

@@ -4,6 +4,7 @@ import asyncio
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -42,9 +43,14 @@ from router.telemetry.observer import RequestObserver
 from router.tenancy.keys import Caller
 from router.tenancy.metering import Charge
 from router.tenancy.scope import check_scope
+from router.tenancy.usage import OTHER
 from router.text.model import TextModel
 from router.workers.base_model import BaseModel
 from router.workers.fleet import Fleet
+
+# Of the requests that are answered at once: the part of one tenant, where callers have keys, and of
+# all batches together.
+MOST_OF_ONE = 3 / 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +74,7 @@ class Started(NamedTuple):
 class Dispatcher:
     """Starts generations. `running` counts those that are not closed."""
 
-    # Of those that are no lines of batches; when the last of them was closed, on the loop's clock.
-    _live = 0
+    # When the last of those was closed that are no lines of batches, on the loop's clock.
     _live_until = -math.inf
 
     def __init__(
@@ -82,8 +87,9 @@ class Dispatcher:
         use: AdapterUse,
         retries: Retries,
     ) -> None:
-        self.running = 0
         self.draining = False
+        self._live: Counter[str] = Counter()  # by tenant
+        self._batches: Counter[str] = Counter()
         self._tokeniser = tokeniser
         self._inboxes: set[Inbox] = set()
         self._starting: set[asyncio.Timeout] = set()
@@ -93,6 +99,10 @@ class Dispatcher:
         self._limits = limits
         self._use = use
         self._retries = retries
+
+    @property
+    def running(self) -> int:
+        return self._live.total() + self._batches.total()
 
     @property
     def live_at(self) -> float:
@@ -106,7 +116,8 @@ class Dispatcher:
     async def start(
         self, arrived: ArrivedRequest, charge: Charge, observer: RequestObserver
     ) -> Started:
-        """A request's way in: parse, authorise, resolve, tokenise, admit, run. Raises RequestError.
+        """A request's way in: parse, authorise, enter, resolve, tokenise, admit, run. Raises
+        RequestError.
 
         What a step takes is given back when the generation is closed, or could not be started.
         """
@@ -120,12 +131,14 @@ class Dispatcher:
         observer.asked(authorised.call, authorised.tenant, model.card.names[0])
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         with ExitStack() as held, _as_request_errors(authorised.call.api):
-            self._count(held, authorised.caller.is_batch)
             held.callback(observer.closed)
+            charge.adapter = "" if authorised.adapter is None else OTHER
+            self._count(held, authorised.caller)
             async with self._until(deadline):
-                self._refuse_early(authorised, charge)
+                await self._enter(authorised, charge)
                 adapter = await self._resolve(authorised, observer)
                 if adapter is not None:
+                    charge.adapter = adapter.counted_as
                     held.callback(self._use.hold(adapter))
                 resolved = await self._with_text(model, adapter)
                 check_kind(authorised.call, resolved.model.card, resolved.adapter)
@@ -142,7 +155,8 @@ class Dispatcher:
         """Those that `start` would run, of any length, and whose tokens they are; nothing is run.
         Raises RequestError."""
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
-        with _as_request_errors(authorised.call.api):
+        with ExitStack() as held, _as_request_errors(authorised.call.api):
+            self._count(held, authorised.caller)
             async with self._until(deadline):
                 model = self._base.require_for(authorised.caller)
                 adapter = await self._resolve(authorised, observer)
@@ -192,25 +206,34 @@ class Dispatcher:
         check_scope(caller, adapter, names, self._catalog.rules.registered_name, param)
         return AuthorisedRequest(request_id, caller, call, adapter)
 
-    def _count(self, held: ExitStack, is_batch: bool) -> None:
-        """Raises RequestError when too many run."""
-        if self.running >= self._limits.max_requests:
+    def _count(self, held: ExitStack, caller: Caller) -> None:
+        """Raises RequestError when too many run: in all, of a tenant with keys, or of batches."""
+        tenant, most = caller.tenant, self._limits.max_requests
+        if self.running >= most:
             raise RequestError("overloaded", f"{self.running} requests are being answered already")
-        self.running += 1
-        self._live += not is_batch
-        held.callback(self._closed, is_batch)
+        part = max(1, int(most * MOST_OF_ONE))
+        if caller.key is not None and self._live[tenant] + self._batches[tenant] >= part:
+            message = f"{part} requests of this tenant are being answered already"
+            raise RequestError("overloaded", message)
+        if caller.is_batch and self._batches.total() >= part:
+            raise RequestError("overloaded", f"{part} lines of batches are being answered already")
+        same = self._batches if caller.is_batch else self._live
+        same[tenant] += 1
+        held.callback(self._closed, same, tenant)
 
-    def _closed(self, is_batch: bool) -> None:
-        self.running -= 1
-        if not is_batch:
-            self._live -= 1
+    def _closed(self, same: Counter[str], tenant: str) -> None:
+        """same: the counts that it is among."""
+        same[tenant] -= 1
+        if not same[tenant]:
+            del same[tenant]
+        if same is self._live:
             self._live_until = asyncio.get_running_loop().time()
 
-    def _refuse_early(self, authorised: AuthorisedRequest, charge: Charge) -> None:
-        """Before any work is done for it: to refuse must be cheap. Raises as `_admit`."""
-        charge.check()
+    async def _enter(self, authorised: AuthorisedRequest, charge: Charge) -> None:
+        """Its place, before work is done for it: to refuse must be cheap. Raises as `_admit`."""
         call = authorised.call
         self._check_room(authorised.tenant, max(1, len(call.prompts)) * call.best_of, 0)
+        await charge.enter()
 
     async def _resolve(
         self, authorised: AuthorisedRequest, observer: RequestObserver
@@ -279,13 +302,8 @@ class Dispatcher:
         room = self._fleet.queue.promise(authorised.tenant, count, nbytes)
         held.callback(self._fleet.queue.release, room)
         head = _head(authorised, resolved, tokenised)
-        adapter = resolved.adapter
-        await charge.admit(
-            head,
-            "" if adapter is None else adapter.counted_as,
-            tokenised.num_prompt_tokens,
-            tokenised.most_output_tokens,
-        )
+        tokens = (tokenised.num_prompt_tokens, tokenised.most_output_tokens)
+        await charge.admit(head.adapter_digest, *tokens)
         self._retries.budget.request()
         return AdmittedRequest(head, room)
 

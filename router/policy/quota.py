@@ -42,10 +42,11 @@ class Subject(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """One request before it starts; every subject must have room. lease: names the request.
+    """One request before it starts; every subject must have room. lease: names the request, which
+    takes its place (concurrency, and one of the requests a minute) once.
 
-    tokens: reserved, prompt and output together. lease_ms: how long it counts as running unless
-    it is settled or renewed.
+    tokens: reserved, prompt and output together; 0 = they are not known yet. lease_ms: how long it
+    counts as running unless it is settled or renewed.
     """
 
     tenant: str
@@ -93,7 +94,7 @@ def admit(accounts: Sequence[QuotaAccount], ask: Ask, now_ms: int) -> Verdict:
         _bring_up(account, subject.limits, now_ms)
     worst: tuple[int, int, Reason] | None = None
     for index, (account, subject) in enumerate(zip(accounts, ask.subjects, strict=True)):
-        for retry_ms, reason in _obstacles(account, subject.limits, ask.tokens, now_ms):
+        for retry_ms, reason in _obstacles(account, subject.limits, ask, now_ms):
             if worst is None or retry_ms > worst[0]:
                 worst = retry_ms, index, reason
     if worst is None:
@@ -181,11 +182,12 @@ def _refill(level: int | None, at: int, per_minute: int | None, now_ms: int) -> 
 
 
 def _obstacles(
-    account: QuotaAccount, limits: Limits, tokens: int, now_ms: int
+    account: QuotaAccount, limits: Limits, ask: Ask, now_ms: int
 ) -> list[tuple[int, Reason]]:
-    """What keeps the request out, and for how many ms."""
+    """What keeps the request out, and for how many ms. It will take one token at least."""
     found: list[tuple[int, Reason]] = []
-    if limits.requests_per_minute and account.requests is not None:
+    tokens, has_place = max(1, ask.tokens), ask.lease in account.leases
+    if limits.requests_per_minute and account.requests is not None and not has_place:
         missing = UNIT - account.requests
         if missing > 0:
             found.append((-(-missing // limits.requests_per_minute), "requests"))
@@ -194,7 +196,7 @@ def _obstacles(
         missing = min(tokens, limits.tokens_per_minute) * UNIT - account.tokens
         if missing > 0:
             found.append((-(-missing // limits.tokens_per_minute), "tokens"))
-    if limits.concurrency and len(account.leases) >= limits.concurrency:
+    if limits.concurrency and len(account.leases) >= limits.concurrency and not has_place:
         found.append((_CONCURRENCY_RETRY_MS, "concurrency"))
     if limits.budget_tokens and account.used + tokens > limits.budget_tokens:
         period_ms = limits.budget_period_s * 1000
@@ -203,7 +205,7 @@ def _obstacles(
 
 
 def _take(account: QuotaAccount, ask: Ask, now_ms: int) -> None:
-    if account.requests is not None:
+    if account.requests is not None and ask.lease not in account.leases:
         account.requests -= UNIT
     if account.tokens is not None:
         account.tokens -= ask.tokens * UNIT

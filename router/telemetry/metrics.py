@@ -77,6 +77,12 @@ class RouterMetrics:
             "1 = the router could not start such a helper process when it started itself",
             {"helper": ("grammar_checker", "template_renderer")},
         )
+        self.refused = meters.counter(
+            "generations_refused",
+            "Generation requests that ended before they were queued. after: work on their adapter, "
+            "template, text or grammar; or nothing",
+            {"after": ("nothing", "work")},
+        )
         self.loop_lag_s = meters.histogram(
             "event_loop_lag_seconds",
             "How much later than due the router's event loop runs",

@@ -175,6 +175,8 @@ class RequestObserver:
             if adapter is not None and adapter.rollout and self._outcome != "excused":
                 self._metrics.outcomes.add(adapter.rollout, adapter.digest, self._sample())
             self._request.notes["gen_ai.usage.output_tokens"] = self._num_generated
+        else:
+            self._metrics.refused.labels("work" if self._charge.has_entered else "nothing").inc()
         self._charge.close()
 
     def _sample(self) -> GuardSample:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import msgspec
 
 from router.call import RequestError
-from router.policy.quota import Ask, Reason, Subject, Verdict, share
+from router.policy.quota import Ask, Reason, Standing, Subject, Verdict, share
 from router.shared.memory_store import MemoryStore
 from router.shared.steady_clock import SteadyClock
 from router.shared.store import Settlement, Store, StoreDown
@@ -81,7 +81,8 @@ class Admission:
         return msgspec.structs.replace(verdict, retry_ms=left_ms)
 
     async def admit(self, ask: Ask) -> Admitted | Verdict | None:
-        """A Verdict with a reason when it is refused; None when nothing is counted now.
+        """A Verdict with a reason when it is refused; None when nothing is counted now. What holds
+        its place already takes tokens alone.
 
         Raises RequestError (unavailable) when the mode is `closed`.
         """
@@ -89,6 +90,11 @@ class Admission:
         store, asked = self._store, ask
         try:
             verdict = await store.admit(ask)
+        except asyncio.CancelledError:
+            if ask.lease not in self._live:  # it may have taken its place
+                nothing = tuple(Standing(0, 0, 0, 0, 0) for _ in ask.subjects)
+                self.settle(Admitted(ask, Verdict(0, nothing), store), ask.tokens)
+            raise
         except StoreDown:
             if self._outage == "open":
                 return None
@@ -104,6 +110,9 @@ class Admission:
                 self._remember(ask.subjects, verdict)
             return verdict
         admitted = Admitted(asked, verdict, store)
+        held = self._live.get(ask.lease)
+        if held is not None and held.store is not store:
+            self.settle(held, 0)
         self._live[ask.lease] = admitted
         return admitted
 

@@ -141,7 +141,10 @@ def digests_of(key: ApiKey) -> tuple[str, ...]:
 def has_limits(limits: Limits) -> bool:
     return (
         limits.requests_per_minute is not None
-        or limits.tokens_per_minute is not None
         or limits.concurrency is not None
-        or limits.budget_tokens is not None
+        or counts_tokens(limits)
     )
+
+
+def counts_tokens(limits: Limits) -> bool:
+    return limits.tokens_per_minute is not None or limits.budget_tokens is not None

@@ -10,12 +10,12 @@ from typing import NoReturn
 
 import msgspec
 
-from router.call import AnswerHead, RequestError
+from router.call import RequestError
 from router.policy.quota import Ask, Subject, Verdict
 from router.shared.records import readable
 from router.shared.store import Store, StoreDown
 from router.tenancy.admission import Admission, Admitted
-from router.tenancy.keys import Caller
+from router.tenancy.keys import Caller, counts_tokens
 from router.tenancy.rate_headers import rate_headers, refusal, refusal_for_ever
 from router.tenancy.usage import (
     MAX_DAYS,
@@ -56,9 +56,11 @@ class Metering:
         """Of one request, until it is closed."""
         return Charge(self, caller, request_id, self.clock())
 
-    def record(self, record: UsageRecord) -> None:
+    def record(self, record: UsageRecord, is_listed: bool) -> None:
+        """is_listed: among the latest requests, too."""
         self._pending.add(record)
-        self._records.append(record)
+        if is_listed:
+            self._records.append(record)
 
     async def run(self) -> None:
         """Writes what was used to the store, until cancelled."""
@@ -143,11 +145,15 @@ def _log_name(tenant: str) -> str:
 
 
 class Charge:
-    """One request's. `admit` once, then `close` once, with what it used in between."""
+    """One request's. `enter` once, `admit` once, then `close` once, with what it used in between.
+
+    adapter: see UsageRecord. has_entered: it has its place, so that work may be done for it.
+    """
 
     __slots__ = (
-        *("_adapter", "_admitted", "_caller", "_closed", "_head", "_metering", "_started"),
-        *("cached_tokens", "generated_tokens", "headers", "outcome", "prompt_tokens", "request_id"),
+        *("_admitted", "_caller", "_closed", "_digest", "_lease", "_metering", "_started"),
+        *("adapter", "cached_tokens", "generated_tokens", "has_entered", "headers", "outcome"),
+        *("prompt_tokens", "request_id"),
     )
 
     def __init__(self, metering: Metering, caller: Caller, request_id: str, started: float) -> None:
@@ -161,8 +167,11 @@ class Charge:
         self.request_id = request_id
         self._started = started
         self._admitted: Admitted | None = None
-        self._head: AnswerHead | None = None
-        self._adapter = ""
+        self.adapter = ""
+        self.has_entered = False
+        self._digest: str | None = None
+        # Callers choose request ids, and may choose one twice; so the lease has an id of its own.
+        self._lease = uuid.uuid4().hex
         self._closed = False
 
     @property
@@ -174,28 +183,32 @@ class Charge:
         """ "" = no key was needed."""
         return self._caller.key_id
 
-    def check(self) -> None:
-        """Before any work is done for it. Raises RequestError if it is known to be refused."""
-        refused = self._metering.admission.known_refusal(self._caller.subjects)
-        if refused is not None:
-            self._refuse(self._caller.subjects, refused, 0)
-
-    async def admit(
-        self, head: AnswerHead, adapter: str, prompt_tokens: int, output_tokens: int
-    ) -> None:
-        """adapter: see UsageRecord. output_tokens: the most that may come. Raises RequestError."""
-        self._head = head
-        self._adapter = adapter
-        self.prompt_tokens = prompt_tokens
+    async def enter(self) -> None:
+        """Its place: concurrency, and one of the requests a minute. Before any work is done for it.
+        Raises RequestError."""
         subjects = self._caller.subjects
-        if not subjects:
+        refused = self._metering.admission.known_refusal(subjects)
+        if refused is not None:
+            self._refuse(subjects, refused, 0)
+        if subjects:
+            await self._take(subjects, 0)
+        self.has_entered = True
+
+    async def admit(self, digest: str | None, prompt_tokens: int, output_tokens: int) -> None:
+        """Its tokens. digest: of the adapter. output_tokens: the most that may come. Raises
+        RequestError."""
+        self._digest = digest
+        self.prompt_tokens = prompt_tokens
+        subjects, tokens = self._caller.subjects, prompt_tokens + output_tokens
+        if not any(counts_tokens(subject.limits) for subject in subjects):
             return
-        # Callers choose request ids, and may choose one twice; so the lease has an id of its own.
-        tokens = prompt_tokens + output_tokens
         too_many = refusal_for_ever(subjects, tokens)
         if too_many is not None:
             raise RequestError("invalid", too_many, param="max_tokens")
-        ask = Ask(self.tenant, subjects, uuid.uuid4().hex, tokens)
+        await self._take(subjects, tokens)
+
+    async def _take(self, subjects: tuple[Subject, ...], tokens: int) -> None:
+        ask = Ask(self.tenant, subjects, self._lease, tokens)
         answer = await self._metering.admission.admit(ask)
         if answer is None:
             return
@@ -213,7 +226,8 @@ class Charge:
         )
 
     def close(self) -> None:
-        """Settles, and records a request that was let in."""
+        """Settles, and records the request. Those that were refused before any work are counted,
+        and not listed: they may be many."""
         if self._closed:
             return
         self._closed = True
@@ -222,21 +236,18 @@ class Charge:
         if self._admitted is not None:
             used = self.prompt_tokens + self.generated_tokens
             self._metering.admission.settle(self._admitted, used)
-        if self._head is None or self.outcome == "refused":
-            return
         now = self._metering.clock()
-        self._metering.record(
-            UsageRecord(
-                at=round(now, 3),
-                request_id=self.request_id,
-                tenant=self.tenant,
-                key=self._caller.key_id,
-                adapter=self._adapter,
-                digest=self._head.adapter_digest,
-                outcome=self.outcome,
-                prompt_tokens=self.prompt_tokens,
-                cached_tokens=self.cached_tokens,
-                completion_tokens=self.generated_tokens,
-                seconds=round(now - self._started, 3),
-            )
+        record = UsageRecord(
+            at=round(now, 3),
+            request_id=self.request_id,
+            tenant=self.tenant,
+            key=self._caller.key_id,
+            adapter=self.adapter,
+            digest=self._digest,
+            outcome=self.outcome,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.generated_tokens,
+            seconds=round(now - self._started, 3),
         )
+        self._metering.record(record, is_listed=self.has_entered)

@@ -11,7 +11,10 @@ OTHER = "_other"
 # Kept so long; a request for usage may name at most so many days.
 MAX_DAYS = 92
 MAX_PENDING = 1 << 15
-_COUNTS = ("requests", "unfinished", "prompt_tokens", "cached_tokens", "completion_tokens")
+_COUNTS = (
+    *("requests", "unfinished", "refused"),
+    *("prompt_tokens", "cached_tokens", "completion_tokens"),
+)
 
 
 class UsageRecord(msgspec.Struct, frozen=True):
@@ -34,13 +37,16 @@ class UsageRecord(msgspec.Struct, frozen=True):
 
 
 class UsageRow(msgspec.Struct, frozen=True):
-    """requests: all that were admitted; unfinished: those of them that ended before their time."""
+    """requests: all that were admitted; unfinished: those of them that ended before their time.
+    refused: those that ended before they were admitted, at once or after work on the way in.
+    """
 
     tenant: str
     key: str
     adapter: str
     requests: int = 0
     unfinished: int = 0
+    refused: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -55,10 +61,10 @@ class Pending:
 
     def add(self, record: UsageRecord) -> None:
         book = self._books.setdefault((record.tenant, int(record.at // 86400)), {})
-        finished = record.outcome == "ok"
+        refused = record.outcome == "refused"
         amounts = (
-            *(1, 0 if finished else 1, record.prompt_tokens),
-            *(record.cached_tokens, record.completion_tokens),
+            *(0 if refused else 1, record.outcome in ("cancelled", "failed"), refused),
+            *(record.prompt_tokens, record.cached_tokens, record.completion_tokens),
         )
         for what, amount in zip(_COUNTS, amounts, strict=True):
             counter = f"{record.key}|{record.adapter}|{what}"

@@ -8,6 +8,7 @@ local UNIT, CONCURRENCY_RETRY_MS = 60000, 1000
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local lease, lease_ms, tokens = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local least = math.max(1, tokens)
 local whole = function(number) return string.format('%.0f', number) end
 
 local refill = function(level, at, per_minute)
@@ -37,17 +38,18 @@ for i = 1, #KEYS / 2 do
   s.used = (held[5] and tonumber(held[5]) == s.window) and tonumber(held[6]) or 0
   redis.call('ZREMRANGEBYSCORE', s.leases, '-inf', whole(now))
   s.running = redis.call('ZCARD', s.leases)
-  if s.rpm > 0 and s.requests < UNIT then
+  s.has_place = redis.call('ZSCORE', s.leases, lease)
+  if s.rpm > 0 and s.requests < UNIT and not s.has_place then
     obstacle(i, 1, math.ceil((UNIT - s.requests) / s.rpm))
   end
-  local needed = math.min(tokens, s.tpm) * UNIT
+  local needed = math.min(least, s.tpm) * UNIT
   if s.tpm > 0 and s.tokens < needed then
     obstacle(i, 2, math.ceil((needed - s.tokens) / s.tpm))
   end
-  if s.concurrency > 0 and s.running >= s.concurrency then
+  if s.concurrency > 0 and s.running >= s.concurrency and not s.has_place then
     obstacle(i, 3, CONCURRENCY_RETRY_MS)
   end
-  if s.budget > 0 and s.used + tokens > s.budget then
+  if s.budget > 0 and s.used + least > s.budget then
     obstacle(i, 4, (s.window + 1) * s.period - now)
   end
   subjects[i] = s
@@ -56,7 +58,7 @@ end
 local answer = {now, worst_reason, math.max(0, worst_subject - 1), math.max(0, worst_ms)}
 for _, s in ipairs(subjects) do
   if worst_reason == 0 then
-    if s.rpm > 0 then s.requests = s.requests - UNIT end
+    if s.rpm > 0 and not s.has_place then s.requests = s.requests - UNIT end
     if s.tpm > 0 then s.tokens = s.tokens - tokens * UNIT end
     s.used = s.used + tokens
     s.running = s.running + (redis.call('ZADD', s.leases, whole(now + lease_ms), lease))

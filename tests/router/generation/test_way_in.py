@@ -13,7 +13,7 @@ from tests.router.fake_worker import FakeWorker
 from tests.router.serving import Running
 
 PAGE = Path(__file__).parents[3] / "docs/architecture.md"
-STEPS = ["parse", "authorise", "refuse_early", "resolve", "tokenise", "admit", "run"]
+STEPS = ["parse", "authorise", "enter", "resolve", "tokenise", "admit", "run"]
 
 
 def method_of(step: str) -> str | None:

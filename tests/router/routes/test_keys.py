@@ -336,7 +336,9 @@ async def test_usage_by_key_and_adapter(guarded: Running) -> None:
         ("acme", "a", ""): 1,
         ("acme", "a", "pirate"): 2,
         ("other", "o", ""): 1,
+        ("other", "o", "_other"): 0,
     }
+    assert [row["refused"] for row in all_rows] == [0, 0, 0, 1]
     own = (await get("/v1/usage", headers=bearer(acme))).json()
     assert {row["tenant"] for row in own["data"]} == {"acme"}
     assert all(row["prompt_tokens"] and row["completion_tokens"] for row in own["data"])

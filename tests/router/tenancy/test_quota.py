@@ -118,6 +118,39 @@ def test_a_request_larger_than_a_minute_is_let_in_alone_and_paid_off() -> None:
     assert admit([account], ask(limits, "next", 1), 61_000).reason == "tokens"
 
 
+def test_a_request_takes_its_place_once_and_its_tokens_when_they_are_known() -> None:
+    limits = Limits(requests_per_minute=2, tokens_per_minute=60, concurrency=1, budget_tokens=50)
+    account = QuotaAccount(leases={})
+    place, rest = ask(limits, "one", 0), ask(limits, "one", 40)
+    assert admit([account], place, 0).reason is None
+    assert admit([account], ask(limits, "two", 0), 0).reason == "concurrency"
+    verdict = admit([account], rest, 0)
+    assert (verdict.reason, verdict.standings[0].running) == (None, 1)
+    assert (account.requests, account.tokens, account.used) == (UNIT, 20 * UNIT, 40)
+    assert settle([account], rest, [verdict.standings[0].window], 50, 0) == 1
+    assert (account.requests, account.used) == (UNIT, 50), "the place of the minute is used"
+    assert admit([account], ask(limits, "three", 0), 0).reason == "budget", "not one token is left"
+
+
+def test_who_has_a_place_may_be_refused_its_tokens_and_keeps_the_place() -> None:
+    limits = Limits(requests_per_minute=9, tokens_per_minute=60)
+    account = QuotaAccount(leases={})
+    assert admit([account], ask(limits, "first", 50), 0).reason is None
+    place = ask(limits, "one", 0)
+    assert admit([account], place, 0).reason is None
+    assert admit([account], ask(limits, "one", 40), 0).reason == "tokens"
+    assert (account.requests, account.tokens) == (7 * UNIT, 10 * UNIT)
+    assert settle([account], place, [0], 0, 0) == 1
+    assert (account.tokens, list(account.leases)) == (10 * UNIT, ["first"])
+
+
+def test_a_place_that_was_lost_is_taken_anew() -> None:
+    limits, account = Limits(requests_per_minute=2, concurrency=1), QuotaAccount(leases={})
+    assert admit([account], ask(limits, "one", 0), 0).reason is None
+    assert admit([account], ask(limits, "one", 40), 50_000).reason is None
+    assert (account.leases, account.requests) == ({"one": 95_000}, UNIT)
+
+
 def test_what_is_full_again_may_be_forgotten() -> None:
     account, limits = QuotaAccount(leases={}), Limits(requests_per_minute=60, concurrency=1)
     one = ask(limits, "r", 1)

@@ -28,7 +28,7 @@ class Room(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn(Generic[W]):
+class WorkTurn(Generic[W]):
     """One piece of work. work: its holder's own."""
 
     kind: str
@@ -53,17 +53,17 @@ class Turns(Generic[W]):
     def __init__(self, rooms: Mapping[str, Room]) -> None:
         self._rooms = dict(rooms)
         # In order: the line whose turn it is, and in a line the turn that came first.
-        self._lines: dict[str, dict[_Line, dict[Turn[W], None]]] = {kind: {} for kind in rooms}
-        self._running: dict[str, set[Turn[W]]] = {kind: set() for kind in rooms}
+        self._lines: dict[str, dict[_Line, dict[WorkTurn[W], None]]] = {kind: {} for kind in rooms}
+        self._running: dict[str, set[WorkTurn[W]]] = {kind: set() for kind in rooms}
 
-    def join(self, turn: Turn[W]) -> None:
+    def join(self, turn: WorkTurn[W]) -> None:
         """Wait at the end of its line. Raises LineFull."""
         line = self._lines[turn.kind].setdefault(_line_of(turn), {})
         if len(line) >= self._rooms[turn.kind].line:
             raise LineFull
         line[turn] = None
 
-    def begin(self) -> list[Turn[W]]:
+    def begin(self) -> list[WorkTurn[W]]:
         """Those whose turn it is. They run from now on, until they leave."""
         begun = []
         for kind, lines in self._lines.items():
@@ -76,7 +76,7 @@ class Turns(Generic[W]):
                 begun.append(turn)
         return begun
 
-    def leave(self, turn: Turn[W]) -> None:
+    def leave(self, turn: WorkTurn[W]) -> None:
         """It is over, or waits no more."""
         self._running[turn.kind].discard(turn)
         lines = self._lines[turn.kind]
@@ -85,7 +85,7 @@ class Turns(Generic[W]):
         if not line:
             lines.pop(_line_of(turn), None)
 
-    def _next(self, kind: str) -> Turn[W] | None:
+    def _next(self, kind: str) -> WorkTurn[W] | None:
         lines, size = self._lines[kind], self._rooms[kind].size
         free = size - sum(min(turn.size, size) for turn in self._running[kind])
         waiting = [name for name in lines if not name.is_batch] or list(lines)
@@ -95,7 +95,7 @@ class Turns(Generic[W]):
                 return turn if min(turn.size, size) <= free else None  # no smaller one overtakes it
         return None
 
-    def _may_begin(self, turn: Turn[W], is_alone: bool) -> bool:
+    def _may_begin(self, turn: WorkTurn[W], is_alone: bool) -> bool:
         running = self._running[turn.kind]
         if not is_alone and any(other.tenant == turn.tenant for other in running):
             return False
@@ -107,5 +107,5 @@ class Turns(Generic[W]):
         return not beside or beside + turn.size <= self._rooms[turn.kind].of_one
 
 
-def _line_of(turn: Turn[W]) -> _Line:
+def _line_of(turn: WorkTurn[W]) -> _Line:
     return _Line(turn.is_batch, turn.tenant)

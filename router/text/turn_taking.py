@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar
 
-from adapters.common.turns import LineFull, Room, Turn, Turns
+from adapters.common.turns import LineFull, Room, Turns, WorkTurn
 from router.call import RequestError
 from router.text.pieces import in_pieces
 
@@ -39,7 +39,7 @@ _PARSING = 8
 _PAUSE_S = 0.0002
 
 T = TypeVar("T")
-_Waiting = Turn[asyncio.Future[None]]
+_Waiting = WorkTurn[asyncio.Future[None]]
 
 
 class TurnTaking:
@@ -54,7 +54,7 @@ class TurnTaking:
     async def enter(self, kind: Kind, size: int, tenant: str, is_batch: bool) -> _Waiting:
         """Returns when it may begin; `leave` ends it. Raises RequestError (overloaded)."""
         has_begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        turn = Turn(kind, tenant, is_batch, size, has_begun)
+        turn = WorkTurn(kind, tenant, is_batch, size, has_begun)
         try:
             self._turns.join(turn)
         except LineFull as error:

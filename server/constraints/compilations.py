@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher
 
-from adapters.common.turns import Room, Turn, Turns
+from adapters.common.turns import Room, Turns, WorkTurn
 from adapters.grammar.checker import GrammarChecker
 from adapters.grammar.compile import GrammarError, GrammarTooCostly, compile_grammar
 from adapters.grammar.deep_threads import DeepThreads
@@ -40,7 +40,7 @@ class _Compilation:
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
         self.result: Compiled = Future()
-        self.turns: dict[int, Turn[_Compilation]] = {}
+        self.turns: dict[int, WorkTurn[_Compilation]] = {}
         self.has_begun = False
 
 
@@ -126,7 +126,7 @@ class Compilations:
 
     def _wait(self, compilation: _Compilation, wish: ConstraintWish) -> None:
         """Each who waits has a turn of its own; the first that comes is for all of them."""
-        turn = Turn(_KIND, wish.tenant, wish.is_batch, 1, compilation)
+        turn = WorkTurn(_KIND, wish.tenant, wish.is_batch, 1, compilation)
         compilation.turns[wish.key] = turn
         self._waiting[wish.key] = compilation
         self._turns.join(turn)
@@ -140,7 +140,7 @@ class Compilations:
                 else:
                     self._start(turn)
 
-    def _start(self, turn: Turn[_Compilation]) -> None:
+    def _start(self, turn: WorkTurn[_Compilation]) -> None:
         compilation = turn.work
         compilation.has_begun = True
         for key, other in compilation.turns.items():
@@ -151,7 +151,7 @@ class Compilations:
         job = self._threads.submit(self._compile, compilation.grammar)
         job.add_done_callback(partial(self._done, turn))
 
-    def _done(self, turn: Turn[_Compilation], job: Compiled) -> None:
+    def _done(self, turn: WorkTurn[_Compilation], job: Compiled) -> None:
         """In the thread that has done it, or, when all is closed, nowhere."""
         if job.cancelled():
             return

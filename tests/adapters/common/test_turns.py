@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.common.turns import LineFull, Room, Turn, Turns
+from adapters.common.turns import LineFull, Room, Turns, WorkTurn
 
 ROOM = Room(size=3, of_one=2, line=100)
 
@@ -14,11 +14,11 @@ class Desk:
 
     def __init__(self, room: Room = ROOM) -> None:
         self.turns: Turns[str] = Turns({"g": room, "t": room})
-        self.known: dict[str, Turn[str]] = {}
+        self.known: dict[str, WorkTurn[str]] = {}
 
     def join(self, *names: str, size: int = 1, kind: str = "g") -> None:
         for name in names:
-            turn = Turn(kind, name[0].lower(), name[0].isupper(), size, name)
+            turn = WorkTurn(kind, name[0].lower(), name[0].isupper(), size, name)
             self.known[name] = turn
             self.turns.join(turn)
 
@@ -112,8 +112,8 @@ events = st.lists(
 @given(rooms, events)
 def test_whatever_comes_and_goes(room: Room, events: list[tuple[str, int] | int]) -> None:
     turns: Turns[int] = Turns({"g": room})
-    waiting: list[Turn[int]] = []
-    running: list[Turn[int]] = []
+    waiting: list[WorkTurn[int]] = []
+    running: list[WorkTurn[int]] = []
 
     def begin() -> None:
         for turn in turns.begin():
@@ -137,7 +137,7 @@ def test_whatever_comes_and_goes(room: Room, events: list[tuple[str, int] | int]
                     break
         else:
             name, size = event
-            turn = Turn("g", name.lower(), name.isupper(), size, number)
+            turn = WorkTurn("g", name.lower(), name.isupper(), size, number)
             turns.join(turn)
             waiting.append(turn)
         begin()
@@ -147,7 +147,7 @@ def test_whatever_comes_and_goes(room: Room, events: list[tuple[str, int] | int]
     assert not waiting
 
 
-def alike(one: Turn[int], other: Turn[int]) -> bool:
+def alike(one: WorkTurn[int], other: WorkTurn[int]) -> bool:
     return (one.tenant, one.is_batch) == (other.tenant, other.is_batch)
 
 

@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from typing import cast
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -21,8 +20,9 @@ from router.shared.store import Store, StoreDown
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.observer import RequestObserver
 from router.telemetry.request import in_hand
+from router.tenancy.admission import Admission
 from router.tenancy.keys import NOBODY
-from router.tenancy.metering import Charge, Metering
+from router.tenancy.metering import Metering
 from server.protocol import TokenEvent
 from tests.router.fake_worker import make_manifest
 
@@ -108,8 +108,9 @@ def counters(
     served = ServedAdapter(
         "mine", AdapterRef("hub", "org/one"), None, MANIFEST, OwnedName("mine"), "r"
     )
-    metering = cast(Metering, None)  # a request that was never admitted is not charged
-    charge = Charge(metering, NOBODY, "x", clock.now)
+    store = MemoryStore(clock)
+    metering = Metering(store, Admission(store, lambda: True, "open", "router"), clock)
+    charge = metering.charge(NOBODY, "x")
     observer = RequestObserver(in_hand(), metrics, charge, lambda error: None, clock)
     observer.asked(completion(), "", "base")
     observer.queued(served, 1)

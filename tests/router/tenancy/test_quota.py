@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from router.policy.quota import (
     UNIT,
@@ -166,7 +167,7 @@ def test_the_worst_obstacle_is_reported() -> None:
     both = Ask("acme", (Subject("key:k", fast), Subject("tenant:acme", slow)), "r", 1)
     accounts = [QuotaAccount(leases={}), QuotaAccount(leases={})]
     assert admit(accounts, both, 0).reason is None
-    refused = admit(accounts, both, 0)
+    refused = admit(accounts, replace(both, lease="another"), 0)
     assert refused == Verdict(0, refused.standings, "requests", 1, 60_000)
     assert accounts[0].requests == 59 * UNIT
 

@@ -43,7 +43,7 @@ def own_templates(worker: FakeWorker, gate: Gate, patch: pytest.MonkeyPatch) -> 
         return make_manifest("pirate", chat_template=TEMPLATE)
 
     worker.loader = load
-    patch.setattr(TemplateSandbox, "render", gate)
+    patch.setattr(TemplateSandbox, "written", gate)
 
 
 def cold_adapters(worker: FakeWorker, gate: Gate, patch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,11 @@ Compiled = Future[LLMatcher]
 
 
 class _Tools(NamedTuple):
+    """idle: takes no token."""
+
     vocabulary: Vocabulary
     checker: GrammarChecker
+    idle: LLMatcher
 
 
 class _Compilation:
@@ -171,7 +174,7 @@ class Compilations:
             log.info("grammars are refused: %s", error)
             raise
         checker = GrammarChecker(vocabulary.tokens, self._limits, self._limits.threads)
-        return _Tools(vocabulary, checker)
+        return _Tools(vocabulary, checker, LLMatcher(vocabulary.tokenizer, ""))
 
     def _compile(self, grammar: str) -> LLMatcher:
         began = time.monotonic()

@@ -52,6 +52,9 @@ class Foresight(NamedTuple):
 
 
 NO_FORESIGHT = Foresight([], 0)
+_NEWEST = 0.5  # weight of the newest mask in a mean
+# Of a mask, or of a look at a draft. Where they cost more there are no drafts.
+COSTLY_S = 0.002
 
 
 class Constraint:
@@ -61,20 +64,36 @@ class Constraint:
     ends are allowed.
     state: `over` when the output is complete and no further token is possible. `failed` when the
     output cannot become complete any more, or the matcher failed. problem: why it failed.
-    costly: drafts of the output take too long to be looked at. broken: a matcher of its grammar has
-    failed, be it in a draft. Copies of a matcher share their lexer, and a lexer that has run out of
-    its limits stays so.
+    costly: drafts of the output take too long to be looked at. too_slow: a mask took longer than
+    one may. broken: a matcher of its grammar has failed, be it in a draft. Copies of a matcher
+    share their lexer, and a lexer that has run out of its limits stays so.
+    mask_s: processor time of a mask, a mean that fades. is_busy: some thread uses it, and no step
+    may ask it for a mask. is_late: a step had to go on without its mask.
+    consume: gives a matcher a token where that takes long. end: a token that masks of the grammar
+    allow wherever an output may end, and hardly elsewhere; None = none is known.
     """
 
-    def __init__(self, matcher: GrammarMatcher | None, rules: TokenRules, min_tokens: int) -> None:
+    def __init__(
+        self,
+        matcher: GrammarMatcher | None,
+        rules: TokenRules,
+        min_tokens: int,
+        consume: Callable[[GrammarMatcher, int], object] | None = None,
+        end: int | None = None,
+    ) -> None:
         self.state: ConstraintState = "open"
         self.problem = ""
-        self.costly = self.broken = False
+        self.costly = self.too_slow = self.broken = False
+        self.mask_s = 0.0
+        self.is_busy = self.is_late = False
         self._matcher = matcher
         self._rules = rules
         self._min_tokens = min_tokens
         self._taken = 0
         self._last: deque[int] = deque(maxlen=rules.memory)
+        self._noted: deque[int] = deque()  # tokens that are still to be taken
+        self._consume, self._grammar_end = consume, end
+        self._ready: np.ndarray | None = None  # the next token's mask
         # What it becomes with each token of the draft in flight.
         self._ahead: deque[tuple[int, Constraint]] = deque()
         self._look()
@@ -83,6 +102,33 @@ class Constraint:
     def num_ids(self) -> int:
         """Those that its sequence may draw without it."""
         return self._rules.vocab_size
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next token's mask has been filled already."""
+        return self._ready is not None
+
+    @property
+    def has_costly_masks(self) -> bool:
+        return self.mask_s > COSTLY_S
+
+    def keep(self, row: np.ndarray) -> None:
+        """Keep what `fill` has written, for the next `fill`."""
+        self._ready, self.is_late = row[: mask_words(self.num_ids)].copy(), False
+
+    def took(self, seconds: float) -> None:
+        """Processor time of a mask."""
+        self.mask_s += (_NEWEST if self.mask_s else 1.0) * (seconds - self.mask_s)
+
+    def note(self, token_id: int) -> None:
+        """The output's next accepted token, for `catch_up` to take: that may take long."""
+        self._noted.append(token_id)
+
+    def catch_up(self, in_time: Callable[[], bool] = lambda: True) -> bool:
+        """Take what has been noted, while there is time. Whether that is all."""
+        while self._noted and in_time():
+            self.take(self._noted.popleft())
+        return not self._noted
 
     def take(self, token_id: int) -> ConstraintState:
         """Take the output's next accepted token. Returns the state after it."""
@@ -95,7 +141,10 @@ class Constraint:
         if self._matcher is None or token_id in self._rules.ends:
             return self.state
         try:
-            self._matcher.consume_token(token_id)
+            if self._consume is not None and self.has_costly_masks:
+                self._consume(self._matcher, token_id)
+            else:
+                self._matcher.consume_token(token_id)
         except BaseException as error:
             self._broke(error)
         self._look()
@@ -110,6 +159,10 @@ class Constraint:
         words = mask_words(self.num_ids)
         row[words:] = 0
         row = row[:words]
+        if self._ready is not None:
+            row[:], self._ready, self.is_late = self._ready, None, False
+            return
+        self.catch_up()
         if self.state == "open":
             self._fill(row)
         if self.state != "open":
@@ -139,6 +192,7 @@ class Constraint:
 
     def foresee(self, draft: list[int], most: int) -> Foresight:
         """Of at most `most` tokens to come. Nothing that it does changes the constraint."""
+        self.catch_up()
         if self.state != "open":
             return NO_FORESIGHT
         draft = self._permitted(draft[:most])
@@ -171,7 +225,7 @@ class Constraint:
                 own = row[: self._rules.grammar_words]
                 row[len(own) :] = 0
                 matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
-                accepts = matcher.is_accepting()
+                accepts = self._may_accept(own) and matcher.is_accepting()
             except BaseException as error:
                 self._broke(error)
             self._look()
@@ -183,6 +237,11 @@ class Constraint:
                 self.state = "over"
             else:
                 self._fail("no token is left that the request allows")
+
+    def _may_accept(self, own: np.ndarray) -> bool:
+        """By the mask of the grammar: asking the matcher costs more than most masks do."""
+        end = self._grammar_end
+        return end is None or bool(int(own[end >> 5]) >> (end & 31) & 1)
 
     def _permitted(self, token_ids: list[int]) -> list[int]:
         """Of tokens to come, those that no rule but the grammar forbids, and that do not end the
@@ -198,7 +257,8 @@ class Constraint:
     def _after(self, token_id: int) -> "Constraint":
         """Another one, which has taken one token more."""
         matcher = None if self._matcher is None else self._matcher.deep_copy()
-        after = Constraint(matcher, self._rules, self._min_tokens)
+        known = (self._min_tokens, self._consume, self._grammar_end)
+        after = Constraint(matcher, self._rules, *known)
         after._taken, after._last = self._taken, self._last.copy()
         after.take(token_id)
         return after

@@ -1,38 +1,67 @@
 """Constraints of sequences, made and used in threads. The step loop waits only for masks."""
 
 import logging
+import math
+import os
 import queue
+import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 
+from adapters.common.turns import Room, Turns, WorkTurn
 from adapters.grammar.checker import CheckerBroken, CheckerUnavailable
-from adapters.grammar.compile import (
-    GrammarError,
-)
+from adapters.grammar.compile import GrammarError
 from adapters.grammar.deep_threads import DeepThreads
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from server.constraints.compilations import Compilations
-from server.constraints.constraint import NO_FORESIGHT, Constraint, Foresight
-from server.constraints.rules import TokenRules, step_words
-from server.constraints.wishes import ConstraintNews, ConstraintWish, ForesightWish, MaskWish
+from server.constraints.constraint import (
+    COSTLY_S,
+    NO_FORESIGHT,
+    Constraint,
+    Foresight,
+    GrammarMatcher,
+)
+from server.constraints.rules import TokenRules, mask_words, step_words
+from server.constraints.shared_work import SharedWork
+from server.constraints.wishes import (
+    AsideWish,
+    ConstraintNews,
+    ConstraintWish,
+    ForesightWish,
+    MaskWish,
+)
 from server.engine.admission import Refusal
 from server.engine.messages import GrammarCompiled
 
 log = logging.getLogger(__name__)
 
-# Processor time of looking at one draft. A sequence whose drafts need more has none from then on.
-_FORESIGHT_S = 0.002
-
 T = TypeVar("T")
+R = TypeVar("R")
+
+_ASIDE_NICE = 10
+_THREAD_S = 0.002  # of work, for each thread that does it
+
+
+class _Mask(NamedTuple):
+    """place: of its wish. rows: of the mask, and of those that follow a draft's tokens."""
+
+    place: int
+    constraint: Constraint
+    draft: Sequence[int]
+    rows: np.ndarray
+
+
+W = TypeVar("W", _Mask, ForesightWish)
 
 
 class Constraints:
@@ -57,10 +86,20 @@ class Constraints:
         self._limits = limits
         self._too_slow = f"one token needs more than {limits.mask_s:g} s of processor time"
         self._grammars: WeakKeyDictionary[Constraint, str] = WeakKeyDictionary()
-        self._num_filling = mask_threads
+        self.mask_threads = mask_threads
         self._making = DeepThreads(1, "grammar-copy")
         self._filling = DeepThreads(mask_threads, "grammar-mask")
-        self._news: queue.SimpleQueue[ConstraintNews] = queue.SimpleQueue()
+        num_aside = max(1, mask_threads // 2)
+        self._consuming = LLExecutor(num_aside)
+        self._aside = DeepThreads(num_aside, "grammar-mask-aside", initializer=_step_back)
+        self._turns = Turns[Constraint]({"mask": Room(num_aside, num_aside, sys.maxsize)})
+        self._turning = threading.Lock()
+        self._finished: queue.SimpleQueue[Constraint] = queue.SimpleQueue()
+        self._num_aside = 0
+        # Constraints whose first mask is being filled, with their answers.
+        self._beginning: dict[Constraint, ConstraintNews] = {}
+        self._made: queue.SimpleQueue[tuple[ConstraintWish, Constraint | Refusal]]
+        self._made = queue.SimpleQueue()
         self._unanswered = 0
 
     def open(self) -> None:
@@ -69,8 +108,8 @@ class Constraints:
 
     @property
     def busy(self) -> bool:
-        """Whether some wish has not been answered."""
-        return self._unanswered > 0
+        """Whether `poll` will have something to note."""
+        return self._unanswered > 0 or self._num_aside > 0
 
     def start(self, wish: ConstraintWish) -> None:
         """Begin to make a constraint. `poll` answers once."""
@@ -86,9 +125,24 @@ class Constraints:
         self._compilations.abandon(key)
 
     def poll(self) -> list[ConstraintNews]:
-        """Answers since the last call; never blocks."""
-        news = _taken(self._news)
+        """Answers since the last call; never blocks. A constraint comes with its first mask, so
+        that what a mask costs is known."""
+        news = list[ConstraintNews]()
+        for wish, outcome in _taken(self._made):
+            made = ConstraintNews(wish.key, outcome)
+            if isinstance(outcome, Constraint) and outcome in self._grammars:
+                self._beginning[outcome] = made
+                self.fill_aside(AsideWish(outcome, wish.tenant, wish.is_batch))
+            else:
+                news.append(made)
+        finished = _taken(self._finished)
+        for constraint in finished:
+            constraint.is_busy = False
+            if (begun := self._beginning.pop(constraint, None)) is not None:
+                news.append(_begun(begun, constraint))
+        self._num_aside -= len(finished)
         self._unanswered -= len(news)
+        self._renew(finished)
         return news
 
     def take_compiled(self) -> list[GrammarCompiled]:
@@ -96,58 +150,163 @@ class Constraints:
         return self._compilations.take_ended()
 
     def filled(
-        self, wishes: Sequence[MaskWish], memory: Callable[[int, int], np.ndarray]
-    ) -> np.ndarray:
-        """Masks as of `fill`, in memory of `Executor.mask_memory`."""
+        self, wishes: Sequence[MaskWish], memory: Callable[[int, int], np.ndarray], wait_s: float
+    ) -> tuple[np.ndarray, list[int]]:
+        """Masks as of `fill`, in memory of `Executor.mask_memory`, and the late places."""
         sizes = (wish.constraint.num_ids for wish in wishes if wish.constraint is not None)
-        words = step_words(self._vocab_size, sizes)
-        masks = memory(sum(wish.num_masks for wish in wishes), words)
-        self.fill(wishes, masks)
-        return masks
+        count, words = sum(wish.num_masks for wish in wishes), step_words(self._vocab_size, sizes)
+        masks = memory(count, words)
+        late = self.fill(wishes, masks, wait_s)
+        if late:  # threads still write into that memory
+            others, masks = masks, memory(count, words)
+            masks[:] = others
+            of = np.repeat([wish.place for wish in wishes], [wish.num_masks for wish in wishes])
+            masks[np.isin(of, late)] = 0
+        return masks, late
 
-    def fill(self, wishes: Sequence[MaskWish], masks: np.ndarray) -> None:
+    def fill(self, wishes: Sequence[MaskWish], masks: np.ndarray, wait_s: float) -> list[int]:
         """Write masks, int32 `[sum of num_masks, words]`. A mask of nothing ends its draft
-        (`Constraint.fill_ahead`)."""
-        ends = [*accumulate(wish.num_masks for wish in wishes)]
-        rows = [masks[end - wish.num_masks : end] for wish, end in zip(wishes, ends, strict=True)]
-        parts = min(self._num_filling, len(wishes))
-        filling = [
-            self._filling.submit(_fill, wishes[i::parts], rows[i::parts], self._limits.mask_s)
-            for i in range(parts)
-        ]
-        for part in filling:
-            for slow in part.result():
-                self._refuse(slow)
-        self._renew(wish.constraint for wish in wishes)
+        (`Constraint.fill_ahead`).
 
-    def foresee(self, wishes: Sequence[ForesightWish]) -> list[Foresight]:
-        """Of each wish."""
-        parts = min(self._num_filling, len(wishes))
-        looking = [self._filling.submit(_foresee, wishes[i::parts]) for i in range(parts)]
-        found: list[Foresight] = [NO_FORESIGHT] * len(wishes)
-        for i, part in enumerate(looking):
-            found[i::parts] = part.result()
-        self._renew(wish.constraint for wish in wishes)
-        return found
+        Returns the places of wishes that are not fulfilled after `wait_s`. Their masks are filled
+        for a later step: by the threads that are at them, or when they are asked for.
+        """
+        work = list[_Mask]()
+        ends = accumulate(wish.num_masks for wish in wishes)
+        for wish, end in zip(wishes, ends, strict=True):
+            rows, constraint = masks[end - wish.num_masks : end], wish.constraint
+            if constraint is None:
+                rows.fill(-1)
+            elif constraint.is_ready and not wish.draft:
+                constraint.fill(rows[0])
+            else:
+                work.append(_Mask(wish.place, constraint, wish.draft, rows))
+        filled = self._share(work, self._fill, self._keep, wait_s)
+        late = [mask for i, mask in enumerate(work) if i not in filled]
+        for _, constraint, _, _ in late:
+            constraint.is_late = not constraint.is_busy
+        return [mask.place for mask in late]
 
-    def _renew(self, constraints: Iterable[Constraint | None]) -> None:
-        """A grammar whose matchers fail is compiled again for the next request."""
+    def foresee(self, wishes: Sequence[ForesightWish], wait_s: float) -> list[Foresight]:
+        """Of each wish: of those that are not fulfilled after `wait_s`, nothing."""
+        found = self._share(wishes, _foresee, self._finish, wait_s)
+        return [found.get(i, NO_FORESIGHT) for i in range(len(wishes))]
+
+    def fill_aside(self, wish: AsideWish) -> None:
+        """Begin to fill a mask that no step waits for. `poll` notes its end."""
+        wish.constraint.is_busy = True
+        with self._turning:
+            self._turns.join(WorkTurn("mask", wish.tenant, wish.is_batch, 1, wish.constraint))
+            self._begin_turns()
+        self._num_aside += 1
+
+    def _share(
+        self,
+        items: Sequence[W],
+        do: Callable[[W, Callable[[], bool]], R],
+        late: Callable[[W], None],
+        wait_s: float,
+    ) -> dict[int, R]:
+        """Results by place, of the items that are done after `wait_s`. The constraints of others
+        are busy as long as a thread is at them."""
+        work = SharedWork(items, do, late)
+        # Threads that do little only take the interpreter from each other.
+        few = math.ceil(sum(item.constraint.mask_s for item in items) / _THREAD_S)
+        many = self.mask_threads
+        done, begun = work.finish(self._filling, min(max(1, few), many), many, wait_s)
+        for place, item in enumerate(items):
+            item.constraint.is_busy = place in begun
+        self._num_aside += len(begun)
+        self._renew(item.constraint for place, item in enumerate(items) if place in done)
+        return done
+
+    def _fill(self, mask: "_Mask", is_open: Callable[[], bool]) -> None:
+        constraint, draft, rows = mask.constraint, mask.draft, mask.rows
+        self._fill_next(constraint, rows[0])
+        if constraint.too_slow:
+            rows[1:].fill(0)
+        elif draft:
+            self._fill_ahead(constraint, draft, rows[1:], is_open)
+
+    def _fill_next(self, constraint: Constraint, row: np.ndarray) -> None:
+        began = time.thread_time()
+        constraint.catch_up()
+        caught_up = time.thread_time()
+        constraint.fill(row)
+        filled = time.thread_time()
+        constraint.took(filled - began)
+        if filled - caught_up > self._limits.mask_s:
+            constraint.too_slow = True
+            constraint.give_up(self._too_slow)
+
+    def _fill_ahead(
+        self,
+        constraint: Constraint,
+        draft: Sequence[int],
+        rows: np.ndarray,
+        is_open: Callable[[], bool],
+    ) -> None:
+        """As many masks as can be filled in time. So one that takes as long alone is filled once
+        more where it is the next token's, and its sequence ends there."""
+        until = time.thread_time() + self._limits.mask_s
+        constraint.fill_ahead(draft, rows, lambda: is_open() and time.thread_time() <= until)
+        constraint.costly |= time.thread_time() > until
+
+    def _keep(self, mask: "_Mask") -> None:
+        mask.constraint.keep(mask.rows[0])
+        self._finish(mask)
+
+    def _finish(self, item: "_Mask | ForesightWish | WorkTurn[Constraint]") -> None:
+        """No thread is at its constraint any more."""
+        self._finished.put(item.work if isinstance(item, WorkTurn) else item.constraint)
+
+    def _begin_turns(self) -> None:
+        for turn in self._turns.begin():
+            self._aside.submit(self._fill_turn, turn)
+
+    def _fill_turn(self, turn: WorkTurn[Constraint]) -> None:
+        """A long answer that is resumed takes several turns to be taken."""
+        constraint, until = turn.work, time.thread_time() + self._limits.mask_s
+        is_known = True
+        try:
+            is_known = constraint.catch_up(lambda: time.thread_time() <= until)
+            if is_known:
+                row = np.empty(mask_words(constraint.num_ids), np.int32)
+                self._fill_next(constraint, row)
+                constraint.keep(row)
+        finally:
+            with self._turning:
+                self._turns.leave(turn)
+                if not is_known:
+                    self._turns.join(turn)
+                self._begin_turns()
+            if is_known:
+                self._finish(turn)
+
+    def _consume(self, matcher: GrammarMatcher, token_id: int) -> None:
+        """As `consume_token`, which keeps the interpreter for itself. Beside another matcher, here
+        one of no grammar, it lets other threads go on."""
+        idle = self._compilations.tools.result().idle.deep_copy()
+        pair = [(cast(LLMatcher, matcher), token_id), (idle, token_id)]
+        self._consuming.consume_token_par(pair)
+
+    def _renew(self, constraints: Iterable[Constraint]) -> None:
+        """A grammar whose matchers fail is compiled again for the next request; one whose masks
+        take too long is refused."""
         for constraint in constraints:
-            if constraint is not None and constraint.broken:
+            if constraint.broken or constraint.too_slow:
                 grammar = self._grammars.pop(constraint, None)
-                if grammar is not None:
+                if grammar is None:
+                    continue
+                if constraint.too_slow:
+                    self._compilations.refuse(grammar, self._too_slow)
+                else:
                     self._compilations.forget(grammar)
-
-    def _refuse(self, slow: Constraint) -> None:
-        slow.give_up(self._too_slow)
-        grammar = self._grammars.get(slow)
-        if grammar is not None:
-            self._compilations.refuse(grammar, self._too_slow)
 
     def close(self) -> None:
         """End the threads. Wishes that are not answered never will be."""
         self._compilations.close()
-        for threads in (self._making, self._filling):
+        for threads in (self._making, self._filling, self._aside):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def wait_for_vocabulary(self) -> None:
@@ -156,7 +315,7 @@ class Constraints:
 
     def _go_on(self, wish: ConstraintWish, compiled: "Future[LLMatcher]") -> None:
         if compiled.cancelled():
-            self._news.put(ConstraintNews(wish.key, Refusal("internal", "nobody waits for it")))
+            self._made.put((wish, Refusal("internal", "nobody waits for it")))
         else:
             self._making.submit(self._answer, wish, compiled)
 
@@ -174,60 +333,44 @@ class Constraints:
         except Exception as error:  # of any type; only this sequence ends
             log.error("a grammar could not be used", exc_info=error)
             outcome = Refusal("internal", "the grammar could not be used")
-        self._news.put(ConstraintNews(wish.key, outcome))
+        self._made.put((wish, outcome))
 
     def _constraint(self, wish: ConstraintWish, matcher: LLMatcher | None) -> Constraint:
-        """Raises GrammarError where the accepted tokens cannot begin an answer."""
+        """Whether the accepted tokens can begin an answer, its first mask says."""
         sampling = wish.sampling
         vocab_size = wish.vocab_size or self._vocab_size
         rules = TokenRules.of(sampling, self._eos, vocab_size, self._vocab_size)
-        constraint = Constraint(matcher, rules, sampling.min_tokens)
+        end = None
+        if matcher is not None:
+            end = self._compilations.tools.result().vocabulary.tokenizer.eos_token
+        constraint = Constraint(matcher, rules, sampling.min_tokens, self._consume, end)
         if matcher is not None:
             self._grammars[constraint] = sampling.grammar
         for token_id in wish.accepted_ids:
-            constraint.take(token_id)
-        if constraint.state == "failed":
-            raise GrammarError(f"accepted_ids do not keep to it: {constraint.problem}")
+            constraint.note(token_id)
         return constraint
 
 
-def _fill(
-    wishes: Sequence[MaskWish], masks: Sequence[np.ndarray], limit_s: float
-) -> list[Constraint]:
-    """Fill masks. Returns the constraints that took longer than `limit_s` of processor time."""
-    slow = []
-    for (_, constraint, draft), rows in zip(wishes, masks, strict=True):
-        if constraint is None:
-            rows.fill(-1)
-            continue
-        began = time.thread_time()
-        constraint.fill(rows[0])
-        if time.thread_time() - began > limit_s:
-            slow.append(constraint)
-            rows[1:].fill(0)
-        elif draft:
-            _fill_ahead(constraint, draft, rows[1:], limit_s)
-    return slow
+def _step_back() -> None:
+    """The thread lets those of steps go first."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _ASIDE_NICE)
 
 
-def _fill_ahead(
-    constraint: Constraint, draft: Sequence[int], rows: np.ndarray, limit_s: float
-) -> None:
-    """As many masks as can be filled in `limit_s` of processor time. So one that takes as long
-    alone is filled once more where it is the next token's, and its sequence ends there."""
-    until = time.thread_time() + limit_s
-    constraint.fill_ahead(draft, rows, lambda: time.thread_time() <= until)
-    constraint.costly |= time.thread_time() > until
-
-
-def _foresee(wishes: Sequence[ForesightWish]) -> list[Foresight]:
-    found = []
-    for constraint, draft, most in wishes:
-        began = time.thread_time()
-        found.append(constraint.foresee(draft, most))
-        if time.thread_time() - began > _FORESIGHT_S:
-            constraint.costly = True
+def _foresee(wish: ForesightWish, _is_open: Callable[[], bool]) -> Foresight:
+    constraint, draft, most = wish
+    began = time.thread_time()
+    found = constraint.foresee(draft, most)
+    if time.thread_time() - began > COSTLY_S:
+        constraint.costly = True
     return found
+
+
+def _begun(news: ConstraintNews, constraint: Constraint) -> ConstraintNews:
+    """With the first mask."""
+    if constraint.state != "failed":
+        return news
+    problem = f"grammar: no answer can begin so: {constraint.problem}"
+    return ConstraintNews(news.key, Refusal("bad_grammar", problem))
 
 
 def _taken(items: "queue.SimpleQueue[T]") -> list[T]:

@@ -40,6 +40,15 @@ class MaskWish(NamedTuple):
         return 1 + len(self.draft)
 
 
+class AsideWish(NamedTuple):
+    """The mask of the next token, while steps go on without the sequence. tenant, is_batch: as in
+    `ConstraintWish`."""
+
+    constraint: Constraint
+    tenant: str
+    is_batch: bool = False
+
+
 class ForesightWish(NamedTuple):
     """See `Constraint.foresee`."""
 

@@ -64,8 +64,9 @@ class Masks(NamedTuple):
 
     slices: places in the plan, ascending, each as often as the slice draws: once, and once more for
     each token of its draft. bits: int32 `[len(slices), words]` of `Executor.mask_memory`; bit
-    i % 32 of word i // 32 is set where token i may be drawn. A mask of nothing, which the first of
-    a slice is not, ends the draft: that draw and those behind give nothing.
+    i % 32 of word i // 32 is set where token i may be drawn. A mask of nothing ends the draft: that
+    draw and those behind give nothing. Where it is the first of a slice, the slice's result says
+    nothing, and a later slice computes its last known token again.
     """
 
     slices: list[int]

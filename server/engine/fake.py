@@ -181,7 +181,9 @@ class CertifyingExecutor:
     def _leave_behind(self, piece: SeqSlice, result: SliceResult) -> None:
         """No token after those of a collected slice sees the pages before its windows."""
         row = self._rows[piece.seq_row]
-        many = piece.num_new if piece.kind == "prompt" else max(1, len(result.token_ids))
+        many = piece.num_new if piece.kind == "prompt" else len(result.token_ids)
+        if piece.sample and not result.token_ids:  # its last known token comes again
+            many = piece.num_new - len(piece.draft) - 1
         for pages, window in zip(row.pages, self.limits.page_windows, strict=True):
             if window is None:
                 continue
@@ -233,8 +235,11 @@ class CertifyingExecutor:
         masks: list[np.ndarray] | None,
     ) -> SliceResult:
         """One token, and one more for each leading token of the draft that is right. A wrong one
-        leaves wrong values in the KV places of the slice. masks: of each token; a later one of
-        nothing ends the draft."""
+        leaves wrong values in the KV places of the slice. masks: of each token; one of nothing ends
+        the draft."""
+        if masks is not None and not masks[0].any():
+            row.take_back()
+            return SliceResult(prompt_logprobs=prompt_logprobs)
         mark, end = row.marks[-1], piece.start + piece.num_new
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []

@@ -30,6 +30,11 @@ class FakeRow:
         self.adapter: str | None = None
         self.marks: list[Mark] = []  # after each computed token
 
+    def take_back(self) -> None:
+        """A later slice computes the last known token again, for want of a mask."""
+        self.num_computed -= 1
+        self.marks.pop()
+
     def vector(self, piece: SeqSlice, limits: ExecutorLimits) -> bytes | None:
         """Of the slice that ends a prompt whose vector is wanted."""
         vector, is_over = piece.vector, self.num_computed >= self.start.prompt_len

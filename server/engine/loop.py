@@ -102,6 +102,7 @@ class EngineLoop(Generic[T]):
         self._depth = pipeline_depth
         self._constraints = constraints
         self._clock = clock
+        scheduler.masks.threads = constraints.mask_threads
         self._in_flight: deque[_InFlight[T]] = deque()
         self._pace = Pace()
         self._ready_at = clock()  # when the device was done with the last step collected
@@ -235,11 +236,15 @@ class EngineLoop(Generic[T]):
         """Look at drafts of constrained sequences for the next plan."""
         drafting = self._scheduler.drafting
         if wishes := drafting.take_wishes():
-            drafting.foreseen(self._constraints.foresee(wishes))
+            wait_s = self._scheduler.masks.late_s
+            drafting.foreseen(self._constraints.foresee(wishes, wait_s))
 
     def _wait_to_plan(self) -> None:
-        """Wait while a step runs, so that requests that arrive now are in the next plan."""
-        if self._in_flight:
+        """Wait while a step runs, so that requests that arrive now are in the next plan.
+
+        Not beside masks: their step lasts as long as the host takes, so waiting would draw it out.
+        """
+        if self._in_flight and not self._in_flight[-1].constrained:
             running = self._in_flight[-1]
             spare_s = self._pace.spare_s(self._scheduler.likely_s)
             began = self._clock()
@@ -303,14 +308,17 @@ class EngineLoop(Generic[T]):
         return _Collected(running.plan, done - running.launched)
 
     def _constrain(self) -> None:
-        """Fill the masks of the oldest step in flight. The tokens that they depend on are known."""
+        """Fill the masks of the oldest step in flight. The tokens that they depend on are known.
+        What is late draws nothing."""
         if not self._in_flight or not self._in_flight[0].is_held:
             return
         began = self._clock()
         oldest = self._in_flight[0] = self._in_flight[0]._replace(is_held=False)
         wishes = self._scheduler.mask_wishes(oldest.constrained)
         of = [wish.place for wish in wishes for _ in range(wish.num_masks)]
-        bits = self._constraints.filled(wishes, self._executor.mask_memory)
+        memory, wait_s = self._executor.mask_memory, self._scheduler.masks.late_s
+        bits, late = self._constraints.filled(wishes, memory, wait_s)
+        self._scheduler.note_masks(late)
         filled = self._clock()
         self._executor.constrain(oldest.ticket, Masks(of, bits))
         self._phases_s[Phase.MASKS] += filled - began
@@ -340,6 +348,8 @@ class EngineLoop(Generic[T]):
             self._constraints.abandon(key)
         for wish in self._scheduler.grammars.take_wishes():
             self._constraints.start(wish)
+        for mask in self._scheduler.masks.take_wishes():
+            self._constraints.fill_aside(mask)
         copies, needed, released, settled = self._scheduler.loads.take()
         for copy in copies:
             digest = copy.layout.digest

@@ -22,9 +22,9 @@ import msgspec
 from adapters.common import extras
 from adapters.common.logs import log_to_stderr
 from adapters.common.pauses import shorten_pauses
-from adapters.grammar.deep_threads import run_deep
+from adapters.grammar.deep_threads import STACK_BYTES, run_deep
 from adapters.sharding import Shard
-from server.config import ConfigError, EngineConfig
+from server.config import ConfigError, EngineConfig, set_unset_variables
 from server.constraints.build import make_constraints
 from server.constraints.constraints import Constraints
 from server.engine.certificates import CertifyOptions
@@ -139,6 +139,7 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
 
 
 def _constraints(config: EngineConfig, limits: ExecutorLimits) -> Constraints:
+    set_unset_variables({"RUST_MIN_STACK": str(STACK_BYTES)})  # of llguidance's own threads
     ends = limits.eos_token_ids
     load = partial(read_vocabulary, Path(config.model_path), limits.vocab_size, ends)
     return make_constraints(config.grammar, limits, load)

@@ -78,6 +78,14 @@ class Batch:
             for i, s, draft in found
         ]
 
+    def closed(self) -> list[Sequence]:
+        """Those whose next token no mask allows."""
+        return [
+            sequence
+            for piece, sequence in zip(self.plan.slices, self.sequences, strict=True)
+            if piece.constrained and _is_closed(sequence)
+        ]
+
     def add(self, sequence: Sequence, draft: abc.Sequence[int] = ()) -> None:
         """Compute as many of the tokens that the sequence wants as the budget and its pages
         allow. draft: of a decode slice, as long as `room_for_draft` at most."""
@@ -125,3 +133,9 @@ class Batch:
         if self._short_context is not None and not sequence.is_long:
             room = min(room, self._short_context - sequence.num_computed - 1)
         return max(0, min(self.drafts_left, room, sequence.remaining - 1))
+
+
+def _is_closed(sequence: Sequence) -> bool:
+    constraint = sequence.constraint
+    is_open = constraint is None or constraint.state == "open"
+    return sequence.state is State.RUNNING and not (is_open or sequence.is_late)

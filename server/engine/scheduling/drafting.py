@@ -173,4 +173,6 @@ def _acceptance(sequence: Sequence) -> Acceptance:
 
 def _may_be_asked(sequence: Sequence) -> bool:
     constraint = sequence.constraint
-    return constraint is not None and not constraint.costly and not constraint.broken
+    if constraint is None or constraint.is_busy or constraint.has_costly_masks:
+        return False
+    return not (constraint.costly or constraint.broken)

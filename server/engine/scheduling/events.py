@@ -40,26 +40,21 @@ def bad_draw(piece: SeqSlice, token_ids: tuple[int, ...], vocab_size: int) -> st
     return None
 
 
-def drawn_events(
+def drawn_event(
     sequence: Sequence,
     token_ids: tuple[int, ...],
     logprobs: tuple[TokenLogprob, ...],
     eos: Collection[int],
-) -> list[SequenceEvent]:
-    """The events of a result. The sequence accepts its tokens up to the first that ends the output;
-    tokens behind that are dropped. The last event may be terminal.
+) -> SequenceEvent:
+    """The event of a result. The sequence accepts its tokens up to the first that ends the output;
+    tokens behind that are dropped. The event may be terminal.
 
     logprobs: parallel to token_ids, or empty.
-    When a constraint allows no token after the accepted ones, the terminal event follows them.
     """
     count, finish = _leading(sequence, token_ids, eos)
     if count < len(token_ids):
         token_ids, logprobs = token_ids[:count], logprobs[:count]
-    constraint = sequence.constraint
-    if constraint is None or constraint.state == "open":
-        return [token_event(sequence, token_ids, logprobs, finish)]
-    accepted = [token_event(sequence, token_ids, logprobs)] if count else []
-    return [*accepted, _ended(sequence, constraint)]
+    return token_event(sequence, token_ids, logprobs, finish)
 
 
 def _leading(
@@ -67,25 +62,23 @@ def _leading(
 ) -> tuple[int, Finish | None]:
     """How many of the drawn tokens join the output, and the finish if the last of them ends it.
 
-    The sequence's constraint takes every one of them but a stop token. A token that the constraint
-    refuses does not join.
+    The sequence's constraint takes note of every one of them but a stop token.
     """
     constraint, index, count = sequence.constraint, sequence.num_output, 0
     left = sequence.limit - len(sequence.tokens)
     for token_id in token_ids:
-        if constraint is not None and constraint.state != "open":
-            return count, None
         if _is_stop(sequence, token_id, index + count, eos):
             return count + 1, "stop"
-        if constraint is not None and constraint.take(token_id) == "failed":
-            return count, None
+        if constraint is not None:
+            constraint.note(token_id)
         count += 1
         if count >= left:
             return count, "length"
     return count, None
 
 
-def _ended(sequence: Sequence, constraint: Constraint) -> SequenceEvent:
+def closed_event(sequence: Sequence, constraint: Constraint) -> SequenceEvent:
+    """Its terminal event, when the constraint allows no further token."""
     if constraint.state == "over":
         return token_event(sequence, finish="stop")
     problem = f"grammar: it cannot be kept to any further: {constraint.problem}"

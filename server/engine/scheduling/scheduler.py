@@ -19,7 +19,8 @@ from server.engine.scheduling.deadlines import Deadlines
 from server.engine.scheduling.drafting import Drafting
 from server.engine.scheduling.events import (
     bad_draw,
-    drawn_events,
+    closed_event,
+    drawn_event,
     error_event,
     finished_before,
     not_finite,
@@ -28,6 +29,7 @@ from server.engine.scheduling.events import (
 from server.engine.scheduling.grammar_waits import GrammarWaits
 from server.engine.scheduling.kv import SequencePages
 from server.engine.scheduling.loading import AdapterLoads
+from server.engine.scheduling.mask_share import MaskShare
 from server.engine.scheduling.prompt_shares import PromptShares
 from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.engine.scheduling.sequence import BY_PRECEDENCE, Precedence, Sequence, State, discard
@@ -46,6 +48,7 @@ class Scheduler:
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
         self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
         self.grammars = GrammarWaits()
+        self.masks = MaskShare()
         self.drafting = Drafting(config.max_draft, config.draft_memory)
         self.prompts = PromptShares(config)
         self._eos = frozenset(limits.eos_token_ids)
@@ -186,16 +189,17 @@ class Scheduler:
         running = list(self._running)
         soon = len(running) + min(len(self._waiting), len(self.rows.free))
         batch = Batch(self._step + 1, self.limits, self.rows.freed, soon, self.prompts)
+        self.masks.begin_plan(running, self.prompts.cost.decode_s)
         self.drafting.begin_plan(running, ahead=bool(self._in_flight), room=batch.drafts_left)
         longer, streams = [], []
         for sequence in running:  # first the sequences that want one token
             wanted = sequence.num_wanted
             if wanted > 1:
                 longer.append(sequence)
-            elif sequence.awaits_result:
+            elif sequence.awaits_result or not self.masks.takes(sequence):
                 streams.append(sequence)
             elif wanted == 1 and self._grow(batch, sequence):
-                batch.add(sequence, self.drafting.draft(sequence, batch.room_for_draft(sequence)))
+                batch.add(sequence, self._draft(batch, sequence))
                 streams.append(sequence)
         self._begin_prompts(streams if longer or self._waiting else [])
         self._add_prompts(batch, longer)
@@ -223,6 +227,12 @@ class Scheduler:
             if batch.room(sequence) > 0 and self._grow(batch, sequence):
                 batch.add(sequence)
         self._admit(batch)
+
+    def _draft(self, batch: Batch, sequence: Sequence) -> list[int]:
+        room = self.masks.room_for_draft(sequence, batch.room_for_draft(sequence))
+        draft = self.drafting.draft(sequence, room)
+        self.masks.add_draft(sequence, draft)
+        return draft
 
     def go_on_loading(self, now: float) -> None:
         """Advance the loading of absent adapters between two plans, while steps are in flight."""
@@ -278,7 +288,7 @@ class Scheduler:
                 return
             if not self.pages.look_up(sequence, bool(self._running)):
                 return  # in order, as below
-            if self.pages.is_computed_elsewhere(sequence):
+            if self.pages.is_computed_elsewhere(sequence) or not self.masks.admits(sequence):
                 continue
             if not self._has_adapter(sequence):
                 discard(self._waiting, sequence)
@@ -339,6 +349,17 @@ class Scheduler:
         """Of these slices of the oldest step in flight."""
         return self._in_flight[0].mask_wishes(slices)
 
+    def note_masks(self, late: list[int]) -> None:
+        """The masks of the oldest step in flight are filled, but those of `late` slices: these draw
+        nothing. Sequences end whose constraints allow no further token."""
+        batch = self._in_flight[0]
+        for place in late:
+            batch.sequences[place].is_late = True
+        for sequence in batch.closed():
+            assert sequence.constraint is not None
+            self._events.append(closed_event(sequence, sequence.constraint))
+            self._end(sequence)
+
     def commit(self, step: int, results: list[SliceResult]) -> None:
         """Take the results of the oldest step in flight."""
         batch = self._in_flight.popleft()
@@ -351,17 +372,23 @@ class Scheduler:
             sequence.pending -= piece.sample
             if sequence.state is State.RUNNING:
                 self._apply(sequence, piece, result)
+            sequence.is_late = False
             if sequence in self._departing:
                 self._settle(sequence)
 
     def _apply(self, sequence: Sequence, piece: SeqSlice, result: SliceResult) -> None:
-        if result.failed:
+        if result.failed and not sequence.is_late:
             self.pages.forget(sequence)
             self._fail(sequence, "internal", not_finite(sequence.adapter))
             return
         if piece.prompt_logprobs:
             sequence.prompt_logprobs += result.prompt_logprobs or ()
         end = piece.start + piece.num_new
+        if sequence.is_late:
+            end -= 1 + len(piece.draft)
+            sequence.rewind(end)
+            self.pages.publish(sequence, end)
+            return
         if not piece.sample:
             self.pages.publish(sequence, end)
             if end >= sequence.limit:  # the prompt was only to be scored, or read for its vector
@@ -371,7 +398,7 @@ class Scheduler:
         if problem is not None:
             self._fail(sequence, "internal", problem)
             return
-        self._events += drawn_events(sequence, result.token_ids, result.logprobs, self._eos)
+        self._events.append(drawn_event(sequence, result.token_ids, result.logprobs, self._eos))
         if piece.draft:  # some of it may be wrong
             end = max(piece.start + 1, len(sequence.tokens) - 1)
             sequence.rewind(end)

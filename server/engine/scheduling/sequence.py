@@ -66,7 +66,8 @@ class Sequence:
     drafts that its grammar forces. patience: until it looks for a draft again. proposed: where it
     is constrained, what may follow the known tokens, None = that has not been looked at.
     constraint: which tokens it may draw, None = all. The constraint has taken every known token of
-    the output.
+    the output. is_late: its slice in flight draws nothing, for want of a mask, and a later step
+    computes its last known token again.
     """
 
     key: int
@@ -82,6 +83,7 @@ class Sequence:
     leaving: bool = False
     is_long: bool = False
     constraint: Constraint | None = None
+    is_late: bool = False
     drafts: Drafts | None = None
     holds: bool = False
     expected: float = 0.0
@@ -130,7 +132,7 @@ class Sequence:
     @property
     def awaits_result(self) -> bool:
         """Of its last step, before it has another one."""
-        return self.holds and self.in_flight > 0
+        return (self.holds or self.is_late) and self.in_flight > 0
 
     def accept(self, token_ids: Iterable[int]) -> None:
         """The output goes on with these tokens."""

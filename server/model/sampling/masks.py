@@ -52,9 +52,9 @@ class MaskMemory:
         return torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
 
     def take(self, count: int, words: int) -> np.ndarray:
-        """int32 `[count, words]` of any content, for the next `upload`."""
-        if self._device.type == "cuda" or self._taken.shape[1] != words:
-            self._taken = self._allocate(words)
+        """int32 `[count, words]` of any content, for the next `upload`. Threads may still write
+        into what was taken before."""
+        self._taken = self._allocate(words)
         memory: np.ndarray = self._taken[:count].numpy()
         return memory
 

@@ -31,7 +31,9 @@ def constraint_of(wish: ConstraintWish) -> Constraint:
     """As `Constraints` makes it."""
     sampling = wish.sampling
     matcher = compiled(sampling.grammar).deep_copy() if sampling.grammar else None
-    found = Constraint(matcher, TokenRules.of(sampling, EOS, VOCAB), sampling.min_tokens)
+    rules = TokenRules.of(sampling, EOS, VOCAB)
+    end = vocabulary().tokenizer.eos_token
+    found = Constraint(matcher, rules, sampling.min_tokens, end=end)
     deque(map(found.take, wish.accepted_ids), maxlen=0)
     return found
 
@@ -65,9 +67,15 @@ class KnownDrafts(Drafts):
 
 
 class GrammarHarness(Harness):
+    """Masks of each third sequence cost more than a step has time for, if `has_costly`."""
+
+    has_costly = False
+
     def _make_constraints(self) -> None:
         for wish in self.scheduler.grammars.take_wishes():
-            news = ConstraintNews(wish.key, constraint_of(wish))
+            constraint = constraint_of(wish)
+            constraint.mask_s = float(self.has_costly and wish.key % 3 == 0)
+            news = ConstraintNews(wish.key, constraint)
             self.scheduler.constraint_news(news, self.now)
 
     def know(self, source: KnownAnswers) -> None:

@@ -1,5 +1,7 @@
 """Each place of a draft has the mask that it has without the draft, whatever the draft says."""
 
+import math
+import threading
 import time
 from typing import Any
 
@@ -15,11 +17,12 @@ from adapters.grammar.limits import ServedGrammarLimits
 from server.constraints.constraint import Constraint
 from server.constraints.constraints import Constraints
 from server.constraints.rules import TokenRules, mask_words
-from server.constraints.wishes import ConstraintWish, ForesightWish, MaskWish
+from server.constraints.wishes import AsideWish, ConstraintWish, ForesightWish, MaskWish
 from server.protocol import SamplingParams
 from tests.server.constraints.grammar_harness import compiled, constraint_of
 from tests.server.constraints.grammars import GRAMMARS
 from tests.server.constraints.serving import EOS, VOCAB, constraints, text, tokens, vocabulary
+from tests.server.engine.worker_end import TIMEOUT_S
 
 WORDS = mask_words(VOCAB)
 SAMPLINGS = {
@@ -181,12 +184,12 @@ def test_a_grammar_whose_lexer_fails_in_a_draft_is_compiled_again(
 
     first, draft = new(), tokens("abacabcabbacabcabacaabc")
     masks = np.zeros((1 + len(draft), WORDS), np.int32)
-    made.fill([MaskWish(0, first, draft)], masks)
+    made.fill([MaskWish(0, first, draft)], masks, math.inf)
     assert masks[0].any()
     assert not masks[-1].any()
     assert first.broken
     second = new()
-    made.fill([MaskWish(0, second, [])], masks)
+    made.fill([MaskWish(0, second, [])], masks, math.inf)
     assert second.state == "open"
     assert len(made.take_compiled()) == 2
     made.close()
@@ -202,7 +205,7 @@ def test_what_the_pool_fills_and_foresees(name: str) -> None:
     ]
     wishes.append(MaskWish(9, None, [5, 6]))
     masks = np.zeros((sum(wish.num_masks for wish in wishes), WORDS), np.int32)
-    made.fill(wishes, masks)
+    made.fill(wishes, masks, math.inf)
     expected = masks_of(constraint_of(ConstraintWish(1, sampling, ())), answer[:4])
     begin = 0
     for wish in wishes[:-1]:
@@ -211,7 +214,7 @@ def test_what_the_pool_fills_and_foresees(name: str) -> None:
         begin += wish.num_masks
     assert (masks[begin:] == -1).all()
     asked = [ForesightWish(w.constraint, answer, n) for n, w in enumerate(wishes) if w.constraint]
-    found = made.foresee(asked)
+    found = made.foresee(asked, math.inf)
     assert [f.allowed for f in found] == [min(n, found[-1].allowed) for n in range(5)]
     made.close()
 
@@ -223,9 +226,9 @@ def test_a_draft_that_is_slow_to_fill_ends_and_is_the_last(
     sampling = SamplingParams(grammar=GRAMMARS["free"])
     constraint = constraint_of(ConstraintWish(1, sampling, ()))
     masks = np.zeros((4, WORDS), np.int32)
-    seconds = iter([0.0, 0.1, 0.1, 0.2, 0.5, 0.8, 0.8])
+    seconds = iter([0.0, 0.0, 0.1, 0.1, 0.2, 0.5, 0.8, 0.8])
     monkeypatch.setattr(time, "thread_time", lambda: next(seconds))
-    made.fill([MaskWish(0, constraint, tokens("a") * 3)], masks)
+    made.fill([MaskWish(0, constraint, tokens("a") * 3)], masks, math.inf)
     assert [bool(row.any()) for row in masks] == [True, True, True, False]
     assert constraint.costly
     assert constraint.state == "open"
@@ -237,7 +240,70 @@ def test_text_that_takes_long_to_force_is_forced_once() -> None:
     grammar = 'start: "' + "ab" * 50000 + '" /[a-z]+/'
     matcher = compile_grammar(vocabulary(), grammar, ServedGrammarLimits())
     constraint = Constraint(matcher, TokenRules.of(SamplingParams(), EOS, VOCAB), 0)
-    (found,) = made.foresee([ForesightWish(constraint, [], 8)])
+    (found,) = made.foresee([ForesightWish(constraint, [], 8)], math.inf)
     assert len(found.forced) == 8
     assert constraint.costly
     made.close()
+
+
+def test_a_late_mask_is_kept_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sequence's place draws nothing; the others' masks are there."""
+    made, go_on = constraints(), threading.Event()
+    sampling = SamplingParams(grammar=GRAMMARS["json"])
+    slow, quick = (constraint_of(ConstraintWish(i, sampling, ())) for i in range(2))
+    expected = masks_of(constraint_of(ConstraintWish(2, sampling, ())), [])[0]
+    fill = Constraint.fill
+
+    def filling(constraint: Constraint, row: np.ndarray) -> None:
+        assert constraint is not slow or go_on.wait(TIMEOUT_S)
+        fill(constraint, row)
+
+    monkeypatch.setattr(Constraint, "fill", filling)
+    wishes = [MaskWish(3, slow, []), MaskWish(5, quick, []), MaskWish(7, None, [])]
+    row = np.zeros(WORDS, np.int32)
+    quick.fill(row)
+    quick.keep(row)
+    masks, late = made.filled(wishes, memory, 0.01)
+    assert late == [3]
+    assert not masks[0].any()
+    assert allowed_by(masks[1]) == expected
+    assert (masks[2] == -1).all()
+    if not slow.is_busy:  # its thread had not begun
+        assert slow.is_late
+        made.fill_aside(AsideWish(slow, ""))
+    go_on.set()
+    while slow.is_busy:
+        assert not made.poll()
+    assert slow.is_ready
+    masks, late = made.filled(wishes[:1], memory, 0.0)
+    assert (allowed_by(masks[0]), late) == (expected, [])
+    made.close()
+
+
+def test_masks_aside_and_tokens_that_are_costly_to_take() -> None:
+    made = constraints()
+    made.wait_for_vocabulary()
+    sampling = SamplingParams(grammar=GRAMMARS["json"])
+    answer = tokens('{"department":"front desk","urgent":true')
+    made.start(ConstraintWish(1, sampling, answer[:3]))
+    while not (news := made.poll()):
+        time.sleep(0)
+    constraint = news[0].outcome
+    assert isinstance(constraint, Constraint)
+    expected = masks_of(constraint_of(ConstraintWish(1, sampling, ())), answer)
+    for number, token_id in enumerate(answer[3:], 3):
+        assert constraint.is_ready
+        masks, _ = made.filled([MaskWish(0, constraint, [])], memory, 0.0)
+        assert allowed_by(masks[0]) == expected[number]
+        constraint.mask_s = 1.0
+        constraint.note(token_id)
+        made.fill_aside(AsideWish(constraint, "a"))
+        assert constraint.is_busy
+        assert made.busy
+        while constraint.is_busy:
+            assert not made.poll()
+    made.close()
+
+
+def memory(count: int, words: int) -> np.ndarray:
+    return np.zeros((count, words), np.int32)

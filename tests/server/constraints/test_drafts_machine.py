@@ -1,4 +1,5 @@
-"""Constrained sequences with drafts and without: every event says the same."""
+"""Constrained sequences with drafts and without, with masks in time and late: every event says the
+same."""
 
 from typing import Any
 
@@ -33,6 +34,8 @@ WISHES = st.fixed_dictionaries(
 
 
 class ConstrainedDraftsMachine(TwinsMachine):
+    many: GrammarHarness
+
     @initialize(
         depth=st.sampled_from([1, 2]),
         num_pages=st.sampled_from([20, 400]),
@@ -61,6 +64,10 @@ class ConstrainedDraftsMachine(TwinsMachine):
         self.many = GrammarHarness(drafting, depth, config, self.options)
         self.known = KnownAnswers(right_percent)
         self.many.know(self.known)
+
+    @rule(late_percent=st.sampled_from([0, 30, 80]), has_costly=st.booleans())
+    def slow_down(self, late_percent: int, has_costly: bool) -> None:
+        self.many.late_percent, self.many.has_costly = late_percent, has_costly
 
     @rule(wish=WISHES, resumed=st.sampled_from([0, 0, 0, 3, 9]))
     def submit(self, wish: dict[str, Any], resumed: int) -> None:
@@ -130,3 +137,26 @@ def test_without_drafts_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) ->
         while harness.cycle():
             assert not harness.scheduler.drafting.take_wishes()
         assert all(not piece.draft for plan in harness.plans for piece in plan.slices)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rows_without_a_grammar_go_on_while_masks_are_late(depth: int) -> None:
+    """Their steps are those that they have alone; the others get their tokens later."""
+    engine = limits(vocab_size=VOCAB, eos_token_ids=EOS, num_pages=400)
+    options = CertifyOptions(VOCAB, EOS, 0)
+    alone, beside = (GrammarHarness(engine, depth, options=options) for _ in range(2))
+    for harness in (alone, beside):
+        harness.submit(make_request([5, 6], 30))
+    beside.late_percent, beside.has_costly = 100, True
+    request = make_request([7, 8], 12, grammar="start: /[a-z]{40}/")
+    bound = [beside.submit(request) for _ in range(3)]
+    cycles = dict.fromkeys((alone, beside), 0)
+    for harness in cycles:
+        while not harness.events.get(1) or harness.last(1).finish is None:
+            harness.cycle()
+            cycles[harness] += 1
+    assert cycles[beside] == cycles[alone]
+    beside.run()
+    whole = answer_alone(request, engine, options)
+    assert [beside.tokens(key) for key in bound] == [whole] * 3
+    beside.assert_at_rest()

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from adapters.manifest import SiteLayout, SlabLayout
 from server.constraints.constraint import Constraint
 from server.constraints.constraints import Constraints
-from server.constraints.rules import TokenRules, step_words
+from server.constraints.rules import TokenRules, mask_words, step_words
 from server.constraints.wishes import ConstraintNews
 from server.engine.certificates import CertifyOptions
 from server.engine.executor import AdapterCopy, ExecutorLimits, Masks
@@ -140,6 +141,8 @@ class Harness:
         self.copies: list[AdapterCopy] = []
         self.now = 0.0
         self.keys = 0
+        self.late_percent = 0  # of masks
+        self.aside: deque[Constraint] = deque()
 
     def submit(self, request: GenerateRequest) -> int:
         self.keys += 1
@@ -196,15 +199,41 @@ class Harness:
         of = [wish.place for wish in wishes for _ in range(wish.num_masks)]
         sizes = [each.constraint.num_ids for each in wishes if each.constraint is not None]
         bits = self.executor.mask_memory(len(of), step_words(self.limits.vocab_size, sizes))
-        begin = 0
-        for _, constraint, draft in wishes:
+        begin, late = 0, list[int]()
+        for place, constraint, draft in wishes:
             rows = bits[begin : begin + 1 + len(draft)]
             rows.fill(-1)
-            if constraint is not None:
+            is_there = constraint is not None and constraint.is_ready and not draft
+            if constraint is not None and not is_there and self._is_late(place):
+                rows.fill(0)
+                late.append(place)
+                constraint.is_late = True
+                if len(self.plans) % 2:  # a thread was at it, and is done at once
+                    self._keep_mask(constraint)
+            elif constraint is not None:
                 constraint.fill(rows[0])
                 constraint.fill_ahead(draft, rows[1:], lambda: True)
             begin += len(rows)
+        self.scheduler.note_masks(late)
         self.executor.constrain(self.tickets[0], Masks(of, bits))
+
+    def _is_late(self, place: int) -> bool:
+        return (len(self.plans) * 37 + place * 61) % 100 < self.late_percent
+
+    def _fill_aside(self) -> bool:
+        """One mask a cycle; whether there was one."""
+        wishes = self.scheduler.masks.take_wishes()
+        self.aside += [wish.constraint for wish in wishes]
+        if self.aside:
+            self._keep_mask(self.aside.popleft())
+            return True
+        return False
+
+    def _keep_mask(self, constraint: Constraint) -> None:
+        row = np.zeros(mask_words(constraint.num_ids), np.int32)
+        constraint.fill(row)
+        constraint.keep(row)
+        constraint.is_busy = False
 
     def _foresee(self) -> None:
         drafting = self.scheduler.drafting
@@ -213,7 +242,8 @@ class Harness:
 
     def _make_constraints(self) -> None:
         """Without grammars, and at once."""
-        for key, sampling, accepted_ids, vocab_size in self.scheduler.grammars.take_wishes():
+        for wish in self.scheduler.grammars.take_wishes():
+            key, sampling, accepted_ids, vocab_size, *_ = wish
             vocab = vocab_size or self.limits.vocab_size
             rules = TokenRules.of(sampling, self.limits.eos_token_ids, vocab)
             constraint = Constraint(None, rules, sampling.min_tokens)
@@ -232,10 +262,11 @@ class Harness:
             self.stage(digest)
         self.finish_copies()
         plan = self.plan()
+        filled = self._fill_aside()
         committed = bool(self.tickets) and (plan is None or len(self.tickets) >= self.depth)
         if committed:
             self.commit()
-        busy = committed or bool(self.tickets) or self.scheduler.loads.copying
+        busy = committed or filled or bool(self.tickets) or self.scheduler.loads.copying
         return busy or bool(self.needed and self.auto_stage)
 
     def run(self, cycles: int = 2000) -> None:

@@ -113,6 +113,8 @@ class Working:
     def __init__(self) -> None:
         self.frames = set[type[FromEngine]]()
 
+    def engine_starting(self, progress: StartProgress) -> None: ...
+
     def engine_ready(self, ready: EngineReady) -> None: ...
 
     def engine_frame(self, frame: FromEngine) -> None:

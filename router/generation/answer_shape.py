@@ -20,8 +20,7 @@ from router.generation.answer_parts import PartsOfAnswers
 from router.shape.shape import ShapeRefused
 from router.text.model import TextModel
 from router.text.turn_taking import PROCESSES
-from router.tools.compose import Frame, grammar_of
-from server.protocol import SamplingParams
+from router.tools.compose import Composed, Frame, compose
 
 _MAX_KEPT = 4096
 # To compose a grammar takes so many times as long as to encode a text of its form's length.
@@ -40,20 +39,20 @@ class AnswerShapes:
 
     async def hold(
         self, call: GenerationCall, model: TextModel, parts: PartsOfAnswers, prompt: str
-    ) -> SamplingParams:
-        """The call's sampling with what its form, tools and bad words are to the engine.
+    ) -> GenerationCall:
+        """The call with what its form, tools and bad words are to the engine.
 
         Raises RequestError (invalid, unsupported, unavailable, overloaded).
         """
         is_held = call.shape is not None or (call.tools is not None and call.tools.is_held)
         if not is_held and not call.bad_words:
-            return call.sampling
+            return call
         frame = parts.frame(call, prompt, model.special_ids) if is_held else None
         size = _COST_OF_FORM * len(repr((call.shape, call.tools, call.bad_words)))
-        sampling = await model.turns.run(size, partial(_composed, call, model, frame))
-        if sampling.grammar:
-            await self._check(sampling.grammar, _param(call), model)
-        return sampling
+        held = await model.turns.run(size, partial(_composed, call, model, frame))
+        if held.sampling.grammar:
+            await self._check(held.sampling.grammar, _param(call), model)
+        return held
 
     def close(self) -> None:
         with self._changing:
@@ -106,15 +105,19 @@ class AnswerShapes:
         return checker
 
 
-def _composed(call: GenerationCall, model: TextModel, frame: Frame | None) -> SamplingParams:
+def _composed(call: GenerationCall, model: TextModel, frame: Frame | None) -> GenerationCall:
     """Raises RequestError (invalid)."""
     try:
-        grammar = "" if frame is None else grammar_of(call.shape, frame)
+        composed = Composed("") if frame is None else compose(call.shape, frame)
     except ShapeRefused as error:
         message = f"`{error.param}`: {error.message}"
         raise RequestError("invalid", message, param=error.param) from None
     bad_words = _spellings(call.bad_words, model)
-    return msgspec.structs.replace(call.sampling, grammar=grammar, bad_words=bad_words)
+    sampling = msgspec.structs.replace(
+        call.sampling, grammar=composed.grammar, bad_words=bad_words
+    )
+    unbound = (*call.unbound, *composed.unbound)
+    return msgspec.structs.replace(call, sampling=sampling, unbound=unbound)
 
 
 def _param(call: GenerationCall) -> str:

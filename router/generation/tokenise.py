@@ -122,7 +122,8 @@ class Tokeniser:
         parts = self._parts_of(call, model, adapter, first.rendered.has_default_text)
         unbound = unbound_hints(call, first, parts.reasoning is not None)
         ends = await self.ends.of(model, None if adapter is None else adapter.manifest)
-        shaped = await self.shapes.hold(call, model, parts, first.text)
+        call = await self.shapes.hold(call, model, parts, first.text)
+        shaped = call.sampling
         # The best of several are found by their log-probabilities, shown or not.
         ranks = call.best_of > call.n and shaped.logprobs is None
         sampling = msgspec.structs.replace(

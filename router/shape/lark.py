@@ -7,15 +7,9 @@ return is an expression, for the body of another rule. Syntax: `docs/syntax.md` 
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 # A text of any length, newlines too.
 ANY_TEXT = r"/(?s:.*)/"
-
-# The keyword for how JSON is written, and the white space that is allowed without it. That is
-# enough for text on one line or indented, and too little to go on for ever.
-WRITING = "x-guidance"
-_WHITESPACE = r"( |\r?\n[ \t]{0,64})?"
 
 
 class Lark:
@@ -52,20 +46,13 @@ class Lark:
         self._rules.append("")
         return name
 
-    def define(self, name: str, body: str) -> None:
-        """The rule of a reserved name."""
-        self._rules[int(name.rpartition("_")[2])] = f"{name}: {body}"
+    def define(self, name: str, body: str, parameter: str = "") -> None:
+        """The rule of a reserved name. parameter: such as `::_`."""
+        self._rules[int(name.rpartition("_")[2])] = f"{name}{parameter}: {body}"
 
     def nested(self, source: str) -> str:
         """What a whole grammar accepts, with names of its own."""
         return self.rule("nested", f"%lark {{\n{source}\n}}")
-
-    def json(self, schema: dict[str, Any] | bool) -> str:
-        """JSON text that the schema accepts."""
-        accepted = {} if schema is True else {"not": {}} if schema is False else schema
-        if WRITING not in accepted:
-            accepted = {**accepted, WRITING: {"whitespace_pattern": _WHITESPACE}}
-        return self.rule("json", f"%json {json.dumps(accepted, ensure_ascii=False)}")
 
     def literal(self, text: str) -> str:
         """Exactly this text; "" is the empty one."""

@@ -7,9 +7,10 @@ import re
 from typing import Any, assert_never
 
 from router.shape.gbnf import GbnfError, gbnf_rules
-from router.shape.json_schema import honoured
-from router.shape.lark import WRITING, Lark
-from router.shape.schema_keywords import SchemaRefused, below
+from router.shape.lark import Lark
+from router.shape.schema.held import ONE_LINE, json_grammar
+from router.shape.schema.json_rules import Spacing
+from router.shape.schema.keywords import SchemaRefused, below
 from router.shape.shape import (
     AnyJson,
     Choice,
@@ -44,27 +45,20 @@ def rules(shape: Shape, writer: Lark) -> str:
     assert_never(shape)
 
 
-def exact(schema: dict[str, Any] | bool, param: str) -> dict[str, Any]:
-    """As llguidance is to read it. param: the field with the schema. Raises ShapeRefused."""
-    try:
-        return honoured(schema, param)
-    except SchemaRefused as error:
-        place = below(error.place, error.keyword) if error.keyword else error.place
-        raise ShapeRefused(error.reason, place) from None
+def shape_refused(error: SchemaRefused) -> ShapeRefused:
+    place = below(error.place, error.keyword) if error.keyword else error.place
+    return ShapeRefused(error.reason, place)
 
 
 def _json(
     schema: dict[str, Any] | bool, param: str, writer: Lark, whitespace: str | None = None
 ) -> str:
     """whitespace: as in JsonSchema."""
-    read = exact(schema, param)
-    if whitespace is not None:
-        spaces = (
-            {"whitespace_flexible": True, "whitespace_pattern": whitespace} if whitespace else {}
-        )
-        separators = {"item_separator": ",", "key_separator": ":"}
-        read = read | {WRITING: read[WRITING] | separators | spaces}
-    return writer.json(read)
+    spacing = ONE_LINE if whitespace is None else Spacing(",", ":", whitespace)
+    try:
+        return json_grammar(writer, schema, spacing, param)
+    except SchemaRefused as error:
+        raise shape_refused(error) from None
 
 
 def _regex(pattern: str, writer: Lark) -> str:

@@ -1,13 +1,15 @@
 """One grammar of a whole answer: its reasoning, then its form or its calls. Pure."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from router.parts.reasoning import Reasoning
 from router.shape.lark import Lark
-from router.shape.rules import exact, rules
+from router.shape.rules import rules, shape_refused
+from router.shape.schema.held import as_far_as_held, checked
+from router.shape.schema.keywords import SchemaRefused
 from router.shape.shape import Grammar, Shape
 from router.tools.formats.format import ToolFormat
 from router.tools.formats.grammar import free_text_before, keeps_schema
@@ -35,17 +37,34 @@ class Frame(msgspec.Struct, frozen=True):
 _TEXT = Frame()
 
 
+class Composed(NamedTuple):
+    """unbound: places of schemas of tools that the grammar does not hold calls to."""
+
+    grammar: str
+    unbound: tuple[str, ...] = ()
+
+
 def grammar_of(shape: Shape | None, frame: Frame = _TEXT) -> str:
+    """See `compose`."""
+    return compose(shape, frame).grammar
+
+
+def compose(shape: Shape | None, frame: Frame = _TEXT) -> Composed:
     """The grammar of an answer from its begin to its end. Raises ShapeRefused.
 
     With a shape the answer is text that has it, or calls alone; without, it is what `frame.tools`
     say.
     """
     if frame == _TEXT and isinstance(shape, Grammar) and shape.syntax == "lark":
-        return shape.source  # so that errors name lines of the caller's
+        return Composed(shape.source)  # so that errors name lines of the caller's
     writer = Lark(frame.special_ids)
     before = "" if frame.reasoning is None else _reasoning(frame.reasoning, frame.begun, writer)
-    return writer.source(f"{before} {_answer(shape, frame, writer)}".strip())
+    unbound: list[str] = []
+    if frame.tools is not None and frame.tool_format is not None:
+        frame = msgspec.structs.replace(frame, tools=_exact(frame.tools, unbound))
+    return Composed(
+        writer.source(f"{before} {_answer(shape, frame, writer)}".strip()), tuple(unbound)
+    )
 
 
 def _reasoning(reasoning: Reasoning, begun: bool, writer: Lark) -> str:
@@ -61,10 +80,9 @@ def _answer(shape: Shape | None, frame: Frame, writer: Lark) -> str:
     if tools is None or tool_format is None:
         assert shape is not None
         return _text_of(shape, frame, writer)
-    exact = _exact(tools)
     if shape is None or tools.mode == "required":
-        return tool_format.rules(exact, writer)
-    calls = tool_format.rules(msgspec.structs.replace(exact, mode="required"), writer)
+        return tool_format.rules(tools, writer)
+    calls = tool_format.rules(msgspec.structs.replace(tools, mode="required"), writer)
     return writer.either((calls, _text_of(shape, frame, writer)))
 
 
@@ -78,11 +96,11 @@ def _text_of(shape: Shape, frame: Frame, writer: Lark) -> str:
     return text
 
 
-def _exact(tools: Tools) -> Tools:
-    """With schemas as llguidance reads them; any object where a call need not keep to one."""
+def _exact(tools: Tools, unbound: list[str]) -> Tools:
+    """With schemas that can be held to; any object where a call need not keep to one."""
     names = {tool.name for tool in tools.allowed}
     offered = tuple(
-        _exact_tool(tool, keeps_schema(tools, tool), f"tools[{i}].function.parameters")
+        _exact_tool(tool, keeps_schema(tools, tool), f"tools[{i}].function.parameters", unbound)
         if tool.name in names
         else tool
         for i, tool in enumerate(tools.offered)
@@ -90,9 +108,17 @@ def _exact(tools: Tools) -> Tools:
     return msgspec.structs.replace(tools, offered=offered)
 
 
-def _exact_tool(tool: Tool, keeps: bool, param: str) -> Tool:
-    """Raises ShapeRefused."""
+def _exact_tool(tool: Tool, keeps: bool, param: str, unbound: list[str]) -> Tool:
+    """Raises ShapeRefused for a strict tool."""
     if tool.parameters is None and keeps:
         return tool
     schema = {"type": "object", **(tool.parameters or {})} if keeps else _ANY_OBJECT
-    return msgspec.structs.replace(tool, parameters=exact(schema, param))
+    try:
+        if tool.strict:
+            held = checked(schema, param)
+        else:
+            held, places = as_far_as_held(schema, param)
+            unbound += places
+    except SchemaRefused as error:
+        raise shape_refused(error) from None
+    return msgspec.structs.replace(tool, parameters=held)

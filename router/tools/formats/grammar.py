@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.shape.lark import ANY_TEXT, Lark
+from router.shape.schema.held import LOOSE, json_grammar
 from router.tools.tools import Tool, Tools
 
 
@@ -19,6 +20,16 @@ def arguments_schema(tools: Tools, tool: Tool) -> dict[str, Any]:
     if tool.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return tool.parameters if "type" in tool.parameters else {"type": "object", **tool.parameters}
+
+
+def arguments_json(tools: Tools, tool: Tool, lark: Lark) -> str:
+    """A call's arguments as one JSON object."""
+    schema = arguments_schema(tools, tool)
+    return (
+        json_grammar(lark, schema)
+        if keeps_schema(tools, tool)
+        else json_grammar(lark, schema, LOOSE)
+    )
 
 
 def one_call_alone(tools: Tools) -> bool:

@@ -7,7 +7,7 @@ from router.parts.parts import PartsReader
 from router.parts.reasoning import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, TOKENS
 from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from router.shape.lark import ANY_TEXT, Lark
-from router.tools.formats.grammar import arguments_schema, free_text_before, several
+from router.tools.formats.grammar import arguments_json, free_text_before, several
 from router.tools.formats.json_text import json_value
 from router.tools.tools import Tools
 
@@ -35,7 +35,7 @@ class Harmony:
     def rules(self, tools: Tools, lark: Lark) -> str:
         calls = (
             f"{lark.either(map(lark.literal, _headers(tool.name)))} "
-            f"{lark.json(arguments_schema(tools, tool))} ({lark.literal(CALL)})?"
+            f"{arguments_json(tools, tool, lark)} ({lark.literal(CALL)})?"
             for tool in tools.allowed
         )
         call = lark.rule("call", lark.either(calls))

@@ -10,7 +10,7 @@ from router.parts.parts import PartsReader
 from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from router.shape.lark import Lark
 from router.tools.formats.call_object import CallObject, CallOutcome
-from router.tools.formats.grammar import arguments_schema, free_text_before, mixed, several
+from router.tools.formats.grammar import arguments_json, free_text_before, mixed, several
 from router.tools.tools import Tools
 
 _QUOTE = '"'
@@ -94,7 +94,7 @@ class JsonCalls(msgspec.Struct, frozen=True):
         key = json.dumps(f'"{self.arguments_key}"')
         calls = (
             f"{json.dumps(tool.name + _QUOTE)} {_COMMA} {key} "
-            f'{_COLON} {lark.json(arguments_schema(tools, tool))} {last} "}}"'
+            f'{_COLON} {arguments_json(tools, tool, lark)} {last} "}}"'
             for tool in tools.allowed
         )
         return lark.rule("function", lark.either(calls))

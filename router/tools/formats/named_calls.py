@@ -9,7 +9,7 @@ import msgspec
 from router.parts.parts import PartsReader
 from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from router.shape.lark import Lark
-from router.tools.formats.grammar import arguments_schema, free_text_before, mixed, several
+from router.tools.formats.grammar import arguments_json, free_text_before, mixed, several
 from router.tools.formats.json_text import json_value
 from router.tools.tools import Tools
 
@@ -47,7 +47,7 @@ class NamedCalls(msgspec.Struct, frozen=True):
         close = self._or_nothing(lark, self.close)
         calls = (
             f"{json.dumps(tool.name)} {self._id(lark)} {lark.literal(self.middle)} "
-            f"{lark.json(arguments_schema(tools, tool))} {close}"
+            f"{arguments_json(tools, tool, lark)} {close}"
             for tool in tools.allowed
         )
         function = lark.rule("function", lark.either(calls))

@@ -4,10 +4,12 @@ import json
 import re
 from typing import Any
 
+from router.shape.schema.held import is_void
+
 _NOTES = {"title", "description", "$schema", "$id", "$comment", "examples", "default"}
 _NOTES |= {"deprecated", "readOnly", "writeOnly"}
 _DEFINITIONS = "$defs", "definitions"
-_SHARED = (*_DEFINITIONS, "x-guidance")
+_SHARED = _DEFINITIONS
 _KNOWN = {"type", "properties", "required", "additionalProperties", *_SHARED, *_NOTES}
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef)": "(?!#/(?:\$defs|definitions)/)')
 
@@ -27,25 +29,28 @@ def separate_arguments(schema: dict[str, Any]) -> dict[str, Schema] | None:
     if _REFERENCE.search(json.dumps(schema)):
         return None
     shared = {key: schema[key] for key in _SHARED if key in schema}
-    return {
+    found = {
         name: {**sub, **shared} if isinstance(sub, dict) else sub
         for name, sub in properties.items()
     }
+    return {name: sub for name, sub in found.items() if not is_void(sub)}
 
 
 def is_text(schema: Schema | None) -> bool:
     """Whether values are strings of which nothing but the length or a list of texts is asked."""
     if not isinstance(schema, dict) or one_type(schema) != "string":
         return False
-    return not schema.keys() - {
-        "type",
-        "minLength",
-        "maxLength",
-        "enum",
-        "const",
-        *_SHARED,
-        *_NOTES,
-    }
+    asked = schema.keys() - {"type", *_SHARED, *_NOTES}
+    texts = schema.get("enum", [schema.get("const")])
+    listed = len(asked) == 1 and asked <= {"enum", "const"}
+    return asked <= {"minLength", "maxLength"} or (
+        listed and all(isinstance(text, str) for text in texts)
+    )
+
+
+def is_plain(schema: Schema) -> bool:
+    """Whether nothing but the type is asked."""
+    return isinstance(schema, dict) and not schema.keys() - {"type", *_SHARED, *_NOTES}
 
 
 def one_type(schema: Schema | None) -> str | None:

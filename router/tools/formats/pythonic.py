@@ -3,13 +3,13 @@
 import json
 import re
 from collections.abc import Collection
-from typing import Any
 
 from router.parts.parts import PartsReader
 from router.parts.scan import Scan, Steps, StepsReader
 from router.shape.lark import Lark
+from router.shape.schema.held import LOOSE, ONE_LINE, json_grammar
 from router.tools.formats.grammar import arguments_schema, keeps_schema, one_call_alone
-from router.tools.formats.parameters import Schema, one_type, separate_arguments
+from router.tools.formats.parameters import Schema, is_plain, one_type, separate_arguments
 from router.tools.formats.python_text import python_value
 from router.tools.tools import Tool, Tools
 
@@ -80,21 +80,18 @@ def body_of_call(tools: Tools, tool: Tool, lark: Lark, *, json_words: bool = Fal
 
 
 def _in_one(lark: Lark, schema: Schema) -> str:
-    return f'"**" {lark.json(schema)} ")"'
+    return f'"**" {json_grammar(lark, schema, LOOSE)} ")"'
 
 
 def _value(lark: Lark, schema: Schema, json_words: bool) -> str:
     python = {"boolean": ("True", "False"), "null": ("None",)}
     kind = one_type(schema)
-    if kind in ("boolean", "null") and isinstance(schema, dict) and _is_plain(schema):
+    if kind in ("boolean", "null") and isinstance(schema, dict) and is_plain(schema):
         words = [f'"{word}"' for word in python[kind]]
-        return lark.either([*words, lark.json(schema)] if json_words else words)
+        return lark.either([*words, json_grammar(lark, schema)] if json_words else words)
     any_words = ('"True"', '"False"', '"None"') if schema is True else ()
-    return lark.either((*any_words, lark.json(schema)))
-
-
-def _is_plain(schema: dict[str, Any]) -> bool:
-    return "enum" not in schema and "const" not in schema
+    spacing = LOOSE if schema is True else ONE_LINE
+    return lark.either((*any_words, json_grammar(lark, schema, spacing)))
 
 
 # Reader

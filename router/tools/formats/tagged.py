@@ -9,6 +9,7 @@ import msgspec
 
 from router.parts.scan import Scan, Steps
 from router.shape.lark import Lark
+from router.shape.schema.held import json_grammar
 from router.tools.formats.grammar import arguments_schema, keeps_schema
 from router.tools.formats.json_text import json_value
 from router.tools.formats.parameters import Schema, is_text, one_type, separate_arguments
@@ -46,7 +47,7 @@ class ArgumentTags(msgspec.Struct, frozen=True):
         schema = arguments_schema(tools, tool)
         separate = separate_arguments(schema)
         if separate is None or not all(name and _NAME.fullmatch(name) for name in separate):
-            return f"{lark.json(schema)} {LINE}"
+            return f"{json_grammar(lark, schema)} {LINE}"
         required = schema.get("required", ())
         return " ".join(
             f"({self._argument(lark, name, sub)}){'' if name in required else '?'}"
@@ -61,7 +62,7 @@ class ArgumentTags(msgspec.Struct, frozen=True):
         begin = f"{lark.literal(self.open + name)} {self._middle(lark)}"
         if isinstance(schema, dict) and is_text(schema):
             return f"{begin} {self._text(lark, schema)} {LINE}"
-        return f"{begin} {lark.json(schema)} {lark.literal(self.ends[0])} {LINE}"
+        return f"{begin} {json_grammar(lark, schema)} {lark.literal(self.ends[0])} {LINE}"
 
     def _text(self, lark: Lark, schema: dict[str, Any] | None = None) -> str:
         """A text and the end of its tag."""

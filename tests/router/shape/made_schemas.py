@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from router.shape.schema_format import FORMATS
+from router.shape.schema.format import FORMATS
 
 NAMES = st.sampled_from(["a", "b", "kind", "größe", "名前", 'q"\\', "😀", "", "a b", "x1"])
 _TEXTS = st.text(
@@ -54,7 +54,7 @@ def _numbers(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         schema["exclusiveMaximum" if not exclusive else "maximum"] = high + 2
     if draw(st.integers(0, 4)) == 0:
-        schema["multipleOf"] = draw(st.integers(1, 12))
+        schema["multipleOf"] = draw(st.integers(1, 12) | st.sampled_from([0.5, 0.25, 1.5]))
     return schema
 
 
@@ -88,9 +88,56 @@ def _objects(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
     return schema
 
 
+def _conditional(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    schemas = {"if": _TESTS, "then": inner, "else": inner}
+    return st.fixed_dictionaries({"if": _TESTS}, optional=schemas)
+
+
+_TESTS = st.one_of(
+    st.fixed_dictionaries({"const": _VALUES}),
+    st.fixed_dictionaries({"type": st.sampled_from(["string", "integer", "array", "object"])}),
+    NAMES.map(lambda name: {"required": [name]}),
+    st.dictionaries(NAMES, _VALUES.map(lambda value: {"const": value}), max_size=2).map(
+        lambda named: {"properties": named}
+    ),
+)
+# What stands beside a schema.
+_MORE = {
+    "not": lambda _: _TESTS.map(lambda test: {"not": test}),
+    "if": _conditional,
+    "contains": lambda inner: st.fixed_dictionaries(
+        {"contains": st.one_of(_TESTS, inner)},
+        optional={"minContains": st.integers(0, 2), "maxContains": st.integers(1, 3)},
+    ),
+    "unique": lambda _: st.fixed_dictionaries(
+        {
+            "uniqueItems": st.just(True),
+            "items": st.lists(_SCALARS, min_size=1, max_size=5).map(lambda few: {"enum": few}),
+        }
+    ),
+    "dependent": lambda inner: st.fixed_dictionaries(
+        {"dependentRequired": st.dictionaries(NAMES, st.lists(NAMES, max_size=2), max_size=2)},
+        optional={"dependentSchemas": st.dictionaries(NAMES, inner, max_size=1)},
+    ),
+    "names": lambda _: st.fixed_dictionaries(
+        {
+            "propertyNames": st.one_of(
+                _strings(), st.lists(NAMES, min_size=1).map(lambda few: {"enum": few})
+            )
+        }
+    ),
+    "unevaluated": lambda inner: st.fixed_dictionaries(
+        {}, optional={"unevaluatedProperties": st.booleans(), "unevaluatedItems": inner}
+    ),
+}
+
+
 @st.composite
 def _joined(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
-    kind = draw(st.sampled_from(["anyOf", "oneOf", "allOf", "enum", "const", "ref", "beside"]))
+    kinds = ["anyOf", "oneOf", "allOf", "enum", "const", "ref", "beside", *_MORE]
+    kind = draw(st.sampled_from(kinds))
+    if kind in _MORE:
+        return {**draw(inner), **draw(_MORE[kind](inner))}
     if kind == "enum":
         return {"enum": draw(st.lists(_VALUES, min_size=1, max_size=5))}
     if kind == "const":

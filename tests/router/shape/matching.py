@@ -7,7 +7,8 @@ from llguidance import LLMatcher
 
 from adapters.grammar.compile import compile_grammar
 from adapters.grammar.limits import GrammarLimits
-from router.shape.json_schema import honoured
+from router.shape.lark import Lark
+from router.shape.schema.held import json_grammar
 from tests.vocabularies import byte_vocabulary
 
 _END = 0
@@ -15,7 +16,8 @@ _BYTES = byte_vocabulary(1, (_END,), {_END: b"</s>"})
 
 
 def source(schema: dict[str, Any] | bool) -> str:
-    return f"start: %json {json.dumps(honoured(schema, 'schema'), ensure_ascii=False)}"
+    lark = Lark()
+    return lark.source(json_grammar(lark, schema))
 
 
 def matcher_of(schema: dict[str, Any] | bool) -> LLMatcher:

@@ -15,7 +15,7 @@ from adapters.grammar.compile import GrammarError, compile_grammar
 from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.token_bytes import token_bytes
 from adapters.grammar.vocabulary import make_vocabulary
-from router.shape.schema_keywords import SchemaRefused
+from router.shape.schema.keywords import SchemaRefused
 from tests.router.shape.made_schemas import HARD, SCHEMAS
 from tests.router.shape.matching import source
 from tests.router.shape.walks import BYTES, Words

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from router.shape.json_schema import honoured
+from router.shape.schema.held import checked
 from router.tools.tools import Tool, Tools
 
 Call = tuple[str, dict[str, Any]]
@@ -56,7 +56,7 @@ TOOLS = (
 def honoured_tools(tools: Tools) -> Tools:
     """With schemas as the router gives them to a grammar."""
     offered = tuple(
-        replace(tool, parameters=honoured(tool.parameters, "")) if tool.parameters else tool
+        replace(tool, parameters=checked(tool.parameters, "p")) if tool.parameters else tool
         for tool in tools.offered
     )
     return replace(tools, offered=offered)

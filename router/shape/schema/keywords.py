@@ -3,8 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Callable
 from decimal import Decimal
+from itertools import zip_longest
 from typing import Any
 
 # Numbers beyond this are not the same in all readers of JSON.
@@ -12,25 +12,22 @@ MOST_NUMBER = 2**53
 MOST_PLACES = 15
 DEEPEST = 64
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-ANNOTATIONS = frozenset(
-    ["title", "description", "default", "examples", "example", "deprecated", "readOnly"]
-    + ["writeOnly", "$comment", "$defs", "definitions", "$anchor", "contentMediaType"]
-    + ["contentEncoding", "contentSchema", "discriminator", "externalDocs", "xml"]
-    + ["enumNames", "enumDescriptions", "markdownDescription"]
-)
 NO_WAY = "cannot be held to while an answer is made"
-_UNKNOWN = "is no keyword of JSON Schema that can be held to"
 _NOT_REFS = "is not supported: use `$ref` and `$defs`"
 # Keywords that demand something, with why they are refused.
-REFUSED = {
-    **dict.fromkeys(["not", "if", "then", "else", "contains", "minContains"], NO_WAY),
-    **dict.fromkeys(["maxContains", "propertyNames", "dependencies"], NO_WAY),
-    **dict.fromkeys(["dependentRequired", "dependentSchemas"], NO_WAY),
-    **dict.fromkeys(["unevaluatedItems", "unevaluatedProperties", "uniqueItems"], NO_WAY),
-    **dict.fromkeys(["$dynamicRef", "$dynamicAnchor", "$vocabulary"], _NOT_REFS),
-    **dict.fromkeys(["$recursiveRef", "$recursiveAnchor"], _NOT_REFS),
-    "nullable": 'is not of JSON Schema: use `"type": [..., "null"]` or `anyOf`',
-}
+REFUSED = dict.fromkeys(["$recursiveRef", "$recursiveAnchor"], _NOT_REFS)
+# Keywords that demand something. All others are annotations.
+BINDING = frozenset(
+    ["type", "const", "enum", "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then"]
+    + ["else", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"]
+    + ["minLength", "maxLength", "pattern", "format", "items", "prefixItems", "additionalItems"]
+    + ["minItems", "maxItems", "uniqueItems", "contains", "minContains", "maxContains"]
+    + ["unevaluatedItems", "properties", "patternProperties", "additionalProperties", "required"]
+    + ["propertyNames", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas"]
+    + ["dependencies", "unevaluatedProperties"]
+)
+# Shorter words are too often like others.
+_LEAST_ALIKE = 6
 # Number of the drafts in `$schema`.
 DRAFTS = {
     "http://json-schema.org/draft-04/schema": 4,
@@ -74,10 +71,25 @@ def _short(key: str) -> str:
 
 
 def reason_against(keyword: str) -> str | None:
-    """Why it is refused; None for annotations."""
-    if keyword in ANNOTATIONS or keyword.startswith("x-"):
+    """Why a keyword that is not known is refused; None for annotations."""
+    if keyword in REFUSED:
+        return REFUSED[keyword]
+    if keyword.startswith("_"):
         return None
-    return REFUSED.get(keyword, _UNKNOWN)
+    like = next((one for one in sorted(BINDING) if _is_slip(keyword, one)), None)
+    return None if like is None else f"is no keyword of JSON Schema: did you mean `{like}`?"
+
+
+def _is_slip(word: str, meant: str) -> bool:
+    """Whether one letter is left out, added, other, or of the other case, or two are swapped."""
+    if len(meant) < _LEAST_ALIKE or abs(len(word) - len(meant)) > 1:
+        return False
+    if word.lower() == meant.lower():
+        return True
+    start = next(n for n, pair in enumerate(zip_longest(word, meant)) if pair[0] != pair[1])
+    rest, right = word[start:], meant[start:]
+    swapped = right[1:2] + right[:1] + right[2:]
+    return rest[1:] in (right, right[1:]) or rest in (right[1:], swapped)
 
 
 # What these raise is a ValueError that says what the value must be.
@@ -150,11 +162,11 @@ def constant(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return _writable(value)
+        return _encodable(value)
     if isinstance(value, list):
         return [constant(one, depth + 1) for one in value]
     if isinstance(value, dict):
-        return {_writable(key): constant(one, depth + 1) for key, one in value.items()}
+        return {_encodable(key): constant(one, depth + 1) for key, one in value.items()}
     return number(value)
 
 
@@ -163,16 +175,12 @@ def same_text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
+def from_text(text: str) -> Any:
+    """The value of `same_text`."""
+    return json.loads(text)
+
+
 def _encodable(value: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError("a text has half of a character")
-    return value
-
-
-_UNWRITABLE: Callable[[str], object] = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]").search
-
-
-def _writable(value: str) -> str:
-    if _UNWRITABLE(_encodable(value)):
-        raise ValueError("a text has a control character that answers cannot hold")
     return value

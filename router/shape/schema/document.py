@@ -6,7 +6,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 from router.shape.schema import keywords
 from router.shape.schema.keywords import SchemaRefused, below
-from router.shape.schema.pattern import is_count
+from router.shape.texts.pattern import is_count
 
 _ONE = (
     *("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "contains"),

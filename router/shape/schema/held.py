@@ -4,10 +4,10 @@ from typing import Any
 
 from router.shape.lark import Lark
 from router.shape.schema.document import parts_of
-from router.shape.schema.format import FORMATS
 from router.shape.schema.json_rules import Spacing, json_rules
 from router.shape.schema.keywords import BINDING, SchemaRefused, below
 from router.shape.schema.reader import Reader
+from router.shape.texts.format import FORMATS
 
 Schema = dict[str, Any] | bool
 
@@ -24,7 +24,10 @@ def json_grammar(
     lark: Lark, schema: Schema, spacing: Spacing = ONE_LINE, param: str = "schema"
 ) -> str:
     """The expression of JSON that the schema accepts. Raises SchemaRefused."""
-    return json_rules(lark, Reader(schema, param), spacing)
+    try:
+        return json_rules(lark, Reader(schema, param), spacing)
+    except RecursionError:
+        raise SchemaRefused(param, "", "is nested too deep to be held to") from None
 
 
 def checked(schema: Schema, param: str) -> Schema:

@@ -14,7 +14,6 @@ from router.shape.lark import Lark
 from router.shape.schema.json_text import few_numbers, literal, number, string
 from router.shape.schema.keywords import SchemaRefused
 from router.shape.schema.reader import Reader
-from router.shape.schema.texts import NOTHING, TextsTooCostly, negated, words
 from router.shape.schema.values import (
     ANY_VALUE,
     NO_VALUE,
@@ -28,6 +27,7 @@ from router.shape.schema.values import (
     exactly,
     item_of,
 )
+from router.shape.texts.regex import NOTHING, TextsTooCostly, negated, words
 
 _MOST_ALTERNATIVES = 20_000
 # Names that a pattern lets through are written out where they are so few.
@@ -165,7 +165,7 @@ class _Writer:
         if one.most is not None and one.most < one.least:
             return
         if one.unique and (one.most is None or one.most > 1):
-            yield self._open["["], self._unique(one)
+            yield from self._unique(one)
         elif one.some:
             if len(one.some) > 3:
                 raise CannotHold("is held to at most three times in one array", "contains")
@@ -220,7 +220,7 @@ class _Writer:
             if form != NO_VALUE:
                 yield form, tuple(count for _, count in choice)
 
-    def _unique(self, one: Arrays) -> str:
+    def _unique(self, one: Arrays) -> Iterator[_Way]:
         """Arrays of listed values, each at most once: which were there is the rules' parameter."""
         if one.some or any(form != one.rest for form in one.first[: one.most]):
             raise CannotHold("is held to only where all items have one schema", "uniqueItems")
@@ -236,7 +236,9 @@ class _Writer:
             ways.append(f"{self._comma} {value} {more}::set_bit({bit}) {here}")
         self._lark.define(more, " | ".join(ways), parameter="::_")
         first = [f"{value} {more}::{1 << bit:#x}" for bit, value in enumerate(listed)]
-        return self._lark.either([*first, *([self._close["]"]] if one.least == 0 else [])])
+        if one.least <= most:
+            ends = [self._close["]"]] if one.least == 0 else []
+            yield self._open["["], self._lark.either([*first, *ends])
 
     def _listed(self, form: Form) -> list[str] | None:
         """All values of a form as literals, if they are few and no arrays or objects."""

@@ -10,7 +10,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from router.shape.schema.texts import (
+from router.shape.schema.values import CannotHold, Numbers, step_of
+from router.shape.texts.regex import (
     ANY_CHAR,
     Alt,
     Both,
@@ -23,7 +24,6 @@ from router.shape.schema.texts import (
     met_ranges,
     other_chars,
 )
-from router.shape.schema.values import CannotHold, Numbers, step_of
 
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: r"\\"}
 _ESCAPED = Chars(((0, 31), (34, 34), (92, 92), (127, 127)))

@@ -6,17 +6,14 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from router.shape.schema import keywords
+from router.shape.schema.algebra import Algebra
 from router.shape.schema.document import Spot
-from router.shape.schema.format import FORMATS
 from router.shape.schema.keywords import SchemaRefused, below
-from router.shape.schema.pattern import PatternRefused, texts_of
-from router.shape.schema.texts import ANY_CHAR, alt, both, rep, words
 from router.shape.schema.values import (
     ANY_TEXT,
     ANY_VALUE,
     NO_TEXT,
     NO_VALUE,
-    Algebra,
     Arrays,
     Field,
     Form,
@@ -31,6 +28,9 @@ from router.shape.schema.values import (
     not_text,
     with_all_but,
 )
+from router.shape.texts.format import FORMATS
+from router.shape.texts.pattern import PatternRefused, texts_of
+from router.shape.texts.regex import ANY_CHAR, alt, both, rep, words
 
 
 class SchemaReader(Protocol):

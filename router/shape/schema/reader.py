@@ -5,18 +5,17 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from router.shape.schema import keywords
+from router.shape.schema.algebra import Algebra
 from router.shape.schema.document import Document, Spot
+from router.shape.schema.emptiness import Emptiness
 from router.shape.schema.keyword_values import GROUPS, constant_values
 from router.shape.schema.keywords import SchemaRefused
 from router.shape.schema.tags import Tags
-from router.shape.schema.texts import NOTHING, Texts, TextsTooCostly
 from router.shape.schema.values import (
     ALL,
     ANY_TEXT,
     ANY_VALUE,
     NO_VALUE,
-    NONE,
-    Algebra,
     Arrays,
     CannotHold,
     Field,
@@ -30,16 +29,14 @@ from router.shape.schema.values import (
     of_types,
     with_all_but,
 )
+from router.shape.texts.regex import NOTHING, Texts, TextsTooCostly
 
 _MOST_FORMS = 20_000
-_MOST_STEPS = 60_000
-_MOST_APART = 5_000
+_MOST_STEPS = 300_000
 # Unions of which all parts are tried together, where keywords look at what others have read.
 _MOST_TOGETHER = 5
-_DEEPEST = 100
+_DEEPEST = 64
 _MOST_SEEN = 200
-# How deep it is looked for what tells two options apart.
-_APART_DEPTH = 6
 _DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
 _COSTLY = "its patterns cost too much to compare"
 _SELF = "a `$ref` in it leads back to itself, with nothing between"
@@ -70,7 +67,8 @@ class Reader:
         self._spots: dict[tuple[int, str, tuple[str, ...]], Spot] = {}
         self._values: dict[Form, Values] = {}
         self._reading: set[Form] = set()
-        self._compared = 0
+        emptiness = Emptiness(self.values, self.algebra)
+        self._apart, self._is_void = emptiness.apart, emptiness.is_sure
         self._tags = Tags(self._follow)
         self.root = self.schema(self.document.root)
 
@@ -125,8 +123,11 @@ class Reader:
 
     def values(self, form: Form) -> Values:
         if form not in self._values:
-            if form in self._reading or len(self._reading) > _DEEPEST:
+            if form in self._reading:
                 raise SchemaRefused(self.place, "", _SELF)
+            if len(self._reading) > _DEEPEST:
+                reason = f"more than {_DEEPEST} of its schemas speak of one value"
+                raise SchemaRefused(self.place, "", reason)
             self._reading.add(form)
             try:
                 self._values[form] = self._read(self._made[form])
@@ -220,7 +221,8 @@ class Reader:
         while self._made[form].kind == "schema":
             spot, values = self._spots[self._made[form].parts], self.values(form)
             needed = values.objects[0].fields.items() if values.objects else ()
-            found = next(((n, f.form) for n, f in needed if f.required and self._no(f.form)), None)
+            void = ((n, f.form) for n, f in needed if f.required and self._is_void(f.form))
+            found = next(void, None)
             if found is None:
                 return None
             name, form = found
@@ -228,9 +230,6 @@ class Reader:
                 reason = f"names `{name}`, which nothing here allows"
                 return SchemaRefused(spot.place, "required", reason)
         return None
-
-    def _no(self, form: Form) -> bool:
-        return self._no_form(form, _APART_DEPTH)
 
     def is_read(self, spot: Spot, keyword: str) -> bool:
         """Whether the keyword is there, and binds."""
@@ -370,44 +369,6 @@ class Reader:
             several = (Named(kept, member), Named(rest, self.both(member, form)))
             others += [o for o in several if o.names.sure != NOTHING and o.form != NO_VALUE]
         return Objects(fields, tuple(others), one.least, one.most, one.some, ANY_TEXT)
-
-    # Whether two sets have nothing in common
-
-    def _apart(self, one: Values, other: Values) -> bool:
-        self._compared += 1
-        if self._compared > _MOST_APART:
-            raise CannotHold("there are too many options to compare")
-        try:
-            return self._is_empty(self.algebra.met(one, other), _APART_DEPTH)
-        except SchemaRefused:
-            return False
-
-    def _is_empty(self, values: Values, depth: int) -> bool:
-        """Whether it is known to have no value."""
-        if values.null or values.booleans or values.numbers or values.text.possible != NOTHING:
-            return False
-        if depth == 0:
-            return values == NONE
-        return all(self._no_array(one, depth - 1) for one in values.arrays) and all(
-            self._no_object(one, depth - 1) for one in values.objects
-        )
-
-    def _no_array(self, one: Arrays, depth: int) -> bool:
-        if one.most is not None and one.most < one.least:
-            return True
-        length = min(one.least, len(one.first) + 1)
-        return any(self._no_form(item_of(one, n), depth) for n in range(length))
-
-    def _no_object(self, one: Objects, depth: int) -> bool:
-        needed = [field.form for field in one.fields.values() if field.required]
-        if one.most is not None and one.most < max(one.least, len(needed)):
-            return True
-        return any(self._no_form(form, depth) for form in needed)
-
-    def _no_form(self, form: Form, depth: int) -> bool:
-        if form == NO_VALUE:
-            return True
-        return form not in self._reading and self._is_empty(self.values(form), depth)
 
 
 def _having(name: str) -> Objects:

@@ -21,7 +21,7 @@ SCHEMA = {
     "required": ["a"],
     "additionalProperties": False,
 }
-BAD = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}
+BAD = {"type": "object", "properties": {"a": {"not": {"uniqueItems": True}}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from router.shape.schema.format import FORMATS
+from router.shape.texts.format import FORMATS
 
 NAMES = st.sampled_from(["a", "b", "kind", "größe", "名前", 'q"\\', "😀", "", "a b", "x1"])
 _TEXTS = st.text(
@@ -89,8 +89,7 @@ def _objects(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
 
 
 def _conditional(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    schemas = {"if": _TESTS, "then": inner, "else": inner}
-    return st.fixed_dictionaries({"if": _TESTS}, optional=schemas)
+    return st.fixed_dictionaries({"if": _TESTS}, optional={"then": inner, "else": inner})
 
 
 _TESTS = st.one_of(

@@ -95,8 +95,8 @@ def test_made_schemas(schema: dict[str, Any]) -> None:
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=400, deadline=None, database=None, phases=[Phase.generate],
+@settings(max_examples=2000, deadline=None, database=None, phases=[Phase.generate],
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(SCHEMAS.filter(can_be_held_to), st.booleans())
 def test_many_made_schemas(real: Words, schema: dict[str, Any], in_words: bool) -> None:
-    check(schema, real if in_words else BYTES, seeds=10, most=1000)
+    check(schema, real if in_words else BYTES, seeds=3, most=600)

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import msgspec
 
-from router.shape.schema.texts import (
+from router.shape.texts.regex import (
     ANYTHING,
     EMPTY,
     Chars,

@@ -215,12 +215,25 @@ def _kinds(regex: Regex) -> list[Ranges]:
     return kinds
 
 
+def _size(regex: Regex) -> int:
+    match regex:
+        case Chars():
+            return 1
+        case Words(texts):
+            return len(texts)
+        case Seq(several) | Alt(several) | Both(several):
+            return 1 + sum(map(_size, several))
+        case Rep(part) | Not(part):
+            return 1 + _size(part)
+
+
 class TextsTooCostly(Exception):
     """A question about texts takes too many steps."""
 
 
 class Texts:
-    """Answers questions about sets of texts. most_steps: for all questions together.
+    """Answers questions about sets of texts. most_steps: for all questions together; a step is
+    the work for one part of an expression at one character.
 
     Methods raise TextsTooCostly.
     """
@@ -238,7 +251,7 @@ class Texts:
         return can_be_empty(regex)
 
     def _after(self, regex: Regex, code: int) -> Regex:
-        self._pay(1)
+        self._pay(_size(regex))
         return after(regex, code)
 
     def is_empty(self, regex: Regex) -> bool:
@@ -282,7 +295,7 @@ class Texts:
         """Kinds of characters, each with what may follow it."""
         if regex not in self._steps:
             kinds = _kinds(regex)
-            self._pay(len(kinds))
+            self._pay(len(kinds) * _size(regex))
             states = [(kind, after(regex, kind[0][0])) for kind in kinds]
             self._steps[regex] = [(kind, state) for kind, state in states if state != NOTHING]
         return self._steps[regex]

@@ -12,12 +12,12 @@ from router.shape.schema.values import (
     Field,
     Form,
     Forms,
+    JsonValues,
     Named,
     Numbers,
     Objects,
     Some,
-    Text,
-    Values,
+    TextSet,
     both_steps,
     exactly,
     few,
@@ -37,12 +37,12 @@ class Algebra:
         self._forms = forms
         self.texts = texts
 
-    def met(self, one: Values, other: Values) -> Values:
+    def met(self, one: JsonValues, other: JsonValues) -> JsonValues:
         """What is in both."""
         if one == ALL or other == ALL:
             return other if one == ALL else one
         numbers = [_met_numbers(a, b) for a in one.numbers for b in other.numbers]
-        return Values(
+        return JsonValues(
             one.null and other.null,
             one.booleans & other.booleans,
             few(n for n in numbers if has_number(n)),
@@ -51,8 +51,8 @@ class Algebra:
             few(self.met_objects(a, b) for a in one.objects for b in other.objects),
         )
 
-    def met_texts(self, one: Text, other: Text) -> Text:
-        return Text(*(self._met_regex(a, b) for a, b in zip(one, other, strict=True)))
+    def met_texts(self, one: TextSet, other: TextSet) -> TextSet:
+        return TextSet(*(self._met_regex(a, b) for a, b in zip(one, other, strict=True)))
 
     def _met_regex(self, one: Regex, other: Regex) -> Regex:
         found = both(one, other)
@@ -61,7 +61,7 @@ class Algebra:
                 return words(text for text in listed.texts if self.texts.has(rest, text))
         return NOTHING if self.texts.is_empty(found) else found
 
-    def negated(self, values: Values) -> Values:
+    def negated(self, values: JsonValues) -> JsonValues:
         """All other values. Raises CannotHold."""
         arrays, objects, numbers = ALL.arrays, ALL.objects, ALL.numbers
         for one in values.numbers:
@@ -74,7 +74,7 @@ class Algebra:
         for one_object in values.objects:
             left = self._other_objects(one_object)
             objects = few(self.met_objects(a, b) for a in objects for b in left)
-        return Values(
+        return JsonValues(
             not values.null,
             ALL.booleans - values.booleans,
             numbers,
@@ -129,7 +129,7 @@ class Algebra:
             max(one.least, other.least),
             _least_of(one.most, other.most),
             (*one.some, *other.some),
-            Text(*map(alt, one.read, other.read)),
+            TextSet(*map(alt, one.read, other.read)),
         )
 
     def _other_arrays(self, one: Arrays) -> list[Arrays]:

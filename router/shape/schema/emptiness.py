@@ -10,8 +10,8 @@ from router.shape.schema.values import (
     Arrays,
     CannotHold,
     Form,
+    JsonValues,
     Objects,
-    Values,
     item_of,
 )
 from router.shape.texts.regex import NOTHING
@@ -24,7 +24,7 @@ _DEEPEST = 6
 class Emptiness:
     """values: those of a form."""
 
-    def __init__(self, values: Callable[[Form], Values], algebra: Algebra) -> None:
+    def __init__(self, values: Callable[[Form], JsonValues], algebra: Algebra) -> None:
         self._values = values
         self._algebra = algebra
         self._compared = 0
@@ -33,14 +33,14 @@ class Emptiness:
         """Whether the form is known to have no value."""
         return self._no_form(form, _DEEPEST)
 
-    def apart(self, one: Values, other: Values) -> bool:
+    def apart(self, one: JsonValues, other: JsonValues) -> bool:
         """Known to have nothing in common. Raises CannotHold after too many questions."""
         self._compared += 1
         if self._compared > _MOST_APART:
             raise CannotHold("there are too many options to compare")
         return self._is_empty(self._algebra.met(one, other), _DEEPEST)
 
-    def _is_empty(self, values: Values, depth: int) -> bool:
+    def _is_empty(self, values: JsonValues, depth: int) -> bool:
         """Whether it is known to have no value."""
         if values.null or values.booleans or values.numbers or values.text.possible != NOTHING:
             return False

@@ -21,9 +21,9 @@ from router.shape.schema.values import (
     CannotHold,
     Field,
     Form,
+    JsonValues,
     Named,
     Objects,
-    Values,
     exactly,
     item_of,
 )
@@ -137,7 +137,7 @@ class _Writer:
             case "object":
                 yield from self._members(key, values.objects[key.number], _Members(*key.state))
 
-    def _value(self, form: Form, values: Values) -> Iterator[_Way]:
+    def _value(self, form: Form, values: JsonValues) -> Iterator[_Way]:
         if values.null:
             yield (literal(None),)
         for one in sorted(values.booleans):

@@ -15,7 +15,7 @@ from router.shape.texts.regex import (
     ANY_CHAR,
     Alt,
     Both,
-    Chars,
+    CharSet,
     Not,
     Regex,
     Rep,
@@ -26,7 +26,7 @@ from router.shape.texts.regex import (
 )
 
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: r"\\"}
-_ESCAPED = Chars(((0, 31), (34, 34), (92, 92), (127, 127)))
+_ESCAPED = CharSet(((0, 31), (34, 34), (92, 92), (127, 127)))
 _ANY = r'(?:[^"\\\x00-\x1f\x7f]|\\(?:["\\bfnrt]|u00(?:0[0-7bef]|1[0-9a-f]|7f)))'
 _ANY_STRING = f'/"{_ANY}*"/'
 # An exclusive bound and six digits after the point never round to the bound itself.
@@ -157,7 +157,7 @@ def _is_plain(regex: Regex) -> bool:
 def _written(regex: Regex) -> str:
     """A pattern in Rust's syntax of how texts stand between their quotes."""
     match regex:
-        case Chars():
+        case CharSet():
             return _ANY if regex == ANY_CHAR else _class(regex)
         case Words(texts):
             options = (_quoted(_spelled(text)) for text in sorted(texts))
@@ -173,7 +173,7 @@ def _written(regex: Regex) -> str:
     raise AssertionError(regex)
 
 
-def _class(of: Chars) -> str:
+def _class(of: CharSet) -> str:
     ways: list[str] = []
     kept = met_ranges(of.ranges, other_chars(_ESCAPED).ranges)
     if kept:

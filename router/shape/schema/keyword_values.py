@@ -17,12 +17,12 @@ from router.shape.schema.values import (
     Arrays,
     Field,
     Form,
+    JsonValues,
     Named,
     Numbers,
     Objects,
     Some,
-    Text,
-    Values,
+    TextSet,
     exactly,
     join,
     not_text,
@@ -37,7 +37,7 @@ class SchemaReader(Protocol):
     algebra: Algebra
 
     def below(self, spot: Spot, *keys: str | int) -> Form: ...
-    def values(self, form: Form) -> Values: ...
+    def values(self, form: Form) -> JsonValues: ...
     def constant(self, value: Any) -> Form: ...
     def both(self, one: Form, other: Form) -> Form: ...
     def is_read(self, spot: Spot, keyword: str) -> bool: ...
@@ -46,25 +46,25 @@ class SchemaReader(Protocol):
 # What these raise is a ValueError with the keyword's fault, or a SchemaRefused.
 
 
-def constant_values(value: Any, form_of: Callable[[Any], Form]) -> Values:
+def constant_values(value: Any, form_of: Callable[[Any], Form]) -> JsonValues:
     """The value alone."""
     if value is None:
-        return Values(null=True)
+        return JsonValues(null=True)
     if isinstance(value, bool):
-        return Values(booleans=frozenset([value]))
+        return JsonValues(booleans=frozenset([value]))
     if isinstance(value, str):
-        return Values(text=exactly(words([value])))
+        return JsonValues(text=exactly(words([value])))
     if isinstance(value, list):
         items = tuple(map(form_of, value))
-        return Values(arrays=(Arrays(items, NO_VALUE, len(items), len(items), read=None),))
+        return JsonValues(arrays=(Arrays(items, NO_VALUE, len(items), len(items), read=None),))
     if isinstance(value, dict):
         fields = {name: Field(form_of(one), True) for name, one in value.items()}
-        return Values(objects=(Objects(fields, (), read=ANY_TEXT),))
-    return Values(numbers=(Numbers(only=frozenset([_exact(value)])),))
+        return JsonValues(objects=(Objects(fields, (), read=ANY_TEXT),))
+    return JsonValues(numbers=(Numbers(only=frozenset([_exact(value)])),))
 
 
-def enum(reader: SchemaReader, spot: Spot, keyword: str) -> Values:
-    found: list[Values] = []
+def enum(reader: SchemaReader, spot: Spot, keyword: str) -> JsonValues:
+    found: list[JsonValues] = []
     texts: list[str] = []
     listed: list[Fraction] = []
     for index, one in enumerate(_value(spot, keyword, keywords.some)):
@@ -79,14 +79,14 @@ def enum(reader: SchemaReader, spot: Spot, keyword: str) -> Values:
         else:
             found.append(constant_values(value, reader.constant))
     numbers = (Numbers(only=frozenset(listed)),) if listed else ()
-    return join([*found, Values(numbers=numbers, text=exactly(words(texts)))])
+    return join([*found, JsonValues(numbers=numbers, text=exactly(words(texts)))])
 
 
-def const(reader: SchemaReader, spot: Spot, keyword: str) -> Values:
+def const(reader: SchemaReader, spot: Spot, keyword: str) -> JsonValues:
     return constant_values(_value(spot, keyword, keywords.constant), reader.constant)
 
 
-def numbers(reader: SchemaReader, spot: Spot, _: str) -> Values:
+def numbers(reader: SchemaReader, spot: Spot, _: str) -> JsonValues:
     found: dict[str, Any] = {}
     bounds = (("low", "minimum", "exclusiveMinimum"), ("high", "maximum", "exclusiveMaximum"))
     for side, keyword, exclusive in bounds:
@@ -112,7 +112,7 @@ def numbers(reader: SchemaReader, spot: Spot, _: str) -> Values:
     return with_all_but(numbers=(Numbers(**found),))
 
 
-def text(reader: SchemaReader, spot: Spot, _: str) -> Values:
+def text(reader: SchemaReader, spot: Spot, _: str) -> JsonValues:
     found = ANY_TEXT
     if reader.is_read(spot, "pattern"):
         pattern = _value(spot, "pattern", keywords.text)
@@ -131,7 +131,7 @@ def text(reader: SchemaReader, spot: Spot, _: str) -> Values:
     return with_all_but(text=found)
 
 
-def arrays(reader: SchemaReader, spot: Spot, _: str) -> Values:
+def arrays(reader: SchemaReader, spot: Spot, _: str) -> JsonValues:
     schema, old = spot.schema, spot.resource.draft < 2020
     first, rest = "prefixItems", "items"
     if isinstance(schema.get("items"), list):
@@ -165,7 +165,7 @@ def _contained(reader: SchemaReader, spot: Spot) -> tuple[Some, ...]:
     return (Some(reader.below(spot, "contains"), least, most),)
 
 
-def objects(reader: SchemaReader, spot: Spot, _: str) -> Values:
+def objects(reader: SchemaReader, spot: Spot, _: str) -> JsonValues:
     algebra = reader.algebra
     others, known = [Named(ANY_TEXT, ANY_VALUE)], NO_TEXT
     if reader.is_read(spot, "patternProperties"):
@@ -174,7 +174,7 @@ def objects(reader: SchemaReader, spot: Spot, _: str) -> Values:
             form = reader.below(spot, "patternProperties", key)
             named = Objects(others=(Named(names, form), Named(not_text(names), ANY_VALUE)))
             others = list(algebra.met_objects(Objects(others=tuple(others)), named).others)
-            known = Text(alt(known.sure, names.sure), alt(known.possible, names.possible))
+            known = TextSet(alt(known.sure, names.sure), alt(known.possible, names.possible))
     named_fields = (
         _value(spot, "properties", keywords.mapping) if reader.is_read(spot, "properties") else {}
     )
@@ -183,7 +183,7 @@ def objects(reader: SchemaReader, spot: Spot, _: str) -> Values:
     for name in named_fields:
         form = reader.below(spot, "properties", name)
         fields[name] = Field(reader.both(form, algebra.form_of(whole, name)))
-    read = Text(alt(known.sure, words(fields)), alt(known.possible, words(fields)))
+    read = TextSet(alt(known.sure, words(fields)), alt(known.possible, words(fields)))
     if reader.is_read(spot, "additionalProperties"):
         other = reader.below(spot, "additionalProperties")
         free = not_text(known)
@@ -203,7 +203,7 @@ def objects(reader: SchemaReader, spot: Spot, _: str) -> Values:
     return with_all_but(objects=(found,))
 
 
-# Values of keywords
+# JsonValues of keywords
 
 
 def _value(spot: Spot, keyword: str, read: Callable[[Any], Any]) -> Any:
@@ -218,9 +218,9 @@ def _counts(reader: SchemaReader, spot: Spot, least: str, most: str) -> tuple[in
     return low, _value(spot, most, keywords.count) if reader.is_read(spot, most) else None
 
 
-def _pattern(pattern: str, place: str, keyword: str) -> Text:
+def _pattern(pattern: str, place: str, keyword: str) -> TextSet:
     try:
-        return Text(texts_of(pattern, for_certain=True), texts_of(pattern, for_certain=False))
+        return TextSet(texts_of(pattern, for_certain=True), texts_of(pattern, for_certain=False))
     except PatternRefused as error:
         raise SchemaRefused(place, keyword, str(error)) from None
 
@@ -236,7 +236,7 @@ def _exact(number: int | float) -> Fraction:
 
 
 # Those that are read together, and what reads them.
-GROUPS: tuple[tuple[tuple[str, ...], Callable[[SchemaReader, Spot, str], Values]], ...] = (
+GROUPS: tuple[tuple[tuple[str, ...], Callable[[SchemaReader, Spot, str], JsonValues]], ...] = (
     (("const",), const),
     (("enum",), enum),
     (

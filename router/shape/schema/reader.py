@@ -20,9 +20,9 @@ from router.shape.schema.values import (
     CannotHold,
     Field,
     Form,
+    JsonValues,
     Named,
     Objects,
-    Values,
     item_of,
     join,
     not_text,
@@ -65,7 +65,7 @@ class Reader:
         self._made: list[_Made] = [_Made("either", ()), _Made("both", ())]
         self._forms: dict[_Made, Form] = {made: form for form, made in enumerate(self._made)}
         self._spots: dict[tuple[int, str, tuple[str, ...]], Spot] = {}
-        self._values: dict[Form, Values] = {}
+        self._values: dict[Form, JsonValues] = {}
         self._reading: set[Form] = set()
         emptiness = Emptiness(self.values, self.algebra)
         self._apart, self._is_void = emptiness.apart, emptiness.is_sure
@@ -119,9 +119,9 @@ class Reader:
             self._made.append(made)
         return self._forms[made]
 
-    # Values
+    # JsonValues
 
-    def values(self, form: Form) -> Values:
+    def values(self, form: Form) -> JsonValues:
         if form not in self._values:
             if form in self._reading:
                 raise SchemaRefused(self.place, "", _SELF)
@@ -139,7 +139,7 @@ class Reader:
                 self._reading.discard(form)
         return self._values[form]
 
-    def _read(self, made: _Made) -> Values:
+    def _read(self, made: _Made) -> JsonValues:
         match made.kind:
             case "schema":
                 return self._read_schema(self._spots[made.parts])
@@ -154,7 +154,7 @@ class Reader:
             found = self.algebra.met(found, self.values(part))
         return found
 
-    def _read_schema(self, spot: Spot) -> Values:
+    def _read_schema(self, spot: Spot) -> JsonValues:
         self._check_unknown(spot)
         found = ALL
         for several, read in _READERS:
@@ -241,20 +241,20 @@ class Reader:
         several = keywords.some(spot.schema[keyword])
         return [self.below(spot, keyword, index) for index in range(len(several))]
 
-    def reference(self, spot: Spot, keyword: str) -> Values:
+    def reference(self, spot: Spot, keyword: str) -> JsonValues:
         ref = keywords.text(spot.schema[keyword])
         beside = keywords.BINDING & spot.schema.keys() - {keyword}
         if spot.resource.draft < 2019 and beside:
             raise ValueError("keywords beside it mean nothing in this draft")
         return self.values(self.schema(self.document.reference(spot, ref, keyword)))
 
-    def all_of(self, spot: Spot, keyword: str) -> Values:
+    def all_of(self, spot: Spot, keyword: str) -> JsonValues:
         found = ALL
         for option in self.options(spot, keyword):
             found = self.algebra.met(found, self.values(option))
         return found
 
-    def any_of(self, spot: Spot, keyword: str) -> Values:
+    def any_of(self, spot: Spot, keyword: str) -> JsonValues:
         options = list(map(self.values, self.options(spot, keyword)))
         if self.document.has_unevaluated:
             if len(options) > _MOST_TOGETHER:
@@ -262,7 +262,7 @@ class Reader:
             options = self._together(options)
         return self._tagged(spot, keyword, join(options))
 
-    def _together(self, options: list[Values]) -> list[Values]:
+    def _together(self, options: list[JsonValues]) -> list[JsonValues]:
         """Each option, and all that keep to several, which have read more."""
         found = list(options)
         for size in range(2, len(options) + 1):
@@ -273,7 +273,7 @@ class Reader:
                 found.append(met)
         return found
 
-    def one_of(self, spot: Spot, keyword: str) -> Values:
+    def one_of(self, spot: Spot, keyword: str) -> JsonValues:
         """Each option without the others that it may overlap with."""
         options = self.options(spot, keyword)
         tagged = [self._tagged(spot, keyword, self.values(option)) for option in options]
@@ -291,17 +291,17 @@ class Reader:
             found.append(one)
         return join(found)
 
-    def _tagged(self, spot: Spot, keyword: str, values: Values) -> Values:
+    def _tagged(self, spot: Spot, keyword: str, values: JsonValues) -> JsonValues:
         """Those that have the tag that distinguishes the options, if there is one."""
         tag = self._tags.missing(spot.schema, keyword)
         if tag is None:
             return values
         return self.algebra.met(values, with_all_but(objects=(_having(tag),)))
 
-    def negation(self, spot: Spot, keyword: str) -> Values:
+    def negation(self, spot: Spot, keyword: str) -> JsonValues:
         return self.algebra.negated(self.values(self.below(spot, keyword)))
 
-    def conditional(self, spot: Spot, keyword: str) -> Values:
+    def conditional(self, spot: Spot, keyword: str) -> JsonValues:
         condition = self.values(self.below(spot, keyword))
         then, other = (self._branch(spot, branch) for branch in ("then", "else"))
         if then == other == ALL and not self.document.has_unevaluated:
@@ -309,12 +309,12 @@ class Reader:
         met = self.algebra.met(condition, then)
         return join([met, self.algebra.met(self.algebra.negated(condition), other)])
 
-    def _branch(self, spot: Spot, keyword: str) -> Values:
+    def _branch(self, spot: Spot, keyword: str) -> JsonValues:
         if not self.is_read(spot, keyword):
             return ALL
         return self.values(self.below(spot, keyword))
 
-    def dependent(self, spot: Spot, keyword: str) -> Values:
+    def dependent(self, spot: Spot, keyword: str) -> JsonValues:
         """What a member's presence demands: other members, or a schema of the object."""
         found = ALL
         for name, demanded in keywords.mapping(spot.schema[keyword]).items():
@@ -325,14 +325,14 @@ class Reader:
                 raise ValueError("must have arrays of names")
             else:
                 then = self.values(self.below(spot, keyword, name))
-            present = Values(objects=(_having(name),))
+            present = JsonValues(objects=(_having(name),))
             lacking = with_all_but(objects=(Objects({name: Field(NO_VALUE)}),))
             found = self.algebra.met(found, join([lacking, self.algebra.met(present, then)]))
         return found
 
     # What no other keyword has read
 
-    def _unevaluated(self, spot: Spot, found: Values) -> Values:
+    def _unevaluated(self, spot: Spot, found: JsonValues) -> JsonValues:
         arrays, objects = found.arrays, found.objects
         if self.is_read(spot, "unevaluatedItems"):
             form = self.below(spot, "unevaluatedItems")
@@ -340,7 +340,7 @@ class Reader:
         if self.is_read(spot, "unevaluatedProperties"):
             form = self.below(spot, "unevaluatedProperties")
             objects = tuple(self._other_members(one, form) for one in objects)
-        return Values(found.null, found.booleans, found.numbers, found.text, arrays, objects)
+        return JsonValues(found.null, found.booleans, found.numbers, found.text, arrays, objects)
 
     def _other_items(self, one: Arrays, form: Form) -> Arrays:
         if one.read is None:
@@ -375,11 +375,11 @@ def _having(name: str) -> Objects:
     return Objects({name: Field(ANY_VALUE, True)})
 
 
-def _type(_: Reader, spot: Spot, keyword: str) -> Values:
+def _type(_: Reader, spot: Spot, keyword: str) -> JsonValues:
     return of_types(keywords.types(spot.schema[keyword]))
 
 
-_READERS: tuple[tuple[tuple[str, ...], Callable[[Reader, Spot, str], Values]], ...] = (
+_READERS: tuple[tuple[tuple[str, ...], Callable[[Reader, Spot, str], JsonValues]], ...] = (
     (("type",), _type),
     *GROUPS,
     (("$ref",), Reader.reference),

@@ -1,6 +1,6 @@
 """Sets of JSON values, by type, that can be joined, met and negated. Pure.
 
-Values within arrays and objects keep to *forms*: numbers that a `Forms` gives to schemas and to
+JsonValues within arrays and objects keep to *forms*: numbers that a `Forms` gives to schemas and to
 what is made of them. So sets of values may lead back to themselves.
 """
 
@@ -18,18 +18,18 @@ NO_VALUE: Form = 0
 ANY_VALUE: Form = 1
 
 
-class Text(NamedTuple):
+class TextSet(NamedTuple):
     """Texts that are in the set for certain, and texts that may be."""
 
     sure: Regex
     possible: Regex
 
 
-ANY_TEXT, NO_TEXT = Text(ANYTHING, ANYTHING), Text(NOTHING, NOTHING)
+ANY_TEXT, NO_TEXT = TextSet(ANYTHING, ANYTHING), TextSet(NOTHING, NOTHING)
 
 
-def exactly(regex: Regex) -> Text:
-    return Text(regex, regex)
+def exactly(regex: Regex) -> TextSet:
+    return TextSet(regex, regex)
 
 
 class Numbers(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class Field(NamedTuple):
 class Named(NamedTuple):
     """Members whose names are in a set."""
 
-    names: Text
+    names: TextSet
     form: Form
 
 
@@ -91,30 +91,30 @@ class Objects(msgspec.Struct, frozen=True):
     least: int = 0
     most: int | None = None
     some: tuple[Named, ...] = ()
-    read: Text = NO_TEXT
+    read: TextSet = NO_TEXT
 
 
-class Values(msgspec.Struct, frozen=True):
+class JsonValues(msgspec.Struct, frozen=True):
     """A union of these."""
 
     null: bool = False
     booleans: frozenset[bool] = frozenset()
     numbers: tuple[Numbers, ...] = ()
-    text: Text = NO_TEXT
+    text: TextSet = NO_TEXT
     arrays: tuple[Arrays, ...] = ()
     objects: tuple[Objects, ...] = ()
 
 
-NONE = Values()
-ALL = Values(True, frozenset([False, True]), (Numbers(),), ANY_TEXT, (Arrays(),), (Objects(),))
+NONE = JsonValues()
+ALL = JsonValues(True, frozenset([False, True]), (Numbers(),), ANY_TEXT, (Arrays(),), (Objects(),))
 _OF_TYPE = {
-    "null": Values(null=True),
-    "boolean": Values(booleans=ALL.booleans),
-    "integer": Values(numbers=(Numbers(whole=True),)),
-    "number": Values(numbers=ALL.numbers),
-    "string": Values(text=ANY_TEXT),
-    "array": Values(arrays=ALL.arrays),
-    "object": Values(objects=ALL.objects),
+    "null": JsonValues(null=True),
+    "boolean": JsonValues(booleans=ALL.booleans),
+    "integer": JsonValues(numbers=(Numbers(whole=True),)),
+    "number": JsonValues(numbers=ALL.numbers),
+    "string": JsonValues(text=ANY_TEXT),
+    "array": JsonValues(arrays=ALL.arrays),
+    "object": JsonValues(objects=ALL.objects),
 }
 _MOST_UNIONS = 256
 
@@ -136,32 +136,32 @@ class Forms(Protocol):
     def constant(self, value: Any) -> Form: ...
 
 
-def of_types(types: Iterable[str]) -> Values:
+def of_types(types: Iterable[str]) -> JsonValues:
     return join([_OF_TYPE[one] for one in types])
 
 
-def with_all_but(**part: Any) -> Values:
+def with_all_but(**part: Any) -> JsonValues:
     """All values, but of these types only such."""
     return msgspec.structs.replace(ALL, **part)
 
 
-def join(several: Iterable[Values]) -> Values:
+def join(several: Iterable[JsonValues]) -> JsonValues:
     """What is in one of them."""
     found = list(several)
     if len(found) == 1:
         return found[0]
-    return Values(
+    return JsonValues(
         any(one.null for one in found),
         frozenset().union(*(one.booleans for one in found)),
         few(n for one in found for n in one.numbers),
-        Text(*map(alt, *(one.text for one in found))) if found else NO_TEXT,
+        TextSet(*map(alt, *(one.text for one in found))) if found else NO_TEXT,
         few(array for one in found for array in one.arrays),
         few(objects for one in found for objects in one.objects),
     )
 
 
-def not_text(text: Text) -> Text:
-    return Text(negated(text.possible), negated(text.sure))
+def not_text(text: TextSet) -> TextSet:
+    return TextSet(negated(text.possible), negated(text.sure))
 
 
 def item_of(arrays: Arrays, index: int) -> Form:

@@ -15,7 +15,7 @@ import msgspec
 from router.shape.texts.regex import (
     ANYTHING,
     EMPTY,
-    Chars,
+    CharSet,
     Regex,
     alt,
     chars,
@@ -63,7 +63,7 @@ class _Repeat(msgspec.Struct, frozen=True):
     most: int | None
 
 
-_Node = Chars | _Edge | _Sequence | _Options | _Repeat
+_Node = CharSet | _Edge | _Sequence | _Options | _Repeat
 
 
 @lru_cache(256)
@@ -92,18 +92,18 @@ def _categories() -> dict[str, list[tuple[int, int]]]:
 
 
 @cache
-def _category(begin: str) -> Chars:
+def _category(begin: str) -> CharSet:
     """Characters whose category begins so."""
     named = _categories().items()
     return chars(run for name, runs in named if name.startswith(begin) for run in runs)
 
 
 @cache
-def _any_word() -> Chars:
+def _any_word() -> CharSet:
     return chars([*(r for begin in "LNM" for r in _category(begin).ranges), (95, 95)])
 
 
-def _class(letter: str, widest: bool) -> Chars:
+def _class(letter: str, widest: bool) -> CharSet:
     """Of `\\d` and its like: the characters that are in it for certain, or may be."""
     if letter.isupper():
         return other_chars(_class(letter.lower(), not widest))
@@ -179,7 +179,7 @@ class _Reader:
         self._depth -= 1
         return node
 
-    def _atom(self, character: str) -> Chars:
+    def _atom(self, character: str) -> CharSet:
         if character == ".":
             return other_chars(_LINE_END if self._certain else _NEWLINE)
         if character == "[":
@@ -234,7 +234,7 @@ class _Reader:
             raise PatternRefused(f"it repeats more than {_MOST_REPEATS} times")
         return int(low), most
 
-    def _set(self) -> Chars:
+    def _set(self) -> CharSet:
         negated = self._peek() == "^"
         self._at += negated
         if self._peek() == "]":
@@ -245,7 +245,7 @@ class _Reader:
             found += self._member(character, widest).ranges
         return other_chars(chars(found)) if negated else chars(found)
 
-    def _member(self, character: str, widest: bool) -> Chars:
+    def _member(self, character: str, widest: bool) -> CharSet:
         if character == "\\" and self._peek() and self._peek() in _CLASSES:
             found = _class(self._next(), widest)
             if self._peek() == "-" and self._peek(2) != "-]":
@@ -311,7 +311,7 @@ class _Placed:
 
     def _plain(self, node: _Node) -> Regex:
         match node:
-            case Chars():
+            case CharSet():
                 return node
             case _Edge(sign):
                 raise PatternRefused(f"`{sign}` stands where it cannot be held to")
@@ -325,7 +325,7 @@ class _Placed:
 
 def _has_edge(node: _Node, sign: str) -> bool:
     match node:
-        case Chars():
+        case CharSet():
             return False
         case _Edge():
             return node.sign == sign
@@ -343,5 +343,5 @@ def is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 7
 
 
-def _one(character: str) -> Chars:
+def _one(character: str) -> CharSet:
     return chars([(ord(character),) * 2])

@@ -13,7 +13,7 @@ Ranges = tuple[tuple[int, int], ...]
 _ALL: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 
 
-class Chars(msgspec.Struct, frozen=True):
+class CharSet(msgspec.Struct, frozen=True):
     """One character of these ranges, which are in order and apart."""
 
     ranges: Ranges
@@ -52,13 +52,13 @@ class Not(msgspec.Struct, frozen=True):
     part: "Regex"
 
 
-Regex = Chars | Words | Seq | Alt | Rep | Both | Not
+Regex = CharSet | Words | Seq | Alt | Rep | Both | Not
 
-ANY_CHAR, NOTHING, EMPTY = Chars(_ALL), Chars(()), Seq(())
+ANY_CHAR, NOTHING, EMPTY = CharSet(_ALL), CharSet(()), Seq(())
 ANYTHING = Rep(ANY_CHAR, 0, None)
 
 
-def chars(ranges: Iterable[tuple[int, int]]) -> Chars:
+def chars(ranges: Iterable[tuple[int, int]]) -> CharSet:
     """Ranges in any order; halves of pairs are left out."""
     joined: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
@@ -66,10 +66,10 @@ def chars(ranges: Iterable[tuple[int, int]]) -> Chars:
             joined[-1] = joined[-1][0], max(high, joined[-1][1])
         else:
             joined.append((low, high))
-    return Chars(met_ranges(tuple(joined), _ALL))
+    return CharSet(met_ranges(tuple(joined), _ALL))
 
 
-def other_chars(of: Chars) -> Chars:
+def other_chars(of: CharSet) -> CharSet:
     ends = [-1, *(end for one in of.ranges for end in one), 0x110000]
     pairs = zip(ends[::2], ends[1::2], strict=True)
     return chars((last + 1, first - 1) for last, first in pairs if first - last > 1)
@@ -143,7 +143,7 @@ def negated(part: Regex) -> Regex:
 
 def can_be_empty(regex: Regex) -> bool:
     match regex:
-        case Chars():
+        case CharSet():
             return False
         case Words(texts):
             return "" in texts
@@ -160,7 +160,7 @@ def can_be_empty(regex: Regex) -> bool:
 def after(regex: Regex, code: int) -> Regex:
     """What may follow this character."""
     match regex:
-        case Chars():
+        case CharSet():
             return EMPTY if code in regex else NOTHING
         case Words(texts):
             return words(text[1:] for text in texts if text and ord(text[0]) == code)
@@ -186,10 +186,10 @@ def _after_first(parts: tuple[Regex, ...], code: int) -> Regex:
     return alt(*found)
 
 
-def _firsts(regex: Regex) -> Iterator[Chars]:
+def _firsts(regex: Regex) -> Iterator[CharSet]:
     """Sets of characters that tell begins of texts apart."""
     match regex:
-        case Chars():
+        case CharSet():
             yield regex
         case Words(texts):
             yield from {chars([(ord(text[0]),) * 2]) for text in texts if text}
@@ -217,7 +217,7 @@ def _kinds(regex: Regex) -> list[Ranges]:
 
 def _size(regex: Regex) -> int:
     match regex:
-        case Chars():
+        case CharSet():
             return 1
         case Words(texts):
             return len(texts)

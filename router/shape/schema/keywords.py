@@ -4,6 +4,7 @@ import json
 import math
 import re
 from decimal import Decimal
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
@@ -70,6 +71,7 @@ def _short(key: str) -> str:
     return key if len(key) <= 80 else key[:80] + "…"
 
 
+@lru_cache(4096)
 def reason_against(keyword: str) -> str | None:
     """Why a keyword that is not known is refused; None for annotations."""
     if keyword in REFUSED:

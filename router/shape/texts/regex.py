@@ -215,6 +215,13 @@ def _kinds(regex: Regex) -> list[Ranges]:
     return kinds
 
 
+def _lacks_few(regex: Regex) -> bool:
+    """Whether it is all texts but some."""
+    if isinstance(regex, Both):
+        return all(map(_lacks_few, regex.parts))
+    return isinstance(regex, Not) and isinstance(regex.part, Words)
+
+
 def _size(regex: Regex) -> int:
     match regex:
         case CharSet():
@@ -244,8 +251,15 @@ class Texts:
         self._empty: dict[Regex, bool] = {}
 
     def has(self, regex: Regex, text: str) -> bool:
-        if isinstance(regex, Words):
-            return text in regex.texts
+        match regex:
+            case Words(texts):
+                return text in texts
+            case Not(part):
+                return not self.has(part, text)
+            case Both(parts):
+                return all(self.has(part, text) for part in parts)
+        if regex == ANYTHING:
+            return True
         for character in text:
             regex = self._after(regex, ord(character))
         return can_be_empty(regex)
@@ -256,7 +270,7 @@ class Texts:
 
     def is_empty(self, regex: Regex) -> bool:
         """Whether it has no text."""
-        if not isinstance(regex, Both | Not | Alt | Seq | Rep):
+        if isinstance(regex, CharSet | Words) or _lacks_few(regex):
             return regex == NOTHING
         if regex not in self._empty:
             self._empty[regex] = self._has_none(regex)
@@ -277,6 +291,8 @@ class Texts:
         """Its texts, if they are no more than that; None otherwise."""
         if isinstance(regex, Words):
             return sorted(regex.texts) if len(regex.texts) <= most else None
+        if _lacks_few(regex):
+            return None
         found: list[str] = []
         waiting: list[tuple[str, Regex]] = [("", regex)]
         while waiting:

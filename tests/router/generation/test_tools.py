@@ -435,3 +435,20 @@ async def test_an_adapters_own_template_comes_before_the_option(tmp_path: Path) 
         assert (message["content"], message["reasoning"]) == ("Yes.", "So.")
         message = (await model.ask()).json()["choices"][0]["message"]
         assert message["content"] == "<reasoning>So.</reasoning>Yes."
+
+
+UNIQUE = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+
+
+async def test_what_a_schema_cannot_bind(tmp_path: Path) -> None:
+    """A strict tool is refused for it; another is held to the rest, and a header says so."""
+    parameters: Any = {"type": "object", "properties": {"ids": UNIQUE}, "required": ["ids"]}
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    place = "tools[0].function.parameters.properties.ids.uniqueItems"
+    async with scripted(tmp_path) as model:
+        answer = await model.ask(tools=[tool], tool_choice="required")
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-loraplex-unbound"] == place
+        tool["function"]["strict"] = True
+        answer = await model.ask(tools=[tool], tool_choice="required")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, place)

@@ -101,7 +101,7 @@ _TESTS = st.one_of(
     ),
 )
 # What stands beside a schema.
-_MORE = {
+_MORE: dict[str, Any] = {
     "not": lambda _: _TESTS.map(lambda test: {"not": test}),
     "if": _conditional,
     "contains": lambda inner: st.fixed_dictionaries(

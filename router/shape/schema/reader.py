@@ -227,8 +227,9 @@ class Reader:
                 return None
             name, form = found
             if form == NO_VALUE:
-                reason = f"names `{name}`, which nothing here allows"
-                return SchemaRefused(spot.place, "required", reason)
+                closed = spot.schema.get("additionalProperties") is False
+                by = "`additionalProperties: false` forbids" if closed else "nothing here allows"
+                return SchemaRefused(spot.place, "required", f"names `{name}`, which {by}")
         return None
 
     def is_read(self, spot: Spot, keyword: str) -> bool:

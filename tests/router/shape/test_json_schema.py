@@ -217,7 +217,7 @@ REFUSED: list[tuple[Any, str]] = [
     ([], "`schema`: a schema must be an object or a boolean"),
     ({"not": {}}, "`schema`: accepts no answer"),
     ({"allOf": [True, False]}, "`schema`: accepts no answer"),
-    ({**CLOSED, "required": ["zz"]}, "`schema.required`: names `zz`, which nothing here allows"),
+    ({**CLOSED, "required": ["zz"]}, "`schema.required`: names `zz`, which `additionalProp"),
     ({"items": {"uniqueItems": True}}, "`schema.items.uniqueItems`: is held to only where items"),
     ({"uniqueItems": True, "prefixItems": [{"const": 1}]}, "`schema.uniqueItems`: is held to on"),
     ({"uniqueItems": 1}, "`schema.uniqueItems`: must be true or false"),

@@ -17,14 +17,16 @@ from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import VocabularyError, read_tokens
 from router.call import GenerationCall, RequestError
 from router.generation.answer_parts import PartsOfAnswers
-from router.shape.shape import ShapeRefused
+from router.shape.shape import JsonSchema, Shape, ShapeRefused, StructuralTag
 from router.text.model import TextModel
 from router.text.turn_taking import PROCESSES
 from router.tools.compose import Composed, Frame, compose
 
 _MAX_KEPT = 4096
-# To compose a grammar takes so many times as long as to encode a text of its form's length.
+# To compose a grammar without schemas takes so many times as long as to encode its form's text.
 _COST_OF_FORM = 8
+# Grammars that are kept as they were composed: texts of up to `--grammar-bytes`.
+_MAX_COMPOSED = 256
 
 
 class AnswerShapes:
@@ -34,6 +36,7 @@ class AnswerShapes:
         self._limits = limits
         self._threads = ThreadPoolExecutor(PROCESSES, "shapes")  # those that wait for trials
         self._problems: Recent[bytes, str] = Recent(_MAX_KEPT)
+        self._known: Recent[bytes, Composed] = Recent(_MAX_COMPOSED)
         self._changing = Lock()
         self._checker: tuple[str, GrammarChecker] | None = None
 
@@ -48,11 +51,16 @@ class AnswerShapes:
         if not is_held and not call.bad_words:
             return call
         frame = parts.frame(call, prompt, model.special_ids) if is_held else None
-        size = _COST_OF_FORM * len(repr((call.shape, call.tools, call.bad_words)))
-        held = await model.turns.run(size, partial(_composed, call, model, frame))
-        if held.sampling.grammar:
-            await self._check(held.sampling.grammar, _param(call), model)
-        return held
+        composed = Composed("") if frame is None else await self._composed(call, model, frame)
+        if composed.grammar:
+            await self._check(composed.grammar, _param(call), model)
+        size = len(repr(call.bad_words))
+        bad_words = await model.turns.run(size, partial(_spellings, call.bad_words, model))
+        sampling = msgspec.structs.replace(
+            call.sampling, grammar=composed.grammar, bad_words=bad_words
+        )
+        unbound = (*call.unbound, *composed.unbound)
+        return msgspec.structs.replace(call, sampling=sampling, unbound=unbound)
 
     def close(self) -> None:
         with self._changing:
@@ -60,6 +68,21 @@ class AnswerShapes:
         if held is not None:
             held[1].close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _composed(self, call: GenerationCall, model: TextModel, frame: Frame) -> Composed:
+        """Raises RequestError. Even a short schema may take a second, so that a new one takes
+        a turn; what is known is found before any line."""
+        content = repr((call.shape, frame)).encode("utf-8", "surrogatepass")
+        key = hashlib.sha256(content).digest()
+        known = self._known.get(key)
+        if known is None:
+            work = partial(_compose, call.shape, frame)
+            if frame.tools is not None or isinstance(call.shape, JsonSchema | StructuralTag):
+                known = await model.turns.run_apart("grammar", 1, work, self._threads)
+            else:
+                known = await model.turns.run(_COST_OF_FORM * len(content), work)
+            self._known.put(key, known)
+        return known
 
     async def _check(self, grammar: str, param: str, model: TextModel) -> None:
         """Raises RequestError. What is known of a grammar is found before any line."""
@@ -105,19 +128,13 @@ class AnswerShapes:
         return checker
 
 
-def _composed(call: GenerationCall, model: TextModel, frame: Frame | None) -> GenerationCall:
+def _compose(shape: Shape | None, frame: Frame) -> Composed:
     """Raises RequestError (invalid)."""
     try:
-        composed = Composed("") if frame is None else compose(call.shape, frame)
+        return compose(shape, frame)
     except ShapeRefused as error:
         message = f"`{error.param}`: {error.message}"
         raise RequestError("invalid", message, param=error.param) from None
-    bad_words = _spellings(call.bad_words, model)
-    sampling = msgspec.structs.replace(
-        call.sampling, grammar=composed.grammar, bad_words=bad_words
-    )
-    unbound = (*call.unbound, *composed.unbound)
-    return msgspec.structs.replace(call, sampling=sampling, unbound=unbound)
 
 
 def _param(call: GenerationCall) -> str:

@@ -80,7 +80,7 @@ def ask(trials: Trials) -> Iterator[Ask]:
         body = {"model": BASE_NAME, "prompt": "x", "guided_grammar": f'start: "{name}"'}
         call = completions.parse(msgspec.json.encode(body), ApiLimits()).call
         asker = model.taking(taking.of(tenant, is_batch))
-        return (await shapes.hold(call, asker, PartsOfAnswers(), "x")).grammar
+        return (await shapes.hold(call, asker, PartsOfAnswers(), "x")).sampling.grammar
 
     yield hold
     shapes.close()

@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -60,7 +61,7 @@ class Trials:
         assert sorted(self.begun) == sorted(names)
 
 
-Ask = Callable[..., Awaitable[str]]
+Ask = Callable[..., Coroutine[Any, Any, str]]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import queue
 import sys
 import threading
@@ -48,7 +47,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-_ASIDE_NICE = 10
 _THREAD_S = 0.002  # of work, for each thread that does it
 
 
@@ -91,7 +89,7 @@ class Constraints:
         self._filling = DeepThreads(mask_threads, "grammar-mask")
         num_aside = max(1, mask_threads // 2)
         self._consuming = LLExecutor(num_aside)
-        self._aside = DeepThreads(num_aside, "grammar-mask-aside", initializer=_step_back)
+        self._aside = DeepThreads(num_aside, "grammar-mask-aside")
         self._turns = Turns[Constraint]({"mask": Room(num_aside, num_aside, sys.maxsize)})
         self._turning = threading.Lock()
         self._finished: queue.SimpleQueue[Constraint] = queue.SimpleQueue()
@@ -349,11 +347,6 @@ class Constraints:
         for token_id in wish.accepted_ids:
             constraint.note(token_id)
         return constraint
-
-
-def _step_back() -> None:
-    """The thread lets those of steps go first."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _ASIDE_NICE)
 
 
 def _foresee(wish: ForesightWish, _is_open: Callable[[], bool]) -> Foresight:

@@ -33,6 +33,8 @@ function show() {
     const gives = fleet.base && !fleet.base.gives.includes("text") ? ` · ${fleet.base.gives.join(", ")}` : "";
     setText(byId("model"), `${base}${gives} · ${ready} of ${fleet.workers.length} ready`);
   }
+  if (typed && feed.status === 401 && feed.state === "locked") announce("The admin key is wrong.");
+  if (feed.state === "locked" || feed.state === "live") typed = false;
   if (current === "fleet" || !fleet) fleetView.show();
   else if (current === "playground") playground.showMarks();
   if (!batchView.asked) batchView.ask();
@@ -107,8 +109,11 @@ function openKeys(kind = "admin") {
   byId(`${kind}-key`).focus();
 }
 
+let typed = false; // and not heard of yet
+
 function useKeys() {
   byId("keys").close();
+  typed = Boolean(keys.get("admin"));
   feed.restart();
   playground.learn();
   batchView.watch(current === "batches");

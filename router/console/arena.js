@@ -32,6 +32,7 @@ export class Arena {
       this.places = worker.places;
       this.extents = worker[`${this.tier}_extents`];
       this.all = segments(this.places, this.tier, this.extents);
+      this.shared = sharedEnds(this.places.map((place) => this.names.of(place.digest)));
     }
     Object.assign(this, { worker, style, picked });
     this.describe();
@@ -139,7 +140,8 @@ export class Arena {
     if (rowHeight < 14 || box.width < 28 || box.open[0]) return;
     context.font = `${rowHeight > 20 ? 12 : 11}px ${ink("--font")}`;
     const room = box.width - (pinned ? 20 : 12);
-    const text = clip(context, this.names.of(box.segment.place.digest), room);
+    const name = this.names.of(box.segment.place.digest);
+    const text = clip(context, name, room, this.shared.get(name));
     if (!text) return;
     context.fillStyle = inUse ? ink("--cell-used-text") : ink("--cell-text");
     context.textBaseline = "middle";
@@ -239,10 +241,35 @@ function paint(context, shape) {
   else context.fillRect(...shape);
 }
 
-function clip(context, text, room) {
-  if (context.measureText(text).width <= room) return text;
-  const fits = Math.floor((text.length * room) / context.measureText(text).width) - 1;
-  return fits < 3 ? "" : `${text.slice(0, fits)}…`;
+/** By name: how long a beginning of whole words it has in common with another name, and how long an end. */
+function sharedEnds(names) {
+  const heads = new Map();
+  const tails = new Map();
+  const ends = [...new Set(names)].map((name) => [name, [...name.matchAll(/[-_.:/]/g)].map(({ index }) => index)]);
+  const count = (map, text) => map.set(text, (map.get(text) ?? 0) + 1);
+  for (const [name, cuts] of ends) {
+    for (const cut of cuts) {
+      count(heads, name.slice(0, cut + 1));
+      count(tails, name.slice(cut));
+    }
+  }
+  const shares = ([name, cuts]) => {
+    const head = Math.max(0, ...cuts.map((cut) => cut + 1).filter((cut) => cut < name.length && heads.get(name.slice(0, cut)) > 1));
+    const tail = Math.max(0, ...cuts.filter((cut) => cut > head && tails.get(name.slice(cut)) > 1).map((cut) => name.length - cut));
+    return [name, [head, tail]];
+  };
+  return new Map(ends.map(shares));
+}
+
+/** The ends that other names have, too, go first; what differs is cut in its middle. */
+function clip(context, text, room, [head, tail] = [0, 0]) {
+  const fits = (shown) => context.measureText(shown).width <= room;
+  const bare = text.slice(head, text.length - tail);
+  const whole = [text, `${head ? "…" : ""}${bare}${tail ? "…" : ""}`, bare].find(fits);
+  if (whole !== undefined) return whole;
+  const count = Math.floor((bare.length * room) / context.measureText(bare).width) - 1;
+  const before = Math.ceil(count / 2);
+  return count < 3 ? "" : `${bare.slice(0, before)}…${bare.slice(before - count)}`;
 }
 
 function tip(lines, x, y) {

@@ -1,5 +1,7 @@
 // The fleet's page: figures, workers, adapters, errors, and what is said when there is nothing.
 
+import { keys } from "./api.js";
+import { Changes } from "./changes.js";
 import { sparkline } from "./chart.js";
 import { byId, bytes, clockTime, digits, h, percent, plural, setText } from "./dom.js";
 import { VirtualList } from "./list.js";
@@ -25,7 +27,7 @@ export class FleetView {
       onPick: (item) => this.pick(item.digest, item.title),
     });
     byId("adapters").append(this.list.node);
-    this.card = new RolloutCard(names);
+    this.card = new RolloutCard(names, new Changes(openKeys));
     this.filter = byId("adapter-filter");
     this.filter.addEventListener("input", () => this.showAdapters());
     this.tiles = ["Tokens per second", "Waiting", "KV cache", "On devices", "Errors"].map(tile);
@@ -55,7 +57,7 @@ export class FleetView {
   showNotice() {
     const { state, problem, status, fleet } = this.feed;
     const node = byId("fleet-notice");
-    const key = `${state} ${status} ${problem} ${fleet === null}`;
+    const key = `${state} ${status} ${problem} ${fleet === null} ${Boolean(keys.get("admin"))}`;
     if (node.dataset.key === key) return;
     node.dataset.key = key;
     const said = noticeOf(this.feed);
@@ -150,6 +152,7 @@ export class FleetView {
 function noticeOf({ state, problem, status, fleet }) {
   if (state === "locked") {
     if (status === 403) return ["The fleet is not shown here", sentence(problem), false];
+    if (keys.get("admin")) return ["The admin key is wrong", "The router does not take it. Type another.", true];
     return ["The fleet wants the admin key", "It stays in this tab, and the playground does not need it.", true];
   }
   if (state === "reconnecting") return ["Reconnecting", problem, false];
@@ -225,7 +228,7 @@ function row(adapter, found, names, sizes) {
 }
 
 function badgeOf(adapter, found) {
-  if (adapter.error) return ["error", "bad"];
+  if (adapter.error) return [adapter.state === "broken" ? "broken" : "error", "bad"];
   if (adapter.state === "unloading" || adapter.state === "unloaded") return [adapter.state, ""];
   if (adapter.rollout) return rolloutBadge(adapter.rollout);
   if (adapter.partial && !found?.loading && !found?.running) return ["partial", "warn"];

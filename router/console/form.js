@@ -7,11 +7,14 @@ const EXAMPLES = {
   schema: {
     type: "object",
     properties: {
-      name: { type: ["string", "null"], maxLength: 40 },
+      name: text(40),
       intent: { enum: ["order", "cancel", "refund", "complaint", "delivery", "address", "question", "thanks", "invoice"] },
-      quantity: { type: ["integer", "null"], minimum: 1 },
+      product: text(40),
+      quantity: { type: ["integer", "null"], minimum: 1, maximum: 999 },
+      order: text(12),
+      city: text(40),
     },
-    required: ["name", "intent", "quantity"],
+    required: ["name", "intent", "product", "quantity", "order", "city"],
     additionalProperties: false,
   },
   tools: [
@@ -21,14 +24,22 @@ const EXAMPLES = {
   ],
 };
 
+function text(maxLength) {
+  return { type: ["string", "null"], maxLength };
+}
+
 function tool(name, properties) {
   return { type: "function", function: { name, parameters: { type: "object", properties } } };
 }
 
 export class AnswerForm {
-  constructor() {
+  /** onKind: hears of the kind that was chosen. */
+  constructor(onKind) {
     this.problem = "";
-    byId("form").addEventListener("change", () => this.show());
+    byId("form").addEventListener("change", () => {
+      this.show();
+      onKind(this.kind);
+    });
     for (const id of Object.values(TEXTS)) byId(id).addEventListener("input", () => this.tell(null, ""));
     this.show();
   }

@@ -1,6 +1,7 @@
 // One adapter's card: its versions and their shares, what the guards say of them, its history.
 
 import { keys, request } from "./api.js";
+import { pathOf } from "./changes.js";
 import { byId, dateTime, digits, h, percent, plural, seconds, setText, shortDigest, shortReference, shortTime } from "./dom.js";
 import { spelled } from "./names.js";
 
@@ -10,8 +11,9 @@ const STATES = { warming: "warming", serving: "serving", rolled_back: "taken bac
 const TONES = { warming: "busy", serving: "good", rolled_back: "bad", idle: "" };
 
 export class RolloutCard {
-  constructor(names) {
+  constructor(names, changes) {
     this.names = names;
+    this.changes = changes;
     this.adapter = null;
     this.name = null; // as it is spelled
     this.told = null; // what was asked of the router, beside the fleet's picture
@@ -26,10 +28,12 @@ export class RolloutCard {
     this.guards = h("p", { class: "muted small" });
     this.rollout = h("div", { class: "rollout" }, this.shares, this.wanted, this.versions, this.guards);
     this.history = h("ol", { class: "history" });
+    this.actions = h("div", { class: "actions" });
     this.node.append(
       h("div", { class: "card-head" }, this.title, this.state),
       this.problem,
       this.partial,
+      this.actions,
       this.rollout,
       h("h4", {}, "History"),
       this.history,
@@ -67,8 +71,13 @@ export class RolloutCard {
     if (this.key === key) return;
     this.key = key;
     const { rollout } = adapter;
+    const offered = `${this.name} ${adapter.pinned} ${Boolean(rollout)}`;
+    if (this.actions.dataset.key !== offered) {
+      this.actions.dataset.key = offered; // a button that somebody has in focus stays
+      this.actions.replaceChildren(...this.changes.buttons(adapter));
+    }
     setText(this.title, this.name);
-    const [badge, tone] = rollout ? rolloutBadge(rollout) : ["no rollout", ""];
+    const [badge, tone] = adapter.state === "broken" ? ["broken", "bad"] : rollout ? rolloutBadge(rollout) : ["no rollout", ""];
     setText(this.state, badge);
     this.state.dataset.tone = tone;
     this.note(this.problem, adapter.error ?? "");
@@ -153,12 +162,9 @@ export class RolloutCard {
 
 const noteOf = ({ digest, ref }) => `${shortDigest(digest)} ${shortReference(ref)}`;
 
-async function asked({ name, tenant, rollout }) {
-  const ask = (what) => {
-    const path = `v1/adapters/${encodeURIComponent(name)}/${what}`;
-    const query = tenant ? `?tenant=${encodeURIComponent(tenant)}` : "";
-    return request(path + query, { key: keys.get("admin") }).then((response) => response.json());
-  };
+async function asked(adapter) {
+  const { rollout } = adapter;
+  const ask = (what) => request(pathOf(adapter, `/${what}`), { key: keys.get("admin") }).then((response) => response.json());
   // Whether there is a rollout may have changed since the picture was drawn.
   const [history, measured] = await Promise.all([ask("history"), rollout ? ask("rollout").catch(() => null) : null]);
   return { history: history.data, rollout: measured };

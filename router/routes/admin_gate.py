@@ -23,10 +23,11 @@ class AdminGate:
             return
         scheme, _, given = (authorization or "").partition(" ")
         is_right = hmac.compare_digest(_digest(given.strip()), self._key)
-        if scheme.lower() != "bearer" or not is_right:
-            raise RequestError(
-                "unauthorized", "this route wants the admin key, as `Authorization: Bearer KEY`"
-            )
+        if scheme.lower() != "bearer" or not given.strip():
+            message = "this route wants the admin key, as `Authorization: Bearer KEY`: none came"
+            raise RequestError("unauthorized", message)
+        if not is_right:
+            raise RequestError("unauthorized", "the key is wrong: this route wants the admin key")
 
     def opens(self, authorization: str | None, origin: str | None, host: str | None) -> bool:
         """Whether `check` lets this request in."""

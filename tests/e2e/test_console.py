@@ -175,6 +175,8 @@ def test_keys_are_typed_kept_in_the_tab_and_never_shown(opener: Opener) -> None:
     page.keyboard.type("wrong")
     page.keyboard.press("Enter")
     expect(page.locator("#live")).to_have_text("Locked")
+    expect(page.locator("#fleet-notice")).to_contain_text("The admin key is wrong")
+    expect(page.locator("#announcer")).to_have_text("The admin key is wrong.")
     page.keyboard.press("k")
     expect(page.locator("#admin-key")).to_be_focused()
     page.locator("#admin-key").fill(KEY)
@@ -189,6 +191,63 @@ def test_keys_are_typed_kept_in_the_tab_and_never_shown(opener: Opener) -> None:
     page.keyboard.press("k")
     page.get_by_role("button", name="Forget").click()
     expect(page.locator("#live")).to_have_text("Locked")
+
+
+def confirm(page: Page, button: str, verb: str = "", **typed: str) -> None:
+    """In the dialog that a button opens."""
+    page.get_by_role("button", name=button, exact=True).click()
+    dialog = page.get_by_role("dialog")
+    for field, text in typed.items():
+        dialog.locator(f"[name={field}]").fill(text)
+    dialog.get_by_role("button", name=verb or button, exact=True).click()
+
+
+def test_adapters_are_changed_with_a_confirmation(opener: Opener, keyed: Serving) -> None:
+    page = opener.open()
+    live(page)
+    admin = {"authorization": f"Bearer {KEY}"}
+
+    def state() -> dict[str, Any]:
+        url = f"{keyed.url}/v1/adapters/mine"
+        answer: dict[str, Any] = httpx.get(url, headers=admin, timeout=240).json()
+        return answer
+
+    paths = {name: f"local:{path}" for name, path in adapter_paths().items()}
+    confirm(page, "Register…", "Register", name="mine", ref="local:/no/such/folder")
+    dialog = page.get_by_role("dialog")
+    expect(dialog.get_by_role("alert")).to_contain_text("allowed root")
+    dialog.locator("[name=ref]").fill(paths["pirate"])
+    dialog.get_by_role("button", name="Register", exact=True).click()
+    expect(dialog).to_have_count(0)
+    page.get_by_role("option").filter(has_text="mine").click()
+    card = page.locator("#adapter-card")
+    expect(card.get_by_role("heading", name="mine")).to_be_visible()
+    page.get_by_role("button", name="Pin", exact=True).click()
+    expect(dialog).to_contain_text("Pin mine?")
+    dialog.get_by_role("button", name="Cancel").click()
+    assert not state()["pinned"], "nothing is done without the confirmation"
+    confirm(page, "Pin")
+    expect(card.get_by_role("button", name="Unpin")).to_be_visible()
+    assert state()["pinned"]
+    confirm(page, "Refresh")
+    expect(page.locator("#announcer")).to_have_text("Refresh: mine is done.")
+    confirm(page, "Roll out", ref=paths["summary"], weight="10")
+    expect(card.get_by_role("button", name="Roll back")).to_be_visible()
+    assert [one["weight"] for one in state()["rollout"]["versions"]] == [90, 10]
+    confirm(page, "Promote")
+    expect(card.get_by_role("button", name="Promote")).to_have_count(0)
+    assert state()["ref"] == paths["summary"]
+    confirm(page, "Remove")
+    expect(page.get_by_role("option").filter(has_text="mine")).to_have_count(0)
+    assert state()["error"]["code"] == "gone"
+
+
+def test_changes_want_the_admin_key(opener: Opener) -> None:
+    page = opener.open()
+    live(page)
+    page.evaluate("sessionStorage.removeItem('loraplex.admin-key')")
+    page.get_by_role("button", name="Register…").click()
+    expect(page.locator("#admin-key")).to_be_focused()
 
 
 def test_the_playground_asks_for_the_key_that_it_lacks(opener: Opener) -> None:

@@ -294,3 +294,22 @@ def test_fits_a_phone(browser: Browser, serving: Serving) -> None:
     playground.choose("tools")
     assert page_fits(playground.page)
     playground.context.close()
+
+
+def test_the_examples_are_for_those_who_were_taught_them(
+    browser: Browser, serving: Serving
+) -> None:
+    """Models that nobody chose give way, and the example's own answer comes to its end."""
+    playground = Playground(browser, serving.url, "json")
+    page = playground.page
+    page.goto("about:blank")
+    page.goto(f"{serving.url}/console#playground")
+    expect(page.locator("#chosen .chip")).to_have_count(3)
+    page.locator("#prompt").fill(MESSAGE)
+    playground.choose("schema")
+    expect(page.locator("#chosen .chip")).to_have_text(["json×"])
+    playground.run()
+    expect(page.get_by_role("article", name="json")).to_contain_text("✓ valid")
+    answer = json.loads(page.locator("#columns .output").inner_text())
+    assert list(answer) == ["name", "intent", "product", "quantity", "order", "city"]
+    playground.context.close()

@@ -127,11 +127,11 @@ export class FleetView {
 
   /** The registered adapter that was chosen, also by one of its versions. */
   chosen(fleet) {
-    if (this.picked === null) return fleet.adapters.find((adapter) => spelled(adapter) === this.pickedName) ?? null;
+    const named = fleet.adapters.find((adapter) => spelled(adapter) === this.pickedName) ?? null;
+    if (named || this.picked === null) return named; // also when a change gave it another content
     const means = ({ digest, rollout }) =>
       digest === this.picked || (rollout?.versions ?? []).some((version) => version.digest === this.picked);
-    const found = fleet.adapters.filter(means);
-    return found.find((adapter) => spelled(adapter) === this.pickedName) ?? found[0] ?? null;
+    return fleet.adapters.find(means) ?? null;
   }
 
   showErrors(fleet) {

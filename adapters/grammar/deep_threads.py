@@ -1,9 +1,12 @@
 """Threads with stacks for llguidance, which goes as deep as a grammar does."""
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+
+from llguidance import LLExecutor
 
 # Address space, not memory. Grammars within their limits need less than a third of it.
 STACK_BYTES = 256 << 20
@@ -22,6 +25,12 @@ class DeepThreads(ThreadPoolExecutor):
                 super()._adjust_thread_count()
             finally:
                 threading.stack_size(before)
+
+
+def deep_executor(threads: int) -> LLExecutor:
+    """llguidance's own threads, each with such a stack. They read its size from the environment."""
+    os.putenv("RUST_MIN_STACK", str(STACK_BYTES))
+    return LLExecutor(threads)
 
 
 def run_deep(function: Callable[[], T]) -> T:

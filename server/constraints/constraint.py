@@ -150,9 +150,14 @@ class Constraint:
         self._look()
         return self.state
 
-    def fill(self, row: np.ndarray) -> None:
+    def matcher_to_ask(self, words: int) -> GrammarMatcher | None:
+        """What gives the next token's mask, of `words` words. None: `fill` alone knows the mask."""
+        is_grammars = self._rules.grammar_words == words and self.state == "open"
+        return self._matcher if is_grammars and self._ready is None else None
+
+    def fill(self, row: np.ndarray, is_asked: bool = False) -> None:
         """Write the mask of the next token, int32 `[words]`, contiguous. No id behind the last is
-        allowed.
+        allowed. is_asked: the row has what `matcher_to_ask` says.
 
         Unless the state is and stays `open`, the mask allows all tokens.
         """
@@ -164,7 +169,7 @@ class Constraint:
             return
         self.catch_up()
         if self.state == "open":
-            self._fill(row)
+            self._fill(row, is_asked)
         if self.state != "open":
             self._rules.allow_all(row)
 
@@ -216,7 +221,7 @@ class Constraint:
         if self.state == "open":
             self._fail(problem)
 
-    def _fill(self, row: np.ndarray) -> None:
+    def _fill(self, row: np.ndarray, is_asked: bool) -> None:
         matcher, accepts = self._matcher, True
         if matcher is None:
             self._rules.allow_all(row)
@@ -224,7 +229,8 @@ class Constraint:
             try:
                 own = row[: self._rules.grammar_words]
                 row[len(own) :] = 0
-                matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+                if not is_asked:
+                    matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
                 accepts = self._may_accept(own) and matcher.is_accepting()
             except BaseException as error:
                 self._broke(error)

@@ -14,12 +14,12 @@ from typing import NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLMatcher
 
 from adapters.common.turns import Room, Turns, WorkTurn
 from adapters.grammar.checker import CheckerBroken, CheckerUnavailable
 from adapters.grammar.compile import GrammarError
-from adapters.grammar.deep_threads import DeepThreads
+from adapters.grammar.deep_threads import DeepThreads, deep_executor
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from server.constraints.compilations import Compilations
@@ -48,18 +48,33 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _THREAD_S = 0.002  # of work, for each thread that does it
+# Masks that cost no more are filled together, by llguidance's threads. Each of those in Python
+# would take the interpreter twice.
+_CHEAP_S = 0.001
 
 
 class _Mask(NamedTuple):
-    """place: of its wish. rows: of the mask, and of those that follow a draft's tokens."""
+    """place: of its wish. begin: of its rows in the step's memory. rows: of the mask, and of those
+    that follow a draft's tokens."""
 
     place: int
     constraint: Constraint
     draft: Sequence[int]
+    begin: int
     rows: np.ndarray
 
 
-W = TypeVar("W", _Mask, ForesightWish)
+class _Masks(NamedTuple):
+    """Those that one thread fills, one or several cheap ones."""
+
+    masks: Sequence[_Mask]
+
+    @property
+    def constraints(self) -> list[Constraint]:
+        return [mask.constraint for mask in self.masks]
+
+
+W = TypeVar("W", _Masks, ForesightWish)
 
 
 class Constraints:
@@ -88,7 +103,7 @@ class Constraints:
         self._making = DeepThreads(1, "grammar-copy")
         self._filling = DeepThreads(mask_threads, "grammar-mask")
         num_aside = max(1, mask_threads // 2)
-        self._consuming = LLExecutor(num_aside)
+        self._matching = deep_executor(mask_threads)
         self._aside = DeepThreads(num_aside, "grammar-mask-aside")
         self._turns = Turns[Constraint]({"mask": Room(num_aside, num_aside, sys.maxsize)})
         self._turning = threading.Lock()
@@ -169,20 +184,27 @@ class Constraints:
         Returns the places of wishes that are not fulfilled after `wait_s`. Their masks are filled
         for a later step: by the threads that are at them, or when they are asked for.
         """
-        work = list[_Mask]()
+        cheap, work = list[_Mask](), list[_Masks]()
         ends = accumulate(wish.num_masks for wish in wishes)
         for wish, end in zip(wishes, ends, strict=True):
-            rows, constraint = masks[end - wish.num_masks : end], wish.constraint
+            begin, constraint = end - wish.num_masks, wish.constraint
+            rows = masks[begin:end]
             if constraint is None:
                 rows.fill(-1)
             elif constraint.is_ready and not wish.draft:
                 constraint.fill(rows[0])
             else:
-                work.append(_Mask(wish.place, constraint, wish.draft, rows))
-        filled = self._share(work, self._fill, self._keep, wait_s)
-        late = [mask for i, mask in enumerate(work) if i not in filled]
-        for _, constraint, _, _ in late:
-            constraint.is_late = not constraint.is_busy
+                mask = _Mask(wish.place, constraint, wish.draft, begin, rows)
+                is_cheap = 0 < constraint.mask_s <= _CHEAP_S and not wish.draft
+                if is_cheap:
+                    cheap.append(mask)
+                else:
+                    work.append(_Masks([mask]))
+        work = [_Masks(cheap), *work] if cheap else work
+        filled = self._share(work, partial(self._fill, masks), self._keep, wait_s)
+        late = [mask for i, item in enumerate(work) if i not in filled for mask in item.masks]
+        for mask in late:
+            mask.constraint.is_late = not mask.constraint.is_busy
         return [mask.place for mask in late]
 
     def foresee(self, wishes: Sequence[ForesightWish], wait_s: float) -> list[Foresight]:
@@ -209,22 +231,46 @@ class Constraints:
         are busy as long as a thread is at them."""
         work = SharedWork(items, do, late)
         # Threads that do little only take the interpreter from each other.
-        few = math.ceil(sum(item.constraint.mask_s for item in items) / _THREAD_S)
-        many = self.mask_threads
+        costs = (each.mask_s for item in items for each in item.constraints)
+        few, many = math.ceil(sum(costs) / _THREAD_S), self.mask_threads
         done, begun = work.finish(self._filling, min(max(1, few), many), many, wait_s)
         for place, item in enumerate(items):
-            item.constraint.is_busy = place in begun
-        self._num_aside += len(begun)
-        self._renew(item.constraint for place, item in enumerate(items) if place in done)
+            for constraint in item.constraints:
+                constraint.is_busy = place in begun
+        self._num_aside += sum(len(items[place].constraints) for place in begun)
+        self._renew(each for place in done for each in items[place].constraints)
         return done
 
-    def _fill(self, mask: "_Mask", is_open: Callable[[], bool]) -> None:
-        constraint, draft, rows = mask.constraint, mask.draft, mask.rows
+    def _fill(self, memory: np.ndarray, item: "_Masks", is_open: Callable[[], bool]) -> None:
+        if len(item.masks) > 1:
+            self._fill_together(memory, item.masks)
+            return
+        [(_, constraint, draft, _, rows)] = item.masks
         self._fill_next(constraint, rows[0])
         if constraint.too_slow:
             rows[1:].fill(0)
         elif draft:
             self._fill_ahead(constraint, draft, rows[1:], is_open)
+
+    def _fill_together(self, memory: np.ndarray, masks: Sequence["_Mask"]) -> None:
+        """Of cheap masks without drafts. Who takes part in one that turns out dear is late, and
+        is filled alone then."""
+        count, words = memory.shape
+        asked, wanted = set[int](), list[tuple[LLMatcher, int]]()
+        for mask in masks:
+            mask.constraint.catch_up()
+            matcher = mask.constraint.matcher_to_ask(words)
+            if isinstance(matcher, LLMatcher):
+                asked.add(mask.begin)
+                wanted.append((matcher, mask.begin))
+        began = time.perf_counter()
+        if wanted:
+            row_bytes = memory.strides[0]
+            self._matching.unsafe_compute_mask_ptr(wanted, memory.ctypes.data, row_bytes, count)
+        each_s = (time.perf_counter() - began) * self.mask_threads / len(masks)
+        for mask in masks:
+            mask.constraint.fill(mask.rows[0], mask.begin in asked)
+            mask.constraint.took(min(each_s, _CHEAP_S))
 
     def _fill_next(self, constraint: Constraint, row: np.ndarray) -> None:
         began = time.thread_time()
@@ -250,13 +296,15 @@ class Constraints:
         constraint.fill_ahead(draft, rows, lambda: is_open() and time.thread_time() <= until)
         constraint.costly |= time.thread_time() > until
 
-    def _keep(self, mask: "_Mask") -> None:
-        mask.constraint.keep(mask.rows[0])
-        self._finish(mask)
+    def _keep(self, item: "_Masks") -> None:
+        for mask in item.masks:
+            mask.constraint.keep(mask.rows[0])
+        self._finish(item)
 
-    def _finish(self, item: "_Mask | ForesightWish | WorkTurn[Constraint]") -> None:
-        """No thread is at its constraint any more."""
-        self._finished.put(item.work if isinstance(item, WorkTurn) else item.constraint)
+    def _finish(self, item: "_Masks | ForesightWish") -> None:
+        """No thread is at its constraints any more."""
+        for constraint in item.constraints:
+            self._finished.put(constraint)
 
     def _begin_turns(self) -> None:
         for turn in self._turns.begin():
@@ -279,14 +327,14 @@ class Constraints:
                     self._turns.join(turn)
                 self._begin_turns()
             if is_known:
-                self._finish(turn)
+                self._finished.put(constraint)
 
     def _consume(self, matcher: GrammarMatcher, token_id: int) -> None:
         """As `consume_token`, which keeps the interpreter for itself. Beside another matcher, here
         one of no grammar, it lets other threads go on."""
         idle = self._compilations.tools.result().idle.deep_copy()
         pair = [(cast(LLMatcher, matcher), token_id), (idle, token_id)]
-        self._consuming.consume_token_par(pair)
+        self._matching.consume_token_par(pair)
 
     def _renew(self, constraints: Iterable[Constraint]) -> None:
         """A grammar whose matchers fail is compiled again for the next request; one whose masks

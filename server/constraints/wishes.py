@@ -55,3 +55,7 @@ class ForesightWish(NamedTuple):
     constraint: Constraint
     draft: list[int]
     most: int
+
+    @property
+    def constraints(self) -> list[Constraint]:
+        return [self.constraint]

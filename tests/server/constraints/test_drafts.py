@@ -195,6 +195,31 @@ def test_a_grammar_whose_lexer_fails_in_a_draft_is_compiled_again(
     made.close()
 
 
+@pytest.mark.parametrize("words", [WORDS, WORDS + 3])
+def test_cheap_masks_are_filled_together_as_alone(words: int) -> None:
+    """Where a row is wider than the grammar's masks, each is filled by itself."""
+    made: Constraints = constraints()
+    sampling = SamplingParams(grammar=GRAMMARS["json"])
+    answer = tokens('{"department":"front desk","urgent":true')
+    alone, together = list[Constraint](), list[Constraint]()
+    for found in (alone, together):
+        for count in range(len(answer)):
+            constraint = constraint_of(ConstraintWish(count, sampling, ()))
+            for token_id in answer[:count]:
+                constraint.note(token_id)
+            found.append(constraint)
+    masks = np.full((len(answer), words), -1, np.int32)
+    for constraint in together:
+        constraint.took(1e-5)
+    assert made.fill([MaskWish(i, c, []) for i, c in enumerate(together)], masks, math.inf) == []
+    for row, constraint in zip(masks, alone, strict=True):
+        expected = np.full(words, -1, np.int32)
+        constraint.fill(expected)
+        assert (row == expected).all()
+    assert {constraint.state for constraint in together} == {"open"}
+    made.close()
+
+
 @pytest.mark.parametrize("name", ["json", "any tool"])
 def test_what_the_pool_fills_and_foresees(name: str) -> None:
     made: Constraints = constraints()

@@ -129,7 +129,6 @@ OPENAI_VALUES: list[Case] = [
     chat("messages", [{"role": "user"}]),
     chat("messages", [{"content": "x"}]),
     chat("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": "u"}]}]),
-    chat("tools", [{"type": "function", "function": {"name": "f"}}]),
     chat("response_format", {"type": "json"}),
     chat("top_logprobs", 5),
     chat("logprobs", 3),

@@ -197,7 +197,7 @@ def test_the_file_is_followed(server: Serving, admin: httpx.Client, root: Path) 
     file.write_text(json.dumps({"adapters": [entry, wrong]}))
     shown = until(lambda names, errors: "declared" in names and errors)
     assert (shown["declared"]["origin"], shown["declared"]["pinned"]) == ("file", True)
-    assert "wrong" not in shown
+    assert shown["wrong"]["state"] == "broken"
     assert generate(admin, "declared") == generate(admin, "sentiment")
     file.write_text("adapters: [")
     until(lambda names, errors: "adapters.yaml" in "".join(errors))

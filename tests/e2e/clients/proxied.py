@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.clients.asking import JSON, KEY, MESSAGE, check, run
+from tests.tethered import tethered
 
 PROVIDERS = {"openai": "/v1", "hosted_vllm": "/v1", "anthropic": ""}
 START_S = 200.0
@@ -38,7 +39,7 @@ def proxy(url: str) -> Iterator[httpx.Client]:
         options = ["--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
         command = [str(Path(sys.executable).with_name("litellm")), *options]
         with (Path(folder) / "log").open("wb") as log:
-            process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
+            process = subprocess.Popen(tethered(*command), env=environ, stdout=log, stderr=log)
         try:
             headers, address = {"authorization": f"Bearer {key}"}, f"http://127.0.0.1:{port}"
             with httpx.Client(base_url=address, headers=headers, timeout=240) as client:

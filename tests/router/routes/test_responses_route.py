@@ -137,7 +137,7 @@ async def test_form_of_the_text(sdk: openai.AsyncOpenAI, worker: FakeWorker) -> 
     assert whole.output_parsed == Form(a=1)
     held = worker.requests[-1].sampling.grammar
     assert not LLMatcher.validate_grammar(held)
-    assert '"a"' in held
+    assert r'"\"a\""' in held
     async with sdk.responses.stream(model="org/a", input="ab", text_format=Form) as stream:
         async for _ in stream:
             pass

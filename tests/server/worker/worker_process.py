@@ -80,7 +80,8 @@ class Worker:
 
     @property
     def engine_pid(self) -> int:
-        (engine,) = psutil.Process(self.process.pid).children(recursive=True)
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        (engine,) = (each for each in family if "server.engine.main" in each.cmdline())
         return int(engine.pid)
 
     def get(self, path: str, secret: str | None = SECRET) -> httpx.Response:

@@ -31,7 +31,7 @@ PLAIN = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(-1, 1) | st.t
 
 def nested(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     lists = st.lists(values, max_size=4)
-    many = values.map(lambda value: [value] * 300)
+    many = PLAIN.map(lambda value: [value] * 300)  # of values that hold none: else memory ends
     structs = st.builds(Inner, values, values, values | st.just(UNSET))
     others = st.builds(Tagged, values, st.sampled_from([1, 2])) | st.builds(Row, values)
     return lists | lists.map(tuple) | many | structs | others | st.dictionaries(st.text(), values)

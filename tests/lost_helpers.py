@@ -17,8 +17,8 @@ def helpers(module: str, parent: int | None = None) -> Iterator[psutil.Process]:
 
 
 def kill_helpers(module: str) -> None:
-    """Those of this process, not of servers that it has started. Waits until they are dead, but
-    leaves it to their parent to notice."""
+    """Kill those of this process, not of servers that it has started. Wait until they are dead, but
+    leave it to their parent to notice."""
     for process in [each for each in helpers(module) if each.ppid() == os.getpid()]:
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -126,7 +126,7 @@ class ChatTemplate:
         return _cut_at_end(self._write(ready, options), final)
 
     def _tools_described(self, options: TemplateOptions) -> list[dict[str, Any]] | None:
-        """Those for the default text."""
+        """Choose the tools that the default text describes; None = it describes none."""
         if options.tools is None or "tools" in self.variables:
             return None
         if options.unread_tools == "refuse":

@@ -1,4 +1,4 @@
-"""Which extra of loraplex brings a package that is not installed."""
+"""Finds the extra of loraplex that brings a missing package."""
 
 import importlib.util
 import re
@@ -13,7 +13,7 @@ _MARKER = re.compile(r"extra\s*==\s*['\"]([\w.-]+)['\"]")
 
 
 def sentence(error: ModuleNotFoundError, wanted: str = "") -> str | None:
-    """What to install, for a person; None for a fault of loraplex itself. wanted: the extra that
+    """Tell a person what to install; None for a fault of loraplex itself. wanted: the extra that
     the whole command needs."""
     module = (error.name or "").partition(".")[0]
     if not module or module in (*_OURS, *sys.stdlib_module_names):

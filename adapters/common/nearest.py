@@ -1,4 +1,4 @@
-"""What a person may have meant by a word that is none. Pure."""
+"""Guesses the word that a person may have meant. Pure."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator

@@ -64,7 +64,7 @@ class Turns(Generic[W]):
         line[turn] = None
 
     def begin(self) -> list[WorkTurn[W]]:
-        """Those whose turn it is. They run from now on, until they leave."""
+        """Let work begin whose turn it is. The work runs from now on, until it leaves."""
         begun = []
         for kind, lines in self._lines.items():
             while (turn := self._next(kind)) is not None:

@@ -109,7 +109,7 @@ def _walk(vocabulary: Vocabulary, matcher: LLMatcher, begin: int) -> None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """What llguidance raises is the grammar's fault."""
+    """Blame the grammar for what llguidance raises."""
     try:
         yield
     except Exception as error:

@@ -65,7 +65,7 @@ class _Mask(NamedTuple):
 
 
 class _Masks(NamedTuple):
-    """Those that one thread fills, one or several cheap ones."""
+    """Masks that one thread fills: one, or several cheap ones."""
 
     masks: Sequence[_Mask]
 
@@ -195,8 +195,7 @@ class Constraints:
                 constraint.fill(rows[0])
             else:
                 mask = _Mask(wish.place, constraint, wish.draft, begin, rows)
-                is_cheap = 0 < constraint.mask_s <= _CHEAP_S and not wish.draft
-                if is_cheap:
+                if 0 < constraint.mask_s <= _CHEAP_S and not wish.draft:
                     cheap.append(mask)
                 else:
                     work.append(_Masks([mask]))

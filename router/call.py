@@ -30,6 +30,7 @@ Api = Literal[
     "classify",
     "score",
     "rerank",
+    "cohere_embed",
 ]
 # The field that names the adapter, where it is not `model`.
 _ADAPTER_FIELDS: dict[Api, str] = {
@@ -188,7 +189,8 @@ class VectorCall(msgspec.Struct, frozen=True):
 
     normalises: to length 1; None = as the model's files say. dimensions: only so many of a vector's
     numbers, the first; None = all. prompt_name, prompt: what is put before each text, by the name
-    that the model's files give it or as it is; both None = as the files say.
+    that the model's files give it or as it is; both None = as the files say. prompt_names: the
+    first of these that the files have; nothing where they have none.
     queries: of `fit`, one for each prompt, which are the documents. instruction: what the fit is
     about; None = as the model's files say. max_document_tokens: documents are cut to so many.
     is_raw: scores as the model gives them, not as probabilities.
@@ -198,6 +200,7 @@ class VectorCall(msgspec.Struct, frozen=True):
     dimensions: int | None = None
     prompt_name: str | None = None
     prompt: str | None = None
+    prompt_names: tuple[str, ...] = ()
     use: VectorUse = "vector"
     queries: tuple[str, ...] = ()
     instruction: str | None = None

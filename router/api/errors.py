@@ -23,6 +23,7 @@ _VLLM_ROUTES = (
 _OPENAI_ROUTES = (
     *("/detokenize", "/tokenizer_info", "/flush_cache"),
     *("/classify", "/score", "/rerank", "/v2/rerank"),
+    *("/pooling", "/v2/embed"),
 )
 
 

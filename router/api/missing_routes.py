@@ -11,7 +11,6 @@ _HERE = {
     "/responses": "POST /v1/responses does it",
     "/messages": "POST /v1/messages does it",
     "/embeddings": "POST /v1/embeddings does it",
-    "/pooling": "POST /v1/embeddings and POST /classify do it",
     "/v1/classify": "POST /classify does it",
     "/predict": "POST /classify does it",
     "/files": "POST /v1/files does it",

@@ -1,7 +1,7 @@
 """Additions to the bodies' JSON schemas that their structs cannot state: limits, names, passes.
 Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from adapters.chat.conversation import REASONING
@@ -15,6 +15,8 @@ from router.api.request.formatter import ApiLimits
 from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
 from router.api.responses.request import REFUSED
 from router.api.sglang.request import HARMLESS as HARMLESS_OF_SGLANG
+from router.api.vectors.cohere import SHAPES as COHERE_SHAPES
+from router.api.vectors.fields import READ
 from router.api.vectors.score import SIDES
 from router.api.vectors.whole import MAX_INPUTS
 from router.tools.registry import FORMATS
@@ -30,7 +32,8 @@ _CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "Lora
     "TeiRerankBody",
 )
 # Of prompts that are read for numbers.
-_READ_BODIES = ("EmbeddingsBody", "ClassifyBody", "ScoreBody", "RerankBody")
+_INPUT_BODIES = ("EmbeddingsBody", "ClassifyBody", "PoolingBody")
+_READ_BODIES = (*_INPUT_BODIES, "ScoreBody", "RerankBody", "CohereEmbedBody")
 _MESSAGES_BODIES = ("MessagesBody", "CountTokensBody")
 _COMPLETIONS = ("CompletionsBody", "InvocationPromptBody")
 _OPENAI_BODIES = (
@@ -226,27 +229,34 @@ def _say_refused(properties: dict[str, Schema], refused: dict[str, Elsewhere]) -
 
 def _say_reads(components: dict[str, Schema]) -> None:
     """One side of each pair, by one name; and where a body has one text or several."""
-    for name, field in (
-        *(("EmbeddingsBody", "input"), ("ClassifyBody", "input"), ("EmbedBody", "inputs")),
-    ):
-        components[name]["properties"][field] = _prompts(MAX_INPUTS)
+    for name in _INPUT_BODIES:
+        components[name]["properties"]["input"] = _prompts(MAX_INPUTS)
+        components[name]["allOf"] = [_only_one(READ)]
+    components["EmbedBody"]["properties"]["inputs"] = _prompts(MAX_INPUTS)
+    components["EmbedInput"]["properties"]["content"]["minItems"] = 1
+    cohere = components["CohereEmbedBody"]
+    cohere["properties"]["images"] = {"enum": [None, []]}
+    for name in COHERE_SHAPES:
+        _bound(cohere["properties"][name], "array", minItems=1, maxItems=MAX_INPUTS)
+    cohere["allOf"] = [_only_one(COHERE_SHAPES)]
     for name in (*_READ_BODIES, "EmbedParameters"):
         components[name]["properties"]["adapter_source"] = {"enum": [None, "", *SOURCES]}
     for name in ("EmbedBody", "LoraxClassifyBody", "LoraxClassifyBatchBody"):
         components[name]["properties"]["stream"] = _OFF
     components["RerankBody"]["properties"]["rank_fields"] = {"enum": [None, [], ["text"]]}
-    components["ScoreBody"]["allOf"] = [
-        {
-            "anyOf": [
-                {
-                    "required": [name],
-                    "properties": {name: {"not": _NO}} | {x: _NO for x in names if x != name},
-                }
-                for name in names
-            ]
-        }
-        for names in SIDES
-    ]
+    components["ScoreBody"]["allOf"] = [_only_one(names) for names in SIDES]
+
+
+def _only_one(names: Collection[str]) -> Schema:
+    return {
+        "anyOf": [
+            {
+                "required": [name],
+                "properties": {name: {"not": _NO}} | {x: _NO for x in names if x != name},
+            }
+            for name in names
+        ]
+    }
 
 
 def _prompts(most: int) -> Schema:

@@ -105,6 +105,7 @@ _PARAM: dict[Api, str] = {
     "classify": "input",
     "score": "documents",
     "rerank": "documents",
+    "cohere_embed": "texts",
 }
 
 

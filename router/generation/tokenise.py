@@ -16,11 +16,18 @@ from router.generation.answer_ends import AnswerEnds
 from router.generation.answer_parts import AnswerParts, PartsOfAnswers
 from router.generation.answer_shape import AnswerShapes
 from router.generation.pair_prompts import pair_prompts
-from router.generation.prompts import Prompt, build_prompts, resolve_sampling, unbound_hints
+from router.generation.prompts import (
+    Prompt,
+    build_prompts,
+    render_messages,
+    resolve_sampling,
+    unbound_hints,
+)
 from router.generation.vector_answers import VectorReading, vector_reading
 from router.generation.vector_prompts import (
     class_prompts,
     paired_vector_prompts,
+    unbound_prompts,
     vector_prompts,
 )
 from router.names.served import ServedAdapter
@@ -101,9 +108,14 @@ class Tokeniser:
         self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
     ) -> list[Prompt]:
         """The call's prompts, in order. Raises as `build_prompts`."""
-        if call.vector is not None:
-            return await _texts_read(call, call.vector, model)
         template = None if adapter is None else adapter.manifest.template
+        if call.vector is not None:
+            vector = call.vector
+            if call.messages is not None:
+                chat = (call.messages, call.template, model, template, self._sandbox)
+                text = (await render_messages(*chat)).text
+                call = msgspec.structs.replace(call, prompts=(text,))
+            return await _texts_read(call, vector, model)
         call = self._parts.prepared(call)
         return await build_prompts(call, model, template, self._sandbox)
 
@@ -117,6 +129,7 @@ class Tokeniser:
         """Raises RequestError."""
         reading = None if call.vector is None else vector_reading(call.vector, model.card)
         if reading is not None:
+            call = msgspec.structs.replace(call, unbound=unbound_prompts(call, model.card))
             return _read(call, reading, adapter, prompts)
         first = prompts[0]
         parts = self._parts_of(call, model, adapter, first.rendered.has_default_text)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from router.call import GenerationCall, RequestError, VectorCall
 from router.generation.prompts import MAX_ENCODED, Prompt, check_ids, input_field
 from router.text.model import TextModel
-from server.protocol import VectorForm
+from server.protocol import ModelCard, VectorForm
 
 # What sentence-transformers calls the prompts of the two texts of a pair.
 QUERY, DOCUMENT = "query", "document"
@@ -71,6 +71,9 @@ def prompt_before(vector: VectorCall, form: VectorForm) -> str:
     """What is put before each text. Raises RequestError."""
     if vector.prompt is not None:
         return vector.prompt
+    if vector.prompt_names:
+        found = (form.prompts[name] for name in vector.prompt_names if name in form.prompts)
+        return next(found, "")
     name = form.default_prompt if vector.prompt_name is None else vector.prompt_name
     if name is None:
         return ""
@@ -79,6 +82,13 @@ def prompt_before(vector: VectorCall, form: VectorForm) -> str:
         message = f"`prompt_name`: the model has no prompt {name[:60]!r}; it has: {known}"
         raise RequestError("invalid", message, param="prompt_name")
     return form.prompts[name]
+
+
+def unbound_prompts(call: GenerationCall, card: ModelCard) -> tuple[str, ...]:
+    """Fields that named a prompt that the model's files have not."""
+    names = () if call.vector is None else call.vector.prompt_names
+    known = () if card.vectors is None else card.vectors.prompts
+    return ("input_type",) if names and not any(name in known for name in names) else ()
 
 
 def unpadded(prompt: Prompt, model: TextModel) -> Prompt:
@@ -102,7 +112,8 @@ class TextReader:
 
     def field(self, index: int) -> str:
         """Of a prompt."""
-        field = input_field(self._call.api)
+        call = self._call
+        field = input_field(call.api) if call.messages is None else "messages"
         return field if len(self._call.prompts) == 1 else f"{field}[{index}]"
 
     def prompt(self, prompt: str | list[int], before: str, field: str) -> Prompt:

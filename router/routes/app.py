@@ -126,6 +126,8 @@ def _vector_routes(service: Service) -> list[Route]:
         _post("/embed", routes.embed),
         _post("/classify", routes.classify),
         _post("/classify_batch", routes.classify_batch),
+        _post("/pooling", routes.pooling),
+        _post("/v2/embed", routes.embed_of_cohere),
         _post("/score", routes.score),
         _post("/v1/score", routes.score),
         _post("/rerank", routes.rerank),

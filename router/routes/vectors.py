@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from router.api.request.body import decode_plain
 from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.vectors import classify, embed, embeddings, rerank, score
+from router.api.vectors import classify, cohere, embed, embeddings, pooling, rerank, score
 from router.api.vectors.rerank import RerankVersion
 from router.generation.way_in import Parse
 from router.routes.generate import answered
@@ -24,6 +24,8 @@ class VectorRoutes:
         self.embeddings = self._fixed(embeddings.parse)
         self.embed = self._fixed(embed.parse)
         self.classify_batch = self._fixed(classify.parse_batch)
+        self.pooling = self._fixed(pooling.parse)
+        self.embed_of_cohere = self._fixed(cohere.parse)
         self.score = self._fixed(score.parse)
         self.rerank = partial(self._rerank, version=1)
         self.rerank_of_cohere = partial(self._rerank, version=2)

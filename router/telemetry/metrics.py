@@ -21,6 +21,7 @@ GENERATION_PATHS = (
     *("/", "/generate", "/generate_stream", "/invocations"),
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
     *("/v1/embeddings", "/embed", "/classify", "/classify_batch"),
+    *("/pooling", "/v2/embed"),
     *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
 )
 

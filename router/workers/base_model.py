@@ -97,7 +97,9 @@ class BaseModel:
             text = self._text = await asyncio.to_thread(TextModel, card)
         except ValueError as error:
             return str(error)
-        self._limits = limits_from(self._config, self._names(card), card.sampling_defaults)
+        self._limits = limits_from(
+            self._config, self._names(card), card.sampling_defaults, card.classes is not None
+        )
         facts = (card.names[0], card.base_digest[:12], card.max_context)
         logger.info("serving %s (%s), contexts of up to %d tokens", *facts)
         for name, fault in text.templates.faults.items():

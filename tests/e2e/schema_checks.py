@@ -20,7 +20,9 @@ _TEXTS = (
     r"|(de)?tokenize|invocations|generate|generate_stream)?"
 )
 _REGISTERS = r"POST /(v1/adapters.*|(v1/)?load_lora_adapter)"
-_READS = r"POST /(v1/embeddings|embed|classify|classify_batch|(v1/)?score|(v[12]/)?rerank)"
+_READS = (
+    r"POST /(v1/embeddings|pooling|(v2/)?embed|classify|classify_batch|(v1/)?score|(v[12]/)?rerank)"
+)
 _ALL = r".*"
 _FORM = (
     r"`(response_format|text\.format|output_config\.format|grammar|structured_outputs|guided_\w+|json_schema|regex|ebnf|bad_words"
@@ -89,6 +91,11 @@ UNSAID = (
     Rule(_READS, "two names of one thing agree", (400, 422), r"contradicts |not both|both be "),
     Rule(_READS, "the model has the prompt", (400, 422), r"`prompt_name`: the model has no"),
     Rule(_READS, "a vector has as many numbers", (400, 422), r"`dimensions`: the model's vec"),
+    Rule(_READS, "the template can render it", (400,), r"chat template|`chat_template"),
+    Rule(
+        _READS, "an answer begins or goes on", (400,), r"`(add_generation_prompt|continue_final_m)"
+    ),
+    Rule(_READS, "classes are as many as they are", (400,), r"classes are as many"),
     Rule(_READS, "the template has a place for it", (400,), r"`instruction`: the model's prompt"),
     Rule(_READS, "one query, or one for each document", (400,), r"expected one, or \d+"),
     Rule(_READS, "weights of merged adapters", (400, 422), r"weight for each|differ from 0|a den"),

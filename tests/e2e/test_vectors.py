@@ -116,7 +116,7 @@ def test_metrics_and_headers(embedder: Serving) -> None:
 @pytest.mark.skipif(
     not CLIENTS_PYTHON.exists(), reason="`make test` makes the environment for these clients"
 )
-@pytest.mark.parametrize("script", ["for_vectors", "for_haystack"])
+@pytest.mark.parametrize("script", ["for_vectors", "for_haystack", "for_cohere"])
 def test_clients(embedder: Serving, script: str) -> None:
     done = subprocess.run(
         [str(CLIENTS_PYTHON), "-m", f"tests.e2e.clients.{script}", embedder.url],

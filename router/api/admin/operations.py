@@ -66,8 +66,10 @@ from router.api.vectors.classify import (
     LoraxClassifyBatchBody,
     LoraxClassifyBody,
 )
+from router.api.vectors.cohere import CohereEmbedBody, CohereEmbeddings
 from router.api.vectors.embed import EmbedBody, LoraxEmbedding
 from router.api.vectors.embeddings import EmbeddingList, EmbeddingsBody
+from router.api.vectors.pooling import PoolingBody, PoolingList
 from router.api.vectors.rerank import RerankAnswer, RerankBody, TeiRank, TeiRerankBody
 from router.api.vectors.score import ScoreBody, ScoreList
 
@@ -301,6 +303,8 @@ OPERATIONS: tuple[Operation, ...] = (
         requests=(ClassifyBody, LoraxClassifyBody),
         answers=(ClassList, list[LabelScore]),
     ),
+    _post("/pooling", "Vectors or classes of texts (vLLM)", PoolingBody, PoolingList),
+    _post("/v2/embed", "Vectors of texts (Cohere)", CohereEmbedBody, CohereEmbeddings),
     _post("/classify_batch", "The same (LoRAX)", LoraxClassifyBatchBody, list[list[LabelScore]]),
     *(
         _post(path, "How well documents fit queries (vLLM)", ScoreBody, ScoreList)

@@ -11,6 +11,7 @@ from router.api.request.fields import (
     MAX_INT32,
     NonNegative,
     Positive,
+    RequestId,
     StopString,
     check_stops,
     temperature_of,
@@ -67,7 +68,7 @@ class SharedBody(GenerationFields, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
     truncation_side: Literal["left", "right"] | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    request_id: RequestId | None = None
 
 
 class OpenAIBody(SharedBody, frozen=True, kw_only=True):

@@ -28,6 +28,8 @@ LogitBias = dict[NonNegative, Annotated[float, Meta(ge=-100, le=100)]]
 # Steps behind the caller's own: nobody raises what the key was given.
 Priority = Annotated[int, Meta(ge=0, le=100)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
+# The caller's own, in place of the request's.
+RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 SOURCES = ("hub", "local", "s3", "https", "modelscope")
 _HUB_TOKEN_PREFIX = "hf_"

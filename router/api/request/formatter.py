@@ -23,6 +23,7 @@ class ApiLimits(msgspec.Struct, frozen=True):
     sampling_defaults: the model's own. LoRAX routes, which have LoRAX's defaults of a draw, take
     only what has nothing to do with one.
     max_prompts: prompts in one completions request. max_stop_chars: of one stop string.
+    classifies: the base is a classifier.
     """
 
     base_names: tuple[str, ...] = ()
@@ -38,10 +39,14 @@ class ApiLimits(msgspec.Struct, frozen=True):
     max_messages: int = 4096
     max_bad_words: int = 256
     sampling_defaults: dict[str, float] = {}
+    classifies: bool = False
 
 
 def limits_from(
-    config: RouterConfig, base_names: tuple[str, ...], sampling_defaults: dict[str, float]
+    config: RouterConfig,
+    base_names: tuple[str, ...],
+    sampling_defaults: dict[str, float],
+    classifies: bool = False,
 ) -> ApiLimits:
     return ApiLimits(
         base_names=base_names,
@@ -51,6 +56,7 @@ def limits_from(
         max_stop_sequences=config.max_stop_sequences,
         max_logprobs=config.max_logprobs,
         sampling_defaults=sampling_defaults,
+        classifies=classifies,
     )
 
 

@@ -120,6 +120,8 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("audio web_search_options prompt_embeds image_data images_config", _TEXT_ALONE),
     **_row("mm_processor_kwargs media_io_kwargs use_audio_in_video", _TEXT_ALONE),
     **_row("min_dynamic_patch max_dynamic_patch", _TEXT_ALONE),
+    **_row("embed_dtype", "numbers are float32", "float32"),
+    **_row("endianness", "numbers are little-endian", "native", "little"),
     **_row("input_embeds audio_data video_data", _TEXT_ALONE),
     **_only("return_mm_kwargs", _TEXT_ALONE, True),
     **_row("suffix", "what follows a text is not read"),

@@ -19,6 +19,7 @@ from router.api.request.fields import (
     Priority,
     Probability,
     RepetitionPenalty,
+    RequestId,
     StopString,
     TopK,
     UnitInterval,
@@ -34,7 +35,6 @@ _TEXTS = ("text", "input_ids")
 # They change nothing about the answer, whatever they say.
 HARMLESS = ("log_metrics", "no_logs", "stream_options", "conversation_id", "routing_key")
 T = TypeVar("T")
-RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 # -1 = of no token of the prompt.
 StartLen = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
 

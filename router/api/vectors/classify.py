@@ -7,31 +7,31 @@ import msgspec
 from msgspec import Meta
 
 from router.api.request.body import decode_plain, only_one_of, require, typed
-from router.api.request.fields import NonNegative
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.request.generation_fields import adapter_named
 from router.api.request.known_elsewhere import check_unknown_parts
-from router.api.request.prompts import prompts_of
 from router.api.vectors.embed import EmbedParameters
-from router.api.vectors.fields import ScoredBody, call_of, read_body
+from router.api.vectors.fields import InputBody, input_call, read_body
 from router.api.vectors.whole import (
     MAX_INPUTS,
     READ_ALONE,
     VectorUsage,
     WholeFormatter,
+    WrittenAs,
     usage_of,
 )
 from router.call import AnswerHead, ChoiceResult, GenerationCall, PromptInfo, VectorCall
 
-ClassifyShape = Literal["input", "inputs"]
-_SHAPES: tuple[ClassifyShape, ...] = ("input", "inputs")
+ClassifyShape = Literal["input", "inputs", "messages"]
+_SHAPES: tuple[ClassifyShape, ...] = ("input", "inputs", "messages")
 Text = Annotated[str, Meta(min_length=1)]
 
 
-class ClassifyBody(ScoredBody, frozen=True, kw_only=True):
-    """vLLM's. input: a text, a list of texts, token ids, or a list of lists of token ids."""
+class ClassifyBody(InputBody, frozen=True, kw_only=True):
+    """vLLM's. activation, softmax: older names of use_activation."""
 
-    input: str | list[str | NonNegative | list[NonNegative]]
+    activation: bool | None = None
+    softmax: bool | None = None
 
 
 class LoraxClassifyBody(msgspec.Struct, frozen=True):
@@ -85,10 +85,10 @@ def parse_plain(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) ->
     if shape_of(plain) == "inputs":
         return _of_lorax(plain, LoraxClassifyBody, limits, bearer)
     request = read_body(plain, ClassifyBody)
-    prompts = prompts_of(request.input, "input", MAX_INPUTS)
-    vector = VectorCall(use="classes", is_raw=request.is_raw)
-    call = call_of("classify", request, prompts, vector, limits, bearer)
-    return ApiRequest(call, ClassifyFormatter, None)
+    is_raw = False in (request.use_activation, request.activation, request.softmax)
+    vector = VectorCall(use="classes", is_raw=is_raw)
+    call = input_call("classify", request, vector, limits, bearer)
+    return ApiRequest(call, ClassifyFormatter, WrittenAs(request.request_id))
 
 
 def parse_batch(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
@@ -124,14 +124,14 @@ def _of_lorax(
 
 
 class ClassifyFormatter(WholeFormatter):
-    def __init__(self, head: AnswerHead, _: None) -> None:
-        self._head = head
+    def __init__(self, head: AnswerHead, options: WrittenAs) -> None:
+        self._head, self._options = head, options
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         head = self._head
         data = [self._object(result) for result in results]
         answer = ClassList(
-            f"classify-{head.request_id}", head.created, head.model, data, usage_of(prompts)
+            self._options.id_of("classify", head), head.created, head.model, data, usage_of(prompts)
         )
         return answer
 

@@ -1,7 +1,5 @@
 """OpenAI's `/v1/embeddings`: request bodies and answers. Pure."""
 
-import base64
-import struct
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -9,30 +7,19 @@ import msgspec
 from msgspec import Meta
 
 from router.api.request.body import decode_plain, require
-from router.api.request.fields import NonNegative, Positive
+from router.api.request.fields import Positive
 from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.prompts import prompts_of
-from router.api.vectors.fields import ReadBody, call_of, read_body
-from router.api.vectors.whole import (
-    MAX_INPUTS,
-    VectorUsage,
-    WholeFormatter,
-    usage_of,
-)
+from router.api.vectors.fields import InputBody, input_call, read_body
+from router.api.vectors.whole import Encoding, VectorUsage, WholeFormatter, WrittenAs, usage_of
 from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
 
-Encoding = Literal["float", "base64"]
 PromptText = Annotated[str, Meta(max_length=1 << 14)]
 
 
-class EmbeddingsBody(ReadBody, frozen=True, kw_only=True):
-    """input: a text, a list of texts, token ids, or a list of lists of token ids.
+class EmbeddingsBody(InputBody, frozen=True, kw_only=True):
+    """From normalize on: extensions. normalize: another name of use_activation. prompt_name,
+    prompt: what is put before each text, by name or as it is."""
 
-    From normalize on: extensions. prompt_name, prompt: what is put before each text, by name or as
-    it is.
-    """
-
-    input: str | list[str | NonNegative | list[NonNegative]]
     model: str
     dimensions: Positive | None = None
     encoding_format: Encoding | None = None
@@ -50,6 +37,8 @@ class EmbeddingObject(msgspec.Struct, frozen=True):
 
 
 class EmbeddingList(msgspec.Struct, frozen=True):
+    id: str
+    created: int
     data: list[EmbeddingObject]
     model: str
     usage: VectorUsage
@@ -61,10 +50,13 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
     plain = decode_plain(body)
     request = read_body(plain, EmbeddingsBody)
     check_prompt(request.prompt_name, request.prompt)
-    prompts = prompts_of(request.input, "input", MAX_INPUTS)
-    vector = VectorCall(request.normalize, request.dimensions, request.prompt_name, request.prompt)
-    call = call_of("embeddings", request, prompts, vector, limits, bearer)
-    return ApiRequest(call, EmbeddingsFormatter, request.encoding_format or "float")
+    normalises = request.use_activation if request.normalize is None else request.normalize
+    agree = request.use_activation in (None, normalises)
+    require(agree, "contradicts `normalize`", "use_activation")
+    vector = VectorCall(normalises, request.dimensions, request.prompt_name, request.prompt)
+    call = input_call("embeddings", request, vector, limits, bearer)
+    options = WrittenAs(request.request_id, request.encoding_format or "float")
+    return ApiRequest(call, EmbeddingsFormatter, options)
 
 
 def check_prompt(name: str | None, text: str | None) -> None:
@@ -73,16 +65,14 @@ def check_prompt(name: str | None, text: str | None) -> None:
 
 
 class EmbeddingsFormatter(WholeFormatter):
-    def __init__(self, head: AnswerHead, encoding: Encoding) -> None:
-        self._head, self._encoding = head, encoding
+    def __init__(self, head: AnswerHead, options: WrittenAs) -> None:
+        self._head, self._options = head, options
 
     def whole(
         self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]
     ) -> EmbeddingList:
-        data = [EmbeddingObject(r.prompt_index, self._written(r.vector)) for r in results]
-        return EmbeddingList(data, self._head.model, usage_of(prompts))
-
-    def _written(self, vector: tuple[float, ...]) -> tuple[float, ...] | str:
-        if self._encoding == "float":
-            return vector
-        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+        head, options = self._head, self._options
+        data = [EmbeddingObject(r.prompt_index, options.vector(r.vector)) for r in results]
+        return EmbeddingList(
+            options.id_of("embd", head), head.created, data, head.model, usage_of(prompts)
+        )

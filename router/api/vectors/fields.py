@@ -2,20 +2,27 @@
 
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
+from router.api.openai.chat import ChatBody
+from router.api.openai.chat import request_of as chat_request
 from router.api.openai.common import HARMLESS, Truncation, adapter_by
-from router.api.request.body import require, typed
-from router.api.request.fields import CacheSalt, Priority
+from router.api.request.body import only_one_of, require, typed
+from router.api.request.chat_messages import Message
+from router.api.request.fields import CacheSalt, NonNegative, Priority, RequestId
 from router.api.request.formatter import ApiLimits
 from router.api.request.generation_fields import AdapterFields, salt_of
 from router.api.request.known_elsewhere import check_unknown, unsupported
-from router.api.vectors.whole import READ_ALONE
+from router.api.request.prompts import prompts_of
+from router.api.vectors.whole import MAX_INPUTS, READ_ALONE
 from router.call import Api, GenerationCall, VectorCall
 
 
 class ReadBody(AdapterFields, frozen=True, kw_only=True):
     """model: an adapter's alias or reference, or the base's name; absent = the base.
 
-    truncate_prompt_tokens: texts are cut to so many tokens, -1 = to as many as fit.
+    truncate_prompt_tokens: texts are cut to so many tokens, -1 = to as many as fit. padding: causal
+    models read none. request_id: of the answer's id.
     """
 
     model: str | None = None
@@ -26,11 +33,31 @@ class ReadBody(AdapterFields, frozen=True, kw_only=True):
     lora_path: str | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
+    padding: Literal["do_not_pad"] | None = None
+    request_id: RequestId | None = None
 
 
 # Other servers' names of what is `input` here.
 _SAID_ELSEWHERE = ("inputs", "text", "texts", "input_ids")
-R = TypeVar("R", bound=ReadBody)
+R = TypeVar("R", bound=AdapterFields)
+READ = ("input", "messages")
+
+
+class InputBody(ReadBody, frozen=True, kw_only=True):
+    """input: a text, a list of texts, token ids, or a list of lists of token ids. messages: in its
+    place; as a chat, but without the beginning of an answer and special tokens around the text
+    unless they are asked for.
+
+    use_activation: of vectors, whether they get length 1; of classes, as of `ScoredBody`.
+    """
+
+    input: str | list[str | NonNegative | list[NonNegative]] | None = None
+    messages: list[Message] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    use_activation: bool | None = None
 
 
 class ScoredBody(ReadBody, frozen=True, kw_only=True):
@@ -56,6 +83,37 @@ def read_body(plain: dict[str, Any], kind: type[R]) -> R:
     check_unknown(plain, known, HARMLESS)
     require(isinstance(plain.get("metadata"), dict | None), "expected an object", "metadata")
     return typed(plain, kind)
+
+
+def input_call(
+    api: Api, request: InputBody, vector: VectorCall, limits: ApiLimits, bearer: str | None
+) -> GenerationCall:
+    """Of `input` or `messages`. Raises RequestError."""
+    only_one_of(msgspec.structs.asdict(request), READ)
+    if request.input is not None:
+        prompts = prompts_of(request.input, "input", MAX_INPUTS)
+        return call_of(api, request, prompts, vector, limits, bearer)
+    chat = chat_request(_chat_of(request), limits, None).call
+    if vector.prompt_name is None and vector.prompt is None:
+        vector = msgspec.structs.replace(vector, prompt="")
+    return msgspec.structs.replace(
+        call_of(api, request, (), vector, limits, bearer),
+        messages=chat.messages,
+        template=chat.template,
+        add_special_tokens=chat.add_special_tokens,
+    )
+
+
+def _chat_of(request: InputBody) -> ChatBody:
+    return ChatBody(
+        model="",
+        messages=request.messages or [],
+        add_generation_prompt=bool(request.add_generation_prompt),
+        continue_final_message=request.continue_final_message,
+        chat_template=request.chat_template,
+        chat_template_kwargs=request.chat_template_kwargs,
+        add_special_tokens=request.add_special_tokens,
+    )
 
 
 def call_of(

@@ -11,7 +11,7 @@ from router.api.request.fields import NonNegative, Positive
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.request.known_elsewhere import check_unknown_parts, unsupported
 from router.api.vectors.fields import ReadBody, ScoredBody, call_of, read_body
-from router.api.vectors.whole import MAX_INPUTS, VectorUsage, WholeFormatter, usage_of
+from router.api.vectors.whole import MAX_INPUTS, VectorUsage, WholeFormatter, WrittenAs, usage_of
 from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
 
 RerankShape = Literal["documents", "texts"]
@@ -90,6 +90,7 @@ class TeiRank(msgspec.Struct, frozen=True):
 class RerankOptions(msgspec.Struct, frozen=True):
     """documents: those that the answer shows; () = none. top: how many; None = all."""
 
+    written: WrittenAs
     version: RerankVersion
     documents: tuple[str, ...]
     top: int | None
@@ -118,7 +119,9 @@ def parse_plain(
         is_raw=request.is_raw,
     )
     shows = version == 1 if request.return_documents is None else request.return_documents
-    options = RerankOptions(version, texts if shows else (), request.top_n or None)
+    options = RerankOptions(
+        WrittenAs(request.request_id), version, texts if shows else (), request.top_n or None
+    )
     call = call_of("rerank", request, texts, vector, limits, bearer)
     return ApiRequest(call, RerankFormatter, options)
 
@@ -158,7 +161,7 @@ class RerankFormatter(WholeFormatter):
             RerankVersionMeta(str(options.version)), RerankTokens(usage.prompt_tokens)
         )
         answer = RerankAnswer(
-            f"rerank-{self._head.request_id}", self._head.model, ranked, usage, meta
+            options.written.id_of("rerank", self._head), self._head.model, ranked, usage, meta
         )
         return answer
 

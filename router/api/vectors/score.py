@@ -9,7 +9,7 @@ from msgspec import Meta
 from router.api.request.body import decode_plain, only_one_of, require
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.vectors.fields import ScoredBody, call_of, read_body
-from router.api.vectors.whole import MAX_INPUTS, VectorUsage, WholeFormatter, usage_of
+from router.api.vectors.whole import MAX_INPUTS, VectorUsage, WholeFormatter, WrittenAs, usage_of
 from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
 
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
@@ -64,7 +64,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
         is_raw=request.is_raw,
     )
     call = call_of("score", request, documents, vector, limits, bearer)
-    return ApiRequest(call, ScoreFormatter, None)
+    return ApiRequest(call, ScoreFormatter, WrittenAs(request.request_id))
 
 
 def _texts(plain: dict[str, Any], request: ScoreBody, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -74,13 +74,13 @@ def _texts(plain: dict[str, Any], request: ScoreBody, names: tuple[str, ...]) ->
 
 
 class ScoreFormatter(WholeFormatter):
-    def __init__(self, head: AnswerHead, _: None) -> None:
-        self._head = head
+    def __init__(self, head: AnswerHead, options: WrittenAs) -> None:
+        self._head, self._options = head, options
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         head = self._head
         data = [ScoreObject(result.prompt_index, result.vector[0]) for result in results]
         answer = ScoreList(
-            f"score-{head.request_id}", head.created, head.model, data, usage_of(prompts)
+            self._options.id_of("score", head), head.created, head.model, data, usage_of(prompts)
         )
         return answer

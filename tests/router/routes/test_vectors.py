@@ -321,3 +321,55 @@ async def test_keys_and_quotas(tmp_path: Path, worker: FakeWorker) -> None:
         assert [row["prompt_tokens"] for row in usage] == [5]
         assert [row["completion_tokens"] for row in usage] == [0]
         assert (await post()).status_code == 429
+
+
+async def test_pooling_is_vllms_shape(router: Running) -> None:
+    body = {"input": ["hi", "you"], "use_activation": False, "request_id": "mine"}
+    answer = (await router.client.post("/pooling", json=body)).json()
+    assert (answer["id"], answer["object"], answer["model"]) == ("pooling-mine", "list", BASE_NAME)
+    assert answer["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+    assert answer["data"] == [
+        {"index": 0, "object": "pooling", "data": [sum(b"hi"), 2, b"i"[0], 0]},
+        {"index": 1, "object": "pooling", "data": [sum(b"you"), 3, b"u"[0], 0]},
+    ]
+    refused = await router.client.post("/pooling", json={"input": "hi", "task": "token_embed"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "task")
+
+
+async def test_messages_are_rendered(formed: tuple[Running, FakeWorker]) -> None:
+    """No prompt of the model's files comes before them."""
+    router, worker = formed
+    chat = [{"role": "user", "content": "hi"}]
+    for route in ("/v1/embeddings", "/pooling"):
+        body = {"model": BASE_NAME, "messages": chat, "add_generation_prompt": True}
+        answer = await router.client.post(route, json=body)
+        assert answer.status_code == 200, answer.text
+        told = await router.client.post("/tokenize", json={"messages": chat})
+        assert worker.requests[-1].prompt_ids == told.json()["tokens"]
+    long = [{"role": "user", "content": "x" * 60}]
+    refused = await embed(router, messages=long)
+    assert refused.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("kind", "read", "unbound"),
+    [
+        (None, b"Q: hi", None),
+        ("search_query", b"Q: hi", None),
+        ("search_document", b"hi", None),
+        ("clustering", b"hi", "input_type"),
+    ],
+)
+async def test_cohere_names_prompts(
+    formed: tuple[Running, FakeWorker], kind: str | None, read: bytes, unbound: str | None
+) -> None:
+    router, worker = formed
+    body = {"model": BASE_NAME, "texts": ["hi"], "input_type": kind}
+    body["embedding_types"] = ["float", "ubinary"]
+    answer = await router.client.post("/v2/embed", json=body)
+    told = answer.json()
+    assert bytes(worker.requests[-1].prompt_ids) == read
+    assert answer.headers.get("x-loraplex-unbound") == unbound
+    assert set(told["embeddings"]) == {"float", "ubinary"}
+    assert told["texts"] == ["hi"]
+    assert told["meta"]["billed_units"] == {"input_tokens": len(read)}

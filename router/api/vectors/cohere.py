@@ -1,0 +1,146 @@
+"""Cohere's `/v2/embed`: vectors of texts, in several kinds of numbers. Pure."""
+
+from collections.abc import Sequence
+from itertools import starmap
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from router.api.request.body import decode_plain, only_one_of, require
+from router.api.request.chat_messages import ContentPart, text_part
+from router.api.request.fields import Positive, Priority
+from router.api.request.formatter import ApiLimits, ApiRequest
+from router.api.request.generation_fields import AdapterFields
+from router.api.request.known_elsewhere import Elsewhere, check_refused
+from router.api.vectors.fields import ReadBody, call_of, read_body
+from router.api.vectors.rerank import RerankTokens, RerankVersionMeta
+from router.api.vectors.whole import MAX_INPUTS, WholeFormatter, WrittenAs, packed, usage_of
+from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
+
+EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+SHAPES = ("texts", "inputs")
+# What the model's files may call the prompt of a kind of texts, the likeliest first.
+_PROMPTS = {
+    "search_query": ("search_query", "query"),
+    "search_document": ("search_document", "document", "passage"),
+}
+REFUSED = {"images": Elsewhere(hint="text alone is read")}
+
+
+class EmbedInput(msgspec.Struct, frozen=True):
+    """content: texts, which are read as one, with a line end between."""
+
+    content: list[ContentPart]
+
+
+class CohereEmbedBody(AdapterFields, frozen=True, kw_only=True):
+    """texts, inputs: one of both. model: an adapter, or the base's name; absent = the base.
+
+    input_type: names a prompt of the model's files. truncate: which end of a text that is too long
+    is cut off; `NONE` = it is refused. max_tokens: of each text.
+    """
+
+    model: str | None = None
+    texts: list[str] | None = None
+    inputs: list[EmbedInput] | None = None
+    images: list[str] | None = None
+    input_type: str | None = None
+    embedding_types: list[EmbeddingType] | None = None
+    output_dimension: Positive | None = None
+    max_tokens: Positive | None = None
+    truncate: Literal["NONE", "START", "END"] | None = None
+    priority: Priority | None = None
+
+
+class EmbedMeta(msgspec.Struct, frozen=True):
+    api_version: RerankVersionMeta
+    billed_units: RerankTokens
+    tokens: RerankTokens
+
+
+class CohereEmbeddings(msgspec.Struct, frozen=True):
+    """embeddings: by type, a vector for each text. texts: as they were sent."""
+
+    id: str
+    embeddings: dict[EmbeddingType, list[Sequence[float] | str]]
+    texts: list[str]
+    meta: EmbedMeta
+    response_type: Literal["embeddings_by_type"] = "embeddings_by_type"
+
+
+class EmbedOptions(msgspec.Struct, frozen=True):
+    types: tuple[EmbeddingType, ...]
+    texts: tuple[str, ...]
+
+
+def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
+    """Raises RequestError."""
+    plain = decode_plain(body)
+    check_refused(plain, REFUSED)
+    request = read_body(plain, CohereEmbedBody)
+    field = only_one_of(plain, SHAPES)
+    texts = tuple(request.texts or starmap(_text, enumerate(request.inputs or ())))
+    most = f"expected 1 to {MAX_INPUTS}, got {len(texts)}"
+    require(0 < len(texts) <= MAX_INPUTS, most, field)
+    cuts = request.truncate != "NONE"
+    require(cuts or request.max_tokens is None, "needs `truncate` START or END", "max_tokens")
+    kind = request.input_type
+    vector = VectorCall(
+        dimensions=request.output_dimension,
+        prompt_names=() if kind is None else _PROMPTS.get(kind, (kind,)),
+    )
+    call = call_of("cohere_embed", _read(request, cuts), texts, vector, limits, bearer)
+    options = EmbedOptions(
+        tuple(request.embedding_types or ("float",)), texts if field == "texts" else ()
+    )
+    return ApiRequest(call, CohereEmbedFormatter, options)
+
+
+def _read(request: CohereEmbedBody, cuts: bool) -> ReadBody:
+    common = {name: getattr(request, name) for name in AdapterFields.__struct_fields__}
+    return ReadBody(
+        **common,
+        model=request.model,
+        priority=request.priority,
+        truncate_prompt_tokens=(request.max_tokens or -1) if cuts else None,
+        truncation_side="left" if request.truncate == "START" else None,
+    )
+
+
+def _text(index: int, given: EmbedInput) -> str:
+    where = f"inputs[{index}].content"
+    require(given.content, "expected at least one part", where)
+    parts = [text_part(part, f"{where}[{i}]") for i, part in enumerate(given.content)]
+    return "\n".join(part["text"] for part in parts)
+
+
+class CohereEmbedFormatter(WholeFormatter):
+    def __init__(self, head: AnswerHead, options: EmbedOptions) -> None:
+        self._head, self._options = head, options
+
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
+        tokens = RerankTokens(usage_of(prompts).prompt_tokens)
+        return CohereEmbeddings(
+            WrittenAs().id_of("embd", self._head),
+            {kind: [written(r.vector, kind) for r in results] for kind in self._options.types},
+            list(self._options.texts),
+            EmbedMeta(RerankVersionMeta("2"), tokens, tokens),
+        )
+
+
+def written(vector: Sequence[float], kind: EmbeddingType) -> Sequence[float] | str:
+    """int8: 127 times the vector at length 1; uint8: 128 more. ubinary: a bit for each number, set
+    where that is positive, the first highest; binary: 128 less."""
+    if kind == "float":
+        return vector
+    if kind == "base64":
+        return packed(vector)
+    numbers = np.asarray(vector, np.float64)
+    if kind in ("binary", "ubinary"):
+        found = np.packbits(numbers > 0).astype(int) - (128 if kind == "binary" else 0)
+    else:
+        found = np.rint(127 * numbers / (np.linalg.norm(numbers) or 1.0)).astype(int)
+        found += 128 if kind == "uint8" else 0
+    whole: list[int] = found.tolist()
+    return whole

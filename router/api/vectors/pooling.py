@@ -1,0 +1,71 @@
+"""vLLM's `/pooling`: vectors or classes of texts, by one shape. Pure."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from router.api.request.body import decode_plain, require
+from router.api.request.fields import Positive
+from router.api.request.formatter import ApiLimits, ApiRequest
+from router.api.request.known_elsewhere import unsupported
+from router.api.vectors.fields import InputBody, input_call, read_body
+from router.api.vectors.whole import Encoding, VectorUsage, WholeFormatter, WrittenAs, usage_of
+from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
+
+_UNSERVED = ("token_embed", "token_classify", "embed&token_classify", "plugin")
+
+
+class PoolingBody(InputBody, frozen=True, kw_only=True):
+    """task: absent = classes where the base is a classifier, else vectors."""
+
+    task: Literal["embed", "classify"] | None = None
+    dimensions: Positive | None = None
+    encoding_format: Encoding | None = None
+
+
+class PoolingObject(msgspec.Struct, frozen=True):
+    """data: the vector, or a number for each class; base64 of little-endian float32, where that was
+    asked for."""
+
+    index: int
+    data: Sequence[float] | str
+    object: Literal["pooling"] = "pooling"
+
+
+class PoolingList(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    data: list[PoolingObject]
+    usage: VectorUsage
+    object: Literal["list"] = "list"
+
+
+def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
+    """Raises RequestError."""
+    plain = decode_plain(body)
+    if plain.get("task") in _UNSERVED:
+        raise unsupported("task", "numbers are of whole texts, by `embed` or `classify`")
+    request = read_body(plain, PoolingBody)
+    if (request.task or ("classify" if limits.classifies else "embed")) == "classify":
+        require(request.dimensions is None, "classes are as many as they are", "dimensions")
+        vector = VectorCall(use="classes", is_raw=request.use_activation is False)
+        call = input_call("classify", request, vector, limits, bearer)
+    else:
+        vector = VectorCall(request.use_activation, request.dimensions)
+        call = input_call("embeddings", request, vector, limits, bearer)
+    options = WrittenAs(request.request_id, request.encoding_format or "float")
+    return ApiRequest(call, PoolingFormatter, options)
+
+
+class PoolingFormatter(WholeFormatter):
+    def __init__(self, head: AnswerHead, options: WrittenAs) -> None:
+        self._head, self._options = head, options
+
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> PoolingList:
+        head, options = self._head, self._options
+        data = [PoolingObject(r.prompt_index, options.vector(r.vector)) for r in results]
+        return PoolingList(
+            options.id_of("pooling", head), head.created, head.model, data, usage_of(prompts)
+        )

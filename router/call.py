@@ -275,6 +275,7 @@ class TextToken(msgspec.Struct, frozen=True):
 
     token: the token's own text, whatever its neighbours. top: the likeliest first.
     raw: its bytes where they are no UTF-8 by themselves, else None. rank: see TokenLogprob.
+    listed: the tokens whose logprobs the call lists by id, in its order.
     """
 
     token_id: int
@@ -285,6 +286,7 @@ class TextToken(msgspec.Struct, frozen=True):
     top: tuple[TopToken, ...] = ()
     raw: bytes | None = None
     rank: int | None = None
+    listed: tuple[TopToken, ...] = ()
 
 
 class TextEvent(msgspec.Struct, frozen=True):

@@ -51,6 +51,7 @@ _BOUNDS = {
     "logprobs": ("integer", "maximum", "max_logprobs"),
     "top_logprobs": ("integer", "maximum", "max_logprobs"),
     "prompt_logprobs": ("integer", "maximum", "max_logprobs"),
+    "logprob_token_ids": ("array", "maxItems", "max_logprobs"),
     "return_k_alternatives": ("integer", "maximum", "max_logprobs"),
     "top_n_tokens": ("integer", "maximum", "max_logprobs"),
     "top_logprobs_num": ("integer", "maximum", "max_logprobs"),

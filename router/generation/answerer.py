@@ -124,9 +124,10 @@ def _size(
     results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo], sampling: SamplingParams
 ) -> int:
     """Characters of an answer, about. Alternatives of a token count, text does not: it is short."""
-    numbers = sum(len(result.vector) for result in results)
-    tokens = sum(len(result.tokens) for result in results) * (2 + (sampling.logprobs or 0))
-    tokens += sum(len(info.tokens) for info in prompts) * (2 + (sampling.prompt_logprobs or 0))
+    numbers, least = sum(len(result.vector) for result in results), 2
+    least += len(sampling.logprob_token_ids)
+    tokens = sum(len(result.tokens) for result in results) * (least + (sampling.logprobs or 0))
+    tokens += sum(len(info.tokens) for info in prompts) * (least + (sampling.prompt_logprobs or 0))
     return _NUMBER_CHARS * (numbers + 2 * tokens)
 
 

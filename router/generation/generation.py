@@ -245,7 +245,13 @@ class Generation:
         if task.sampling.prompt_logprobs is not None:
             tokens = await self.model.turns.run(
                 _SIZE_OF_SCORED * len(prompt.ids),
-                lambda: prompt_tokens(self.model, prompt.parts, prompt.ids, event.prompt_logprobs),
+                lambda: prompt_tokens(
+                    self.model,
+                    prompt.parts,
+                    prompt.ids,
+                    event.prompt_logprobs,
+                    task.sampling.logprob_token_ids,
+                ),
             )
         info = PromptInfo(
             prompt_index=task.index,

@@ -16,7 +16,7 @@ def memory_of(event: TokenEvent) -> int:
     """Bytes, about; without the prompt's logprobs, which come once and were asked for."""
     nbytes = _EVENT_BYTES + _TOKEN_BYTES * len(event.token_ids)
     for token in event.logprobs or ():
-        nbytes += _ALTERNATIVE_BYTES * (1 + len(token.top))
+        nbytes += _ALTERNATIVE_BYTES * (1 + len(token.top) + len(token.listed))
     return nbytes
 
 

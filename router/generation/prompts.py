@@ -69,6 +69,7 @@ def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> 
     check_ids(call.sampling.stop_token_ids, model, "stop_token_ids")
     check_ids(call.sampling.logit_bias, model, "logit_bias")
     check_ids(call.sampling.allowed_token_ids, model, "allowed_token_ids")
+    check_ids(call.sampling.logprob_token_ids, model, "logprob_token_ids")
     if not prompt.ids:
         message = "expected a prompt of at least one token"
         raise RequestError("invalid", message, param=_PARAM[call.api])

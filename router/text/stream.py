@@ -4,7 +4,7 @@ Text passes the detokenizer, then the stop strings; a token goes out only with a
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -68,6 +68,7 @@ class ChoiceStream:
         self._prompt_index = prompt_index
         self._choice = choice
         self._wants_tokens = call.sampling.logprobs is not None
+        self._listed = call.sampling.logprob_token_ids
         self._stop_ids = frozenset(call.sampling.stop_token_ids)
         self._ends = frozenset(call.sampling.end_token_ids)
         self._keeps_stop_token = call.include_stop
@@ -257,6 +258,7 @@ class ChoiceStream:
             pending.token_id,
             pending.text,
             pending.logprob,
+            self._listed,
             is_own_end=pending.is_end and pending.token_id in self._ends,
         )
 
@@ -266,22 +268,29 @@ def text_token(
     token_id: int,
     text: str,
     logprob: TokenLogprob | None,
+    listed_ids: Sequence[int] = (),
     *,
     is_own_end: bool = False,
 ) -> TextToken:
-    """A token as the client sees it. text: its part of the text. is_own_end: the model ended the
-    answer with it."""
+    """A token as the client sees it. text: its part of the text. listed_ids: of
+    `TokenLogprob.listed`. is_own_end: the model ended the answer with it."""
     own = vocabulary.token_text(token_id)
     top: tuple[TopToken, ...] = ()
-    if logprob is not None and logprob.top:
-        top = tuple(
-            TopToken(i, vocabulary.token_text(i), value, vocabulary.is_special(i))
-            for i, value in logprob.top
-        )
+    listed: tuple[TopToken, ...] = ()
+    if logprob is not None:
+        top = _named(vocabulary, logprob.top)
+        listed = _named(vocabulary, zip(listed_ids, logprob.listed, strict=False))
     raw = vocabulary.token_bytes(token_id) if REPLACEMENT in own else None
     value, rank = (None, None) if logprob is None else (logprob.logprob, logprob.rank)
     special = vocabulary.is_special(token_id) or is_own_end
-    return TextToken(token_id, text, own, value, special, top, raw, rank)
+    return TextToken(token_id, text, own, value, special, top, raw, rank, listed)
+
+
+def _named(vocabulary: TokenTexts, logprobs: Iterable[tuple[int, float]]) -> tuple[TopToken, ...]:
+    return tuple(
+        TopToken(i, vocabulary.token_text(i), value, vocabulary.is_special(i))
+        for i, value in logprobs
+    )
 
 
 def prompt_tokens(
@@ -289,10 +298,11 @@ def prompt_tokens(
     parts: Sequence[str],
     ids: Sequence[int],
     logprobs: Sequence[TokenLogprob] | None,
+    listed_ids: Sequence[int] = (),
 ) -> tuple[TextToken, ...]:
     """A prompt's tokens for PromptInfo. parts: of the prompt's text, one for each token."""
     known = logprobs or ()
     return tuple(
-        text_token(vocabulary, token_id, part, known[i] if i < len(known) else None)
+        text_token(vocabulary, token_id, part, known[i] if i < len(known) else None, listed_ids)
         for i, (token_id, part) in enumerate(zip(ids, parts, strict=True))
     )

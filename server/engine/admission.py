@@ -8,6 +8,7 @@ from server.engine.memory.room import pages_held, tokens_that_fit
 from server.protocol import ErrorCode, GenerateRequest, SamplingParams
 
 MAX_TOP_LOGPROBS = 128
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_TOKEN_IDS = 256
 MAX_END_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 2048
@@ -69,6 +70,7 @@ def _bad_ids(request: GenerateRequest, vocab_size: int) -> str | None:
         ("end_token_ids", sampling.end_token_ids),
         ("logit_bias", sampling.logit_bias),
         ("allowed_token_ids", sampling.allowed_token_ids),
+        ("logprob_token_ids", sampling.logprob_token_ids),
         ("vector", request.vector.token_ids if request.vector else ()),
         *(("bad_words", word) for word in sampling.bad_words),
     )
@@ -86,6 +88,8 @@ def _bad_ids(request: GenerateRequest, vocab_size: int) -> str | None:
         return f"end_token_ids: expected at most {MAX_END_TOKEN_IDS}"
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
         return f"logit_bias: expected at most {MAX_LOGIT_BIAS} tokens"
+    if len(sampling.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+        return f"logprob_token_ids: expected at most {MAX_LOGPROB_TOKEN_IDS}"
     if len(sampling.bad_words) > MAX_BAD_WORDS:
         return f"bad_words: expected at most {MAX_BAD_WORDS}"
     return None
@@ -137,8 +141,8 @@ def _bad_identity(request: GenerateRequest) -> str | None:
 
 
 def _too_many_logprobs(request: GenerateRequest) -> str | None:
-    each = request.sampling.prompt_logprobs
-    if each is None or len(request.prompt_ids) * (each + 1) <= MAX_PROMPT_LOGPROBS:
+    each, listed = request.sampling.prompt_logprobs, len(request.sampling.logprob_token_ids)
+    if each is None or len(request.prompt_ids) * (each + listed + 1) <= MAX_PROMPT_LOGPROBS:
         return None
     return f"prompt_logprobs: at most {MAX_PROMPT_LOGPROBS} values over the prompt, ask for fewer"
 

@@ -214,7 +214,8 @@ class CertifyingExecutor:
             row.marks.append(mark)
             if piece.prompt_logprobs and position + 1 < row.start.prompt_len:
                 count = row.start.sampling.prompt_logprobs or 0
-                scored.append(self._logprob(mark, row.tokens[position + 1], count))
+                listed = row.start.sampling.logprob_token_ids
+                scored.append(self._logprob(mark, row.tokens[position + 1], count, listed))
         row.num_computed = known
         prompt_logprobs = scored if piece.prompt_logprobs else None
         if not piece.sample:
@@ -243,7 +244,7 @@ class CertifyingExecutor:
         mark, end = row.marks[-1], piece.start + piece.num_new
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
-        count = row.start.sampling.logprobs
+        count, listed = row.start.sampling.logprobs, row.start.sampling.logprob_token_ids
         for position in range(row.num_computed, end + 1):
             index = len(row.tokens) - row.start.prompt_len
             token_id = certified_token(mark, self.options, index >= row.start.eos_suppressed_until)
@@ -252,7 +253,7 @@ class CertifyingExecutor:
             row.tokens.append(token_id)
             token_ids.append(token_id)
             if count is not None:
-                logprobs.append(self._logprob(mark, token_id, count))
+                logprobs.append(self._logprob(mark, token_id, count, listed))
             if position == end:
                 break
             goes_on = masks is None or masks[len(token_ids)].any()
@@ -266,14 +267,14 @@ class CertifyingExecutor:
             row.num_computed = position + 1
         return SliceResult(tuple(token_ids), tuple(logprobs), prompt_logprobs)
 
-    def _logprob(self, mark: Mark, token_id: int, count: int) -> TokenLogprob:
+    def _logprob(
+        self, mark: Mark, token_id: int, count: int, listed: tuple[int, ...]
+    ) -> TokenLogprob:
         """Made up from the mark alone, so that it certifies as much as the token."""
-        best = -(mark[0] + 1) / 256
-        top = tuple(
-            ((token_id + i) % self.limits.vocab_size, best - i)
-            for i in range(min(count, self.limits.vocab_size))
-        )
-        return TokenLogprob(token_id, best, top, rank=1)
+        best, size = -(mark[0] + 1) / 256, self.limits.vocab_size
+        top = tuple(((token_id + i) % size, best - i) for i in range(min(count, size)))
+        asked = tuple(best - (i - token_id) % size for i in listed)
+        return TokenLogprob(token_id, best, top, rank=1, listed=asked)
 
     def _check_inputs(self, row: FakeRow, piece: SeqSlice, known: int, end: int) -> None:
         """The slice computes known tokens up to `known`, and its draft from there to `end`."""

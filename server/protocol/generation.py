@@ -98,12 +98,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """logprob: None only for a prompt's first token. top: (id, logprob), most likely first.
 
     rank: of a prompt's token, 1 = no token of the vocabulary is likelier; None where not counted.
+    listed: the logprobs of the request's `logprob_token_ids`, in their order.
     """
 
     token_id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
     rank: int | None = None
+    listed: tuple[float, ...] = ()
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):

@@ -15,6 +15,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     grammar: what the output must be, for llguidance: Lark, or JSON of its grammars; "" = anything.
     allowed_token_ids: no others are drawn, the ends of the output excepted; () = all.
     bad_words: sequences of tokens that are never completed.
+    logprob_token_ids: tokens whose logprobs are reported beside those of `logprobs` and
+    `prompt_logprobs`, wherever these are.
     Logprobs are those of the raw logits (log-softmax before temperature, penalties and truncation).
     """
 
@@ -37,6 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     grammar: str = ""
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
 
     @property
     def is_constrained(self) -> bool:

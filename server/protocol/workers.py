@@ -4,7 +4,7 @@ import msgspec
 
 from server.protocol.adapters import TierState
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class RouterHello(msgspec.Struct, frozen=True, array_like=True, tag="rh"):

@@ -137,7 +137,8 @@ def _check_answer_size(request: GenerateRequest) -> str | None:
     top = request.sampling.prompt_logprobs
     if top is None:
         return None
-    fitting = MAX_FRAME_BYTES // 2 // ((max(top, 0) + 2) * _PAIR_BYTES)
+    each = max(top, 0) + 2 + len(request.sampling.logprob_token_ids)
+    fitting = MAX_FRAME_BYTES // 2 // (each * _PAIR_BYTES)
     if len(request.prompt_ids) > fitting:
         return (
             f"prompt_logprobs={top} fit for prompts of at most {fitting} tokens, "

@@ -73,6 +73,7 @@ def test_scores_are_those_of_completions(http: httpx.Client) -> None:
         "top_logprobs_num": 2,
         "logprob_start_len": 0,
         "return_text_in_logprobs": True,
+        "token_ids_logprob": [5, 9, 7],
     }
     meta = http.post("/generate", json=body).json()["meta_info"]
     told = [*meta["input_token_logprobs"], *meta["output_token_logprobs"]]
@@ -81,6 +82,16 @@ def test_scores_are_those_of_completions(http: httpx.Client) -> None:
     values = [one[0] for one in told[1:]]
     assert values == pytest.approx(expected["token_logprobs"][1:], abs=1e-3)
     assert [len(top) for top in meta["output_top_logprobs"]] == [2] * 5
+    named = {"logprobs": 0, "echo": True, "return_tokens_as_token_ids": True}
+    listed = {**asked, **named, "logprob_token_ids": [5, 9, 7]}
+    choice = http.post("/v1/completions", json=listed).json()["choices"][0]
+    found = [*meta["input_token_ids_logprobs"], *meta["output_token_ids_logprobs"]]
+    places = [*zip(found, choice["logprobs"]["top_logprobs"], strict=True)]
+    assert places[0] == (None, None)
+    for own, others in places[1:]:
+        assert [one[1] for one in own] == [5, 9, 7]
+        told_there = [others[f"token_id:{token}"] for token in (5, 9, 7)]
+        assert [one[0] for one in own] == pytest.approx(told_there, abs=1e-3)
     events = http.post("/generate", json={**body, "stream": True}).text.splitlines()
     last = json.loads([line for line in events if line.startswith("data: {")][-1][6:])["meta_info"]
     told_so_far = [*last["input_token_logprobs"], *last["output_token_logprobs"]]

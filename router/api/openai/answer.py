@@ -15,6 +15,7 @@ from router.call import (
     PromptInfo,
     RequestError,
     TextToken,
+    TopToken,
 )
 
 OpenAIFinish = Literal["stop", "length", "tool_calls"]
@@ -158,6 +159,12 @@ def _prompt_logprob(token: TextToken, most: int) -> dict[int, PromptLogprob] | N
     for rank, top in enumerate(token.top[:most], 1):
         found.setdefault(top.token_id, PromptLogprob(finite(top.logprob), rank, top.text))
     return found
+
+
+def listed(token: TextToken) -> Sequence[TopToken]:
+    """The token itself and those that the call lists by id; none where it lists none."""
+    own = TopToken(token.token_id, token.token, token.logprob or 0.0)
+    return [*{one.token_id: one for one in (own, *token.listed)}.values()] if token.listed else ()
 
 
 def _fingerprint(head: AnswerHead) -> str:

@@ -13,6 +13,7 @@ from router.api.openai.answer import (
     OpenAIFormatter,
     PromptLogprobs,
     Usage,
+    listed,
 )
 from router.call import (
     AnswerHead,
@@ -271,7 +272,7 @@ class ChatFormatter(OpenAIFormatter):
             list(token.raw) if token.raw is not None else bytes_of(token.token),
             [
                 TopLogprob(name(top.token_id, top.text), finite(top.logprob), bytes_of(top.text))
-                for top in token.top
+                for top in listed(token) or token.top
             ],
         )
 

@@ -84,6 +84,7 @@ class OpenAIBody(SharedBody, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: NonNegative | None = None
+    logprob_token_ids: list[NonNegative] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_json_object: bool | None = None

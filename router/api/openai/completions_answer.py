@@ -14,6 +14,7 @@ from router.api.openai.answer import (
     OpenAIFormatter,
     PromptLogprobs,
     Usage,
+    listed,
 )
 from router.call import AnswerHead, ChoiceResult, PromptInfo, TextEvent, TextToken
 
@@ -153,7 +154,7 @@ class CompletionsFormatter(OpenAIFormatter):
             return None
         name = self._options.name
         top: dict[str, float] = {}
-        for one in token.top[:most]:
+        for one in listed(token) or token.top[:most]:
             top.setdefault(name(one.token_id, one.text), finite(one.logprob))
         top.setdefault(name(token.token_id, token.token), finite(token.logprob))
         return top

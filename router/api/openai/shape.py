@@ -18,6 +18,7 @@ from router.api.request.shapes import (
 )
 from router.call import GenerationCall
 from router.shape.shape import AnyJson, Shape
+from server.protocol import SamplingParams
 
 
 def with_shape(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> GenerationCall:
@@ -34,9 +35,22 @@ def with_shape(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> 
     most = limits.max_stop_chars
     require(longest <= most, f"expected at most {most} characters, got {longest}", "bad_words")
     sampling = msgspec.structs.replace(
-        call.sampling, allowed_token_ids=tuple(sorted({*(allowed or ())}))
+        _listing(call.sampling, request, limits),
+        allowed_token_ids=tuple(sorted({*(allowed or ())})),
     )
     return msgspec.structs.replace(call, shape=shape, bad_words=tuple(words), sampling=sampling)
+
+
+def _listing(sampling: SamplingParams, body: OpenAIBody, limits: ApiLimits) -> SamplingParams:
+    """Tokens that are listed take the place of the likeliest, as vLLM has it. Raises
+    RequestError."""
+    listed, most = body.logprob_token_ids or (), limits.max_logprobs
+    if not listed:
+        return sampling
+    require(sampling.logprobs is not None, "needs `logprobs`", "logprob_token_ids")
+    size = f"expected at most {most} ids, got {len(listed)}"
+    require(len(listed) <= most, size, "logprob_token_ids")
+    return msgspec.structs.replace(sampling, logprobs=0, logprob_token_ids=tuple(listed))
 
 
 def _asked(body: OpenAIBody) -> Shape | None:

@@ -87,7 +87,8 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("min_new_tokens", "use `min_tokens`", 0),
     **_row("sampling_seed random_seed", "use `seed`"),
     # What is reported of tokens
-    **_row("logprob_token_ids token_ids_logprob", "only the likeliest tokens are reported"),
+    **_row("token_ids_logprob", "use `logprob_token_ids`"),
+    **_row("logprob_token_ids", "`/v1/completions` has it"),
     **_row("top_logprobs top_n_tokens return_k_alternatives", "use `logprobs`", 0),
     **_row("details return_logprob flat_logprobs", "use `logprobs`"),
     **_row("decoder_input_details", "use `prompt_logprobs`"),

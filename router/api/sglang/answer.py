@@ -15,6 +15,7 @@ from router.call import (
     RequestError,
     TextEvent,
     TextToken,
+    TopToken,
 )
 
 
@@ -23,6 +24,7 @@ class SglangOptions(msgspec.Struct, frozen=True):
 
     rid: the caller's own id. rids: one for each prompt. top: likeliest tokens beside each; None =
     no logprobs. prompt_from: the first of the prompt's tokens that has a logprob; None = none has.
+    lists: the call lists tokens by id.
     """
 
     n: int
@@ -32,6 +34,7 @@ class SglangOptions(msgspec.Struct, frozen=True):
     top: int | None = None
     prompt_from: int | None = None
     with_texts: bool = False
+    lists: bool = False
 
 
 class TokenScore(NamedTuple):
@@ -68,6 +71,8 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     output_token_logprobs: list[TokenScore] | UnsetType = UNSET
     input_top_logprobs: list[list[TokenScore] | None] | UnsetType = UNSET
     output_top_logprobs: list[list[TokenScore] | None] | UnsetType = UNSET
+    input_token_ids_logprobs: list[list[TokenScore] | None] | UnsetType = UNSET
+    output_token_ids_logprobs: list[list[TokenScore] | None] | UnsetType = UNSET
 
 
 class SglangAnswer(msgspec.Struct, frozen=True):
@@ -161,24 +166,30 @@ class SglangFormatter:
             input_token_logprobs=[self._score(token) for token in read],
             output_token_logprobs=[self._score(token) for token in tokens],
         )
+        if self._options.lists:
+            meta = msgspec.structs.replace(
+                meta,
+                input_token_ids_logprobs=[self._scores(token, token.listed) for token in read],
+                output_token_ids_logprobs=[self._scores(token, token.listed) for token in tokens],
+            )
         if not top:
             return meta
         return msgspec.structs.replace(
             meta,
-            input_top_logprobs=[self._top(token, top) for token in read],
-            output_top_logprobs=[self._top(token, top) for token in tokens],
+            input_top_logprobs=[self._scores(token, token.top[:top]) for token in read],
+            output_top_logprobs=[self._scores(token, token.top[:top]) for token in tokens],
         )
 
     def _score(self, token: TextToken) -> TokenScore:
         value = None if token.logprob is None else finite(token.logprob)
         return TokenScore(value, token.token_id, self._text(token.token))
 
-    def _top(self, token: TextToken, most: int) -> list[TokenScore] | None:
+    def _scores(self, token: TextToken, others: Sequence[TopToken]) -> list[TokenScore] | None:
+        """others: that are shown beside the token."""
         if token.logprob is None:
             return None
         return [
-            TokenScore(finite(one.logprob), one.token_id, self._text(one.text))
-            for one in token.top[:most]
+            TokenScore(finite(one.logprob), one.token_id, self._text(one.text)) for one in others
         ]
 
     def _text(self, text: str) -> str | None:

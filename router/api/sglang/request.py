@@ -73,7 +73,8 @@ class SglangBody(msgspec.Struct, frozen=True, kw_only=True):
     """text, input_ids: one of both; a list of texts, or of lists of ids, is several prompts.
 
     Of a list of values for several prompts, all are the same: one adapter and one way to draw.
-    logprob_start_len: of the prompt's tokens, the first with a logprob.
+    logprob_start_len: of the prompt's tokens, the first with a logprob. token_ids_logprob: tokens
+    whose logprobs are wanted at each place, or a list of them for each prompt.
     """
 
     text: str | list[str] | None = None
@@ -85,6 +86,7 @@ class SglangBody(msgspec.Struct, frozen=True, kw_only=True):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: StartLen | list[StartLen] | None = None
     top_logprobs_num: NonNegative | list[NonNegative] | None = None
+    token_ids_logprob: list[NonNegative | list[NonNegative]] | None = None
     return_text_in_logprobs: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
@@ -98,6 +100,7 @@ _NAMES = {
     "structured_outputs.structural_tag": "sampling_params.structural_tag",
     **{name: f"sampling_params.{name}" for name in SglangSampling.__struct_fields__},
     "logprobs": "top_logprobs_num",
+    "logprob_token_ids": "token_ids_logprob",
 }
 
 
@@ -129,9 +132,11 @@ def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRe
     except RequestError as error:
         raise error.spelled(_NAMES | {"prompt": field}) from None
     call = msgspec.structs.replace(asked.call, api="sglang")
+    wanted = {"logprobs": options.top}
     if options.prompt_from is not None:
-        scored_too = msgspec.structs.replace(call.sampling, prompt_logprobs=options.top)
-        call = msgspec.structs.replace(call, sampling=scored_too)
+        wanted["prompt_logprobs"] = options.top
+    scored_too = msgspec.structs.replace(call.sampling, **wanted)
+    call = msgspec.structs.replace(call, sampling=scored_too)
     return ApiRequest(call, SglangFormatter, options)
 
 
@@ -181,7 +186,15 @@ def _options(body: SglangBody, prompt: str | list[Any], n: int, scored: bool) ->
         top=top if scored else None,
         prompt_from=start if scored and start is not None and start >= 0 else None,
         with_texts=bool(body.return_text_in_logprobs),
+        lists=scored and bool(body.token_ids_logprob),
     )
+
+
+def _listed(given: list[Any], count: int | None) -> list[int]:
+    """Of each prompt the same; one list is for all. Raises RequestError."""
+    if any(isinstance(one, list) for one in given):
+        return _alike(given, count, "token_ids_logprob") or []
+    return given
 
 
 def _completion(
@@ -210,6 +223,7 @@ def _completion(
         include_stop_str_in_output=sampling.no_stop_trim,
         structured_outputs=None if tag is None else StructuredOutputs(structural_tag=tag),
         logprobs=options.top,
+        logprob_token_ids=_listed(body.token_ids_logprob or [], count) if options.lists else None,
         stream=body.stream,
         priority=body.priority,
         cache_salt=body.cache_salt or body.extra_key,

@@ -15,10 +15,12 @@ from server.protocol import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class HostLogprobs:
-    """Logprobs of one step's tokens, by place in the step. counts: alternatives that each wants."""
+    """Logprobs of one step's tokens, by place in the step. counts: alternatives that each wants;
+    lists: ids that each has listed."""
 
     places: list[int]
     counts: list[int]
+    lists: list[int]
     values: Logprobs
 
 
@@ -122,11 +124,13 @@ def _by_place(found: HostLogprobs, tokens: dict[int, int]) -> dict[int, TokenLog
     chosen, ids, top = (
         t.tolist() for t in (found.values.chosen, found.values.top_ids, found.values.top)
     )
+    listed = _listed(found.values)
     result = {}
     for i, (place, count) in enumerate(zip(found.places, found.counts, strict=True)):
         if place in tokens:
             alternatives = tuple(zip(ids[i][:count], top[i][:count], strict=True))
-            result[place] = TokenLogprob(tokens[place], chosen[i], alternatives)
+            own = listed[i][: found.lists[i]]
+            result[place] = TokenLogprob(tokens[place], chosen[i], alternatives, listed=own)
     return result
 
 
@@ -138,7 +142,16 @@ def _prompt(prompt: PromptLogprobs) -> list[TokenLogprob]:
     ranks = [
         rank for part in prompt.parts if part.ranks is not None for rank in part.ranks.tolist()
     ]
+    listed = [row for part in prompt.parts for row in _listed(part)]
+    rows = zip(token_ids, chosen, ids, top, ranks, listed, strict=True)
     return [
-        TokenLogprob(token, value, tuple(zip(i, t, strict=True)), rank)
-        for token, value, i, t, rank in zip(token_ids, chosen, ids, top, ranks, strict=True)
+        TokenLogprob(token, value, tuple(zip(i, t, strict=True)), rank, own)
+        for token, value, i, t, rank, own in rows
     ]
+
+
+def _listed(values: Logprobs) -> list[tuple[float, ...]]:
+    """Of each row."""
+    if values.listed is None:
+        return [()] * len(values.chosen)
+    return [tuple(row) for row in values.listed.tolist()]

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from adapters.base import MAX_NEW_IDS
+from server.engine.admission import MAX_LOGPROB_TOKEN_IDS
 from server.engine.plan import RowStart
 from server.kernels.sampling import draw_columns
 from server.model.ops.transfers import to_device
@@ -58,6 +59,8 @@ class RowSampling:
         )
         self.logprobs = np.full(max_rows, _NONE, dtype=np.int64)
         self.prompt_logprobs = np.full(max_rows, _NONE, dtype=np.int64)
+        self.num_listed = np.zeros(max_rows, dtype=np.int64)
+        self._listed = np.zeros((max_rows, MAX_LOGPROB_TOKEN_IDS), dtype=np.int64)
         self._floats = {name: np.zeros(max_rows, dtype=np.float32) for name in _FLOATS}
         self._top_k = np.zeros(max_rows, dtype=np.int64)
         self._seed = np.zeros(max_rows, dtype=np.uint64)
@@ -84,6 +87,9 @@ class RowSampling:
             self.logprobs[row] = _NONE if params.logprobs is None else params.logprobs
             wanted = params.prompt_logprobs
             self.prompt_logprobs[row] = _NONE if wanted is None else wanted
+            listed = params.logprob_token_ids
+            self.num_listed[row], self._listed[row] = len(listed), 0
+            self._listed[row, : len(listed)] = listed
             self._suppressed_until[row] = start.eos_suppressed_until
             ends = (*self.eos_token_ids, *params.end_token_ids, *params.stop_token_ids)
             known = sorted({i for i in ends if 0 <= i < num_ids})
@@ -126,6 +132,12 @@ class RowSampling:
         )
         asks = sampled or self._penalised[row] or self._has_bias[row]
         self._plain[row] = not asks and params.logprobs is None
+
+    def listed(self, seq_rows: np.ndarray) -> torch.Tensor | None:
+        """int64 `[n, most]`: each row's `logprob_token_ids`, padded with 0; None = no row has
+        any."""
+        most = int(self.num_listed[seq_rows].max(initial=0))
+        return self._tensor(self._listed[seq_rows, :most]) if most else None
 
     def is_plain(self, rows: Rows, seq_rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """bool `[n]`: the next token is the one of the largest raw logit, and nothing else is

@@ -1,6 +1,6 @@
 """Draws the tokens of a step's rows, and the logprobs that requests asked for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -79,17 +79,19 @@ class Sampler:
             return Drawn(token_ids, ())
         chosen = token_ids[to_device(wanted, device)].long().clamp(min=0)
         raw, most = to_device(rows.which[wanted], device), int(counts[wanted].max())
+        asking = rows.seq_rows[wanted]
+        listed = self.parameters.listed(asking)
+        pieces, ids = raw.split(LOGITS_ROWS), chosen.split(LOGITS_ROWS)
+        more = [None] * len(pieces) if listed is None else listed.split(LOGITS_ROWS)
         parts = [
-            logprobs(rows.logits[piece].float(), ids, most)
-            for piece, ids in zip(raw.split(LOGITS_ROWS), chosen.split(LOGITS_ROWS), strict=True)
+            logprobs(rows.logits[piece].float(), own, most, others)
+            for piece, own, others in zip(pieces, ids, more, strict=True)
         ]
-        values = Logprobs(
-            torch.cat([part.chosen for part in parts]),
-            torch.cat([part.top_ids for part in parts]),
-            torch.cat([part.top for part in parts]),
-        )
         found = HostLogprobs(
-            places[wanted].tolist(), counts[wanted].tolist(), _logprobs_to_host(values)
+            places[wanted].tolist(),
+            counts[wanted].tolist(),
+            self.parameters.num_listed[asking].tolist(),
+            _logprobs_to_host(_joined(parts)),
         )
         return Drawn(token_ids, (found,))
 
@@ -97,16 +99,31 @@ class Sampler:
         count = max(int(self.parameters.prompt_logprobs[piece.seq_row]), 0)
         first = piece.start + 1
         targets = self.rows.tokens[piece.seq_row, first : first + piece.predicted].long()
+        listed = self.parameters.listed(np.array([piece.seq_row]))
         parts = []
         for offset in range(0, piece.predicted, LOGITS_ROWS):
             end = min(offset + LOGITS_ROWS, piece.predicted)
             logits = logits_of(np.arange(piece.begin + offset, piece.begin + end)).float()
             ids = targets[offset:end]
-            found = replace(logprobs(logits, ids, count), ranks=ranks(logits, ids))
+            own = None if listed is None else listed.expand(len(ids), -1)
+            found = replace(logprobs(logits, ids, count, own), ranks=ranks(logits, ids))
             parts.append(_logprobs_to_host(found))
         return PromptLogprobs(piece.place, to_host(targets), tuple(parts))
 
 
+def _joined(parts: Sequence[Logprobs]) -> Logprobs:
+    listed = [part.listed for part in parts if part.listed is not None]
+    return Logprobs(
+        torch.cat([part.chosen for part in parts]),
+        torch.cat([part.top_ids for part in parts]),
+        torch.cat([part.top for part in parts]),
+        listed=torch.cat(listed) if listed else None,
+    )
+
+
 def _logprobs_to_host(values: Logprobs) -> Logprobs:
     chosen, top_ids, top = map(to_host, (values.chosen, values.top_ids, values.top))
-    return Logprobs(chosen, top_ids, top, None if values.ranks is None else to_host(values.ranks))
+    ranked, listed = (
+        None if more is None else to_host(more) for more in (values.ranks, values.listed)
+    )
+    return Logprobs(chosen, top_ids, top, ranked, listed)

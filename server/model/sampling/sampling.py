@@ -109,13 +109,15 @@ class Sampled:
 class Logprobs:
     """Of the raw logits. chosen: float32 `[rows]`; top_ids, top: `[rows, n]`, most likely first.
 
-    ranks: of the chosen, int64 `[rows]`, where they are counted.
+    ranks: of the chosen, int64 `[rows]`, where they are counted. listed: `[rows, m]`, of further
+    ids that were asked for.
     """
 
     chosen: torch.Tensor
     top_ids: torch.Tensor
     top: torch.Tensor
     ranks: torch.Tensor | None = None
+    listed: torch.Tensor | None = None
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
@@ -132,11 +134,16 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     return Sampled(token_ids.masked_fill(failed, 0), failed)
 
 
-def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> Logprobs:
-    """logits: float32 `[rows, vocab]`, raw; token_ids: int64 `[rows]`."""
+def logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, top: int, listed: torch.Tensor | None = None
+) -> Logprobs:
+    """logits: float32 `[rows, vocab]`, raw; token_ids: int64 `[rows]`; listed: further ids, int64
+    `[rows, m]`."""
     scores = logits.log_softmax(dim=-1)
     best = scores.topk(min(top, scores.shape[1]), dim=-1)
-    return Logprobs(scores.gather(1, token_ids[:, None]).squeeze(1), best.indices, best.values)
+    chosen = scores.gather(1, token_ids[:, None]).squeeze(1)
+    asked = None if listed is None else scores.gather(1, listed)
+    return Logprobs(chosen, best.indices, best.values, listed=asked)
 
 
 def ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from router.api.openai.common import HARMLESS, OpenAIBody
 from router.api.request.fields import within_base
 from router.api.request.formatter import ApiLimits, ApiRequest, Formatter
 from router.api.request.known_elsewhere import ELSEWHERE
-from router.call import AdapterChoice, RequestError
+from router.call import AdapterChoice, RequestError, TopToken
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
 
 LIMITS = ApiLimits(base_names=("org/small", "small", "org/small:v2", "hub"))
@@ -243,6 +244,7 @@ def test_an_adapter_cannot_have_two_names(path: str) -> None:
                 ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
                 ({"stream_options": {"include_usage": True}}, "stream_options"),
                 ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
+                ({"logprob_token_ids": [5]}, "logprob_token_ids"),
                 (
                     {"stream": True, "stream_options": {"continuous_usage_stats": True}},
                     "stream_options.continuous_usage_stats",
@@ -316,6 +318,7 @@ def test_vllms_fields_arrive(path: str) -> None:
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"logprobs": -1}, "logprobs"),
+        ({"logprob_token_ids": [-1]}, "logprob_token_ids[0]"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"truncation_side": "middle"}, "truncation_side"),
@@ -433,6 +436,29 @@ def test_an_echoed_prompt_has_the_alternatives_that_it_asked_for() -> None:
     choice = whole(COMPLETIONS, echo=True, logprobs=0, prompt_logprobs=2)["choices"][0]
     assert choice["logprobs"]["top_logprobs"][1] == {"Say": -2.0}
     assert len(choice["prompt_logprobs"][1]) == 3
+
+
+LISTED = (TopToken(12, "Bye", -1.5), TopToken(11, "Hel", -0.25), TopToken(2, "</s>", -9.0))
+
+
+@pytest.mark.parametrize("path", OPENAI)
+def test_listed_tokens_take_the_place_of_the_likeliest(path: str) -> None:
+    asked: dict[str, Any] = {"logprob_token_ids": [12, 11, 2], "logprobs": 5}
+    if path == CHAT:
+        asked |= {"logprobs": True, "top_logprobs": 5}
+    sampling = parse(path, **asked).call.sampling
+    assert (sampling.logprobs, sampling.logprob_token_ids) == (0, (12, 11, 2))
+    tokens = [msgspec.structs.replace(token, top=(), listed=LISTED) for token in TOKENS]
+    one = msgspec.structs.replace(result(), tokens=tuple(tokens))
+    answer = json.loads(parse(path, **asked).formatter(HEAD).whole([one], [PROMPT]))
+    found = answer["choices"][0]["logprobs"]
+    if path == CHAT:
+        tops = [(top["token"], top["logprob"]) for top in found["content"][0]["top_logprobs"]]
+    else:
+        tops = [*found["top_logprobs"][0].items()]
+    assert tops == [("Hel", -0.25), ("Bye", -1.5), ("</s>", -9.0)]
+    most = refused(path, **asked | {"logprob_token_ids": [1] * 21})
+    assert (most.cause, most.param) == ("invalid", "logprob_token_ids")
 
 
 def test_tokens_as_ids() -> None:

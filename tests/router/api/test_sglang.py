@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router.api.request.formatter import ApiLimits, Formatter
 from router.api.sglang.info import FleetState, served_model, served_settings
 from router.api.sglang.request import is_native, parse
-from router.call import AdapterChoice, GenerationCall, RequestError
+from router.call import AdapterChoice, GenerationCall, RequestError, TopToken
 from router.shape.shape import JsonSchema, Regex
 from server.protocol import SamplingParams
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
@@ -164,6 +164,34 @@ def test_lists_of_one_value() -> None:
     assert call_of(text=["a", "b"], lora_path=[None, None]).adapter is None
 
 
+@pytest.mark.parametrize(
+    ("text", "given", "listed"),
+    [
+        ("a", [7, 5], (7, 5)),
+        (["a", "b"], [7, 5], (7, 5)),
+        (["a", "b"], [[7, 5], [7, 5]], (7, 5)),
+        ("a", [], ()),
+    ],
+)
+def test_listed_tokens(text: Any, given: Any, listed: tuple[int, ...]) -> None:
+    body = {"text": text, "token_ids_logprob": given}
+    scored = call_of(**body, return_logprob=True, top_logprobs_num=2).sampling
+    assert (scored.logprobs, scored.logprob_token_ids) == (2, listed)
+    assert call_of(**body).sampling.logprob_token_ids == ()
+
+
+def test_listed_tokens_are_shown() -> None:
+    own = (TopToken(7, "x", -3.0), TopToken(5, "y", float("-inf")))
+    tokens = tuple(msgspec.structs.replace(token, listed=own) for token in TOKENS)
+    one = msgspec.structs.replace(result(), tokens=tokens)
+    asked = {"return_logprob": True, "token_ids_logprob": [7, 5]}
+    meta = whole(one, **asked)["meta_info"]
+    assert meta["output_token_ids_logprobs"] == [[[-3.0, 7, None], [-9999.0, 5, None]]] * 4
+    assert meta["input_token_ids_logprobs"] == []
+    assert "output_top_logprobs" not in meta
+    assert "output_token_ids_logprobs" not in whole(one, return_logprob=True)["meta_info"]
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": ["a", "b"], "lora_path": ["json", None]}, "lora_path"),
     ({"text": ["a", "b"], "sampling_params": [{"top_k": 3}, {}]}, "sampling_params"),
@@ -182,8 +210,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"nonsense": 1}, "nonsense"),
     ({"image_data": "a"}, "image_data"),
     ({"return_hidden_states": True}, "return_hidden_states"),
-    ({"token_ids_logprob": [1]}, "token_ids_logprob"),
     ({"return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
+    ({"return_logprob": True, "token_ids_logprob": [1] * 21}, "token_ids_logprob"),
+    ({"return_logprob": True, "token_ids_logprob": [1, [2]]}, "token_ids_logprob"),
+    (
+        {"text": ["a", "b"], "return_logprob": True, "token_ids_logprob": [[1], [2]]},
+        "token_ids_logprob",
+    ),
     ({"logprob_start_len": -2}, "logprob_start_len"),
     ({"cache_salt": "a", "extra_key": "b"}, "extra_key"),
     ({"lora_path": "../../x"}, "lora_path"),

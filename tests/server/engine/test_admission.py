@@ -35,6 +35,8 @@ HUGE = 2**62
         ("logit_bias", {5: 1.0, 6: 1e39}),
         ("logit_bias", {5: -1e39}),
         ("allowed_token_ids", (5, 100)),
+        ("logprob_token_ids", (5, 100)),
+        ("logprob_token_ids", (5,) * 129),
         ("bad_words", ((5, 100),)),
         ("bad_words", ((5,), ())),
         ("bad_words", ((5,) * 129,)),
@@ -132,9 +134,10 @@ def test_too_many_biases_and_prompt_logprobs() -> None:
     biases = refuse(make_request([5], logit_bias=dict.fromkeys(range(2049), 1.0)), wide)
     assert biases is not None
     assert "logit_bias" in biases.message
-    scored = refuse(make_request([5] * 9000, prompt_logprobs=128), wide)
-    assert scored is not None
-    assert "prompt_logprobs" in scored.message
+    for many in ({"prompt_logprobs": 128}, {"prompt_logprobs": 0, "logprob_token_ids": (5,) * 64}):
+        scored = refuse(make_request([5] * 9000, **many), wide)
+        assert scored is not None
+        assert "prompt_logprobs" in scored.message
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ TOKENS = 40
 # Each row's parameters, the adapter's slot, and how often a token of its draft is right.
 ROWS: dict[str, tuple[SamplingParams, int, int]] = {
     "greedy": (SamplingParams(temperature=0.0), -1, 100),
-    "scored": (SamplingParams(temperature=0.0, logprobs=2), 0, 70),
-    "hot": (SamplingParams(temperature=1.3, top_p=0.95, logprobs=1), 1, 80),
+    "scored": (SamplingParams(temperature=0.0, logprobs=2, logprob_token_ids=(9, 5)), 0, 70),
+    "hot": (SamplingParams(temperature=1.3, top_p=0.95, logprobs=1, logprob_token_ids=(4,)), 1, 80),
     "cut": (SamplingParams(temperature=0.8, top_k=20, min_p=1e-4), 0, 50),
     "repeating": (SamplingParams(temperature=0.0, repetition_penalty=1.5), -1, 90),
     "counting": (
@@ -101,6 +101,8 @@ def check(driver: Driver, names: list[str]) -> None:
             assert mine.token_id == wanted.token_id
             assert mine.logprob == pytest.approx(wanted.logprob, abs=1e-4)
             assert [t for t, _ in mine.top] == [t for t, _ in wanted.top]
+            assert len(mine.listed) == len(ROWS[name][0].logprob_token_ids)
+            assert mine.listed == pytest.approx(wanted.listed, abs=1e-4)
 
 
 @pytest.fixture(scope="module")

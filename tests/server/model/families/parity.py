@@ -17,7 +17,10 @@ from tests.server.model.slabs import pack
 
 TOLERANCE = 1e-4
 _NEVER = -1e4
-GREEDY = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=2)
+LISTED = (VOCAB - 1, 3, 7)
+GREEDY = SamplingParams(
+    temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=2, logprob_token_ids=LISTED
+)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -56,6 +59,8 @@ def assert_parity(
         assert least <= found.rank <= most
         best = expected[place].topk(2)
         assert [v for _, v in found.top] == pytest.approx(best.values.tolist(), abs=tolerance)
+        listed = expected[place, list(LISTED)].tolist()
+        assert found.listed == pytest.approx(listed, abs=tolerance)
     assert len(stream.logprobs) == len(stream.output) - accepted
     for i, found in enumerate(stream.logprobs, accepted):
         row = expected[stream.prompt_len - 1 + i]
@@ -63,6 +68,7 @@ def assert_parity(
         got[[token for token, _ in found.top]] = torch.tensor([value for _, value in found.top])
         assert (got[: len(row)] - row).abs().max().item() < tolerance
         assert (got[len(row) :] < _NEVER).all()  # tokens that the oracle does not have
+        assert found.listed == pytest.approx(row[list(LISTED)].tolist(), abs=tolerance)
         assert found.token_id == stream.output[i]
         assert row[found.token_id].item() > row.max().item() - tolerance
 

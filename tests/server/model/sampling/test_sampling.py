@@ -392,8 +392,12 @@ def test_bias_outside_the_vocabulary_changes_nothing() -> None:
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = random_logits(3, 6)
     ids = torch.tensor([4, 0, 60])
-    found = logprobs(logits, ids, 5)
+    listed = torch.tensor([[7, 7], [60, 0], [1, 2]])
+    found = logprobs(logits, ids, 5, listed)
     expected = logits.double().log_softmax(-1)
+    assert found.listed is not None
+    assert found.listed.tolist() == pytest.approx(expected.gather(1, listed).numpy(), abs=1e-5)
+    assert logprobs(logits, ids, 5).listed is None
     assert found.chosen.tolist() == pytest.approx(expected[range(3), ids].tolist(), abs=1e-5)
     best = expected.topk(5)
     assert found.top_ids.tolist() == best.indices.tolist()

@@ -14,6 +14,7 @@ from router.call import (
     FinishReason,
     PromptInfo,
     RequestError,
+    TextEvent,
     TextToken,
     TopToken,
 )
@@ -52,8 +53,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Of a token, in logprobs."""
         return f"token_id:{token_id}" if self.tokens_as_ids else text
 
-    def ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
-        return list(token_ids) if self.token_ids else UNSET
+    def ids(self, token_ids: Sequence[int]) -> list[int] | None:
+        return list(token_ids) if self.token_ids else None
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -67,11 +68,13 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """completion_tokens: of all choices, those that best_of dropped included."""
+    """completion_tokens: of all choices, those that best_of dropped included. reasoning_tokens:
+    those of the details, where SGLang has them."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    reasoning_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
 
@@ -133,11 +136,16 @@ class OpenAIFormatter(ABC):
             return "length"
         return "tool_calls" if has_calls and not self._options.named_call else "stop"
 
-    def _prompt_logprobs(self, info: PromptInfo) -> PromptLogprobs | UnsetType:
+    def _prompt_logprobs(self, info: PromptInfo) -> PromptLogprobs | None:
         most = self._options.prompt_logprobs
         if most is None:
-            return UNSET
+            return None
         return [_prompt_logprob(token, most) for token in info.tokens]
+
+
+def stopped(ended: ChoiceResult | TextEvent) -> tuple[int | str | None, int | str | None]:
+    """What ended a choice, as vLLM says and as SGLang does. To vLLM the model's own end is none."""
+    return None if ended.finish == "eos" else ended.matched, ended.matched
 
 
 def _usage(prompts: Sequence[PromptInfo], completion_tokens: int, reasoning_tokens: int) -> Usage:
@@ -146,6 +154,7 @@ def _usage(prompts: Sequence[PromptInfo], completion_tokens: int, reasoning_toke
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
+        reasoning_tokens=reasoning_tokens,
         prompt_tokens_details=PromptTokensDetails(sum(prompt.cached_tokens for prompt in prompts)),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens),
     )

@@ -14,6 +14,7 @@ from router.api.openai.answer import (
     PromptLogprobs,
     Usage,
     listed,
+    stopped,
 )
 from router.call import (
     AnswerHead,
@@ -65,20 +66,25 @@ class AnswerMessage(msgspec.Struct, frozen=True):
     content: str | None
     refusal: None = None
     tool_calls: list[AnswerCall] | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
+    """stop_reason, matched_stop: the stop string or the token that ended it; the former is null of
+    the model's own end."""
+
     index: int
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None
     finish_reason: OpenAIFinish
-    token_ids: list[int] | UnsetType = UNSET
+    stop_reason: int | str | None
+    matched_stop: int | str | None
+    token_ids: list[int] | None
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
-    """A whole answer. From prompt_logprobs on: where they were asked for."""
+    """A whole answer. From prompt_logprobs on: null unless they were asked for."""
 
     id: str
     object: Literal["chat.completion"]
@@ -87,8 +93,9 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+    kv_transfer_params: None = None
 
 
 class CallPart(msgspec.Struct, frozen=True):
@@ -107,20 +114,24 @@ class Delta(msgspec.Struct, frozen=True):
     content: str | UnsetType = UNSET
     refusal: None | UnsetType = UNSET
     tool_calls: list[CallPart] | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
+    """stop_reason, matched_stop: as of a whole answer's; null before the end."""
+
     index: int
     delta: Delta
     logprobs: ChoiceLogprobs | None = None
     finish_reason: OpenAIFinish | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    stop_reason: int | str | None = None
+    matched_stop: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
-    """One chunk of a stream. prompt_token_ids: in a choice's first, where they were asked for."""
+    """One chunk of a stream. prompt_token_ids: in a choice's first; null unless asked for."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -129,7 +140,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     system_fingerprint: str
     choices: list[ChunkChoice]
     usage: Usage | None | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None | UnsetType = UNSET
 
 
 class ChatFormatter(OpenAIFormatter):
@@ -168,8 +179,8 @@ class ChatFormatter(OpenAIFormatter):
             delta = Delta(
                 content=content,
                 tool_calls=parts.pop(0) if parts else UNSET,
-                reasoning=reasoning or UNSET,
-                reasoning_content=reasoning or UNSET,
+                reasoning=reasoning or None,
+                reasoning_content=reasoning or None,
             )
             data = self._chunk(ChunkChoice(event.choice, delta, logprobs, token_ids=ids))
         none = self._options.ids(())
@@ -178,7 +189,8 @@ class ChatFormatter(OpenAIFormatter):
             data += self._chunk(ChunkChoice(event.choice, delta, token_ids=none))
         if event.finish is not None:
             reason = self._finish_reason(event.finish, event.choice in self._calling)
-            data += self._chunk(ChunkChoice(event.choice, Delta(), None, reason, none))
+            end = ChunkChoice(event.choice, Delta(), None, reason, *stopped(event), none)
+            data += self._chunk(end)
         return data
 
     def _reasoning_now(self, event: TextEvent) -> str:
@@ -202,6 +214,7 @@ class ChatFormatter(OpenAIFormatter):
                 self._message(result),
                 self._logprobs(result.tokens),
                 self._finish_reason(result.finish, bool(result.calls)),
+                *stopped(result),
                 self._options.ids(result.token_ids),
             )
             for result in results
@@ -222,7 +235,7 @@ class ChatFormatter(OpenAIFormatter):
     def _message(self, result: ChoiceResult) -> AnswerMessage:
         text = self._options.echoed + result.text
         hides = self._options.reasoning == "never"
-        reasoning = UNSET if hides or not result.reasoning else result.reasoning
+        reasoning = None if hides or not result.reasoning else result.reasoning
         calls = [
             AnswerCall(call.id, CalledFunction(call.arguments, call.name)) for call in result.calls
         ]
@@ -237,14 +250,16 @@ class ChatFormatter(OpenAIFormatter):
     def _counts_alone(self, usage: Usage) -> ChatChunk:
         return self._chunk_of([], usage)
 
-    def _chunk(self, choice: ChunkChoice, prompt_ids: list[int] | UnsetType = UNSET) -> bytes:
+    def _chunk(
+        self, choice: ChunkChoice, prompt_ids: list[int] | None | UnsetType = UNSET
+    ) -> bytes:
         return sse(self._chunk_of([choice], self._usage_so_far(), prompt_ids))
 
     def _chunk_of(
         self,
         choices: list[ChunkChoice],
         usage: Usage | None | UnsetType,
-        prompt_ids: list[int] | UnsetType = UNSET,
+        prompt_ids: list[int] | None | UnsetType = UNSET,
     ) -> ChatChunk:
         return ChatChunk(
             self._id,

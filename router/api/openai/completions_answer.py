@@ -15,6 +15,7 @@ from router.api.openai.answer import (
     PromptLogprobs,
     Usage,
     listed,
+    stopped,
 )
 from router.call import AnswerHead, ChoiceResult, PromptInfo, TextEvent, TextToken
 
@@ -29,7 +30,8 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """From token_ids on: where they were asked for; of a stream, the prompt's in the first chunk.
+    """stop_reason, matched_stop: as in chats. From token_ids on: null unless they were asked for;
+    of a stream, the prompt's in the first chunk.
 
     token_ids: generated, without an echoed prompt's.
     """
@@ -38,9 +40,11 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: OpenAIFinish | None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    stop_reason: int | str | None
+    matched_stop: int | str | None
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -53,6 +57,7 @@ class Completion(msgspec.Struct, frozen=True):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None | UnsetType = UNSET
+    kv_transfer_params: None = None
 
 
 class CompletionsFormatter(OpenAIFormatter):
@@ -76,7 +81,7 @@ class CompletionsFormatter(OpenAIFormatter):
         )
         self._offsets[index] = len(text)
         ids, none = self._options.ids(info.token_ids), self._options.ids(())
-        return self._chunk(CompletionChoice(index, text, logprobs, None, none, ids))
+        return self._chunk(CompletionChoice(index, text, logprobs, None, None, None, none, ids))
 
     def chunk(self, event: TextEvent) -> bytes:
         """Raises RequestError (incomplete)."""
@@ -90,7 +95,8 @@ class CompletionsFormatter(OpenAIFormatter):
         self._offsets[index] = offset + sum(len(token.text) for token in tokens)
         logprobs = self._logprobs(tokens, _offsets(tokens, offset))
         reason = None if event.finish is None else self._finish_reason(event.finish)
-        return self._chunk(CompletionChoice(index, event.text, logprobs, reason, ids))
+        choice = CompletionChoice(index, event.text, logprobs, reason, *stopped(event), ids)
+        return self._chunk(choice)
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
         """Raises RequestError (incomplete)."""
@@ -111,6 +117,7 @@ class CompletionsFormatter(OpenAIFormatter):
             before + result.text,
             self._logprobs((*prompt, *result.tokens), offsets),
             self._finish_reason(result.finish),
+            *stopped(result),
             self._options.ids(result.token_ids),
             self._options.ids(info.token_ids),
             self._prompt_logprobs(info),

@@ -16,6 +16,9 @@ from router.call import ChoiceResult, PromptInfo, RequestError, TextEvent
 from router.parts.parts import CallDelta, ToolCall
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
 
+# Of a message, or a delta, without any.
+NO_REASONING = {"reasoning": None, "reasoning_content": None}
+
 
 def completions(**fields: Any) -> Formatter:
     body = {"model": "json", "prompt": "Say"} | fields
@@ -182,7 +185,7 @@ def test_chat_stream() -> None:
     assert chunks[0].choices[0].delta.content == ""
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "Helü"
     assert [c.choices[0].finish_reason for c in chunks] == [None, None, None, "stop"]
-    assert parts[-1]["choices"][0]["delta"] == {}
+    assert parts[-1]["choices"][0]["delta"] == NO_REASONING
     assert all("role" not in part["choices"][0]["delta"] for part in parts[1:])
     for part in parts:
         ChatCompletionStreamOutput.parse_obj_as_instance(part)
@@ -221,6 +224,52 @@ def test_errors_in_a_stream_are_raised_by_the_sdk_from_the_error_key() -> None:
 def test_broken_answers_are_errors(make: Any) -> None:
     with pytest.raises(RequestError):
         make().chunk(events(finish="error")[-1])
+
+
+@pytest.mark.parametrize("make", [completions, chat])
+@pytest.mark.parametrize(
+    ("finish", "matched", "reason"),
+    [
+        ("eos", 2, None),
+        ("stop", 40, 40),
+        ("stop", "\n\nUser:", "\n\nUser:"),
+        ("length", None, None),
+    ],
+)
+def test_what_stopped_an_answer(
+    make: Any, finish: Any, matched: int | str | None, reason: int | str | None
+) -> None:
+    """As vLLM says, to which the model's own end is nothing, and as SGLang does."""
+    ended = msgspec.structs.replace(result(finish=finish), matched=matched)
+    choice = json.loads(make().whole([ended], [PROMPT]))["choices"][0]
+    assert (choice["stop_reason"], choice["matched_stop"]) == (reason, matched)
+    parts = events(finish=finish)
+    parts[-1] = msgspec.structs.replace(parts[-1], matched=matched)
+    *before, last = [part["choices"][0] for part in stream(make(stream=True), parts)[:-1]]
+    assert (last["stop_reason"], last["matched_stop"]) == (reason, matched)
+    assert all(choice["stop_reason"] is choice["matched_stop"] is None for choice in before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({}, {"include_reasoning": False}),
+        ({"reasoning": ""}, {}),
+        ({"reasoning": "", "calls": (), "text": "Hm"}, {"separate_reasoning": False}),
+    ],
+)
+def test_an_answer_without_reasoning_says_so(
+    changes: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    """Clients read the attribute, whether it is there or not."""
+    answer = json.loads(chat(**fields).whole([divided(**changes)], [PROMPT]))
+    assert strict(ChatCompletion, answer).choices[0].message.model_extra == NO_REASONING
+    assert answer["prompt_logprobs"] is answer["prompt_token_ids"] is None
+    assert answer["kv_transfer_params"] is answer["choices"][0]["token_ids"] is None
+    for part in stream(chat(stream=True, **fields), events())[:-1]:
+        delta = strict(ChatCompletionChunk, part).choices[0].delta
+        assert delta.reasoning is delta.reasoning_content is None
+    assert answer["usage"]["reasoning_tokens"] == 0
 
 
 CALLS = (ToolCall("call_1", "add", '{"a": 1}'), ToolCall("call_2", "now", "{}"))
@@ -279,7 +328,8 @@ def test_streamed_calls_and_reasoning() -> None:
     assert deltas[1] == {"reasoning": "so ", "reasoning_content": "so "}
     assert "".join(delta.get("content") or "" for delta in deltas) == "Let me"
     begun = {"index": 0, "function": {"arguments": "", "name": "add"}}
-    assert deltas[4] == {"tool_calls": [{**begun, "id": "call_1", "type": "function"}]}
+    calls = [{**begun, "id": "call_1", "type": "function"}]
+    assert deltas[4] == {"tool_calls": calls, **NO_REASONING}
     assert deltas[5]["tool_calls"][0] == {"index": 0, "function": {"arguments": '{"a": 1}'}}
     assert deltas[6]["tool_calls"][0]["id"] == "call_2"
     assert all(len(delta.get("tool_calls") or [{}]) == 1 for delta in deltas)

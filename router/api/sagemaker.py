@@ -19,18 +19,6 @@ Shape = Literal["inputs", "prompt", "messages"]
 _SHAPES: tuple[Shape, ...] = ("inputs", "prompt", "messages")
 
 
-class InvocationPromptBody(CompletionsBody, frozen=True, kw_only=True):
-    """A completion. model: absent = the base."""
-
-    model: str | None = None  # type: ignore[assignment]  # where a completion needs one
-
-
-class InvocationChatBody(ChatBody, frozen=True, kw_only=True):
-    """A chat. model: absent = the base."""
-
-    model: str | None = None  # type: ignore[assignment]  # where an answer needs one
-
-
 class Invocation(msgspec.Struct, frozen=True):
     """What the headers say. adapter: the one that SageMaker's header names. streams: the caller
     takes events."""
@@ -61,9 +49,9 @@ def parse(
     if said.adapter is not None:
         asked["model"] = said.adapter
     if shape == "prompt":
-        prompt = typed_openai(asked, InvocationPromptBody, limits)
+        prompt = typed_openai(asked, CompletionsBody, limits)
         return completions.request_of(prompt, limits, bearer)
-    return chat.request_of(typed_openai(asked, InvocationChatBody, limits), limits, bearer)
+    return chat.request_of(typed_openai(asked, ChatBody, limits), limits, bearer)
 
 
 def _with_parameter(plain: dict[str, Any], said: Invocation) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from router.api.lorax.fields import HARMLESS as HARMLESS_BESIDE
 from router.api.messages.request import REFUSED as REFUSED_OF_MESSAGES
 from router.api.messages.tools import REFUSED_OF_TOOL
 from router.api.openai.common import HARMLESS
+from router.api.request.aliases import aliases_of
 from router.api.request.fields import SOURCES
 from router.api.request.formatter import ApiLimits
 from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
@@ -35,11 +36,7 @@ _CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "Lora
 _INPUT_BODIES = ("EmbeddingsBody", "ClassifyBody", "PoolingBody")
 _READ_BODIES = (*_INPUT_BODIES, "ScoreBody", "RerankBody", "CohereEmbedBody")
 _MESSAGES_BODIES = ("MessagesBody", "CountTokensBody")
-_COMPLETIONS = ("CompletionsBody", "InvocationPromptBody")
-_OPENAI_BODIES = (
-    *("ChatBody", "InvocationChatBody", "TokenizeChatBody", "TokenizePromptBody"),
-    *_COMPLETIONS,
-)
+_OPENAI_BODIES = ("ChatBody", "TokenizeChatBody", "TokenizePromptBody", "CompletionsBody")
 _SIZED = (
     *(*_OPENAI_BODIES, *_MESSAGES_BODIES),
     *("LoraxParameters", "ResponsesBody", "SglangSampling"),
@@ -104,8 +101,7 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
         components[name]["properties"][field] |= {"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"}
     formats = {"enum": [None, "auto", *FORMATS]}
     components["RegisterBody"]["properties"]["tool_format"] = formats
-    for name in _COMPLETIONS:
-        components[name]["properties"]["prompt"] = _prompts(limits.max_prompts)
+    components["CompletionsBody"]["properties"]["prompt"] = _prompts(limits.max_prompts)
     _say_merges(components["MergedAdapters"]["properties"])
     part = components["ContentPart"]
     part["properties"] = {"type": {"const": "text"}, "text": {"type": "string"}}
@@ -117,6 +113,9 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     _say_flat_tool(components["FlatTool"])
     _say_messages(components, limits)
     components["Message"] = _message(components["Message"])
+    for name in (*_OPENAI_BODIES, *_READ_BODIES, *_MESSAGES_BODIES, "ResponsesBody", "SglangBody"):
+        properties = components[name]["properties"]
+        properties |= {alias: properties[own] for alias, own in aliases_of(properties).items()}
 
 
 def _message(message: Schema) -> Schema:

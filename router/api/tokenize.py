@@ -40,17 +40,15 @@ class TokenizeBody(msgspec.Struct, frozen=True):
 
 
 class TokenizePromptBody(CompletionsBody, frozen=True, kw_only=True):
-    """vLLM's, of a text. model: as of a completion; absent = the base."""
+    """vLLM's, of a text."""
 
-    model: str | None = None  # type: ignore[assignment]  # where a completion needs one
     prompt: Text
     return_token_strs: bool | None = None
 
 
 class TokenizeChatBody(ChatBody, frozen=True, kw_only=True):
-    """vLLM's, of a chat. model: as of a completion; absent = the base."""
+    """vLLM's, of a chat."""
 
-    model: str | None = None  # type: ignore[assignment]  # where an answer needs one
     return_token_strs: bool | None = None
 
 
@@ -137,7 +135,7 @@ def parse_detokenize(
 ) -> tuple[list[int], GenerationCall]:
     """Token ids, and a call without prompts that names the model. Raises RequestError."""
     request = _closed(decode_plain(body), DetokenizeBody)
-    named = CompletionsBody(model=request.model or "", prompt="")
+    named = CompletionsBody(model=request.model, prompt="")
     call = completions_request(named, limits, bearer).call
     return request.tokens, msgspec.structs.replace(call, prompts=())
 

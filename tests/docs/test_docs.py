@@ -22,6 +22,7 @@ from router.api.openai.common import HARMLESS as HARMLESS_FIELDS
 from router.api.openai.common import OpenAIBody
 from router.api.openai.completions import CompletionsBody
 from router.api.openapi import openapi_document
+from router.api.request.aliases import ALIASES
 from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
 from router.api.sglang.request import SglangBody, SglangSampling
 from router.call import Cause, RequestError
@@ -159,6 +160,14 @@ def test_fields_of_other_servers_are_the_codes() -> None:
             assert name not in listed, name
             listed[name] = Elsewhere((*also, *values), hint)
     assert listed == ELSEWHERE
+
+
+def test_other_names_of_fields_are_the_codes() -> None:
+    table = section(page("api.md"), "OpenAI").partition("| other names |")[2].partition("\n\n")[0]
+    listed = {
+        name: own for row in rows(table) for name in _CODE.findall(row[0]) for own in [row[1][1:-1]]
+    }
+    assert listed == ALIASES
 
 
 @pytest.mark.parametrize("name", sorted(HARMLESS_FIELDS))

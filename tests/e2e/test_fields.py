@@ -123,7 +123,6 @@ def test_sglangs_names(
             "response_f",
         ),
         ({"lora_path": ["pirate"]}, "lora_path", "unsupported_parameter", "into `model`"),
-        ({"no_stop_trim": True}, "no_stop_trim", "unsupported_parameter", "include_stop_str"),
         ({"skip_special_token": True}, "skip_special_token", "unknown_parameter", "did you mean"),
         ({"frobnicate": 1}, "frobnicate", "unknown_parameter", "Unrecognized"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", None, "whole vocabulary"),

@@ -45,7 +45,6 @@ from router.api.openai.models import Health, Info, ModelList, ModelObject, Versi
 from router.api.responses.answer import ResponseObject
 from router.api.responses.request import ResponsesBody
 from router.api.responses.stream import ResponseEvent
-from router.api.sagemaker import InvocationChatBody, InvocationPromptBody
 from router.api.sglang.answer import SglangAnswer
 from router.api.sglang.info import LoadedAdapters, ServedModel, ServedSettings
 from router.api.sglang.request import SglangBody
@@ -285,7 +284,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "post",
         "One of LoRAX's or OpenAI's, as the body says (SageMaker)",
         other_dialect="openai",
-        requests=(LoraxBody, InvocationPromptBody, InvocationChatBody),
+        requests=(LoraxBody, CompletionsBody, ChatBody),
         answers=(list[GenerateAnswer], Completion, ChatCompletion),
         events=(StreamAnswer, Completion, ChatChunk),
         done=True,

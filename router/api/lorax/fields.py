@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from router.api.openai.common import OpenAIBody
+from router.api.request.aliases import ALIASES
 from router.api.request.formatter import ApiLimits
 from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere, nearest, same
 from router.call import BASE_PLACEHOLDERS, RequestError
@@ -18,6 +19,8 @@ HARMLESS = ("options",)
 SAID_HERE = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens"),
     "min_new_tokens": "min_tokens",
+    **dict.fromkeys(("sampling_seed", "random_seed"), "seed"),
+    "extra_key": "cache_salt",
     "stop_sequences": "stop",
     **dict.fromkeys(("model", "lora_id", "lora_name", "lora_path"), "adapter_id"),
     "adapter_parameters": "merged_adapters",
@@ -35,7 +38,7 @@ _SAID_BESIDE = {"prompt": "inputs", "text": "inputs", "sampling_params": "parame
 # Of names that are known here or on OpenAI's routes: values that ask for nothing, beside the empty.
 _NEUTRAL: dict[str, Any] = {
     "n": 1,
-    **dict.fromkeys(("min_p", "min_tokens", "priority", "top_n_tokens"), 0),
+    **dict.fromkeys(("min_p", "min_tokens", "min_new_tokens", "priority", "top_n_tokens"), 0),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "drafts"), True),
     "add_special_tokens": True,
     "include_stop_str_in_output": True,
@@ -76,7 +79,7 @@ def _instead(name: str) -> str | None:
         return f"not known here: use `{SAID_HERE[name]}` inside `parameters`"
     if name in _SAID_BESIDE:
         return f"not known here: use `{_SAID_BESIDE[name]}`"
-    if name in OpenAIBody.__struct_fields__:
+    if name in (*OpenAIBody.__struct_fields__, *ALIASES):
         return f"not supported here yet: `/v1/completions` has `{name}`"
     field = ELSEWHERE.get(name)
     if field is None:
@@ -94,7 +97,7 @@ def _asks_for_nothing(name: str, value: Any, known: Collection[str], limits: Api
     elif name in ELSEWHERE and name not in known:
         field = ELSEWHERE[name]
     else:
-        is_known = name in known or name in SAID_HERE or name in OpenAIBody.__struct_fields__
+        is_known = name in (*known, *SAID_HERE, *OpenAIBody.__struct_fields__, *ALIASES)
         field = Elsewhere() if is_known else Elsewhere(())
     return field.asks_for_nothing(value)
 

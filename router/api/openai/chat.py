@@ -19,7 +19,7 @@ from router.tools.tools import Tools
 
 
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
-    """max_completion_tokens: max_tokens under its newer name; without both, all that fits.
+    """max_tokens: absent = all that fits.
 
     Extensions: echo: the answer begins with the last message, if that is the assistant's.
     add_generation_prompt: begin the assistant's answer; true unless the final message is continued.
@@ -32,7 +32,6 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
 
     messages: list[Message]
     max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: NonNegative | None = None
     echo: bool | None = None
@@ -66,11 +65,10 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiR
         "messages",
     )
     n = request.n or 1
-    max_tokens = _max_tokens(request)
     sampling = sampling_of(
         request,
         limits,
-        max_tokens=max_tokens,
+        max_tokens=request.max_tokens,
         logprobs=_logprobs_asked(request, limits),
         prompt_logprobs=request.prompt_logprobs,
     )
@@ -84,7 +82,7 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiR
         messages=to_template(request.messages),
         adapter=adapter_of(request, limits, bearer),
         sampling=sampling,
-        max_tokens=max_tokens,
+        max_tokens=request.max_tokens,
         n=n,
         best_of=n,
         add_special_tokens=bool(request.add_special_tokens),
@@ -135,16 +133,6 @@ def _template_options(request: ChatBody, tools: Tools | None) -> TemplateOptions
         template=request.chat_template,
         variables=request.chat_template_kwargs or {},
     )
-
-
-def _max_tokens(request: ChatBody) -> int | None:
-    old, new = request.max_tokens, request.max_completion_tokens
-    require(
-        old is None or new is None or old == new,
-        "contradicts `max_tokens`",
-        "max_completion_tokens",
-    )
-    return old if new is None else new
 
 
 def _logprobs_asked(request: ChatBody, limits: ApiLimits) -> int | None:

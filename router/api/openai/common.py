@@ -6,7 +6,8 @@ import msgspec
 from msgspec import Meta
 
 from router.api.openai.answer import AnswerOptions, UsageIn
-from router.api.request.body import decode_plain, require, typed
+from router.api.request.aliases import typed_by_aliases
+from router.api.request.body import decode_plain, require
 from router.api.request.fields import (
     MAX_INT32,
     NonNegative,
@@ -25,7 +26,7 @@ from router.api.request.generation_fields import (
     check_counts,
     with_fields,
 )
-from router.api.request.known_elsewhere import check_unknown, check_unknown_parts, same, unsupported
+from router.api.request.known_elsewhere import check_unknown_parts, same, unsupported
 from router.api.request.shapes import StructuredOutputs
 from router.call import BASE_PLACEHOLDERS, AdapterChoice, GenerationCall, MergedChoice
 from server.protocol import SamplingParams
@@ -53,10 +54,11 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class SharedBody(GenerationFields, frozen=True, kw_only=True):
     """Fields of every route; every optional one may be null.
 
-    model: an adapter's alias or reference, or the base's name, or both with a colon between.
+    model: an adapter's alias or reference, or the base's name, or both with a colon between; absent
+    = the base.
     """
 
-    model: str
+    model: str | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[StopString] | None = None
     stream: bool | None = None
@@ -74,8 +76,8 @@ class SharedBody(GenerationFields, frozen=True, kw_only=True):
 class OpenAIBody(SharedBody, frozen=True, kw_only=True):
     """Fields of completions and chat. From return_token_ids on: extensions.
 
-    From structured_outputs on: forms of the answer as vLLM asks for them, and SGLang from
-    json_schema on. guided_decoding_backend: of no effect.
+    From structured_outputs on: forms of the answer as vLLM asks for them, SGLang from json_schema
+    on, and llama.cpp, which has `grammar`. guided_decoding_backend: of no effect.
     """
 
     response_format: dict[str, Any] | None = None
@@ -96,6 +98,7 @@ class OpenAIBody(SharedBody, frozen=True, kw_only=True):
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    grammar: str | None = None
     allowed_token_ids: list[NonNegative] | None = None
     bad_words: list[StopString] | None = None
 
@@ -110,9 +113,8 @@ def decode_shared(plain: dict[str, Any], kind: type[S], limits: ApiLimits) -> S:
 
     Raises RequestError.
     """
-    check_unknown(plain, kind.__struct_fields__, HARMLESS)
     _check_reach(plain, limits)
-    return typed(plain, kind)
+    return typed_by_aliases(plain, kind, HARMLESS)
 
 
 def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:

@@ -72,5 +72,6 @@ def _asked(body: OpenAIBody) -> Shape | None:
             json_of(body.json_schema, "json_schema"),
             regex_of(body.regex, "regex"),
             grammar_of(body.ebnf, "ebnf"),
+            grammar_of(body.grammar, "grammar"),
         ]
     )

@@ -83,9 +83,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("watermark watermarking"),
     **_row("stop_regex", "`stop` takes texts"),
     **_row("stop_sequences", "use `stop`"),
-    **_row("max_new_tokens max_completion_tokens max_output_tokens", "use `max_tokens`"),
-    **_row("min_new_tokens", "use `min_tokens`", 0),
-    **_row("sampling_seed random_seed", "use `seed`"),
+    **_row("max_output_tokens", "use `max_tokens`"),
     # What is reported of tokens
     **_row("token_ids_logprob", "use `logprob_token_ids`"),
     **_row("logprob_token_ids", "`/v1/completions` has it"),
@@ -102,11 +100,8 @@ ELSEWHERE: dict[str, Elsewhere] = {
     ),
     **_row("routed_experts_start_len routed_experts_prompt_start", "experts are not reported", 0),
     **_only("detokenize", "answers are texts; `return_token_ids` adds ids", True),
-    **_row("no_stop_trim", "use `include_stop_str_in_output`"),
     **_row("stream_interval", "the tokens of a step are one chunk", 1),
     # Who asks, and where it runs
-    **_row("rid", "use `request_id`"),
-    **_row("extra_key", "use `cache_salt`"),
     **_row("skip_reading_prefix_cache", "`cache_salt` keeps apart what is cached"),
     **_row("custom_labels", "metrics are by adapter"),
     **_row("kv_transfer_params ec_transfer_params session_params", _NO_CHOICE),

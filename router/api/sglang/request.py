@@ -8,7 +8,8 @@ from msgspec import Meta
 
 from router.api.openai import completions
 from router.api.openai.completions import CompletionsBody
-from router.api.request.body import only_one_of, require, typed
+from router.api.request.aliases import typed_by_aliases
+from router.api.request.body import only_one_of, require
 from router.api.request.fields import (
     MAX_INT32,
     CacheSalt,
@@ -90,7 +91,6 @@ class SglangBody(msgspec.Struct, frozen=True, kw_only=True):
     return_text_in_logprobs: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
-    extra_key: CacheSalt | None = None
 
 
 # What a completion calls them.
@@ -117,7 +117,7 @@ def is_native(plain: Mapping[str, Any]) -> bool:
 def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
     """Raises RequestError."""
     _check_fields(plain)
-    body = typed(plain, SglangBody)
+    body = typed_by_aliases(plain, SglangBody, HARMLESS)
     field = only_one_of(plain, _TEXTS)
     prompt = body.text if field == "text" else body.input_ids
     assert prompt is not None
@@ -144,7 +144,6 @@ def _check_fields(plain: dict[str, Any]) -> None:
     """Fields that are not read. Raises RequestError."""
     if plain.get("parameters"):
         raise unsupported("parameters", "use `sampling_params`")
-    check_unknown(plain, SglangBody.__struct_fields__, HARMLESS)
     given = plain.get("sampling_params")
     for one in given if isinstance(given, list) else [given]:
         if isinstance(one, dict):
@@ -204,16 +203,10 @@ def _completion(
     options: SglangOptions,
 ) -> CompletionsBody:
     """The same as a completion's body. Raises RequestError."""
-    require(
-        body.extra_key in (None, body.cache_salt) or body.cache_salt is None,
-        "contradicts `cache_salt`",
-        "extra_key",
-    )
     count = _num_prompts(prompt)
     tag = sampling.structural_tag
     most = sampling.max_new_tokens
     return CompletionsBody(
-        model="",
         prompt=prompt,
         lora_path=_alike(body.lora_path, count, "lora_path"),
         max_tokens=DEFAULT_MAX_TOKENS if most is None else most,
@@ -226,7 +219,7 @@ def _completion(
         logprob_token_ids=_listed(body.token_ids_logprob or [], count) if options.lists else None,
         stream=body.stream,
         priority=body.priority,
-        cache_salt=body.cache_salt or body.extra_key,
+        cache_salt=body.cache_salt,
         **{name: getattr(sampling, name) for name in _SAME},
     )
 

@@ -20,7 +20,6 @@ class EmbeddingsBody(InputBody, frozen=True, kw_only=True):
     """From normalize on: extensions. normalize: another name of use_activation. prompt_name,
     prompt: what is put before each text, by name or as it is."""
 
-    model: str
     dimensions: Positive | None = None
     encoding_format: Encoding | None = None
     normalize: bool | None = None

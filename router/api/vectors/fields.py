@@ -7,12 +7,13 @@ import msgspec
 from router.api.openai.chat import ChatBody
 from router.api.openai.chat import request_of as chat_request
 from router.api.openai.common import HARMLESS, Truncation, adapter_by
-from router.api.request.body import only_one_of, require, typed
+from router.api.request.aliases import typed_by_aliases
+from router.api.request.body import only_one_of, require
 from router.api.request.chat_messages import Message
 from router.api.request.fields import CacheSalt, NonNegative, Priority, RequestId
 from router.api.request.formatter import ApiLimits
 from router.api.request.generation_fields import AdapterFields, salt_of
-from router.api.request.known_elsewhere import check_unknown, unsupported
+from router.api.request.known_elsewhere import unsupported
 from router.api.request.prompts import prompts_of
 from router.api.vectors.whole import MAX_INPUTS, READ_ALONE
 from router.call import Api, GenerationCall, VectorCall
@@ -80,9 +81,8 @@ def read_body(plain: dict[str, Any], kind: type[R]) -> R:
     for name in _SAID_ELSEWHERE:
         if "input" in known and name not in known and plain.get(name):
             raise unsupported(name, "use `input`")
-    check_unknown(plain, known, HARMLESS)
     require(isinstance(plain.get("metadata"), dict | None), "expected an object", "metadata")
-    return typed(plain, kind)
+    return typed_by_aliases(plain, kind, HARMLESS)
 
 
 def input_call(
@@ -106,7 +106,6 @@ def input_call(
 
 def _chat_of(request: InputBody) -> ChatBody:
     return ChatBody(
-        model="",
         messages=request.messages or [],
         add_generation_prompt=bool(request.add_generation_prompt),
         continue_final_message=request.continue_final_message,

@@ -130,7 +130,6 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
         (path, fields, next(iter(fields)))
         for path in (CHAT, COMPLETIONS)
         for fields in (
-            {"model": None},
             {"model": 3},
             {"model": "a/b/c"},
             {"model": "a" * 2000},

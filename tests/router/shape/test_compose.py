@@ -1,10 +1,12 @@
 """Whole answers as llguidance reads them: reasoning, then calls or a form."""
 
+from typing import Any
+
 import pytest
 
 from router.parts.reasoning import REASONING
-from router.shape.shape import Choice, Grammar, Shape
-from router.tools.compose import Frame, grammar_of
+from router.shape.shape import Choice, Grammar, JsonSchema, Shape
+from router.tools.compose import Frame, compose, grammar_of
 from router.tools.formats.harmony import HARMONY
 from router.tools.formats.hermes import HERMES
 from router.tools.tools import Tool, ToolMode, Tools
@@ -126,3 +128,54 @@ def test_messages_in_channels(
 )
 def test_answers_between_tags(text: str, is_accepted: bool) -> None:
     assert accepts(grammar_of(YES, Frame(REASONING["response"])), text) is is_accepted
+
+
+TICKET: dict[str, Any] = {
+    "type": "object",
+    "properties": {"id": {"type": "integer"}, "note": {"type": "string"}},
+    "required": ["id"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("of_all", "of_id", "of_note"),
+    [
+        ({"strict": True, "propertyOrdering": ["note", "id"]}, {"format": "uint32"}, {"order": 1}),
+        ({"name": "Ticket", "ui:order": ["*"]}, {"format": "int32"}, {"ui:widget": "textarea"}),
+        ({"x-go-type": "Ticket"}, {"optional": True}, {"format": "password", "placeholder": "…"}),
+        ({"title": "T"}, {"format": "double"}, {"format": "uri-reference", "writeOnly": True}),
+    ],
+)
+def test_annotations_bind_nothing(
+    of_all: dict[str, Any], of_id: dict[str, Any], of_note: dict[str, Any]
+) -> None:
+    """As OpenAPI, schemars, forms and other providers write them; in tools, too."""
+    fields = TICKET["properties"]
+    properties = {"id": fields["id"] | of_id, "note": fields["note"] | of_note}
+    annotated = TICKET | of_all | {"properties": properties}
+    assert compose(JsonSchema(annotated, "p")) == compose(JsonSchema(TICKET, "p"))
+    plain, noted = (
+        compose(None, Frame(tools=Tools((tool,), "required"), tool_format=HERMES))
+        for tool in (Tool("f", parameters=TICKET), Tool("f", parameters=annotated))
+    )
+    assert noted == plain
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("pattern", "^(?!draft).*$"),
+        ("not", {"pattern": "(?<=a)b"}),
+        ("nullable", True),
+        ("minLength", "2"),
+        ("required", True),
+    ],
+)
+def test_tools_that_are_not_strict_bind_what_can_be_held(keyword: str, value: Any) -> None:
+    """One such tool of a long list does not fail the request."""
+    schema = TICKET | {"properties": {"id": {"type": "string", keyword: value}}}
+    tools = Tools((Tool("f", parameters=schema), PLACE), "required")
+    grammar = compose(None, Frame(tools=tools, tool_format=HERMES)).grammar
+    assert accepts(grammar, call("f", '{"id": "ab"}'))
+    assert not accepts(grammar, call("place", '{"n": "x"}'))

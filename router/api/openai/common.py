@@ -44,7 +44,7 @@ Truncation = Annotated[int, Meta(ge=-1, le=MAX_INT32, extra_json_schema={"not": 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     """include_usage: one more chunk, with the counts, before `[DONE]`. continuous_usage_stats
-    (vLLM's): and the counts so far in each chunk."""
+    (vLLM's): beside it, the counts so far in each chunk."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -133,11 +133,6 @@ def typed_openai(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:
         request.stream or not any(options.values()),
         "only allowed when `stream` is true",
         "stream_options",
-    )
-    require(
-        options.get("include_usage") or not options.get("continuous_usage_stats"),
-        "needs `include_usage`",
-        "stream_options.continuous_usage_stats",
     )
     require(isinstance(plain.get("metadata"), dict | None), "expected an object", "metadata")
     most, n = limits.max_n, request.n or 1

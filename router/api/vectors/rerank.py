@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from router.api.request.body import only_one_of, typed
-from router.api.request.fields import NonNegative, Positive
+from router.api.request.fields import NonNegative
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.request.known_elsewhere import check_unknown_parts, unsupported
 from router.api.vectors.fields import ReadBody, ScoredBody, call_of, read_body
@@ -28,14 +28,14 @@ class RerankBody(ScoredBody, frozen=True, kw_only=True):
     """documents: texts, or objects with a `text`. top_n: so many of the best alone; 0 = all.
 
     return_documents: true unless the route is Cohere's second. max_tokens_per_doc: documents are
-    cut to so many tokens. instruction: what the fit is about.
+    cut to so many tokens; 0 = none is. instruction: what the fit is about.
     """
 
     query: str
     documents: Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=MAX_INPUTS)]
     top_n: NonNegative | None = None
     return_documents: bool | None = None
-    max_tokens_per_doc: Positive | None = None
+    max_tokens_per_doc: NonNegative | None = None
     instruction: str | None = None
     rank_fields: list[str] | None = None
 
@@ -115,7 +115,7 @@ def parse_plain(
         use="fit",
         queries=(request.query,) * len(texts),
         instruction=request.instruction,
-        max_document_tokens=request.max_tokens_per_doc,
+        max_document_tokens=request.max_tokens_per_doc or None,
         is_raw=request.is_raw,
     )
     shows = version == 1 if request.return_documents is None else request.return_documents

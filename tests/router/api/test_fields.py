@@ -245,10 +245,6 @@ def test_an_adapter_cannot_have_two_names(path: str) -> None:
                 ({"stream_options": {"include_usage": True}}, "stream_options"),
                 ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
                 ({"logprob_token_ids": [5]}, "logprob_token_ids"),
-                (
-                    {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-                    "stream_options.continuous_usage_stats",
-                ),
             )
         ],
         (CHAT, {"top_logprobs": 1}, "top_logprobs"),

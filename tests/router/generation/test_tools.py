@@ -167,7 +167,7 @@ async def test_a_stream(model: Scripted) -> None:
         assert (first.type, first.function.name) == ("function", "weather")
         assert len(rest) > 2
         assert all(p.id is None and p.function.name is None for p in rest)
-    reasoning = [o.delta.to_dict().get("reasoning", "") for c in chunks for o in c.choices]
+    reasoning = [o.delta.to_dict()["reasoning"] or "" for c in chunks for o in c.choices]
     assert "".join(map(str, reasoning)) == "Which place?"
 
 

@@ -105,7 +105,7 @@ OPENAI_BAD: list[tuple[str, Any]] = [
     (COMPLETIONS, completions(min_tokens=9, max_tokens=4)),
     (COMPLETIONS, completions(model="bad name")),
     (COMPLETIONS, completions(logprobs=21)),
-    (COMPLETIONS, {"prompt": "x"}),
+    (COMPLETIONS, {"model": 5, "prompt": "x"}),
     (COMPLETIONS, b"not json"),
     (CHAT, chat(messages=[])),
     (CHAT, chat(messages=[{"role": "user"}])),

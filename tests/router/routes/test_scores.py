@@ -152,6 +152,8 @@ async def test_yes_or_no(tmp_path: Path) -> None:
         assert body["results"][0]["document"] == {"text": "ccc"}
         await post(router, "/rerank", query="q", documents=["abcdef"], max_tokens_per_doc=3)
         assert bytes(worker.requests[-1].prompt_ids) == b"<find|q|abc>"
+        await post(router, "/rerank", query="q", documents=["abcdef"], max_tokens_per_doc=0)
+        assert bytes(worker.requests[-1].prompt_ids) == b"<find|q|abcdef>"
         # What a caller writes is no place for something else.
         await post(router, "/rerank", query="{document}{query}", documents=["{instruction}"])
         assert bytes(worker.requests[-1].prompt_ids) == b"<find|{document}{query}|{instruction}>"

@@ -9,14 +9,16 @@ from importlib.metadata import PackageNotFoundError, version
 
 from adapters.common import extras
 from adapters.common.logs import log_to_stderr, say_last
+from adapters.common.loopback import is_loopback
 from adapters.errors import AdapterError, CommandError
 from launcher import config, names
 from launcher.batch import command as batch_command
 from launcher.bench import commands as bench_commands
-from launcher.command_line import Parser, add_options
+from launcher.command_line import Parser, add_options, flags_of
 from launcher.commands import keys as key_commands
 from launcher.commands import lifecycle as lifecycle_commands
 from launcher.convert import command as convert_command
+from launcher.moved_line import Moved, move
 from launcher.options import OptionError, Values, build
 from router.config import RouterConfig
 from server.config import WorkerConfig
@@ -44,6 +46,7 @@ Start a router and a worker on this machine. Without MODEL: the demo model and i
   curl http://127.0.0.1:8080/generate -H 'Content-Type: application/json' \\
     -d '{"inputs": "Hello", "parameters": {"adapter_id": "pirate"}}'
 
+Options of vLLM, SGLang and LoRAX work, too: docs/guides/move-over.md says what each is.
 Ctrl-C once finishes what runs and stops; twice stops at once.
 """
 ROUTER = """\
@@ -62,18 +65,28 @@ Start a worker: one copy of MODEL on this machine's device, for routers to conne
 With --redis it announces its address to routers itself (--advertise).
 """
 
+VLLM_API_KEY = "VLLM_API_KEY"
+
 Command = Callable[[argparse.Namespace, Mapping[str, str]], None]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Exit codes: 0 done, 1 failed (one sentence on stderr), 2 misused."""
-    arguments = _parser().parse_args(argv)
+    words, moved = list(sys.argv[1:] if argv is None else argv), Moved()
+    if words[:1] == ["serve"]:
+        try:
+            moved = move(words[1:], flags_of(config.serve_options()))
+        except OptionError as error:
+            fail(str(error), 2)
+        words[1:] = moved.words
+    arguments = _parser().parse_args(words)
+    arguments.moved = moved
     command: Command = arguments.command
     try:
         complaint = names.clash()
         if complaint is not None:
             fail(complaint, 1)
-        environ = config.environment()
+        environ = config.environment(moved.environ)
         config.check_variables(environ)
         command(arguments, environ)
     except OptionError as error:
@@ -220,8 +233,19 @@ def _version() -> str:
 def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from launcher.serve import serve
 
-    options = config.serve_options()
-    serve(config.resolve(options, arguments, environ, optional=("model",)), environ)
+    moved: Moved = arguments.moved
+    values = config.resolve(config.serve_options(), arguments, environ, optional=("model",))
+    inherited = {name: text for name, text in environ.items() if name != VLLM_API_KEY}
+    if keys := moved.api_keys or list(filter(None, [environ.get(VLLM_API_KEY)])):
+        if values["keys_file"] is not None or values["auth"] == "none":
+            raise OptionError(f"--api-key ({VLLM_API_KEY}), --keys-file and --auth none: drop one")
+        moved.notes.append("an API key opens all adapters; --keys-file hides keys, and limits them")
+        values["keys_file"] = config.keys_file_of(keys)
+    if moved.is_foreign and values["model"] is None:
+        raise OptionError("MODEL is needed beside options of other servers; write it first")
+    if moved.is_foreign and arguments.host is None and is_loopback(str(values["host"])):
+        moved.notes.append(f"only this machine reaches {values['host']}; --host 0.0.0.0 opens it")
+    serve(values, inherited, moved.notes)
 
 
 def _batch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:

@@ -97,7 +97,8 @@ class Parser(argparse.ArgumentParser):
         if rest:
             option = next((word for word in rest if word.startswith("-")), "").partition("=")[0]
             close = nearest(option, self._option_string_actions) if option else None
-            self.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(close)}")
+            # What follows an unknown option may be a secret.
+            self.error(f"unrecognized arguments: {option or ' '.join(rest)}{did_you_mean(close)}")
         return found, rest
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -115,6 +116,13 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> N
         title = next((t for t, fields in GROUPS.items() if option.field in fields), REST)
         if option.field != "model":
             _add_option(groups[title], option)
+
+
+def flags_of(options: Iterable[Option]) -> dict[str, bool]:
+    """Each flag, and whether a value follows."""
+    parser = Parser()
+    add_options(parser, options)
+    return {flag: action.nargs != 0 for flag, action in parser._option_string_actions.items()}
 
 
 def _add_option(group: "argparse._ArgumentGroup", option: Option) -> None:

@@ -4,6 +4,9 @@ import os
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
+
+import msgspec
 
 from adapters.errors import AdapterError
 from launcher.command_line import GROUPS
@@ -37,7 +40,9 @@ def encode_inline() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def environment() -> Mapping[str, str]:
+def environment(moved: Mapping[str, str]) -> Mapping[str, str]:
+    """moved: variables to be set first, for this process and its children."""
+    os.environ.update(moved)
     return dict(os.environ)
 
 
@@ -186,6 +191,17 @@ def secret_value(field: str, file: str | None, environ: Mapping[str, str]) -> st
     """
     option = next(option for option in (*ROUTER_OPTIONS, API_KEY) if option.field == field)
     return _secret(option, Namespace(**{f"{field}_file": file}), environ)
+
+
+def keys_file_of(keys: Iterable[str]) -> Path:
+    """A keys file in memory, of digests alone, for as long as this process lives."""
+    from router.tenancy.keyring import digest_of
+
+    digests = enumerate(dict.fromkeys(map(digest_of, keys)), 1)
+    entries = [{"id": f"api-key-{number}", "sha256": digest} for number, digest in digests]
+    held = os.memfd_create("keys")
+    os.write(held, msgspec.json.encode({"keys": entries}))
+    return Path(f"/proc/{os.getpid()}/fd/{held}")
 
 
 def read_secret(named: str, source: str) -> str:

@@ -6,7 +6,7 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import httpx
@@ -184,11 +184,15 @@ def _divided(chosen: ServePlan, model: ModelSpec) -> ServePlan:
     return dataclasses.replace(chosen, worker=config, groups=groups)
 
 
-def serve(values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
-    """Blocks until stopped. Raises AddressError, ChildFailed, KeyboardInterrupt, and what
-    `checked_plan` raises, before anything is started."""
+def serve(
+    values: Mapping[str, Values], environ: Mapping[str, str], notes: Iterable[str] = ()
+) -> None:
+    """Blocks until stopped. notes: are said first. Raises AddressError, ChildFailed,
+    KeyboardInterrupt, and what `checked_plan` raises, before anything is started."""
     chosen = checked_plan(values)
     write_lines_as(chosen.router.log_format)
+    for note in notes:
+        say(note)
     warn_if_open(chosen.router, say)
     if chosen.groups.are_several:
         say(chosen.groups.written())

@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from launcher.demo import adapter_paths, model_path
 from tests.grids import sparse
 from tests.ports import free_port
 from tests.tethered import tethered
@@ -22,6 +23,7 @@ from tests.tethered import tethered
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240.0
 PEM = Path(__file__).parents[1] / "adapters" / "self_signed.pem"
+KEY = "sk-written-for-vllm"
 QUICK = ("--executor", 'certify:{"step_s": 0.002}', "--kv-memory", "64MiB")
 
 
@@ -70,7 +72,8 @@ class Serving:
     def generate(self, max_tokens: int = 5) -> httpx.Response:
         body = {"inputs": "hello", "parameters": {"max_new_tokens": max_tokens}}
         url = f"http://127.0.0.1:{self.port}/generate"
-        return httpx.post(url, json=body, timeout=TIMEOUT_S, trust_env=False)
+        key = {"Authorization": f"Bearer {KEY}"}
+        return httpx.post(url, json=body, headers=key, timeout=TIMEOUT_S, trust_env=False)
 
     def child(self, command: str) -> psutil.Process:
         (found,) = [
@@ -103,8 +106,11 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """For tests that leave the server as it was."""
-    with running(tmp_path_factory.mktemp("lasting")) as serving:
+    """For tests that leave the server as it was. Its options are vLLM's."""
+    (name, folder), *_ = adapter_paths().items()
+    line = (f"--model={model_path()}", "--served-model-name=llama", "--enable-lora")
+    line += ("--lora-modules", f"{name}={folder}", "--api_key", KEY)
+    with running(tmp_path_factory.mktemp("lasting"), *line) as serving:
         yield serving
         assert stop(serving, signal.SIGTERM) == 0
 
@@ -186,6 +192,29 @@ def test_a_killed_launcher_leaves_nothing_behind(serving: Serving) -> None:
     serving.process.kill()
     _, alive = psutil.wait_procs(family, TIMEOUT_S)
     assert not alive
+
+
+def test_a_container_written_for_vllm_serves(lasting: Serving) -> None:
+    """The key is on its own command line, and nowhere else."""
+    url = f"http://127.0.0.1:{lasting.port}/v1/"
+    (adapter, *_) = adapter_paths()
+    with httpx.Client(base_url=url, trust_env=False, timeout=TIMEOUT_S) as client:
+        asked = [{"model": m, "prompt": "x", "max_tokens": 2} for m in ("llama", adapter)]
+        assert client.post("completions", json=asked[0]).status_code == 401
+        client.headers["Authorization"] = f"Bearer {KEY}"
+        codes = [client.post("completions", json=body).status_code for body in asked]
+        listed = {entry["id"] for entry in client.get("models").json()["data"]}
+    assert codes == [200, 200]
+    assert {"llama", adapter} <= listed
+    for process in lasting.family():
+        assert KEY not in str((process.cmdline(), process.environ()))
+    assert KEY not in lasting.text
+    for said in (
+        "--enable-lora has no effect here: ",
+        "an API key opens all adapters; --keys-file",
+        "only this machine reaches 127.0.0.1",
+    ):
+        assert f"loraplex: {said}" in lasting.text
 
 
 def failure(

@@ -87,7 +87,6 @@ def _take(moved: Moved, flag: str, values: list[str], row: Elsewhere, arity: Ari
 
 
 def _read(to: str, text: str) -> Sequence[str]:
-    """Values of the option `to`. Raises ValueError."""
     if to == "--adapter" and text.lstrip().startswith(("{", "[")):
         found = json.loads(text)
         return [_adapter(entry) for entry in (found if isinstance(found, list) else [found])]
@@ -107,7 +106,6 @@ def _count(text: str) -> str:
 
 
 def _adapter(entry: object) -> str:
-    """Of JSON as vLLM or SGLang has it. A base's name is in the adapter's config, too."""
     fields = dict(entry) if isinstance(entry, dict) else {}
     fields.pop("base_model_name", None)
     name, path = (fields.pop(k, None) or fields.pop(f"lora_{k}", None) for k in ("name", "path"))

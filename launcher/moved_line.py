@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launcher.options import OptionError
-from launcher.other_servers import FLAGS, Arity, Elsewhere, find
+from launcher.other_servers import FLAGS, Arity, OtherOption, find
 
 _COUNTED = ("--max-context", "--max-running", "--max-step-tokens", "--kv-memory")
 _RENAMING = ("--dtype", "--kv-dtype", "--quantize")
@@ -49,7 +49,7 @@ def move(words: Sequence[str], own: Mapping[str, bool]) -> Moved:
     return moved
 
 
-def _row(flag: str, own: Mapping[str, bool]) -> tuple[Elsewhere, Arity] | None:
+def _row(flag: str, own: Mapping[str, bool]) -> tuple[OtherOption, Arity] | None:
     name = flag.partition(".")[0]  # of a field within an option's JSON
     return None if name in own and name not in FLAGS else find(name) or find(f"--{name[5:]}")
 
@@ -61,7 +61,7 @@ def _values(arity: Arity, left: list[str]) -> Iterator[str]:
         yield left.pop(0)
 
 
-def _take(moved: Moved, flag: str, values: list[str], row: Elsewhere, arity: Arity) -> None:
+def _take(moved: Moved, flag: str, values: list[str], row: OtherOption, arity: Arity) -> None:
     is_off = find(flag.partition(".")[0]) is None
     if row.kind == "void":
         moved.notes.append(f"{flag} has no effect here: {row.why}".replace("`", ""))

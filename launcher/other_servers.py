@@ -128,7 +128,7 @@ there is no such field or route :: --enable-sleep-mode --enable-prompt-embeds --
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class OtherOption:
     """to: our flag, `MODEL` or a variable, of what is taken. harmless: values with which a refused
     option asks for nothing. arities: how many values follow each flag."""
 
@@ -139,13 +139,13 @@ class Elsewhere:
     arities: dict[str, Arity]
 
 
-def _rows(kind: Kind, text: str) -> Iterator[Elsewhere]:
+def _rows(kind: Kind, text: str) -> Iterator[OtherOption]:
     for line in text.replace("\n  ", " ").splitlines():
         head, _, flags = line.partition(" ::")
         said, _, harmless = head.partition(" | ")
         to, _, why = said.partition(": ") if kind == "taken" else ("", "", said)
         arities = {flag.rstrip("!=+"): _arity(flag) for flag in flags.split()}
-        yield Elsewhere(kind, to, why, tuple(harmless.split()), arities)
+        yield OtherOption(kind, to, why, tuple(harmless.split()), arities)
 
 
 def _arity(flag: str) -> Arity:
@@ -157,7 +157,7 @@ ROWS = (*_rows("taken", TAKEN), *_rows("void", VOID), *_rows("refused", REFUSED)
 FLAGS = {flag: row for row in ROWS for flag in row.arities}
 
 
-def find(flag: str) -> tuple[Elsewhere, Arity] | None:
+def find(flag: str) -> tuple[OtherOption, Arity] | None:
     """The row of a flag, and how many values follow; None where none has it."""
     stems = (known for known in FLAGS if known[-1] == "*" and flag.startswith(known[:-1]))
     known = flag if flag in FLAGS else next(stems, None)

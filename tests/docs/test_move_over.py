@@ -7,7 +7,7 @@ import pytest
 
 from launcher.command_line import flags_of
 from launcher.config import serve_options
-from launcher.other_servers import FLAGS, ROWS, Elsewhere
+from launcher.other_servers import FLAGS, ROWS, OtherOption
 
 PAGE = Path(__file__).parents[2] / "docs/guides/move-over.md"
 TITLES = {"taken": "Taken", "void": "Without effect", "refused": "Refused"}
@@ -17,7 +17,7 @@ KEPT = (
 )
 
 
-def line(row: Elsewhere) -> str:
+def line(row: OtherOption) -> str:
     flags = ", ".join(f"`{flag.replace('*', '…')}`" for flag in row.arities)
     harmless = " or ".join(f"`{value}`" for value in row.harmless)
     alone = f"; taken as {harmless}" if harmless else ""

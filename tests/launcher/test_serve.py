@@ -108,8 +108,8 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
 def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """For tests that leave the server as it was. Its options are vLLM's."""
     (name, folder), *_ = adapter_paths().items()
-    line = (f"--model={model_path()}", "--served-model-name=llama", "--enable-lora")
-    line += ("--lora-modules", f"{name}={folder}", "--api_key", KEY)
+    model = (f"--model={model_path()}", "--served-model-name=llama", "--enable-lora")
+    line = (*model, "--lora-modules", f"{name}={folder}", "--api_key", KEY)
     with running(tmp_path_factory.mktemp("lasting"), *line) as serving:
         yield serving
         assert stop(serving, signal.SIGTERM) == 0

@@ -161,7 +161,9 @@ class RouterConfig:
     )
     max_n: int = field(default=8, metadata={"min": 1, "help": "largest n or best_of"})
     max_stop_sequences: int = field(default=16, metadata={"help": "most stop strings a request"})
-    max_logprobs: int = field(default=20, metadata={"help": "most alternatives a token"})
+    max_logprobs: int = field(
+        default=20, metadata={"min": 0, "max": 1 << 16, "help": "most alternatives a token"}
+    )
     request_timeout_s: float = field(
         default=600.0,
         metadata={"min": 0.1, "help": "longest time from a request to its last token"},

@@ -9,7 +9,7 @@ from adapters.merge.recipe import MAX_MEMBERS, MAX_WEIGHT, SIGN_METHODS, STRATEG
 from router.api.lorax.fields import HARMLESS as HARMLESS_BESIDE
 from router.api.messages.request import REFUSED as REFUSED_OF_MESSAGES
 from router.api.messages.tools import REFUSED_OF_TOOL
-from router.api.openai.common import HARMLESS
+from router.api.openai.common import HARMLESS, WHOLE_AT_MINUS_ONE
 from router.api.request.aliases import aliases_of
 from router.api.request.fields import SOURCES
 from router.api.request.formatter import ApiLimits
@@ -155,6 +155,9 @@ def _say_merges(properties: dict[str, Schema]) -> None:
 
 
 def _say_sizes(properties: dict[str, Schema], limits: ApiLimits) -> None:
+    if limits.vocab_size <= limits.max_logprobs:
+        for field in WHOLE_AT_MINUS_ONE:
+            _bound(properties.get(field, {}), "integer", minimum=-1)
     for field, (kind, bound, limit) in _BOUNDS.items():
         _bound(properties.get(field, {}), kind, **{bound: getattr(limits, limit)})
     _bound(properties["logit_bias"], "object", propertyNames=_TOKEN_KEY)

@@ -62,7 +62,7 @@ async def build_prompts(
 
 def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> SamplingParams:
     """The call's sampling with max_tokens set for this prompt, the model's own advice where the
-    caller said nothing, and every id within the vocabulary.
+    caller said nothing, and every id and number of logprobs within the vocabulary.
 
     Raises RequestError (context_length, invalid).
     """
@@ -83,12 +83,18 @@ def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> 
             f"got a prompt of {len(prompt.ids)}{asked}",
             param=_PARAM[call.api],
         )
+    logprobs, read = (
+        None if n is None else min(n, card.vocab_size)
+        for n in (sampling.logprobs, sampling.prompt_logprobs)
+    )
     advised = min(room, int(card.sampling_defaults.get("max_tokens", room)))
     suppressed = dict.fromkeys(card.suppressed_token_ids, _NEVER)
     return msgspec.structs.replace(
         sampling,
         max_tokens=advised if call.max_tokens is None else call.max_tokens,
         logit_bias={**suppressed, **sampling.logit_bias},
+        logprobs=logprobs,
+        prompt_logprobs=read,
     )
 
 

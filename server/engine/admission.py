@@ -7,7 +7,8 @@ from server.engine.executor import ExecutorLimits
 from server.engine.memory.room import pages_held, tokens_that_fit
 from server.protocol import ErrorCode, GenerateRequest, SamplingParams
 
-MAX_TOP_LOGPROBS = 128
+# Alternatives of the tokens of one event, drafts too, must fit a frame.
+MAX_TOP_LOGPROBS = 1 << 16
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_TOKEN_IDS = 256
 MAX_END_TOKEN_IDS = 1024

@@ -73,9 +73,7 @@ UNSAID = (
     Rule(r"POST /v1/files", "a file has bytes", (400,), r"`file`: (it is empty|is needed)"),
     Rule(r"POST /v1/files", "an expiry has both parts", (400,), r"`expires_after\["),
     # Of LoRAX's
-    Rule(
-        _LORAX, "the best of several is drawn, whole", (422,), r"several sequences|with `best_of`"
-    ),
+    Rule(_LORAX, "the best of several is drawn, whole", (422,), r"several sequences"),
     Rule(_LORAX, "what only a whole answer has", (422,), r"not available when streaming"),
     Rule(_LORAX, "what only a stream is", (422,), r"answers of `/generate` are whole"),
     Rule(_LORAX, "weights of merged adapters", (422,), r"weight for each|differ from 0|a density"),

@@ -45,7 +45,8 @@ def generation(url: str, message: str) -> str:
     parts = [*client.generate_stream(message, **EVERYTHING)]
     check(parts[-1].generated_text == whole.generated_text, "streamed text of everything")
     several = {k: v for k, v in EVERYTHING.items() if k != "seed"}
-    check(client.generate(message, best_of=2, **several).details is not None, "best_of")
+    best = client.generate(message, best_of=2, **several).details
+    check(best.best_of_sequences[0].seed == best.seed is not None, "seed of the others")
     likely = client.generate(message, max_new_tokens=3, top_n_tokens=2).details
     check([len(one) for one in likely.top_tokens] == [2] * 3, "likeliest tokens of each")
     check(likely.top_tokens[0][0].id == likely.tokens[0].id, "the likeliest of a greedy answer")

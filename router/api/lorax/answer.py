@@ -210,8 +210,7 @@ class LoraxFormatter:
             generated_text=self._full(result.text),
             finish_reason=finish_reason(result.finish),
             generated_tokens=result.generated_tokens,
-            # Draws go by choice as well: of the others no seed gives the same again.
-            seed=self._seed if result.choice == 0 else None,
+            seed=self._seed,
             prefill=[
                 InputToken(t.token_id, t.token, None if t.logprob is None else finite(t.logprob))
                 for t in self._prompt.tokens

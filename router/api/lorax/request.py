@@ -165,7 +165,6 @@ def _check_best_of(given: LoraxParameters, best_of: int, stream: bool, limits: A
     if best_of > 1:
         require(not stream, "several sequences are not available when streaming", "best_of")
         require(_is_sampling(given), "several sequences need sampling: set `do_sample`", "best_of")
-        require(given.seed is None, "a seed is not available with `best_of` > 1", "seed")
 
 
 def _is_sampling(given: LoraxParameters) -> bool:

@@ -38,6 +38,7 @@ HARMLESS = frozenset(
     + ("moderation", "session_id", "client_metadata")
 )
 LORA_PATH = "lora_path"
+WHOLE_AT_MINUS_ONE = ("logprobs", "top_logprobs", "prompt_logprobs")
 # Tokens that are kept; -1 = as many as fit. Nothing at all is no prompt.
 Truncation = Annotated[int, Meta(ge=-1, le=MAX_INT32, extra_json_schema={"not": {"const": 0}})]
 
@@ -113,8 +114,7 @@ def decode_shared(plain: dict[str, Any], kind: type[S], limits: ApiLimits) -> S:
 
     Raises RequestError.
     """
-    _check_reach(plain, limits)
-    return typed_by_aliases(plain, kind, HARMLESS)
+    return typed_by_aliases(_bounded(plain, limits), kind, HARMLESS)
 
 
 def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:
@@ -257,11 +257,14 @@ def _usage_wanted(request: OpenAIBody) -> UsageIn:
     return "each" if options.continuous_usage_stats else "last"
 
 
-def _check_reach(plain: dict[str, Any], limits: ApiLimits) -> None:
-    """What vLLM and SGLang take and no type states. Raises RequestError."""
-    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
-        all_of_them = same(plain.get(name), -1)
-        most = f"-1 asks for the whole vocabulary; expected at most {limits.max_logprobs}"
-        require(not all_of_them, most, name)
+def _bounded(plain: dict[str, Any], limits: ApiLimits) -> dict[str, Any]:
+    """What vLLM and SGLang take and no type states; -1 logprobs as a number of them. Raises
+    RequestError."""
+    size, most = limits.vocab_size, limits.max_logprobs
+    named = {name for name in WHOLE_AT_MINUS_ONE if same(plain.get(name), -1)}
+    for name in named:
+        asked = f"-1 asks for the whole vocabulary, {size} tokens; `--max-logprobs` is {most}"
+        require(size <= most, asked, name)
     if isinstance(plain.get(LORA_PATH), list):
         raise unsupported(LORA_PATH, "one adapter a request: put its name into `model`")
+    return plain | dict.fromkeys(named, most)

@@ -23,6 +23,7 @@ class ApiLimits(msgspec.Struct, frozen=True):
     sampling_defaults: the model's own. LoRAX routes, which have LoRAX's defaults of a draw, take
     only what has nothing to do with one.
     max_prompts: prompts in one completions request. max_stop_chars: of one stop string.
+    vocab_size: of the base.
     classifies: the base is a classifier.
     """
 
@@ -36,6 +37,7 @@ class ApiLimits(msgspec.Struct, frozen=True):
     max_stop_token_ids: int = 64
     max_logit_bias: int = 1024
     max_logprobs: int = 20
+    vocab_size: int = 2**31
     max_messages: int = 4096
     max_bad_words: int = 256
     sampling_defaults: dict[str, float] = {}
@@ -47,6 +49,7 @@ def limits_from(
     base_names: tuple[str, ...],
     sampling_defaults: dict[str, float],
     classifies: bool = False,
+    vocab_size: int = 2**31,
 ) -> ApiLimits:
     return ApiLimits(
         base_names=base_names,
@@ -55,6 +58,7 @@ def limits_from(
         max_n=config.max_n,
         max_stop_sequences=config.max_stop_sequences,
         max_logprobs=config.max_logprobs,
+        vocab_size=vocab_size,
         sampling_defaults=sampling_defaults,
         classifies=classifies,
     )

@@ -1,6 +1,6 @@
 """Draws the tokens of a step's rows, and the logprobs that requests asked for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -71,29 +71,29 @@ class Sampler:
 
     def _draw(self, rows: ToDraw, places: np.ndarray) -> Drawn:
         """Of rows that draw from as many ids."""
-        device = self.rows.device
         token_ids = self._draws(rows)
         counts = self.parameters.logprobs[rows.seq_rows]
         wanted = np.flatnonzero(counts >= 0)
         if not wanted.size:
             return Drawn(token_ids, ())
+        pieces = (wanted[i : i + LOGITS_ROWS] for i in range(0, wanted.size, LOGITS_ROWS))
+        return Drawn(token_ids, tuple(self._scored(rows, p, places, token_ids) for p in pieces))
+
+    def _scored(
+        self, rows: ToDraw, wanted: np.ndarray, places: np.ndarray, token_ids: torch.Tensor
+    ) -> HostLogprobs:
+        """wanted: which of the rows ask for logprobs, int64 `[n]`; the rest as `_draw` has it."""
+        device, seq_rows = self.rows.device, rows.seq_rows[wanted]
         chosen = token_ids[to_device(wanted, device)].long().clamp(min=0)
-        raw, most = to_device(rows.which[wanted], device), int(counts[wanted].max())
-        asking = rows.seq_rows[wanted]
-        listed = self.parameters.listed(asking)
-        pieces, ids = raw.split(LOGITS_ROWS), chosen.split(LOGITS_ROWS)
-        more = [None] * len(pieces) if listed is None else listed.split(LOGITS_ROWS)
-        parts = [
-            logprobs(rows.logits[piece].float(), own, most, others)
-            for piece, own, others in zip(pieces, ids, more, strict=True)
-        ]
-        found = HostLogprobs(
+        logits = rows.logits[to_device(rows.which[wanted], device)].float()
+        counts = self.parameters.logprobs[seq_rows]
+        found = logprobs(logits, chosen, int(counts.max()), self.parameters.listed(seq_rows))
+        return HostLogprobs(
             places[wanted].tolist(),
-            counts[wanted].tolist(),
-            self.parameters.num_listed[asking].tolist(),
-            _logprobs_to_host(_joined(parts)),
+            counts.tolist(),
+            self.parameters.num_listed[seq_rows].tolist(),
+            _logprobs_to_host(found),
         )
-        return Drawn(token_ids, (found,))
 
     def score(self, piece: ScoredSlice, logits_of: LogitsOf) -> PromptLogprobs:
         count = max(int(self.parameters.prompt_logprobs[piece.seq_row]), 0)
@@ -109,16 +109,6 @@ class Sampler:
             found = replace(logprobs(logits, ids, count, own), ranks=ranks(logits, ids))
             parts.append(_logprobs_to_host(found))
         return PromptLogprobs(piece.place, to_host(targets), tuple(parts))
-
-
-def _joined(parts: Sequence[Logprobs]) -> Logprobs:
-    listed = [part.listed for part in parts if part.listed is not None]
-    return Logprobs(
-        torch.cat([part.chosen for part in parts]),
-        torch.cat([part.top_ids for part in parts]),
-        torch.cat([part.top for part in parts]),
-        listed=torch.cat(listed) if listed else None,
-    )
 
 
 def _logprobs_to_host(values: Logprobs) -> Logprobs:

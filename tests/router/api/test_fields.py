@@ -334,9 +334,26 @@ def test_bounds(path: str, fields: dict[str, Any], param: str) -> None:
 
 def test_minus_one_gets_a_message_about_its_meaning() -> None:
     error = refused(CHAT, logprobs=True, top_logprobs=-1)
-    assert error.message == (
-        "`top_logprobs`: -1 asks for the whole vocabulary; expected at most 20"
-    )
+    assert error.message.startswith("`top_logprobs`: -1 asks for the whole vocabulary, ")
+    assert error.message.endswith(" tokens; `--max-logprobs` is 20")
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "found"),
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": -1}, (20, None)),
+        (CHAT, {"prompt_logprobs": -1}, (None, 20)),
+        (COMPLETIONS, {"logprobs": -1}, (20, None)),
+        (COMPLETIONS, {"logprobs": -1, "echo": True, "prompt_logprobs": 0}, (20, 20)),
+    ],
+)
+def test_minus_one_is_a_small_vocabulary(
+    path: str, asked: dict[str, Any], found: tuple[int | None, int | None]
+) -> None:
+    limits = msgspec.structs.replace(LIMITS, vocab_size=20)
+    module = openai_chat if path == CHAT else openai_completions
+    call = module.parse(json.dumps(MINIMAL[path] | asked).encode(), limits).call
+    assert (call.sampling.logprobs, call.sampling.prompt_logprobs) == found
 
 
 def test_salts_show_nothing() -> None:

@@ -121,7 +121,7 @@ def test_best_of_is_ranked() -> None:
     answer = json.loads(formatter(details=True, best_of=3, do_sample=True).whole(results, [PROMPT]))
     assert answer["generated_text"] == "best"
     others = answer["details"]["best_of_sequences"]
-    assert [answer["details"]["seed"], *(other["seed"] for other in others)] == [None, 7, None]
+    assert [answer["details"]["seed"], *(other["seed"] for other in others)] == [7, 7, 7]
 
 
 def test_stream() -> None:

@@ -1,11 +1,12 @@
 """Fields of a request that reach the worker and come back, over HTTP."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.router.fake_worker import BASE_NAME, MAX_CONTEXT, FakeWorker, ids_of
-from tests.router.serving import Running
+from tests.router.serving import Running, running_router
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -69,6 +70,16 @@ async def test_prompt_logprobs_are_reported(router: Running, worker: FakeWorker)
     chat = await post(router, CHAT, prompt_logprobs=2)
     assert len(chat["prompt_logprobs"]) == len("<user>ab<assistant>")
     assert worker.requests[-1].sampling.prompt_logprobs == 2
+
+
+async def test_minus_one_is_the_whole_vocabulary(tmp_path: Path, worker: FakeWorker) -> None:
+    asked = {"prompt": "ab", "logprobs": -1, "prompt_logprobs": -1}
+    for most, status in ((worker.card.vocab_size - 1, 400), (worker.card.vocab_size + 5, 200)):
+        async with running_router(tmp_path, worker, max_logprobs=most) as router:
+            answer = await router.client.post(COMPLETIONS, json={"model": BASE_NAME, **asked})
+            assert answer.status_code == status
+    sampling = worker.requests[-1].sampling
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (worker.card.vocab_size,) * 2
 
 
 @pytest.mark.parametrize(("path", "prefix"), [(CHAT, "chatcmpl"), (COMPLETIONS, "cmpl")])

@@ -67,7 +67,7 @@ HUGE = 2**62
         ("vector", VectorParams("scores")),
         ("vector", VectorParams()),
         ("logprobs", -1),
-        ("logprobs", 129),
+        ("logprobs", (1 << 16) + 1),
         ("prompt_logprobs", -1),
         ("adapter", ""),
         ("choice", -1),

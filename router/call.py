@@ -212,6 +212,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     """One API request, validated as far as is possible without the model.
 
     prompts: texts or token ids; exactly one for chat (then `messages` is set and prompts is empty).
+    further: conversations behind `messages`, each a prompt of its own.
     adapter: None = the base. sampling.max_tokens is not yet resolved: see max_tokens.
     max_tokens: None = all that fits. n: choices to return a prompt; best_of >= n: to generate.
     stop: stop strings. include_stop: keep them in the text (LoRAX does, OpenAI does not).
@@ -247,6 +248,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     truncate: int | None = None
     truncate_keeps: PromptEnd = "last"
     user: str | None = None
+    further: tuple[list[dict[str, Any]], ...] = ()
     template: TemplateOptions = TemplateOptions()
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True

@@ -9,6 +9,7 @@ from adapters.merge.recipe import MAX_MEMBERS, MAX_WEIGHT, SIGN_METHODS, STRATEG
 from router.api.lorax.fields import HARMLESS as HARMLESS_BESIDE
 from router.api.messages.request import REFUSED as REFUSED_OF_MESSAGES
 from router.api.messages.tools import REFUSED_OF_TOOL
+from router.api.openai.chat import OF_ONE
 from router.api.openai.common import HARMLESS, WHOLE_AT_MINUS_ONE
 from router.api.request.aliases import aliases_of
 from router.api.request.fields import SOURCES
@@ -36,7 +37,13 @@ _CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "Lora
 _INPUT_BODIES = ("EmbeddingsBody", "ClassifyBody", "PoolingBody")
 _READ_BODIES = (*_INPUT_BODIES, "ScoreBody", "RerankBody", "CohereEmbedBody")
 _MESSAGES_BODIES = ("MessagesBody", "CountTokensBody")
-_OPENAI_BODIES = ("ChatBody", "TokenizeChatBody", "TokenizePromptBody", "CompletionsBody")
+_OPENAI_BODIES = (
+    "ChatBody",
+    "BatchChatBody",
+    "TokenizeChatBody",
+    "TokenizePromptBody",
+    "CompletionsBody",
+)
 _SIZED = (
     *(*_OPENAI_BODIES, *_MESSAGES_BODIES),
     *("LoraxParameters", "ResponsesBody", "SglangSampling"),
@@ -113,6 +120,10 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     _say_flat_tool(components["FlatTool"])
     _say_messages(components, limits)
     components["Message"] = _message(components["Message"])
+    several = components["BatchChatBody"]["properties"]
+    several["messages"]["items"] |= {"minItems": 1, "maxItems": limits.max_messages}
+    several["messages"]["maxItems"] = limits.max_prompts
+    several |= {name: {"enum": [None, *field.neutral]} for name, field in OF_ONE.items()}
     for name in (*_OPENAI_BODIES, *_READ_BODIES, *_MESSAGES_BODIES, "ResponsesBody", "SglangBody"):
         properties = components[name]["properties"]
         properties |= {alias: properties[own] for alias, own in aliases_of(properties).items()}

@@ -232,7 +232,9 @@ class Dispatcher:
     async def _enter(self, authorised: AuthorisedRequest, charge: Charge) -> None:
         """Its place, before work is done for it: to refuse must be cheap. Raises as `_admit`."""
         call = authorised.call
-        self._check_room(authorised.tenant, max(1, len(call.prompts)) * call.best_of, 0)
+        self._check_room(
+            authorised.tenant, max(1 + len(call.further), len(call.prompts)) * call.best_of, 0
+        )
         await charge.enter()
 
     async def _resolve(

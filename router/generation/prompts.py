@@ -45,19 +45,30 @@ async def build_prompts(
     Raises RequestError (template_error, context_length, invalid, unsupported).
     """
     if call.messages is not None:
-        try:
-            found = await render_messages(call.messages, call.template, model, template, sandbox)
-        except RequestError as error:
-            raise error.spelled(_CHAT_FIELDS.get(call.api, {})) from error
-        text = found.text
-        prompt = await model.turns.run(
-            len(text), lambda: _encode(call, model, text, _PARAM[call.api])
-        )
-        return [msgspec.structs.replace(prompt, rendered=found)]
+        return [
+            await _chat_prompt(call, messages, model, template, sandbox)
+            for messages in (call.messages, *call.further)
+        ]
     size = sum(len(prompt) for prompt in call.prompts)
     return await model.turns.run(
         size, lambda: [_build(call, model, prompt) for prompt in call.prompts]
     )
+
+
+async def _chat_prompt(
+    call: GenerationCall,
+    messages: list[dict[str, Any]],
+    model: TextModel,
+    template: AdapterTemplate | None,
+    sandbox: TemplateSandbox,
+) -> Prompt:
+    try:
+        found = await render_messages(messages, call.template, model, template, sandbox)
+    except RequestError as error:
+        raise error.spelled(_CHAT_FIELDS.get(call.api, {})) from error
+    text = found.text
+    prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
+    return msgspec.structs.replace(prompt, rendered=found)
 
 
 def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> SamplingParams:

@@ -35,11 +35,16 @@ class CompatMetrics:
 
     def declare(self, meters: Meters) -> None:
         """meters: with the prefix `vllm:`."""
+        fleet = self._fleet
         for name, text, read in (
-            ("num_requests_waiting", "Sequences that wait here or at a worker", self._waiting),
+            (
+                "num_requests_waiting",
+                "Sequences that wait here or at a worker",
+                partial(waiting, fleet),
+            ),
             ("num_requests_running", "Sequences being computed", self._running),
-            ("kv_cache_usage_perc", "KV pages in use, 1 = all", self._kv_usage),
-            ("gpu_cache_usage_perc", "The same, by its former name", self._kv_usage),
+            ("kv_cache_usage_perc", "KV pages in use, 1 = all", partial(kv_usage, fleet)),
+            ("gpu_cache_usage_perc", "The same, by its former name", partial(kv_usage, fleet)),
         ):
             meters.rows(name, "gauge", text, _MODEL, partial(self._of_model, read))
         meters.rows(
@@ -71,17 +76,10 @@ class CompatMetrics:
 
     @property
     def _statuses(self) -> list[WorkerStatus]:
-        return [s.status for s in self._fleet.sessions if s.status is not None]
-
-    def _waiting(self) -> float:
-        return len(self._fleet.queue) + sum(status.waiting for status in self._statuses)
+        return statuses(self._fleet)
 
     def _running(self) -> float:
         return sum(status.running for status in self._statuses)
-
-    def _kv_usage(self) -> float:
-        total = sum(status.total_pages for status in self._statuses)
-        return 1 - sum(status.free_pages for status in self._statuses) / total if total else 0.0
 
     def _resident(self) -> Counter[str]:
         return Counter(digest for status in self._statuses for digest in status.resident)
@@ -112,6 +110,21 @@ class CompatMetrics:
         by_reference = (use for use in self._use.in_use() if use.alias is None)
         named = (use.name for use in by_reference if use.digest in resident)
         return found | {name: False for name in named if name not in found}
+
+
+def statuses(fleet: Fleet) -> list[WorkerStatus]:
+    return [s.status for s in fleet.sessions if s.status is not None]
+
+
+def waiting(fleet: Fleet) -> float:
+    """Sequences, here and at workers."""
+    return float(len(fleet.queue) + sum(status.waiting for status in statuses(fleet)))
+
+
+def kv_usage(fleet: Fleet) -> float:
+    """Of all KV pages, 1 = all."""
+    total = sum(status.total_pages for status in statuses(fleet))
+    return 1 - sum(status.free_pages for status in statuses(fleet)) / total if total else 0.0
 
 
 def listed(names: Iterable[str]) -> str:

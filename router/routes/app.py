@@ -114,6 +114,7 @@ def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
         _post("/invocations", routes.invocations),
         _post("/v1/completions", routes.completions),
         _post("/v1/chat/completions", routes.chat),
+        _post("/v1/chat/completions/batch", routes.chat_batch),
         _post("/v1/responses", routes.responses),
         _post("/v1/messages", with_api_key(routes.messages)),
     ]

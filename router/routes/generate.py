@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from router.api import sagemaker
+from router.api.load_report import LOAD_FORMAT, load_headers
 from router.api.lorax import request as lorax
 from router.api.messages import request as messages
 from router.api.openai import chat as openai_chat
@@ -16,6 +17,7 @@ from router.api.responses import request as responses
 from router.api.sglang import request as sglang
 from router.generation.way_in import Parse
 from router.http.sse import takes_events
+from router.operations.compat_metrics import kv_usage, waiting
 from router.routes.info import InfoRoutes
 from router.routes.operator import Endpoint
 from router.service import Service
@@ -28,8 +30,9 @@ class GenerateRoutes:
         self._service = service
         self._info = info
         self.generate_stream = self._fixed(partial(lorax.parse, route="/generate_stream"))
-        self.completions = self._fixed(openai_completions.parse)
-        self.chat = self._fixed(openai_chat.parse)
+        self.completions = self._with_load(self._fixed(openai_completions.parse))
+        self.chat = self._with_load(self._fixed(openai_chat.parse))
+        self.chat_batch = self._fixed(openai_chat.parse_batch)
         self.responses = self._fixed(responses.parse)
         self.messages = self._fixed(messages.parse)
         self._generate_or_stream = self._fixed(partial(lorax.parse, route="/"))
@@ -72,6 +75,17 @@ class GenerateRoutes:
             return await self._answer(request, parse)
 
         return endpoint
+
+    def _with_load(self, endpoint: Endpoint) -> Endpoint:
+        """With the workers' load in a header, where the caller asks for one."""
+
+        async def answer(request: Request) -> Response:
+            response = await endpoint(request)
+            fleet, form = self._service.fleet, request.headers.get(LOAD_FORMAT, "")
+            response.headers.update(load_headers(form, waiting(fleet), kv_usage(fleet)))
+            return response
+
+        return answer
 
     async def _answer(self, request: Request, parse: Parse) -> Response:
         return await answered(self._service, request, parse)

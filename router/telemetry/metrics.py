@@ -20,6 +20,7 @@ from server.protocol import ErrorCode
 GENERATION_PATHS = (
     *("/", "/generate", "/generate_stream", "/invocations"),
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    "/v1/chat/completions/batch",
     *("/v1/embeddings", "/embed", "/classify", "/classify_batch"),
     *("/pooling", "/v2/embed"),
     *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),

@@ -37,7 +37,7 @@ from router.api.lorax.request import LoraxBody
 from router.api.messages.answer import MessageObject
 from router.api.messages.request import CountTokensBody, MessagesBody, TokenCount
 from router.api.messages.stream import MessageEvent
-from router.api.openai.chat import ChatBody
+from router.api.openai.chat import BatchChatBody, ChatBody
 from router.api.openai.chat_answer import ChatChunk, ChatCompletion
 from router.api.openai.completions import CompletionsBody
 from router.api.openai.completions_answer import Completion
@@ -263,6 +263,12 @@ OPERATIONS: tuple[Operation, ...] = (
         ChatCompletion,
         ChatChunk,
         done=True,
+    ),
+    _post(
+        "/v1/chat/completions/batch",
+        "Answer several conversations (vLLM)",
+        BatchChatBody,
+        ChatCompletion,
     ),
     _post(
         "/v1/responses",

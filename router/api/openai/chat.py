@@ -7,12 +7,20 @@ import msgspec
 from adapters.chat.conversation import ReasoningEffort, TemplateOptions, Verbosity
 from router.api.openai.answer import ReasoningSent
 from router.api.openai.chat_answer import ChatFormatter
-from router.api.openai.common import OpenAIBody, adapter_of, decode_openai, options_of, sampling_of
+from router.api.openai.common import (
+    OpenAIBody,
+    adapter_of,
+    decode_openai,
+    options_of,
+    sampling_of,
+    typed_openai,
+)
 from router.api.openai.shape import with_shape
-from router.api.request.body import require
+from router.api.request.body import decode_plain, require
 from router.api.request.chat_messages import Message, to_template
 from router.api.request.fields import NonNegative, Positive
 from router.api.request.formatter import ApiLimits, ApiRequest
+from router.api.request.known_elsewhere import Elsewhere, check_refused
 from router.api.request.tool_fields import OfferedTools, ToolChoice, for_template, tools_of
 from router.call import GenerationCall
 from router.tools.tools import Tools
@@ -51,6 +59,31 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     stream_reasoning: bool | None = None
 
 
+class BatchChatBody(ChatBody, frozen=True, kw_only=True):
+    """vLLM's. messages: conversations, each with its own choice. Without streams, tools, echo and
+    several answers of one."""
+
+    messages: list[list[Message]]  # type: ignore[assignment]  # where a chat has one
+
+
+# What one conversation alone has, by what asks for nothing beside null.
+OF_ONE = {
+    "stream": Elsewhere((False,), "answers of several conversations are whole"),
+    "n": Elsewhere((1,), "each conversation has one choice"),
+    **dict.fromkeys(("tools", "echo"), Elsewhere((False, []), "`/v1/chat/completions` has it")),
+}
+
+
+def parse_batch(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
+    """Raises RequestError."""
+    plain = decode_plain(body)
+    check_refused(plain, OF_ONE)
+    request = typed_openai(plain, BatchChatBody, limits)
+    most, got = limits.max_prompts, len(request.messages)
+    require(0 < got <= most, f"expected 1 to {most} conversations, got {got}", "messages")
+    return request_of(request, limits, bearer)
+
+
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Raises RequestError."""
     return request_of(decode_openai(body, ChatBody, limits), limits, bearer)
@@ -58,12 +91,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
 
 def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiRequest:
     """Raises RequestError."""
-    require(request.messages, "expected at least one message", "messages")
-    require(
-        len(request.messages) <= limits.max_messages,
-        f"expected at most {limits.max_messages} messages, got {len(request.messages)}",
-        "messages",
-    )
+    first, *further = _conversations(request, limits)
     n = request.n or 1
     sampling = sampling_of(
         request,
@@ -79,7 +107,8 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiR
     call = GenerationCall(
         api="chat",
         prompts=(),
-        messages=to_template(request.messages),
+        messages=first,
+        further=tuple(further),
         adapter=adapter_of(request, limits, bearer),
         sampling=sampling,
         max_tokens=request.max_tokens,
@@ -98,6 +127,18 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiR
         named_call=tools is not None and tools.named,
     )
     return ApiRequest(call, ChatFormatter, options)
+
+
+def _conversations(request: ChatBody, limits: ApiLimits) -> list[list[dict[str, Any]]]:
+    """As templates take them. Raises RequestError."""
+    given = [("messages", request.messages)]
+    if isinstance(request, BatchChatBody):
+        given = [(f"messages[{i}]", messages) for i, messages in enumerate(request.messages)]
+    most = limits.max_messages
+    for where, messages in given:
+        got = len(messages)
+        require(0 < got <= most, f"expected 1 to {most} messages, got {got}", where)
+    return [to_template(messages, where) for where, messages in given]
 
 
 def _reasoning_sent(request: ChatBody) -> ReasoningSent:

@@ -210,7 +210,7 @@ class ChatFormatter(OpenAIFormatter):
         """Raises RequestError (incomplete)."""
         choices = [
             ChatChoice(
-                result.choice,
+                result.prompt_index * self._options.n + result.choice,
                 self._message(result),
                 self._logprobs(result.tokens),
                 self._finish_reason(result.finish, bool(result.calls)),
@@ -227,8 +227,8 @@ class ChatFormatter(OpenAIFormatter):
             self._fingerprint,
             choices,
             self._usage_of(results, prompts),
-            self._prompt_logprobs(prompts[0]),
-            self._options.ids(prompts[0].token_ids),
+            self._prompt_logprobs(prompts[0]) if len(prompts) == 1 else None,
+            self._options.ids(prompts[0].token_ids) if len(prompts) == 1 else None,
         )
         return encode(answer)
 

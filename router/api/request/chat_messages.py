@@ -51,14 +51,14 @@ class Message(msgspec.Struct, frozen=True):
     function_call: FunctionCall | None = None
 
 
-def to_template(messages: list[Message]) -> list[dict[str, Any]]:
+def to_template(messages: list[Message], where: str = "messages") -> list[dict[str, Any]]:
     """Plain dicts as `adapters.chat.conversation.shaped` takes them; null fields are left out.
 
     Raises RequestError.
     """
-    messages = _with_tool_calls(messages)
+    messages = _with_tool_calls(messages, where)
     check_size("".join(_spelled_arguments(messages)).encode())
-    return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_plain(message, f"{where}[{i}]") for i, message in enumerate(messages)]
 
 
 def _plain(message: Message, where: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
     return plain
 
 
-def _with_tool_calls(messages: list[Message]) -> list[Message]:
+def _with_tool_calls(messages: list[Message], where: str) -> list[Message]:
     """With calls of functions and their results as calls of tools, by ids that all templates take.
 
     Raises RequestError.
@@ -87,12 +87,12 @@ def _with_tool_calls(messages: list[Message]) -> list[Message]:
         call = message.function_call
         if call is not None:
             beside = "goes with no `tool_calls`"
-            require(not message.tool_calls, beside, f"messages[{i}].function_call")
+            require(not message.tool_calls, beside, f"{where}[{i}].function_call")
             call_id = f"call{i:05}"
             calls = [MessageToolCall(call, call_id)]
             message = msgspec.structs.replace(message, tool_calls=calls, function_call=None)
         elif message.role == "function":
-            require(message.name is not None, "is needed", f"messages[{i}].name")
+            require(message.name is not None, "is needed", f"{where}[{i}].name")
             message = msgspec.structs.replace(message, role="tool", tool_call_id=call_id)
         found.append(message)
     return found

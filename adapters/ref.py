@@ -22,7 +22,7 @@ _QUOTED = rf"(?:[{_PLAIN}]|%[0-9A-F]{{2}}){{1,255}}"
 _HOST = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?(?::[1-9][0-9]{0,4})?"
 _BUCKET = r"[a-z0-9][a-z0-9.-]{2,62}"
 _NAMES: dict[RefSource, re.Pattern[str]] = {
-    "alias": re.compile(_WORD),
+    "alias": re.compile(rf"{_WORD}(?:/{_WORD})?"),
     "hub": re.compile(rf"{_WORD}(?:/{_WORD}(?:/{_SEGMENT})*)?"),
     "local": re.compile(rf"/?{_QUOTED}(?:/{_QUOTED})*"),
     "s3": re.compile(rf"{_BUCKET}(?:/{_SEGMENT})+"),
@@ -127,20 +127,24 @@ def shown_place(ref: AdapterRef) -> str:
 
 def is_name(text: str) -> bool:
     """Whether an adapter could be registered under it."""
-    return bool(_NAMES["alias"].fullmatch(text)) and _well_formed("alias", text)
+    source: RefSource = "hub" if "/" in text else "alias"
+    is_short, fits = len(text) <= _MAX_NAME, _NAMES["alias"].fullmatch(text)
+    return is_short and bool(fits) and _well_formed(source, text)
 
 
 def name_fault(text: str) -> str | None:
     """Why no adapter can be registered under it, or None: the first character at fault is named."""
     if is_name(text):
         return None
-    allowed = "a-z, A-Z, 0-9, '.', '_' and '-' are"
+    allowed = "a-z, A-Z, 0-9, '.', '_', '-' and one '/' are"
     for character in text:
-        if not re.fullmatch("[A-Za-z0-9._-]", character):
+        if not re.fullmatch("[A-Za-z0-9._/-]", character):
             return f"{ascii(character)} is not allowed in a name: {allowed}"
     if not text or not text[0].isalnum():
         return f"a name begins with a letter or digit; got {text[:1]!r}"
-    return "a name has no '..'" if ".." in text else f"a name has at most {_MAX_NAME} characters"
+    if ".." in text or len(text) > _MAX_NAME:
+        return f"a name has no '..' and at most {_MAX_NAME} characters"
+    return "a name with a '/' is written as the Hub writes owner/name"
 
 
 def is_owner(text: str) -> bool:

@@ -104,8 +104,9 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     components["LoraxBody"]["properties"] |= {field: {} for field in HARMLESS_BESIDE}
     components["LoraxParameters"]["properties"] |= _UNSERVED
     _bound(components["LoraxParameters"]["properties"]["seed"], "integer", maximum=2**64 - 1)
+    word = "[A-Za-z0-9][A-Za-z0-9._-]*"
     for name, field in _NAMED:
-        components[name]["properties"][field] |= {"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"}
+        components[name]["properties"][field] |= {"pattern": f"^{word}(/{word})?$"}
     formats = {"enum": [None, "auto", *FORMATS]}
     components["RegisterBody"]["properties"]["tool_format"] = formats
     components["CompletionsBody"]["properties"]["prompt"] = _prompts(limits.max_prompts)

@@ -4,7 +4,9 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Sequence
+from urllib.parse import unquote
 
+from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,6 +20,8 @@ logger = logging.getLogger(__name__)
 _ID_HEADER = b"x-request-id"
 # As Anthropic's clients read it.
 _ANTHROPIC_ID_HEADER = b"request-id"
+# Below it paths have names of adapters.
+_NAMED = "/v1/adapters/"
 _CLOSE = ((b"connection", b"close"),)
 _ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")
 
@@ -49,6 +53,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        _keep_slashes(scope)
         request = self._log.begin(_request_id(scope), scope)
         answer = _Answer(send, request, _id_headers(scope["path"]), self._closing)
         scope.setdefault("state", {})["request_id"] = answer.request_id
@@ -97,6 +102,20 @@ class _Answer:
             if self._traceparent is not None:
                 message["headers"].append((b"traceparent", self._traceparent.encode()))
         await self._send(message)
+
+
+def _keep_slashes(scope: Scope) -> None:
+    """A slash that is written `%2F` belongs to an adapter's name, and parts no path."""
+    raw: bytes = scope.get("raw_path") or b""
+    if scope["path"].startswith(_NAMED) and b"%2f" in raw.lower():
+        kept = re.sub(rb"%2f", b"%252F", raw, flags=re.I)
+        scope["path"] = unquote(kept.decode("ascii"))
+
+
+def path_name(request: Request) -> str:
+    """The name of an adapter in a request's path."""
+    name: str = request.path_params["name"]
+    return name.replace("%2F", "/")
 
 
 def _id_headers(path: str) -> tuple[bytes, ...]:

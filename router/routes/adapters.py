@@ -34,6 +34,7 @@ from router.api.request.body import decode_body, require
 from router.api.sglang.info import LoadedAdapters
 from router.call import RequestError, Secret
 from router.http.body import BodyLimits, read_json_body
+from router.http.edge import path_name
 from router.names.owned_name import OwnedName
 from router.names.registration import Registration, RegistrationRequest
 from router.names.rollout_moves import running
@@ -257,7 +258,8 @@ class AdapterRoutes:
 def _named(request: Request) -> OwnedName:
     """The name in the path, of `?tenant` if it says one. Raises RequestError."""
     tenant = request.state.tenant = parse_tenant(request.query_params) or ""
-    return OwnedName(request.path_params["name"], tenant)
+    request.state.target = path_name(request)
+    return OwnedName(path_name(request), tenant)
 
 
 def _named_in_body(request: Request, name: str, tenant: str | None) -> OwnedName:

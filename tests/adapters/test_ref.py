@@ -146,7 +146,7 @@ def test_accepted(text: str, default: RefSource, expected: AdapterRef) -> None:
             "a|b",
         ),
         *(
-            "alias:a/b",
+            "alias:a/b/c",
             "alias:a@x",
             "pirate@v1",
             "local:pirate@main",
@@ -199,10 +199,9 @@ def test_any_text_is_a_reference_or_bad_ref(text: str, default: RefSource) -> No
 
 @given(st.from_regex(r"[A-Za-z0-9._:@/+ -]{0,12}", fullmatch=True) | st.text(max_size=120))
 def test_a_name_is_what_spells_itself(text: str) -> None:
-    named = refusal(lambda: parse_ref(text)) is None and parse_ref(text) == AdapterRef(
-        "alias", text
-    )
-    assert is_name(text) == named
+    source: RefSource = "hub" if "/" in text else "alias"
+    named = refusal(lambda: parse_ref(text)) is None and parse_ref(text) == AdapterRef(source, text)
+    assert is_name(text) == (named and len(text) <= 96)
 
 
 @given(st.text(max_size=100) | st.text("aB3._-+", max_size=100))
@@ -213,12 +212,16 @@ def test_a_name_has_a_fault_or_is_one(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("a+b", "'+' is not allowed in a name: a-z, A-Z, 0-9, '.', '_' and '-' are"),
+        ("a+b", "'+' is not allowed in a name: a-z, A-Z, 0-9, '.', '_', '-' and one '/' are"),
         ("caf\u00e9", "'\\xe9' is not allowed"),
         ("-a", "begins with a letter or digit; got '-'"),
         ("", "begins with a letter or digit; got ''"),
         ("a..b", "no '..'"),
         ("a" * 97, "at most 96 characters"),
+        ("a/" + "b" * 95, "at most 96 characters"),
+        ("a/b/c", "as the Hub writes owner/name"),
+        ("org/", "as the Hub writes owner/name"),
+        ("org/x.git", "as the Hub writes owner/name"),
     ],
 )
 def test_the_character_at_fault_is_named(name: str, why: str) -> None:

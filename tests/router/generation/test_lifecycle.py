@@ -75,7 +75,7 @@ async def test_register_by_parts(router: Running, worker: FakeWorker) -> None:
     ("body", "status", "words"),
     [
         ({"name": "x"}, 400, "give ref"),
-        ({"name": "a/b", "ref": "org/one"}, 400, "is not allowed in a name"),
+        ({"name": "a/b/c", "ref": "org/one"}, 400, "as the Hub writes owner/name"),
         ({"name": "x", "ref": "plain"}, 400, "names no source"),
         ({"name": "x", "ref": "org/one", "id": "org/two"}, 400, "give it, or"),
         ({"name": "x", "ref": "org/one", "pinned": True}, 400, "pinned"),

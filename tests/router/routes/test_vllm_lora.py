@@ -73,6 +73,27 @@ async def test_what_was_unloaded_is_not_found(router: Running) -> None:
     assert await generate(router) == 200
 
 
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [("team/sql-v2", ONE), ("org/one", "hub:org/two"), ("a.b/rollout", ONE), ("x/load", ONE)],
+)
+async def test_a_name_may_have_a_slash(router: Running, name: str, path: str) -> None:
+    """In a path it is escaped; a reference of the same words means the registered adapter."""
+    one = f"/v1/adapters/{name.replace('/', '%2F')}"
+    assert (await load(router, name, path)).status_code == 200
+    assert await generate(router, name) == 200
+    shown = await router.client.get(one)
+    assert (shown.status_code, shown.json()["id"]) == (200, name)
+    assert shown.json()["ref"].startswith(path)
+    assert (await router.client.get(one.replace("%2F", "%2f") + "/history")).status_code == 200
+    assert (await router.client.get(f"/v1/models/{name}")).json()["id"] == name
+    assert (await router.client.post(f"{one}/unload")).status_code == 200
+    assert await generate(router, name) == 409
+    assert (await router.client.post(f"{one}/load")).status_code == 200
+    assert (await router.client.delete(one)).status_code == 200
+    assert await generate(router, name) == 410
+
+
 async def test_what_an_operator_unloaded_is_loaded_again(router: Running) -> None:
     await load(router)
     assert (await router.client.post("/v1/adapters/mine/unload")).status_code == 200
@@ -142,7 +163,7 @@ async def test_a_load_that_finds_no_room_registers_nothing(
         ("load", {"lora_name": "mine"}, "lora_path"),
         ("load", {"lora_name": "mine", "lora_path": ""}, "lora_path"),
         ("load", {"lora_name": "mine", "lora_path": "mine"}, "lora_path"),
-        ("load", {"lora_name": "a/b", "lora_path": ONE}, "lora_name"),
+        ("load", {"lora_name": "a/b/c", "lora_path": ONE}, "lora_name"),
         ("load", {"lora_name": "mine", "lora_path": ONE, "load_in_place": True}, "load_in_place"),
         ("unload", {}, "lora_name"),
         ("unload", {"lora_name": "mine", "surprise": 1}, "surprise"),

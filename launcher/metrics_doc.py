@@ -28,9 +28,10 @@ Histograms end in `_bucket`, `_sum` and `_count`.
   registered adapters) come as they go. [Add a metric](../guides/add-a-metric.md) shows how.
 """
 _COMPAT = """\
-With `--metrics-compat` a router also answers with the names that llm-d and the Gateway API
-Inference Extension read from vLLM's model servers. They can then pick among routers as they pick
-among those servers: `loraplex serve` in a pod, or a router with workers of its own.
+With `--metrics-compat` a router also answers with the names that llm-d, the Gateway API
+Inference Extension, dashboards and autoscalers read from vLLM's model servers. Gateways can then
+pick among routers as they pick among those servers: `loraplex serve` in a pod, or a router with
+workers of its own. Most names show a metric of this page once more; `engine` is always `0`.
 
 - An adapter that requests name by reference is listed as they wrote it, while they run, after the
   registered ones. A comma in it is `%2C`. At most 512 names are listed.
@@ -55,7 +56,8 @@ def compat_meters() -> Meters:
     service = build_service(RouterConfig(workers=()), CollectorRegistry(), HubSource())
     meters = Meters(CollectorRegistry(), COMPAT_PREFIX)
     aliases = service.catalog.rules.aliases
-    CompatMetrics(service.base, service.fleet, aliases, service.admin.use).declare(meters)
+    compat = CompatMetrics(service.base, service.fleet, aliases, service.admin.use)
+    compat.declare(meters, service.metrics)
     return meters
 
 

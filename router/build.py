@@ -254,7 +254,7 @@ def _declare_gauges(service: Service, registry: CollectorRegistry) -> None:
         compat = CompatMetrics(
             service.base, fleet, service.catalog.rules.aliases, service.admin.use
         )
-        compat.declare(Meters(registry, COMPAT_PREFIX))
+        compat.declare(Meters(registry, COMPAT_PREFIX), metrics)
     metrics.meters.watch("connections_open", "Connections of clients", lambda: door.open)
 
 

@@ -243,7 +243,7 @@ class RouterConfig:
     )
     metrics_compat: bool = field(
         default=False,
-        metadata={"help": "also the metrics that llm-d and Gateway API read from vLLM's servers"},
+        metadata={"help": "also the metrics that gateways and dashboards read from vLLM's servers"},
     )
     drain_delay_s: float = field(
         default=0.0,

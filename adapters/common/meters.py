@@ -29,6 +29,7 @@ STEP_BUCKETS_S = (
     *(0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01, 0.012, 0.014, 0.016),
     *(0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
+TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 COUNT_BUCKETS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 LOOP_LAG_INTERVAL_S = 0.25
 
@@ -37,6 +38,8 @@ Kind = Literal["counter", "gauge", "histogram"]
 Labels = Mapping[str, Sequence[str]]
 # Label values and the value of one series.
 Row = tuple[tuple[str, ...], float]
+# What follows a family's name, labels and value of one sample.
+NamedSample = tuple[str, Mapping[str, str], float]
 NO_LABELS: Labels = {}
 M = TypeVar("M", Counter, Gauge, Histogram)
 
@@ -59,6 +62,7 @@ class Meters(Collector):
         self.declared: list[DeclaredMetric] = []
         self._registry = registry
         self._prefix = prefix
+        self._sampled: list[tuple[DeclaredMetric, Callable[[], Iterable[NamedSample]]]] = []
         self._read: list[tuple[DeclaredMetric, Callable[[], Iterable[Row]]]] = []
         registry.register(self)
 
@@ -96,6 +100,18 @@ class Meters(Collector):
         self._declare(f"{name}{suffix}", kind, text, labels)
         self._read.append((self.declared[-1], read))
 
+    def samples(
+        self,
+        name: str,
+        kind: Kind,
+        text: str,
+        labels: Labels,
+        read: Callable[[], Iterable[NamedSample]],
+    ) -> None:
+        """A family of any kind whose samples are read at each scrape. name: without `_total`."""
+        self._declare(f"{name}{'_total' * (kind == 'counter')}", kind, text, labels)
+        self._sampled.append((self.declared[-1], read))
+
     def collect(self) -> Iterator[Metric]:
         for declared, read in self._read:
             family = CounterMetricFamily if declared.kind == "counter" else GaugeMetricFamily
@@ -103,6 +119,12 @@ class Meters(Collector):
             for labels, value in read():
                 metric.add_metric(labels, value)
             yield metric
+        for declared, sampled in self._sampled:
+            name = declared.name.removesuffix("_total" if declared.kind == "counter" else "")
+            made = Metric(name, declared.text, declared.kind)
+            for ending, named, sample in sampled():
+                made.add_sample(f"{name}{ending}", dict(named), sample)
+            yield made
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: families may be declared after the registration, which would ask for them."""
@@ -113,6 +135,8 @@ class Meters(Collector):
 
         Exemplars are in OpenMetrics alone, and that is written for those who ask for it.
         """
+        # Else a `:` in a name would be written as `_` there.
+        accept = accept.replace("openmetrics-text", "openmetrics-text;escaping=allow-utf-8")
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 

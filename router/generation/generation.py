@@ -232,7 +232,7 @@ class Generation:
             self._live -= 1
             if stream.must_abort:
                 choice.run.stop()
-            choice.observer.ended()
+            choice.observer.ended(stream.finish)
             if not self._live:
                 self._observer.finished()
 

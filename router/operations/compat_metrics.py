@@ -1,18 +1,21 @@
-"""Metrics under vLLM's names, for gateways in front of routers.
+"""Metrics under vLLM's names, for gateways in front of routers, dashboards and autoscalers.
 
-As of llm-d's metric protocol, the Gateway API Inference Extension's model server protocol, and
-vLLM's gauges of LoRA residency. A gateway sees this router and its workers as one model server.
+As of llm-d's metric protocol, the Gateway API Inference Extension's model server protocol, vLLM's
+gauges of LoRA residency and its dashboards. This router and its workers are shown as one server.
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 
-from adapters.common.meters import NO_LABELS, Meters, Row
+from prometheus_client.registry import Collector
+
+from adapters.common.meters import NO_LABELS, Kind, Meters, NamedSample, Row
 from router.names.aliases import Aliases
 from router.names.use import AdapterUse
+from router.telemetry.metrics import RouterMetrics
 from router.workers.base_model import BaseModel
 from router.workers.fleet import Fleet
 from server.protocol import WorkerStatus
@@ -21,7 +24,35 @@ COMPAT_PREFIX = "vllm:"
 MAX_NAMES = 512
 # Of names in one label; 512 registered names fit.
 MAX_LABEL_CHARS = 1 << 16
-_MODEL = {"model_name": ()}
+_MODEL = {"model_name": (), "engine": ()}
+_REASONS = {"finished_reason": ("stop", "length", "abort", "error")}
+_KEPT = {"le": "le", "finish": "finished_reason"}
+
+
+def same_meters(metrics: RouterMetrics) -> dict[str, Collector]:
+    """By vLLM's names; of counters without `_total`."""
+    return {
+        "prompt_tokens": metrics.prompt_tokens,
+        "generation_tokens": metrics.generated_tokens,
+        "prompt_tokens_cached": metrics.cached_tokens,
+        "prefix_cache_queries": metrics.prompt_tokens,
+        "prefix_cache_hits": metrics.cached_tokens,
+        "request_success": metrics.choices_ended,
+        "time_to_first_token_seconds": metrics.first_token_s,
+        "inter_token_latency_seconds": metrics.token_gap_s,
+        "time_per_output_token_seconds": metrics.token_gap_s,
+        "request_time_per_output_token_seconds": metrics.output_token_s,
+        "e2e_request_latency_seconds": metrics.request_s,
+        "request_queue_time_seconds": metrics.queue_wait_s,
+        "request_prefill_time_seconds": metrics.prefill_s,
+        "request_decode_time_seconds": metrics.decode_s,
+        "request_inference_time_seconds": metrics.inference_s,
+        "request_prompt_tokens": metrics.sizes["prompt_tokens"],
+        "request_generation_tokens": metrics.sizes["generated_tokens"],
+        "request_max_num_generation_tokens": metrics.sizes["longest_choice_tokens"],
+        "request_params_max_tokens": metrics.sizes["max_tokens"],
+        "request_params_n": metrics.sizes["choices"],
+    }
 
 
 class CompatMetrics:
@@ -33,8 +64,8 @@ class CompatMetrics:
         self._aliases = aliases
         self._use = use
 
-    def declare(self, meters: Meters) -> None:
-        """meters: with the prefix `vllm:`."""
+    def declare(self, meters: Meters, metrics: RouterMetrics) -> None:
+        """meters: with the prefix `vllm:`. metrics: what is shown under those names, too."""
         fleet = self._fleet
         for name, text, read in (
             (
@@ -66,13 +97,49 @@ class CompatMetrics:
             ("max_gpu_lora_adapters", "Adapters that may be there at once", self._max_loaded),
         ):
             meters.rows(name, "gauge", text, NO_LABELS, partial(_alone, count))
+        self._declare_same(meters, metrics)
+
+    def _declare_same(self, meters: Meters, metrics: RouterMetrics) -> None:
+        for name, source in same_meters(metrics).items():
+            (found,) = source.collect()
+            labels = _MODEL | (_REASONS if source is metrics.choices_ended else {})
+            kind: Kind = "histogram" if found.type == "histogram" else "counter"
+            meters.samples(name, kind, f"As `{found.name}`", labels, partial(self._same, source))
+        preempted = partial(self._of_model, lambda: sum(s.preemptions for s in self._statuses))
+        meters.rows("num_preemptions", "counter", "Sequences put back", _MODEL, preempted)
+        text = "Tokens of steps, their sum and number alone"
+        meters.samples("iteration_tokens_total", "histogram", text, _MODEL, self._iterations)
+        labels = {**_MODEL, "block_size": (), "num_gpu_blocks": ()}
+        meters.rows("cache_config_info", "gauge", "Pages of the KV cache", labels, self._cache)
+
+    def _same(self, source: Collector) -> Iterator[NamedSample]:
+        """Added up over labels that are not vLLM's."""
+        (found,) = source.collect()
+        sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+        for sample in found.samples:
+            labels = tuple((_KEPT[k], v) for k, v in sample.labels.items() if k in _KEPT)
+            sums[sample.name.removeprefix(found.name), labels] += sample.value
+        for (ending, labels), value in sums.items():
+            yield ending, self._labels | dict(labels), value
+
+    def _iterations(self) -> Iterator[NamedSample]:
+        steps = sum(status.step for status in self._statuses)
+        yield "_bucket", self._labels | {"le": "+Inf"}, steps
+        yield "_count", self._labels, steps
+        yield "_sum", self._labels, sum(status.step_tokens for status in self._statuses)
+
+    def _cache(self) -> Iterator[Row]:
+        pages = sum(status.total_pages for status in self._statuses)
+        for size in {str(status.page_size) for status in self._statuses}:
+            yield (*self._labels.values(), size, str(pages)), 1.0
 
     def _of_model(self, read: Callable[[], float]) -> list[Row]:
-        return [((self._model,), read())]
+        return [(tuple(self._labels.values()), read())]
 
     @property
-    def _model(self) -> str:
-        return "" if self._base.text is None else self._base.text.card.names[0]
+    def _labels(self) -> dict[str, str]:
+        text = self._base.text
+        return {"model_name": "" if text is None else text.card.names[0], "engine": "0"}
 
     @property
     def _statuses(self) -> list[WorkerStatus]:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry
 
-from adapters.common.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
+from adapters.common.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS, Meters
 from router.call import Cause, VectorUse
 from router.names.rollout_tally import Outcomes
 from router.policy.front_door import Cap, Cut
@@ -42,6 +42,7 @@ class RouterMetrics:
         self.outcomes = Outcomes()
         self._declare_requests()
         self._declare_tokens()
+        self._declare_answers()
         self._declare_placement()
         self._declare_adapters()
         self._declare_batches()
@@ -118,6 +119,33 @@ class RouterMetrics:
             "time_per_output_token_seconds",
             "Of a whole sequence: from its first token to its last, over those after the first",
             STEP_BUCKETS_S,
+        )
+
+    def _declare_answers(self) -> None:
+        meters = self.meters
+        self.prefill_s, self.decode_s, self.inference_s = (
+            meters.histogram(f"{name}_seconds", text, LATENCY_BUCKETS_S)
+            for name, text in (
+                ("prefill", "From a sequence's way to its worker to its first token"),
+                ("decode", "From a sequence's first token to its last"),
+                ("inference", "From a sequence's way to its worker to its last token"),
+            )
+        )
+        # In the order of `RequestObserver.finished`.
+        self.sizes = {
+            name: meters.histogram(f"request_{name}", f"Of a whole answer: {text}", TOKEN_BUCKETS)
+            for name, text in (
+                ("prompt_tokens", "tokens of its prompts"),
+                ("generated_tokens", "tokens of all its choices"),
+                ("longest_choice_tokens", "tokens of the longest of them"),
+                ("choices", "choices that were generated"),
+                ("max_tokens", "`max_tokens`, where the request says it"),
+            )
+        }
+        self.choices_ended = meters.counter(
+            "choices_ended",
+            "Choices that ended; abort, error: requests that broke off",
+            {"finish": ("stop", "length", "abort", "error")},
         )
 
     def _declare_placement(self) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from router.call import GenerationCall, RequestError, VectorUse
+from router.call import FinishReason, GenerationCall, RequestError, VectorUse
 from router.names.served import ServedAdapter
 from router.policy.guards import GuardSample
 from router.policy.placement.placement import Reason
@@ -30,6 +30,8 @@ class RequestObserver:
     operators. clock: the event loop's. start, first_token_s: known with the first token;
     start with the first vector, too.
     """
+
+    _call: GenerationCall  # once it is asked
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class RequestObserver:
         self._decode_s = 0.0
         self._num_decoded = 0
         self._use: VectorUse = "vector"
+        self._num_prompt = self._longest = 0
 
     @property
     def elapsed_s(self) -> float:
@@ -66,7 +69,7 @@ class RequestObserver:
 
     def asked(self, call: GenerationCall, tenant: str, base_name: str) -> None:
         """A caller who may asks for it, and there are workers."""
-        self._began = self.clock()
+        self._began, self._call = self.clock(), call
         if call.vector is not None:
             self._use = call.vector.use
         note_call(self._request, call, tenant, base_name)
@@ -90,7 +93,7 @@ class RequestObserver:
 
     def queued(self, adapter: ServedAdapter | None, num_prompt_tokens: int) -> None:
         """It was admitted, and its sequences wait for workers."""
-        self._is_queued = True
+        self._is_queued, self._num_prompt = True, num_prompt_tokens
         self._adapter = adapter
         if adapter is not None:
             # What nobody registered has no name here: callers choose it.
@@ -141,6 +144,11 @@ class RequestObserver:
         if self.start is None:
             self.start = self._request.notes["loraplex.start"] = self._start(event)
 
+    def choice_ended(self, finish: FinishReason, count: int) -> None:
+        """One of its sequences has ended, with `count` tokens."""
+        self._metrics.choices_ended.labels("stop" if finish == "eos" else finish).inc()
+        self._longest = max(self._longest, count)
+
     def decoded(self, decode_s: float, count: int) -> None:
         """One of its sequences has ended, with `count` tokens after its first."""
         self._metrics.output_token_s.observe(decode_s / count)
@@ -151,6 +159,12 @@ class RequestObserver:
         """The answer is whole."""
         self._charge.outcome = "ok"
         self._metrics.request_s.observe(self.elapsed_s, self._request.exemplar)
+        call, generated = self._call, (self._num_generated, self._longest)
+        if call.vector is None:
+            sizes = (self._num_prompt, *generated, call.best_of, call.max_tokens)
+            for histogram, size in zip(self._metrics.sizes.values(), sizes, strict=True):
+                if size is not None:
+                    histogram.observe(size)
 
     def failed(self, *, excused: bool) -> None:
         """It ended in an error. excused: whatever adapter it had would have failed."""
@@ -164,6 +178,7 @@ class RequestObserver:
     def stopped(self, *, by_failure: bool) -> None:
         """It ended before the answer was whole: by a failure, or since its client left."""
         self._charge.outcome = "failed" if by_failure else "cancelled"
+        self._metrics.choices_ended.labels("error" if by_failure else "abort").inc()
         if not by_failure:
             self._metrics.given_up.inc()
             self._request.error = "client_gone"
@@ -201,7 +216,8 @@ class SequenceObserver:
 
     __slots__ = (
         *("_adapter", "_attempt", "_first_at", "_last_at", "_metrics", "_notes", "_num_tokens"),
-        *("_placed_at", "_received_at", "_request", "_request_notes", "_submitted_at", "_trace"),
+        *("_placed_at", "_prefill_s", "_received_at", "_request", "_request_notes"),
+        *("_submitted_at", "_trace"),
     )
 
     def __init__(
@@ -218,7 +234,7 @@ class SequenceObserver:
         self._adapter: Notes = {} if digest is None else {"loraplex.adapter.digest": digest}
         self._notes: Notes = {}
         self._placed_at = self._submitted_at = self._received_at = 0.0
-        self._first_at = self._last_at = 0.0
+        self._first_at = self._last_at = self._prefill_s = 0.0
         self._num_tokens = self._attempt = 0
 
     def placed(self, began: float, worker_id: str, reason: Reason, tier: str, attempt: int) -> None:
@@ -244,7 +260,8 @@ class SequenceObserver:
         """An event came from the worker."""
         now = time.monotonic()
         if not self._received_at and (event.token_ids or event.vector is not None):
-            self._received_at = now
+            self._received_at, self._prefill_s = now, now - self._submitted_at
+            self._metrics.prefill_s.observe(self._prefill_s)
             loaded = min(self._submitted_at + (event.load_s or 0.0), now)
             if event.load_s:
                 self._trace.stage("load", self._submitted_at, loaded, self._notes)
@@ -280,7 +297,11 @@ class SequenceObserver:
         """The prompt's vector is with the answer's reader."""
         self._request.vector(event)
 
-    def ended(self) -> None:
+    def ended(self, finish: FinishReason) -> None:
         """The answer's reader has the whole choice."""
+        decode_s = self._last_at - self._first_at
+        self._request.choice_ended(finish, self._num_tokens)
+        self._metrics.decode_s.observe(decode_s)
+        self._metrics.inference_s.observe(self._prefill_s + decode_s)
         if self._num_tokens > 1:
-            self._request.decoded(self._last_at - self._first_at, self._num_tokens - 1)
+            self._request.decoded(decode_s, self._num_tokens - 1)

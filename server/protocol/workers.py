@@ -43,6 +43,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     credits: sequences this router may have in flight here from now on (0 = as before).
     rows: how many of them can be computed at once (0 = not known).
     load_bytes_s: how fast adapters came to the device lately (0 = not known).
+    preemptions, step_tokens: since the engine was started, as `step`. page_size: in tokens.
     """
 
     worker_id: str
@@ -62,6 +63,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     credits: int = 0
     load_bytes_s: float = 0.0
     rows: int = 0
+    preemptions: int = 0
+    step_tokens: int = 0
+    page_size: int = 0
 
 
 class AdapterPlace(msgspec.Struct, frozen=True, array_like=True):

@@ -106,8 +106,8 @@ class Worker:
         self._metrics = metrics
         self._table = SequenceTable(capacity)
         self._connections: dict[int, RouterConnection] = {}
-        self._total_pages = self._adapter_slots = self._rows = 0
-        self._step = 0
+        self._total_pages = self._adapter_slots = self._rows = self._page_size = 0
+        self._step = self._step_tokens = 0
         self._epoch = 0
         self._suspected = False
         self._start = StartLog(time.monotonic())
@@ -257,7 +257,7 @@ class Worker:
         else:
             log.info("the engine is ready again")
         self._total_pages, self._adapter_slots = ready.total_pages, ready.adapter_slots
-        self._rows = ready.max_rows
+        self._rows, self._page_size, self._step_tokens = ready.max_rows, ready.page_size, 0
         self._inspector.engine_ready(ready)
         self._metrics.engine_started(ready)
         self._engine.started(ready)
@@ -279,6 +279,7 @@ class Worker:
     def engine_frame(self, frame: FromEngine) -> None:
         if isinstance(frame, StepOutput):
             self._step = frame.step
+            self._step_tokens += frame.num_tokens
             if frame.resident is not None:
                 self._adapter_meter.evicted(self._engine.resident, frame.resident)
             self._engine.stepped(frame)
@@ -352,6 +353,9 @@ class Worker:
             adapter_slots=self._adapter_slots,
             silent=self._suspected,
             load_bytes_s=self._orders.load_bytes_s,
+            preemptions=stats.preemptions,
+            step_tokens=self._step_tokens,
+            page_size=self._page_size,
         )
 
     def _broadcast_status(self) -> None:

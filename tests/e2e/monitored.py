@@ -211,7 +211,7 @@ def _router(stack: ExitStack, folder: Path, port: int, workers: Sequence[int], r
     _start(
         *(stack, folder, "router", sys.executable, "-m", "launcher", "router"),
         *("--port", str(port), "--redis", redis, *links, *named),
-        *("--cache-dir", str(folder / "cache"), "--drain-timeout-s", "1"),
+        *("--cache-dir", str(folder / "cache"), "--drain-timeout-s", "1", "--metrics-compat"),
     )
 
 

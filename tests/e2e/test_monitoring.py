@@ -15,6 +15,24 @@ from launcher.monitoring.dashboards import BOARDS
 from tests.e2e.monitored import RATE_WINDOW, RULES, Fleet, load, monitored_fleet, monitored_machine
 
 LOAD_S = 60.0
+# What vLLM's own dashboards, and autoscalers, ask for; each with these labels.
+VLLM_LABELS = "model_name, engine"
+VLLM_GAUGES = (
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    *("gpu_cache_usage_perc", "cache_config_info"),
+)
+VLLM_COUNTERS = (
+    *("prompt_tokens", "generation_tokens", "prompt_tokens_cached", "num_preemptions"),
+    *("prefix_cache_queries", "prefix_cache_hits", "request_success"),
+)
+VLLM_HISTOGRAMS = (
+    *("time_to_first_token_seconds", "inter_token_latency_seconds"),
+    *("time_per_output_token_seconds", "request_time_per_output_token_seconds"),
+    *("e2e_request_latency_seconds", "request_queue_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds"),
+    *("request_inference_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
+    *("request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens"),
+)
 # Not asked: alerts about what is missing have nothing to say while a fleet is scraped.
 MUST_BE_EMPTY = {"LoraplexMetricsAbsent": "a router is scraped"}
 
@@ -61,6 +79,23 @@ def expressions(with_faults: bool) -> dict[str, str]:
     return {name: expr for name, expr in asked.items() if name not in MUST_BE_EMPTY}
 
 
+def asked_of_vllm() -> dict[str, str]:
+    """As Grafana's panels for vLLM ask: rates, quantiles and means of one model."""
+    of_model = '{model_name=~".+", engine="0"}'
+    asked = {name: f"sum by ({VLLM_LABELS}) (vllm:{name}{of_model})" for name in VLLM_GAUGES}
+    for name in VLLM_COUNTERS:
+        by = VLLM_LABELS + ", finished_reason" * (name == "request_success")
+        asked[name] = f"sum by ({by}) (rate(vllm:{name}_total{of_model}[{RATE_WINDOW}]))"
+    for name in (*VLLM_HISTOGRAMS, "iteration_tokens_total"):
+        rates = [f"rate(vllm:{name}_{end}{of_model}[{RATE_WINDOW}])" for end in ("sum", "count")]
+        asked[f"{name}, mean"] = " / ".join(rates)
+    for name in VLLM_HISTOGRAMS:
+        buckets = f"rate(vllm:{name}_bucket{of_model}[{RATE_WINDOW}])"
+        asked[f"{name}, p90"] = f"histogram_quantile(0.9, sum by (le, model_name) ({buckets}))"
+    stopped = f'finished_reason="stop", {of_model[1:]}'
+    return asked | {"stopped": f"vllm:request_success_total{{{stopped}"}
+
+
 def without_data(fleet: Fleet, asked: dict[str, str]) -> dict[str, str]:
     """Those that gave nothing in the whole run so far."""
     return {name: expr for name, expr in asked.items() if not has_data(fleet.query(expr))}
@@ -77,7 +112,7 @@ def until_data(fleet: Fleet, asked: dict[str, str]) -> dict[str, str]:
 def test_every_panel_and_alert_has_data() -> None:
     with monitored_fleet() as fleet:
         with load(fleet):
-            missing = until_data(fleet, expressions(with_faults=False))
+            missing = until_data(fleet, expressions(with_faults=False) | asked_of_vllm())
         assert missing == {}
 
 

@@ -121,7 +121,7 @@ def counters(
     if fails is not None:
         observer.failed(excused=fails)
     elif tokens:
-        sequence.ended()
+        sequence.ended("stop")
     clock.now += 1.0
     observer.closed()
     counts = metrics.outcomes.take().get("r", Counter())

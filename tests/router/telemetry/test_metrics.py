@@ -156,7 +156,50 @@ async def test_gateways_find_the_names_that_they_read(tmp_path: Path) -> None:
             "vllm:num_gpu_loaded_lora_adapters",
             "vllm:max_gpu_lora_adapters",
         } <= names
-        assert 'vllm:num_requests_waiting{model_name="fake-base"} 0.0' in text
+        assert 'vllm:num_requests_waiting{engine="0",model_name="fake-base"} 0.0' in text
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+def test_names_have_their_colon_in_every_format(tmp_path: Path, accept: str) -> None:
+    config = RouterConfig(workers=(), cache_dir=tmp_path, metrics_compat=True)
+    service = build_service(config, CollectorRegistry(), FakeHub())
+    text, _ = service.metrics.meters.render(accept)
+    assert (
+        b'\nvllm:request_success_total{engine="0",finished_reason="stop",model_name=""} 0' in text
+    )
+    assert b"vllm_" not in text
+
+
+async def test_a_measure_has_vllms_name_too(tmp_path: Path) -> None:
+    """Read from the same meter, over labels that are loraplex's own."""
+    async with (
+        running_worker(FakeWorker()) as worker,
+        running_router(
+            tmp_path, worker, adapters=("mine=hub:org/mine",), metrics_compat=True
+        ) as router,
+    ):
+        assert [await ask(router), await ask(router, adapter_id="mine")] == [200, 200]
+        text = (await router.client.get("/metrics")).text
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        service = router.service
+    own: dict[str, float] = {}
+    for name, source in compat_metrics.same_meters(service.metrics).items():
+        (found,) = source.collect()
+        total = sum(s.value for s in found.samples if s.name.endswith(("_total", "_count")))
+        shown = families[f"vllm:{name}"]
+        assert shown.type == found.type
+        assert all(s.labels["model_name"] == "fake-base" for s in shown.samples), name
+        assert all(s.labels["engine"] == "0" for s in shown.samples), name
+        counts = [s for s in shown.samples if s.name.endswith(("_total", "_count"))]
+        assert sum(s.value for s in counts) == total, name
+        own[name] = total
+        if found.type == "histogram":
+            most = max(s.value for s in shown.samples if s.labels.get("le") == "+Inf")
+            assert most == total, name
+    assert own["time_to_first_token_seconds"] == own["request_params_n"] == 2
+    assert own["request_success"] == own["request_decode_time_seconds"] == 2
+    reasons = {s.labels["finished_reason"] for s in families["vllm:request_success"].samples}
+    assert reasons == {"stop", "length", "abort", "error"}
 
 
 async def test_gateways_see_every_adapter_that_runs(tmp_path: Path) -> None:

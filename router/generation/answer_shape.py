@@ -57,7 +57,10 @@ class AnswerShapes:
         size = len(repr(call.bad_words))
         bad_words = await model.turns.run(size, partial(_spellings, call.bad_words, model))
         sampling = msgspec.structs.replace(
-            call.sampling, grammar=composed.grammar, bad_words=bad_words
+            call.sampling,
+            grammar=composed.grammar,
+            bad_words=bad_words,
+            names_once=composed.names_once,
         )
         unbound = (*call.unbound, *composed.unbound)
         return msgspec.structs.replace(call, sampling=sampling, unbound=unbound)

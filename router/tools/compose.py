@@ -5,15 +5,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from router.parts.reasoning import Reasoning
+from router.parts.reasoning import MESSAGE, Reasoning
 from router.shape.lark import Lark
 from router.shape.rules import rules, shape_refused
 from router.shape.schema.held import as_far_as_held, checked
 from router.shape.schema.keywords import SchemaRefused
-from router.shape.shape import Grammar, Shape
+from router.shape.shape import AnyJson, Grammar, JsonSchema, Shape, StructuralTag
 from router.tools.formats.format import ToolFormat
 from router.tools.formats.grammar import free_text_before, keeps_schema
+from router.tools.formats.harmony import Harmony
+from router.tools.formats.json_calls import JsonCalls
+from router.tools.formats.named_calls import NamedCalls
 from router.tools.tools import Tool, Tools
+from server.protocol import NamesOnce
 
 _NEWLINES = r"/\n{0,2}/"
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -38,10 +42,12 @@ _TEXT = Frame()
 
 
 class Composed(NamedTuple):
-    """unbound: places of schemas of tools that the grammar does not hold calls to."""
+    """unbound: places of schemas of tools that the grammar does not hold calls to. names_once: of
+    JSON in which the grammar lets names come again."""
 
     grammar: str
     unbound: tuple[str, ...] = ()
+    names_once: NamesOnce | None = None
 
 
 def grammar_of(shape: Shape | None, frame: Frame = _TEXT) -> str:
@@ -58,13 +64,41 @@ def compose(shape: Shape | None, frame: Frame = _TEXT) -> Composed:
     if frame == _TEXT and isinstance(shape, Grammar) and shape.syntax == "lark":
         return Composed(shape.source)  # so that errors name lines of the caller's
     writer = Lark(frame.special_ids)
+    begins = _json_begins(shape, frame)
+    writer.names_once = bool(begins)
     before = "" if frame.reasoning is None else _reasoning(frame.reasoning, frame.begun, writer)
     unbound: list[str] = []
     if frame.tools is not None and frame.tool_format is not None:
         frame = msgspec.structs.replace(frame, tools=_exact(frame.tools, unbound))
-    return Composed(
-        writer.source(f"{before} {_answer(shape, frame, writer)}".strip()), tuple(unbound)
-    )
+    source = writer.source(f"{before} {_answer(shape, frame, writer)}".strip())
+    opens = closes = ""
+    if frame.reasoning is not None:
+        opens = "" if frame.begun else frame.reasoning.opens[0]
+        closes = frame.reasoning.closes[0]
+    once = NamesOnce(begins, opens, closes) if begins and writer.has_free_names else None
+    return Composed(source, tuple(unbound), once)
+
+
+def _json_begins(shape: Shape | None, frame: Frame) -> tuple[str, ...]:
+    """As in NamesOnce; () = there is no JSON, or such as stands within other text."""
+    begins: tuple[str, ...] = ()
+    match shape:
+        case AnyJson() | JsonSchema():
+            begins = ("{", "[")
+        case StructuralTag():
+            begins = tuple(tag.begin for tag in shape.tags)
+    match frame.tool_format if frame.tools is not None else None:
+        case JsonCalls() as calls:
+            begins += (*calls.opens, f'"{calls.arguments_key}":') if calls.bare else calls.opens
+        case NamedCalls(to_user="") as calls:
+            begins += (calls.middle if calls.middle in calls.markers else calls.open,)
+        case Harmony():
+            begins += (f"json{MESSAGE}",)
+        case None:
+            pass
+        case _:
+            return ()
+    return begins
 
 
 def _reasoning(reasoning: Reasoning, begun: bool, writer: Lark) -> str:

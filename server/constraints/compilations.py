@@ -19,6 +19,7 @@ from adapters.grammar.deep_threads import DeepThreads
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from server.constraints.cache import BoundedCache
+from server.constraints.names import NameTokens
 from server.constraints.wishes import ConstraintWish
 from server.engine.messages import GrammarCompiled, GrammarFault
 
@@ -35,6 +36,7 @@ class _Tools(NamedTuple):
     vocabulary: Vocabulary
     checker: GrammarChecker
     idle: LLMatcher
+    name_tokens: NameTokens
 
 
 class _Compilation:
@@ -174,7 +176,8 @@ class Compilations:
             log.info("grammars are refused: %s", error)
             raise
         checker = GrammarChecker(vocabulary.tokens, self._limits, self._limits.threads)
-        return _Tools(vocabulary, checker, LLMatcher(vocabulary.tokenizer, ""))
+        name_tokens = NameTokens(vocabulary.tokens.by_id)
+        return _Tools(vocabulary, checker, LLMatcher(vocabulary.tokenizer, ""), name_tokens)
 
     def _compile(self, grammar: str) -> LLMatcher:
         began = time.monotonic()

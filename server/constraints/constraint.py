@@ -6,11 +6,13 @@ with a large stack (`DeepThreads`).
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import takewhile
 from typing import Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 
+from server.constraints.names import Names
 from server.constraints.rules import TokenRules, mask_words
 
 ConstraintState = Literal["open", "over", "failed"]
@@ -70,7 +72,8 @@ class Constraint:
     mask_s: processor time of a mask, a mean that fades. is_busy: some thread uses it, and no step
     may ask it for a mask. is_late: a step had to go on without its mask.
     consume: gives a matcher a token where that takes long. end: a token that masks of the grammar
-    allow wherever an output may end, and hardly elsewhere; None = none is known.
+    allow wherever an output may end, and hardly elsewhere; None = none is known. names: those of
+    the output, which each stand once; None = the grammar knows of all.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Constraint:
         min_tokens: int,
         consume: Callable[[GrammarMatcher, int], object] | None = None,
         end: int | None = None,
+        names: Names | None = None,
     ) -> None:
         self.state: ConstraintState = "open"
         self.problem = ""
@@ -92,7 +96,7 @@ class Constraint:
         self._taken = 0
         self._last: deque[int] = deque(maxlen=rules.memory)
         self._noted: deque[int] = deque()  # tokens that are still to be taken
-        self._consume, self._grammar_end = consume, end
+        self._consume, self._grammar_end, self._names = consume, end, names
         self._ready: np.ndarray | None = None  # the next token's mask
         # What it becomes with each token of the draft in flight.
         self._ahead: deque[tuple[int, Constraint]] = deque()
@@ -148,6 +152,8 @@ class Constraint:
         except BaseException as error:
             self._broke(error)
         self._look()
+        if self._names is not None and not self.broken:
+            self._names.take(token_id)
         return self.state
 
     def matcher_to_ask(self, words: int) -> GrammarMatcher | None:
@@ -232,6 +238,8 @@ class Constraint:
                 if not is_asked:
                     matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
                 accepts = self._may_accept(own) and matcher.is_accepting()
+                if self._names is not None:
+                    self._names.forbid(own)
             except BaseException as error:
                 self._broke(error)
             self._look()
@@ -252,18 +260,20 @@ class Constraint:
     def _permitted(self, token_ids: list[int]) -> list[int]:
         """Of tokens to come, those that no rule but the grammar forbids, and that do not end the
         output."""
-        rules, known = self._rules, [*self._last]
+        rules, known, names = self._rules, [*self._last], copy(self._names)
         count = len(known)
         known += takewhile(lambda token_id: token_id not in rules.ends, token_ids)
         for end in range(count, len(known)):
             if not rules.permits(known[end], known[max(0, end - rules.memory) : end]):
+                return known[count:end]
+            if names is not None and names.take(known[end]):
                 return known[count:end]
         return known[count:]
 
     def _after(self, token_id: int) -> "Constraint":
         """Another one, which has taken one token more."""
         matcher = None if self._matcher is None else self._matcher.deep_copy()
-        known = (self._min_tokens, self._consume, self._grammar_end)
+        known = (self._min_tokens, self._consume, self._grammar_end, copy(self._names))
         after = Constraint(matcher, self._rules, *known)
         after._taken, after._last = self._taken, self._last.copy()
         after.take(token_id)
@@ -278,6 +288,7 @@ class Constraint:
             self._ahead.clear()
             return False
         self._matcher, self._taken, self._last = place._matcher, place._taken, place._last
+        self._names = place._names
         return True
 
     def _look(self) -> None:

@@ -30,6 +30,7 @@ from server.constraints.constraint import (
     Foresight,
     GrammarMatcher,
 )
+from server.constraints.names import Names
 from server.constraints.rules import TokenRules, mask_words, step_words
 from server.constraints.shared_work import SharedWork
 from server.constraints.wishes import (
@@ -385,10 +386,13 @@ class Constraints:
         sampling = wish.sampling
         vocab_size = wish.vocab_size or self._vocab_size
         rules = TokenRules.of(sampling, self._eos, vocab_size, self._vocab_size)
-        end = None
+        end = names = None
         if matcher is not None:
-            end = self._compilations.tools.result().vocabulary.tokenizer.eos_token
-        constraint = Constraint(matcher, rules, sampling.min_tokens, self._consume, end)
+            tools = self._compilations.tools.result()
+            end = tools.vocabulary.tokenizer.eos_token
+            if sampling.names_once is not None:
+                names = Names(tools.name_tokens, sampling.names_once)
+        constraint = Constraint(matcher, rules, sampling.min_tokens, self._consume, end, names)
         if matcher is not None:
             self._grammars[constraint] = sampling.grammar
         for token_id in wish.accepted_ids:

@@ -41,7 +41,7 @@ from server.protocol.generation import (
     VectorParams,
     acting,
 )
-from server.protocol.sampling import SamplingParams
+from server.protocol.sampling import NamesOnce, SamplingParams
 from server.protocol.workers import (
     PROTOCOL_VERSION,
     AdapterPlace,
@@ -74,6 +74,7 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "MemberSource",
     "ModelCard",
+    "NamesOnce",
     "OrderAction",
     "PROTOCOL_VERSION",
     "PairForm",

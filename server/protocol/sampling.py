@@ -3,6 +3,19 @@
 import msgspec
 
 
+class NamesOnce(msgspec.Struct, frozen=True, array_like=True):
+    """JSON in whose objects each name stands once, though its grammar lets names come again. The
+    grammar spells each name in one way alone.
+
+    begins: texts that such JSON follows, or brackets that begin it. opens: of reasoning at the
+    output's begin; "" = it has begun. closes: of reasoning; "" = there is none.
+    """
+
+    begins: tuple[str, ...]
+    opens: str = ""
+    closes: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How tokens are drawn. Defaults change nothing.
 
@@ -17,6 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     bad_words: sequences of tokens that are never completed.
     logprob_token_ids: tokens whose logprobs are reported beside those of `logprobs` and
     `prompt_logprobs`, wherever these are.
+    names_once: what the grammar does not say of names; None = all of it.
     Logprobs are those of the raw logits (log-softmax before temperature, penalties and truncation).
     """
 
@@ -40,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprob_token_ids: tuple[int, ...] = ()
+    names_once: NamesOnce | None = None
 
     @property
     def is_constrained(self) -> bool:

@@ -67,6 +67,20 @@ def test_other_forms(http: httpx.Client, fields: dict[str, Any], pattern: str) -
             assert re.fullmatch(pattern, text), text
 
 
+def test_free_names_come_once(http: httpx.Client) -> None:
+    schema = {
+        "type": "object",
+        "propertyNames": {"pattern": "^[ab]*$"},
+        "additionalProperties": {"enum": [1, 2]},
+        "minProperties": 3,
+        "maxProperties": 6,
+    }
+    for model in MODELS:
+        for text in texts(http, model=model, temperature=2, n=4, guided_json=schema):
+            pairs = json.loads(text, object_pairs_hook=list)
+            assert 3 <= len(pairs) == len(dict(pairs)), text
+
+
 def test_a_stream_is_the_whole(http: httpx.Client) -> None:
     form = {"type": "json_object", "schema": SCHEMA}
     (whole,) = texts(http, response_format=form)

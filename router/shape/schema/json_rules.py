@@ -27,7 +27,7 @@ from router.shape.schema.values import (
     exactly,
     item_of,
 )
-from router.shape.texts.regex import NOTHING, TextsTooCostly, negated, words
+from router.shape.texts.regex import NOTHING, Regex, TextsTooCostly, is_endless, negated, words
 
 _MOST_ALTERNATIVES = 20_000
 # Names that a pattern lets through are written out where they are so few.
@@ -65,7 +65,8 @@ _Way = tuple[_Symbol, ...]
 
 class _Members(NamedTuple):
     """Where the writing of an object stands. fewest, most: members so far, as far as they count.
-    missing: of `some`, those that are still to come."""
+    missing: of `some`, those that are still to come. has_free: the next free name may be no new
+    one."""
 
     field: int
     begun: bool
@@ -272,7 +273,8 @@ class _Writer:
                 else:
                     fields += [(name, Field(form)) for name in listed]
             needed = sum(field.required for _, field in fields)
-            if others and one.least > needed + 1:
+            is_sure = all(self._never_again(names.sure) for names, _ in others)
+            if one.least > needed + 1 and not is_sure:
                 reason = f"may be at most {needed + 1} here: one more than `required` names"
                 raise CannotHold(reason, "minProperties")
             shown = msgspec.structs.replace(one, others=tuple(others))
@@ -298,13 +300,15 @@ class _Writer:
             rest = key._replace(state=following._replace(missing=left))
             yield (*comma, literal(name), self._colon, _Key("value", member), rest)
 
+    def _never_again(self, names: Regex) -> bool:
+        """Whether each of these names is sure to come once: there is always another."""
+        return self._lark.names_once and is_endless(names)
+
     def _free_members(self, key: _Key, one: Objects, at: _Members) -> Iterator[_Way]:
         if at.fewest >= one.least and not at.missing:
             yield (self._close["}"],)
         if one.most is not None and at.most >= one.most:
             return
-        # The same name may come twice, so that only the first is known to be one more.
-        following = _counted(one, at, counts=not at.has_free)._replace(has_free=True)
         comma = (self._comma,) if at.begun else ()
         for names, form in one.others:
             for left in ((), *((n,) for n in at.missing)):
@@ -315,6 +319,10 @@ class _Writer:
                 if met.sure == NOTHING or member == NO_VALUE:
                     continue
                 missing = tuple(n for n in at.missing if n not in left)
+                self._lark.has_free_names = True
+                # Where a name may come again, only the first is known to be one more.
+                has_free = at.has_free or not self._never_again(met.sure)
+                following = _counted(one, at, counts=not at.has_free)._replace(has_free=has_free)
                 rest = key._replace(state=following._replace(missing=missing))
                 value = _Key("value", member)
                 yield (*comma, self._string(met.sure), self._colon, value, rest)

@@ -222,6 +222,20 @@ def _lacks_few(regex: Regex) -> bool:
     return isinstance(regex, Not) and isinstance(regex.part, Words)
 
 
+def is_endless(regex: Regex) -> bool:
+    """Whether each begin of its texts is known to go on in any number of ways."""
+    match regex:
+        case Seq(parts):
+            return bool(parts) and is_endless(parts[-1])
+        case Rep(_, _, most):
+            return most is None
+        case Alt(several):
+            return all(map(is_endless, several))
+        case Both(several):
+            return sum(not _lacks_few(one) for one in several) < 2 and all(map(is_endless, several))
+    return _lacks_few(regex)
+
+
 def _size(regex: Regex) -> int:
     match regex:
         case CharSet():

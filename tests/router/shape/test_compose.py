@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 
 from router.parts.reasoning import REASONING
-from router.shape.shape import Choice, Grammar, JsonSchema, Shape
+from router.shape.shape import AnyJson, Choice, Grammar, JsonSchema, Shape, StructuralTag, Tag
 from router.tools.compose import Frame, compose, grammar_of
+from router.tools.formats.glm import GLM
 from router.tools.formats.harmony import HARMONY
 from router.tools.formats.hermes import HERMES
 from router.tools.tools import Tool, ToolMode, Tools
+from server.protocol import NamesOnce
 from tests.router.shape.test_rules import accepts
 
 PLACE = Tool(
@@ -75,6 +77,30 @@ def test_reasoning_comes_before_the_form(
 def test_calls(mode: ToolMode, shape: Shape | None, text: str, is_accepted: bool) -> None:
     frame = Frame(THINK, False, Tools((PLACE, ANY), mode), HERMES)
     assert accepts(grammar_of(shape, frame), text) is is_accepted
+
+
+OPEN, CLOSED = {"type": "object"}, {"type": "object", "additionalProperties": False}
+TAGS = (Tag("<a>", OPEN, "</a>"), Tag("<b>", CLOSED, "</b>"))
+HARMONY_CALL = ("json<|message|>",)
+
+
+@pytest.mark.parametrize(
+    ("shape", "frame", "names_once"),
+    [
+        (AnyJson("p"), Frame(), NamesOnce(("{", "["))),
+        (JsonSchema(CLOSED, "p"), Frame(), None),
+        (YES, Frame(), None),
+        (StructuralTag(TAGS, ("<",), "p"), Frame(), NamesOnce(("<a>", "<b>"))),
+        (AnyJson("p"), Frame(THINK), NamesOnce(("{", "["), "<think>", "</think>")),
+        (AnyJson("p"), Frame(THINK, begun=True), NamesOnce(("{", "["), "", "</think>")),
+        (None, Frame(tools=Tools((ANY,)), tool_format=HARMONY), NamesOnce(HARMONY_CALL)),
+        (None, Frame(tools=Tools((PLACE,), "required"), tool_format=HARMONY), None),
+        (YES, Frame(tools=Tools((ANY,)), tool_format=HERMES), NamesOnce(("<tool_call>",))),
+        (AnyJson("p"), Frame(tools=Tools((ANY,)), tool_format=GLM), None),
+    ],
+)
+def test_where_names_are_free(shape: Shape, frame: Frame, names_once: NamesOnce | None) -> None:
+    assert compose(shape, frame).names_once == names_once
 
 
 def test_one_call_where_one_was_named() -> None:

@@ -287,6 +287,31 @@ def test_refused(schema: Any, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("names", "is_held"),
+    [
+        ({}, True),
+        ({"pattern": "^x-"}, True),
+        ({"pattern": "^(a|b+)[0-9]*$"}, True),
+        ({"not": {"enum": ["a", "b"]}}, True),
+        ({"pattern": "^[a-z]{2}$"}, False),
+        ({"pattern": "^x|y$"}, False),
+        ({"maxLength": 9}, False),
+    ],
+)
+def test_many_members_whose_names_are_free(names: dict[str, Any], is_held: bool) -> None:
+    """Of names that never run out, where each comes once."""
+    schema = {"properties": {"a": {}}, "propertyNames": names, "minProperties": 4}
+    writer = Lark()
+    writer.names_once = True
+    if is_held:
+        assert json_grammar(writer, schema)
+        assert writer.has_free_names
+    else:
+        with pytest.raises(SchemaRefused, match="minProperties"):
+            json_grammar(writer, schema)
+
+
 def nested(levels: int, inner: Any) -> Any:
     for _ in range(levels):
         inner = {"items": inner}

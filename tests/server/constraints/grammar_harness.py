@@ -10,6 +10,7 @@ from llguidance import LLMatcher
 from adapters.grammar.compile import compile_grammar
 from adapters.grammar.limits import ServedGrammarLimits
 from server.constraints.constraint import Constraint
+from server.constraints.names import Names, NameTokens
 from server.constraints.rules import TokenRules
 from server.constraints.wishes import ConstraintNews, ConstraintWish
 from server.engine.drafts.draft import Draft, DraftOwner
@@ -27,13 +28,20 @@ def compiled(grammar: str) -> LLMatcher:
     return compile_grammar(vocabulary(), grammar, ServedGrammarLimits())
 
 
+@cache
+def name_tokens() -> NameTokens:
+    return NameTokens(vocabulary().tokens.by_id)
+
+
 def constraint_of(wish: ConstraintWish) -> Constraint:
     """As `Constraints` makes it."""
     sampling = wish.sampling
     matcher = compiled(sampling.grammar).deep_copy() if sampling.grammar else None
     rules = TokenRules.of(sampling, EOS, VOCAB)
     end = vocabulary().tokenizer.eos_token
-    found = Constraint(matcher, rules, sampling.min_tokens, end=end)
+    once = sampling.names_once
+    names = None if once is None else Names(name_tokens(), once)
+    found = Constraint(matcher, rules, sampling.min_tokens, end=end, names=names)
     deque(map(found.take, wish.accepted_ids), maxlen=0)
     return found
 

@@ -12,7 +12,7 @@ from server.protocol import ErrorCode
 
 # The shape of an error: LoRAX's {"error", "error_type"}, OpenAI's {"error": {…}} or Anthropic's
 # {"type": "error", "error": {…}}. `vllm` is OpenAI's with the statuses that vLLM's two LoRA routes
-# have, and SGLang's.
+# have, SGLang's and SageMaker's.
 Dialect = Literal["lorax", "openai", "vllm", "anthropic"]
 
 _MESSAGES = "/v1/messages"
@@ -184,7 +184,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 def dialect_of_path(path: str) -> Dialect:
     """For errors of a route that belongs to no generation API, or to none at all."""
-    if path in _VLLM_ROUTES:
+    if path in _VLLM_ROUTES or path.startswith("/adapters"):
         return "vllm"
     if path in _OPENAI_ROUTES:
         return "openai"

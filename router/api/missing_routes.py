@@ -15,7 +15,6 @@ _HERE = {
     "/predict": "POST /classify does it",
     "/files": "POST /v1/files does it",
     "/batches": "POST /v1/batches does it",
-    "/adapters": "POST /v1/adapters does it",
     "/v1/tokenize": "POST /tokenize does it",
     "/v1/detokenize": "POST /detokenize does it",
     "/reset_prefix_cache": "no cache has to be emptied: each is keyed by content",

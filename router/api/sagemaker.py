@@ -1,7 +1,9 @@
-"""SageMaker's `/invocations`: a body of LoRAX's `/`, or of one of OpenAI's routes. Pure."""
+"""SageMaker's `/invocations`: a body of LoRAX's `/`, of one of OpenAI's routes, or of a route that
+reads texts. Pure."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -13,18 +15,23 @@ from router.api.openai.common import typed_openai
 from router.api.openai.completions import CompletionsBody
 from router.api.request.body import only_one_of
 from router.api.request.formatter import ApiLimits, ApiRequest
+from router.api.request.known_elsewhere import unsupported
+from router.api.vectors import classify, embeddings, pooling, rerank, score
 
 ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
-Shape = Literal["inputs", "prompt", "messages"]
-_SHAPES: tuple[Shape, ...] = ("inputs", "prompt", "messages")
+SESSION_HEADER = "x-amzn-sagemaker-session-id"
+Shape = Literal["inputs", "prompt", "messages", "input", "query", "queries", "text_1", "data_1"]
+_SHAPES: tuple[Shape, ...] = get_args(Shape)
+_NO_SESSION = "answers keep no state: send the whole conversation, whose prefix is found again"
 
 
 class Invocation(msgspec.Struct, frozen=True):
     """What the headers say. adapter: the one that SageMaker's header names. streams: the caller
-    takes events."""
+    takes events. has_session: SageMaker's header names one."""
 
     adapter: str | None = None
     streams: bool = False
+    has_session: bool = False
 
 
 def shape_of(plain: Mapping[str, Any]) -> Shape:
@@ -40,6 +47,8 @@ def parse(
     plain: dict[str, Any], said: Invocation, limits: ApiLimits, bearer: str | None
 ) -> ApiRequest:
     """Raises RequestError."""
+    if said.has_session or plain.get("requestType") is not None:
+        raise unsupported("requestType", _NO_SESSION)
     shape = shape_of(plain)
     asked = dict(plain)
     if said.streams and asked.get("stream") is None:
@@ -48,10 +57,27 @@ def parse(
         return lorax.parse_plain(_with_parameter(asked, said), limits, bearer, route="/")
     if said.adapter is not None:
         asked["model"] = said.adapter
+    if read := _reader(shape, asked, limits):
+        return read(asked, limits, bearer)
     if shape == "prompt":
         prompt = typed_openai(asked, CompletionsBody, limits)
         return completions.request_of(prompt, limits, bearer)
     return chat.request_of(typed_openai(asked, ChatBody, limits), limits, bearer)
+
+
+def _reader(
+    shape: Shape, plain: dict[str, Any], limits: ApiLimits
+) -> Callable[[dict[str, Any], ApiLimits, str | None], ApiRequest] | None:
+    """Of texts that are read for numbers; None where an answer is wanted."""
+    if shape == "query":
+        return partial(rerank.parse_plain, version=1)
+    if shape in ("queries", "text_1", "data_1"):
+        return score.parse
+    if plain.get("task") is not None:
+        return pooling.parse
+    if shape == "input" or (shape == "messages" and "text" not in limits.gives):
+        return classify.parse_plain if "classes" in limits.gives else embeddings.parse
+    return None
 
 
 def _with_parameter(plain: dict[str, Any], said: Invocation) -> dict[str, Any]:

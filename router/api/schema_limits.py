@@ -71,6 +71,7 @@ _NAMED = (
     ("RegisterBody", "name"),
     ("LoadLoraBody", "lora_name"),
     ("SglangLoadBody", "lora_name"),
+    ("SagemakerBody", "name"),
 )
 _OFF: Schema = {"enum": [None, False]}
 _UNSERVED: dict[str, Schema] = {

@@ -14,6 +14,9 @@ from router.api.admin.adapters import (
     Deleted,
     LoadLoraBody,
     Refreshed,
+    SagemakerAdapter,
+    SagemakerAdapters,
+    SagemakerBody,
     SglangLoadBody,
     UnloadLoraBody,
     adapter_object,
@@ -160,6 +163,27 @@ class AdapterRoutes:
         name = await self._unload_named(request)
         return json_response(self._loaded(name.tenant))
 
+    async def of_sagemaker(self, request: Request) -> Response:
+        if request.method == "GET":
+            tenant = parse_tenant(request.query_params)
+            known = [one for one in self._admin.all() if tenant in (None, one.tenant)]
+            adapters = [SagemakerAdapter(r.name, format_ref(r.ref), r.pinned) for r in known]
+            return json_response(SagemakerAdapters(adapters))
+        body, _ = decode_body(await read_json_body(request, self._body_limits), SagemakerBody)
+        check_name(body.name, "name")
+        name = _named_in_body(request, body.name, body.tenant)
+        ref = parse_target(body.src, "src", self._service.config.default_source)
+        pin, by = body.pin or None, who(request)
+        wanted = RegistrationRequest(name, ref, "api", pin=pin, load=body.preload, by=by)
+        loaded = await self._admin.register(wanted)
+        return PlainTextResponse(f"Adapter {body.name} registered" + partial_note(loaded))
+
+    async def unregister(self, request: Request) -> Response:
+        """SageMaker's."""
+        name = _named(request)
+        await self._remove(name)
+        return PlainTextResponse(f"Adapter {name.name} unregistered")
+
     async def _load(
         self,
         request: Request,
@@ -180,10 +204,13 @@ class AdapterRoutes:
     async def _unload_named(self, request: Request) -> OwnedName:
         body, _ = decode_body(await read_json_body(request, self._body_limits), UnloadLoraBody)
         name = _named_in_body(request, body.lora_name, body.tenant)
+        await self._remove(name)
+        return name
+
+    async def _remove(self, name: OwnedName) -> None:
         self._admin.check_free(name, "file", "option")
         await self._admin.unload(name, DEFAULT_WAIT_S)
         await self._admin.delete(name)
-        return name
 
     def _loaded(self, tenant: str) -> LoadedAdapters:
         """Names of the tenant's that are served, and what they mean."""

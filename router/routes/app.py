@@ -164,6 +164,8 @@ def _adapter_routes(service: Service) -> list[Route]:
         _post("/v1/unload_lora_adapter", guarded(adapters.unload_lora, "POST")),
         _post("/load_lora_adapter", guarded(adapters.load_sglang, "POST")),
         _post("/unload_lora_adapter", guarded(adapters.unload_sglang, "POST")),
+        Route("/adapters", guarded(adapters.of_sagemaker, "POST"), methods=["GET", "POST"]),
+        Route("/adapters/{name}", guarded(adapters.unregister), methods=["DELETE"]),
     ]
 
 

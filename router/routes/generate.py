@@ -61,7 +61,8 @@ class GenerateRoutes:
     async def invocations(self, request: Request) -> Response:
         """SageMaker's: the body says whose shape it has, and so its errors have."""
         adapter = request.headers.get(sagemaker.ADAPTER_HEADER)
-        said = sagemaker.Invocation(adapter or None, takes_events(request))
+        has_session = sagemaker.SESSION_HEADER in request.headers
+        said = sagemaker.Invocation(adapter or None, takes_events(request), has_session)
 
         def parse(body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
             plain = decode_plain(body)

@@ -1,7 +1,9 @@
 """The routes that give numbers of texts: each finds the shape of a body, and `Answerer` does the
 rest."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,18 +17,20 @@ from router.routes.generate import answered
 from router.routes.operator import Endpoint
 from router.service import Service
 
+PlainParse = Callable[[dict[str, Any], ApiLimits, str | None], ApiRequest]
+
 
 class VectorRoutes:
     """Each endpoint answers one route. Errors have the shape of the body's API."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self.embeddings = self._fixed(embeddings.parse)
+        self.embeddings = self._read(embeddings.parse)
         self.embed = self._fixed(embed.parse)
         self.classify_batch = self._fixed(classify.parse_batch)
-        self.pooling = self._fixed(pooling.parse)
-        self.embed_of_cohere = self._fixed(cohere.parse)
-        self.score = self._fixed(score.parse)
+        self.pooling = self._read(pooling.parse)
+        self.embed_of_cohere = self._read(cohere.parse)
+        self.score = self._read(score.parse)
         self.rerank = partial(self._rerank, version=1)
         self.rerank_of_cohere = partial(self._rerank, version=2)
 
@@ -51,6 +55,9 @@ class VectorRoutes:
             return rerank.parse_plain(plain, limits, bearer, version)
 
         return await answered(self._service, request, parse)
+
+    def _read(self, parse: PlainParse) -> Endpoint:
+        return self._fixed(lambda body, *more: parse(decode_plain(body), *more))
 
     def _fixed(self, parse: Parse) -> Endpoint:
         async def endpoint(request: Request) -> Response:

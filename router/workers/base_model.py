@@ -98,11 +98,7 @@ class BaseModel:
         except ValueError as error:
             return str(error)
         self._limits = limits_from(
-            self._config,
-            self._names(card),
-            card.sampling_defaults,
-            card.classes is not None,
-            card.vocab_size,
+            self._config, self._names(card), card.sampling_defaults, card.gives, card.vocab_size
         )
         facts = (card.names[0], card.base_digest[:12], card.max_context)
         logger.info("serving %s (%s), contexts of up to %d tokens", *facts)

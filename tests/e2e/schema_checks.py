@@ -19,9 +19,10 @@ _TEXTS = (
     r"POST /(v1/((chat/)?completions|responses|messages(/count_tokens)?)"
     r"|(de)?tokenize|invocations|generate|generate_stream)?"
 )
-_REGISTERS = r"POST /(v1/adapters.*|(v1/)?load_lora_adapter)"
+_REGISTERS = r"POST /(v1/adapters.*|(v1/)?load_lora_adapter|adapters)"
 _READS = (
-    r"POST /(v1/embeddings|pooling|(v2/)?embed|classify|classify_batch|(v1/)?score|(v[12]/)?rerank)"
+    r"POST /(invocations|v1/embeddings|pooling|(v2/)?embed|classify|classify_batch|(v1/)?score"
+    r"|(v[12]/)?rerank)"
 )
 _ALL = r".*"
 _FORM = (

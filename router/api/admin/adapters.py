@@ -88,6 +88,27 @@ class SglangLoadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant: Word | None = None
 
 
+class SagemakerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """SageMaker's. src: a folder, or a reference. preload: false = it is loaded when it is first
+    asked for. pin: it stays on the device. tenant: as above."""
+
+    name: Name
+    src: Annotated[str, Meta(min_length=1)]
+    preload: bool = True
+    pin: bool = False
+    tenant: Word | None = None
+
+
+class SagemakerAdapter(msgspec.Struct, frozen=True):
+    name: str
+    src: str
+    pin: bool
+
+
+class SagemakerAdapters(msgspec.Struct, frozen=True):
+    adapters: list[SagemakerAdapter]
+
+
 class UnloadLoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's, and SGLang's. lora_int_id, lora_id: change nothing. tenant: as above."""
 

@@ -11,6 +11,8 @@ from router.api.admin.adapters import (
     LoadLoraBody,
     Refreshed,
     RegisterBody,
+    SagemakerAdapters,
+    SagemakerBody,
     SglangLoadBody,
     UnloadBody,
     UnloadLoraBody,
@@ -205,6 +207,14 @@ _LIFECYCLE = (
     _admin(
         "/unload_lora_adapter", "post", "Unload and delete (SGLang)", LoadedAdapters, UnloadLoraBody
     ),
+    _admin("/adapters", "post", "Register and load (SageMaker)", str, SagemakerBody),
+    *(
+        msgspec.structs.replace(operation, query=("tenant",))
+        for operation in (
+            _admin("/adapters", "get", "Registered adapters (SageMaker)", SagemakerAdapters),
+            _admin("/adapters/{name}", "delete", "Unload and delete (SageMaker)", str),
+        )
+    ),
 )
 _FILE = "/v1/files/{id}"
 _BATCH = "/v1/batches/{id}"
@@ -288,10 +298,16 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "/invocations",
         "post",
-        "One of LoRAX's or OpenAI's, as the body says (SageMaker)",
+        "An answer or numbers, as the body says (SageMaker)",
         other_dialect="openai",
-        requests=(LoraxBody, CompletionsBody, ChatBody),
-        answers=(list[GenerateAnswer], Completion, ChatCompletion),
+        requests=(
+            *(LoraxBody, CompletionsBody, ChatBody, EmbeddingsBody),
+            *(ClassifyBody, PoolingBody, ScoreBody, RerankBody),
+        ),
+        answers=(
+            *(list[GenerateAnswer], Completion, ChatCompletion, EmbeddingList, ClassList),
+            *(PoolingList, ScoreList, RerankAnswer),
+        ),
         events=(StreamAnswer, Completion, ChatChunk),
         done=True,
     ),

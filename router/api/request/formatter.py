@@ -14,6 +14,7 @@ from router.call import (
     TextEvent,
 )
 from router.config import RouterConfig
+from server.protocol import Gift
 
 
 class ApiLimits(msgspec.Struct, frozen=True):
@@ -23,8 +24,7 @@ class ApiLimits(msgspec.Struct, frozen=True):
     sampling_defaults: the model's own. LoRAX routes, which have LoRAX's defaults of a draw, take
     only what has nothing to do with one.
     max_prompts: prompts in one completions request. max_stop_chars: of one stop string.
-    vocab_size: of the base.
-    classifies: the base is a classifier.
+    vocab_size: of the base. gives: what the base does.
     """
 
     base_names: tuple[str, ...] = ()
@@ -41,14 +41,14 @@ class ApiLimits(msgspec.Struct, frozen=True):
     max_messages: int = 4096
     max_bad_words: int = 256
     sampling_defaults: dict[str, float] = {}
-    classifies: bool = False
+    gives: tuple[Gift, ...] = ("text", "vectors")
 
 
 def limits_from(
     config: RouterConfig,
     base_names: tuple[str, ...],
     sampling_defaults: dict[str, float],
-    classifies: bool = False,
+    gives: tuple[Gift, ...],
     vocab_size: int = 2**31,
 ) -> ApiLimits:
     return ApiLimits(
@@ -60,7 +60,7 @@ def limits_from(
         max_logprobs=config.max_logprobs,
         vocab_size=vocab_size,
         sampling_defaults=sampling_defaults,
-        classifies=classifies,
+        gives=gives,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from router.api.request.body import decode_plain, only_one_of, require
+from router.api.request.body import only_one_of, require
 from router.api.request.chat_messages import ContentPart, text_part
 from router.api.request.fields import Positive, Priority
 from router.api.request.formatter import ApiLimits, ApiRequest
@@ -74,9 +74,8 @@ class EmbedOptions(msgspec.Struct, frozen=True):
     texts: tuple[str, ...]
 
 
-def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
+def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Raises RequestError."""
-    plain = decode_plain(body)
     check_refused(plain, REFUSED)
     request = read_body(plain, CohereEmbedBody)
     field = only_one_of(plain, SHAPES)

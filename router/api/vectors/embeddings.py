@@ -1,12 +1,12 @@
 """OpenAI's `/v1/embeddings`: request bodies and answers. Pure."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from router.api.request.body import decode_plain, require
+from router.api.request.body import require
 from router.api.request.fields import Positive
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.vectors.fields import InputBody, input_call, read_body
@@ -44,9 +44,8 @@ class EmbeddingList(msgspec.Struct, frozen=True):
     object: Literal["list"] = "list"
 
 
-def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
+def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Raises RequestError."""
-    plain = decode_plain(body)
     request = read_body(plain, EmbeddingsBody)
     check_prompt(request.prompt_name, request.prompt)
     normalises = request.use_activation if request.normalize is None else request.normalize

@@ -1,11 +1,11 @@
 """vLLM's `/pooling`: vectors or classes of texts, by one shape. Pure."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from router.api.request.body import decode_plain, require
+from router.api.request.body import require
 from router.api.request.fields import Positive
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.request.known_elsewhere import unsupported
@@ -42,13 +42,12 @@ class PoolingList(msgspec.Struct, frozen=True):
     object: Literal["list"] = "list"
 
 
-def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
+def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Raises RequestError."""
-    plain = decode_plain(body)
     if plain.get("task") in _UNSERVED:
         raise unsupported("task", "numbers are of whole texts, by `embed` or `classify`")
     request = read_body(plain, PoolingBody)
-    if (request.task or ("classify" if limits.classifies else "embed")) == "classify":
+    if (request.task or ("classify" if "classes" in limits.gives else "embed")) == "classify":
         require(request.dimensions is None, "classes are as many as they are", "dimensions")
         vector = VectorCall(use="classes", is_raw=request.use_activation is False)
         call = input_call("classify", request, vector, limits, bearer)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from router.api.request.body import decode_plain, only_one_of, require
+from router.api.request.body import only_one_of, require
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.vectors.fields import ScoredBody, call_of, read_body
 from router.api.vectors.whole import MAX_INPUTS, VectorUsage, WholeFormatter, WrittenAs, usage_of
@@ -47,9 +47,8 @@ class ScoreList(msgspec.Struct, frozen=True):
     object: Literal["list"] = "list"
 
 
-def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
+def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Raises RequestError."""
-    plain = decode_plain(body)
     request = read_body(plain, ScoreBody)
     queries, documents = _texts(plain, request, _LEFT), _texts(plain, request, _RIGHT)
     count = len(documents)

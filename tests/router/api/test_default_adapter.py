@@ -34,7 +34,7 @@ def asked(api: str, name: str, limits: ApiLimits) -> str | None:
 
 
 def limits(default: str) -> ApiLimits:
-    return limits_from(RouterConfig(default_adapter=default), ("small", "org/small"), {})
+    return limits_from(RouterConfig(default_adapter=default), ("small", "org/small"), {}, ())
 
 
 @pytest.mark.parametrize("api", APIS)

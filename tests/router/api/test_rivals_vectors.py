@@ -1,6 +1,5 @@
 """`/pooling`, `/v2/embed`, and messages in place of texts: what bodies ask for, what is refused."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -12,18 +11,18 @@ from router.api.vectors.cohere import EmbeddingType, written
 from router.call import RequestError
 
 LIMITS = ApiLimits(base_names=("small",))
-CLASSIFIER = ApiLimits(base_names=("small",), classifies=True)
+CLASSIFIER = ApiLimits(base_names=("small",), gives=("classes",))
 CHAT = [{"role": "user", "content": "hi"}]
 PARSES: dict[str, Any] = {
     "pooling": pooling.parse,
     "cohere": cohere.parse,
     "embeddings": embeddings.parse,
-    "classify": lambda body, limits: classify.parse_plain(json.loads(body), limits, None),
+    "classify": lambda plain, limits: classify.parse_plain(plain, limits, None),
 }
 
 
 def asked(route: str, body: dict[str, Any], limits: ApiLimits = LIMITS) -> ApiRequest:
-    found: ApiRequest = PARSES[route](json.dumps({"model": "small"} | body).encode(), limits)
+    found: ApiRequest = PARSES[route]({"model": "small"} | body, limits)
     return found
 
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from router.api.request.formatter import ApiLimits
 from router.api.sagemaker import Invocation, dialect_of, parse, shape_of
 from router.call import AdapterChoice, GenerationCall, RequestError
+from server.protocol import Gift
 
 PLAIN = Invocation()
 LIMITS = ApiLimits(base_names=("org/small",))
@@ -87,6 +89,44 @@ def test_faults_stay_where_they_are(parameters: Any) -> None:
     with pytest.raises(RequestError) as fault:
         call_of({"inputs": "hi", "parameters": parameters}, Invocation("a"))
     assert fault.value.param == "parameters"
+
+
+@pytest.mark.parametrize(
+    ("gives", "body", "api", "use"),
+    [
+        (("text", "vectors"), {"input": "hi"}, "embeddings", "vector"),
+        (("classes",), {"input": "hi", "model": "small"}, "classify", "classes"),
+        (("classes",), {"messages": CHAT}, "classify", "classes"),
+        (("vectors",), {"messages": CHAT}, "embeddings", "vector"),
+        (("text", "vectors"), {"messages": CHAT}, "chat", None),
+        (("text", "vectors"), {"messages": CHAT, "task": "embed"}, "embeddings", "vector"),
+        (("text", "vectors"), {"queries": "a", "documents": ["b"]}, "score", "fit"),
+        (("text", "vectors"), {"text_1": "a", "text_2": "b"}, "score", "fit"),
+        (("text", "vectors"), {"query": "a", "documents": ["b"]}, "rerank", "fit"),
+    ],
+)
+def test_texts_that_are_read(
+    gives: tuple[Gift, ...], body: dict[str, Any], api: str, use: str | None
+) -> None:
+    limits = msgspec.structs.replace(LIMITS, gives=gives)
+    call = parse({"model": "org/small"} | body, Invocation("a"), limits, None).call
+    assert call.api == api
+    assert (call.vector and call.vector.use) == use
+    assert adapter_in(call) == "a"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"requestType": "NEW_SESSION"}, PLAIN),
+        ({"requestType": "CLOSE"}, PLAIN),
+        ({"prompt": "hi"}, Invocation(has_session=True)),
+    ],
+)
+def test_sessions_are_refused_by_name(body: dict[str, Any], said: Invocation) -> None:
+    with pytest.raises(RequestError, match="send the whole conversation") as refused:
+        call_of(body, said)
+    assert refused.value.param == "requestType"
 
 
 values = st.none() | st.booleans() | st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=2)

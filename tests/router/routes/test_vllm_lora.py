@@ -192,3 +192,37 @@ async def test_who_may(tmp_path: Path, worker: FakeWorker) -> None:
     async with running_router(tmp_path, worker) as router:
         router.client.headers["origin"] = "https://page.example"
         assert fault(await load(router)) == (403, "forbidden")
+
+
+async def test_sagemakers_three_routes(router: Running) -> None:
+    """A name is registered as often as it is asked for, but means one thing."""
+    client = router.client
+    for preload in (False, True):
+        body = {"name": "mine", "src": ONE, "preload": preload, "pin": preload}
+        answer = await client.post("/adapters", json=body)
+        assert (answer.status_code, answer.text) == (200, "Adapter mine registered")
+        told = (await client.get("/v1/adapters/mine")).json()
+        assert (len(told["resident_on"]), told["pinned"]) == (preload, preload)
+    listed = (await client.get("/adapters")).json()["adapters"]
+    assert {"name": "mine", "src": ONE, "pin": True} in listed
+    assert await generate(router) == 200
+    other = await client.post("/adapters", json={"name": "mine", "src": "hub:org/two"})
+    assert fault(other) == (400, "conflict")
+    gone = await client.delete("/adapters/mine")
+    assert (gone.status_code, gone.text) == (200, "Adapter mine unregistered")
+    assert await generate(router) == 410
+    assert fault(await client.delete("/adapters/mine"))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"name": "", "src": ONE}, "name"),
+        ({"name": "a", "src": ""}, "src"),
+        ({"name": "a", "src": "alias"}, "src"),
+        ({"name": "a", "src": ONE, "prompt_prefix": "x"}, "prompt_prefix"),
+    ],
+)
+async def test_sagemakers_bodies(router: Running, body: dict[str, Any], param: str) -> None:
+    refused = await router.client.post("/adapters", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)

@@ -25,6 +25,7 @@ Api = Literal[
     "responses",
     "messages",
     "sglang",
+    "lmdeploy",
     "embeddings",  # OpenAI's
     "embed",  # LoRAX's and TEI's
     "classify",
@@ -36,6 +37,7 @@ Api = Literal[
 _ADAPTER_FIELDS: dict[Api, str] = {
     "lorax": "adapter_id",
     "sglang": "lora_path",
+    "lmdeploy": "lora_path",
     "embed": "adapter_id",
 }
 # What is left of a prompt that is cut.

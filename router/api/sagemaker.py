@@ -36,6 +36,8 @@ class Invocation(msgspec.Struct, frozen=True):
 
 def shape_of(plain: Mapping[str, Any]) -> Shape:
     """Raises RequestError."""
+    if plain.get("requestType") is not None:
+        raise unsupported("requestType", _NO_SESSION)
     return only_one_of(plain, _SHAPES)
 
 
@@ -47,17 +49,18 @@ def parse(
     plain: dict[str, Any], said: Invocation, limits: ApiLimits, bearer: str | None
 ) -> ApiRequest:
     """Raises RequestError."""
-    if said.has_session or plain.get("requestType") is not None:
-        raise unsupported("requestType", _NO_SESSION)
     shape = shape_of(plain)
+    if said.has_session:
+        raise unsupported(SESSION_HEADER, _NO_SESSION)
     asked = dict(plain)
-    if said.streams and asked.get("stream") is None:
+    read = _reader(shape, plain, limits)
+    if said.streams and read is None and asked.get("stream") is None:
         asked["stream"] = True
     if shape == "inputs":
         return lorax.parse_plain(_with_parameter(asked, said), limits, bearer, route="/")
     if said.adapter is not None:
         asked["model"] = said.adapter
-    if read := _reader(shape, asked, limits):
+    if read is not None:
         return read(asked, limits, bearer)
     if shape == "prompt":
         prompt = typed_openai(asked, CompletionsBody, limits)

@@ -16,6 +16,8 @@ from router.api.request.fields import SOURCES
 from router.api.request.formatter import ApiLimits
 from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
 from router.api.responses.request import REFUSED
+from router.api.sglang.lmdeploy import HARMLESS as HARMLESS_OF_LMDEPLOY
+from router.api.sglang.lmdeploy import SHAPES as SHAPES_OF_LMDEPLOY
 from router.api.sglang.request import HARMLESS as HARMLESS_OF_SGLANG
 from router.api.vectors.cohere import SHAPES as COHERE_SHAPES
 from router.api.vectors.fields import READ
@@ -29,7 +31,7 @@ Schema = dict[str, Any]
 _CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "LoraxParameters") + (
     *("ResponsesBody", "ResponseStreamOptions", "ReasoningFields", "TextFields", "TextFormat"),
     *("MessagesBody", "CountTokensBody", "MessageMetadata", "ThinkingFields", "OutputFields"),
-    *("SglangBody", "SglangSampling"),
+    *("SglangBody", "SglangSampling", "LmdeployBody"),
     *("EmbedBody", "EmbedParameters", "LoraxClassifyBody", "LoraxClassifyBatchBody"),
     "TeiRerankBody",
 )
@@ -44,9 +46,10 @@ _OPENAI_BODIES = (
     "TokenizePromptBody",
     "CompletionsBody",
 )
+_BY_ALIASES = ("ResponsesBody", "SglangBody", "LmdeployBody")
 _SIZED = (
     *(*_OPENAI_BODIES, *_MESSAGES_BODIES),
-    *("LoraxParameters", "ResponsesBody", "SglangSampling"),
+    *("LoraxParameters", "ResponsesBody", "SglangSampling", "LmdeployBody"),
 )
 # JSON Schema's bound of a field of one type, and the limit that it is.
 _BOUNDS = {
@@ -102,6 +105,7 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     for name in _MESSAGES_BODIES:
         _say_refused(components[name]["properties"], REFUSED_OF_MESSAGES)
     _say_sglang(components["SglangBody"], components["SglangSampling"], limits)
+    _say_lmdeploy(components["LmdeployBody"])
     components["LoraxBody"]["properties"] |= {field: {} for field in HARMLESS_BESIDE}
     components["LoraxParameters"]["properties"] |= _UNSERVED
     _bound(components["LoraxParameters"]["properties"]["seed"], "integer", maximum=2**64 - 1)
@@ -126,7 +130,7 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     several["messages"]["items"] |= {"minItems": 1, "maxItems": limits.max_messages}
     several["messages"]["maxItems"] = limits.max_prompts
     several |= {name: {"enum": [None, *field.neutral]} for name, field in OF_ONE.items()}
-    for name in (*_OPENAI_BODIES, *_READ_BODIES, *_MESSAGES_BODIES, "ResponsesBody", "SglangBody"):
+    for name in (*_OPENAI_BODIES, *_READ_BODIES, *_MESSAGES_BODIES, *_BY_ALIASES):
         properties = components[name]["properties"]
         properties |= {alias: properties[own] for alias, own in aliases_of(properties).items()}
 
@@ -173,7 +177,7 @@ def _say_sizes(properties: dict[str, Schema], limits: ApiLimits) -> None:
             _bound(properties.get(field, {}), "integer", minimum=-1)
     for field, (kind, bound, limit) in _BOUNDS.items():
         _bound(properties.get(field, {}), kind, **{bound: getattr(limits, limit)})
-    _bound(properties["logit_bias"], "object", propertyNames=_TOKEN_KEY)
+    _bound(properties.get("logit_bias", {}), "object", propertyNames=_TOKEN_KEY)
     if "adapter_source" in properties:
         properties["adapter_source"] = {"enum": [None, "", *SOURCES]}
     stop = properties["stop"]
@@ -200,6 +204,14 @@ def _say_sglang(body: Schema, sampling: Schema, limits: ApiLimits) -> None:
             "properties": {"input_ids": {"anyOf": [ids, lists]}, "text": _NO},
         },
     ]
+
+
+def _say_lmdeploy(body: Schema) -> None:
+    properties = body["properties"]
+    properties |= {field: {} for field in HARMLESS_OF_LMDEPLOY}
+    _say_elsewhere(properties)
+    _bound(properties["input_ids"], "array", minItems=1)
+    body["allOf"] = [_only_one(SHAPES_OF_LMDEPLOY)]
 
 
 def _say_elsewhere(properties: dict[str, Schema]) -> None:

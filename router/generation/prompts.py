@@ -118,6 +118,7 @@ _PARAM: dict[Api, str] = {
     "responses": "input",
     "messages": "messages",
     "sglang": "text",
+    "lmdeploy": "prompt",
     "embeddings": "input",
     "embed": "inputs",
     "classify": "input",

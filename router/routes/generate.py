@@ -14,6 +14,7 @@ from router.api.openai import completions as openai_completions
 from router.api.request.body import decode_plain
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.responses import request as responses
+from router.api.sglang import lmdeploy
 from router.api.sglang import request as sglang
 from router.generation.way_in import Parse
 from router.http.sse import takes_events
@@ -47,14 +48,16 @@ class GenerateRoutes:
         return await self._info.health(request)
 
     async def generate(self, request: Request) -> Response:
-        """LoRAX's shape or SGLang's, whose errors are as OpenAI's."""
+        """LoRAX's shape, or SGLang's or LMDeploy's, whose errors are as OpenAI's."""
 
         def parse(body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
             plain = decode_plain(body)
-            if not sglang.is_native(plain):
+            is_lmdeploys = lmdeploy.is_native(plain)
+            if not is_lmdeploys and not sglang.is_native(plain):
                 return lorax.parse_plain(plain, limits, bearer, route="/generate")
             request.state.dialect = "openai"
-            return sglang.parse(plain, limits, bearer)
+            native = lmdeploy.parse if is_lmdeploys else sglang.parse
+            return native(plain, limits, bearer)
 
         return await self._answer(request, parse)
 

@@ -49,6 +49,7 @@ from router.api.responses.request import ResponsesBody
 from router.api.responses.stream import ResponseEvent
 from router.api.sglang.answer import SglangAnswer
 from router.api.sglang.info import LoadedAdapters, ServedModel, ServedSettings
+from router.api.sglang.lmdeploy import LmdeployAnswer, LmdeployBody
 from router.api.sglang.request import SglangBody
 from router.api.tokenize import (
     DetokenizeBody,
@@ -250,11 +251,11 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "/generate",
         "post",
-        "Generate, in LoRAX's shape or SGLang's",
+        "Generate, in LoRAX's shape, SGLang's or LMDeploy's",
         other_dialect="openai",
-        requests=(LoraxBody, SglangBody),
-        answers=(GenerateAnswer, SglangAnswer, list[SglangAnswer]),
-        events=(SglangAnswer,),
+        requests=(LoraxBody, SglangBody, LmdeployBody),
+        answers=(GenerateAnswer, SglangAnswer, list[SglangAnswer], LmdeployAnswer),
+        events=(SglangAnswer, LmdeployAnswer),
         done=True,
     ),
     _post("/generate_stream", "Generate, token by token", LoraxBody, event=StreamAnswer),

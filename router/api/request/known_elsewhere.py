@@ -78,7 +78,11 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("best_of", "ask for `n` answers", 1),
     **_only("do_sample", "`temperature` 0 is greedy", True),
     **_row("logits_processors custom_logit_processor custom_params", "`logit_bias` weighs tokens"),
-    **_row("no_repeat_ngram_size", "`repetition_penalty` holds repetition back", 0),
+    **_row(
+        "no_repeat_ngram_size repetition_ngram_size repetition_ngram_threshold",
+        "`repetition_penalty` holds repetition back",
+        0,
+    ),
     **_row("repetition_detection", "`repetition_penalty` holds repetition back"),
     **_row("watermark watermarking"),
     **_row("stop_regex", "`stop` takes texts"),

@@ -131,7 +131,7 @@ class SglangFormatter:
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
         """Raises RequestError (incomplete)."""
         self._prompts = {info.prompt_index: info for info in prompts}
-        answers = [self._answer(one.prompt_index, one.choice, _known(one)) for one in results]
+        answers = [self._answer(one.prompt_index, one.choice, so_far(one)) for one in results]
         return encode(answers if self._options.is_list else answers[0])
 
     def _answer(self, prompt: int, choice: int, known: _SoFar) -> SglangAnswer:
@@ -196,7 +196,7 @@ class SglangFormatter:
         return text if self._options.with_texts else None
 
 
-def _known(result: ChoiceResult) -> _SoFar:
+def so_far(result: ChoiceResult | TextEvent) -> _SoFar:
     return _SoFar(
         text=result.text,
         ids=list(result.token_ids),

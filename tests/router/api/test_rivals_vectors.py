@@ -98,7 +98,7 @@ def test_cohere_reads_texts_and_inputs() -> None:
         ("pooling", {"input": "x", "task": "classify", "dimensions": 2}, "dimensions", "classes"),
         ("pooling", {}, "input", "or `messages`"),
         ("embeddings", {"input": "x", "messages": CHAT}, "messages", "not both"),
-        ("embeddings", {"messages": []}, "messages", "at least one message"),
+        ("embeddings", {"messages": []}, "messages", "expected 1 to 4096 messages"),
         (
             "embeddings",
             {"input": "x", "normalize": True, "use_activation": False},

@@ -109,7 +109,8 @@ def test_texts_that_are_read(
     gives: tuple[Gift, ...], body: dict[str, Any], api: str, use: str | None
 ) -> None:
     limits = msgspec.structs.replace(LIMITS, gives=gives)
-    call = parse({"model": "org/small"} | body, Invocation("a"), limits, None).call
+    said = Invocation("a", streams=True)
+    call = parse({"model": "org/small"} | body, said, limits, None).call
     assert call.api == api
     assert (call.vector and call.vector.use) == use
     assert adapter_in(call) == "a"
@@ -124,9 +125,8 @@ def test_texts_that_are_read(
     ],
 )
 def test_sessions_are_refused_by_name(body: dict[str, Any], said: Invocation) -> None:
-    with pytest.raises(RequestError, match="send the whole conversation") as refused:
+    with pytest.raises(RequestError, match="send the whole conversation"):
         call_of(body, said)
-    assert refused.value.param == "requestType"
 
 
 values = st.none() | st.booleans() | st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=2)

@@ -107,3 +107,13 @@ async def test_a_streamed_retry_does_not_run_again(tmp_path: Path, worker: FakeW
         assert first.status_code == 200
         again = await router.client.post("/invocations", json={"inputs": "hi"}, headers=headers)
         assert again.status_code == 409
+
+
+async def test_texts_are_read_and_sessions_refused(router: Running) -> None:
+    body = {"input": ["hi"], "encoding_format": "float"}
+    answer = await router.client.post("/invocations", json=body, headers=EVENTS)
+    expected = await router.client.post("/v1/embeddings", json=body)
+    assert answer.json()["data"] == expected.json()["data"]
+    refused = await router.client.post("/invocations", json={"requestType": "NEW_SESSION"})
+    assert refused.status_code in (400, 422)
+    assert "keep no state" in refused.text

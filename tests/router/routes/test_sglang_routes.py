@@ -169,3 +169,14 @@ async def test_health_generate(tmp_path: Path, router: Running) -> None:
     assert (await router.client.get("/health_generate")).status_code == 200
     async with running_router(tmp_path / "alone") as alone:
         assert (await alone.client.get("/health_generate")).status_code == 503
+
+
+async def test_lmdeploys_shape(router: Running) -> None:
+    answer = await generate(router, prompt="hi", lora_path="pirate", max_tokens=6)
+    body = answer.json()
+    assert (body["text"], body["meta_info"]["finish_reason"]["type"]) == (PIRATE[:6], "length")
+    assert answer.headers["x-loraplex-adapter-digest"] == PIRATE
+    streamed = await generate(router, input_ids=ids_of("hi"), max_tokens=6, stream=True)
+    assert "".join(event["text"] for event in events_of(streamed.text)) == TEXT[:6]
+    refused = await generate(router, prompt="x" * 100_000, max_tokens=1)
+    assert refused.json()["error"]["param"] == "prompt"

@@ -9,7 +9,6 @@ from launcher.options import OptionError
 from launcher.other_servers import FLAGS, Arity, OtherOption, find
 
 _COUNTED = ("--max-context", "--max-running", "--max-step-tokens", "--kv-memory")
-_RENAMING = ("--dtype", "--kv-dtype", "--quantize")
 # To ours; "" = nothing is to be said, as a checkpoint's config says it.
 _RENAMED = {
     "half": "float16", "float": "float32", "fp8_e4m3": "fp8", "bitsandbytes": "nf4", "awq": "",
@@ -51,7 +50,8 @@ def move(words: Sequence[str], own: Mapping[str, bool]) -> Moved:
 
 def _row(flag: str, own: Mapping[str, bool]) -> tuple[OtherOption, Arity] | None:
     name = flag.partition(".")[0]  # of a field within an option's JSON
-    return None if name in own and name not in FLAGS else find(name) or find(f"--{name[5:]}")
+    on = "--" + name.removeprefix("--no-")
+    return None if name in own and name not in FLAGS else find(name) or find(on)
 
 
 def _values(arity: Arity, left: list[str]) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _read(to: str, text: str) -> Sequence[str]:
         return [str(origin) for origin in json.loads(text)]
     if to in _COUNTED:
         return [_count(text)]
-    return [_RENAMED.get(text, text) if to in _RENAMING else text]
+    return [_RENAMED.get(text, text) if to in ("--dtype", "--kv-dtype", "--quantize") else text]
 
 
 def _count(text: str) -> str:

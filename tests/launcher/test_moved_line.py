@@ -48,6 +48,7 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (("--pipeline-parallel-size", "1", "--cpu-offload-gb=0", "--no-enable-sleep-mode"), ""),
     (("--load-format", "auto", "--share-hub-token", "m"), "--share-hub-token m"),
     (("--frobnicate", "x", "--adaptr=y"), "--frobnicate x --adaptr=y"),
+    (("--abcmodel=m", "--no-one", "x"), "--abcmodel=m --no-one x"),
 ]  # fmt: skip
 
 

@@ -217,7 +217,8 @@ class GenerationCall(msgspec.Struct, frozen=True):
     further: conversations behind `messages`, each a prompt of its own.
     adapter: None = the base. sampling.max_tokens is not yet resolved: see max_tokens.
     max_tokens: None = all that fits. n: choices to return a prompt; best_of >= n: to generate.
-    stop: stop strings. include_stop: keep them in the text (LoRAX does, OpenAI does not).
+    stop: stop strings. stop_regex: patterns that end the answer like them. include_stop: keep both
+    in the text (LoRAX does, OpenAI does not).
     skip_special_tokens: leave special tokens out of the text. spaces_between_special_tokens: as in
     vLLM; without effect where they are left out.
     truncate: keep so many prompt tokens alone, the first or the last (truncate_keeps); -1 = as many
@@ -242,6 +243,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     n: int = 1
     best_of: int = 1
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     include_stop: bool = False
     echo: bool = False
     stream: bool = False

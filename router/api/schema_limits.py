@@ -63,6 +63,7 @@ _BOUNDS = {
     "top_n_tokens": ("integer", "maximum", "max_logprobs"),
     "top_logprobs_num": ("integer", "maximum", "max_logprobs"),
     "stop": ("array", "maxItems", "max_stop_sequences"),
+    "stop_regex": ("array", "maxItems", "max_stop_sequences"),
     "stop_sequences": ("array", "maxItems", "max_stop_sequences"),
     "stop_token_ids": ("array", "maxItems", "max_stop_token_ids"),
     "logit_bias": ("object", "maxProperties", "max_logit_bias"),

@@ -173,7 +173,11 @@ class Generation:
                 choice = self._choices[slot]
                 if choice.task.index not in self._announced:
                     parts.append(await self._announce(choice.task, event))
-                self._advance(choice, event, parts)
+                try:
+                    self._advance(choice, event, parts)
+                except RequestError:
+                    self._observer.failed(excused=True)
+                    raise
             if parts:
                 return parts
         return []

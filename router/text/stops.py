@@ -6,13 +6,13 @@ the first possible character.
 
 Stop strings are looked for in two views of the text. One is as the client sees it; the other also
 spells out what is left out (special tokens, the end of the answer). What is returned is the former,
-up to the match in either.
+up to the match in either. Patterns see the text as the client does.
 """
 
 from collections import deque
-from typing import NamedTuple
 
 from router.text.detokenizer import common_prefix
+from router.text.stop_patterns import PatternView, StopMatch
 
 
 class StopStrings:
@@ -66,15 +66,6 @@ class StopStrings:
                 states.append(after)
 
 
-class _Match(NamedTuple):
-    """start, end: characters of the visible text before it, and up to its end."""
-
-    end: int
-    minus_length: int
-    start: int
-    stop: str
-
-
 class _View:
     """One view: where its search stands, and which visible character each of its own is.
 
@@ -97,7 +88,7 @@ class _View:
         twin._state, twin._size = self._state, self._size
         return twin
 
-    def push(self, text: str, before: int) -> _Match | None:
+    def push(self, text: str, before: int) -> StopMatch | None:
         """Visible text. before: characters of it that were pushed before."""
         if self._ahead:
             count = common_prefix(text, self._ahead)
@@ -108,7 +99,7 @@ class _View:
             text = text[count:]
         return self._read(text)
 
-    def spell(self, held: str, token: str, before: int) -> _Match | None:
+    def spell(self, held: str, token: str, before: int) -> StopMatch | None:
         """A token that is not in the text, after visible text that is held back."""
         count = common_prefix(held, self._ahead)
         if count < len(self._ahead):
@@ -126,14 +117,14 @@ class _View:
         """Visible characters that no match will ever begin in."""
         return self._visible(self._size - self._stops.depth[self._state])
 
-    def _read(self, text: str) -> _Match | None:
+    def _read(self, text: str) -> StopMatch | None:
         stops, state = self._stops, self._state
         for position, character in enumerate(text, self._size + 1):
             state = stops.step(state, character)
             found = stops.found[state]
             if found is not None:
                 start = self._visible(position - len(found))
-                return _Match(self._visible(position), -len(found), start, found)
+                return StopMatch(self._visible(position), -len(found), start, found)
         self._state = state
         self._size += len(text)
         return None
@@ -161,13 +152,17 @@ class StopMatcher:
     """Lets text through up to the first stop string.
 
     Text that may still become part of a stop string is held back, so nothing has to be taken back.
-    A stop string that is kept (`include`) needs no such care. hit: the stop string found, or None.
+    A stop string that is kept (`include`) needs no such care. hit: the stop string or the pattern
+    found, or None.
     """
 
-    __slots__ = ("_held", "_include", "_pushed", "_views", "hit")
+    __slots__ = ("_held", "_include", "_patterns", "_pushed", "_views", "hit")
 
-    def __init__(self, stops: tuple[str, ...], include: bool) -> None:
+    def __init__(
+        self, stops: tuple[str, ...], include: bool, patterns: tuple[str, ...] = ()
+    ) -> None:
         self._include = include
+        self._patterns = PatternView(patterns) if patterns else None
         self._views = [_View(StopStrings(stops))] if stops else []
         self._held = ""
         self._pushed = 0
@@ -175,16 +170,18 @@ class StopMatcher:
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to look for."""
+        """Whether there are strings to look for."""
         return bool(self._views) and self.hit is None
 
     def push(self, text: str) -> str:
         """The text that is now certain. After a hit there is none."""
         if self.hit is not None or not text:
             return ""
-        if not self._views:
+        if not self._views and self._patterns is None:
             return text
         matches = [view.push(text, self._pushed) for view in self._views]
+        if self._patterns is not None:
+            matches.append(self._patterns.push(text))
         self._held += text
         self._pushed += len(text)
         found = [match for match in matches if match is not None]
@@ -213,7 +210,7 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _stop(self, match: _Match) -> str:
+    def _stop(self, match: StopMatch) -> str:
         self.hit = match.stop
         text = self._take(match.end if self._include else match.start)
         self._held = ""
@@ -222,7 +219,8 @@ class StopMatcher:
     def _release(self) -> str:
         if self._include:
             return self._take(self._pushed)
-        return self._take(min(view.certain for view in self._views))
+        known = [] if self._patterns is None else [self._patterns.certain]
+        return self._take(min(known + [view.certain for view in self._views]))
 
     def _take(self, end: int) -> str:
         """Held text up to the visible character `end`."""

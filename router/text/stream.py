@@ -74,7 +74,7 @@ class ChoiceStream:
         self._keeps_stop_token = call.include_stop
         self._skips_special = call.skip_special_tokens
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(call.stop, call.include_stop)
+        self._stops = StopMatcher(call.stop, call.include_stop, call.stop_regex)
         self._released = 0
         self._placed = 0
         self._pending: deque[_Pending] = deque()
@@ -91,7 +91,7 @@ class ChoiceStream:
         self.finish: FinishReason | None = None
 
     def feed(self, event: TokenEvent) -> TextEvent | None:
-        """What the event adds, or None."""
+        """What the event adds, or None. Raises RequestError where a pattern takes too long."""
         if self.finish is not None:
             return None
         before = len(self._ids)

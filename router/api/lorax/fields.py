@@ -33,6 +33,7 @@ SAID_HERE = {
     **dict.fromkeys(("guided_regex", "guided_grammar"), "response_format"),
     "truncate_prompt_tokens": "truncate",
 }
+_LEAST = ("min_new_tokens", "min_tokens")
 # What stands in their bodies where `inputs` and `parameters` stand here.
 _SAID_BESIDE = {"prompt": "inputs", "text": "inputs", "sampling_params": "parameters"}
 # Of names that are known here or on OpenAI's routes: values that ask for nothing, beside the empty.
@@ -43,6 +44,15 @@ _NEUTRAL: dict[str, Any] = {
     "add_special_tokens": True,
     "include_stop_str_in_output": True,
 }
+
+
+def by_own_name(plain: dict[str, Any]) -> dict[str, Any]:
+    """The body, with `min_tokens` in `parameters` where these say `min_new_tokens` alone."""
+    inside = plain.get("parameters")
+    if not isinstance(inside, dict) or inside.get("min_tokens") is not None:
+        return plain
+    others = {name: value for name, value in inside.items() if name not in _LEAST}
+    return {**plain, "parameters": {**others, "min_tokens": inside.get("min_new_tokens")}}
 
 
 def check_fields(plain: dict[str, Any], known: Collection[str], limits: ApiLimits) -> None:

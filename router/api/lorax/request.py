@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from router.api.lorax.answer import LoraxFormatter, LoraxOptions
-from router.api.lorax.fields import check_fields
+from router.api.lorax.fields import by_own_name, check_fields
 from router.api.request.body import decode_plain, require, typed
 from router.api.request.fields import (
     NonNegative,
@@ -81,6 +81,7 @@ def parse_plain(
     plain: dict[str, Any], limits: ApiLimits, bearer: str | None, route: Route
 ) -> ApiRequest:
     """Raises RequestError."""
+    plain = by_own_name(plain)
     check_fields(plain, LoraxParameters.__struct_fields__, limits)
     request = typed(plain, LoraxBody)
     given = request.parameters or LoraxParameters()

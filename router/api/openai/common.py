@@ -102,6 +102,7 @@ class OpenAIBody(SharedBody, frozen=True, kw_only=True):
     grammar: str | None = None
     allowed_token_ids: list[NonNegative] | None = None
     bad_words: list[StopString] | None = None
+    stop_regex: str | list[str] | None = None
 
 
 S = TypeVar("S", bound=SharedBody)

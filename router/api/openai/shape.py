@@ -4,6 +4,7 @@ import msgspec
 
 from router.api.openai.common import OpenAIBody, with_shared
 from router.api.request.body import require
+from router.api.request.fields import check_patterns
 from router.api.request.formatter import ApiLimits
 from router.api.request.shapes import (
     check_ends,
@@ -38,7 +39,13 @@ def with_shape(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> 
         _listing(call.sampling, request, limits),
         allowed_token_ids=tuple(sorted({*(allowed or ())})),
     )
-    return msgspec.structs.replace(call, shape=shape, bad_words=tuple(words), sampling=sampling)
+    return msgspec.structs.replace(
+        call,
+        shape=shape,
+        bad_words=tuple(words),
+        sampling=sampling,
+        stop_regex=check_patterns(request.stop_regex or (), limits),
+    )
 
 
 def _listing(sampling: SamplingParams, body: OpenAIBody, limits: ApiLimits) -> SamplingParams:

@@ -1,6 +1,6 @@
 """Ranges that several APIs share, as types; and which adapter a caller names. Pure."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Annotated, cast, get_args
 
 from msgspec import Meta
@@ -10,8 +10,11 @@ from adapters.ref import RefSource, parse_ref
 from router.api.request.body import require
 from router.api.request.formatter import ApiLimits
 from router.call import AdapterChoice, RequestError, Secret
+from router.text.stop_patterns import compiled
 
 MAX_INT32 = 2**31 - 1
+# Characters of a pattern.
+MAX_PATTERN = 256
 # The engine divides logits by the temperature: what lies below this is greedy.
 LEAST_TEMPERATURE = 1e-5
 
@@ -49,6 +52,21 @@ def check_stops(stops: list[str], limits: ApiLimits, param: str = "stop") -> tup
             param,
         )
     return tuple(stops)
+
+
+def check_patterns(given: str | Sequence[str], limits: ApiLimits) -> tuple[str, ...]:
+    """Of `stop_regex`. Raises RequestError."""
+    patterns = (given,) if isinstance(given, str) else tuple(given)
+    most, param = limits.max_stop_sequences, "stop_regex"
+    require(len(patterns) <= most, f"expected at most {most} patterns, got {len(patterns)}", param)
+    for pattern in patterns:
+        size = f"expected patterns of 1 to {MAX_PATTERN} characters, got {len(pattern)}"
+        require(0 < len(pattern) <= MAX_PATTERN, size, param)
+        try:
+            compiled(pattern)
+        except ValueError as error:
+            raise RequestError("invalid", f"`{param}`: {error}", param=param) from error
+    return patterns
 
 
 def within_base(model: str, base_names: Collection[str]) -> str:

@@ -41,6 +41,7 @@ _NO_CHOICE = "where a request runs is the router's choice"
 _TEXT_ALONE = "text alone is read and written"
 _TEMPLATE = "`chat_template_kwargs` reaches the chat template"
 _MODEL = "put the adapter's name into `model`"
+_COMPLETIONS = "`/v1/completions` has it"
 _CHAT = "`/v1/chat/completions` has it"
 _BESIDE = "its fields stand in the body itself"
 
@@ -85,12 +86,11 @@ ELSEWHERE: dict[str, Elsewhere] = {
     ),
     **_row("repetition_detection", "`repetition_penalty` holds repetition back"),
     **_row("watermark watermarking"),
-    **_row("stop_regex", "`stop` takes texts"),
     **_row("stop_sequences", "use `stop`"),
     **_row("max_output_tokens", "use `max_tokens`"),
     # What is reported of tokens
     **_row("token_ids_logprob", "use `logprob_token_ids`"),
-    **_row("logprob_token_ids", "`/v1/completions` has it"),
+    **_row("logprob_token_ids stop_regex", _COMPLETIONS),
     **_row("top_logprobs top_n_tokens return_k_alternatives", "use `logprobs`", 0),
     **_row("details return_logprob flat_logprobs", "use `logprobs`"),
     **_row("decoder_input_details", "use `prompt_logprobs`"),
@@ -127,7 +127,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("suffix", "what follows a text is not read"),
     **_row("input_ids", "`/v1/completions` takes token ids as its `prompt`"),
     **_row("inputs text", "use `prompt`"),
-    **_row("prompt", "`/v1/completions` has it"),
+    **_row("prompt", _COMPLETIONS),
     **_row("messages chat_template chat_template_kwargs documents", _CHAT),
     **_row("continue_final_message", _CHAT),
     **_only("add_generation_prompt", _CHAT, True),

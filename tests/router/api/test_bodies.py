@@ -424,6 +424,13 @@ def test_beside_parameters_what_asks_for_nothing_passes() -> None:
     assert call == call_of(GENERATE, temperature=0.5)
 
 
+def test_another_name_of_the_least() -> None:
+    for parameters in ({"min_new_tokens": 2}, {"min_new_tokens": 2, "min_tokens": 2}):
+        assert call_of(GENERATE, **parameters).sampling.min_tokens == 2
+    with pytest.raises(RequestError, match="use `min_tokens`"):
+        call_of(GENERATE, min_new_tokens=2, min_tokens=3)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
@@ -433,7 +440,6 @@ def test_beside_parameters_what_asks_for_nothing_passes() -> None:
         ("lora_id", "org/ada", "use `adapter_id` inside `parameters`"),
         ("logprobs", 0, "use `details` inside `parameters`"),
         ("logprobs", True, "use `details` inside `parameters`"),
-        ("min_new_tokens", 1, "use `min_tokens` inside `parameters`"),
         ("include_stop_str_in_output", False, "`/v1/completions` has `include_stop_str_in_output`"),
         ("n", 2, "`/v1/completions` has `n`"),
         ("n", True, "`/v1/completions` has `n`"),

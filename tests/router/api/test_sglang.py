@@ -228,7 +228,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
             ("temperature", -1),
             ("top_p", 0),
             ("stop", ["a"] * 17),
-            ("stop_regex", "a"),
+            ("stop_regex", "("),
             ("max_tokens", 3),
             ("max_new_tokens", -1),
             ("min_new_tokens", 129),

@@ -197,6 +197,34 @@ async def test_stop_string_ends_the_worker_too(router: Running, worker: FakeWork
     assert worker.aborts[0].request_id == worker.requests[0].request_id
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_a_pattern_ends_the_worker_too(
+    router: Running, worker: FakeWorker, path: str
+) -> None:
+    prompt = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    key = "prompt" if path == "completions" else "messages"
+    body = {"model": BASE_NAME, key: prompt[key], "stop_regex": "[st]ays|says"}
+    choice = (await router.client.post(f"/v1/{path}", json=body)).json()["choices"][0]
+    text = choice["text"] if path == "completions" else choice["message"]["content"]
+    assert (text, choice["finish_reason"]) == ("base ", "stop")
+    await worker.until(lambda: len(worker.aborts) == 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_slow_pattern_fails_its_request_alone(
+    router: Running, worker: FakeWorker, stream: bool
+) -> None:
+    worker.script = lambda request: [*ids_of("x" * 400), EOS]
+    body = {"model": BASE_NAME, "prompt": "a", "max_tokens": 500, "stream": stream}
+    slow = await router.client.post("/v1/completions", json={**body, "stop_regex": "(x+x+)+y"})
+    # A stream may have begun.
+    assert slow.status_code == 400 or stream
+    assert "takes too long to look for" in slow.text
+    await worker.until(lambda: len(worker.aborts) == 1)
+    plain = await router.client.post("/v1/completions", json=body)
+    assert "x" * 100 in plain.text or stream
+
+
 async def test_every_request_gets_a_seed(router: Running, worker: FakeWorker) -> None:
     for parameters in ({}, {}, {"seed": 7}):
         await router.client.post("/generate", json={"inputs": "x", "parameters": parameters})

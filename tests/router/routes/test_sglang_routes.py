@@ -38,6 +38,9 @@ async def test_what_ended_it(router: Running) -> None:
         return answer.json()["text"], answer.json()["meta_info"]["finish_reason"]
 
     assert await reason(stop=["says", "x"]) == ("base ", {"type": "stop", "matched": "says"})
+    pattern = {"type": "stop", "matched": r"sa.*\b"}
+    assert await reason(stop_regex=["z", r"sa.*\b"]) == ("base ", pattern)
+    assert await reason(stop_regex=r"sa.*\b", no_stop_trim=True) == ("base sa", pattern)
     assert await reason(max_new_tokens=4) == ("base", {"type": "length", "length": 4})
     stopped = {"type": "stop", "matched": ord("y")}
     assert await reason(stop_token_ids=[ord("y")]) == ("base sa", stopped)

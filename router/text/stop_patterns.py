@@ -1,0 +1,94 @@
+"""Regular expressions that end an answer, over a stream of text. A match is known once the text
+contains one; the end of the text so far counts as its end.
+
+Searches are bounded in time: each, and all of an answer by how often it was searched.
+"""
+
+import time
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import regex
+
+from router.call import RequestError
+
+# Characters before the end of the text at which a match may begin.
+MAX_HELD = 1024
+# Characters before those that a pattern may look back at.
+_CONTEXT = 256
+_SEARCH_S = 0.004
+# What an answer's searches may take at first, and what each piece of text adds.
+_FIRST_S = 0.1
+_EACH_S = 0.0002
+
+
+class StopMatch(NamedTuple):
+    """start, end: characters of the text before it, and up to its end."""
+
+    end: int
+    minus_length: int
+    start: int
+    stop: str
+
+
+@lru_cache(maxsize=256)
+def compiled(pattern: str) -> Any:
+    """Raises ValueError."""
+    try:
+        found = regex.compile(pattern)
+        is_empty = found.search("", timeout=_SEARCH_S) is not None
+    except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
+        raise ValueError(f"expected a regular expression: {error}") from error
+    if is_empty:
+        raise ValueError("it matches an empty text")
+    return found
+
+
+class PatternView:
+    """What several patterns have seen of one text. certain: characters in which no match will
+    begin."""
+
+    __slots__ = ("_before", "_from", "_left_s", "_patterns", "_text", "certain")
+
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        self._patterns = patterns
+        self._text = ""
+        self._before = 0
+        self._from = 0
+        self._left_s = _FIRST_S
+        self.certain = 0
+
+    def push(self, text: str) -> StopMatch | None:
+        """The match that begins first. Raises RequestError where a search takes too long."""
+        self._text += text
+        self._left_s += _EACH_S
+        starts, matches = [len(self._text)], []
+        for pattern in self._patterns:
+            found = self._search(pattern, partial=False)
+            if found is not None:
+                start, end = (self._before + place for place in found.span())
+                matches.append(StopMatch(end, start - end, start, pattern))
+            elif (begun := self._search(pattern, partial=True)) is not None:
+                starts.append(begun.start())
+        self._move(max(min(starts), len(self._text) - MAX_HELD))
+        return min(matches, key=lambda match: (match.start, match.end), default=None)
+
+    def _search(self, pattern: str, *, partial: bool) -> Any:
+        began = time.thread_time()
+        try:
+            limit_s = min(_SEARCH_S, max(self._left_s, 1e-6))
+            return compiled(pattern).search(
+                self._text, self._from, partial=partial, timeout=limit_s
+            )
+        except TimeoutError:
+            message = f"`stop_regex`: {pattern!r} takes too long to look for in this answer"
+            raise RequestError("invalid", message, param="stop_regex") from None
+        finally:
+            self._left_s -= time.thread_time() - began
+
+    def _move(self, start: int) -> None:
+        """start: the first character of `_text` in which a match may begin."""
+        self.certain = self._before + start
+        cut = max(start - _CONTEXT, 0)
+        self._text, self._from = self._text[cut:], start - cut
+        self._before += cut

@@ -223,6 +223,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     vLLM; without effect where they are left out.
     truncate: keep so many prompt tokens alone, the first or the last (truncate_keeps); -1 = as many
     as fit.
+    rids: the caller's own ids of the request, by which it may be aborted.
     template: how messages are rendered.
     priority: how far behind the caller's own it asks to stand in the queue.
     cache_salt: shares cached prefixes with its like alone; "" = with its tenant's.
@@ -252,6 +253,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     truncate: int | None = None
     truncate_keeps: PromptEnd = "last"
     user: str | None = None
+    rids: tuple[str, ...] = ()
     further: tuple[list[dict[str, Any]], ...] = ()
     template: TemplateOptions = TemplateOptions()
     skip_special_tokens: bool = True

@@ -41,6 +41,10 @@ class ReaderTooSlow(Exception):
     """The client reads more slowly than tokens arrive, by more than the buffer holds."""
 
 
+class Aborted(Exception):
+    """The caller wants no more of the answer."""
+
+
 FAILURES = (
     *(QueueFull, NoWorker, DeadlinePassed, TimeoutError, AdapterError),
     *(SequenceFailed, RequestQuarantined, ReaderTooSlow, Stopping),

@@ -71,7 +71,10 @@ def best_first(results: Sequence[ChoiceResult]) -> list[ChoiceResult]:
 
 def completed(finish: FinishReason) -> FinishReason:
     """Raises RequestError (incomplete) for an answer that was broken off."""
-    if finish in ("abort", "error"):
+    if finish == "abort":  # by the caller, whose client must not ask again by itself
+        headers = {"x-should-retry": "false"}
+        raise RequestError("incomplete", "the answer was aborted", headers=headers)
+    if finish == "error":
         raise RequestError("incomplete", "the answer broke off before its end")
     return finish
 

@@ -21,7 +21,7 @@ _VLLM_ROUTES = (
     *("/load_lora_adapter", "/unload_lora_adapter"),
 )
 _OPENAI_ROUTES = (
-    *("/detokenize", "/tokenizer_info", "/flush_cache"),
+    *("/detokenize", "/tokenizer_info", "/flush_cache", "/abort_request"),
     *("/classify", "/score", "/rerank", "/v2/rerank"),
     *("/pooling", "/v2/embed"),
 )

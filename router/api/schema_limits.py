@@ -31,7 +31,7 @@ Schema = dict[str, Any]
 _CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "LoraxParameters") + (
     *("ResponsesBody", "ResponseStreamOptions", "ReasoningFields", "TextFields", "TextFormat"),
     *("MessagesBody", "CountTokensBody", "MessageMetadata", "ThinkingFields", "OutputFields"),
-    *("SglangBody", "SglangSampling", "LmdeployBody"),
+    *("SglangBody", "SglangSampling", "LmdeployBody", "AbortBody"),
     *("EmbedBody", "EmbedParameters", "LoraxClassifyBody", "LoraxClassifyBatchBody"),
     "TeiRerankBody",
 )

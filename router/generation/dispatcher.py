@@ -22,7 +22,7 @@ from router.call import (
     RequestError,
     adapter_field,
 )
-from router.failures import FAILURES, RequestQuarantined, Stopping, request_error
+from router.failures import FAILURES, Aborted, RequestQuarantined, Stopping, request_error
 from router.generation.generation import Generation
 from router.generation.inbox import Inbox
 from router.generation.prompts import Prompt
@@ -92,6 +92,8 @@ class Dispatcher:
         self._batches: Counter[str] = Counter()
         self._tokeniser = tokeniser
         self._inboxes: set[Inbox] = set()
+        # Of requests that no batch asks: whose each is, and its ids.
+        self._abortable: dict[Inbox, tuple[str, frozenset[str]]] = {}
         self._starting: set[asyncio.Timeout] = set()
         self._base = base
         self._catalog = catalog
@@ -162,6 +164,13 @@ class Dispatcher:
                 adapter = await self._resolve(authorised, observer)
                 resolved = await self._with_text(model, adapter)
                 return resolved.model, await self._prompts(authorised, resolved, observer)
+
+    def abort(self, tenant: str, rid: str | None) -> None:
+        """Ends those answers of the tenant's that have this id, the request's or the caller's own.
+        rid: None = all."""
+        for inbox, (owner, ids) in self._abortable.items():
+            if owner == tenant and (rid is None or rid in ids):
+                inbox.fail(Aborted())
 
     def give_up(self) -> None:
         """All that is being answered ends in an error: the router stops."""
@@ -322,7 +331,7 @@ class Dispatcher:
         """Brings its sequences into the queue. What is held is the generation's from now on."""
         context = RunContext(
             fleet=self._fleet,
-            inbox=self._inbox(tokenised, held),
+            inbox=self._inbox(authorised, tokenised, held),
             retries=self._retries,
             adapter=resolved.adapter,
             forget_adapter=partial(self._catalog.forget, authorised.adapter),
@@ -345,13 +354,19 @@ class Dispatcher:
         generation.start()
         return generation
 
-    def _inbox(self, tokenised: TokenisedRequest, held: ExitStack) -> Inbox:
+    def _inbox(
+        self, authorised: AuthorisedRequest, tokenised: TokenisedRequest, held: ExitStack
+    ) -> Inbox:
         limits = self._limits
         # The reader of a whole answer is this process, which reads as soon as it can.
         is_streamed = tokenised.call.stream
         most = limits.max_stream_buffer * tokenised.num_sequences if is_streamed else sys.maxsize
         inbox = Inbox(most, limits.max_stream_buffer_bytes)
         self._inboxes.add(inbox)
+        if not authorised.caller.is_batch:
+            ids = frozenset((authorised.request_id, *authorised.call.rids))
+            self._abortable[inbox] = (authorised.tenant, ids)
+            held.callback(self._abortable.pop, inbox)
         held.callback(self._inboxes.discard, inbox)
         return inbox
 

@@ -12,6 +12,7 @@ from functools import partial
 
 import msgspec
 
+from router.api.answers import completed
 from router.call import (
     DIGEST_HEADER,
     AnswerHead,
@@ -21,7 +22,7 @@ from router.call import (
     TextEvent,
     TextToken,
 )
-from router.failures import EXCUSED, FAILURES, DeadlinePassed, request_error
+from router.failures import EXCUSED, FAILURES, Aborted, DeadlinePassed, request_error
 from router.generation.sequence import RunContext, SequenceRun
 from router.generation.tokenise import PromptTask, TokenisedRequest
 from router.generation.vector_answers import VectorStream
@@ -162,6 +163,8 @@ class Generation:
         while self._live:
             try:
                 events = await self._context.inbox.take()
+            except Aborted:
+                events = self._aborted()
             except FAILURES as error:
                 self._observer.failed(excused=isinstance(error, EXCUSED))
                 fault = self._caller_error(error)
@@ -181,6 +184,17 @@ class Generation:
             if parts:
                 return parts
         return []
+
+    def _aborted(self) -> list[tuple[int, TokenEvent]]:
+        """The ends of what still runs. Raises RequestError where no part is an answer."""
+        if self._call.vector is not None:
+            completed("abort")
+        running = [
+            (i, choice) for i, choice in enumerate(self._choices) if not choice.stream.finish
+        ]
+        for _, choice in running:
+            choice.run.stop()
+        return [(i, TokenEvent("", 0, 0, 0, (), finish="abort")) for i, _ in running]
 
     def _caller_error(self, error: Exception) -> RequestError:
         fault, digest = request_error(error, self._call.api), self.head.adapter_digest

@@ -212,6 +212,7 @@ def _sglang_routes(service: Service, info: InfoRoutes) -> list[Route]:
         _get("/get_model_info", sglang.model),
         _get("/server_info", sglang.settings),
         _get("/get_server_info", sglang.settings),
+        _post("/abort_request", sglang.abort),
         Route("/flush_cache", sglang.flush, methods=["GET", "POST"]),
     ]
 

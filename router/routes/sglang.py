@@ -4,7 +4,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.sglang.info import FleetState, served_model, served_settings
+from router.api.sglang.request import aborted_by
 from router.call import RequestError
+from router.http.body import read_json_body
 from router.routes.info import json_response
 from router.service import Service
 from router.version import VERSION
@@ -27,6 +29,14 @@ class SglangRoutes:
             max_running_requests=self._service.config.max_requests,
         )
         return json_response(served_settings(self._service.base.require().card, VERSION, state))
+
+    async def abort(self, request: Request) -> Response:
+        """An id that nothing has is no error: the answer may just have ended."""
+        service = self._service
+        caller = await service.tenancy.identify(request.headers.get("authorization"))
+        rid = aborted_by(await read_json_body(request, service.answerer.body_limits))
+        service.dispatcher.abort(caller.tenant, rid)
+        return Response()
 
     async def flush(self, request: Request) -> Response:
         """Nothing can be flushed: SGLang's answer to that is a 400, too."""

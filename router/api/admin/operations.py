@@ -50,7 +50,7 @@ from router.api.responses.stream import ResponseEvent
 from router.api.sglang.answer import SglangAnswer
 from router.api.sglang.info import LoadedAdapters, ServedModel, ServedSettings
 from router.api.sglang.lmdeploy import LmdeployAnswer, LmdeployBody
-from router.api.sglang.request import SglangBody
+from router.api.sglang.request import AbortBody, SglangBody
 from router.api.tokenize import (
     DetokenizeBody,
     DetokenizedText,
@@ -382,6 +382,7 @@ OPERATIONS: tuple[Operation, ...] = (
         Operation(path, "get", "The server (SGLang)", answers=(ServedSettings,))
         for path in ("/server_info", "/get_server_info")
     ),
+    _post("/abort_request", "End requests of the caller's tenant (SGLang)", AbortBody),
     *(
         Operation("/flush_cache", method, "Why nothing is flushed (SGLang)", key=True, status=400)
         for method in _BOTH

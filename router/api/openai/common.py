@@ -189,6 +189,7 @@ def with_shared(call: GenerationCall, request: SharedBody, limits: ApiLimits) ->
         truncate=cut,
         truncate_keeps="first" if request.truncation_side == "right" else "last",
         user=request.user,
+        rids=(request.request_id,) if request.request_id else (),
         spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
     )
 

@@ -57,12 +57,18 @@ class LengthFinish(msgspec.Struct, frozen=True, tag_field="type", tag="length"):
     length: int
 
 
+class AbortFinish(msgspec.Struct, frozen=True, tag_field="type", tag="abort"):
+    """The text and its ids are what there was of the answer."""
+
+    message: str = "aborted by the caller"
+
+
 class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """finish_reason: null while it goes on. e2e_latency: seconds, at the end. From
     input_token_logprobs on: where they were asked for."""
 
     id: str
-    finish_reason: StopFinish | LengthFinish | None
+    finish_reason: StopFinish | LengthFinish | AbortFinish | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -207,10 +213,12 @@ def so_far(result: ChoiceResult | TextEvent) -> _SoFar:
     )
 
 
-def _finish(known: _SoFar) -> StopFinish | LengthFinish | None:
+def _finish(known: _SoFar) -> StopFinish | LengthFinish | AbortFinish | None:
     """Raises RequestError (incomplete)."""
     if known.finish is None:
         return None
+    if known.finish == "abort":
+        return AbortFinish()
     if completed(known.finish) == "length":
         return LengthFinish(len(known.ids))
     return StopFinish(known.matched)

@@ -9,7 +9,7 @@ from msgspec import Meta
 from router.api.openai import completions
 from router.api.openai.completions import CompletionsBody
 from router.api.request.aliases import typed_by_aliases
-from router.api.request.body import only_one_of, require
+from router.api.request.body import decode_plain, only_one_of, require, typed
 from router.api.request.fields import (
     MAX_INT32,
     CacheSalt,
@@ -26,7 +26,7 @@ from router.api.request.fields import (
     UnitInterval,
 )
 from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import check_unknown, unsupported
+from router.api.request.known_elsewhere import check_unknown, check_unknown_parts, unsupported
 from router.api.request.shapes import StructuredOutputs
 from router.api.sglang.answer import SglangFormatter, SglangOptions
 from router.call import RequestError
@@ -69,6 +69,24 @@ class SglangSampling(msgspec.Struct, frozen=True, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: dict[str, Any] | str | None = None
+
+
+class AbortBody(msgspec.Struct, frozen=True):
+    """SGLang's. rid: of a request that runs. abort_all: all that run of the caller's tenant.
+    abort_message: of no effect."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+    abort_message: str | None = None
+
+
+def aborted_by(body: bytes) -> str | None:
+    """The id; None = all. Raises RequestError."""
+    plain = decode_plain(body)
+    check_unknown_parts(plain, AbortBody.__struct_fields__, "")
+    asked = typed(plain, AbortBody)
+    require(asked.rid or asked.abort_all, "is needed, or `abort_all`", "rid")
+    return None if asked.abort_all else asked.rid
 
 
 class SglangBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +154,8 @@ def request_of(body: SglangBody, limits: ApiLimits, bearer: str | None) -> ApiRe
         asked = completions.request_of(_completion(body, sampling, prompt, options), limits, bearer)
     except RequestError as error:
         raise error.spelled(_NAMES | {"prompt": field}) from None
-    call = msgspec.structs.replace(asked.call, api="sglang")
+    rids = (options.rid,) if options.rid else options.rids
+    call = msgspec.structs.replace(asked.call, api="sglang", rids=rids)
     wanted = {"logprobs": options.top}
     if options.prompt_from is not None:
         wanted["prompt_logprobs"] = options.top

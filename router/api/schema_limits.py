@@ -230,7 +230,7 @@ def _say_fields(properties: dict[str, Schema]) -> None:
 def _say_flat_tool(tool: Schema) -> None:
     properties = tool["properties"]
     names = [kind for kind in properties["name"]["anyOf"] if kind.get("type") == "string"]
-    properties |= {"type": {"const": "function"}, "name": names[0]}
+    properties |= {"type": {"const": "function"}, "name": names[0], "tools": _NO}
     tool["required"] = ["type", "name"]
 
 

@@ -1,5 +1,6 @@
 """Tools in a chat's body: what the model may call, and what callers leave to it. Pure."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -82,13 +83,19 @@ def tools_of(
 
 
 def offered_tools(
-    tools: tuple[Tool, ...], chosen: Chosen, parallel: bool | None, name_field: str
+    tools: tuple[Tool, ...],
+    chosen: Chosen,
+    parallel: bool | None,
+    name_field: str,
+    places: Sequence[str] = (),
 ) -> Tools | None:
-    """None = none may be called. name_field: where a tool has its name. Raises RequestError."""
+    """None = none may be called. name_field: where a tool has its name. places: of the tools in
+    the body; () = one after another. Raises RequestError."""
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         message = f"{tool.name!r} is the name of an earlier tool, too"
-        require(tool.name not in seen, message, f"tools[{i}].{name_field}")
+        place = places[i] if places else f"tools[{i}]"
+        require(tool.name not in seen, message, f"{place}.{name_field}")
         seen.add(tool.name)
     demands = chosen.names or chosen.mode == "required"
     require(tools or not demands, "needs `tools`", "tool_choice")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET
 
 from router.api.answers import completed
 from router.api.openai.chat_answer import ChatTokenLogprob
@@ -84,7 +85,8 @@ class ResponseFailure(msgspec.Struct, frozen=True):
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer repeats of its request. id: the caller's own, in place of the request's.
-    kinds: by name, the tools that are no functions."""
+    kinds: by name, the tools that are no functions. namespaces: by name, those of a namespace, and
+    their own name there."""
 
     id: str | None = None
     instructions: str | None = None
@@ -96,6 +98,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     tools: tuple[dict[str, Any], ...] = ()
     kinds: dict[str, CallKind] = {}
+    namespaces: dict[str, tuple[str | None, str | None]] = {}
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     effort: str | None = None
@@ -158,7 +161,9 @@ class Answer(msgspec.Struct, frozen=True):
     def called(self, earlier: int, call_id: str, name: str) -> Called:
         """earlier: calls of the answer."""
         kind = self.asked.kinds.get(name)
-        return Called(kind, self.item_id("fc", earlier), call_id, name)
+        namespace, own_name = self.asked.namespaces.get(name, (None, None))
+        item_id = self.item_id("fc", earlier)
+        return Called(kind, item_id, call_id, own_name or name, namespace or UNSET)
 
     def response(
         self,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from adapters.common.strict_json import StrictJsonError, decode_object
 
@@ -14,13 +15,14 @@ SHELL = "local_shell"
 
 
 class CallItem(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
-    """arguments: JSON text."""
+    """arguments: JSON text. namespace: of a function in one."""
 
     id: str
     status: ItemStatus
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
 class CustomCallItem(msgspec.Struct, frozen=True, tag_field="type", tag="custom_tool_call"):
@@ -31,6 +33,7 @@ class CustomCallItem(msgspec.Struct, frozen=True, tag_field="type", tag="custom_
     call_id: str
     name: str
     input: str
+    namespace: str | UnsetType = UNSET
 
 
 class ShellAction(msgspec.Struct, frozen=True, tag_field="type", tag="exec"):
@@ -60,15 +63,16 @@ class Called(msgspec.Struct, frozen=True):
     id: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
 
     def item(self, status: ItemStatus, arguments: str) -> AnyCallItem:
         """arguments: JSON text, as far as it came."""
         if self.kind == "custom":
             text = _input(arguments)
-            return CustomCallItem(self.id, status, self.call_id, self.name, text)
+            return CustomCallItem(self.id, status, self.call_id, self.name, text, self.namespace)
         if self.kind == "local_shell":
             return ShellCallItem(self.id, status, self.call_id, _action(arguments))
-        return CallItem(self.id, status, self.call_id, self.name, arguments)
+        return CallItem(self.id, status, self.call_id, self.name, arguments, self.namespace)
 
 
 def custom_arguments(text: str) -> str:

@@ -43,6 +43,7 @@ class InputItem(msgspec.Struct, frozen=True):
     id: str | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
     action: dict[str, Any] | None = None

@@ -26,8 +26,12 @@ from router.api.responses.tools import (
     FlatChoice,
     FlatTool,
     FlatTools,
+    OneTool,
+    PlacedTool,
     flat_tools_of,
     kinds_of,
+    namespaces_of,
+    placed_tools,
     unheld_forms,
 )
 from router.call import GenerationCall
@@ -130,11 +134,12 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
     sampling = sampling_of(
         request, limits, max_tokens=request.max_output_tokens, logprobs=_logprobs(request, limits)
     )
-    tools = flat_tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
+    offered = placed_tools(request.tools)
+    tools = flat_tools_of(offered, request.tool_choice, request.parallel_tool_calls)
     call = GenerationCall(
         api="responses",
         prompts=(),
-        messages=_messages(request, limits),
+        messages=_messages(request, offered, limits),
         adapter=adapter_of(request, limits, bearer),
         sampling=sampling,
         max_tokens=request.max_output_tokens,
@@ -143,9 +148,9 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
         tools=tools,
         divides_reasoning=True,
         shape=_shape(request),
-        unbound=() if tools is None else unheld_forms(request.tools),
+        unbound=() if tools is None else unheld_forms(offered),
     )
-    asked = _asked(request, call)
+    asked = _asked(request, offered, call)
     return ApiRequest(with_shared(call, request, limits), ResponseFormatter, asked)
 
 
@@ -158,11 +163,20 @@ def _logprobs(request: ResponsesBody, limits: ApiLimits) -> int | None:
     return top if is_wanted else None
 
 
-def _messages(request: ResponsesBody, limits: ApiLimits) -> list[dict[str, Any]]:
+def _messages(
+    request: ResponsesBody, offered: list[PlacedTool], limits: ApiLimits
+) -> list[dict[str, Any]]:
     items = request.input
     if isinstance(items, list):
         most = limits.max_messages
         require(len(items) <= most, f"expected at most {most} items, got {len(items)}", "input")
+        read = {own: name for name, own in namespaces_of(offered).items()}
+        items = [
+            msgspec.structs.replace(item, name=read.get((item.namespace, item.name), item.name))
+            if item.namespace
+            else item
+            for item in items
+        ]
     return messages_of(request.instructions, items)
 
 
@@ -215,7 +229,7 @@ def _template(request: ResponsesBody, tools: Tools | None) -> TemplateOptions:
     )
 
 
-def _asked(request: ResponsesBody, call: GenerationCall) -> Asked:
+def _asked(request: ResponsesBody, offered: list[PlacedTool], call: GenerationCall) -> Asked:
     return Asked(
         id=request.request_id,
         instructions=request.instructions,
@@ -226,7 +240,8 @@ def _asked(request: ResponsesBody, call: GenerationCall) -> Asked:
         user=request.user,
         logprobs=call.sampling.logprobs,
         tools=tuple(map(_repeated_tool, request.tools or ())),
-        kinds=kinds_of(request.tools),
+        kinds=kinds_of(offered),
+        namespaces=namespaces_of(offered),
         tool_choice=to_builtins(request.tool_choice or "auto"),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         effort=call.template.effort,
@@ -234,14 +249,17 @@ def _asked(request: ResponsesBody, call: GenerationCall) -> Asked:
     )
 
 
-def _repeated_tool(tool: FlatTool) -> dict[str, Any]:
+def _repeated_tool(tool: OneTool) -> dict[str, Any]:
     """A function's optional fields are null where they were not said, others' are left out."""
     said: dict[str, Any] = to_builtins(tool)
+    if isinstance(tool, FlatTool) and tool.tools:
+        inside = [_repeated_tool(one) for one in tool.tools]
+        said |= {"tools": inside, "description": tool.description or ""}
     is_function = tool.type == "function"
     return {
         name: value
         for name, value in said.items()
-        if value is not None or (is_function and name != "format")
+        if value is not None or (is_function and name not in ("format", "tools"))
     }
 
 

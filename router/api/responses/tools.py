@@ -1,6 +1,8 @@
 """Tools as `/v1/responses` has them: flat. Pure."""
 
-from typing import Annotated, Any, Literal
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -20,7 +22,7 @@ class CustomFormat(msgspec.Struct, frozen=True):
     definition: str | None = None
 
 
-class FlatTool(msgspec.Struct, frozen=True):
+class OneTool(msgspec.Struct, frozen=True):
     """A function, a custom tool, whose call is a text, or `local_shell`, which the caller runs: of
     hosted tools there are none. parameters: a JSON schema of an object. strict: arguments always
     keep to it. format: of a custom tool's text."""
@@ -31,6 +33,22 @@ class FlatTool(msgspec.Struct, frozen=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: CustomFormat | None = None
+
+
+class FlatTool(OneTool, frozen=True):
+    """One tool, or a `namespace` of functions and custom tools."""
+
+    tools: list[OneTool] | None = None
+
+
+class PlacedTool(NamedTuple):
+    """tool: by the name that the model reads. where: its place in the body. own_name: within its
+    namespace, if it has one."""
+
+    tool: OneTool
+    where: str
+    namespace: str | None = None
+    own_name: str | None = None
 
 
 class FlatFunction(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
@@ -67,18 +85,51 @@ _SHELL_SCHEMA = {
 _SHELL_TEXT = "Runs a program on the user's machine: its name, then its arguments."
 
 
+def placed_tools(offered: list[FlatTool] | None) -> list[PlacedTool]:
+    """Those of namespaces among the others. A name that several have is read with its namespace
+    before it. Raises RequestError."""
+    placed: list[PlacedTool] = []
+    for i, tool in enumerate(offered or ()):
+        where, is_space = f"tools[{i}]", tool.type == "namespace"
+        require(is_space == bool(tool.tools), "goes with `namespace`", f"{where}.tools")
+        if is_space:
+            require(tool.name is not None, "expected a name", f"{where}.name")
+            placed += _inside(tool, where)
+        else:
+            placed.append(PlacedTool(tool, where))
+    require(len(placed) <= MAX_TOOLS, f"expected at most {MAX_TOOLS}, got {len(placed)}", "tools")
+    names = Counter(one.tool.name for one in placed)
+    return [_distinct(one) if names[one.tool.name] > 1 else one for one in placed]
+
+
+def _inside(space: FlatTool, where: str) -> Iterator[PlacedTool]:
+    """Its description stands before each of its tools'."""
+    for j, tool in enumerate(space.tools or ()):
+        description = "\n".join(text for text in (space.description, tool.description) if text)
+        shown = msgspec.structs.replace(tool, description=description)
+        yield PlacedTool(shown, f"{where}.tools[{j}]", space.name, tool.name)
+
+
+def _distinct(one: PlacedTool) -> PlacedTool:
+    if not one.namespace:
+        return one
+    name = f"{one.namespace}__{one.own_name}"
+    return one._replace(tool=msgspec.structs.replace(one.tool, name=name))
+
+
 def flat_tools_of(
-    offered: list[FlatTool] | None, choice: FlatChoice | None, parallel: bool | None
+    offered: list[PlacedTool], choice: FlatChoice | None, parallel: bool | None
 ) -> Tools | None:
     """What the model may call; None = nothing. Raises RequestError."""
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(offered or ()))
-    return offered_tools(tools, _chosen(choice), parallel, "name")
+    tools = tuple(_tool(one.tool, one.where) for one in offered)
+    places = [one.where for one in offered]
+    return offered_tools(tools, _chosen(choice), parallel, "name", places)
 
 
-def kinds_of(offered: list[FlatTool] | None) -> dict[str, CallKind]:
+def kinds_of(offered: list[PlacedTool]) -> dict[str, CallKind]:
     """By name, the tools that are no functions."""
     kinds: dict[str, CallKind] = {}
-    for tool in offered or ():
+    for tool in (one.tool for one in offered):
         if tool.type == "custom":
             kinds[tool.name or ""] = "custom"
         elif tool.type == SHELL:
@@ -86,18 +137,24 @@ def kinds_of(offered: list[FlatTool] | None) -> dict[str, CallKind]:
     return kinds
 
 
-def unheld_forms(offered: list[FlatTool] | None) -> tuple[str, ...]:
+def namespaces_of(offered: list[PlacedTool]) -> dict[str, tuple[str | None, str | None]]:
+    """By name, the namespaces of tools that have one, and their own names there."""
+    spaced = [one for one in offered if one.namespace]
+    return {one.tool.name or "": (one.namespace, one.own_name) for one in spaced}
+
+
+def unheld_forms(offered: list[PlacedTool]) -> tuple[str, ...]:
     """Grammars that bind nothing: a call's text is written as JSON, of which they say nothing."""
-    forms = [(i, tool.format) for i, tool in enumerate(offered or ())]
-    return tuple(f"tools[{i}].format" for i, form in forms if form and form.syntax == "lark")
+    forms = [(one.where, one.tool.format) for one in offered]
+    return tuple(f"{where}.format" for where, form in forms if form and form.syntax == "lark")
 
 
-def _tool(tool: FlatTool, where: str) -> Tool:
+def _tool(tool: OneTool, where: str) -> Tool:
     """Raises RequestError."""
     if tool.type == SHELL:
         return Tool(SHELL, _SHELL_TEXT, _SHELL_SCHEMA, strict=True)
     if tool.type not in ("function", "custom"):
-        known = "functions, custom tools and `local_shell` are known"
+        known = "functions, custom tools, `local_shell` and namespaces are known"
         raise unsupported(f"{where}.type", f"there is no tool {tool.type[:40]!r}: {known}")
     require(tool.name is not None, "expected a name", f"{where}.name")
     if tool.type == "custom":
@@ -106,7 +163,7 @@ def _tool(tool: FlatTool, where: str) -> Tool:
     return Tool(tool.name or "", tool.description, tool.parameters, bool(tool.strict))
 
 
-def _custom(tool: FlatTool, where: str) -> Tool:
+def _custom(tool: OneTool, where: str) -> Tool:
     """A function whose one argument is the text. Raises RequestError."""
     form, text = tool.format or CustomFormat("text"), {"type": "string"}
     is_grammar, definition = form.type == "grammar", form.definition or ""

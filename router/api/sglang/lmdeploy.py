@@ -18,6 +18,7 @@ from router.api.request.fields import (
 )
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.sglang.answer import (
+    AbortFinish,
     LengthFinish,
     SglangAnswer,
     SglangFormatter,
@@ -75,7 +76,7 @@ class LmdeployMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     completion_tokens: int
-    finish_reason: StopFinish | LengthFinish | None
+    finish_reason: StopFinish | LengthFinish | AbortFinish | None
     output_token_logprobs: list[Pair] | None = None
     input_token_logprobs: list[Pair] | None = None
     output_top_logprobs: list[list[Pair]] | None = None

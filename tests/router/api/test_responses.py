@@ -362,6 +362,83 @@ def test_what_codex_sends_back() -> None:
     ]
 
 
+def function(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "name": name, "parameters": {"type": "object"}, **more}
+
+
+def space(name: str, *tools: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "namespace", "name": name, "tools": [*tools], **more}
+
+
+@pytest.mark.parametrize(
+    ("tools", "shown", "called", "own"),
+    [
+        (
+            [space("mcp__crm", function("find"), function("note"), description="Customers")],
+            ["find", "note"],
+            "note",
+            ("mcp__crm", "note"),
+        ),
+        (
+            [function("now"), space("mcp__a", function("read")), space("mcp__b", function("read"))],
+            ["now", "mcp__a__read", "mcp__b__read"],
+            "mcp__b__read",
+            ("mcp__b", "read"),
+        ),
+        (
+            [
+                space("files", function("read"), {"type": "custom", "name": "edit"}),
+                function("read"),
+            ],
+            ["files__read", "edit", "read"],
+            "edit",
+            ("files", "edit"),
+        ),
+        (
+            [space("files", function("read")), function("now")],
+            ["read", "now"],
+            "now",
+            (None, "now"),
+        ),
+    ],
+)
+def test_tools_of_namespaces(
+    tools: list[Any], shown: list[str], called: str, own: tuple[str | None, str]
+) -> None:
+    """The model reads names that differ; a call comes and goes as the caller has it."""
+    asked = parse(tools=tools)
+    assert asked.call.tools is not None
+    assert [tool.name for tool in asked.call.tools.offered] == shown
+    found = result("", calls=(ToolCall("c1", called, '{"input": "x"}'),))
+    whole = Response.model_validate_json(asked.formatter(HEAD).whole([found], [PROMPT]))
+    [item] = whole.output
+    plain: Any = item.to_dict()
+    assert (plain.get("namespace"), plain["name"]) == own
+    assert [tool.to_dict()["name"] for tool in whole.tools] == [tool["name"] for tool in tools]
+    deltas = (CallDelta(0, called, '{"input": "x"}', "c1"),)
+    events = stream([event(calls=deltas, finish="eos")], tools=tools)
+    assert events[-1].response.output == whole.output
+    sent = parse(tools=tools, input=[EASY, plain]).call.messages or []
+    assert sent[-1]["tool_calls"][0]["function"]["name"] == called
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([space("s")], "tools[0].tools"),
+        ([function("f", tools=[function("g")])], "tools[0].tools"),
+        ([{"type": "namespace", "tools": [function("f")]}], "tools[0].name"),
+        ([space("s", function("f"), {"type": "web_search"})], "tools[0].tools[1].type"),
+        ([space("s", space("t", function("f")))], "tools[0].tools[0].type"),
+        ([space("s", function("f"), function("f"))], "tools[0].tools[1].name"),
+    ],
+)
+def test_refused_namespaces(tools: list[Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(tools=tools)
+    assert caught.value.param == param
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 NAMED = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
 

@@ -277,7 +277,9 @@ def test_an_end_by_length() -> None:
 
 def test_an_answer_that_broke_off() -> None:
     with pytest.raises(RequestError, match="broke off"):
-        whole(result(finish="abort"))
+        whole(result(finish="error"))
+    ended = whole(result(finish="abort"))["meta_info"]["finish_reason"]
+    assert ended == {"type": "abort", "message": "aborted by the caller"}
 
 
 def test_lists_are_answered_by_lists() -> None:

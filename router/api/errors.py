@@ -23,7 +23,7 @@ _VLLM_ROUTES = (
 _OPENAI_ROUTES = (
     *("/detokenize", "/tokenizer_info", "/flush_cache", "/abort_request"),
     *("/classify", "/score", "/rerank", "/v2/rerank"),
-    *("/pooling", "/v2/embed"),
+    *("/pooling", "/v2/embed", "/v2/chat", "/cohere/v2/chat"),
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from adapters.chat.conversation import REASONING
 from adapters.merge.recipe import MAX_MEMBERS, MAX_WEIGHT, SIGN_METHODS, STRATEGIES
+from router.api.cohere.request import REFUSED as REFUSED_OF_COHERE
 from router.api.lorax.fields import HARMLESS as HARMLESS_BESIDE
 from router.api.messages.request import REFUSED as REFUSED_OF_MESSAGES
 from router.api.messages.tools import REFUSED_OF_TOOL
@@ -19,6 +20,7 @@ from router.api.responses.request import REFUSED
 from router.api.sglang.lmdeploy import HARMLESS as HARMLESS_OF_LMDEPLOY
 from router.api.sglang.lmdeploy import SHAPES as SHAPES_OF_LMDEPLOY
 from router.api.sglang.request import HARMLESS as HARMLESS_OF_SGLANG
+from router.api.vectors.cohere import REFUSED as REFUSED_OF_EMBED
 from router.api.vectors.cohere import SHAPES as COHERE_SHAPES
 from router.api.vectors.fields import READ
 from router.api.vectors.score import SIDES
@@ -33,7 +35,7 @@ _CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "Lora
     *("MessagesBody", "CountTokensBody", "MessageMetadata", "ThinkingFields", "OutputFields"),
     *("SglangBody", "SglangSampling", "LmdeployBody", "AbortBody"),
     *("EmbedBody", "EmbedParameters", "LoraxClassifyBody", "LoraxClassifyBatchBody"),
-    "TeiRerankBody",
+    *("TeiRerankBody", "CohereChatBody"),
 )
 # Of prompts that are read for numbers.
 _INPUT_BODIES = ("EmbeddingsBody", "ClassifyBody", "PoolingBody")
@@ -46,10 +48,10 @@ _OPENAI_BODIES = (
     "TokenizePromptBody",
     "CompletionsBody",
 )
-_BY_ALIASES = ("ResponsesBody", "SglangBody", "LmdeployBody")
+_BY_ALIASES = ("ResponsesBody", "SglangBody", "LmdeployBody", "CohereChatBody")
 _SIZED = (
     *(*_OPENAI_BODIES, *_MESSAGES_BODIES),
-    *("LoraxParameters", "ResponsesBody", "SglangSampling", "LmdeployBody"),
+    *("LoraxParameters", "ResponsesBody", "SglangSampling", "LmdeployBody", "CohereChatBody"),
 )
 # JSON Schema's bound of a field of one type, and the limit that it is.
 _BOUNDS = {
@@ -103,6 +105,7 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
         _say_fields(components[name]["properties"])
     _say_reads(components)
     _say_refused(components["ResponsesBody"]["properties"], REFUSED)
+    _say_refused(components["CohereChatBody"]["properties"], REFUSED_OF_COHERE)
     for name in _MESSAGES_BODIES:
         _say_refused(components[name]["properties"], REFUSED_OF_MESSAGES)
     _say_sglang(components["SglangBody"], components["SglangSampling"], limits)
@@ -264,7 +267,7 @@ def _say_reads(components: dict[str, Schema]) -> None:
     components["EmbedBody"]["properties"]["inputs"] = _prompts(MAX_INPUTS)
     components["EmbedInput"]["properties"]["content"]["minItems"] = 1
     cohere = components["CohereEmbedBody"]
-    cohere["properties"]["images"] = {"enum": [None, []]}
+    _say_refused(cohere["properties"], REFUSED_OF_EMBED)
     for name in COHERE_SHAPES:
         _bound(cohere["properties"][name], "array", minItems=1, maxItems=MAX_INPUTS)
     cohere["allOf"] = [_only_one(COHERE_SHAPES)]

@@ -21,7 +21,7 @@ _ID_HEADER = b"x-request-id"
 # As Anthropic's clients read it.
 _ANTHROPIC_ID_HEADER = b"request-id"
 # Below it paths have names of adapters.
-_NAMED = "/v1/adapters/"
+_NAMED = ("/v1/adapters/", "/adapters/")
 _CLOSE = ((b"connection", b"close"),)
 _ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")
 

@@ -14,7 +14,6 @@ from router.api.admin.adapters import (
     Deleted,
     LoadLoraBody,
     Refreshed,
-    SagemakerAdapter,
     SagemakerAdapters,
     SagemakerBody,
     SglangLoadBody,
@@ -167,8 +166,11 @@ class AdapterRoutes:
         if request.method == "GET":
             tenant = parse_tenant(request.query_params)
             known = [one for one in self._admin.all() if tenant in (None, one.tenant)]
-            adapters = [SagemakerAdapter(r.name, format_ref(r.ref), r.pinned) for r in known]
-            return json_response(SagemakerAdapters(adapters))
+            return json_response(
+                SagemakerAdapters(
+                    [{"name": r.name, "src": format_ref(r.ref), "pin": r.pinned} for r in known]
+                )
+            )
         body, _ = decode_body(await read_json_body(request, self._body_limits), SagemakerBody)
         check_name(body.name, "name")
         name = _named_in_body(request, body.name, body.tenant)

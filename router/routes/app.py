@@ -117,6 +117,8 @@ def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
         _post("/v1/chat/completions/batch", routes.chat_batch),
         _post("/v1/responses", routes.responses),
         _post("/v1/messages", with_api_key(routes.messages)),
+        _post("/v2/chat", routes.chat_of_cohere),
+        _post("/cohere/v2/chat", routes.chat_of_cohere),
     ]
 
 

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from router.api import sagemaker
+from router.api.cohere import request as cohere
 from router.api.load_report import LOAD_FORMAT, load_headers
 from router.api.lorax import request as lorax
 from router.api.messages import request as messages
@@ -36,6 +37,7 @@ class GenerateRoutes:
         self.chat_batch = self._fixed(openai_chat.parse_batch)
         self.responses = self._fixed(responses.parse)
         self.messages = self._fixed(messages.parse)
+        self.chat_of_cohere = self._fixed(cohere.parse)
         self._generate_or_stream = self._fixed(partial(lorax.parse, route="/"))
 
     async def root(self, request: Request) -> Response:

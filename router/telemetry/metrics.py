@@ -22,7 +22,7 @@ GENERATION_PATHS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
     "/v1/chat/completions/batch",
     *("/v1/embeddings", "/embed", "/classify", "/classify_batch"),
-    *("/pooling", "/v2/embed"),
+    *("/pooling", "/v2/embed", "/v2/chat", "/cohere/v2/chat"),
     *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
 )
 

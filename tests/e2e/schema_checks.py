@@ -12,12 +12,13 @@ from schemathesis.checks import CHECKS
 from schemathesis.openapi.checks import RejectedPositiveData
 
 _OPENAI = (
-    r"POST /(v1/((chat/)?completions|responses|messages(/count_tokens)?)|tokenize|invocations)"
+    r"POST /(v1/((chat/)?completions|responses|messages(/count_tokens)?)|tokenize|invocations"
+    r"|(cohere/)?v2/chat)"
 )
 _LORAX = r"POST /(tokenize|generate|generate_stream|invocations)?"
 _TEXTS = (
     r"POST /(v1/((chat/)?completions|responses|messages(/count_tokens)?)"
-    r"|(de)?tokenize|invocations|generate|generate_stream)?"
+    r"|(de)?tokenize|invocations|generate|generate_stream|(cohere/)?v2/chat)?"
 )
 _REGISTERS = r"POST /(v1/adapters.*|(v1/)?load_lora_adapter|adapters)"
 _READS = (
@@ -66,6 +67,7 @@ UNSAID = (
     Rule(_OPENAI, "a key of `logit_bias` is a token id", (400,), r"`logit_bias`: a key"),
     Rule(_OPENAI, "tools have names of their own", (400,), r"no tool of `tools`|an earlier tool"),
     Rule(r"POST /v1/messages.*", "a block has what its type says", (400,), r"^`messages\["),
+    Rule(r"POST .*v2/chat", "a message has what its role needs", (400,), r"`messages\["),
     Rule(r"POST /v1/responses", "an item has what its type says", (400,), r"^`input[`\[]"),
     # Of files and batches
     Rule(r"POST /v1/batches", "a route that a line may ask", (400,), r"`endpoint`: expected one"),

@@ -99,14 +99,10 @@ class SagemakerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant: Word | None = None
 
 
-class SagemakerAdapter(msgspec.Struct, frozen=True):
-    name: str
-    src: str
-    pin: bool
-
-
 class SagemakerAdapters(msgspec.Struct, frozen=True):
-    adapters: list[SagemakerAdapter]
+    """Of each its `name`, `src` and `pin`."""
+
+    adapters: list[dict[str, str | bool]]
 
 
 class UnloadLoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -31,6 +31,8 @@ from router.api.admin.keys import (
     UsageList,
 )
 from router.api.admin.rollouts import AdapterHistory, DigestBody, RolloutBody, RolloutObject
+from router.api.cohere.answer import CohereChat, CohereEvent
+from router.api.cohere.request import CohereChatBody
 from router.api.errors import Dialect, dialect_of_path
 from router.api.files.objects import BatchList, BatchObject, DeletedFile, FileList, FileObject
 from router.api.files.requests import CreateBatchBody, UploadForm
@@ -294,6 +296,10 @@ OPERATIONS: tuple[Operation, ...] = (
         MessagesBody,
         MessageObject,
         MessageEvent,
+    ),
+    *(
+        _post(path, "Answer a conversation (Cohere)", CohereChatBody, CohereChat, CohereEvent, True)
+        for path in ("/v2/chat", "/cohere/v2/chat")
     ),
     _post("/v1/messages/count_tokens", "The tokens of its prompt", CountTokensBody, TokenCount),
     Operation(

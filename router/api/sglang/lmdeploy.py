@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from router.api.answers import encode, sse
 from router.api.request.aliases import typed_by_aliases
@@ -70,7 +70,7 @@ _BODY = tuple(n for n in LmdeployBody.__struct_fields__ if n in SglangBody.__str
 Pair = tuple[float | None, int]
 
 
-class LmdeployMeta(msgspec.Struct, frozen=True, kw_only=True):
+class LmdeployMeta(msgspec.Struct, frozen=True):
     """finish_reason: null while it goes on. Logprobs: with the token's id; null unless they were
     asked for."""
 
@@ -137,21 +137,14 @@ class LmdeployFormatter(SglangFormatter):
 
 def _shaped(answer: SglangAnswer, count: int) -> LmdeployAnswer:
     meta = answer.meta_info
-    shaped = LmdeployMeta(
-        prompt_tokens=meta.prompt_tokens,
-        completion_tokens=count,
-        finish_reason=meta.finish_reason,
-        output_token_logprobs=_pairs(meta.output_token_logprobs),
-        input_token_logprobs=_pairs(meta.input_token_logprobs),
-        output_top_logprobs=_lists(meta.output_top_logprobs),
-        input_top_logprobs=_lists(meta.input_top_logprobs),
-    )
+    scores: dict[str, Any] = {
+        name: [_pairs(one) for one in found] if name.endswith("top_logprobs") else _pairs(found)
+        for name in LmdeployMeta.__struct_fields__[3:]
+        if (found := getattr(meta, name))
+    }
+    shaped = LmdeployMeta(meta.prompt_tokens, count, meta.finish_reason, **scores)
     return LmdeployAnswer(answer.text, answer.output_ids, shaped)
 
 
-def _pairs(scores: Sequence[TokenScore] | UnsetType) -> list[Pair] | None:
-    return None if scores is UNSET else [(one.logprob, one.token_id) for one in scores] or None
-
-
-def _lists(lists: Sequence[list[TokenScore] | None] | UnsetType) -> list[list[Pair]] | None:
-    return None if lists is UNSET else [_pairs(one or ()) or [] for one in lists] or None
+def _pairs(scores: Sequence[TokenScore] | None) -> list[Pair]:
+    return [(one.logprob, one.token_id) for one in scores or ()]

@@ -9,12 +9,10 @@ import numpy as np
 
 from router.api.request.body import only_one_of, require
 from router.api.request.chat_messages import ContentPart, text_part
-from router.api.request.fields import Positive, Priority
+from router.api.request.fields import Positive
 from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.generation_fields import AdapterFields
 from router.api.request.known_elsewhere import Elsewhere, check_refused
 from router.api.vectors.fields import ReadBody, call_of, read_body
-from router.api.vectors.rerank import RerankTokens, RerankVersionMeta
 from router.api.vectors.whole import MAX_INPUTS, WholeFormatter, WrittenAs, packed, usage_of
 from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
 
@@ -25,7 +23,11 @@ _PROMPTS = {
     "search_query": ("search_query", "query"),
     "search_document": ("search_document", "document", "passage"),
 }
-REFUSED = {"images": Elsewhere(hint="text alone is read")}
+REFUSED = {
+    "images": Elsewhere(([],), "text alone is read"),
+    "truncate_prompt_tokens": Elsewhere((), "use `max_tokens`"),
+    "truncation_side": Elsewhere((), "use `truncate`"),
+}
 
 
 class EmbedInput(msgspec.Struct, frozen=True):
@@ -34,14 +36,13 @@ class EmbedInput(msgspec.Struct, frozen=True):
     content: list[ContentPart]
 
 
-class CohereEmbedBody(AdapterFields, frozen=True, kw_only=True):
-    """texts, inputs: one of both. model: an adapter, or the base's name; absent = the base.
+class CohereEmbedBody(ReadBody, frozen=True, kw_only=True):
+    """texts, inputs: one of both.
 
     input_type: names a prompt of the model's files. truncate: which end of a text that is too long
     is cut off; `NONE` = it is refused. max_tokens: of each text.
     """
 
-    model: str | None = None
     texts: list[str] | None = None
     inputs: list[EmbedInput] | None = None
     images: list[str] | None = None
@@ -50,13 +51,6 @@ class CohereEmbedBody(AdapterFields, frozen=True, kw_only=True):
     output_dimension: Positive | None = None
     max_tokens: Positive | None = None
     truncate: Literal["NONE", "START", "END"] | None = None
-    priority: Priority | None = None
-
-
-class EmbedMeta(msgspec.Struct, frozen=True):
-    api_version: RerankVersionMeta
-    billed_units: RerankTokens
-    tokens: RerankTokens
 
 
 class CohereEmbeddings(msgspec.Struct, frozen=True):
@@ -65,7 +59,7 @@ class CohereEmbeddings(msgspec.Struct, frozen=True):
     id: str
     embeddings: dict[EmbeddingType, list[Sequence[float] | str]]
     texts: list[str]
-    meta: EmbedMeta
+    meta: dict[str, dict[str, Any]]
     response_type: Literal["embeddings_by_type"] = "embeddings_by_type"
 
 
@@ -89,22 +83,16 @@ def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None = None) -
         dimensions=request.output_dimension,
         prompt_names=() if kind is None else _PROMPTS.get(kind, (kind,)),
     )
-    call = call_of("cohere_embed", _read(request, cuts), texts, vector, limits, bearer)
+    asked = msgspec.structs.replace(
+        request,
+        truncate_prompt_tokens=(request.max_tokens or -1) if cuts else None,
+        truncation_side="left" if request.truncate == "START" else None,
+    )
+    call = call_of("cohere_embed", asked, texts, vector, limits, bearer)
     options = EmbedOptions(
         tuple(request.embedding_types or ("float",)), texts if field == "texts" else ()
     )
     return ApiRequest(call, CohereEmbedFormatter, options)
-
-
-def _read(request: CohereEmbedBody, cuts: bool) -> ReadBody:
-    common = {name: getattr(request, name) for name in AdapterFields.__struct_fields__}
-    return ReadBody(
-        **common,
-        model=request.model,
-        priority=request.priority,
-        truncate_prompt_tokens=(request.max_tokens or -1) if cuts else None,
-        truncation_side="left" if request.truncate == "START" else None,
-    )
 
 
 def _text(index: int, given: EmbedInput) -> str:
@@ -119,12 +107,12 @@ class CohereEmbedFormatter(WholeFormatter):
         self._head, self._options = head, options
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
-        tokens = RerankTokens(usage_of(prompts).prompt_tokens)
+        tokens = {"input_tokens": usage_of(prompts).prompt_tokens}
         return CohereEmbeddings(
             WrittenAs().id_of("embd", self._head),
             {kind: [written(r.vector, kind) for r in results] for kind in self._options.types},
             list(self._options.texts),
-            EmbedMeta(RerankVersionMeta("2"), tokens, tokens),
+            {"api_version": {"version": "2"}, "billed_units": tokens, "tokens": tokens},
         )
 
 

@@ -1,0 +1,136 @@
+"""Cohere's `/v2/chat`: answers, whole and in events. Reasoning is its `tool_plan`. Pure."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from router.api.answers import finite, named_sse
+from router.api.messages.answer import Block, StopReason, ThinkingBlock, ToolUseBlock
+from router.api.messages.answer import stop_reason_of as reason_of
+from router.api.messages.stream import InputPiece, MessageFormatter, TextPiece, ThinkingPiece
+from router.call import ChoiceResult, PromptInfo, RequestError, TextEvent, TextToken
+
+CohereFinish = Literal["COMPLETE", "MAX_TOKENS", "STOP_SEQUENCE", "TOOL_CALL"]
+_FINISH = dict(zip(get_args(StopReason), get_args(CohereFinish), strict=True))
+
+
+class CohereChat(msgspec.Struct, frozen=True):
+    """message: `role`, and what there is of `content`, `tool_plan` and `tool_calls`. logprobs: of
+    each token."""
+
+    id: str
+    finish_reason: CohereFinish
+    message: dict[str, Any]
+    usage: dict[str, Any]
+    logprobs: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class CohereEvent(msgspec.Struct, frozen=True):
+    """type: its SSE name, too. index: of a part of the content, or of a call. delta: the new."""
+
+    type: str
+    id: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    delta: dict[str, Any] | UnsetType = UNSET
+    logprobs: dict[str, Any] | UnsetType = UNSET
+
+
+class CohereFormatter(MessageFormatter):
+    """Its parts come one after another, as Anthropic's do."""
+
+    _num_calls = 0
+    _tokens: Sequence[TextToken] = ()
+
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
+        """Raises RequestError (incomplete)."""
+        one = results[0]
+        said = {
+            "content": [{"type": "text", "text": one.text}] if one.text.strip() else None,
+            "tool_calls": [_call(call.id, call.name, call.arguments) for call in one.calls],
+            "tool_plan": one.reasoning,
+        }
+        message = {"role": "assistant"} | {name: part for name, part in said.items() if part}
+        reason = _FINISH[reason_of(one.finish, one.matched, bool(one.calls))]
+        logprobs = [_logprobs((token,)) for token in one.tokens] or UNSET
+        usage = _usage(prompts[0], one.generated_tokens)
+        return CohereChat(self._head.request_id, reason, message, usage, logprobs)
+
+    def prompt(self, info: PromptInfo) -> bytes:
+        self._prompt = info
+        begun = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": []}
+        return _event("message-start", begun, id=self._head.request_id)
+
+    def chunk(self, event: TextEvent) -> bytes:
+        """Raises RequestError (incomplete)."""
+        self._tokens = event.tokens
+        return super().chunk(event)
+
+    def end(self) -> bytes:
+        assert self._prompt is not None
+        assert self._end is not None
+        usage = _usage(self._prompt, self._num_tokens)
+        last = self._last(_FINISH[self._end.stop_reason], usage=usage)
+        return self._close() + last + b"data: [DONE]\n\n"
+
+    def error(self, error: RequestError) -> bytes:
+        return self._last("ERROR", error=error.message)
+
+    def _last(self, reason: str, **more: Any) -> bytes:
+        delta = {"finish_reason": reason, **more}
+        return _event("message-end", id=self._head.request_id, delta=delta)
+
+    def _begin(self, block: Block) -> bytes:
+        data = self._close()
+        self._open = type(block)
+        if isinstance(block, ToolUseBlock):
+            call = {"tool_calls": _call(block.id, block.name, "")}
+            return data + _event("tool-call-start", call, index=self._num_calls)
+        if isinstance(block, ThinkingBlock):
+            return data
+        part = {"content": {"type": "text", "text": ""}}
+        return data + _event("content-start", part, index=self._num_blocks)
+
+    def _delta(self, piece: TextPiece | ThinkingPiece | InputPiece) -> bytes:
+        if isinstance(piece, InputPiece):
+            call = {"tool_calls": {"function": {"arguments": piece.partial_json}}}
+            return _event("tool-call-delta", call, index=self._num_calls)
+        if isinstance(piece, ThinkingPiece):
+            return _event("tool-plan-delta", {"tool_plan": piece.thinking})
+        logprobs = _logprobs(self._tokens) if self._tokens else UNSET
+        part = {"content": {"text": piece.text}}
+        return _event("content-delta", part, index=self._num_blocks, logprobs=logprobs)
+
+    def _close(self) -> bytes:
+        was, self._open = self._open, None
+        if was in (None, ThinkingBlock):
+            return b""
+        if was is ToolUseBlock:
+            self._num_calls += 1
+            return _event("tool-call-end", index=self._num_calls - 1)
+        self._num_blocks += 1
+        return _event("content-end", index=self._num_blocks - 1)
+
+
+def _event(name: str, message: dict[str, Any] | None = None, **fields: Any) -> bytes:
+    delta: dict[str, Any] = {} if message is None else {"delta": {"message": message}}
+    return named_sse(name, CohereEvent(name, **delta, **fields))
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _usage(prompt: PromptInfo, output_tokens: int) -> dict[str, Any]:
+    tokens = {"input_tokens": prompt.num_tokens, "output_tokens": output_tokens}
+    return {"billed_units": tokens, "tokens": tokens, "cached_tokens": prompt.cached_tokens}
+
+
+def _logprobs(tokens: Sequence[TextToken]) -> dict[str, Any]:
+    return {
+        "text": "".join(token.text for token in tokens),
+        "token_ids": [token.token_id for token in tokens],
+        "logprobs": [finite(token.logprob) for token in tokens],
+    }

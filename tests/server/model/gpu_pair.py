@@ -225,10 +225,17 @@ def answer(
 def assert_same(pair: Pair, slots: list[int], abs: float = 1e-4, *, in_graphs: bool = True) -> None:
     """The same tokens, and logprobs that differ by no more than `abs`, greedily and with graphs. Of
     four prompts two are whole in their chunk. in_graphs: whether some step must run in one."""
-    sampling = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=2)
+    listed = (9, 5, 7)
+    sampling = SamplingParams(
+        temperature=0.0,
+        logprobs=EVERY_LOGPROB,
+        prompt_logprobs=2,
+        logprob_token_ids=listed,
+    )
     found, expected = (answer(d, slots, sampling, chunk=6) for d in (pair.gpu, pair.reference))
     assert [s.output for s in found] == [s.output for s in expected]
     for ours, theirs in zip(found, expected, strict=True):
         for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert dict(a.top) == pytest.approx(dict(b.top), abs=abs)
+            assert a.listed == tuple(dict(a.top)[i] for i in listed)
     assert pair.graphs or not in_graphs

@@ -18,6 +18,8 @@ from router.batches.build import make_batches
 from router.batches.desk import BatchDesk
 from router.call import Secret
 from router.config import RouterConfig, RouterConfigError
+from router.files.disk_shelf import DiskShelf
+from router.files.store import FileStore
 from router.generation.answer_parts import AnswerParts
 from router.generation.answerer import Answerer
 from router.generation.dispatcher import Dispatcher, DispatchLimits
@@ -52,6 +54,7 @@ from router.policy.front_door import FrontDoor
 from router.policy.placement.attempts import Quarantine, RetryBudget
 from router.policy.queue.queue_limits import QueueLimits
 from router.policy.queue.waiting import WaitingQueue
+from router.responses.desk import ResponseDesk
 from router.service import Service
 from router.shared.sharing import Sharing, make_sharing
 from router.start_check import blaming, check_workers, declared_adapters, saved_card
@@ -112,6 +115,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     tokeniser = _tokeniser(ground)
     dispatcher = _dispatcher(ground, tokeniser)
     batches = _batches(ground, dispatcher)
+    answerer = _answerer(ground, dispatcher)
     service = Service(
         config=config,
         router_id=ground.router_id,
@@ -128,7 +132,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         connections=_connections(ground, admin, dispatcher),
         tokeniser=tokeniser,
         dispatcher=dispatcher,
-        answerer=_answerer(ground, dispatcher),
+        answerer=answerer,
         sandbox=ground.sandbox,
         saved_card=saved_card(config),
         errors=ground.errors,
@@ -140,6 +144,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         orphaned_unloads=OrphanedUnloads(ground.sharing.store, admin),
         declared_check=_declared_check(ground),
         batches=batches,
+        responses=_responses(ground, answerer),
     )
     _declare_gauges(service, registry)
     return service
@@ -213,6 +218,14 @@ def _batches(ground: _Ground, dispatcher: Dispatcher) -> BatchDesk | None:
         metrics=ground.metrics,
         router_id=ground.router_id,
     )
+
+
+def _responses(ground: _Ground, answerer: Answerer) -> ResponseDesk | None:
+    folder, limits = ground.config.files_dir, ground.config.responses
+    if folder is None or not limits.keep_s:
+        return None
+    shelf = DiskShelf(FileStore(folder.expanduser()), limits)
+    return ResponseDesk(shelf, limits, answerer, time.time)
 
 
 def _watch(

@@ -59,6 +59,7 @@ Cause = Literal[
     "key_not_found",
     "file_not_found",
     "batch_not_found",
+    "response_not_found",
     "route_not_found",
     "method_not_allowed",
     "body_timeout",  # the body did not arrive in time

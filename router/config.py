@@ -6,7 +6,7 @@ from typing import Literal
 
 from adapters.errors import CommandError
 from adapters.grammar.limits import GrammarLimits
-from router.policy.batch_limits import BatchLimits, FilesLimits
+from router.policy.batch_limits import BatchLimits, FilesLimits, ResponsesLimits
 
 # The oldest proof of a caller's access that a request is accepted with.
 MAX_ADAPTER_TTL_S = 60.0
@@ -232,6 +232,7 @@ class RouterConfig:
     )
     files: FilesLimits = FilesLimits()
     batch: BatchLimits = BatchLimits()
+    responses: ResponsesLimits = ResponsesLimits()
     max_requests: int = field(
         default=4096,
         metadata={"min": 1, "help": "requests being answered at once, streams included"},

@@ -23,6 +23,7 @@ from router.operations.orphaned_unloads import OrphanedUnloads
 from router.operations.rollout_keeper import RolloutKeeper
 from router.operations.rollouts import Rollouts
 from router.policy.front_door import FrontDoor
+from router.responses.desk import ResponseDesk
 from router.shared.sharing import Sharing
 from router.shared.store import StoreDown
 from router.telemetry.caller_errors import CallerErrors
@@ -71,6 +72,7 @@ class Service:
     orphaned_unloads: OrphanedUnloads
     declared_check: DeclaredCheck
     batches: BatchDesk | None
+    responses: ResponseDesk | None
 
     def why_not_ready(self) -> str | None:
         """None = new requests are answered. An adapter that failed holds nobody up."""

@@ -120,6 +120,8 @@ def _check_void(config: RouterConfig) -> None:
             "--share-hub-token lends the operator's Hub token, and there is none: set"
             " LORAPLEX_HUB_TOKEN or HF_TOKEN"
         )
+    if config.responses.keep_s and config.files_dir is None:
+        raise RouterConfigError("--responses-keep-s: answers are stored in --files-dir; give one")
     for name in ("max_queue", "max_queue_bytes"):
         whole, own = getattr(config, name), getattr(config, name.replace("max", "max_tenant"))
         if own is not None and own > whole:

@@ -59,6 +59,7 @@ _TABLE: dict[Cause, _Row] = {
     "key_not_found": _Row(404, _INVALID, "key_not_found", "key_not_found"),
     "file_not_found": _Row(404, _INVALID, "file_not_found", "file_not_found"),
     "batch_not_found": _Row(404, _INVALID, "batch_not_found", "batch_not_found"),
+    "response_not_found": _Row(404, _INVALID, "response_not_found", "response_not_found"),
     "route_not_found": _Row(404, _INVALID, "unknown_url", "not_found"),
     "method_not_allowed": _Row(405, _INVALID, "method_not_allowed", "method_not_allowed"),
     "body_timeout": _Row(408, _INVALID, "body_timeout", "body_timeout"),

@@ -16,7 +16,7 @@ from router.api.request.aliases import aliases_of
 from router.api.request.fields import SOURCES
 from router.api.request.formatter import ApiLimits
 from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
-from router.api.responses.request import REFUSED
+from router.api.responses.request import REFUSED, REFUSED_UNSTORED
 from router.api.sglang.lmdeploy import HARMLESS as HARMLESS_OF_LMDEPLOY
 from router.api.sglang.lmdeploy import SHAPES as SHAPES_OF_LMDEPLOY
 from router.api.sglang.request import HARMLESS as HARMLESS_OF_SGLANG
@@ -104,7 +104,8 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     for name in (*_OPENAI_BODIES, *_READ_BODIES):
         _say_fields(components[name]["properties"])
     _say_reads(components)
-    _say_refused(components["ResponsesBody"]["properties"], REFUSED)
+    refused = REFUSED if limits.stores_responses else REFUSED_UNSTORED
+    _say_refused(components["ResponsesBody"]["properties"], refused)
     _say_refused(components["CohereChatBody"]["properties"], REFUSED_OF_COHERE)
     for name in _MESSAGES_BODIES:
         _say_refused(components[name]["properties"], REFUSED_OF_MESSAGES)

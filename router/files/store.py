@@ -4,6 +4,7 @@ tenants/<tenant>/files/<id>.json     what is known of a file; it is there once t
                       /<id>.jsonl    the content
                       /<id>.part     an upload under way
 tenants/<tenant>/batches/            see `router.batches.folder`
+                /responses/          see `router.files.disk_shelf`
 """
 
 import contextlib
@@ -37,7 +38,7 @@ class FileStore:
         self._tenants = root / "tenants"
 
     def folder(self, tenant: str, kind: str) -> Path:
-        """kind: files or batches."""
+        """kind: files, batches or responses."""
         return self._tenants / (tenant or _NOBODY) / kind
 
     def tenants(self) -> list[str]:

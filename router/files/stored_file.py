@@ -11,7 +11,8 @@ from router.call import RequestError
 
 FILE_ID = "file-"
 BATCH_ID = "batch_"
-_ID = re.compile(rf"(?:{FILE_ID}|{BATCH_ID})[0-9a-f]{{24}}")
+RESPONSE_ID = "resp_"
+_ID = re.compile(rf"(?:{FILE_ID}|{BATCH_ID}|{RESPONSE_ID})[0-9a-f]{{24}}")
 _MAX_NAME = 255
 
 

@@ -120,7 +120,7 @@ class Idempotency:
             if record is not None:
                 return _replay(record)
         flight = _Flight(mark, _asks_for_stream(request, body))
-        return await self._lead(name, flight, _with_body(request, body), run)
+        return await self._lead(name, flight, with_body(request, body), run)
 
     async def _follow(self, request: Request, flight: _Flight, mark: bytes) -> _Record | None:
         _check_mark(flight.mark, mark)
@@ -287,7 +287,7 @@ def _asks_for_stream(request: Request, body: bytes) -> bool:
     return stated
 
 
-def _with_body(request: Request, body: bytes) -> Request:
+def with_body(request: Request, body: bytes) -> Request:
     """The request as it was before its body was read."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

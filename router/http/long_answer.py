@@ -17,6 +17,10 @@ class LongAnswer(Response):
         super().__init__(pieces[0], 200, {**(headers or {}), "content-length": str(size)})
         self._rest = pieces[1:]
 
+    @property
+    def whole(self) -> bytes:
+        return b"".join((bytes(self.body), *self._rest))
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         body: bytes | memoryview = self.body

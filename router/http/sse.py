@@ -72,6 +72,10 @@ class EventStream(Response):
         self._idle = True
         self.has_failed = False
 
+    def through(self, change: Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]) -> None:
+        """change: of what follows the first piece."""
+        self._rest = change(self._rest)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = asyncio.create_task(self._stream(send))
         watch = asyncio.create_task(_disconnected(receive))

@@ -1,4 +1,4 @@
-"""Options of files and batches. Pure."""
+"""Options of files, batches and stored answers. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -41,4 +41,29 @@ class BatchLimits:
     live_rows: int = field(
         default=4,
         metadata={"help": "the same while other requests run (0 = batches wait for their end)"},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesLimits:
+    """Of answers that `/v1/responses` stores."""
+
+    keep_s: int = field(
+        default=0,
+        metadata={
+            "max": MOST_EXPIRY_S,
+            "help": "seconds for which answers of /v1/responses are stored, in --files-dir"
+            " (0 = they are not)",
+        },
+    )
+    tenant_bytes: int = field(
+        default=256 << 20,
+        metadata={
+            "min": 1,
+            "help": "a tenant's stored answers together, compressed; the oldest go first",
+            "unit": "bytes",
+        },
+    )
+    tenant_count: int = field(
+        default=1000, metadata={"min": 1, "help": "a tenant's stored answers"}
     )

@@ -27,6 +27,7 @@ from router.routes.generate import GenerateRoutes
 from router.routes.info import InfoRoutes
 from router.routes.keys import KeyRoutes, UsageRoutes
 from router.routes.operator import Endpoint, OperatorRoutes
+from router.routes.responses import ResponseRoutes
 from router.routes.sglang import SglangRoutes
 from router.routes.tokenize import TokenizeRoutes
 from router.routes.vectors import VectorRoutes
@@ -55,7 +56,9 @@ def build_app(service: Service) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with service.run(), running_batches(service.batches, service.background):
+        background, desk = service.background, service.responses
+        stored = background.running(*([] if desk is None else [desk.sweep()]))
+        async with service.run(), running_batches(service.batches, background), stored:
             yield
 
     app: ASGIApp = _with_cors(_starlette(routes, errors, lifespan), service.config.cors_origins)
@@ -106,7 +109,7 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
 
 
 def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
-    routes = GenerateRoutes(service, info)
+    routes, responses = GenerateRoutes(service, info), ResponseRoutes(service)
     return [
         Route("/", routes.root, methods=["GET", "POST"]),
         _post("/generate", routes.generate),
@@ -115,7 +118,9 @@ def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
         _post("/v1/completions", routes.completions),
         _post("/v1/chat/completions", routes.chat),
         _post("/v1/chat/completions/batch", routes.chat_batch),
-        _post("/v1/responses", routes.responses),
+        _post("/v1/responses", responses.create),
+        Route("/v1/responses/{id}", responses.one, methods=["GET", "DELETE"]),
+        _get("/v1/responses/{id}/input_items", responses.items),
         _post("/v1/messages", with_api_key(routes.messages)),
         _post("/v2/chat", routes.chat_of_cohere),
         _post("/cohere/v2/chat", routes.chat_of_cohere),

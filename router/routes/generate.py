@@ -14,7 +14,6 @@ from router.api.openai import chat as openai_chat
 from router.api.openai import completions as openai_completions
 from router.api.request.body import decode_plain
 from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.responses import request as responses
 from router.api.sglang import lmdeploy
 from router.api.sglang import request as sglang
 from router.generation.way_in import Parse
@@ -35,7 +34,6 @@ class GenerateRoutes:
         self.completions = self._with_load(self._fixed(openai_completions.parse))
         self.chat = self._with_load(self._fixed(openai_chat.parse))
         self.chat_batch = self._fixed(openai_chat.parse_batch)
-        self.responses = self._fixed(responses.parse)
         self.messages = self._fixed(messages.parse)
         self.chat_of_cohere = self._fixed(cohere.parse)
         self._generate_or_stream = self._fixed(partial(lorax.parse, route="/"))

@@ -26,6 +26,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory, adapter_root: Path) -> Ite
         str(adapter_root),
         "--files-dir",
         str(tmp_path_factory.mktemp("files")),
+        "--responses-keep-s",
+        "3600",
         log=log,
     )
     try:

@@ -48,6 +48,7 @@ from router.api.openai.completions_answer import Completion
 from router.api.openai.models import Health, Info, ModelList, ModelObject, VersionAnswer
 from router.api.responses.answer import ResponseObject
 from router.api.responses.request import ResponsesBody
+from router.api.responses.stored import DeletedResponse, InputItemList
 from router.api.responses.stream import ResponseEvent
 from router.api.sglang.answer import SglangAnswer
 from router.api.sglang.info import LoadedAdapters, ServedModel, ServedSettings
@@ -240,6 +241,12 @@ _FILES = (
     _keyed(_BATCH, "One of them", BatchObject),
     Operation(f"{_BATCH}/cancel", "post", "End it early", answers=(BatchObject,), key=True),
 )
+_RESPONSE = "/v1/responses/{id}"
+_RESPONSES = (
+    _keyed(_RESPONSE, "A stored answer", ResponseObject),
+    Operation(_RESPONSE, "delete", "Delete it", answers=(DeletedResponse,), key=True),
+    _keyed(f"{_RESPONSE}/input_items", "Its input", InputItemList, *_PAGE, "order"),
+)
 _BOTH: tuple[Method, ...] = ("get", "post")
 OPERATIONS: tuple[Operation, ...] = (
     _post(
@@ -285,11 +292,12 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     _post(
         "/v1/responses",
-        "Answer items, without stored state (OpenAI)",
+        "Answer items (OpenAI)",
         ResponsesBody,
         ResponseObject,
         ResponseEvent,
     ),
+    *_RESPONSES,
     _post(
         "/v1/messages",
         "Answer a conversation (Anthropic)",

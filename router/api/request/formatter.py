@@ -25,6 +25,7 @@ class ApiLimits(msgspec.Struct, frozen=True):
     only what has nothing to do with one.
     max_prompts: prompts in one completions request. max_stop_chars: of one stop string.
     vocab_size: of the base. gives: what the base does.
+    stores_responses: answers of `/v1/responses` are stored where requests want it.
     """
 
     base_names: tuple[str, ...] = ()
@@ -42,6 +43,7 @@ class ApiLimits(msgspec.Struct, frozen=True):
     max_bad_words: int = 256
     sampling_defaults: dict[str, float] = {}
     gives: tuple[Gift, ...] = ("text", "vectors")
+    stores_responses: bool = False
 
 
 def limits_from(
@@ -61,6 +63,7 @@ def limits_from(
         vocab_size=vocab_size,
         sampling_defaults=sampling_defaults,
         gives=gives,
+        stores_responses=bool(config.responses.keep_s),
     )
 
 

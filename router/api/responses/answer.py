@@ -86,7 +86,7 @@ class ResponseFailure(msgspec.Struct, frozen=True):
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer repeats of its request. id: the caller's own, in place of the request's.
     kinds: by name, the tools that are no functions. namespaces: by name, those of a namespace, and
-    their own name there."""
+    their own name there. previous: the answer that it follows."""
 
     id: str | None = None
     instructions: str | None = None
@@ -103,6 +103,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool = True
     effort: str | None = None
     format: dict[str, Any] | None = None
+    previous: str | None = None
+    store: bool = False
 
 
 class ReasoningAsked(msgspec.Struct, frozen=True):
@@ -117,8 +119,8 @@ class ResponseTextForm(msgspec.Struct, frozen=True):
 
 
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer, or, in a stream, what there is of it. From background on: of fields that
-    cannot be otherwise."""
+    """A whole answer, or, in a stream, what there is of it. background, truncation: they cannot be
+    otherwise."""
 
     id: str
     object: Literal["response"] = "response"
@@ -141,8 +143,8 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: ReasoningAsked
     text: ResponseTextForm
     background: Literal[False] = False
-    previous_response_id: None = None
-    store: Literal[False] = False
+    previous_response_id: str | None = None
+    store: bool = False
     top_logprobs: int = 0
     truncation: Literal["disabled"] = "disabled"
 
@@ -193,6 +195,8 @@ class Answer(msgspec.Struct, frozen=True):
             parallel_tool_calls=asked.parallel_tool_calls,
             reasoning=ReasoningAsked(asked.effort),
             text=ResponseTextForm(asked.format or {"type": "text"}),
+            previous_response_id=asked.previous,
+            store=asked.store,
             top_logprobs=asked.logprobs or 0,
         )
 

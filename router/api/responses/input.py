@@ -18,7 +18,7 @@ from router.api.request.known_elsewhere import unsupported
 from router.api.responses.calls import SHELL, custom_arguments, shell_arguments
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
-_STORED = "no answers are stored: send the item itself"
+_REFERENCE = "send the item itself"
 
 
 class InputPart(msgspec.Struct, frozen=True):
@@ -51,13 +51,17 @@ class InputItem(msgspec.Struct, frozen=True):
     summary: list[InputPart] | None = None
 
 
-def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[dict[str, Any]]:
+def messages_of(
+    instructions: str | None, given: str | list[InputItem], earlier: Sequence[InputItem] = ()
+) -> list[dict[str, Any]]:
     """Messages for the template. One message of the assistant has what stands together of its
-    reasoning, text and calls. Raises RequestError.
+    reasoning, text and calls. earlier: stored items of the conversation. Raises RequestError.
     """
     messages: list[Message] = []
     if instructions:
         messages.append(Message("system", instructions))
+    for item in earlier:
+        _add(messages, item, "previous_response_id")
     if isinstance(given, str):
         messages.append(Message("user", given))
     else:
@@ -87,7 +91,7 @@ def _add(messages: list[Message], item: InputItem, where: str) -> None:
             join_assistant(messages, "reasoning_content", text)
     else:
         known = "messages, reasoning, calls of the caller's own tools and their outputs are"
-        hint = _STORED if kind == "item_reference" else f"{kind[:40]!r} is not known, {known}"
+        hint = _REFERENCE if kind == "item_reference" else f"{kind[:40]!r} is not known, {known}"
         raise unsupported(f"{where}.type", hint)
 
 

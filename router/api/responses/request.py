@@ -1,5 +1,6 @@
-"""OpenAI's `/v1/responses` without stored state: request bodies and answers. Pure."""
+"""OpenAI's `/v1/responses`: request bodies. Pure."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -85,7 +86,8 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
 
     max_output_tokens: reasoning and calls included; absent = all that fits. metadata: the answer
     repeats it. include: the logprobs of the text, or what no answer has; top_logprobs goes with the
-    former. chat_template_kwargs: an extension: further variables of the chat template.
+    former. chat_template_kwargs: an extension: further variables of the chat template. store: true
+    unless it is false, where answers are stored; previous_response_id: there alone.
     """
 
     input: str | list[InputItem]
@@ -101,16 +103,16 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     reasoning: ReasoningFields | None = None
     text: TextFields | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
 
 
-_NO_STATE = "no answers are stored"
-_SEND_ALL = "no answers are stored: send all items as `input`"
+_SEND_ALL = "send all items as `input`"
 _FORM = Elsewhere((), "use `text.format`")
 # Fields that are not served, by what asks for nothing beside null.
 REFUSED = {
-    "background": Elsewhere((False,), _NO_STATE),
-    "previous_response_id": Elsewhere((), _SEND_ALL),
-    "conversation": Elsewhere((), _SEND_ALL),
+    "background": Elsewhere((False,), "wait for the answer, or stream it"),
+    "conversation": Elsewhere((), f"no conversations are stored: {_SEND_ALL}"),
     "prompt": Elsewhere((), "no prompts are stored: send `instructions` and `input`"),
     "context_management": Elsewhere(([],), "send the items that shall be read"),
     "truncation": Elsewhere(("disabled",), "`truncate_prompt_tokens` cuts a prompt"),
@@ -122,13 +124,26 @@ REFUSED = {
     "max_tokens": Elsewhere((), "use `max_output_tokens`"),
     "max_completion_tokens": Elsewhere((), "use `max_output_tokens`"),
 }
+# The same where no answers are stored.
+_PREVIOUS = Elsewhere(
+    (), f"answers are not stored here: {_SEND_ALL}, or start the router with --responses-keep-s"
+)
+REFUSED_UNSTORED = REFUSED | {"previous_response_id": _PREVIOUS}
 
 
-def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
-    """Raises RequestError."""
+def parse(
+    body: bytes,
+    limits: ApiLimits,
+    bearer: str | None = None,
+    name: str | None = None,
+    earlier: Sequence[InputItem] = (),
+) -> ApiRequest:
+    """name: of an answer that may be stored, its id behind the prefix. earlier: all items of its
+    conversation before the request's own. Raises RequestError."""
     plain = decode_plain(body)
-    check_refused(plain, REFUSED)
-    read = {name: value for name, value in plain.items() if name not in REFUSED}
+    refused = REFUSED_UNSTORED if name is None else REFUSED
+    check_refused(plain, refused)
+    read = {name: value for name, value in plain.items() if name not in refused}
     request = decode_shared(read, ResponsesBody, limits)
     _check_parts(plain, request)
     sampling = sampling_of(
@@ -139,7 +154,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
     call = GenerationCall(
         api="responses",
         prompts=(),
-        messages=_messages(request, offered, limits),
+        messages=_messages(request, offered, limits, earlier),
         adapter=adapter_of(request, limits, bearer),
         sampling=sampling,
         max_tokens=request.max_output_tokens,
@@ -150,7 +165,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
         shape=_shape(request),
         unbound=() if tools is None else unheld_forms(offered),
     )
-    asked = _asked(request, offered, call)
+    asked = _asked(request, offered, call, None if request.store is False else name)
     return ApiRequest(with_shared(call, request, limits), ResponseFormatter, asked)
 
 
@@ -164,20 +179,26 @@ def _logprobs(request: ResponsesBody, limits: ApiLimits) -> int | None:
 
 
 def _messages(
-    request: ResponsesBody, offered: list[PlacedTool], limits: ApiLimits
+    request: ResponsesBody,
+    offered: list[PlacedTool],
+    limits: ApiLimits,
+    earlier: Sequence[InputItem],
 ) -> list[dict[str, Any]]:
-    items = request.input
-    if isinstance(items, list):
-        most = limits.max_messages
-        require(len(items) <= most, f"expected at most {most} items, got {len(items)}", "input")
-        read = {own: name for name, own in namespaces_of(offered).items()}
-        items = [
+    given, most = request.input, limits.max_messages
+    count = len(earlier) + (len(given) if isinstance(given, list) else 1)
+    require(count <= most, f"expected at most {most} items, got {count}", "input")
+    read = {own: name for name, own in namespaces_of(offered).items()}
+
+    def named(items: Sequence[InputItem]) -> list[InputItem]:
+        return [
             msgspec.structs.replace(item, name=read.get((item.namespace, item.name), item.name))
             if item.namespace
             else item
             for item in items
         ]
-    return messages_of(request.instructions, items)
+
+    items = given if isinstance(given, str) else named(given)
+    return messages_of(request.instructions, items, named(earlier))
 
 
 def _check_parts(plain: dict[str, Any], request: ResponsesBody) -> None:
@@ -229,9 +250,12 @@ def _template(request: ResponsesBody, tools: Tools | None) -> TemplateOptions:
     )
 
 
-def _asked(request: ResponsesBody, offered: list[PlacedTool], call: GenerationCall) -> Asked:
+def _asked(
+    request: ResponsesBody, offered: list[PlacedTool], call: GenerationCall, stored: str | None
+) -> Asked:
+    """stored: its name, where it is."""
     return Asked(
-        id=request.request_id,
+        id=stored or request.request_id,
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         metadata=request.metadata or {},
@@ -246,6 +270,8 @@ def _asked(request: ResponsesBody, offered: list[PlacedTool], call: GenerationCa
         parallel_tool_calls=request.parallel_tool_calls is not False,
         effort=call.template.effort,
         format=_repeated(_format(request)),
+        store=stored is not None,
+        previous=request.previous_response_id,
     )
 
 

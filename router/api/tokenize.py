@@ -21,7 +21,7 @@ from router.api.request.formatter import ApiLimits
 from router.api.request.known_elsewhere import check_unknown_parts
 from router.call import GenerationCall
 from router.text.tokenizer_json import AddedToken
-from server.protocol import ModelCard
+from server.protocol import ModelCard, SamplingParams
 
 # Characters of a text, and tokens of one. A token takes several hundred bytes of memory.
 MAX_TOKENIZED = 1 << 19
@@ -128,6 +128,13 @@ def parse_messages(body: bytes, limits: ApiLimits, bearer: str | None) -> IdsAsk
     request = decode_openai(body, TokenizeChatBody, limits)
     call = chat_request(request, limits, bearer).call
     return IdsAsked(call, bool(request.return_token_strs))
+
+
+def drawn(call: GenerationCall, sampling: SamplingParams) -> dict[str, Any]:
+    """How a generation is drawn, by vLLM's names."""
+    same = {*SamplingParams.__struct_fields__} & {*CompletionsBody.__struct_fields__}
+    own = {name: getattr(call, name) for name in ("n", "seed", "stop", "bad_words")}
+    return {"sampling_params": {name: getattr(sampling, name) for name in sorted(same)} | own}
 
 
 def parse_detokenize(

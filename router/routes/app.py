@@ -197,6 +197,8 @@ def _info_routes(service: Service, info: InfoRoutes) -> list[Route]:
     return [
         _post("/tokenize", tokenizer.tokenize),
         _post("/detokenize", tokenizer.detokenize),
+        _post("/v1/chat/completions/render", tokenizer.render_chat),
+        _post("/v1/completions/render", tokenizer.render_texts),
         _post("/v1/messages/count_tokens", with_api_key(tokenizer.count_messages)),
         _get("/tokenizer_info", tokenizer.info),
         _get("/v1/models", info.models),

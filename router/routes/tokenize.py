@@ -2,6 +2,7 @@
 generation, without running it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -9,13 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.messages.request import TokenCount, parse_count
+from router.api.openai import chat, completions
 from router.api.request.body import decode_plain
 from router.api.request.fields import MAX_INT32
-from router.api.request.formatter import ApiLimits
+from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.tokenize import (
     DetokenizedText,
     IdsAsked,
     TokenizedPrompt,
+    drawn,
     parse_detokenize,
     parse_inputs,
     parse_messages,
@@ -24,7 +27,7 @@ from router.api.tokenize import (
     tokenizer_info,
 )
 from router.call import GenerationCall
-from router.generation.prompts import Prompt, check_ids
+from router.generation.prompts import Prompt, check_ids, resolve_sampling
 from router.http.body import BodyLimits, read_json_body
 from router.http.long_answer import LongAnswer
 from router.routes.info import json_response
@@ -34,6 +37,7 @@ from router.text.model import TextModel
 
 # An object for each token takes longer than the token itself.
 _SPAN_WEIGHT = 4
+_KEPT = ("model", "stream", "stream_options", "cache_salt", "priority")
 
 T = TypeVar("T")
 Parse = Callable[[bytes, ApiLimits, str | None], T]
@@ -46,6 +50,8 @@ class TokenizeRoutes:
         self._service = service
         config = service.config
         self._body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s)
+        self.render_chat = partial(self._render, parse=chat.parse, prefix="chatcmpl")
+        self.render_texts = partial(self._render, parse=completions.parse, prefix="cmpl")
 
     async def tokenize(self, request: Request) -> Response:
         """LoRAX's shape is answered in LoRAX's, errors too; vLLM's two in vLLM's."""
@@ -73,6 +79,25 @@ class TokenizeRoutes:
             return DetokenizedText(model.decode(ids, skip_special_tokens=False))
 
         return LongAnswer(await model.turns.written(len(ids), answer))
+
+    async def _render(self, request: Request, parse: Parse[ApiRequest], prefix: str) -> Response:
+        """vLLM's: what a generation would run, beside the body's own words."""
+        caller = await self._caller(request)
+        body = await read_json_body(request, self._body_limits)
+        call = (await self._parsed(request, caller, body, parse)).call
+        model, prompts = await self._prompts(request, caller, call)
+        said = msgspec.json.decode(body)
+        kept = {name: said[name] for name in _KEPT if name in said}
+        kept["request_id"] = f"{prefix}-{said.get('request_id') or request.state.request_id}"
+
+        def one(prompt: Prompt) -> dict[str, Any]:
+            sampling = drawn(call, resolve_sampling(call, model, prompt))
+            return kept | {"prompt": prompt.text, "token_ids": prompt.ids, **sampling}
+
+        def answer() -> Any:
+            return one(prompts[0]) if call.messages else [one(prompt) for prompt in prompts]
+
+        return LongAnswer(await model.turns.written(sum(len(p.ids) for p in prompts), answer))
 
     async def count_messages(self, request: Request) -> Response:
         caller = await self._caller(request)

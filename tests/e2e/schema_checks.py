@@ -12,12 +12,12 @@ from schemathesis.checks import CHECKS
 from schemathesis.openapi.checks import RejectedPositiveData
 
 _OPENAI = (
-    r"POST /(v1/((chat/)?completions|responses|messages(/count_tokens)?)|tokenize|invocations"
-    r"|(cohere/)?v2/chat)"
+    r"POST /(v1/((chat/)?completions(/render)?|responses|messages(/count_tokens)?)"
+    r"|tokenize|invocations|(cohere/)?v2/chat)"
 )
 _LORAX = r"POST /(tokenize|generate|generate_stream|invocations)?"
 _TEXTS = (
-    r"POST /(v1/((chat/)?completions|responses|messages(/count_tokens)?)"
+    r"POST /(v1/((chat/)?completions(/render)?|responses|messages(/count_tokens)?)"
     r"|(de)?tokenize|invocations|generate|generate_stream|(cohere/)?v2/chat)?"
 )
 _REGISTERS = r"POST /(v1/adapters.*|(v1/)?load_lora_adapter|adapters)"

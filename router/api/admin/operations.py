@@ -378,6 +378,8 @@ OPERATIONS: tuple[Operation, ...] = (
         requests=(TokenizeBody, TokenizePromptBody, TokenizeChatBody),
         answers=(list[TokenObject], TokenizedPrompt),
     ),
+    _post("/v1/chat/completions/render", "A chat's prompt (vLLM)", ChatBody, dict[str, Any]),
+    _post("/v1/completions/render", "Prompts (vLLM)", CompletionsBody, list[dict[str, Any]]),
     _post("/detokenize", "The text of tokens", DetokenizeBody, DetokenizedText),
     _keyed("/tokenizer_info", "What the base's tokenizer has", TokenizerInfo),
     Operation("/info", "get", "The model and the limits", answers=(Info,)),

@@ -1,4 +1,4 @@
-"""LMDeploy's shape of `/generate`: a body becomes SGLang's; events hold new text alone. Pure."""
+"""LMDeploy's shape of `/generate`: events hold new text alone. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -6,67 +6,43 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from router.api.answers import encode, sse
+from router.api.answers import sse
+from router.api.openai import completions
+from router.api.openai.common import SharedBody
+from router.api.openai.completions import CompletionsBody
 from router.api.request.aliases import typed_by_aliases
 from router.api.request.body import only_one_of, require
-from router.api.request.fields import (
-    NonNegative,
-    Probability,
-    RepetitionPenalty,
-    StopString,
-    UnitInterval,
-)
+from router.api.request.fields import NonNegative
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.sglang.answer import (
     AbortFinish,
     LengthFinish,
-    SglangAnswer,
     SglangFormatter,
+    SglangOptions,
     StopFinish,
     TokenScore,
     so_far,
 )
-from router.api.sglang.request import SglangBody, SglangSampling, StartLen, request_of
-from router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TextEvent
+from router.api.sglang.request import DEFAULT_MAX_TOKENS, SglangBody, StartLen
+from router.call import RequestError, TextEvent
 
 SHAPES = ("prompt", "input_ids")
 # They change nothing: answers keep no state.
 HARMLESS = ("session_id",)
 
 
-class LmdeployBody(msgspec.Struct, frozen=True, kw_only=True):
+class LmdeployBody(SharedBody, frozen=True, kw_only=True):
     """prompt, input_ids: one of both. logprob_start_len: of the prompt's tokens, the first with a
-    logprob. lora_path: an extension, as SGLang has it."""
+    logprob."""
 
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     input_ids: list[NonNegative] | None = None
     max_tokens: NonNegative | None = None
-    stop: str | list[StopString] | None = None
-    stop_token_ids: list[NonNegative] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Probability | None = None
-    top_k: NonNegative | None = None
-    min_p: UnitInterval | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    stream: bool | None = None
     return_logprob: bool | None = None
     top_logprobs_num: NonNegative | None = None
     logprob_start_len: StartLen | None = None
-    lora_path: str | None = None
 
 
-# What SGLang calls them.
-_SAMPLING = {"max_tokens": "max_new_tokens", "include_stop_str_in_output": "no_stop_trim"} | {
-    name: name
-    for name in LmdeployBody.__struct_fields__
-    if name in SglangSampling.__struct_fields__
-}
-_NAMES = {"text": "prompt"} | {f"sampling_params.{own}": name for name, own in _SAMPLING.items()}
-_BODY = tuple(n for n in LmdeployBody.__struct_fields__ if n in SglangBody.__struct_fields__)
 Pair = tuple[float | None, int]
 
 
@@ -94,56 +70,58 @@ class LmdeployAnswer(msgspec.Struct, frozen=True):
 def is_native(plain: Mapping[str, Any]) -> bool:
     """Whether it is LMDeploy's shape, not SGLang's or LoRAX's."""
     said = {name for name, value in plain.items() if value is not None}
-    if {"inputs", "text"} & said:
-        return False
-    flat = {*LmdeployBody.__struct_fields__} - {*_BODY}
-    return "prompt" in said or ("input_ids" in said and bool(flat & said))
+    flat = {*LmdeployBody.__struct_fields__} - {*SglangBody.__struct_fields__}
+    is_flat = "prompt" in said or ("input_ids" in said and bool(flat & said))
+    return is_flat and not {"inputs", "text"} & said
 
 
 def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
     """Raises RequestError."""
     body = typed_by_aliases(plain, LmdeployBody, HARMLESS)
-    only_one_of(plain, SHAPES)
-    scored = body.return_logprob or not body.top_logprobs_num
-    require(scored, "needs `return_logprob`", "top_logprobs_num")
-    sampling = {own: getattr(body, name) for name, own in _SAMPLING.items()}
-    same = {name: getattr(body, name) for name in _BODY}
-    asked = SglangBody(text=body.prompt, sampling_params=SglangSampling(**sampling), **same)
+    field = only_one_of(plain, SHAPES)
+    top = (body.top_logprobs_num or 0) if body.return_logprob else None
+    require(top is not None or not body.top_logprobs_num, "needs `return_logprob`", _TOP)
+    completion = CompletionsBody(
+        prompt=body.prompt or list(body.input_ids or ()),
+        echo=body.max_tokens == 0,
+        logprobs=top,
+        **{name: getattr(body, name) for name in SharedBody.__struct_fields__},
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+    )
     try:
-        request = request_of(asked, limits, bearer)
+        call = completions.request_of(completion, limits, bearer).call
     except RequestError as error:
-        raise error.spelled(_NAMES) from None
-    call = msgspec.structs.replace(request.call, api="lmdeploy")
-    return ApiRequest(call, LmdeployFormatter, request.options)
+        raise error.spelled({"logprobs": _TOP, "prompt": field}) from None
+    given = body.logprob_start_len
+    start = None if top is None or given == -1 else given
+    scored = msgspec.structs.replace(call.sampling, prompt_logprobs=None if start is None else top)
+    call = msgspec.structs.replace(call, api="lmdeploy", sampling=scored)
+    options = SglangOptions(1, False, body.request_id, top=top, prompt_from=start)
+    return ApiRequest(call, LmdeployFormatter, options)
+
+
+_TOP = "top_logprobs_num"
 
 
 class LmdeployFormatter(SglangFormatter):
-    def __init__(self, head: AnswerHead, options: Any) -> None:
-        super().__init__(head, options)
-        self._count = 0
+    _count = 0
 
     def chunk(self, event: TextEvent) -> bytes:
         """Raises RequestError (incomplete)."""
         self._count += len(event.token_ids)
-        answer = self._answer(event.prompt_index, event.choice, so_far(event))
-        return sse(_shaped(answer, self._count))
+        return sse(self._answer(event.prompt_index, event.choice, so_far(event)))
 
-    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
-        """Raises RequestError (incomplete)."""
-        self._prompts = {info.prompt_index: info for info in prompts}
-        answer = self._answer(0, 0, so_far(results[0]))
-        return encode(_shaped(answer, len(answer.output_ids)))
-
-
-def _shaped(answer: SglangAnswer, count: int) -> LmdeployAnswer:
-    meta = answer.meta_info
-    scores: dict[str, Any] = {
-        name: [_pairs(one) for one in found] if name.endswith("top_logprobs") else _pairs(found)
-        for name in LmdeployMeta.__struct_fields__[3:]
-        if (found := getattr(meta, name))
-    }
-    shaped = LmdeployMeta(meta.prompt_tokens, count, meta.finish_reason, **scores)
-    return LmdeployAnswer(answer.text, answer.output_ids, shaped)
+    def _answer(self, prompt: int, choice: int, known: Any) -> Any:
+        answer = super()._answer(prompt, choice, known)
+        meta = answer.meta_info
+        scores: dict[str, Any] = {
+            name: [_pairs(one) for one in found] if name.endswith("top_logprobs") else _pairs(found)
+            for name in LmdeployMeta.__struct_fields__[3:]
+            if (found := getattr(meta, name))
+        }
+        count = self._count or meta.completion_tokens
+        shaped = LmdeployMeta(meta.prompt_tokens, count, meta.finish_reason, **scores)
+        return LmdeployAnswer(answer.text, answer.output_ids, shaped)
 
 
 def _pairs(scores: Sequence[TokenScore] | None) -> list[Pair]:

@@ -136,12 +136,8 @@ def is_native(plain: Mapping[str, Any]) -> bool:
 def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
     """Raises RequestError."""
     _check_fields(plain)
-    return request_of(typed_by_aliases(plain, SglangBody, HARMLESS), limits, bearer)
-
-
-def request_of(body: SglangBody, limits: ApiLimits, bearer: str | None) -> ApiRequest:
-    """Raises RequestError."""
-    field = only_one_of(msgspec.structs.asdict(body), _TEXTS)
+    body = typed_by_aliases(plain, SglangBody, HARMLESS)
+    field = only_one_of(plain, _TEXTS)
     prompt = body.text if field == "text" else body.input_ids
     assert prompt is not None
     count = _num_prompts(prompt)

@@ -1,6 +1,6 @@
 """OpenAI's `/v1/embeddings`: request bodies and answers. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -63,14 +63,15 @@ def check_prompt(name: str | None, text: str | None) -> None:
 
 
 class EmbeddingsFormatter(WholeFormatter):
+    prefix: str = "embd"
+    one: Callable[..., Any] = EmbeddingObject
+    several: Callable[..., Any] = EmbeddingList
+
     def __init__(self, head: AnswerHead, options: WrittenAs) -> None:
         self._head, self._options = head, options
 
-    def whole(
-        self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]
-    ) -> EmbeddingList:
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         head, options = self._head, self._options
-        data = [EmbeddingObject(r.prompt_index, options.vector(r.vector)) for r in results]
-        return EmbeddingList(
-            options.id_of("embd", head), head.created, data, head.model, usage_of(prompts)
-        )
+        data = [self.one(r.prompt_index, options.vector(r.vector)) for r in results]
+        answer_id = options.id_of(self.prefix, head)
+        return self.several(answer_id, head.created, data, head.model, usage_of(prompts))

@@ -93,7 +93,10 @@ def input_call(
     if request.input is not None:
         prompts = prompts_of(request.input, "input", MAX_INPUTS)
         return call_of(api, request, prompts, vector, limits, bearer)
-    chat = chat_request(_chat_of(request), limits, None).call
+    same = {name: getattr(request, name) for name in _SAME}
+    chat = chat_request(
+        ChatBody(**same, add_generation_prompt=bool(request.add_generation_prompt)), limits, None
+    ).call
     if vector.prompt_name is None and vector.prompt is None:
         vector = msgspec.structs.replace(vector, prompt="")
     return msgspec.structs.replace(
@@ -104,15 +107,10 @@ def input_call(
     )
 
 
-def _chat_of(request: InputBody) -> ChatBody:
-    return ChatBody(
-        messages=request.messages or [],
-        add_generation_prompt=bool(request.add_generation_prompt),
-        continue_final_message=request.continue_final_message,
-        chat_template=request.chat_template,
-        chat_template_kwargs=request.chat_template_kwargs,
-        add_special_tokens=request.add_special_tokens,
-    )
+_SAME = (
+    *("messages", "continue_final_message", "add_special_tokens"),
+    *("chat_template", "chat_template_kwargs"),
+)
 
 
 def call_of(

@@ -9,9 +9,10 @@ from router.api.request.body import require
 from router.api.request.fields import Positive
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.request.known_elsewhere import unsupported
+from router.api.vectors.embeddings import EmbeddingsFormatter
 from router.api.vectors.fields import InputBody, input_call, read_body
-from router.api.vectors.whole import Encoding, VectorUsage, WholeFormatter, WrittenAs, usage_of
-from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
+from router.api.vectors.whole import Encoding, VectorUsage, WrittenAs
+from router.call import VectorCall
 
 _UNSERVED = ("token_embed", "token_classify", "embed&token_classify", "plugin")
 
@@ -36,8 +37,8 @@ class PoolingObject(msgspec.Struct, frozen=True):
 class PoolingList(msgspec.Struct, frozen=True):
     id: str
     created: int
-    model: str
     data: list[PoolingObject]
+    model: str
     usage: VectorUsage
     object: Literal["list"] = "list"
 
@@ -58,13 +59,5 @@ def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None = None) -
     return ApiRequest(call, PoolingFormatter, options)
 
 
-class PoolingFormatter(WholeFormatter):
-    def __init__(self, head: AnswerHead, options: WrittenAs) -> None:
-        self._head, self._options = head, options
-
-    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> PoolingList:
-        head, options = self._head, self._options
-        data = [PoolingObject(r.prompt_index, options.vector(r.vector)) for r in results]
-        return PoolingList(
-            options.id_of("pooling", head), head.created, head.model, data, usage_of(prompts)
-        )
+class PoolingFormatter(EmbeddingsFormatter):
+    prefix, one, several = "pooling", PoolingObject, PoolingList

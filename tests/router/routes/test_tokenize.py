@@ -270,3 +270,43 @@ async def test_version_and_ping(tmp_path: Path, worker: FakeWorker) -> None:
             assert (ping.status_code, ping.content) == (200, b"")
     async with running_router(tmp_path) as alone:
         assert (await alone.client.get("/ping")).status_code == 503
+
+
+async def test_rendered_prompts(router: Running) -> None:
+    """As vLLM has them: what a generation would run, and how."""
+    body = {"model": BASE_NAME, "messages": HI, "temperature": 0.125, "stream": True}
+    answer = await router.client.post("/v1/chat/completions/render", json=body)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    assert told["token_ids"] == await ids(router, messages=HI)
+    assert (told["model"], told["stream"]) == (BASE_NAME, True)
+    assert told["request_id"].startswith("chatcmpl-")
+    sampling = told["sampling_params"]
+    assert (sampling["temperature"], sampling["n"]) == (0.125, 1)
+    assert sampling["max_tokens"] == MAX_CONTEXT - len(told["token_ids"])
+    asked: dict[str, Any] = {
+        "prompt": ["hi", "you"],
+        "stop": "x",
+        "request_id": "mine",
+        "max_tokens": 4,
+    }
+    several = (await router.client.post("/v1/completions/render", json=asked)).json()
+    expected = [await ids(router, prompt=text) for text in asked["prompt"]]
+    assert [one["token_ids"] for one in several] == expected
+    assert {one["request_id"] for one in several} == {"cmpl-mine"}
+    assert several[0]["sampling_params"]["stop"] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"prompt": "hi", "max_tokens": MAX_CONTEXT}, 400, "prompt"),
+        ({"prompt": "hi", "stop_token_ids": [10**6]}, 400, "stop_token_ids"),
+        ({"prompt": "hi", "model": "hub:org/missing"}, 404, "model"),
+    ],
+)
+async def test_what_would_not_run_is_not_rendered(
+    router: Running, body: dict[str, Any], status: int, param: str
+) -> None:
+    refused = await router.client.post("/v1/completions/render", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)

@@ -125,9 +125,7 @@ REFUSED = {
     "max_completion_tokens": Elsewhere((), "use `max_output_tokens`"),
 }
 # The same where no answers are stored.
-_PREVIOUS = Elsewhere(
-    (), f"answers are not stored here: {_SEND_ALL}, or start the router with --responses-keep-s"
-)
+_PREVIOUS = Elsewhere((), f"no answers are stored without --responses-keep-s: {_SEND_ALL}")
 REFUSED_UNSTORED = REFUSED | {"previous_response_id": _PREVIOUS}
 
 

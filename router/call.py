@@ -230,7 +230,8 @@ class GenerationCall(msgspec.Struct, frozen=True):
     cache_salt: shares cached prefixes with its like alone; "" = with its tenant's.
     drafts: whether its answer may be drafted.
     shape: the form that the answer must have; None = any. tools: what the model may call.
-    divides_reasoning: what the model reasons is no part of the text.
+    divides_reasoning: what the model reasons is no part of the text. thinking_budget: tokens that
+    it may have; None = any number.
     bad_words: texts that must not occur; sampling.bad_words has their ids once the model is known.
     vector: nothing is generated, and that is wanted of each prompt.
     unbound: places in the body that bind nothing, though callers may think that they do.
@@ -265,6 +266,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     shape: Shape | None = None
     tools: Tools | None = None
     divides_reasoning: bool = False
+    thinking_budget: int | None = None
     bad_words: tuple[str, ...] = ()
     vector: VectorCall | None = None
     unbound: tuple[str, ...] = ()

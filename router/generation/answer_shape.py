@@ -17,10 +17,12 @@ from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import VocabularyError, read_tokens
 from router.call import GenerationCall, RequestError
 from router.generation.answer_parts import PartsOfAnswers
+from router.parts.reasoning import Reasoning
 from router.shape.shape import JsonSchema, Shape, ShapeRefused, StructuralTag
 from router.text.model import TextModel
 from router.text.turn_taking import PROCESSES
 from router.tools.compose import Composed, Frame, compose
+from server.protocol import ThinkingBudget
 
 _MAX_KEPT = 4096
 # To compose a grammar without schemas takes so many times as long as to encode its form's text.
@@ -43,10 +45,11 @@ class AnswerShapes:
     async def hold(
         self, call: GenerationCall, model: TextModel, parts: PartsOfAnswers, prompt: str
     ) -> GenerationCall:
-        """The call with what its form, tools and bad words are to the engine.
+        """The call with what its form, tools, budget and bad words are to the engine.
 
         Raises RequestError (invalid, unsupported, unavailable, overloaded).
         """
+        call = _within_budget(call, model, parts.reasoning, prompt)
         is_held = call.shape is not None or (call.tools is not None and call.tools.is_held)
         if not is_held and not call.bad_words:
             return call
@@ -138,6 +141,24 @@ def _compose(shape: Shape | None, frame: Frame) -> Composed:
     except ShapeRefused as error:
         message = f"`{error.param}`: {error.message}"
         raise RequestError("invalid", message, param=error.param) from None
+
+
+def _within_budget(
+    call: GenerationCall, model: TextModel, reasoning: Reasoning | None, prompt: str
+) -> GenerationCall:
+    """With its bound on the reasoning as tokens. Raises RequestError."""
+    if reasoning is None and call.api == "chat" and call.thinking_budget is not None:
+        message = "`thinking_token_budget`: the text of this model has no reasoning apart"
+        raise RequestError("unsupported", message, param="thinking_token_budget")
+    if reasoning is None or call.thinking_budget is None:
+        return call
+    if prompt.rstrip().endswith(reasoning.closes):
+        return call
+    opens = "" if reasoning.begun(prompt) else reasoning.opens[0]
+    marks = (tuple(model.encode(text, False)) for text in (opens, reasoning.closes[0]))
+    thinking = ThinkingBudget(call.thinking_budget, *marks)
+    sampling = msgspec.structs.replace(call.sampling, thinking=thinking)
+    return msgspec.structs.replace(call, sampling=sampling)
 
 
 def _param(call: GenerationCall) -> str:

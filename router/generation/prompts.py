@@ -160,7 +160,8 @@ async def render_messages(
 def unbound_hints(call: GenerationCall, prompt: Prompt, reasons: bool) -> tuple[str, ...]:
     """Fields that bound nothing, since no template read them. reasons: the model does so anyway."""
     names = _CHAT_FIELDS.get(call.api, {})
-    fields = [field for field in prompt.rendered.unbound if not (reasons and field == "thinking")]
+    bound = ("thinking", "thinking.budget_tokens") if reasons else ()
+    fields = [field for field in prompt.rendered.unbound if field not in bound]
     return tuple(names.get(field, field) for field in fields)
 
 

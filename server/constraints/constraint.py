@@ -14,6 +14,7 @@ import numpy as np
 
 from server.constraints.names import Names
 from server.constraints.rules import TokenRules, mask_words
+from server.constraints.thinking import Thinking
 
 ConstraintState = Literal["open", "over", "failed"]
 
@@ -72,8 +73,8 @@ class Constraint:
     mask_s: processor time of a mask, a mean that fades. is_busy: some thread uses it, and no step
     may ask it for a mask. is_late: a step had to go on without its mask.
     consume: gives a matcher a token where that takes long. end: a token that masks of the grammar
-    allow wherever an output may end, and hardly elsewhere; None = none is known. names: those of
-    the output, which each stand once; None = the grammar knows of all.
+    allow wherever an output may end, and hardly elsewhere; None = none is known. watches: of what
+    neither grammar nor rules know.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Constraint:
         min_tokens: int,
         consume: Callable[[GrammarMatcher, int], object] | None = None,
         end: int | None = None,
-        names: Names | None = None,
+        watches: "tuple[Names | Thinking, ...]" = (),
     ) -> None:
         self.state: ConstraintState = "open"
         self.problem = ""
@@ -96,7 +97,7 @@ class Constraint:
         self._taken = 0
         self._last: deque[int] = deque(maxlen=rules.memory)
         self._noted: deque[int] = deque()  # tokens that are still to be taken
-        self._consume, self._grammar_end, self._names = consume, end, names
+        self._consume, self._grammar_end, self._watches = consume, end, watches
         self._ready: np.ndarray | None = None  # the next token's mask
         # What it becomes with each token of the draft in flight.
         self._ahead: deque[tuple[int, Constraint]] = deque()
@@ -142,6 +143,8 @@ class Constraint:
             return self.state
         self._taken += 1
         self._last.append(token_id)
+        for watch in self._watches:
+            watch.take(token_id)
         if self._matcher is None or token_id in self._rules.ends:
             return self.state
         try:
@@ -152,8 +155,6 @@ class Constraint:
         except BaseException as error:
             self._broke(error)
         self._look()
-        if self._names is not None and not self.broken:
-            self._names.take(token_id)
         return self.state
 
     def matcher_to_ask(self, words: int) -> GrammarMatcher | None:
@@ -238,14 +239,14 @@ class Constraint:
                 if not is_asked:
                     matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
                 accepts = self._may_accept(own) and matcher.is_accepting()
-                if self._names is not None:
-                    self._names.forbid(own)
             except BaseException as error:
                 self._broke(error)
             self._look()
         # Without a grammar the device holds back ends until `min_tokens`.
         may_end = matcher is None or (accepts and self._taken >= self._min_tokens)
         self._rules.apply(row, may_end, list(self._last))
+        for watch in self._watches:
+            watch.forbid(row)
         if self.state == "open" and not row.any():
             if accepts:
                 self.state = "over"
@@ -260,21 +261,21 @@ class Constraint:
     def _permitted(self, token_ids: list[int]) -> list[int]:
         """Of tokens to come, those that no rule but the grammar forbids, and that do not end the
         output."""
-        rules, known, names = self._rules, [*self._last], copy(self._names)
+        rules, known, watches = self._rules, [*self._last], [*map(copy, self._watches)]
         count = len(known)
         known += takewhile(lambda token_id: token_id not in rules.ends, token_ids)
         for end in range(count, len(known)):
             if not rules.permits(known[end], known[max(0, end - rules.memory) : end]):
                 return known[count:end]
-            if names is not None and names.take(known[end]):
+            if any(watch.take(known[end]) for watch in watches):
                 return known[count:end]
         return known[count:]
 
     def _after(self, token_id: int) -> "Constraint":
         """Another one, which has taken one token more."""
         matcher = None if self._matcher is None else self._matcher.deep_copy()
-        known = (self._min_tokens, self._consume, self._grammar_end, copy(self._names))
-        after = Constraint(matcher, self._rules, *known)
+        known = (self._min_tokens, self._consume, self._grammar_end)
+        after = Constraint(matcher, self._rules, *known, tuple(map(copy, self._watches)))
         after._taken, after._last = self._taken, self._last.copy()
         after.take(token_id)
         return after
@@ -288,7 +289,7 @@ class Constraint:
             self._ahead.clear()
             return False
         self._matcher, self._taken, self._last = place._matcher, place._taken, place._last
-        self._names = place._names
+        self._watches = place._watches
         return True
 
     def _look(self) -> None:

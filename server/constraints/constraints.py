@@ -33,6 +33,7 @@ from server.constraints.constraint import (
 from server.constraints.names import Names
 from server.constraints.rules import TokenRules, mask_words, step_words
 from server.constraints.shared_work import SharedWork
+from server.constraints.thinking import Thinking
 from server.constraints.wishes import (
     AsideWish,
     ConstraintNews,
@@ -386,13 +387,16 @@ class Constraints:
         sampling = wish.sampling
         vocab_size = wish.vocab_size or self._vocab_size
         rules = TokenRules.of(sampling, self._eos, vocab_size, self._vocab_size)
-        end = names = None
+        end, watches = None, list[Names | Thinking]()
+        if sampling.thinking is not None:
+            watches.append(Thinking(sampling.thinking))
         if matcher is not None:
             tools = self._compilations.tools.result()
             end = tools.vocabulary.tokenizer.eos_token
             if sampling.names_once is not None:
-                names = Names(tools.name_tokens, sampling.names_once)
-        constraint = Constraint(matcher, rules, sampling.min_tokens, self._consume, end, names)
+                watches.append(Names(tools.name_tokens, sampling.names_once))
+        known = (sampling.min_tokens, self._consume, end, tuple(watches))
+        constraint = Constraint(matcher, rules, *known)
         if matcher is not None:
             self._grammars[constraint] = sampling.grammar
         for token_id in wish.accepted_ids:

@@ -41,7 +41,7 @@ from server.protocol.generation import (
     VectorParams,
     acting,
 )
-from server.protocol.sampling import NamesOnce, SamplingParams
+from server.protocol.sampling import NamesOnce, SamplingParams, ThinkingBudget
 from server.protocol.workers import (
     PROTOCOL_VERSION,
     AdapterPlace,
@@ -83,6 +83,7 @@ __all__ = [
     "RouterHello",
     "SamplingParams",
     "StepEvents",
+    "ThinkingBudget",
     "TierState",
     "TokenEvent",
     "TokenLogprob",

@@ -16,6 +16,15 @@ class NamesOnce(msgspec.Struct, frozen=True, array_like=True):
     closes: str = ""
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """Reasoning ends after so many tokens of its text. opens: tokens that begin it, () = it has
+    begun. closes: tokens that end it, at least one."""
+
+    tokens: int
+    opens: tuple[int, ...]
+    closes: tuple[int, ...]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How tokens are drawn. Defaults change nothing.
 
@@ -30,6 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     bad_words: sequences of tokens that are never completed.
     logprob_token_ids: tokens whose logprobs are reported beside those of `logprobs` and
     `prompt_logprobs`, wherever these are.
+    thinking: bound of the reasoning; None = none.
     names_once: what the grammar does not say of names; None = all of it.
     Logprobs are those of the raw logits (log-softmax before temperature, penalties and truncation).
     """
@@ -55,8 +65,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprob_token_ids: tuple[int, ...] = ()
     names_once: NamesOnce | None = None
+    thinking: ThinkingBudget | None = None
 
     @property
     def is_constrained(self) -> bool:
         """Whether some tokens may not be drawn, which of them being known a token ahead alone."""
-        return bool(self.grammar or self.allowed_token_ids or self.bad_words)
+        return bool(self.grammar or self.allowed_token_ids or self.bad_words or self.thinking)

@@ -38,8 +38,8 @@ class MessageMetadata(msgspec.Struct, frozen=True):
 
 class ThinkingFields(msgspec.Struct, frozen=True):
     """disabled, enabled: templates with such a switch turn reasoning off or on. adaptive: as the
-    model likes. budget_tokens: beside enabled, a hint. display: `summarized` is none: answers have
-    the reasoning itself."""
+    model likes. budget_tokens: beside enabled, at most so many. display: `summarized` is none:
+    answers have the reasoning itself."""
 
     type: Literal["disabled", "adaptive", "enabled"]
     budget_tokens: Positive | None = None
@@ -149,6 +149,7 @@ def _request(body: bytes, kind: type[B], limits: ApiLimits, bearer: str | None) 
         template=_template(request, tools),
         tools=tools,
         divides_reasoning=True,
+        thinking_budget=None if request.thinking is None else request.thinking.budget_tokens,
         shape=_shape(request),
     )
     call = msgspec.structs.replace(

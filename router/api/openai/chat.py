@@ -18,7 +18,7 @@ from router.api.openai.common import (
 from router.api.openai.shape import with_shape
 from router.api.request.body import decode_plain, require
 from router.api.request.chat_messages import Message, to_template
-from router.api.request.fields import NonNegative, Positive
+from router.api.request.fields import NonNegative, Positive, ThinkingTokens
 from router.api.request.formatter import ApiLimits, ApiRequest
 from router.api.request.known_elsewhere import Elsewhere, check_refused
 from router.api.request.tool_fields import OfferedTools, ToolChoice, for_template, tools_of
@@ -35,7 +35,8 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     chat_template_kwargs: further variables of the template. add_special_tokens: around the rendered
     text, for a template that does not write them. include_reasoning (vLLM's): answers contain their
     reasoning. separate_reasoning (SGLang's): apart from the text. stream_reasoning (SGLang's): as
-    it comes, else at once when it is over.
+    it comes, else at once when it is over. thinking_token_budget (vLLM's): tokens of the reasoning
+    at most; -1 = any number.
     """
 
     messages: list[Message]
@@ -57,6 +58,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
+    thinking_token_budget: ThinkingTokens | None = None
 
 
 class BatchChatBody(ChatBody, frozen=True, kw_only=True):
@@ -92,7 +94,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
 def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiRequest:
     """Raises RequestError."""
     first, *further = _conversations(request, limits)
-    n = request.n or 1
+    n, budget = request.n or 1, request.thinking_token_budget
     sampling = sampling_of(
         request,
         limits,
@@ -118,6 +120,7 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiR
         template=_template_options(request, tools),
         tools=tools,
         divides_reasoning=request.separate_reasoning is not False,
+        thinking_budget=None if budget == -1 else budget,
     )
     call = with_shape(call, request, limits)
     options = msgspec.structs.replace(

@@ -22,6 +22,8 @@ NonNegative = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT32)]
 # 0 and -1 are off.
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
+# -1 = any number.
+ThinkingTokens = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
 Probability = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=1e-3, le=1e3)]

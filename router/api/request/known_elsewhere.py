@@ -68,7 +68,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("tool_prompt", "the chat template describes the tools to the model"),
     **_row("reasoning_effort", _CHAT, "none"),
     **_row("reasoning thinking", _TEMPLATE),
-    **_only("thinking_token_budget", "`max_tokens` bounds the whole answer", -1),
+    **_only("thinking_token_budget", _CHAT, -1),
     **_row("include_reasoning separate_reasoning stream_reasoning", _CHAT, True),
     **_row("verbosity", "say so in the prompt", "medium"),
     **_row("task", "say so in the prompt"),

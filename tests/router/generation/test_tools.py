@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher
 
 from adapters.manifest import AdapterManifest
-from server.protocol import AdapterLoad, GenerateRequest
+from server.protocol import AdapterLoad, GenerateRequest, ThinkingBudget
 from tests.router.fake_worker import (
     EOS,
     FakeWorker,
@@ -327,7 +327,7 @@ async def test_hints_that_no_template_reads(
     ("template", "unbound"),
     [
         (DEAF, "thinking, thinking.budget_tokens, output_config.effort"),
-        (DEAF + "{# </think> #}<think>", "thinking.budget_tokens, output_config.effort"),
+        (DEAF + "{# </think> #}<think>", "output_config.effort"),
         (DEAF + "{{ enable_thinking }}{{ thinking_budget }}{{ reasoning_effort }}", None),
     ],
 )
@@ -341,6 +341,48 @@ async def test_thinking_as_anthropic_asks_for_it(
         assert answer.status_code == 200
         found = answer.headers.get("x-loraplex-unbound")
         assert sorted((found or "").split(", ")) == sorted((unbound or "").split(", "))
+
+
+@pytest.mark.parametrize(
+    ("end", "asked", "expected"),
+    [
+        ("", {}, None),
+        ("", {"thinking_token_budget": -1}, None),
+        ("", {"thinking_token_budget": 5}, (5, "<think>")),
+        ("<think>\n", {"thinking_token_budget": 0}, (0, "")),
+        ("<think></think>\n", {"thinking_token_budget": 5}, None),
+    ],
+)
+async def test_a_budget_of_reasoning(
+    tmp_path: Path, end: str, asked: dict[str, Any], expected: tuple[int, str] | None
+) -> None:
+    async with scripted(tmp_path, f"{THOUGHT}Yes.", TEMPLATE + end) as model:
+        answer = await model.ask(tools=None, **asked)
+        assert answer.status_code == 200, answer.text
+        sent = model.worker.requests[-1].sampling.thinking
+        if expected is None:
+            assert sent is None
+        else:
+            tokens, opens = expected
+            marks = tuple(ids_of(opens)), tuple(ids_of("</think>"))
+            assert sent == ThinkingBudget(tokens, *marks)
+
+
+@pytest.mark.parametrize(
+    ("template", "asked"),
+    [
+        ("{{ messages[0].content }}", {"thinking_token_budget": 5}),
+        (TEMPLATE, {"thinking_token_budget": 5, "separate_reasoning": False}),
+        (TEMPLATE, {"thinking_token_budget": -2}),
+    ],
+)
+async def test_a_budget_that_cannot_be_held_to(
+    tmp_path: Path, template: str, asked: dict[str, Any]
+) -> None:
+    async with scripted(tmp_path, "Yes.", template) as model:
+        answer = await model.ask(tools=None, **asked)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "thinking_token_budget"
 
 
 async def test_formats_by_option(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from adapters.grammar.limits import ServedGrammarLimits
 from server.constraints.constraint import Constraint
 from server.constraints.names import Names, NameTokens
 from server.constraints.rules import TokenRules
+from server.constraints.thinking import Thinking
 from server.constraints.wishes import ConstraintNews, ConstraintWish
 from server.engine.drafts.draft import Draft, DraftOwner
 from server.engine.drafts.source import Drafts, DraftSource
@@ -39,9 +40,12 @@ def constraint_of(wish: ConstraintWish) -> Constraint:
     matcher = compiled(sampling.grammar).deep_copy() if sampling.grammar else None
     rules = TokenRules.of(sampling, EOS, VOCAB)
     end = vocabulary().tokenizer.eos_token
-    once = sampling.names_once
-    names = None if once is None else Names(name_tokens(), once)
-    found = Constraint(matcher, rules, sampling.min_tokens, end=end, names=names)
+    watches: list[Names | Thinking] = []
+    if sampling.names_once is not None:
+        watches.append(Names(name_tokens(), sampling.names_once))
+    if sampling.thinking is not None:
+        watches.append(Thinking(sampling.thinking))
+    found = Constraint(matcher, rules, sampling.min_tokens, end=end, watches=tuple(watches))
     deque(map(found.take, wish.accepted_ids), maxlen=0)
     return found
 

@@ -199,9 +199,9 @@ class Walker:
 
     def constraint(self, begun: bytes = b"") -> Constraint:
         """begun: text that it has taken, byte by byte."""
-        names = None if self._once is None else Names(self._tokens, self._once)
+        watches = () if self._once is None else (Names(self._tokens, self._once),)
         end = self._words.tokenizer.eos_token
-        found = Constraint(self._matcher.deep_copy(), self._rules, 0, end=end, names=names)
+        found = Constraint(self._matcher.deep_copy(), self._rules, 0, end=end, watches=watches)
         for byte in begun:
             found.take(self._words.tokens.by_id.index(bytes((byte,))))
             assert found.state == "open", begun

@@ -1,22 +1,19 @@
 """Routes of other servers that the router lacks, each with its replacement. Pure."""
 
+_OPENAI = ("models", "chat/completions", "completions", "responses", "messages", "embeddings")
+# Paths that clients of other servers use, and the route that each means.
+MEANT = {
+    **{f"/{name}": f"/v1/{name}" for name in _OPENAI},
+    **{f"/v1/{name}": f"/{name}" for name in ("classify", "tokenize", "detokenize")},
+}
 _HERE = {
     "/load": "GET /metrics shows what runs and waits",
     "/get_load": "GET /metrics shows what runs and waits",
     "/docs": "GET /openapi.json describes the routes",
     "/redoc": "GET /openapi.json describes the routes",
-    "/models": "GET /v1/models lists them",
-    "/chat/completions": "POST /v1/chat/completions does it",
-    "/completions": "POST /v1/completions does it",
-    "/responses": "POST /v1/responses does it",
-    "/messages": "POST /v1/messages does it",
-    "/embeddings": "POST /v1/embeddings does it",
-    "/v1/classify": "POST /classify does it",
     "/predict": "POST /classify does it",
     "/files": "POST /v1/files does it",
     "/batches": "POST /v1/batches does it",
-    "/v1/tokenize": "POST /tokenize does it",
-    "/v1/detokenize": "POST /detokenize does it",
     "/v1/embed": "POST /v2/embed does it",
     "/inference/v1/generate": "POST /v1/completions takes token ids",
     "/generative_scoring": "POST /v1/score and POST /v1/completions with `logprob_token_ids` do it",

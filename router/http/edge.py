@@ -11,6 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.errors import dialect_of_path
+from router.api.missing_routes import MEANT
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.request import RequestInHand
 from router.telemetry.request_log import RequestLog
@@ -54,6 +55,9 @@ class Edge:
             await self._app(scope, receive, send)
             return
         _keep_slashes(scope)
+        if scope["path"] in MEANT:
+            scope["path"] = MEANT[scope["path"]]
+            scope["raw_path"] = scope["path"].encode()
         request = self._log.begin(_request_id(scope), scope)
         answer = _Answer(send, request, _id_headers(scope["path"]), self._closing)
         scope.setdefault("state", {})["request_id"] = answer.request_id

@@ -39,7 +39,7 @@ _CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "Lora
 )
 # Of prompts that are read for numbers.
 _INPUT_BODIES = ("EmbeddingsBody", "ClassifyBody", "PoolingBody")
-_READ_BODIES = (*_INPUT_BODIES, "ScoreBody", "RerankBody", "CohereEmbedBody")
+_READ_BODIES = (*_INPUT_BODIES, "ScoreBody", "LabelScoreBody", "RerankBody", "CohereEmbedBody")
 _MESSAGES_BODIES = ("MessagesBody", "CountTokensBody")
 _OPENAI_BODIES = (
     "ChatBody",
@@ -104,6 +104,8 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     for name in (*_OPENAI_BODIES, *_READ_BODIES):
         _say_fields(components[name]["properties"])
     _say_reads(components)
+    labels = components["LabelScoreBody"]["properties"]["label_token_ids"]
+    labels["maxItems"] = limits.max_logprobs
     refused = REFUSED if limits.stores_responses else REFUSED_UNSTORED
     _say_refused(components["ResponsesBody"]["properties"], refused)
     _say_refused(components["CohereChatBody"]["properties"], REFUSED_OF_COHERE)

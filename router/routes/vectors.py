@@ -10,7 +10,16 @@ from starlette.responses import Response
 
 from router.api.request.body import decode_plain
 from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.vectors import classify, cohere, embed, embeddings, pooling, rerank, score
+from router.api.vectors import (
+    classify,
+    cohere,
+    embed,
+    embeddings,
+    label_scores,
+    pooling,
+    rerank,
+    score,
+)
 from router.api.vectors.rerank import RerankVersion
 from router.generation.way_in import Parse
 from router.routes.generate import answered
@@ -30,7 +39,7 @@ class VectorRoutes:
         self.classify_batch = self._fixed(classify.parse_batch)
         self.pooling = self._read(pooling.parse)
         self.embed_of_cohere = self._read(cohere.parse)
-        self.score = self._read(score.parse)
+        self.score = self._read(_score)
         self.rerank = partial(self._rerank, version=1)
         self.rerank_of_cohere = partial(self._rerank, version=2)
 
@@ -64,3 +73,10 @@ class VectorRoutes:
             return await answered(self._service, request, parse)
 
         return endpoint
+
+
+def _score(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
+    """vLLM's shape or SGLang's."""
+    if plain.get("label_token_ids") is not None:
+        return label_scores.parse(plain, limits, bearer)
+    return score.parse(plain, limits, bearer)

@@ -1,6 +1,7 @@
 """SGLang's native shape against the live server, sent and read as `sglang.bench_serving` does."""
 
 import json
+import math
 from typing import Any
 
 import httpx
@@ -101,6 +102,27 @@ def test_scores_are_those_of_completions(http: httpx.Client) -> None:
     assert (answer["text"], answer["output_ids"]) == ("", [])
     read = [one[0] for one in answer["meta_info"]["input_token_logprobs"][1:]]
     assert read == pytest.approx(values[: len(read)], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("items", "labels", "path"),
+    [(["Order", "Refund"], [5, 9, 7], ""), ("Late", [30], "sql"), (["x"] * 3, [4, 3], "pirate")],
+)
+def test_tokens_as_labels(http: httpx.Client, items: Any, labels: list[int], path: str) -> None:
+    """What a completion reports of the same tokens, exponentiated or as a softmax."""
+    body = {"query": PROMPT, "items": items, "label_token_ids": labels, "lora_path": path or None}
+    scores = http.post("/v1/score", json=body).json()["scores"]
+    for item, found in zip([items] if isinstance(items, str) else items, scores, strict=True):
+        asked = {"prompt": PROMPT + item, "lora_path": path or None, "temperature": 0}
+        more = {"max_tokens": 1, "logprobs": 0, "return_tokens_as_token_ids": True}
+        listed = {**asked, **more, "logprob_token_ids": labels}
+        [told] = http.post("/v1/completions", json=listed).json()["choices"][0]["logprobs"][
+            "top_logprobs"
+        ]
+        wanted = [math.exp(told[f"token_id:{label}"]) for label in labels]
+        assert found == pytest.approx(wanted, rel=1e-2)
+    shares = http.post("/v1/score", json={**body, "apply_softmax": True}).json()["scores"]
+    assert [sum(row) for row in shares] == pytest.approx([1.0] * len(scores))
 
 
 def test_several_prompts_and_a_form(http: httpx.Client) -> None:

@@ -74,6 +74,7 @@ from router.api.vectors.classify import (
 from router.api.vectors.cohere import CohereEmbedBody, CohereEmbeddings
 from router.api.vectors.embed import EmbedBody, LoraxEmbedding
 from router.api.vectors.embeddings import EmbeddingList, EmbeddingsBody
+from router.api.vectors.label_scores import LabelScoreBody, LabelScores
 from router.api.vectors.pooling import PoolingBody, PoolingList
 from router.api.vectors.rerank import RerankAnswer, RerankBody, TeiRank, TeiRerankBody
 from router.api.vectors.score import ScoreBody, ScoreList
@@ -343,7 +344,13 @@ OPERATIONS: tuple[Operation, ...] = (
     _post("/v2/embed", "Vectors of texts (Cohere)", CohereEmbedBody, CohereEmbeddings),
     _post("/classify_batch", "The same (LoRAX)", LoraxClassifyBatchBody, list[list[LabelScore]]),
     *(
-        _post(path, "How well documents fit queries (vLLM)", ScoreBody, ScoreList)
+        Operation(
+            path,
+            "post",
+            "How well documents fit queries (vLLM), or tokens follow items (SGLang)",
+            requests=(ScoreBody, LabelScoreBody),
+            answers=(ScoreList, LabelScores),
+        )
         for path in ("/score", "/v1/score")
     ),
     *(

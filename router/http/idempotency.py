@@ -251,6 +251,7 @@ class _Watched(Response):
         self._inner = inner
         self._finish = finish
         self.status_code = inner.status_code
+        self.raw_headers = inner.raw_headers
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -37,7 +37,7 @@ PACKAGES = {
 }
 
 
-def tests_of(name: str) -> Path:
+def suite_of(name: str) -> Path:
     """The folder of a package's tests, brought if it is missing."""
     package, folder = PACKAGES[name], CACHE / name
     _once(folder, lambda to: _copy(package, to))

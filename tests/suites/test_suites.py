@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.suites.bring import site, tests_of
+from tests.suites.bring import site, suite_of
 
 HERE = Path(__file__).parent
 PLUGINS = HERE / "plugins"
@@ -103,7 +103,7 @@ def test_each_failure_of_a_rivals_test_has_a_row(suite: Suite, tmp_path: Path) -
 
 def _outcomes(suite: Suite, report: Path) -> Iterator[tuple[str, str]]:
     """Names of tests, each with passed, failed or skipped."""
-    folder = tests_of(suite.name)
+    folder = suite_of(suite.name)
     _run(suite, folder, report)
     for case in ElementTree.parse(report).iter("testcase"):
         found = {part.tag for part in case}

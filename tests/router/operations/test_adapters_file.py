@@ -77,7 +77,7 @@ def test_a_file_that_cannot_be_understood(data: bytes, words: str) -> None:
 @pytest.mark.parametrize(
     ("entry", "name", "words"),
     [
-        ({"name": "a/b", "ref": "org/one"}, "a/b", "not allowed in a name"),
+        ({"name": "a|b", "ref": "org/one"}, "a|b", "not allowed in a name"),
         ({"name": "x"}, "x", "ref"),
         ({"ref": "org/one"}, "entry 2", "name"),
         ({"name": "x", "ref": "plain"}, "x", "no source"),
@@ -326,7 +326,7 @@ async def test_what_cannot_be_had_is_known_by_its_reason(tmp_path: Path) -> None
     """To callers, in the list, in the list of models as no good one, and in a metric."""
     file = tmp_path / "adapters.json"
     entries = [{"name": name, **entry} for name, (entry, _, _) in BROKEN.items()]
-    written = {"adapters": [*entries, {"name": "good", "ref": "org/good"}, {"name": "a/b"}]}
+    written = {"adapters": [*entries, {"name": "good", "ref": "org/good"}, {"name": "a|b"}]}
     file.write_text(json.dumps(written))
     worker = FakeWorker()
     worker.loader = load

@@ -248,10 +248,7 @@ async def test_a_key_is_no_credential_for_a_source(tmp_path: Path, worker: FakeW
     [
         ("/load", "GET /metrics"),
         ("/get_load/", "GET /metrics"),
-        ("/embeddings", "POST /v1/embeddings"),
         ("/v1/moderations", "no moderations"),
-        ("/responses", "POST /v1/responses"),
-        ("/messages", "POST /v1/messages"),
         ("/reset_prefix_cache", "keyed by content"),
     ],
 )

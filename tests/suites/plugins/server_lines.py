@@ -2,19 +2,21 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
+tethered = runpy.run_path(str(ROOT / "tests" / "tethered.py"))["tethered"]
 DEMO = ROOT / "launcher" / "demo"
 
 
 @cache
 def _servers() -> "subprocess.Popen[str]":
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.suites.servers"]
+    command = tethered(sys.executable, "-m", "tests.suites.servers")
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=environ, stdin=pipe, stdout=pipe, text=True)
 

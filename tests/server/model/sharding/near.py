@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from server.protocol import SamplingParams
-from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
+from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import prompt
 from tests.server.model.slabs import pack
 
-GREEDY = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=2)
 # Of which rounding alone may choose the other.
 NEAR = 1e-5
 

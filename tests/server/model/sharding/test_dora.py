@@ -92,8 +92,8 @@ def test_features_that_do_not_divide(shards: int, inner: int, tmp_path: Path) ->
     one, several = Driver(folder), ShardedDriver(folder, shards)
     slots = [-1, *near.load_adapters(one, oracle, 1, [*adapters]).values()]
     near.load_adapters(several, oracle, shards, [*adapters])
-    found = near.run(several, slots, near.GREEDY)
-    near.assert_near(found, near.run(one, slots, near.GREEDY))
+    found = near.run(several, slots, GREEDY)
+    near.assert_near(found, near.run(one, slots, GREEDY))
     for adapter, stream in zip((None, *adapters), found, strict=True):
         assert_parity(oracle, adapter, stream)
     one.close()
@@ -112,7 +112,7 @@ def test_biases(name: str, shards: int, tmp_path: Path) -> None:
     for driver, count in zip(drivers, (1, shards), strict=True):
         of_all = {n: biased(name, 3 + i, c, count) for i, (n, c) in enumerate(configs.items())}
         slots = driver.load_all(of_all, 0, first=0)
-        streams.append(near.run(driver, [*slots.values()], near.GREEDY))
+        streams.append(near.run(driver, [*slots.values()], GREEDY))
     near.assert_near(streams[1], streams[0])
     for adapter, stream in zip(of_all, streams[1][1:], strict=True):
         assert_parity(of_all[adapter].oracle, "one", stream)

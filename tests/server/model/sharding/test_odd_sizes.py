@@ -13,10 +13,10 @@ from server.model.weights import load_weights
 from server.protocol import SamplingParams
 from tests.server.model.adapter_zoo import ZOO, with_zoo
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
-from tests.server.model.families.parity import assert_parity, prompt
+from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.sharding.lockstep import ShardedDriver
-from tests.server.model.sharding.near import GREEDY, assert_near, load_adapters, run
+from tests.server.model.sharding.near import assert_near, load_adapters, run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),

@@ -34,8 +34,8 @@ def near_one_device(
     for shift in (0, 3):
         slots = one.load_all(of_one, shift, first=7 * shift)
         assert several.load_all(of_several, shift, first=7 * shift) == slots
-        expected = near.run(one, [*slots.values()], near.GREEDY)
-        found = near.run(several, [*slots.values()], near.GREEDY)
+        expected = near.run(one, [*slots.values()], GREEDY)
+        found = near.run(several, [*slots.values()], GREEDY)
         near.assert_near(found, expected)
         for stream in (*expected, *found):
             stream.free()
@@ -103,7 +103,7 @@ def test_tables_by_processes(shards: int, tmp_path: Path) -> None:
     driver = GroupDriver(folder, shards, tmp_path / "meeting")
     for shift in (0, 1):
         slots = driver.load_all(adapters, shift, first=5 * shift)
-        streams = near.run(driver, [*slots.values()], near.GREEDY)
+        streams = near.run(driver, [*slots.values()], GREEDY)
         for name, stream in zip(names, streams[1:], strict=True):
             assert_parity(adapters[name].oracle, "one", stream)
             stream.free()

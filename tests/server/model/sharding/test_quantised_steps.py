@@ -6,10 +6,11 @@ import pytest
 
 from tests.server.model.adapter_zoo import with_zoo
 from tests.server.model.driver import Driver
+from tests.server.model.families.parity import GREEDY
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import FORMATS
-from tests.server.model.sharding.near import GREEDY, assert_near, load_adapters, run
+from tests.server.model.sharding.near import assert_near, load_adapters, run
 from tests.server.model.sharding.processes import GroupDriver
 
 pytestmark = [

@@ -124,8 +124,8 @@ def _size(
     results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo], sampling: SamplingParams
 ) -> int:
     """Characters of an answer, about. Alternatives of a token count, text does not: it is short."""
-    numbers, least = sum(len(result.vector) for result in results), 2
-    least += len(sampling.logprob_token_ids)
+    numbers = sum(len(result.vector) for result in results)
+    least = 2 + len(sampling.logprob_token_ids)
     tokens = sum(len(result.tokens) for result in results) * (least + (sampling.logprobs or 0))
     tokens += sum(len(info.tokens) for info in prompts) * (least + (sampling.prompt_logprobs or 0))
     return _NUMBER_CHARS * (numbers + 2 * tokens)

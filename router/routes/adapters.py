@@ -70,8 +70,7 @@ class AdapterRoutes:
     async def collection(self, request: Request) -> Response:
         if request.method == "POST":
             return await self._register(request)
-        tenant = parse_tenant(request.query_params)
-        registrations = [r for r in self._admin.all() if tenant in (None, r.tenant)]
+        registrations = self._listed(request)
         tiers = await self._admin.workers.tiers(d for r in registrations for d in r.digests)
         file = self._service.adapters_file
         problems = [] if file is None else file.problems
@@ -164,13 +163,11 @@ class AdapterRoutes:
 
     async def of_sagemaker(self, request: Request) -> Response:
         if request.method == "GET":
-            tenant = parse_tenant(request.query_params)
-            known = [one for one in self._admin.all() if tenant in (None, one.tenant)]
-            return json_response(
-                SagemakerAdapters(
-                    [{"name": r.name, "src": format_ref(r.ref), "pin": r.pinned} for r in known]
-                )
-            )
+            shown: list[dict[str, str | bool]] = [
+                {"name": r.name, "src": format_ref(r.ref), "pin": r.pinned}
+                for r in self._listed(request)
+            ]
+            return json_response(SagemakerAdapters(shown))
         body, _ = decode_body(await read_json_body(request, self._body_limits), SagemakerBody)
         check_name(body.name, "name")
         name = _named_in_body(request, body.name, body.tenant)
@@ -185,6 +182,11 @@ class AdapterRoutes:
         name = _named(request)
         await self._remove(name)
         return PlainTextResponse(f"Adapter {name.name} unregistered")
+
+    def _listed(self, request: Request) -> list[Registration]:
+        """The registrations of the tenant that the query names, or all. Raises RequestError."""
+        tenant = parse_tenant(request.query_params)
+        return [one for one in self._admin.all() if tenant in (None, one.tenant)]
 
     async def _load(
         self,

@@ -1,6 +1,8 @@
 """A router's metrics under requests: by adapter within bounds, as gateways read them, and small."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -139,13 +141,19 @@ async def test_health_that_is_asked_for_is_no_generation(tmp_path: Path) -> None
     assert ("loraplex_requests_total", frozenset({"/", "503"})) not in found
 
 
-async def test_gateways_find_the_names_that_they_read(tmp_path: Path) -> None:
+@asynccontextmanager
+async def compat_router(folder: Path) -> AsyncIterator[Running]:
+    """A router that shows vLLM's names, with a worker and the adapter `mine`."""
+    options: dict[str, Any] = {"adapters": ("mine=hub:org/mine",), "metrics_compat": True}
     async with (
         running_worker(FakeWorker()) as worker,
-        running_router(
-            tmp_path, worker, adapters=("mine=hub:org/mine",), metrics_compat=True
-        ) as router,
+        running_router(folder, worker, **options) as router,
     ):
+        yield router
+
+
+async def test_gateways_find_the_names_that_they_read(tmp_path: Path) -> None:
+    async with compat_router(tmp_path) as router:
         text = (await router.client.get("/metrics")).text
         names = {family.name for family in text_string_to_metric_families(text)}
         assert {
@@ -172,12 +180,7 @@ def test_names_have_their_colon_in_every_format(tmp_path: Path, accept: str) -> 
 
 async def test_a_measure_has_vllms_name_too(tmp_path: Path) -> None:
     """Read from the same meter, over labels that are loraplex's own."""
-    async with (
-        running_worker(FakeWorker()) as worker,
-        running_router(
-            tmp_path, worker, adapters=("mine=hub:org/mine",), metrics_compat=True
-        ) as router,
-    ):
+    async with compat_router(tmp_path) as router:
         assert [await ask(router), await ask(router, adapter_id="mine")] == [200, 200]
         text = (await router.client.get("/metrics")).text
         families = {family.name: family for family in text_string_to_metric_families(text)}

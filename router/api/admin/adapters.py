@@ -100,7 +100,7 @@ class SagemakerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SagemakerAdapters(msgspec.Struct, frozen=True):
-    """Of each its `name`, `src` and `pin`."""
+    """The `name`, `src` and `pin` of each adapter."""
 
     adapters: list[dict[str, str | bool]]
 

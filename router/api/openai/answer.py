@@ -144,7 +144,7 @@ class OpenAIFormatter(ABC):
 
 
 def stopped(ended: ChoiceResult | TextEvent) -> tuple[int | str | None, int | str | None]:
-    """What ended a choice, as vLLM says and as SGLang does. To vLLM the model's own end is none."""
+    """Say what ended a choice, as vLLM and as SGLang. To vLLM the model's own end is none."""
     return None if ended.finish == "eos" else ended.matched, ended.matched
 
 

@@ -260,7 +260,7 @@ def _usage_wanted(request: OpenAIBody) -> UsageIn:
 
 
 def _bounded(plain: dict[str, Any], limits: ApiLimits) -> dict[str, Any]:
-    """What vLLM and SGLang take and no type states; -1 logprobs as a number of them. Raises
+    """Check what no type states, and write -1 logprobs as a number of them. Raises
     RequestError."""
     size, most = limits.vocab_size, limits.max_logprobs
     named = {name for name in WHOLE_AT_MINUS_ONE if same(plain.get(name), -1)}

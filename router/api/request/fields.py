@@ -57,7 +57,7 @@ def check_stops(stops: list[str], limits: ApiLimits, param: str = "stop") -> tup
 
 
 def check_patterns(given: str | Sequence[str], limits: ApiLimits) -> tuple[str, ...]:
-    """Of `stop_regex`. Raises RequestError."""
+    """Check the patterns of `stop_regex`. Raises RequestError."""
     patterns = (given,) if isinstance(given, str) else tuple(given)
     most, param = limits.max_stop_sequences, "stop_regex"
     require(len(patterns) <= most, f"expected at most {most} patterns, got {len(patterns)}", param)

@@ -76,7 +76,7 @@ def page_of_items(items: Sequence[dict[str, Any]], query: ListQuery) -> InputIte
 
 
 def answer_in(piece: bytes) -> dict[str, Any] | None:
-    """What a stream ends with, if this piece has its last event."""
+    """Read the answer with which a stream ends; None = this piece is not its last event."""
     before, _, data = piece.rpartition(b"\ndata: ")
     is_last = before.endswith((b".completed", b".incomplete", b".failed"))
     found: dict[str, Any] | None = msgspec.json.decode(data)["response"] if is_last else None

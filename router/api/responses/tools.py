@@ -86,8 +86,8 @@ _SHELL_TEXT = "Runs a program on the user's machine: its name, then its argument
 
 
 def placed_tools(offered: list[FlatTool] | None) -> list[PlacedTool]:
-    """Those of namespaces among the others. A name that several have is read with its namespace
-    before it. Raises RequestError."""
+    """Place the tools of namespaces among the others. A name that several have is read with its
+    namespace before it. Raises RequestError."""
     placed: list[PlacedTool] = []
     for i, tool in enumerate(offered or ()):
         where, is_space = f"tools[{i}]", tool.type == "namespace"

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import psutil
 
 from launcher.demo import adapter_paths, model_path
 from server.worker import tether
+from tests.engines import engines_below
 from tests.network import Link
 from tests.ports import free_port
 from tests.router.shared.redis_server import RedisServer
@@ -211,15 +211,4 @@ class Fleet:
 
 def engine_of(worker: Process) -> int | None:
     """The engine's process id, or None while there is none."""
-    try:
-        children = psutil.Process(worker.pid).children()
-    except psutil.NoSuchProcess:
-        return None
-    for child in children:
-        try:
-            if "server.engine.main" in child.cmdline():
-                pid: int = child.pid
-                return pid
-        except psutil.NoSuchProcess:
-            continue
-    return None
+    return next((int(engine.pid) for engine in engines_below(worker.pid)), None)

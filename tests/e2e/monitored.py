@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from launcher.demo import adapter_paths, model_path
 from tests.e2e.serving import ROOT
+from tests.engines import engines_below
 from tests.ports import free_port
 from tests.tethered import tethered
 
@@ -64,11 +63,8 @@ class Fleet:
 
     def kill_engine(self, worker: int) -> None:
         """As a fault of the device would."""
-        for child in psutil.Process(self.workers[worker].pid).children(recursive=True):
-            if "server.engine.main" in child.cmdline():
-                os.kill(child.pid, signal.SIGKILL)
-                return
-        raise AssertionError("no engine runs")
+        (engine,) = engines_below(self.workers[worker].pid)
+        engine.kill()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from launcher.demo import EXAMPLES
 from tests.e2e.serving import Serving, start_serving
 from tests.e2e.test_mixed_batch import bodies
 from tests.e2e.under_load import TIMEOUT_S, assert_same_answers, client, under_load
+from tests.engines import engines_below
 
 KILLS = 3
 
@@ -175,13 +176,7 @@ async def test_what_a_schema_forces_is_drafted_at_once(drafting: Serving) -> Non
 
 
 def engine(serving: Serving) -> psutil.Process | None:
-    for process in psutil.Process(serving.process.pid).children(recursive=True):
-        try:
-            if "server.engine.main" in process.cmdline():
-                return process
-        except psutil.NoSuchProcess:
-            continue
-    return None
+    return next(iter(engines_below(serving.process.pid)), None)
 
 
 async def test_a_killed_engine_costs_no_token(drafting: Serving) -> None:

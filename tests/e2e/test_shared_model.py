@@ -1,6 +1,7 @@
 """A model that two processes share answers as one does, also when one of them is killed."""
 
 import asyncio
+import contextlib
 import random
 import signal
 import time
@@ -13,6 +14,7 @@ import pytest
 from tests.e2e.serving import Serving, start_serving
 from tests.e2e.test_mixed_batch import bodies, generate
 from tests.e2e.under_load import TIMEOUT_S, assert_same_answers, client, under_load
+from tests.engines import engines_below
 
 KILLS = 3
 
@@ -30,12 +32,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 def engines(serving: Serving) -> list[psutil.Process]:
     """The engine's processes, the first one of the model first."""
     found = {}
-    for process in psutil.Process(serving.process.pid).children(recursive=True):
-        try:
+    for process in engines_below(serving.process.pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
             arguments = process.cmdline()
-        except psutil.NoSuchProcess:
-            continue
-        if "server.engine.main" in arguments and "--shard" in arguments:
             found[int(arguments[arguments.index("--shard") + 1])] = process
     return [found[number] for number in sorted(found)]
 

@@ -22,6 +22,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from adapters.base import BaseSpec
 from server import protocol
 from tests.adapter_folders import safetensors_bytes, small_base
+from tests.engines import engines_below
 from tests.tethered import tethered
 
 ROOT = Path(__file__).parents[3]
@@ -80,8 +81,7 @@ class Worker:
 
     @property
     def engine_pid(self) -> int:
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        (engine,) = (each for each in family if "server.engine.main" in each.cmdline())
+        (engine,) = engines_below(self.process.pid)
         return int(engine.pid)
 
     def get(self, path: str, secret: str | None = SECRET) -> httpx.Response:

@@ -6,7 +6,7 @@ CLIENTS := .venv-clients
 NPM_CLIENTS := .venv-npm
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: run test test-all lint unit exhaustive chaos setup setup-dev programs vocabularies clean
+.PHONY: run test test-all lint unit exhaustive chaos setup setup-dev programs vocabularies wheels clean
 
 run: setup
 	$(BIN)/loraplex serve $(ARGS)
@@ -25,10 +25,10 @@ lint: setup-dev
 # A file's tests share servers, so files are what the processes take, in order: else the longest, of few
 # tests, come last, and one process has nothing to do. Tests of servers wait for a quarter of their time:
 # two cores have work for three processes.
-unit: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies
+unit: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25
 
-exhaustive: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies
+exhaustive: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels
 	$(BIN)/pytest -n 2 --dist load -m exhaustive --durations=25
 
 # Hundreds of faults under load; ARGS as in `python -m tests.chaos --help`.
@@ -78,6 +78,13 @@ programs:
 # Tokenizers that people use, of packages that hold them.
 vocabularies: setup-dev programs
 	@$(BIN)/python -m tests.vocabularies
+
+# A package of others that has one of this project's folder names: the wheel is tried next to that package.
+wheels: .cache/wheels/.ready
+
+.cache/wheels/.ready: | setup-dev
+	$(BIN)/python -m pip download $(PIP_FLAGS) --no-deps --dest .cache/wheels adapters==1.3.0
+	@touch $@
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(NPM_CLIENTS) dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from adapters.sharding import WHOLE, Piece, Shard, Sharding, Span, pieces, total_width
+from loraplex.adapters.sharding import WHOLE, Piece, Shard, Sharding, Span, pieces, total_width
 
 SiteKind = Literal[
     "qkv",
@@ -146,13 +146,13 @@ class BaseSpec(msgspec.Struct, frozen=True):
     """What adapters are validated against.
 
     digest: identity of the base (sha256 hex); "" = it was inferred from an adapter's tensors.
-    names: what it is called; `adapters.base_names` says which other names mean the same.
+    names: what it is called; `loraplex.adapters.base_names` says which other names mean the same.
     layer_modules: short name (`q_proj`, …; see `module_name`) -> shape; the same in every layer
         that has the module.
     model_modules: `embed_tokens` (in = vocabulary, out = hidden) and `lm_head` -> shape.
     embedding_digests: `embed_tokens` and `lm_head` -> `float_digest` of the base's weights
-        (`adapters.safetensors.floats`). An adapter that brings an equal copy of them, as PEFT
-        saves it, is then accepted.
+        (`loraplex.adapters.safetensors.floats`). An adapter that brings an equal copy of them, as
+        PEFT saves it, is then accepted.
     sites: the modules of each site, in the order of a step within a layer.
     tokens: text -> id, all that the base's tokenizer knows; None = not known.
     eos_token_ids: ids that its files name as the end of an answer.

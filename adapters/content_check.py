@@ -6,10 +6,10 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from adapters.manifest import AdapterText
-from adapters.peft.config import PeftConfig
-from adapters.safetensors.file import WeightsFile
-from adapters.safetensors.floats import Raw
+from loraplex.adapters.manifest import AdapterText
+from loraplex.adapters.peft.config import PeftConfig
+from loraplex.adapters.safetensors.file import WeightsFile
+from loraplex.adapters.safetensors.floats import Raw
 
 # By how many of the parts that few adapters have come before the weights: up to the last one that
 # says something. So an adapter without any keeps the digest that it always had.

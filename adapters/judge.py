@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from adapters.base import BaseSpec
-from adapters.classes import HEAD_OF_CLASSES
-from adapters.common.disk import entries_of
-from adapters.content_check import ContentDigest, DigestCheck, Fingerprint, Seal
-from adapters.errors import AdapterError
-from adapters.manifest import AdapterManifest, AdapterText, SlabDtype
-from adapters.nearby import adapters_near
-from adapters.peft.classes_file import CLASSES_FILE, read_classes
-from adapters.peft.config import CONFIG_FILE, parse_config, trained_for
-from adapters.peft.files import (
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.classes import HEAD_OF_CLASSES
+from loraplex.adapters.common.disk import entries_of
+from loraplex.adapters.content_check import ContentDigest, DigestCheck, Fingerprint, Seal
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import AdapterManifest, AdapterText, SlabDtype
+from loraplex.adapters.nearby import adapters_near
+from loraplex.adapters.peft.classes_file import CLASSES_FILE, read_classes
+from loraplex.adapters.peft.config import CONFIG_FILE, parse_config, trained_for
+from loraplex.adapters.peft.files import (
     check_bytes,
     is_relevant,
     is_unsafe,
@@ -25,12 +25,12 @@ from adapters.peft.files import (
     small_files,
     weight_files,
 )
-from adapters.peft.inferred_base import infer_base
-from adapters.peft.lora_tensors import LoraTensors, OwnBias, OwnNorm, OwnTable, PlacedLora
-from adapters.peft.own_ends import GENERATION_FILE
-from adapters.peft.targeting import Targeting
-from adapters.peft.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
-from adapters.peft.validate import (
+from loraplex.adapters.peft.inferred_base import infer_base
+from loraplex.adapters.peft.lora_tensors import LoraTensors, OwnBias, OwnNorm, OwnTable, PlacedLora
+from loraplex.adapters.peft.own_ends import GENERATION_FILE
+from loraplex.adapters.peft.targeting import Targeting
+from loraplex.adapters.peft.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
+from loraplex.adapters.peft.validate import (
     WEIGHTS_FILE,
     AdapterLimits,
     SlabRoom,
@@ -41,11 +41,11 @@ from adapters.peft.validate import (
     place_tensors,
     validate,
 )
-from adapters.safetensors.file import Weights, open_shards, open_weights
-from adapters.safetensors.floats import FloatDigest, fits, is_finite
-from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
-from adapters.slab.layout import room_problem
-from adapters.violations import Findings
+from loraplex.adapters.safetensors.file import Weights, open_shards, open_weights
+from loraplex.adapters.safetensors.floats import FloatDigest, fits, is_finite
+from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
+from loraplex.adapters.slab.layout import room_problem
+from loraplex.adapters.violations import Findings
 
 
 class Judged(NamedTuple):

@@ -4,10 +4,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from adapters.base import SiteKind
-from adapters.chat.conversation import DEFAULT_TEMPLATE
-from adapters.classes import OwnClasses
-from adapters.coverage import Coverage
+from loraplex.adapters.base import SiteKind
+from loraplex.adapters.chat.conversation import DEFAULT_TEMPLATE
+from loraplex.adapters.classes import OwnClasses
+from loraplex.adapters.coverage import Coverage
 
 SlabDtype = Literal["float32", "float16", "bfloat16"]
 ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -151,7 +151,7 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shares_a: all projections have the same A, which is stored once. So it is where one tensor
         holds gate and up of all experts.
     vectors: one entry per projection: which numbers the adapter has for each output (`vectors` of
-        `adapters.peft.lora_tensors`); () = the site has none.
+        `loraplex.adapters.peft.lora_tensors`); () = the site has none.
     vectors_offset: float32 `[2, out_features of all projections]`, whatever the slab's dtype; the
         magnitudes of DoRA, then biases in place of the base's. In a third row biases of B, if a
         projection has one. 0 in place of what the adapter does not have.

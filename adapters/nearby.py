@@ -5,9 +5,9 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-from adapters.peft.config import CONFIG_FILE
-from adapters.peft.files import weight_files
-from adapters.run_folders import is_checkpoint
+from loraplex.adapters.peft.config import CONFIG_FILE
+from loraplex.adapters.peft.files import weight_files
+from loraplex.adapters.run_folders import is_checkpoint
 
 MAX_ENTRIES = 10_000
 

@@ -6,7 +6,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError
 
 RefSource = Literal["hub", "local", "s3", "https", "modelscope", "alias"]
 

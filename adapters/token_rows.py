@@ -7,8 +7,8 @@ depend on the adapter. A shard counts its tokens from 0 on, those of the base fi
 
 from collections.abc import Iterator, Sequence
 
-from adapters.base import MAX_NEW_IDS
-from adapters.sharding import Piece, Shard, Span, pieces
+from loraplex.adapters.base import MAX_NEW_IDS
+from loraplex.adapters.sharding import Piece, Shard, Span, pieces
 
 
 def tokens_of_shard(vocab: int, shard: Shard) -> tuple[Piece, Piece]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from adapters.errors import AdapterError, Violation
+from loraplex.adapters.errors import AdapterError, Violation
 
 MAX_VIOLATIONS = 64
 _MAX_SHOWN_CHARS = 160

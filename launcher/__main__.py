@@ -7,21 +7,21 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from adapters.common import extras
-from adapters.common.logs import log_to_stderr, say_last
-from adapters.common.loopback import is_loopback
-from adapters.errors import AdapterError, CommandError
-from launcher import config, names
-from launcher.batch import command as batch_command
-from launcher.bench import commands as bench_commands
-from launcher.command_line import Parser, add_options, flags_of
-from launcher.commands import keys as key_commands
-from launcher.commands import lifecycle as lifecycle_commands
-from launcher.convert import command as convert_command
-from launcher.moved_line import Moved, move
-from launcher.options import OptionError, Values, build
-from router.config import RouterConfig
-from server.config import WorkerConfig
+from loraplex.adapters.common import extras
+from loraplex.adapters.common.logs import log_to_stderr, say_last
+from loraplex.adapters.common.loopback import is_loopback
+from loraplex.adapters.errors import AdapterError, CommandError
+from loraplex.launcher import config
+from loraplex.launcher.batch import command as batch_command
+from loraplex.launcher.bench import commands as bench_commands
+from loraplex.launcher.command_line import Parser, add_options, flags_of
+from loraplex.launcher.commands import keys as key_commands
+from loraplex.launcher.commands import lifecycle as lifecycle_commands
+from loraplex.launcher.convert import command as convert_command
+from loraplex.launcher.moved_line import Moved, move
+from loraplex.launcher.options import OptionError, Values, build
+from loraplex.router.config import RouterConfig
+from loraplex.server.config import WorkerConfig
 
 ABOUT = """\
 Serve thousands of LoRA fine-tunes of one base model from the same GPUs.
@@ -83,9 +83,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.moved = moved
     command: Command = arguments.command
     try:
-        complaint = names.clash()
-        if complaint is not None:
-            fail(complaint, 1)
         environ = config.environment(moved.environ)
         config.check_variables(environ)
         command(arguments, environ)
@@ -222,7 +219,7 @@ def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 def _version() -> str:
     try:
-        return version(names.OUR_DISTRIBUTION)
+        return version("loraplex")
     except PackageNotFoundError:
         return "(from a checkout)"
 
@@ -231,7 +228,7 @@ def _version() -> str:
 
 
 def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    from launcher.serve import serve
+    from loraplex.launcher.serve import serve
 
     moved: Moved = arguments.moved
     values = config.resolve(config.serve_options(), arguments, environ, optional=("model",))
@@ -272,14 +269,14 @@ def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 def _routers(
     chosen: RouterConfig, values: Mapping[str, Values], environ: Mapping[str, str]
 ) -> None:
-    from launcher.routers import run
+    from loraplex.launcher.routers import run
 
     run(chosen, values, environ)
 
 
 def _one_router(chosen: RouterConfig) -> None:
-    from router.main import run
-    from router.telemetry.request import request_id
+    from loraplex.router.main import run
+    from loraplex.router.telemetry.request import request_id
 
     config.encode_inline()
     log_to_stderr(written=chosen.log_format, request_id=request_id)
@@ -287,8 +284,8 @@ def _one_router(chosen: RouterConfig) -> None:
 
 
 def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    from launcher.plan import with_demo_name
-    from server.worker.main import run
+    from loraplex.launcher.plan import with_demo_name
+    from loraplex.server.worker.main import run
 
     values = config.resolve(config.WORKER_OPTIONS, arguments, environ)
     chosen = build(WorkerConfig, with_demo_name(values))
@@ -302,7 +299,7 @@ def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def _adapter(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    from launcher.commands import adapter as adapter_commands
+    from loraplex.launcher.commands import adapter as adapter_commands
 
     log_to_stderr(logging.WARNING)
     cache = arguments.cache_dir if "cache_dir" in arguments else None
@@ -338,7 +335,7 @@ def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    from launcher.info import gather, to_json, to_text
+    from loraplex.launcher.info import gather, to_json, to_text
 
     if arguments.model is not None:
         _model_info(arguments, environ)
@@ -350,7 +347,7 @@ def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def _model_info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    from launcher.model_info import describe
+    from loraplex.launcher.model_info import describe
 
     values = config.resolve(config.WORKER_OPTIONS, arguments, environ)
     log_to_stderr(logging.WARNING)

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, written from docs/data/*.json: `python -m launcher.benchmarks_doc`.
+"""docs/benchmarks.md, written from docs/data/*.json: `python -m loraplex.launcher.benchmarks_doc`.
 
 `setup.json` has the page's head and the order of the sections. Every other file is one section
 with its tables. A table says how it was measured: command or script, date, GPU and runs.
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-DATA = Path(__file__).parents[1] / "docs/data"
+DATA = Path(__file__).parents[2] / "docs/data"
 
 # A figure, the least and the most of several, or a text.
 Cell = float | tuple[float, float] | str
@@ -58,7 +58,7 @@ def render(folder: Path = DATA) -> str:
     box = [f"| {name} | {text} |" for name, text in setup.setup.items()]
     head = [
         f"# {setup.title}",
-        "<!-- Written by `python -m launcher.benchmarks_doc` from docs/data/. -->",
+        "<!-- Written by `python -m loraplex.launcher.benchmarks_doc` from docs/data/. -->",
         *setup.about,
         "\n".join(["| set-up | |", "| --- | --- |", *box]),
     ]

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from adapters.common.nearest import did_you_mean, nearest
-from launcher.options import Option, show
+from loraplex.adapters.common.nearest import did_you_mean, nearest
+from loraplex.launcher.options import Option, show
 
 # Fields by the heading under which the help shows them; the rest comes under "Limits".
 GROUPS: Mapping[str, frozenset[str]] = {
@@ -110,7 +110,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """One flag per option; values are kept as text until `launcher.config.resolve`."""
+    """One flag per option; values are kept as text until `loraplex.launcher.config.resolve`."""
     groups = {title: parser.add_argument_group(title) for title in (*GROUPS, REST)}
     for option in options:
         title = next((t for t, fields in GROUPS.items() if option.field in fields), REST)

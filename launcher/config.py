@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from adapters.errors import AdapterError
-from launcher.command_line import GROUPS
-from launcher.options import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.launcher.command_line import GROUPS
+from loraplex.launcher.options import (
     PREFIX,
     Option,
     OptionError,
@@ -20,9 +20,9 @@ from launcher.options import (
     path_of,
     unknown_variables,
 )
-from launcher.worker_groups import AskedGroups
-from router.config import RouterConfig, RouterConfigError
-from server.config import WorkerConfig
+from loraplex.launcher.worker_groups import AskedGroups
+from loraplex.router.config import RouterConfig, RouterConfigError
+from loraplex.server.config import WorkerConfig
 
 _MAX_SECRET_BYTES = 4096
 
@@ -83,7 +83,7 @@ def info_options() -> tuple[Option, ...]:
 
 def check_router(config: RouterConfig) -> None:
     """Raises OptionError for what would keep a router from starting."""
-    from router.start_check import check_options  # `--help` is quick
+    from loraplex.router.start_check import check_options  # `--help` is quick
 
     try:
         check_options(config)
@@ -95,11 +95,11 @@ def check_worker(config: WorkerConfig) -> None:
     """Before a model is downloaded for nothing. Raises OptionError for sources and a Redis that
     cannot be, AdapterError for what this installation lacks.
     """
-    from server.worker.adapters.adapter_store import sources_of
+    from loraplex.server.worker.adapters.adapter_store import sources_of
 
     _check_void(config)
     if config.redis:
-        from router.shared.redis_link import RedisLink
+        from loraplex.router.shared.redis_link import RedisLink
 
         try:
             RedisLink(config.redis, timeout_s=1.0)
@@ -195,7 +195,7 @@ def secret_value(field: str, file: str | None, environ: Mapping[str, str]) -> st
 
 def keys_file_of(keys: Iterable[str]) -> Path:
     """A keys file in memory, of digests alone, for as long as this process lives."""
-    from router.tenancy.keyring import digest_of
+    from loraplex.router.tenancy.keyring import digest_of
 
     digests = enumerate(dict.fromkeys(map(digest_of, keys)), 1)
     entries = [{"id": f"api-key-{number}", "sha256": digest} for number, digest in digests]

@@ -7,11 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
-from adapters.common import extras
-from adapters.helpers.helper import start_problem
-from launcher.families.known_models import served_families
-from router.helper_check import HELPERS
-from server.worker.process.device import choose_device, cuda_devices, torch_build
+from loraplex.adapters.common import extras
+from loraplex.adapters.helpers.helper import start_problem
+from loraplex.launcher.families.known_models import served_families
+from loraplex.router.helper_check import HELPERS
+from loraplex.server.worker.process.device import choose_device, cuda_devices, torch_build
 
 LIBRARIES = ("torch", "triton", "flashinfer-python", "tokenizers", "huggingface-hub")
 _FLASHINFER_SINCE = (8, 0)

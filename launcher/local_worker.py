@@ -10,14 +10,14 @@ from typing import Any
 
 import httpx
 
-from launcher.config import WORKER_OPTIONS, child_environment
-from launcher.options import MAX_PORT, OptionError, render, values_of
-from launcher.plan import LOOPBACK, ServePlan
-from launcher.processes import Child, ChildSupervisor, Say, say, start_child
-from launcher.worker_groups import WorkerGroups
-from server.config import WorkerConfig
-from server.engine.messages import StartProgress
-from server.worker.address import open_listener
+from loraplex.launcher.config import WORKER_OPTIONS, child_environment
+from loraplex.launcher.options import MAX_PORT, OptionError, render, values_of
+from loraplex.launcher.plan import LOOPBACK, ServePlan
+from loraplex.launcher.processes import Child, ChildSupervisor, Say, say, start_child
+from loraplex.launcher.worker_groups import WorkerGroups
+from loraplex.server.config import WorkerConfig
+from loraplex.server.engine.messages import StartProgress
+from loraplex.server.worker.address import open_listener
 
 POLL_INTERVAL_S = 0.1
 STOP_MARGIN_S = 10.0

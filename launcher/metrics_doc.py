@@ -1,21 +1,24 @@
-"""docs/reference/metrics.md, written from the families: `python -m launcher.metrics_doc`."""
+"""docs/reference/metrics.md, written from the families.
+
+To run: `python -m loraplex.launcher.metrics_doc`.
+"""
 
 import sys
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry
 
-from adapters.common.meters import DeclaredMetric, Meters
-from adapters.sources.hub import HubSource
-from router.build import build_service
-from router.config import RouterConfig
-from router.operations.compat_metrics import COMPAT_PREFIX, CompatMetrics
-from server.worker.metrics import WorkerMetrics
+from loraplex.adapters.common.meters import DeclaredMetric, Meters
+from loraplex.adapters.sources.hub import HubSource
+from loraplex.router.build import build_service
+from loraplex.router.config import RouterConfig
+from loraplex.router.operations.compat_metrics import COMPAT_PREFIX, CompatMetrics
+from loraplex.server.worker.metrics import WorkerMetrics
 
 _HEAD = """\
 # Metrics
 
-<!-- Written by `python -m launcher.metrics_doc`; a test holds it fresh. -->
+<!-- Written by `python -m loraplex.launcher.metrics_doc`; a test holds it fresh. -->
 
 Routers and workers answer `GET /metrics` in Prometheus' text format, or in OpenMetrics if the
 request asks for it. Every series whose labels have listed values is there from the start, at zero.

@@ -5,19 +5,24 @@ from collections import Counter
 
 import msgspec
 
-from launcher.demo import model_path
-from launcher.model_needs import ModelNeeds, Needs, choose_groups
-from launcher.options import OptionError
-from launcher.worker_groups import AskedGroups
-from server.config import WorkerConfig
-from server.model.base_spec import base_spec
-from server.model.ops.kernel_limits import unsupported
-from server.model.quantised_at_load import quantised_at_load
-from server.model.spec import ModelSpec
-from server.protocol import Gift
-from server.worker.process.device import CudaDevice, choose_device, cuda_devices, torch_build
-from server.worker.process.model_source import describe_model
-from server.worker.process.sizing import choose_dtype
+from loraplex.launcher.demo import model_path
+from loraplex.launcher.model_needs import ModelNeeds, Needs, choose_groups
+from loraplex.launcher.options import OptionError
+from loraplex.launcher.worker_groups import AskedGroups
+from loraplex.server.config import WorkerConfig
+from loraplex.server.model.base_spec import base_spec
+from loraplex.server.model.ops.kernel_limits import unsupported
+from loraplex.server.model.quantised_at_load import quantised_at_load
+from loraplex.server.model.spec import ModelSpec
+from loraplex.server.protocol import Gift
+from loraplex.server.worker.process.device import (
+    CudaDevice,
+    choose_device,
+    cuda_devices,
+    torch_build,
+)
+from loraplex.server.worker.process.model_source import describe_model
+from loraplex.server.worker.process.sizing import choose_dtype
 
 # Of a GPU that has what any GPU here may have, where this machine has none.
 _USUAL_GPU = (9, 0)

@@ -9,25 +9,25 @@ from pathlib import Path
 
 import msgspec
 
-from adapters.base import BaseSpec
-from adapters.manifest import SlabDtype
-from launcher.worker_groups import AskedGroups, Fit, WorkerGroups, divide, undivided
-from server.config import ConfigError, EngineConfig, WorkerConfig
-from server.engine.memory.room import tokens_together
-from server.model.base_spec import base_spec
-from server.model.ops.memory import (
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.manifest import SlabDtype
+from loraplex.launcher.worker_groups import AskedGroups, Fit, WorkerGroups, divide, undivided
+from loraplex.server.config import ConfigError, EngineConfig, WorkerConfig
+from loraplex.server.engine.memory.room import tokens_together
+from loraplex.server.model.base_spec import base_spec
+from loraplex.server.model.ops.memory import (
     DeviceMemory,
     executor_limits,
     fill_device,
     page_bytes,
     weights_bytes,
 )
-from server.model.page_groups import page_groups
-from server.model.sharding import shard_counts, sharded
-from server.model.spec import ModelSpec
-from server.worker.process.device import ChosenDevice, CudaDevice
-from server.worker.process.sizing import choose_dtype
-from server.worker.setup import engine_config
+from loraplex.server.model.page_groups import page_groups
+from loraplex.server.model.sharding import shard_counts, sharded
+from loraplex.server.model.spec import ModelSpec
+from loraplex.server.worker.process.device import ChosenDevice, CudaDevice
+from loraplex.server.worker.process.sizing import choose_dtype
+from loraplex.server.worker.setup import engine_config
 
 _GIB = 1 << 30
 _USUAL_COUNTS = (1, 2, 4, 8)

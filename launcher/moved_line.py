@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launcher.options import OptionError
-from launcher.other_servers import FLAGS, Arity, OtherOption, find
+from loraplex.launcher.options import OptionError
+from loraplex.launcher.other_servers import FLAGS, Arity, OtherOption, find
 
 _COUNTED = ("--max-context", "--max-running", "--max-step-tokens", "--kv-memory")
 # To ours; "" = nothing is to be said, as a checkpoint's config says it.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from adapters.common.nearest import did_you_mean, nearest
+from loraplex.adapters.common.nearest import did_you_mean, nearest
 
 PREFIX = "LORAPLEX_"
 _BYTE_UNITS = {

@@ -1,16 +1,19 @@
-"""docs/reference/configuration.md, written from the options: `python -m launcher.options_doc`."""
+"""docs/reference/configuration.md, written from the options.
+
+To run: `python -m loraplex.launcher.options_doc`.
+"""
 
 import sys
 from collections.abc import Iterable
 
-from launcher.command_line import GROUPS, REST
-from launcher.config import GROUP_OPTIONS, ROUTER_OPTIONS, WORKER_OPTIONS, serve_options
-from launcher.options import Option, show
+from loraplex.launcher.command_line import GROUPS, REST
+from loraplex.launcher.config import GROUP_OPTIONS, ROUTER_OPTIONS, WORKER_OPTIONS, serve_options
+from loraplex.launcher.options import Option, show
 
 _HEAD = """\
 # Configuration
 
-<!-- Written by `python -m launcher.options_doc`; a test holds it fresh. -->
+<!-- Written by `python -m loraplex.launcher.options_doc`; a test holds it fresh. -->
 
 An option is a flag, or a variable `LORAPLEX_<OPTION>`; a flag wins. There is no configuration file.
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapters.errors import AdapterError
-from adapters.ref import local_name, name_fault, parse_ref
-from launcher.demo import EXAMPLES, adapter_paths, model_path
-from launcher.demo.recipe import BASE_NAME
-from launcher.options import OptionError, Values, build, path_of
-from launcher.worker_groups import AskedGroups, WorkerGroups, undivided
-from router.config import RouterConfig
-from server.config import WorkerConfig
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import local_name, name_fault, parse_ref
+from loraplex.launcher.demo import EXAMPLES, adapter_paths, model_path
+from loraplex.launcher.demo.recipe import BASE_NAME
+from loraplex.launcher.options import OptionError, Values, build, path_of
+from loraplex.launcher.worker_groups import AskedGroups, WorkerGroups, undivided
+from loraplex.router.config import RouterConfig
+from loraplex.server.config import WorkerConfig
 
 LOOPBACK = "127.0.0.1"
 # An apostrophe would need escaping in a curl line.

@@ -13,10 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from adapters.common.logs import Format, JsonFormatter, log_to_stderr
-from adapters.errors import CommandError
-from server.worker import tether
-from server.worker.process.recovery import Backoff
+from loraplex.adapters.common.logs import Format, JsonFormatter, log_to_stderr
+from loraplex.adapters.errors import CommandError
+from loraplex.server.worker import tether
+from loraplex.server.worker.process.recovery import Backoff
 
 MAX_LINE_BYTES = 1 << 16
 KEPT_LINES = 20
@@ -182,7 +182,7 @@ def start_child(
     """Start `loraplex ARGUMENTS` as a child that dies with this process."""
     reading, writing = os.pipe()
     try:
-        process = tether.spawn("launcher", arguments, environment, pass_fds, writing)
+        process = tether.spawn("loraplex", arguments, environment, pass_fds, writing)
     finally:
         os.close(writing)
     os.set_blocking(reading, False)

@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 
-from adapters.common.authorities import trusted_context
-from launcher.options import MAX_PORT, OptionError
+from loraplex.adapters.common.authorities import trusted_context
+from loraplex.launcher.options import MAX_PORT, OptionError
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 HTTP_URL = "http://host:port or https://host:port"

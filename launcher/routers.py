@@ -4,9 +4,9 @@ import asyncio
 import socket
 from collections.abc import Mapping
 
-from launcher.config import ROUTER_OPTIONS, child_environment
-from launcher.options import MAX_PORT, OptionError, Values, render
-from launcher.processes import (
+from loraplex.launcher.config import ROUTER_OPTIONS, child_environment
+from loraplex.launcher.options import MAX_PORT, OptionError, Values, render
+from loraplex.launcher.processes import (
     Child,
     ChildSupervisor,
     Say,
@@ -15,9 +15,9 @@ from launcher.processes import (
     start_child,
     write_lines_as,
 )
-from launcher.until_signal import run_services
-from router.config import RouterConfig
-from router.http.listeners import LISTENING, listen, share, url_of
+from loraplex.launcher.until_signal import run_services
+from loraplex.router.config import RouterConfig
+from loraplex.router.http.listeners import LISTENING, listen, share, url_of
 
 # Beyond what a router takes by its own options: its last words, and the end of its process.
 STOP_MARGIN_S = 8.0

@@ -11,20 +11,20 @@ from typing import Protocol
 
 import httpx
 
-from adapters.common import extras
-from adapters.common.loopback import is_loopback
-from launcher.config import ROUTER_OPTIONS, check_router, check_worker, child_environment
-from launcher.local_worker import (
+from loraplex.adapters.common import extras
+from loraplex.adapters.common.loopback import is_loopback
+from loraplex.launcher.config import ROUTER_OPTIONS, check_router, check_worker, child_environment
+from loraplex.launcher.local_worker import (
     POLL_INTERVAL_S,
     STOP_MARGIN_S,
     local_workers,
     until_ready,
     watched_ports,
 )
-from launcher.model_needs import ModelNeeds, choose_groups
-from launcher.options import Values, render, values_of
-from launcher.plan import LOOPBACK, ServePlan, plan
-from launcher.processes import (
+from loraplex.launcher.model_needs import ModelNeeds, choose_groups
+from loraplex.launcher.options import Values, render, values_of
+from loraplex.launcher.plan import LOOPBACK, ServePlan, plan
+from loraplex.launcher.processes import (
     Child,
     ChildSupervisor,
     Say,
@@ -33,17 +33,17 @@ from launcher.processes import (
     start_child,
     write_lines_as,
 )
-from launcher.start_line import start_line
-from launcher.until_signal import Supervised, run_services
-from router.config import RouterConfig
-from router.tenancy.tenancy import needs_keys
-from server.model.quantised_at_load import quantised_at_load
-from server.model.spec import ModelSpec
-from server.worker.address import open_listener
-from server.worker.process.device import choose_device, cuda_devices, torch_build
-from server.worker.process.model_source import check_model
-from server.worker.process.sizing import choose_sizes
-from server.worker.setup import host_bytes
+from loraplex.launcher.start_line import start_line
+from loraplex.launcher.until_signal import Supervised, run_services
+from loraplex.router.config import RouterConfig
+from loraplex.router.tenancy.tenancy import needs_keys
+from loraplex.server.model.quantised_at_load import quantised_at_load
+from loraplex.server.model.spec import ModelSpec
+from loraplex.server.worker.address import open_listener
+from loraplex.server.worker.process.device import choose_device, cuda_devices, torch_build
+from loraplex.server.worker.process.model_source import check_model
+from loraplex.server.worker.process.sizing import choose_sizes
+from loraplex.server.worker.setup import host_bytes
 
 
 def free_port(host: str, port: int) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from server.engine.messages import StartProgress
+from loraplex.server.engine.messages import StartProgress
 
 _WIDTH = 20
 

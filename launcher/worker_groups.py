@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from launcher.options import MAX_PORT, OptionError
+from loraplex.launcher.options import MAX_PORT, OptionError
 
 # Whether GPUs hold a model, each a part: not at all, with little room for keys and values, or well.
 Fit = Literal["no", "tight", "well"]

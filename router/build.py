@@ -10,66 +10,66 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
-from adapters.common.meters import Meters
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef
-from router.background import Background
-from router.batches.build import make_batches
-from router.batches.desk import BatchDesk
-from router.call import Secret
-from router.config import RouterConfig, RouterConfigError
-from router.files.disk_shelf import DiskShelf
-from router.files.store import FileStore
-from router.generation.answer_parts import AnswerParts
-from router.generation.answerer import Answerer
-from router.generation.dispatcher import Dispatcher, DispatchLimits
-from router.generation.sequence import Retries
-from router.generation.tokenise import Tokeniser
-from router.http.body import BodyLimits
-from router.http.idempotency import Idempotency
-from router.http.intake import Intake
-from router.names.aliases import Aliases
-from router.names.catalog import Catalog, CatalogRules
-from router.names.rollout_tally import RolloutTally
-from router.names.use import AdapterUse
-from router.operations.admin import AdapterAdmin
-from router.operations.compat_metrics import COMPAT_PREFIX, CompatMetrics
-from router.operations.declared_check import DeclaredCheck
-from router.operations.file_watch import AdaptersFile
-from router.operations.fleet_watch import FleetWatch
-from router.operations.membership import Membership
-from router.operations.orphaned_unloads import OrphanedUnloads
-from router.operations.other_work import work_of
-from router.operations.pins import Pins
-from router.operations.rollout_keeper import RolloutKeeper
-from router.operations.rollouts import Rollouts
-from router.operations.state_metrics import (
+from loraplex.adapters.common.meters import Meters
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.background import Background
+from loraplex.router.batches.build import make_batches
+from loraplex.router.batches.desk import BatchDesk
+from loraplex.router.call import Secret
+from loraplex.router.config import RouterConfig, RouterConfigError
+from loraplex.router.files.disk_shelf import DiskShelf
+from loraplex.router.files.store import FileStore
+from loraplex.router.generation.answer_parts import AnswerParts
+from loraplex.router.generation.answerer import Answerer
+from loraplex.router.generation.dispatcher import Dispatcher, DispatchLimits
+from loraplex.router.generation.sequence import Retries
+from loraplex.router.generation.tokenise import Tokeniser
+from loraplex.router.http.body import BodyLimits
+from loraplex.router.http.idempotency import Idempotency
+from loraplex.router.http.intake import Intake
+from loraplex.router.names.aliases import Aliases
+from loraplex.router.names.catalog import Catalog, CatalogRules
+from loraplex.router.names.rollout_tally import RolloutTally
+from loraplex.router.names.use import AdapterUse
+from loraplex.router.operations.admin import AdapterAdmin
+from loraplex.router.operations.compat_metrics import COMPAT_PREFIX, CompatMetrics
+from loraplex.router.operations.declared_check import DeclaredCheck
+from loraplex.router.operations.file_watch import AdaptersFile
+from loraplex.router.operations.fleet_watch import FleetWatch
+from loraplex.router.operations.membership import Membership
+from loraplex.router.operations.orphaned_unloads import OrphanedUnloads
+from loraplex.router.operations.other_work import work_of
+from loraplex.router.operations.pins import Pins
+from loraplex.router.operations.rollout_keeper import RolloutKeeper
+from loraplex.router.operations.rollouts import Rollouts
+from loraplex.router.operations.state_metrics import (
     watch_batches,
     watch_declared,
     watch_sharing,
     watch_state,
 )
-from router.operations.workers import AdapterWorkers
-from router.policy.front_door import FrontDoor
-from router.policy.placement.attempts import Quarantine, RetryBudget
-from router.policy.queue.queue_limits import QueueLimits
-from router.policy.queue.waiting import WaitingQueue
-from router.responses.desk import ResponseDesk
-from router.service import Service
-from router.shared.sharing import Sharing, make_sharing
-from router.start_check import blaming, check_workers, declared_adapters, saved_card
-from router.telemetry.caller_errors import CallerErrors
-from router.telemetry.metrics import RouterMetrics
-from router.telemetry.tracing import Tracing, make_tracing
-from router.tenancy.keys_file import KeysFileError
-from router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
-from router.text.template_sandbox import TemplateSandbox
-from router.workers.base_model import BaseModel
-from router.workers.client import WorkerClient
-from router.workers.connections import Connections
-from router.workers.fleet import Fleet
-from router.workers.model_card import CardStore
-from router.workers.roster import Roster
+from loraplex.router.operations.workers import AdapterWorkers
+from loraplex.router.policy.front_door import FrontDoor
+from loraplex.router.policy.placement.attempts import Quarantine, RetryBudget
+from loraplex.router.policy.queue.queue_limits import QueueLimits
+from loraplex.router.policy.queue.waiting import WaitingQueue
+from loraplex.router.responses.desk import ResponseDesk
+from loraplex.router.service import Service
+from loraplex.router.shared.sharing import Sharing, make_sharing
+from loraplex.router.start_check import blaming, check_workers, declared_adapters, saved_card
+from loraplex.router.telemetry.caller_errors import CallerErrors
+from loraplex.router.telemetry.metrics import RouterMetrics
+from loraplex.router.telemetry.tracing import Tracing, make_tracing
+from loraplex.router.tenancy.keys_file import KeysFileError
+from loraplex.router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
+from loraplex.router.text.template_sandbox import TemplateSandbox
+from loraplex.router.workers.base_model import BaseModel
+from loraplex.router.workers.client import WorkerClient
+from loraplex.router.workers.connections import Connections
+from loraplex.router.workers.fleet import Fleet
+from loraplex.router.workers.model_card import CardStore
+from loraplex.router.workers.roster import Roster
 
 _HUB_THREADS = 8
 _FREE_RETRIES_PER_S = 10.0

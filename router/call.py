@@ -1,7 +1,7 @@
 """A generation request of any API, and its results. Pure.
 
-`router.api.*` parses a body into a GenerationCall and formats TextEvents and ChoiceResults;
-dispatch and text modules do the rest and know no API.
+`loraplex.router.api.*` parses a body into a GenerationCall and formats TextEvents and
+ChoiceResults; dispatch and text modules do the rest and know no API.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from adapters.chat.conversation import TemplateOptions
-from adapters.errors import Violation
-from adapters.merge.recipe import MergeStrategy, SignMethod
-from adapters.ref import AdapterRef
-from router.parts.parts import CallDelta, ToolCall
-from router.shape.shape import Shape
-from router.tools.tools import Tools
-from server.protocol import SamplingParams
+from loraplex.adapters.chat.conversation import TemplateOptions
+from loraplex.adapters.errors import Violation
+from loraplex.adapters.merge.recipe import MergeStrategy, SignMethod
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.parts.parts import CallDelta, ToolCall
+from loraplex.router.shape.shape import Shape
+from loraplex.router.tools.tools import Tools
+from loraplex.server.protocol import SamplingParams
 
 Api = Literal[
     "lorax",
@@ -46,7 +46,7 @@ PromptEnd = Literal["first", "last"]
 BASE_PLACEHOLDERS = ("", "dummy", "tgi")
 # eos: the model ended; stop: a stop string or stop token id of the caller's.
 FinishReason = Literal["eos", "stop", "length", "abort", "error"]
-# Why a request is not answered; `router.api.errors` says what each API makes of it.
+# Why a request is not answered; `loraplex.router.api.errors` says what each API makes of it.
 Cause = Literal[
     "invalid",  # malformed, or a value that cannot be
     "unsupported",  # understood, and not served

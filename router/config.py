@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from adapters.errors import CommandError
-from adapters.grammar.limits import GrammarLimits
-from router.policy.batch_limits import BatchLimits, FilesLimits, ResponsesLimits
+from loraplex.adapters.errors import CommandError
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.router.policy.batch_limits import BatchLimits, FilesLimits, ResponsesLimits
 
 # The oldest proof of a caller's access that a request is accepted with.
 MAX_ADAPTER_TTL_S = 60.0

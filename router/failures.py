@@ -1,10 +1,10 @@
 """Failures of a generation after the queue, and the error that the caller gets. Pure."""
 
-from adapters.errors import AdapterError
-from router.api.errors import from_adapter_error, from_engine_error
-from router.call import Api, RequestError, adapter_field
-from router.policy.queue.queue_limits import QueueFull
-from server.protocol import ErrorCode
+from loraplex.adapters.errors import AdapterError
+from loraplex.router.api.errors import from_adapter_error, from_engine_error
+from loraplex.router.call import Api, RequestError, adapter_field
+from loraplex.router.policy.queue.queue_limits import QueueFull
+from loraplex.server.protocol import ErrorCode
 
 
 class NoWorker(Exception):

@@ -2,11 +2,11 @@
 
 from prometheus_client import Gauge
 
-from adapters.helpers.helper import start_problem
+from loraplex.adapters.helpers.helper import start_problem
 
 HELPERS = {
-    "grammar_checker": "adapters.grammar.trial_process",
-    "template_renderer": "router.text.template_worker",
+    "grammar_checker": "loraplex.adapters.grammar.trial_process",
+    "template_renderer": "loraplex.router.text.template_worker",
 }
 
 

@@ -7,14 +7,14 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from adapters.common.pauses import shorten_pauses
-from adapters.sources.hub import HubSource
-from router.build import build_service
-from router.config import RouterConfig, RouterConfigError
-from router.helper_check import check_helpers
-from router.http.listeners import LISTENING, allow_connections, listen, share, url_of
-from router.routes.app import build_app
-from router.routes.http_server import RouterServer
+from loraplex.adapters.common.pauses import shorten_pauses
+from loraplex.adapters.sources.hub import HubSource
+from loraplex.router.build import build_service
+from loraplex.router.config import RouterConfig, RouterConfigError
+from loraplex.router.helper_check import check_helpers
+from loraplex.router.http.listeners import LISTENING, allow_connections, listen, share, url_of
+from loraplex.router.routes.app import build_app
+from loraplex.router.routes.http_server import RouterServer
 
 log = logging.getLogger(__name__)
 

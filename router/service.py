@@ -6,36 +6,36 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from adapters.common.meters import watch_loop_lag
-from router.background import Background
-from router.batches.desk import BatchDesk
-from router.config import RouterConfig, RouterConfigError
-from router.generation.answerer import Answerer
-from router.generation.dispatcher import Dispatcher
-from router.generation.tokenise import Tokeniser
-from router.http.idempotency import Idempotency
-from router.names.catalog import Catalog
-from router.operations.admin import AdapterAdmin
-from router.operations.declared_check import DeclaredCheck
-from router.operations.file_watch import AdaptersFile
-from router.operations.fleet_watch import FleetWatch
-from router.operations.orphaned_unloads import OrphanedUnloads
-from router.operations.rollout_keeper import RolloutKeeper
-from router.operations.rollouts import Rollouts
-from router.policy.front_door import FrontDoor
-from router.responses.desk import ResponseDesk
-from router.shared.sharing import Sharing
-from router.shared.store import StoreDown
-from router.telemetry.caller_errors import CallerErrors
-from router.telemetry.metrics import RouterMetrics
-from router.telemetry.tracing import Tracing
-from router.tenancy.tenancy import Tenancy
-from router.text.template_sandbox import TemplateSandbox
-from router.workers.base_model import BaseModel
-from router.workers.connections import Connections
-from router.workers.discovery import Discovery
-from router.workers.fleet import Fleet
-from server.protocol import ModelCard
+from loraplex.adapters.common.meters import watch_loop_lag
+from loraplex.router.background import Background
+from loraplex.router.batches.desk import BatchDesk
+from loraplex.router.config import RouterConfig, RouterConfigError
+from loraplex.router.generation.answerer import Answerer
+from loraplex.router.generation.dispatcher import Dispatcher
+from loraplex.router.generation.tokenise import Tokeniser
+from loraplex.router.http.idempotency import Idempotency
+from loraplex.router.names.catalog import Catalog
+from loraplex.router.operations.admin import AdapterAdmin
+from loraplex.router.operations.declared_check import DeclaredCheck
+from loraplex.router.operations.file_watch import AdaptersFile
+from loraplex.router.operations.fleet_watch import FleetWatch
+from loraplex.router.operations.orphaned_unloads import OrphanedUnloads
+from loraplex.router.operations.rollout_keeper import RolloutKeeper
+from loraplex.router.operations.rollouts import Rollouts
+from loraplex.router.policy.front_door import FrontDoor
+from loraplex.router.responses.desk import ResponseDesk
+from loraplex.router.shared.sharing import Sharing
+from loraplex.router.shared.store import StoreDown
+from loraplex.router.telemetry.caller_errors import CallerErrors
+from loraplex.router.telemetry.metrics import RouterMetrics
+from loraplex.router.telemetry.tracing import Tracing
+from loraplex.router.tenancy.tenancy import Tenancy
+from loraplex.router.text.template_sandbox import TemplateSandbox
+from loraplex.router.workers.base_model import BaseModel
+from loraplex.router.workers.connections import Connections
+from loraplex.router.workers.discovery import Discovery
+from loraplex.router.workers.fleet import Fleet
+from loraplex.server.protocol import ModelCard
 
 _START_POLL_S = 0.02
 _START_POLLS = 100

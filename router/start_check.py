@@ -4,25 +4,25 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from adapters.common.worker_record import is_worker_url
-from adapters.errors import AdapterError
-from adapters.ref import is_owner, name_fault, parse_ref
-from router.call import BASE_PLACEHOLDERS
-from router.config import RouterConfig, RouterConfigError
-from router.files.store import folder_id
-from router.http.tls import server_context
-from router.names.registration import Registration
-from router.operations.adapters_file import WHOLE
-from router.operations.file_watch import read_file
-from router.parts.reasoning import REASONING
-from router.shared.sharing import make_sharing
-from router.telemetry.tracing import check_tracing
-from router.tenancy.keyring import read_keys_file
-from router.tenancy.keys_file import KeysFileError
-from router.tenancy.tenancy import ExposureError, check_exposure
-from router.tools.registry import FORMATS
-from router.workers.model_card import CardError, read_card
-from server.protocol import ModelCard
+from loraplex.adapters.common.worker_record import is_worker_url
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import is_owner, name_fault, parse_ref
+from loraplex.router.call import BASE_PLACEHOLDERS
+from loraplex.router.config import RouterConfig, RouterConfigError
+from loraplex.router.files.store import folder_id
+from loraplex.router.http.tls import server_context
+from loraplex.router.names.registration import Registration
+from loraplex.router.operations.adapters_file import WHOLE
+from loraplex.router.operations.file_watch import read_file
+from loraplex.router.parts.reasoning import REASONING
+from loraplex.router.shared.sharing import make_sharing
+from loraplex.router.telemetry.tracing import check_tracing
+from loraplex.router.tenancy.keyring import read_keys_file
+from loraplex.router.tenancy.keys_file import KeysFileError
+from loraplex.router.tenancy.tenancy import ExposureError, check_exposure
+from loraplex.router.tools.registry import FORMATS
+from loraplex.router.workers.model_card import CardError, read_card
+from loraplex.server.protocol import ModelCard
 
 # As a browser writes it; it compares letter by letter.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[^\s/?#@:A-Z\[\]]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")

@@ -8,12 +8,12 @@ from typing import Literal
 
 import msgspec
 
-from adapters.errors import CommandError
-from adapters.grammar.limits import ServedGrammarLimits
-from adapters.manifest import SlabDtype
-from adapters.peft.validate import AdapterLimits
-from adapters.ref import MODELSCOPE_ENDPOINT
-from server.protocol import Pooling
+from loraplex.adapters.errors import CommandError
+from loraplex.adapters.grammar.limits import ServedGrammarLimits
+from loraplex.adapters.manifest import SlabDtype
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.ref import MODELSCOPE_ENDPOINT
+from loraplex.server.protocol import Pooling
 
 Device = Literal["auto", "cpu", "cuda"]
 ServeMode = Literal["server", "local", "interactive"]

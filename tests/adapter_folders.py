@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from adapters.base import BaseSpec, ModuleShape
+from loraplex.adapters.base import BaseSpec, ModuleShape
 
 Dtype = Literal["F32", "F16", "BF16"]
 ALL_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -2,7 +2,7 @@
 
 import psutil
 
-ENGINE_MODULE = "server.engine.main"
+ENGINE_MODULE = "loraplex.server.engine.main"
 
 
 def engines_below(pid: int) -> list[psutil.Process]:

@@ -3,15 +3,15 @@
 from contextlib import closing
 from pathlib import Path
 
-from adapters.base import BaseSpec
-from adapters.manifest import SlabDtype, SlabLayout
-from adapters.peft.lora_tensors import LoraTensors
-from adapters.safetensors.file import open_weights
-from adapters.safetensors.floats import Raw
-from adapters.slab.file import SlabFile, write_slab_file
-from adapters.slab.memory import SlabMemory, one_after_another
-from adapters.slab.pack import pack_weights
-from adapters.store.store import AdapterStore
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.manifest import SlabDtype, SlabLayout
+from loraplex.adapters.peft.lora_tensors import LoraTensors
+from loraplex.adapters.safetensors.file import open_weights
+from loraplex.adapters.safetensors.floats import Raw
+from loraplex.adapters.slab.file import SlabFile, write_slab_file
+from loraplex.adapters.slab.memory import SlabMemory, one_after_another
+from loraplex.adapters.slab.pack import pack_weights
+from loraplex.adapters.store.store import AdapterStore
 
 
 def read_layout(path: Path) -> SlabLayout:

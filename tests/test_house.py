@@ -93,7 +93,7 @@ def test_version_is_in_the_changelog() -> None:
 
 
 def test_server_package_is_empty() -> None:
-    """A router imports server.protocol, and must get nothing else with it."""
+    """A router imports loraplex.server.protocol, and must get nothing else with it."""
     assert (ROOT / "server/__init__.py").read_text() == ""
 
 
@@ -105,7 +105,16 @@ import {module}
 """
 
 
-@pytest.mark.parametrize("module", ["server.protocol", "router.routes.app", "adapters.store.store"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "loraplex.adapters.store.store",
+        "loraplex.launcher.__main__",
+        "loraplex.router.config",
+        "loraplex.router.routes.app",
+        "loraplex.server.protocol",
+    ],
+)
 def test_imports_without_torch(module: str) -> None:
     code = TORCH_FREE.format(module=module)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

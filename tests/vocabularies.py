@@ -26,8 +26,8 @@ from tokenizers import (
     processors,
 )
 
-from adapters.byte_tokens import BYTE_OF_CHAR
-from adapters.grammar.vocabulary import KnownTokens, Vocabulary, vocabulary_of
+from loraplex.adapters.byte_tokens import BYTE_OF_CHAR
+from loraplex.adapters.grammar.vocabulary import KnownTokens, Vocabulary, vocabulary_of
 
 CACHE = Path(__file__).parents[1] / ".cache" / "vocabularies"
 _MISTRAL = "mistral-common==1.13.1"

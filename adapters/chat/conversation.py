@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from adapters.common.strict_json import StrictJsonError, decode_object
+from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
 
 Message = dict[str, Any]
 FaultCause = Literal["template_error", "unsupported", "invalid"]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from adapters.chat.conversation import Message
+from loraplex.adapters.chat.conversation import Message
 
 _TEXT = """\
 # Tools

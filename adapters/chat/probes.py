@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from adapters.chat.conversation import REASONING, Message, MessageForm, NoContent, shaped
+from loraplex.adapters.chat.conversation import REASONING, Message, MessageForm, NoContent, shaped
 
 # What a template writes of messages and variables; None where it fails.
 Render = Callable[[list[Message], dict[str, Any]], str | None]

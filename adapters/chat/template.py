@@ -1,7 +1,7 @@
 """Chat templates: Jinja source and messages to a prompt, in the sandbox that transformers uses.
 
 The sandbox keeps a template from reaching Python's internals. It does not bound time or memory, so
-only `router.text.template_sandbox` renders templates of tenants.
+only `loraplex.router.text.template_sandbox` renders templates of tenants.
 """
 
 import json
@@ -16,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from adapters.chat.conversation import (
+from loraplex.adapters.chat.conversation import (
     DEFAULT_OPTIONS,
     Message,
     MessageForm,
@@ -27,8 +27,8 @@ from adapters.chat.conversation import (
     read_hints,
     shaped,
 )
-from adapters.chat.default_text import described
-from adapters.chat.probes import find_form, reads_system
+from loraplex.adapters.chat.default_text import described
+from loraplex.adapters.chat.probes import find_form, reads_system
 
 MAX_TEMPLATE_CHARS = 1 << 17
 MAX_OUTPUT_CHARS = 16 << 20

@@ -9,7 +9,7 @@ tools are not looked at: a model that ends those otherwise names that token in i
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from adapters.chat.conversation import Message, TemplateOptions
+from loraplex.adapters.chat.conversation import Message, TemplateOptions
 
 _QUESTION, _ANSWER, _REASONING = "Xqzasked", "Xqzsaid", "Xqzthought"
 _ASKED: Message = {"role": "user", "content": _QUESTION}

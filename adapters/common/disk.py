@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 
 _DISTRIBUTION = "loraplex"
-_OURS = ("adapters", "launcher", "router", "server")
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w,.\s-]+)\])?")
 _MARKER = re.compile(r"extra\s*==\s*['\"]([\w.-]+)['\"]")
 
@@ -16,7 +15,7 @@ def sentence(error: ModuleNotFoundError, wanted: str = "") -> str | None:
     """Tell a person what to install; None for a fault of loraplex itself. wanted: the extra that
     the whole command needs."""
     module = (error.name or "").partition(".")[0]
-    if not module or module in (*_OURS, *sys.stdlib_module_names):
+    if not module or module in (_DISTRIBUTION, *sys.stdlib_module_names):
         return None
     return f"{module} is not installed: run `{remedy(module, wanted)}`"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from adapters.errors import AdapterChanged, AdapterError
+from loraplex.adapters.errors import AdapterChanged, AdapterError
 
 _Result = TypeVar("_Result")
 

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
-from adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError
 
 _Key = TypeVar("_Key")
 _Result = TypeVar("_Result")

@@ -7,13 +7,13 @@ import queue
 
 import msgspec
 
-from adapters.grammar.compile import GrammarError, GrammarTooCostly, check_source
-from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.trial_process import Begin
-from adapters.grammar.vocabulary import KnownTokens
-from adapters.helpers.helper import Helper, HelperBroken, HelperStopped, HelperUnavailable
+from loraplex.adapters.grammar.compile import GrammarError, GrammarTooCostly, check_source
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.adapters.grammar.trial_process import Begin
+from loraplex.adapters.grammar.vocabulary import KnownTokens
+from loraplex.adapters.helpers.helper import Helper, HelperBroken, HelperStopped, HelperUnavailable
 
-CHECKER = "adapters.grammar.trial_process"
+CHECKER = "loraplex.adapters.grammar.trial_process"
 # Beyond its processor time, for a machine that is busy with what goes before grammars.
 _PATIENCE_S = 60.0
 _MAX_ANSWER_BYTES = 1 << 16

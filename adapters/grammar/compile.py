@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from llguidance import LLMatcher, LLParserLimits
 
-from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import Vocabulary
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.adapters.grammar.vocabulary import Vocabulary
 
 _MAX_MESSAGE = 500
 _FIRST_TOKENS = 24  # that are tried out

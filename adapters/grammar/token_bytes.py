@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from adapters.byte_tokens import BYTE_OF_CHAR, byte_of, clean_up
+from loraplex.adapters.byte_tokens import BYTE_OF_CHAR, byte_of, clean_up
 
 Change = Callable[[str], str]
 

@@ -9,11 +9,11 @@ from functools import partial
 
 import msgspec
 
-from adapters.grammar.compile import GrammarError, compile_grammar, try_first_tokens
-from adapters.grammar.deep_threads import STACK_BYTES, run_deep
-from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import KnownTokens, Vocabulary, vocabulary_of
-from adapters.helpers.answering import answer_questions, read_frame
+from loraplex.adapters.grammar.compile import GrammarError, compile_grammar, try_first_tokens
+from loraplex.adapters.grammar.deep_threads import STACK_BYTES, run_deep
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.adapters.grammar.vocabulary import KnownTokens, Vocabulary, vocabulary_of
+from loraplex.adapters.helpers.answering import answer_questions, read_frame
 
 _OWN_BYTES = (2 << 30) + 2 * STACK_BYTES  # address space of Python, libraries and stacks
 _NICE = 10  # what serves goes first

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from llguidance import LLTokenizer
 
-from adapters.grammar.token_bytes import UnknownBytes, token_bytes
+from loraplex.adapters.grammar.token_bytes import UnknownBytes, token_bytes
 
 
 class VocabularyError(ValueError):

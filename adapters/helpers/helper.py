@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from adapters.helpers.answering import HEAD_BYTES, OUT_OF_MEMORY, framed
+from loraplex.adapters.helpers.answering import HEAD_BYTES, OUT_OF_MEMORY, framed
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _CRASHES = {
     -number
     for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 }
-_ROOT = str(Path(__file__).parents[2])
+_ROOT = str(Path(__file__).parents[3])
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[2:]; "
     "from importlib import import_module; import_module(sys.argv[1]).main()"

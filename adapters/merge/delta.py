@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapters.merge.low_rank import Matrix
-from adapters.merge.recipe import MergeRecipe, SignMethod
+from loraplex.adapters.merge.low_rank import Matrix
+from loraplex.adapters.merge.recipe import MergeRecipe, SignMethod
 
 Mask = npt.NDArray[np.bool_]
 _BLOCK_VALUES = 1 << 21

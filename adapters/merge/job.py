@@ -13,19 +13,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from adapters.base import BaseSpec
-from adapters.judge import rejudge
-from adapters.manifest import AdapterManifest
-from adapters.merge.delta import MemberDelta, draw_seed, merge_deltas
-from adapters.merge.low_rank import Matrix, factorise
-from adapters.merge.plan import MergedModule, merged_config, plan_merge
-from adapters.merge.recipe import MergeRecipe
-from adapters.peft.config import CONFIG_FILE
-from adapters.peft.own_ends import GENERATION_FILE
-from adapters.peft.validate import WEIGHTS_FILE, AdapterLimits
-from adapters.safetensors.file import WeightsFile, open_weights
-from adapters.safetensors.floats import read_floats
-from adapters.safetensors.header import TensorInfo
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.judge import rejudge
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.merge.delta import MemberDelta, draw_seed, merge_deltas
+from loraplex.adapters.merge.low_rank import Matrix, factorise
+from loraplex.adapters.merge.plan import MergedModule, merged_config, plan_merge
+from loraplex.adapters.merge.recipe import MergeRecipe
+from loraplex.adapters.peft.config import CONFIG_FILE
+from loraplex.adapters.peft.own_ends import GENERATION_FILE
+from loraplex.adapters.peft.validate import WEIGHTS_FILE, AdapterLimits
+from loraplex.adapters.safetensors.file import WeightsFile, open_weights
+from loraplex.adapters.safetensors.floats import read_floats
+from loraplex.adapters.safetensors.header import TensorInfo
 
 _JOB_FILE = "job.json"
 _PREFIX = "base_model.model."

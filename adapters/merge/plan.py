@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from adapters.base import BaseSpec, ModuleShape, module_path
-from adapters.coverage import Coverage, coverage_of
-from adapters.errors import AdapterError
-from adapters.merge.recipe import MergeRecipe
-from adapters.peft.lora_tensors import LoraTensors, ModuleLora, OwnBias, OwnNorm, OwnTable
-from adapters.peft.validate import AdapterLimits
-from adapters.slab.layout import room_problem
-from adapters.violations import Findings
+from loraplex.adapters.base import BaseSpec, ModuleShape, module_path
+from loraplex.adapters.coverage import Coverage, coverage_of
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.merge.recipe import MergeRecipe
+from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora, OwnBias, OwnNorm, OwnTable
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.slab.layout import room_problem
+from loraplex.adapters.violations import Findings
 
 # Of one module's delta, which `ties` and `dare_*` need in full: 1 GiB of float32.
 MAX_DENSE_VALUES = 1 << 28

@@ -1,4 +1,4 @@
-"""`python -m adapters.merge.process FOLDER`: one merge in a process of low priority.
+"""`python -m loraplex.adapters.merge.process FOLDER`: one merge in a process of low priority.
 
 It bounds its own memory and takes the lower priority before anything large is imported.
 """
@@ -25,4 +25,4 @@ def confine() -> None:
 
 if __name__ == "__main__":
     confine()
-    import_module("adapters.merge.job").run_job(Path(sys.argv[1]))
+    import_module("loraplex.adapters.merge.job").run_job(Path(sys.argv[1]))

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError
 
 MergeStrategy = Literal["linear", "ties", "dare_linear", "dare_ties"]
 SignMethod = Literal["total", "frequency"]

@@ -7,9 +7,9 @@ it: tokens that lie otherwise are of another tokenizer.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from adapters.base import BaseSpec
-from adapters.manifest import OwnToken
-from adapters.violations import Findings, shown
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.manifest import OwnToken
+from loraplex.adapters.violations import Findings, shown
 
 MAX_ADDED_TOKENS = 4096
 MAX_ADDED_BYTES = 128 << 10

@@ -1,10 +1,10 @@
 """The model's `config.json` beside an adapter with a score head: names of its labels. Pure."""
 
-from adapters.base import BaseSpec
-from adapters.classes import OwnClasses, activation_said, labels_said, pad_said
-from adapters.common.strict_json import StrictJsonError, decode_object
-from adapters.safetensors.header import TensorInfo
-from adapters.violations import Findings
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.classes import OwnClasses, activation_said, labels_said, pad_said
+from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
+from loraplex.adapters.safetensors.header import TensorInfo
+from loraplex.adapters.violations import Findings
 
 CLASSES_FILE = "config.json"
 MAX_CLASSES_BYTES = 1 << 20

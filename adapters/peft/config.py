@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 
-from adapters.classes import HEAD_OF_CLASSES
-from adapters.common.strict_json import StrictJsonError, decode_object
-from adapters.peft.fields import (
+from loraplex.adapters.classes import HEAD_OF_CLASSES
+from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
+from loraplex.adapters.peft.fields import (
     HARMLESS,
     INIT_FROM_ZERO,
     INIT_RANDOM,
@@ -20,8 +20,8 @@ from adapters.peft.fields import (
     UNUSED_VALUES,
     USED,
 )
-from adapters.peft.methods import CONVERT, takes_from_base, way_out
-from adapters.violations import Findings, shown
+from loraplex.adapters.peft.methods import CONVERT, takes_from_base, way_out
+from loraplex.adapters.violations import Findings, shown
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20

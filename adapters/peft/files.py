@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from adapters.errors import AdapterError
-from adapters.peft.classes_file import CLASSES_FILE, MAX_CLASSES_BYTES
-from adapters.peft.config import CONFIG_FILE, MAX_CONFIG_BYTES
-from adapters.peft.tokenizer_files import TOKENIZER_FILES
-from adapters.peft.validate import AdapterLimits
-from adapters.run_folders import did_you_mean
-from adapters.safetensors.header import WEIGHTS_FILE
-from adapters.safetensors.weights_index import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.peft.classes_file import CLASSES_FILE, MAX_CLASSES_BYTES
+from loraplex.adapters.peft.config import CONFIG_FILE, MAX_CONFIG_BYTES
+from loraplex.adapters.peft.tokenizer_files import TOKENIZER_FILES
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.run_folders import did_you_mean
+from loraplex.adapters.safetensors.header import WEIGHTS_FILE
+from loraplex.adapters.safetensors.weights_index import (
     INDEX_FILES,
     MAX_INDEX_BYTES,
     MAX_SHARDS,
@@ -17,7 +17,7 @@ from adapters.safetensors.weights_index import (
     is_shard,
     parse_index,
 )
-from adapters.violations import Findings, invalid
+from loraplex.adapters.violations import Findings, invalid
 
 # Of mlx-lm's format. It is not read.
 MLX_FILE = "adapters.safetensors"

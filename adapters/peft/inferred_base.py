@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterable, Iterator
 
-from adapters.base import SITE_PROJECTIONS, BaseNorm, BaseSpec, ModuleShape
-from adapters.classes import HEAD_OF_CLASSES
-from adapters.peft.config import is_norm
-from adapters.peft.tensor_names import TensorName, parse_tensor_name, spelling_of
-from adapters.safetensors.header import TensorInfo
+from loraplex.adapters.base import SITE_PROJECTIONS, BaseNorm, BaseSpec, ModuleShape
+from loraplex.adapters.classes import HEAD_OF_CLASSES
+from loraplex.adapters.peft.config import is_norm
+from loraplex.adapters.peft.tensor_names import TensorName, parse_tensor_name, spelling_of
+from loraplex.adapters.safetensors.header import TensorInfo
 
 _LAYER = re.compile(
     r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>(?:self_attn|mlp)\.(?P<name>[a-z]+_proj))"

@@ -2,10 +2,10 @@
 
 import msgspec
 
-from adapters.coverage import Coverage, Site, coverage_of
-from adapters.peft.config import PeftConfig
-from adapters.peft.tensor_names import WHOLE, Naming
-from adapters.safetensors.header import TensorInfo
+from loraplex.adapters.coverage import Coverage, Site, coverage_of
+from loraplex.adapters.peft.config import PeftConfig
+from loraplex.adapters.peft.tensor_names import WHOLE, Naming
+from loraplex.adapters.safetensors.header import TensorInfo
 
 # What an adapter has for each output of a module, beside A and B; bits.
 MAGNITUDES, B_BIAS, OWN_BIAS = 1, 2, 4

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from adapters.peft.pattern_syntax import (
+from loraplex.adapters.peft.pattern_syntax import (
     WORD,
     Assert,
     Assertion,

@@ -6,10 +6,10 @@ What its chat template closes a turn with is found where templates are rendered,
 from collections.abc import Mapping
 from typing import Any
 
-from adapters.base import BaseSpec
-from adapters.common.strict_json import StrictJsonError, decode_object
-from adapters.peft.special_tokens import special_tokens
-from adapters.violations import Findings, shown
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
+from loraplex.adapters.peft.special_tokens import special_tokens
+from loraplex.adapters.violations import Findings, shown
 
 GENERATION_FILE = "generation_config.json"
 MAX_GENERATION_BYTES = 1 << 20

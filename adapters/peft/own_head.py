@@ -6,11 +6,11 @@ models) beside LoRA; transformers' `…ForSequenceClassification`, which has no 
 
 from typing import Literal
 
-from adapters.base import BaseSpec
-from adapters.classes import HEAD_OF_CLASSES, MOST_LABELS
-from adapters.peft.config import SEQ_CLS, PeftConfig
-from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
-from adapters.violations import Findings
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.classes import HEAD_OF_CLASSES, MOST_LABELS
+from loraplex.adapters.peft.config import SEQ_CLS, PeftConfig
+from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
+from loraplex.adapters.violations import Findings
 
 HEAD_OF_TEXT = "lm_head"
 

@@ -5,11 +5,11 @@ Source: PEFT 0.21, `modules_to_save`, of ends of modules' names: `norm` means ev
 
 from collections.abc import Iterator, Mapping
 
-from adapters.base import BaseNorm, BaseSpec
-from adapters.peft.config import PeftConfig, is_norm
-from adapters.peft.lora_tensors import OwnNorm
-from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
-from adapters.violations import Findings, shown
+from loraplex.adapters.base import BaseNorm, BaseSpec
+from loraplex.adapters.peft.config import PeftConfig, is_norm
+from loraplex.adapters.peft.lora_tensors import OwnNorm
+from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
+from loraplex.adapters.violations import Findings, shown
 
 
 def saved_norms(config: PeftConfig, base: BaseSpec) -> tuple[BaseNorm, ...]:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from adapters.base import BaseSpec
-from adapters.peft.config import PeftConfig
-from adapters.peft.lora_tensors import OwnTable
-from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
-from adapters.violations import Findings, shown
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.peft.config import PeftConfig
+from loraplex.adapters.peft.lora_tensors import OwnTable
+from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
+from loraplex.adapters.violations import Findings, shown
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 

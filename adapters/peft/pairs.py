@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from adapters.peft.targeting import Targeting
-from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
-from adapters.violations import Findings
+from loraplex.adapters.peft.targeting import Targeting
+from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
+from loraplex.adapters.violations import Findings
 
 # Side -> tensor.
 Pair = Mapping[str, TensorInfo]

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from adapters.base import BaseModule, BaseSpec, base_modules
-from adapters.coverage import Site
-from adapters.peft.lora_tensors import (
+from loraplex.adapters.base import BaseModule, BaseSpec, base_modules
+from loraplex.adapters.coverage import Site
+from loraplex.adapters.peft.lora_tensors import (
     ExpertPair,
     ExpertsLora,
     LoraTensors,
@@ -13,15 +13,21 @@ from adapters.peft.lora_tensors import (
     OwnTable,
     StackedLora,
 )
-from adapters.peft.own_head import place_head
-from adapters.peft.own_norms import place_norms
-from adapters.peft.own_tables import TablePlacer
-from adapters.peft.pairs import Pair, PairChecks
-from adapters.peft.sorted_tensors import SortedTensors
-from adapters.peft.stacked import StackedPlace, holders, is_swapped, stacked_loras, stacked_places
-from adapters.peft.targeted import expert_path, targeted_paths
-from adapters.peft.targeting import Targeting
-from adapters.violations import Findings
+from loraplex.adapters.peft.own_head import place_head
+from loraplex.adapters.peft.own_norms import place_norms
+from loraplex.adapters.peft.own_tables import TablePlacer
+from loraplex.adapters.peft.pairs import Pair, PairChecks
+from loraplex.adapters.peft.sorted_tensors import SortedTensors
+from loraplex.adapters.peft.stacked import (
+    StackedPlace,
+    holders,
+    is_swapped,
+    stacked_loras,
+    stacked_places,
+)
+from loraplex.adapters.peft.targeted import expert_path, targeted_paths
+from loraplex.adapters.peft.targeting import Targeting
+from loraplex.adapters.violations import Findings
 
 
 class ModulePlacer:

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from adapters.base import ANY_EXPERT, BaseModule, BaseSpec, base_modules
-from adapters.classes import HEAD_OF_CLASSES
-from adapters.peft.stacked import holders
-from adapters.peft.targeted import router_paths
-from adapters.peft.tensor_names import (
+from loraplex.adapters.base import ANY_EXPERT, BaseModule, BaseSpec, base_modules
+from loraplex.adapters.classes import HEAD_OF_CLASSES
+from loraplex.adapters.peft.stacked import holders
+from loraplex.adapters.peft.targeted import router_paths
+from loraplex.adapters.peft.tensor_names import (
     Naming,
     Spelling,
     TensorName,
@@ -18,8 +18,8 @@ from adapters.peft.tensor_names import (
     parse_tensor_name,
     spelling_of,
 )
-from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
-from adapters.violations import Findings, shown
+from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
+from loraplex.adapters.violations import Findings, shown
 
 _BESIDE_OWN = frozenset(("modules_to_save", "original_module"))
 _LAYER = re.compile(r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\..+")

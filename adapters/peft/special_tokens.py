@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from adapters.violations import shown
+from loraplex.adapters.violations import shown
 
 _KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 # In the order in which transformers adds those that a tokenizer does not have.

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from adapters.base import BaseSpec, ExpertWeight, layer_path
-from adapters.peft.lora_tensors import StackedLora
-from adapters.peft.pairs import Fit, Pair
-from adapters.peft.targeted import stacked_weights
+from loraplex.adapters.base import BaseSpec, ExpertWeight, layer_path
+from loraplex.adapters.peft.lora_tensors import StackedLora
+from loraplex.adapters.peft.pairs import Fit, Pair
+from loraplex.adapters.peft.targeted import stacked_weights
 
 # PEFT wraps a module once for each targeted tensor of it, the first one innermost.
 _INNER = ".base_layer"

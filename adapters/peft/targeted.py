@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from adapters.base import ANY_EXPERT, BaseSpec, ExpertWeight, base_modules, layer_path
-from adapters.peft.targeting import Targeting
-from adapters.peft.tensor_names import NAMINGS, Naming
-from adapters.violations import Findings, shown
+from loraplex.adapters.base import ANY_EXPERT, BaseSpec, ExpertWeight, base_modules, layer_path
+from loraplex.adapters.peft.targeting import Targeting
+from loraplex.adapters.peft.tensor_names import NAMINGS, Naming
+from loraplex.adapters.violations import Findings, shown
 
 # What PEFT's `target_parameters` calls the weight of an ordinary module.
 _WEIGHT = ".weight"

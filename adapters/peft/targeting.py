@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from adapters.peft.config import PeftConfig
-from adapters.peft.module_pattern import Budget, ModulePattern
-from adapters.peft.pattern_syntax import PatternError, parse_pattern
-from adapters.violations import Findings, invalid, shown
+from loraplex.adapters.peft.config import PeftConfig
+from loraplex.adapters.peft.module_pattern import Budget, ModulePattern
+from loraplex.adapters.peft.pattern_syntax import PatternError, parse_pattern
+from loraplex.adapters.violations import Findings, invalid, shown
 
 # Plain names cannot make `re` backtrack, so they need no automaton.
 _PLAIN = re.compile(r"\^?[A-Za-z0-9_.]{1,512}")

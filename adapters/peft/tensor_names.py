@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from adapters.classes import HEAD_OF_CLASSES
+from loraplex.adapters.classes import HEAD_OF_CLASSES
 
 # torch.compile, FSDP, activation checkpointing, Lightning, DDP and DeepSpeed.
 _WRAPPERS = re.compile(

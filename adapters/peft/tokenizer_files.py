@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from adapters.base import BaseSpec
-from adapters.chat.conversation import DEFAULT_TEMPLATE, TEMPLATE_FILE
-from adapters.common.strict_json import StrictJsonError, decode_object
-from adapters.manifest import AdapterTemplate, AdapterText, OwnToken
-from adapters.peft.added_tokens import AddedTokens, listed_token
-from adapters.peft.own_ends import GENERATION_FILE, MAX_GENERATION_BYTES, own_ends
-from adapters.peft.special_tokens import special_tokens
-from adapters.violations import Findings, shown
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.chat.conversation import DEFAULT_TEMPLATE, TEMPLATE_FILE
+from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
+from loraplex.adapters.manifest import AdapterTemplate, AdapterText, OwnToken
+from loraplex.adapters.peft.added_tokens import AddedTokens, listed_token
+from loraplex.adapters.peft.own_ends import GENERATION_FILE, MAX_GENERATION_BYTES, own_ends
+from loraplex.adapters.peft.special_tokens import special_tokens
+from loraplex.adapters.violations import Findings, shown
 
 MAX_TEMPLATE_BYTES = 128 << 10
 MAX_SPECIAL_TOKENS_BYTES = 16 << 10

@@ -8,23 +8,23 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from adapters.base import BaseSpec
-from adapters.base_names import names_base, normal_name
-from adapters.classes import HEAD_OF_CLASSES
-from adapters.manifest import SlabDtype
-from adapters.peft.config import MAX_RANK, PeftConfig
-from adapters.peft.lora_tensors import LoraTensors
-from adapters.peft.own_head import check_head, own_head
-from adapters.peft.own_norms import check_norms, saved_norms
-from adapters.peft.own_tables import check_tables, whole_tables
-from adapters.peft.placing import ModulePlacer
-from adapters.peft.sorted_tensors import sort_tensors
-from adapters.peft.targeted import check_parameters, targeted_paths
-from adapters.peft.targeting import Targeting
-from adapters.peft.tensor_names import NAMINGS, parse_tensor_name
-from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
-from adapters.safetensors.header import WEIGHTS_FILE as WEIGHTS_FILE
-from adapters.violations import Findings, shown
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.base_names import names_base, normal_name
+from loraplex.adapters.classes import HEAD_OF_CLASSES
+from loraplex.adapters.manifest import SlabDtype
+from loraplex.adapters.peft.config import MAX_RANK, PeftConfig
+from loraplex.adapters.peft.lora_tensors import LoraTensors
+from loraplex.adapters.peft.own_head import check_head, own_head
+from loraplex.adapters.peft.own_norms import check_norms, saved_norms
+from loraplex.adapters.peft.own_tables import check_tables, whole_tables
+from loraplex.adapters.peft.placing import ModulePlacer
+from loraplex.adapters.peft.sorted_tensors import sort_tensors
+from loraplex.adapters.peft.targeted import check_parameters, targeted_paths
+from loraplex.adapters.peft.targeting import Targeting
+from loraplex.adapters.peft.tensor_names import NAMINGS, parse_tensor_name
+from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
+from loraplex.adapters.safetensors.header import WEIGHTS_FILE as WEIGHTS_FILE
+from loraplex.adapters.violations import Findings, shown
 
 MAX_ADAPTER_BYTES = 4 << 30
 MAX_LORA_RANK = 256

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from adapters.safetensors.floats import Raw
-from adapters.safetensors.header import (
+from loraplex.adapters.safetensors.floats import Raw
+from loraplex.adapters.safetensors.header import (
     MAX_TENSORS,
     PREFIX_BYTES,
     TensorInfo,
     header_size,
     parse_header,
 )
-from adapters.safetensors.weights_index import FileSpan, join_shards
-from adapters.violations import Findings, invalid
+from loraplex.adapters.safetensors.weights_index import FileSpan, join_shards
+from loraplex.adapters.violations import Findings, invalid
 
 # A piece fits into a core's own cache, so its later uses read no memory again. It is large enough
 # that Python's overhead does not count. Whole numbers of any dtype.

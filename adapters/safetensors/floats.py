@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapters.manifest import SlabDtype
+from loraplex.adapters.manifest import SlabDtype
 
 Raw = npt.NDArray[np.uint8]
 _CHUNK_BYTES = 1 << 18
@@ -58,7 +58,7 @@ _E4M3 = _e4m3_values()
 def read_floats(raw: Raw, dtype: str) -> npt.NDArray[Any]:
     """float32 (float64 for `F64`) values of little-endian bytes; exact.
 
-    dtype: one of `adapters.safetensors.header.FLOAT_DTYPES`.
+    dtype: one of `loraplex.adapters.safetensors.header.FLOAT_DTYPES`.
     """
     if dtype == "F8_E4M3":
         return _E4M3[raw]

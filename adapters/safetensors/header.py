@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from adapters.common.strict_json import StrictJsonError, decode_object
-from adapters.violations import Findings, invalid, shown
+from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
+from loraplex.adapters.violations import Findings, invalid, shown
 
 PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 8 << 20

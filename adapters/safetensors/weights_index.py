@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from adapters.common.strict_json import StrictJsonError, decode_object
-from adapters.safetensors.header import MAX_TENSORS, PREFIX_BYTES, TensorInfo
-from adapters.violations import Findings, shown
+from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
+from loraplex.adapters.safetensors.header import MAX_TENSORS, PREFIX_BYTES, TensorInfo
+from loraplex.adapters.violations import Findings, shown
 
 # transformers gives the index of an adapter the name that a model's has.
 INDEX_FILES = ("adapter_model.safetensors.index.json", "model.safetensors.index.json")

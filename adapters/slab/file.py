@@ -12,10 +12,10 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from adapters.common.disk import hold
-from adapters.content_check import Fingerprint
-from adapters.manifest import LAYOUT_VERSION, SlabLayout
-from adapters.slab.memory import SlabMemory
+from loraplex.adapters.common.disk import hold
+from loraplex.adapters.content_check import Fingerprint
+from loraplex.adapters.manifest import LAYOUT_VERSION, SlabLayout
+from loraplex.adapters.slab.memory import SlabMemory
 
 PAGE = 4096
 _MAGIC = b"LPXSLAB2"
@@ -82,7 +82,7 @@ def write_slab_file(
 
 class SlabFile:
     """A slab open for reading: its bytes stay, whatever is removed or replaced meanwhile, and no
-    `adapters.common.disk.release` counts it as room until it is closed.
+    `loraplex.adapters.common.disk.release` counts it as room until it is closed.
 
     path: where it lies.
     """

@@ -7,12 +7,19 @@ from typing import Protocol
 
 import msgspec
 
-from adapters.base import MODEL_SITES, BaseSpec, ModuleShape, SiteKind
-from adapters.manifest import ITEM_BYTES, OwnHead, OwnNorms, SiteLayout, SlabDtype, SlabLayout
-from adapters.peft.lora_tensors import B_BIAS, OWN_BIAS, OwnBias, OwnNorm, OwnTable
-from adapters.peft.validate import SlabRoom
-from adapters.safetensors.header import TensorInfo
-from adapters.token_rows import most_rows, rows_of_each
+from loraplex.adapters.base import MODEL_SITES, BaseSpec, ModuleShape, SiteKind
+from loraplex.adapters.manifest import (
+    ITEM_BYTES,
+    OwnHead,
+    OwnNorms,
+    SiteLayout,
+    SlabDtype,
+    SlabLayout,
+)
+from loraplex.adapters.peft.lora_tensors import B_BIAS, OWN_BIAS, OwnBias, OwnNorm, OwnTable
+from loraplex.adapters.peft.validate import SlabRoom
+from loraplex.adapters.safetensors.header import TensorInfo
+from loraplex.adapters.token_rows import most_rows, rows_of_each
 
 ALIGNMENT = 256
 _OPEN_EXTENTS = 16
@@ -160,7 +167,7 @@ def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
 
 def table_rows(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix | None:
     """Rows of a table in place of the base's, `[rows, hidden]`; None = the site has none. Of one
-    shard, as `adapters.token_rows` shares them out."""
+    shard, as `loraplex.adapters.token_rows` shares them out."""
     if site.table_offset < 0:
         return None
     vocab, size = base.vocab_size, site.table_size or base.vocab_size

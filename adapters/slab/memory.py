@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from adapters.manifest import SlabLayout
+from loraplex.adapters.manifest import SlabLayout
 
 
 class SlabMemory:

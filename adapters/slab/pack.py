@@ -2,7 +2,7 @@
 judged, converted, and written to its place in the slab.
 
 Beside the slab's own memory it takes that of a few pieces (`PIECE_BYTES` of
-`adapters.safetensors.file`), and of a row of a tensor.
+`loraplex.adapters.safetensors.file`), and of a row of a tensor.
 """
 
 import math
@@ -11,12 +11,12 @@ from operator import attrgetter
 
 import numpy as np
 
-from adapters.base import BaseSpec
-from adapters.content_check import ContentCheck
-from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
-from adapters.peft.lora_tensors import LoraTensors
-from adapters.safetensors.file import PIECE_BYTES, WeightsFile
-from adapters.safetensors.floats import (
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.content_check import ContentCheck
+from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
+from loraplex.adapters.peft.lora_tensors import LoraTensors
+from loraplex.adapters.safetensors.file import PIECE_BYTES, WeightsFile
+from loraplex.adapters.safetensors.floats import (
     STORED_AS,
     Raw,
     convert_into,
@@ -24,10 +24,10 @@ from adapters.safetensors.floats import (
     may_overflow,
     read_floats,
 )
-from adapters.safetensors.header import DTYPE_BYTES, TensorInfo
-from adapters.slab.memory import SlabMemory
-from adapters.slab.targets import Numbers, Region, SlabTarget, all_regions
-from adapters.violations import Findings
+from loraplex.adapters.safetensors.header import DTYPE_BYTES, TensorInfo
+from loraplex.adapters.slab.memory import SlabMemory
+from loraplex.adapters.slab.targets import Numbers, Region, SlabTarget, all_regions
+from loraplex.adapters.violations import Findings
 
 
 class DamagedError(Exception):

@@ -8,19 +8,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapters.base import BaseSpec, SiteKind
-from adapters.manifest import ITEM_BYTES, SiteLayout, SlabLayout
-from adapters.peft.lora_tensors import (
+from loraplex.adapters.base import BaseSpec, SiteKind
+from loraplex.adapters.manifest import ITEM_BYTES, SiteLayout, SlabLayout
+from loraplex.adapters.peft.lora_tensors import (
     ExpertsLora,
     LoraTensors,
     ModuleLora,
     OwnTable,
     StackedLora,
 )
-from adapters.safetensors.floats import Raw
-from adapters.safetensors.header import TensorInfo
-from adapters.sharding import Piece, Shard
-from adapters.slab.layout import (
+from loraplex.adapters.safetensors.floats import Raw
+from loraplex.adapters.safetensors.header import TensorInfo
+from loraplex.adapters.sharding import Piece, Shard
+from loraplex.adapters.slab.layout import (
     PlacedMatrix,
     a_matrix,
     b_matrices,
@@ -30,8 +30,8 @@ from adapters.slab.layout import (
     vector_rows,
     widths_of,
 )
-from adapters.slab.memory import SlabMemory
-from adapters.token_rows import pieces_of_table, rows_of_shard
+from loraplex.adapters.slab.memory import SlabMemory
+from loraplex.adapters.token_rows import pieces_of_table, rows_of_shard
 
 # Of a slab, whatever its dtype.
 Numbers = npt.NDArray[np.unsignedinteger]

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from adapters.base import BaseSpec
-from adapters.content_check import ContentCheck
-from adapters.errors import AdapterError
-from adapters.manifest import SlabLayout
-from adapters.peft.lora_tensors import LoraTensors
-from adapters.safetensors.file import WeightsFile
-from adapters.slab.memory import SlabMemory
-from adapters.slab.pack import DamagedError, pack_weights
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.content_check import ContentCheck
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.adapters.peft.lora_tensors import LoraTensors
+from loraplex.adapters.safetensors.file import WeightsFile
+from loraplex.adapters.slab.memory import SlabMemory
+from loraplex.adapters.slab.pack import DamagedError, pack_weights
 
 
 class Unpacked:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from adapters.ref import AdapterRef, RefSource
+from loraplex.adapters.ref import AdapterRef, RefSource
 
 # What enables a source that is not enabled by itself.
 ENABLING_OPTIONS: dict[RefSource, str] = {

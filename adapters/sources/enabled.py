@@ -5,14 +5,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from adapters.common import extras
-from adapters.errors import AdapterError
-from adapters.ref import MODELSCOPE_ENDPOINT, RefSource, is_bucket, is_owner
-from adapters.sources.base import Source
-from adapters.sources.https import HttpsSource
-from adapters.sources.hub import HubSource
-from adapters.sources.local import LocalSource
-from adapters.sources.modelscope import ModelScopeSource
+from loraplex.adapters.common import extras
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import MODELSCOPE_ENDPOINT, RefSource, is_bucket, is_owner
+from loraplex.adapters.sources.base import Source
+from loraplex.adapters.sources.https import HttpsSource
+from loraplex.adapters.sources.hub import HubSource
+from loraplex.adapters.sources.local import LocalSource
+from loraplex.adapters.sources.modelscope import ModelScopeSource
 
 
 def open_sources(
@@ -62,7 +62,7 @@ def _require(condition: object, message: str) -> None:
 def _s3(buckets: Sequence[str]) -> Source:
     """Imported when it is wanted: boto3 is an extra."""
     try:
-        from adapters.sources.s3 import S3Source
+        from loraplex.adapters.sources.s3 import S3Source
     except ModuleNotFoundError as error:
         raise AdapterError("unavailable", f"S3: {extras.sentence(error, 's3')}") from None
     return S3Source(buckets)

@@ -16,16 +16,21 @@ from pathlib import Path
 
 import httpx
 
-from adapters.common.authorities import trusted_context
-from adapters.errors import AdapterError
-from adapters.peft.config import CONFIG_FILE
-from adapters.peft.files import SIDE_FILES
-from adapters.peft.validate import WEIGHTS_FILE
-from adapters.ref import AdapterRef, shown_name
-from adapters.safetensors.weights_index import INDEX_FILES, MAX_INDEX_BYTES, MAX_SHARDS, parse_index
-from adapters.sources.partial import Stream, fetch_resumable, range_start
-from adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
-from adapters.violations import Findings, invalid
+from loraplex.adapters.common.authorities import trusted_context
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.peft.config import CONFIG_FILE
+from loraplex.adapters.peft.files import SIDE_FILES
+from loraplex.adapters.peft.validate import WEIGHTS_FILE
+from loraplex.adapters.ref import AdapterRef, shown_name
+from loraplex.adapters.safetensors.weights_index import (
+    INDEX_FILES,
+    MAX_INDEX_BYTES,
+    MAX_SHARDS,
+    parse_index,
+)
+from loraplex.adapters.sources.partial import Stream, fetch_resumable, range_start
+from loraplex.adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
+from loraplex.adapters.violations import Findings, invalid
 
 DEFAULT_TIMEOUT_S = 10.0
 PORT = 443

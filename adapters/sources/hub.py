@@ -28,11 +28,11 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     hf_raise_for_status,
 )
 
-from adapters.errors import AdapterError
-from adapters.peft.config import CONFIG_FILE
-from adapters.peft.files import weight_files
-from adapters.ref import AdapterRef, check_token, format_ref, hub_place, is_pinned
-from adapters.sources.partial import Stream, fetch_resumable, range_start
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.peft.config import CONFIG_FILE
+from loraplex.adapters.peft.files import weight_files
+from loraplex.adapters.ref import AdapterRef, check_token, format_ref, hub_place, is_pinned
+from loraplex.adapters.sources.partial import Stream, fetch_resumable, range_start
 
 DEFAULT_TIMEOUT_S = 10.0
 _RETRY_S = 5.0

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from adapters.common.disk import copy_bytes
-from adapters.errors import AdapterChanged, AdapterError
-from adapters.nearby import adapters_near
-from adapters.peft.files import is_relevant, is_unsafe
-from adapters.ref import AdapterRef, path_of_local, shown_name
-from adapters.violations import Findings, invalid, shown
+from loraplex.adapters.common.disk import copy_bytes
+from loraplex.adapters.errors import AdapterChanged, AdapterError
+from loraplex.adapters.nearby import adapters_near
+from loraplex.adapters.peft.files import is_relevant, is_unsafe
+from loraplex.adapters.ref import AdapterRef, path_of_local, shown_name
+from loraplex.adapters.violations import Findings, invalid, shown
 
 MAX_ENTRIES = 10_000
 _CHANGED_RETRY_S = 1.0

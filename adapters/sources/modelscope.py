@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 import msgspec
 
-from adapters.common.authorities import trusted_context
-from adapters.errors import AdapterError
-from adapters.peft.files import is_relevant
-from adapters.ref import MODELSCOPE_ENDPOINT, AdapterRef, pin_of, shown_name
-from adapters.sources.partial import Stream, fetch_resumable, range_start
-from adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
-from adapters.violations import invalid
+from loraplex.adapters.common.authorities import trusted_context
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.peft.files import is_relevant
+from loraplex.adapters.ref import MODELSCOPE_ENDPOINT, AdapterRef, pin_of, shown_name
+from loraplex.adapters.sources.partial import Stream, fetch_resumable, range_start
+from loraplex.adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
+from loraplex.adapters.violations import invalid
 
 DEFAULT_TIMEOUT_S = 10.0
 # The hub cuts a list off here, and does not say so.

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError
 
 # A slower server than this holds a thread for nothing.
 MIN_BYTES_PER_S = 256 << 10

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from adapters.errors import AdapterChanged, AdapterError
-from adapters.ref import AdapterRef, pin_of, shown_name
+from loraplex.adapters.errors import AdapterChanged, AdapterError
+from loraplex.adapters.ref import AdapterRef, pin_of, shown_name
 
 MAX_KNOWN = 4096
 RETRY_S = 1.0

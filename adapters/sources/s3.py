@@ -28,12 +28,12 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from adapters.errors import AdapterError
-from adapters.peft.files import is_relevant
-from adapters.ref import AdapterRef, shown_name
-from adapters.sources.partial import Stream, fetch_resumable, partial_path
-from adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
-from adapters.violations import invalid
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.peft.files import is_relevant
+from loraplex.adapters.ref import AdapterRef, shown_name
+from loraplex.adapters.sources.partial import Stream, fetch_resumable, partial_path
+from loraplex.adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
+from loraplex.adapters.violations import invalid
 
 DEFAULT_TIMEOUT_S = 10.0
 MAX_PAGES = 10

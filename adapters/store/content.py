@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from adapters.common.boot import boot_id
-from adapters.common.disk import (
+from loraplex.adapters.common.boot import boot_id
+from loraplex.adapters.common.disk import (
     entries_of,
     hold,
     mark_used,
@@ -25,10 +25,10 @@ from adapters.common.disk import (
     sync_files,
     sync_path,
 )
-from adapters.errors import AdapterError, Violation
-from adapters.manifest import AdapterManifest
-from adapters.peft.config import CONFIG_FILE
-from adapters.peft.validate import WEIGHTS_FILE
+from loraplex.adapters.errors import AdapterError, Violation
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.peft.config import CONFIG_FILE
+from loraplex.adapters.peft.validate import WEIGHTS_FILE
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from adapters.common.disk import entry_bytes, free_bytes, release, stored_bytes, tell_of_disk
-from adapters.errors import AdapterError
+from loraplex.adapters.common.disk import (
+    entry_bytes,
+    free_bytes,
+    release,
+    stored_bytes,
+    tell_of_disk,
+)
+from loraplex.adapters.errors import AdapterError
 
 # Of the disk, that content leaves to others.
 HEADROOM_BYTES = 64 << 20
@@ -18,8 +24,8 @@ _RETRY_S = 30.0
 class Quota:
     """`max_bytes` for what lies in `folders`, and never more than the disk has. Thread-safe.
 
-    What another holds (`adapters.common.disk.hold`) stays, even if the quota is exceeded for a
-    while.
+    What another holds (`loraplex.adapters.common.disk.hold`) stays, even if the quota is exceeded
+    for a while.
     spare: what lies there is not counted, and goes first when the disk has no room.
     """
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from adapters.common.disk import entries_of
-from adapters.ref import AdapterRef, format_ref
+from loraplex.adapters.common.disk import entries_of
+from loraplex.adapters.ref import AdapterRef, format_ref
 
 MAX_REFERENCES = 65_536
 _TRIM_EVERY = 1024

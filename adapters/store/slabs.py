@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from adapters.base import BaseSpec
-from adapters.common.disk import mark_used, publish_file
-from adapters.manifest import LAYOUT_VERSION, SlabDtype, SlabLayout
-from adapters.slab.file import SlabError, SlabFile, write_slab_file
-from adapters.store.quota import Quota
-from adapters.store.unfinished import unfinished_folder
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.common.disk import mark_used, publish_file
+from loraplex.adapters.manifest import LAYOUT_VERSION, SlabDtype, SlabLayout
+from loraplex.adapters.slab.file import SlabError, SlabFile, write_slab_file
+from loraplex.adapters.store.quota import Quota
+from loraplex.adapters.store.unfinished import unfinished_folder
 
 
 class Slabs:

@@ -15,35 +15,42 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from adapters.base import BaseSpec
-from adapters.common.disk import disk_errors
-from adapters.common.recent import Recent
-from adapters.common.retries import RetryPolicy
-from adapters.common.single_flight import SingleFlight
-from adapters.content_check import ContentCheck, DigestCheck, SealCheck
-from adapters.coverage import Coverage
-from adapters.errors import AdapterChanged, AdapterError
-from adapters.judge import Judged, check_small, is_intact, judge_folder, rejudge
-from adapters.manifest import AdapterManifest, SlabDtype, SlabLayout
-from adapters.merge.job import MergeJob, write_ends, write_job
-from adapters.merge.plan import merged_coverage, plan_merge
-from adapters.merge.recipe import MergeRecipe
-from adapters.peft.files import fetched_bytes, read_index, small_files, weight_files
-from adapters.peft.lora_tensors import LoraTensors
-from adapters.peft.validate import WEIGHTS_FILE, AdapterLimits
-from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, shown_name, shown_place
-from adapters.safetensors.file import WeightsFile, join_files, open_weights
-from adapters.slab.file import SlabSource
-from adapters.slab.layout import make_layout
-from adapters.slab.unpacked import Unpacked
-from adapters.sources.base import ENABLING_OPTIONS, Source
-from adapters.sources.partial import partial_bytes
-from adapters.store.content import Contents, merged_member, present
-from adapters.store.quota import Quota
-from adapters.store.references import Known, References
-from adapters.store.slabs import Slabs
-from adapters.store.unfinished import remove_stale, resumable_folder, unfinished_folder
-from adapters.violations import Findings, invalid
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.common.disk import disk_errors
+from loraplex.adapters.common.recent import Recent
+from loraplex.adapters.common.retries import RetryPolicy
+from loraplex.adapters.common.single_flight import SingleFlight
+from loraplex.adapters.content_check import ContentCheck, DigestCheck, SealCheck
+from loraplex.adapters.coverage import Coverage
+from loraplex.adapters.errors import AdapterChanged, AdapterError
+from loraplex.adapters.judge import Judged, check_small, is_intact, judge_folder, rejudge
+from loraplex.adapters.manifest import AdapterManifest, SlabDtype, SlabLayout
+from loraplex.adapters.merge.job import MergeJob, write_ends, write_job
+from loraplex.adapters.merge.plan import merged_coverage, plan_merge
+from loraplex.adapters.merge.recipe import MergeRecipe
+from loraplex.adapters.peft.files import fetched_bytes, read_index, small_files, weight_files
+from loraplex.adapters.peft.lora_tensors import LoraTensors
+from loraplex.adapters.peft.validate import WEIGHTS_FILE, AdapterLimits
+from loraplex.adapters.ref import (
+    AdapterRef,
+    RefSource,
+    format_ref,
+    is_pinned,
+    shown_name,
+    shown_place,
+)
+from loraplex.adapters.safetensors.file import WeightsFile, join_files, open_weights
+from loraplex.adapters.slab.file import SlabSource
+from loraplex.adapters.slab.layout import make_layout
+from loraplex.adapters.slab.unpacked import Unpacked
+from loraplex.adapters.sources.base import ENABLING_OPTIONS, Source
+from loraplex.adapters.sources.partial import partial_bytes
+from loraplex.adapters.store.content import Contents, merged_member, present
+from loraplex.adapters.store.quota import Quota
+from loraplex.adapters.store.references import Known, References
+from loraplex.adapters.store.slabs import Slabs
+from loraplex.adapters.store.unfinished import remove_stale, resumable_folder, unfinished_folder
+from loraplex.adapters.violations import Findings, invalid
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +155,7 @@ class AdapterStore:
     def merge(self, recipe: MergeRecipe, run: Callable[[Path], None]) -> AdapterManifest:
         """The adapter that the recipe makes of admitted ones; its digest is the recipe's.
 
-        run: does the job (`adapters.merge.job`) of the folder that it is given.
+        run: does the job (`loraplex.adapters.merge.job`) of the folder that it is given.
         """
         return self._merges.run(recipe.digest, "", lambda: self._merge(recipe, run))
 

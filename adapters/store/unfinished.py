@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from adapters.common.boot import boot_id
-from adapters.common.disk import entries_of, release, stored_bytes
-from adapters.errors import AdapterChanged, AdapterError
+from loraplex.adapters.common.boot import boot_id
+from loraplex.adapters.common.disk import entries_of, release, stored_bytes
+from loraplex.adapters.errors import AdapterChanged, AdapterError
 
 # Of downloads that broke off, together.
 MAX_KEPT = 16

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS
-from launcher.options import Option
+from loraplex.launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS
+from loraplex.launcher.options import Option
 
 SCHEMA = Path(__file__).parent / "loraplex/values.schema.json"
 SET_BY_CHART = {

@@ -10,6 +10,7 @@ RUN sh /src/deploy/images/install.sh dependencies router,traces /opt/loraplex
 COPY README.md LICENSE /src/
 COPY adapters /src/adapters
 COPY launcher /src/launcher
+COPY loraplex /src/loraplex
 COPY router /src/router
 COPY server /src/server
 RUN sh /src/deploy/images/install.sh project router,traces /opt/loraplex

@@ -16,6 +16,7 @@ RUN PYTHON=python3.12 sh /src/deploy/images/install.sh dependencies gpu,s3 /opt/
 COPY README.md LICENSE /src/
 COPY adapters /src/adapters
 COPY launcher /src/launcher
+COPY loraplex /src/loraplex
 COPY router /src/router
 COPY server /src/server
 RUN sh /src/deploy/images/install.sh project gpu,s3 /opt/loraplex && rm -rf /src

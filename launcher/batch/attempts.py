@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import httpx
 
-from launcher.batch.progress import Progress
-from launcher.bench.load.answers import error_text
-from launcher.bench.load.stream_client import retry_after_s
-from router.lines.errors import BatchError
-from router.lines.gate import Gate
-from router.lines.lines import BatchRequest
-from router.lines.pace import BUSY, TOO_LONG, after_failure, pause_s
-from router.lines.records import BatchFault, Outcome, response_of
+from loraplex.launcher.batch.progress import Progress
+from loraplex.launcher.bench.load.answers import error_text
+from loraplex.launcher.bench.load.stream_client import retry_after_s
+from loraplex.router.lines.errors import BatchError
+from loraplex.router.lines.gate import Gate
+from loraplex.router.lines.lines import BatchRequest
+from loraplex.router.lines.pace import BUSY, TOO_LONG, after_failure, pause_s
+from loraplex.router.lines.records import BatchFault, Outcome, response_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from launcher.bench.option_types import above, whole, worded
-from launcher.command_line import Parser, add_options
-from launcher.config import batch_options, resolve
-from launcher.options import OptionError
-from launcher.router_client import server_url
-from router.lines.errors import BatchError
+from loraplex.launcher.bench.option_types import above, whole, worded
+from loraplex.launcher.command_line import Parser, add_options
+from loraplex.launcher.config import batch_options, resolve
+from loraplex.launcher.options import OptionError
+from loraplex.launcher.router_client import server_url
+from loraplex.router.lines.errors import BatchError
 
 if TYPE_CHECKING:
-    from launcher.batch.job import BatchJob, BatchPlan
-    from launcher.batch.progress import Progress
-    from launcher.serve import Serve
-    from router.lines.index import BatchInput
-    from router.lines.journal import Journal
+    from loraplex.launcher.batch.job import BatchJob, BatchPlan
+    from loraplex.launcher.batch.progress import Progress
+    from loraplex.launcher.serve import Serve
+    from loraplex.router.lines.index import BatchInput
+    from loraplex.router.lines.journal import Journal
 
 ABOUT = """\
 Run a file of requests, one JSON object a line, in the format of OpenAI's batch API:
@@ -76,8 +76,8 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str]) -> int:
     """The exit code: 0 if every line has an answer; with --strict, if none failed. Raises
     BatchError, KeyboardInterrupt, and what `serve` raises."""
-    from router.lines.index import BatchInput
-    from router.lines.journal import Journal
+    from loraplex.router.lines.index import BatchInput
+    from loraplex.router.lines.journal import Journal
 
     out, errors = _files(arguments)
     _check_void(arguments)
@@ -99,8 +99,8 @@ def _run_lines(
     until_over: Callable[["BatchJob"], Coroutine[Any, Any, bool]],
 ) -> "Progress":
     """How far it came. until_over: False = it was stopped at once."""
-    from launcher.batch.job import BatchJob
-    from launcher.batch.progress import Progress
+    from loraplex.launcher.batch.job import BatchJob
+    from loraplex.launcher.batch.progress import Progress
 
     total, done = source.requests, journal.skipped
     progress = Progress(sys.stderr, total, done, journal.failed)
@@ -135,7 +135,7 @@ def _files(arguments: argparse.Namespace) -> tuple[Path, Path]:
 
 def _plan(arguments: argparse.Namespace, api_key: str) -> "BatchPlan":
     """Raises OptionError."""
-    from launcher.batch.job import BatchPlan
+    from loraplex.launcher.batch.job import BatchPlan
 
     if not api_key.isascii():
         raise OptionError("the key must be ASCII, as it is sent in a header")
@@ -158,8 +158,8 @@ def _check_void(arguments: argparse.Namespace) -> None:
 
 def _own_server(arguments: argparse.Namespace, environ: Mapping[str, str]) -> "Serve":
     """On a port of its own, for this machine alone. Raises what `serve` raises."""
-    from launcher.plan import LOOPBACK
-    from launcher.serve import Serve, checked_plan
+    from loraplex.launcher.plan import LOOPBACK
+    from loraplex.launcher.serve import Serve, checked_plan
 
     values = resolve(batch_options(), arguments, environ, optional=("model",))
     return Serve(checked_plan({**values, "host": LOOPBACK, "port": 0}), environ)
@@ -167,7 +167,7 @@ def _own_server(arguments: argparse.Namespace, environ: Mapping[str, str]) -> "S
 
 async def _until_over(url: str | None, server: "Serve | None", job: "BatchJob") -> bool:
     """False = it was stopped at once. Raises ChildFailed."""
-    from launcher.until_signal import run_services
+    from loraplex.launcher.until_signal import run_services
 
     if server is not None:
         return await server.run(job)

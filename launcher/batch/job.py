@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from adapters.common.authorities import trusted_context
-from launcher.batch.attempts import LineAttempts
-from launcher.batch.progress import Progress
-from launcher.bench.load.answers import error_text
-from launcher.router_client import bearer
-from router.http.client import http_client
-from router.lines.errors import BatchError
-from router.lines.gate import Gate
-from router.lines.index import BatchInput
-from router.lines.journal import Journal
-from router.lines.lines import BadLine
-from router.lines.order import AdapterWindow, send_order
-from router.lines.pace import SendPace
-from router.lines.records import BatchFault, Outcome, record_id, record_of
+from loraplex.adapters.common.authorities import trusted_context
+from loraplex.launcher.batch.attempts import LineAttempts
+from loraplex.launcher.batch.progress import Progress
+from loraplex.launcher.bench.load.answers import error_text
+from loraplex.launcher.router_client import bearer
+from loraplex.router.http.client import http_client
+from loraplex.router.lines.errors import BatchError
+from loraplex.router.lines.gate import Gate
+from loraplex.router.lines.index import BatchInput
+from loraplex.router.lines.journal import Journal
+from loraplex.router.lines.lines import BadLine
+from loraplex.router.lines.order import AdapterWindow, send_order
+from loraplex.router.lines.pace import SendPace
+from loraplex.router.lines.records import BatchFault, Outcome, record_id, record_of
 
 _CHECK_S = 30.0  # for the server's first answer
 

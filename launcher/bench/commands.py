@@ -5,14 +5,14 @@ import asyncio
 import json
 from dataclasses import asdict
 
-from launcher.bench.drafts.command import add_drafts
-from launcher.bench.engine.commands import add_engine_commands
-from launcher.bench.engine.local_commands import add_local_commands
-from launcher.bench.load.commands import add_load_commands
-from launcher.bench.option_types import above, number, whole
-from launcher.bench.output import print_fields
-from launcher.bench.simulation.command import add_fairness, add_placement
-from launcher.command_line import Parser
+from loraplex.launcher.bench.drafts.command import add_drafts
+from loraplex.launcher.bench.engine.commands import add_engine_commands
+from loraplex.launcher.bench.engine.local_commands import add_local_commands
+from loraplex.launcher.bench.load.commands import add_load_commands
+from loraplex.launcher.bench.option_types import above, number, whole
+from loraplex.launcher.bench.output import print_fields
+from loraplex.launcher.bench.simulation.command import add_fairness, add_placement
+from loraplex.launcher.command_line import Parser
 
 ABOUT = """\
 Measure. `decode`, `prefill`, `vectors` and `throughput` run the engine in this process on random
@@ -53,7 +53,7 @@ def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run_router(arguments: argparse.Namespace) -> None:
-    from launcher.bench.load.router_cost import measure
+    from loraplex.launcher.bench.load.router_cost import measure
 
     sizes = (arguments.streams, arguments.tokens, arguments.requests, arguments.burst)
     cost = asyncio.run(measure(*sizes))
@@ -78,7 +78,7 @@ def _add_overload(parser: Parser) -> None:
 def run_overload(arguments: argparse.Namespace) -> None:
     import uvloop
 
-    from launcher.bench.load.overload import OverloadScene, measure, table
+    from loraplex.launcher.bench.load.overload import OverloadScene, measure, table
 
     times = arguments.times or [2.0, 10.0]
     scene = OverloadScene(

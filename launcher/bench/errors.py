@@ -1,6 +1,6 @@
 """Errors that keep a benchmark from running."""
 
-from adapters.errors import CommandError
+from loraplex.adapters.errors import CommandError
 
 
 class BenchError(CommandError):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from adapters.peft.validate import MAX_LORA_RANK
+from loraplex.adapters.peft.validate import MAX_LORA_RANK
 
 T = TypeVar("T")
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from huggingface_hub import get_token
 
-from adapters.base import BaseSpec
-from adapters.errors import AdapterError
-from adapters.judge import Judged, judge_folder
-from adapters.manifest import AdapterManifest
-from adapters.peft.files import small_files, weight_files
-from adapters.peft.validate import AdapterLimits
-from adapters.ref import (
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.judge import Judged, judge_folder
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.peft.files import small_files, weight_files
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.ref import (
     AdapterRef,
     RefSource,
     local_name,
@@ -25,25 +25,25 @@ from adapters.ref import (
     path_of_local,
     shown_place,
 )
-from adapters.slab.file import write_slab_file
-from adapters.slab.memory import one_after_another
-from adapters.sources.base import Source
-from adapters.sources.enabled import open_sources
-from adapters.store.store import AdapterStore
-from adapters.violations import Findings
-from launcher.commands.adapter_ends import ends_of
-from launcher.commands.adapter_report import Report
-from launcher.commands.adapter_templates import template_forms
-from launcher.convert.command import check_new_folder, convert
-from launcher.convert.plan import Conversion
-from launcher.demo import model_path
-from launcher.demo.recipe import BASE_NAME
-from launcher.options import OptionError
-from launcher.plan import is_demo_model
-from server.model.base_facts import read_base_spec
-from server.model.checkpoint.checkpoint import CheckpointError, read_config
-from server.worker.process.model_source import ModelError, ModelFolder, find_model
-from server.worker.process.sizing import choose_extent_bytes
+from loraplex.adapters.slab.file import write_slab_file
+from loraplex.adapters.slab.memory import one_after_another
+from loraplex.adapters.sources.base import Source
+from loraplex.adapters.sources.enabled import open_sources
+from loraplex.adapters.store.store import AdapterStore
+from loraplex.adapters.violations import Findings
+from loraplex.launcher.commands.adapter_ends import ends_of
+from loraplex.launcher.commands.adapter_report import Report
+from loraplex.launcher.commands.adapter_templates import template_forms
+from loraplex.launcher.convert.command import check_new_folder, convert
+from loraplex.launcher.convert.plan import Conversion
+from loraplex.launcher.demo import model_path
+from loraplex.launcher.demo.recipe import BASE_NAME
+from loraplex.launcher.options import OptionError
+from loraplex.launcher.plan import is_demo_model
+from loraplex.server.model.base_facts import read_base_spec
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
+from loraplex.server.worker.process.model_source import ModelError, ModelFolder, find_model
+from loraplex.server.worker.process.sizing import choose_extent_bytes
 
 # Of the slab file that `pack` writes; a worker packs for its own arena.
 PACK_ARENA_BYTES = 1 << 30

@@ -3,13 +3,13 @@
 import asyncio
 from pathlib import Path
 
-from adapters.manifest import AdapterManifest
-from router.api.ends import EndToken, end_tokens
-from router.generation.answer_ends import AnswerEnds
-from router.text.adapter_models import AdapterModels
-from router.text.model import TextModel
-from router.text.template_sandbox import TemplateSandbox
-from server.model.card import model_card
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.router.api.ends import EndToken, end_tokens
+from loraplex.router.generation.answer_ends import AnswerEnds
+from loraplex.router.text.adapter_models import AdapterModels
+from loraplex.router.text.model import TextModel
+from loraplex.router.text.template_sandbox import TemplateSandbox
+from loraplex.server.model.card import model_card
 
 
 def ends_of(folder: Path, manifest: AdapterManifest) -> list[EndToken]:

@@ -5,14 +5,14 @@ from typing import Any
 
 import msgspec
 
-from adapters.chat.conversation import MessageForm
-from adapters.errors import Violation
-from adapters.manifest import AdapterManifest
-from adapters.peft.tensor_names import WHOLE
-from launcher.convert.plan import Conversion
-from launcher.router_client import as_json
-from router.api.ends import EndToken
-from router.api.partial import partial_of
+from loraplex.adapters.chat.conversation import MessageForm
+from loraplex.adapters.errors import Violation
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.peft.tensor_names import WHOLE
+from loraplex.launcher.convert.plan import Conversion
+from loraplex.launcher.router_client import as_json
+from loraplex.router.api.ends import EndToken
+from loraplex.router.api.partial import partial_of
 
 
 class Report(msgspec.Struct, frozen=True):

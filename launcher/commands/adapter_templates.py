@@ -3,11 +3,11 @@ does."""
 
 import asyncio
 
-from adapters.chat.conversation import MessageForm, TemplateFault
-from adapters.manifest import AdapterTemplate
-from adapters.peft.special_tokens import USUAL_TOKENS
-from router.call import RequestError
-from router.text.template_sandbox import TemplateSandbox
+from loraplex.adapters.chat.conversation import MessageForm, TemplateFault
+from loraplex.adapters.manifest import AdapterTemplate
+from loraplex.adapters.peft.special_tokens import USUAL_TOKENS
+from loraplex.router.call import RequestError
+from loraplex.router.text.template_sandbox import TemplateSandbox
 
 
 def template_forms(template: AdapterTemplate | None) -> dict[str, MessageForm | str]:

@@ -11,8 +11,15 @@ from urllib.parse import quote
 
 import msgspec
 
-from launcher.options import OptionError
-from launcher.router_client import Failed, add_router_options, as_json, connect, send, table
+from loraplex.launcher.options import OptionError
+from loraplex.launcher.router_client import (
+    Failed,
+    add_router_options,
+    as_json,
+    connect,
+    send,
+    table,
+)
 
 ACTIONS = {
     "block": "let keys open nothing for now",
@@ -84,8 +91,8 @@ def run(arguments: argparse.Namespace, admin_key: str) -> int:
 
 
 def _generate(key_id: str) -> int:
-    from router.tenancy.keyring import digest_of, new_secret
-    from router.tenancy.keys import Word
+    from loraplex.router.tenancy.keyring import digest_of, new_secret
+    from loraplex.router.tenancy.keys import Word
 
     try:
         msgspec.convert(key_id, Word)

@@ -8,9 +8,16 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from launcher.options import OptionError
-from launcher.router_client import Failed, add_router_options, as_json, connect, send, table
-from router.names.owned_name import OwnedName
+from loraplex.launcher.options import OptionError
+from loraplex.launcher.router_client import (
+    Failed,
+    add_router_options,
+    as_json,
+    connect,
+    send,
+    table,
+)
+from loraplex.router.names.owned_name import OwnedName
 
 ACTIONS = {
     "load": "bring adapters to every worker's device, and into service",

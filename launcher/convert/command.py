@@ -10,17 +10,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from adapters.base import BaseSpec
-from adapters.peft.config import MAX_RANK
-from adapters.peft.validate import MAX_LORA_RANK, AdapterLimits
-from launcher.convert.methods.options import EXACT, MethodOptions
-from launcher.convert.mlx import MlxOptions
-from launcher.convert.plan import Conversion
-from launcher.options import OptionError, path_of
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.peft.config import MAX_RANK
+from loraplex.adapters.peft.validate import MAX_LORA_RANK, AdapterLimits
+from loraplex.launcher.convert.methods.options import EXACT, MethodOptions
+from loraplex.launcher.convert.mlx import MlxOptions
+from loraplex.launcher.convert.plan import Conversion
+from loraplex.launcher.options import OptionError, path_of
 
 if TYPE_CHECKING:
-    from adapters.judge import Judged
-    from launcher.command_line import Parser
+    from loraplex.adapters.judge import Judged
+    from loraplex.launcher.command_line import Parser
 
 ABOUT = """\
 Make an adapter that can be served of FOLDER: of mlx-lm's format, of PEFT's weights in a pickle
@@ -94,7 +94,7 @@ def convert(
 
     Raises AdapterError, OSError, OptionError.
     """
-    from launcher.convert.convert import ConversionOptions, convert_folder
+    from loraplex.launcher.convert.convert import ConversionOptions, convert_folder
 
     mlx = MlxOptions(_scale(arguments.scale), arguments.base_name, ties_head)
     method = _method(arguments, base_folder)

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Mapping
 from typing import Literal
 
-from launcher.convert.seccomp import MACHINES, filter_program
+from loraplex.launcher.convert.seccomp import MACHINES, filter_program
 
 Layer = Literal["namespaces", "landlock", "seccomp"]
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import msgspec
 
-from adapters.base import BaseSpec
-from adapters.common.strict_json import StrictJsonError, decode_object
-from adapters.errors import AdapterError
-from adapters.judge import Judged, judge_folder
-from adapters.peft.config import CONFIG_FILE, MAX_CONFIG_BYTES
-from adapters.peft.files import SIDE_FILES, is_unsafe
-from adapters.peft.validate import AdapterLimits
-from adapters.safetensors.file import WeightsFile, open_weights
-from adapters.safetensors.header import TensorInfo
-from launcher.convert.formats import (
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.judge import Judged, judge_folder
+from loraplex.adapters.peft.config import CONFIG_FILE, MAX_CONFIG_BYTES
+from loraplex.adapters.peft.files import SIDE_FILES, is_unsafe
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.safetensors.file import WeightsFile, open_weights
+from loraplex.adapters.safetensors.header import TensorInfo
+from loraplex.launcher.convert.formats import (
     ADAPTER_FILES,
     Listing,
     beside,
@@ -25,13 +25,13 @@ from launcher.convert.formats import (
     form_of,
     refuse_ready,
 )
-from launcher.convert.methods.kinds import kind_of
-from launcher.convert.methods.method import plan_method
-from launcher.convert.methods.options import MethodOptions
-from launcher.convert.mlx import MlxOptions, check_kind, is_mlx_config, plan_mlx
-from launcher.convert.pickles import PickleLimits, read_pickle
-from launcher.convert.plan import Conversion, ConversionPlan, Move, refusal
-from launcher.convert.result import publish, workplace, write_result
+from loraplex.launcher.convert.methods.kinds import kind_of
+from loraplex.launcher.convert.methods.method import plan_method
+from loraplex.launcher.convert.methods.options import MethodOptions
+from loraplex.launcher.convert.mlx import MlxOptions, check_kind, is_mlx_config, plan_mlx
+from loraplex.launcher.convert.pickles import PickleLimits, read_pickle
+from loraplex.launcher.convert.plan import Conversion, ConversionPlan, Move, refusal
+from loraplex.launcher.convert.result import publish, workplace, write_result
 
 _RAW_FILE = "raw.safetensors"
 _MADE_FILE = "made.tensors"

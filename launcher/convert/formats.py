@@ -9,12 +9,12 @@ from typing import NoReturn
 
 import msgspec
 
-from adapters.peft.config import CONFIG_FILE
-from adapters.peft.files import MLX_FILE, is_unsafe
-from adapters.peft.validate import WEIGHTS_FILE
-from adapters.run_folders import did_you_mean
-from adapters.violations import shown
-from launcher.convert.plan import Form, refusal
+from loraplex.adapters.peft.config import CONFIG_FILE
+from loraplex.adapters.peft.files import MLX_FILE, is_unsafe
+from loraplex.adapters.peft.validate import WEIGHTS_FILE
+from loraplex.adapters.run_folders import did_you_mean
+from loraplex.adapters.violations import shown
+from loraplex.launcher.convert.plan import Form, refusal
 
 _PICKLE_FILE = "adapter_model.bin"
 # The first that is there holds the weights.

@@ -11,11 +11,11 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from adapters.peft.tensor_names import NAMINGS, meant_by_any
-from adapters.safetensors.header import TensorInfo
-from adapters.violations import shown
-from launcher.convert.lora_config import PREFIX, lora_config, within_layer
-from launcher.convert.plan import ConversionPlan, Move, refusal
+from loraplex.adapters.peft.tensor_names import NAMINGS, meant_by_any
+from loraplex.adapters.safetensors.header import TensorInfo
+from loraplex.adapters.violations import shown
+from loraplex.launcher.convert.lora_config import PREFIX, lora_config, within_layer
+from loraplex.launcher.convert.plan import ConversionPlan, Move, refusal
 
 _SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[ab])")
 _EMBEDDING = "embed_tokens"

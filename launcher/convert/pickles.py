@@ -14,14 +14,14 @@ from typing import IO
 
 import msgspec
 
-import launcher
-from adapters.common import extras
-from adapters.errors import AdapterError
-from adapters.peft.validate import MAX_ADAPTER_BYTES
-from adapters.safetensors.header import MAX_HEADER_BYTES
-from launcher.convert.unpickle import REFUSED, UNCONFINED, UnpickleOrder
+import loraplex
+from loraplex.adapters.common import extras
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.peft.validate import MAX_ADAPTER_BYTES
+from loraplex.adapters.safetensors.header import MAX_HEADER_BYTES
+from loraplex.launcher.convert.unpickle import REFUSED, UNCONFINED, UnpickleOrder
 
-_MODULE = "launcher.convert.unpickle"
+_MODULE = "loraplex.launcher.convert.unpickle"
 _POINTER_START = b"version https://git-lfs"
 _MIB = 1 << 20
 _PIECE_BYTES = 1 << 20
@@ -110,7 +110,7 @@ def _run(name: str, file: IO[bytes], target: Path, order: UnpickleOrder) -> None
 
 def _environment() -> dict[str, str]:
     """No secret of this process; one thread, so that there can be a namespace."""
-    places = [str(Path(launcher.__file__).parents[1]), *filter(None, sys.path)]
+    places = [str(Path(loraplex.__file__).parents[1]), *filter(None, sys.path)]
     threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return {"PYTHONPATH": os.pathsep.join(places), **dict.fromkeys(threads, "1")}
 

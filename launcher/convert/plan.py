@@ -4,8 +4,8 @@ from typing import Literal
 
 import msgspec
 
-from adapters.errors import AdapterError
-from adapters.safetensors.header import TensorInfo
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.safetensors.header import TensorInfo
 
 Form = Literal["mlx-lm", "PEFT"]
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from adapters.common.disk import sync_files, sync_path
-from adapters.errors import AdapterError
-from adapters.peft.config import CONFIG_FILE
-from adapters.peft.validate import WEIGHTS_FILE
-from adapters.safetensors.file import WeightsFile, open_weights
-from adapters.safetensors.floats import Raw
-from adapters.safetensors.header import DTYPE_BYTES
-from launcher.convert.plan import ConversionPlan, Move
+from loraplex.adapters.common.disk import sync_files, sync_path
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.peft.config import CONFIG_FILE
+from loraplex.adapters.peft.validate import WEIGHTS_FILE
+from loraplex.adapters.safetensors.file import WeightsFile, open_weights
+from loraplex.adapters.safetensors.floats import Raw
+from loraplex.adapters.safetensors.header import DTYPE_BYTES
+from loraplex.launcher.convert.plan import ConversionPlan, Move
 
 
 @contextmanager

@@ -1,5 +1,6 @@
-"""`python -m launcher.convert.unpickle ORDER`: a pickle on stdin, a safetensors file on stdout.
+"""Reads a pickle on stdin and writes a safetensors file on stdout.
 
+`python -m loraplex.launcher.convert.unpickle ORDER` starts it.
 Runs confined, and trusts nothing in what it reads; its parent trusts nothing that comes out of it.
 Exit code 0: stdout is whole. `REFUSED`, `UNCONFINED`: stderr says why.
 """
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from adapters.safetensors.header import MAX_TENSORS
-from launcher.convert import confinement
-from launcher.convert.confinement import Layer
-from launcher.convert.state_dict import StateDictError, find_tensors, refused_global
+from loraplex.adapters.safetensors.header import MAX_TENSORS
+from loraplex.launcher.convert import confinement
+from loraplex.launcher.convert.confinement import Layer
+from loraplex.launcher.convert.state_dict import StateDictError, find_tensors, refused_global
 
 if TYPE_CHECKING:
     import torch

@@ -13,11 +13,11 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from adapters.chat.conversation import TemplateOptions
-from adapters.chat.template import ChatTemplate
-from launcher.demo import mix, words
-from launcher.demo.corpus import SEED, Facts, LabelledMessage, held_out_messages, sample
-from launcher.demo.recipe import BOS, CALL_TEMPLATE, EOS, SPECIALS
+from loraplex.adapters.chat.conversation import TemplateOptions
+from loraplex.adapters.chat.template import ChatTemplate
+from loraplex.launcher.demo import mix, words
+from loraplex.launcher.demo.corpus import SEED, Facts, LabelledMessage, held_out_messages, sample
+from loraplex.launcher.demo.recipe import BOS, CALL_TEMPLATE, EOS, SPECIALS
 
 TASK = "tools"
 KINDS = ("call", "none fits", "result")

@@ -6,9 +6,9 @@ from random import Random
 
 from tokenizers import Tokenizer
 
-from launcher.demo import calls, mix, tasks
-from launcher.demo.corpus import LabelledMessage, sample
-from launcher.demo.recipe import ASSISTANT, BOS, EOS, SYSTEM, USER
+from loraplex.launcher.demo import calls, mix, tasks
+from loraplex.launcher.demo.corpus import LabelledMessage, sample
+from loraplex.launcher.demo.recipe import ASSISTANT, BOS, EOS, SYSTEM, USER
 
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 

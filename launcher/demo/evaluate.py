@@ -1,4 +1,7 @@
-"""Scores the shipped adapters on messages nobody trained on: `python -m launcher.demo.evaluate`."""
+"""Scores the shipped adapters on messages nobody trained on.
+
+To run: `python -m loraplex.launcher.demo.evaluate`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapters.common import extras
-from launcher.demo import adapter_paths, calls, model_path, tasks
-from launcher.demo.corpus import SEED, LabelledMessage, held_out_messages
+from loraplex.adapters.common import extras
+from loraplex.launcher.demo import adapter_paths, calls, model_path, tasks
+from loraplex.launcher.demo.corpus import SEED, LabelledMessage, held_out_messages
 
 FORMS = ("raw", "chat")
 MAX_ANSWER = 96

@@ -1,4 +1,7 @@
-"""Trains the demo's tokenizer, base model and adapters: `python -m launcher.demo.train`."""
+"""Trains the demo's tokenizer, base model and adapters.
+
+To run: `python -m loraplex.launcher.demo.train`.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from launcher.demo import feed, mix, recipe, tasks
-from launcher.demo.corpus import SEED, sample
-from launcher.demo.recipe import Schedule
+from loraplex.launcher.demo import feed, mix, recipe, tasks
+from loraplex.launcher.demo.corpus import SEED, sample
+from loraplex.launcher.demo.recipe import Schedule
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from server.model.families.registry import architectures
+from loraplex.server.model.families.registry import architectures
 
 _FILE = Path(__file__).with_name("known_models.json")
 

@@ -1,18 +1,20 @@
-"""docs/reference/families.md, written from the registry: `python -m launcher.families.page`; with
-`--list` the sentence of the README."""
+"""docs/reference/families.md, written from the registry.
+
+To run: `python -m loraplex.launcher.families.page`; with `--list` the sentence of the README.
+"""
 
 import sys
 
-from launcher.families.known_models import KnownModel, served_families
-from server.model.families.registry import architectures, read_model
-from server.model.ops.kernel_limits import unsupported
-from server.model.ops.memory import weights_bytes
-from server.model.spec import ModelSpec
+from loraplex.launcher.families.known_models import KnownModel, served_families
+from loraplex.server.model.families.registry import architectures, read_model
+from loraplex.server.model.ops.kernel_limits import unsupported
+from loraplex.server.model.ops.memory import weights_bytes
+from loraplex.server.model.spec import ModelSpec
 
 _HEAD = """\
 # Families of models
 
-<!-- Written by `python -m launcher.families.page`; a test holds it fresh. -->
+<!-- Written by `python -m loraplex.launcher.families.page`; a test holds it fresh. -->
 
 A model is served if its `config.json` names one of these types, and says nothing that its family
 cannot compute. [Models](models.md) has the rules; `loraplex info MODEL` tries any `config.json`.

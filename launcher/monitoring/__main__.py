@@ -1,9 +1,9 @@
-"""Writes the Grafana dashboards into a folder: `python -m launcher.monitoring FOLDER`."""
+"""Writes the Grafana dashboards into a folder: `python -m loraplex.launcher.monitoring FOLDER`."""
 
 import sys
 from pathlib import Path
 
-from launcher.monitoring import dashboards
+from loraplex.launcher.monitoring import dashboards
 
 if len(sys.argv) != 2:
     sys.exit(__doc__)

@@ -1,6 +1,6 @@
 """The board of adapters: use, cold loads, tiers."""
 
-from launcher.monitoring.panels import (
+from loraplex.launcher.monitoring.panels import (
     RATE,
     Board,
     Panel,

@@ -2,10 +2,10 @@
 
 import json
 
-from launcher.monitoring.adapter_board import ADAPTERS
-from launcher.monitoring.fleet_boards import FLEET, TENANTS
-from launcher.monitoring.latency_boards import SLO, WORKERS
-from launcher.monitoring.panels import Board, to_json
+from loraplex.launcher.monitoring.adapter_board import ADAPTERS
+from loraplex.launcher.monitoring.fleet_boards import FLEET, TENANTS
+from loraplex.launcher.monitoring.latency_boards import SLO, WORKERS
+from loraplex.launcher.monitoring.panels import Board, to_json
 
 BOARDS: tuple[Board, ...] = (FLEET, SLO, ADAPTERS, TENANTS, WORKERS)
 

@@ -1,6 +1,6 @@
 """Boards of the fleet and of its tenants."""
 
-from launcher.monitoring.panels import (
+from loraplex.launcher.monitoring.panels import (
     Board,
     Panel,
     Query,
@@ -10,7 +10,7 @@ from launcher.monitoring.panels import (
     ratio,
     total,
 )
-from router.telemetry.metrics import GENERATION_PATHS
+from loraplex.router.telemetry.metrics import GENERATION_PATHS
 
 _NO_FAULT = "no stream was resumed: a quantile of nothing is no number"
 _GENERATION = f'route=~"{"|".join(GENERATION_PATHS)}"'

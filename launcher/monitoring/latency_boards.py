@@ -1,6 +1,6 @@
 """Boards of objectives and of workers' insides."""
 
-from launcher.monitoring.panels import (
+from loraplex.launcher.monitoring.panels import (
     RATE,
     Board,
     Panel,

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from router.api.errors import Dialect, error_object
-from router.call import ChoiceResult, FinishReason, RequestError
+from loraplex.router.api.errors import Dialect, error_object
+from loraplex.router.call import ChoiceResult, FinishReason, RequestError
 
 encode = msgspec.json.Encoder().encode
 

@@ -6,9 +6,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from adapters.errors import AdapterError, AdapterErrorCode, Violation
-from router.call import Cause, RequestError
-from server.protocol import ErrorCode
+from loraplex.adapters.errors import AdapterError, AdapterErrorCode, Violation
+from loraplex.router.call import Cause, RequestError
+from loraplex.server.protocol import ErrorCode
 
 # The shape of an error: LoRAX's {"error", "error_type"}, OpenAI's {"error": {…}} or Anthropic's
 # {"type": "error", "error": {…}}. `vllm` is OpenAI's with the statuses that vLLM's two LoRA routes

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from router.api.admin.keys import MAX_LISTED
-from router.api.admin.operations import OPERATIONS, Operation
-from router.api.errors import AnthropicError, Dialect, LoraxError, OpenAIError, error_table
-from router.api.files.requests import MAX_FILES_LISTED
-from router.api.request.formatter import ApiLimits
-from router.api.schema_limits import Schema, say_limits
+from loraplex.router.api.admin.keys import MAX_LISTED
+from loraplex.router.api.admin.operations import OPERATIONS, Operation
+from loraplex.router.api.errors import AnthropicError, Dialect, LoraxError, OpenAIError, error_table
+from loraplex.router.api.files.requests import MAX_FILES_LISTED
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.schema_limits import Schema, say_limits
 
 _ERRORS: dict[Dialect, Any] = {
     "lorax": LoraxError,

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from adapters.manifest import AdapterManifest
-from router.names.registration import Registration
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.router.names.registration import Registration
 
 
 class PartialObject(msgspec.Struct, frozen=True):

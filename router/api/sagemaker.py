@@ -7,16 +7,16 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from router.api.errors import Dialect
-from router.api.lorax import request as lorax
-from router.api.openai import chat, completions
-from router.api.openai.chat import ChatBody
-from router.api.openai.common import typed_openai
-from router.api.openai.completions import CompletionsBody
-from router.api.request.body import only_one_of
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import unsupported
-from router.api.vectors import classify, embeddings, pooling, rerank, score
+from loraplex.router.api.errors import Dialect
+from loraplex.router.api.lorax import request as lorax
+from loraplex.router.api.openai import chat, completions
+from loraplex.router.api.openai.chat import ChatBody
+from loraplex.router.api.openai.common import typed_openai
+from loraplex.router.api.openai.completions import CompletionsBody
+from loraplex.router.api.request.body import only_one_of
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.known_elsewhere import unsupported
+from loraplex.router.api.vectors import classify, embeddings, pooling, rerank, score
 
 ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 SESSION_HEADER = "x-amzn-sagemaker-session-id"

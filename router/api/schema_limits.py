@@ -4,28 +4,28 @@ Pure."""
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from adapters.chat.conversation import REASONING
-from adapters.merge.recipe import MAX_MEMBERS, MAX_WEIGHT, SIGN_METHODS, STRATEGIES
-from router.api.cohere.request import REFUSED as REFUSED_OF_COHERE
-from router.api.lorax.fields import HARMLESS as HARMLESS_BESIDE
-from router.api.messages.request import REFUSED as REFUSED_OF_MESSAGES
-from router.api.messages.tools import REFUSED_OF_TOOL
-from router.api.openai.chat import OF_ONE
-from router.api.openai.common import HARMLESS, WHOLE_AT_MINUS_ONE
-from router.api.request.aliases import aliases_of
-from router.api.request.fields import SOURCES
-from router.api.request.formatter import ApiLimits
-from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
-from router.api.responses.request import REFUSED, REFUSED_UNSTORED
-from router.api.sglang.lmdeploy import HARMLESS as HARMLESS_OF_LMDEPLOY
-from router.api.sglang.lmdeploy import SHAPES as SHAPES_OF_LMDEPLOY
-from router.api.sglang.request import HARMLESS as HARMLESS_OF_SGLANG
-from router.api.vectors.cohere import REFUSED as REFUSED_OF_EMBED
-from router.api.vectors.cohere import SHAPES as COHERE_SHAPES
-from router.api.vectors.fields import READ
-from router.api.vectors.score import SIDES
-from router.api.vectors.whole import MAX_INPUTS
-from router.tools.registry import FORMATS
+from loraplex.adapters.chat.conversation import REASONING
+from loraplex.adapters.merge.recipe import MAX_MEMBERS, MAX_WEIGHT, SIGN_METHODS, STRATEGIES
+from loraplex.router.api.cohere.request import REFUSED as REFUSED_OF_COHERE
+from loraplex.router.api.lorax.fields import HARMLESS as HARMLESS_BESIDE
+from loraplex.router.api.messages.request import REFUSED as REFUSED_OF_MESSAGES
+from loraplex.router.api.messages.tools import REFUSED_OF_TOOL
+from loraplex.router.api.openai.chat import OF_ONE
+from loraplex.router.api.openai.common import HARMLESS, WHOLE_AT_MINUS_ONE
+from loraplex.router.api.request.aliases import aliases_of
+from loraplex.router.api.request.fields import SOURCES
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
+from loraplex.router.api.responses.request import REFUSED, REFUSED_UNSTORED
+from loraplex.router.api.sglang.lmdeploy import HARMLESS as HARMLESS_OF_LMDEPLOY
+from loraplex.router.api.sglang.lmdeploy import SHAPES as SHAPES_OF_LMDEPLOY
+from loraplex.router.api.sglang.request import HARMLESS as HARMLESS_OF_SGLANG
+from loraplex.router.api.vectors.cohere import REFUSED as REFUSED_OF_EMBED
+from loraplex.router.api.vectors.cohere import SHAPES as COHERE_SHAPES
+from loraplex.router.api.vectors.fields import READ
+from loraplex.router.api.vectors.score import SIDES
+from loraplex.router.api.vectors.whole import MAX_INPUTS
+from loraplex.router.tools.registry import FORMATS
 
 Schema = dict[str, Any]
 

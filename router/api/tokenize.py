@@ -10,18 +10,18 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from router.api.openai.chat import ChatBody
-from router.api.openai.chat import request_of as chat_request
-from router.api.openai.common import decode_openai
-from router.api.openai.completions import CompletionsBody
-from router.api.openai.completions import request_of as completions_request
-from router.api.request.body import decode_plain, only_one_of, typed
-from router.api.request.fields import NonNegative
-from router.api.request.formatter import ApiLimits
-from router.api.request.known_elsewhere import check_unknown_parts
-from router.call import GenerationCall
-from router.text.tokenizer_json import AddedToken
-from server.protocol import ModelCard, SamplingParams
+from loraplex.router.api.openai.chat import ChatBody
+from loraplex.router.api.openai.chat import request_of as chat_request
+from loraplex.router.api.openai.common import decode_openai
+from loraplex.router.api.openai.completions import CompletionsBody
+from loraplex.router.api.openai.completions import request_of as completions_request
+from loraplex.router.api.request.body import decode_plain, only_one_of, typed
+from loraplex.router.api.request.fields import NonNegative
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.request.known_elsewhere import check_unknown_parts
+from loraplex.router.call import GenerationCall
+from loraplex.router.text.tokenizer_json import AddedToken
+from loraplex.server.protocol import ModelCard, SamplingParams
 
 # Characters of a text, and tokens of one. A token takes several hundred bytes of memory.
 MAX_TOKENIZED = 1 << 19

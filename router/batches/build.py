@@ -2,23 +2,23 @@
 
 from pathlib import Path
 
-from router.batches.claims import Claims
-from router.batches.desk import BatchDesk
-from router.batches.fleet_view import FleetView
-from router.batches.folder import BatchFolder
-from router.batches.inside import InsideDoor
-from router.batches.keeper import BatchKeeper
-from router.batches.row_shares import RowShares
-from router.batches.run import BatchParts
-from router.config import RouterConfig
-from router.files.store import FileStore
-from router.files.stored_file import StorageLimits
-from router.files.upload import UploadLimits, Uploads
-from router.generation.dispatcher import Dispatcher
-from router.lines.lines import LineRules
-from router.shared.sharing import Sharing
-from router.telemetry.metrics import RouterMetrics
-from router.tenancy.tenancy import Tenancy
+from loraplex.router.batches.claims import Claims
+from loraplex.router.batches.desk import BatchDesk
+from loraplex.router.batches.fleet_view import FleetView
+from loraplex.router.batches.folder import BatchFolder
+from loraplex.router.batches.inside import InsideDoor
+from loraplex.router.batches.keeper import BatchKeeper
+from loraplex.router.batches.row_shares import RowShares
+from loraplex.router.batches.run import BatchParts
+from loraplex.router.config import RouterConfig
+from loraplex.router.files.store import FileStore
+from loraplex.router.files.stored_file import StorageLimits
+from loraplex.router.files.upload import UploadLimits, Uploads
+from loraplex.router.generation.dispatcher import Dispatcher
+from loraplex.router.lines.lines import LineRules
+from loraplex.router.shared.sharing import Sharing
+from loraplex.router.telemetry.metrics import RouterMetrics
+from loraplex.router.tenancy.tenancy import Tenancy
 
 # What a line has around its body.
 _AROUND_BYTES = 64 << 10

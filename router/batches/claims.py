@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import os
 
-from router.batches.folder import BatchFolder
-from router.files.disk import off_loop
-from router.shared.store import Store, StoreDown
+from loraplex.router.batches.folder import BatchFolder
+from loraplex.router.files.disk import off_loop
+from loraplex.router.shared.store import Store, StoreDown
 
 LEASE_S = 10.0
 # A router that could not renew for so long runs nothing: another may take over soon after.

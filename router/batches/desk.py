@@ -7,19 +7,25 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from router.api.files.objects import BatchList, BatchObject, DeletedFile, FileList, FileObject
-from router.api.files.requests import CreateBatchBody, ListQuery, page_of
-from router.background import Background
-from router.batches.folder import BatchFolder
-from router.batches.inside import InsideDoor
-from router.batches.keeper import BatchKeeper
-from router.batches.state import BatchState
-from router.call import RequestError
-from router.files.disk import off_loop
-from router.files.store import FileStore
-from router.files.stored_file import BATCH_ID, FILE_ID, StorageLimits, StoredFile, new_id
-from router.files.upload import Uploads
-from router.tenancy.keys import Caller
+from loraplex.router.api.files.objects import (
+    BatchList,
+    BatchObject,
+    DeletedFile,
+    FileList,
+    FileObject,
+)
+from loraplex.router.api.files.requests import CreateBatchBody, ListQuery, page_of
+from loraplex.router.background import Background
+from loraplex.router.batches.folder import BatchFolder
+from loraplex.router.batches.inside import InsideDoor
+from loraplex.router.batches.keeper import BatchKeeper
+from loraplex.router.batches.state import BatchState
+from loraplex.router.call import RequestError
+from loraplex.router.files.disk import off_loop
+from loraplex.router.files.store import FileStore
+from loraplex.router.files.stored_file import BATCH_ID, FILE_ID, StorageLimits, StoredFile, new_id
+from loraplex.router.files.upload import Uploads
+from loraplex.router.tenancy.keys import Caller
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import contextlib
 
 import msgspec
 
-from router.shared.store import Store, StoreDown
+from loraplex.router.shared.store import Store, StoreDown
 
 _LEASE_S = 5.0
 _GROUP = "batch-routers"

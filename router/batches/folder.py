@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from router.batches.state import BatchState
-from router.call import RequestError
-from router.files.disk import names_in, read_if_there, write_whole
-from router.files.store import FileStore
-from router.files.stored_file import BATCH_ID, ids_of, is_id
+from loraplex.router.batches.state import BatchState
+from loraplex.router.call import RequestError
+from loraplex.router.files.disk import names_in, read_if_there, write_whole
+from loraplex.router.files.store import FileStore
+from loraplex.router.files.stored_file import BATCH_ID, ids_of, is_id
 
 MAX_OPEN = 100  # of a tenant
 MAX_KEPT = 1000

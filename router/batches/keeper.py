@@ -6,16 +6,16 @@ import logging
 import time
 from collections.abc import Callable
 
-from router.batches.claims import Claims
-from router.batches.fleet_view import FleetView, RouterNote
-from router.batches.row_shares import RowShares
-from router.batches.run import BatchParts, BatchRun
-from router.batches.state import BatchState
-from router.call import RequestError
-from router.files.disk import off_loop
-from router.files.store import folder_id
-from router.files.stored_file import StoredAmount
-from router.lines.errors import BatchError
+from loraplex.router.batches.claims import Claims
+from loraplex.router.batches.fleet_view import FleetView, RouterNote
+from loraplex.router.batches.row_shares import RowShares
+from loraplex.router.batches.run import BatchParts, BatchRun
+from loraplex.router.batches.state import BatchState
+from loraplex.router.call import RequestError
+from loraplex.router.files.disk import off_loop
+from loraplex.router.files.store import folder_id
+from loraplex.router.files.stored_file import StoredAmount
+from loraplex.router.lines.errors import BatchError
 
 logger = logging.getLogger(__name__)
 

@@ -12,22 +12,22 @@ from typing import Literal
 
 import msgspec
 
-from router.batches.folder import BatchFolder
-from router.batches.inside import InsideAnswer
-from router.batches.row_shares import RowShares
-from router.batches.state import BatchEnd, BatchState
-from router.call import RequestError
-from router.files.disk import off_loop
-from router.files.store import FileStore
-from router.files.stored_file import StorageLimits, StoredFile
-from router.lines.errors import BatchError
-from router.lines.gate import Gate
-from router.lines.index import BatchInput
-from router.lines.journal import Journal
-from router.lines.lines import BadLine, BatchRequest, LineRules
-from router.lines.order import AdapterWindow, send_order
-from router.lines.pace import BUSY, TOO_LONG, SendPace, pause_s
-from router.lines.records import (
+from loraplex.router.batches.folder import BatchFolder
+from loraplex.router.batches.inside import InsideAnswer
+from loraplex.router.batches.row_shares import RowShares
+from loraplex.router.batches.state import BatchEnd, BatchState
+from loraplex.router.call import RequestError
+from loraplex.router.files.disk import off_loop
+from loraplex.router.files.store import FileStore
+from loraplex.router.files.stored_file import StorageLimits, StoredFile
+from loraplex.router.lines.errors import BatchError
+from loraplex.router.lines.gate import Gate
+from loraplex.router.lines.index import BatchInput
+from loraplex.router.lines.journal import Journal
+from loraplex.router.lines.lines import BadLine, BatchRequest, LineRules
+from loraplex.router.lines.order import AdapterWindow, send_order
+from loraplex.router.lines.pace import BUSY, TOO_LONG, SendPace, pause_s
+from loraplex.router.lines.records import (
     BatchFault,
     BatchRecord,
     Outcome,
@@ -35,7 +35,7 @@ from router.lines.records import (
     record_of,
     response_of,
 )
-from router.telemetry.metrics import RouterMetrics
+from loraplex.router.telemetry.metrics import RouterMetrics
 
 _RETRIES = 10
 # Of one batch: those of a few lines each must not wait for each other.

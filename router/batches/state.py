@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from router.api.files.objects import (
+from loraplex.router.api.files.objects import (
     BatchErrors,
     BatchLineError,
     BatchObject,

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from adapters.common.disk import sync_path
-from router.call import RequestError
+from loraplex.adapters.common.disk import sync_path
+from loraplex.router.call import RequestError
 
 logger = logging.getLogger(__name__)
 

@@ -3,9 +3,9 @@
 import contextlib
 import time
 
-from router.files.disk import TEMPORARY, names_in, off_loop, read_if_there, write_whole
-from router.files.store import FileStore
-from router.policy.batch_limits import ResponsesLimits
+from loraplex.router.files.disk import TEMPORARY, names_in, off_loop, read_if_there, write_whole
+from loraplex.router.files.store import FileStore
+from loraplex.router.policy.batch_limits import ResponsesLimits
 
 
 class DiskShelf:

@@ -3,8 +3,8 @@
 tenants/<tenant>/files/<id>.json     what is known of a file; it is there once the content is
                       /<id>.jsonl    the content
                       /<id>.part     an upload under way
-tenants/<tenant>/batches/            see `router.batches.folder`
-                /responses/          see `router.files.disk_shelf`
+tenants/<tenant>/batches/            see `loraplex.router.batches.folder`
+                /responses/          see `loraplex.router.files.disk_shelf`
 """
 
 import contextlib
@@ -16,10 +16,17 @@ from pathlib import Path
 
 import msgspec
 
-from adapters.common.disk import sync_path
-from router.call import RequestError
-from router.files.disk import TEMPORARY, names_in, read_if_there, write_whole
-from router.files.stored_file import FILE_ID, StorageLimits, StoredAmount, StoredFile, ids_of, is_id
+from loraplex.adapters.common.disk import sync_path
+from loraplex.router.call import RequestError
+from loraplex.router.files.disk import TEMPORARY, names_in, read_if_there, write_whole
+from loraplex.router.files.stored_file import (
+    FILE_ID,
+    StorageLimits,
+    StoredAmount,
+    StoredFile,
+    ids_of,
+    is_id,
+)
 
 _NOBODY = "_"  # no tenant's name begins so
 _NOTE, _CONTENT, _PART = ".json", ".jsonl", ".part"

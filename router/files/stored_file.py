@@ -6,8 +6,8 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from router.api.files.objects import FileObject, FilePurpose
-from router.call import RequestError
+from loraplex.router.api.files.objects import FileObject, FilePurpose
+from loraplex.router.call import RequestError
 
 FILE_ID = "file-"
 BATCH_ID = "batch_"

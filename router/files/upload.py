@@ -11,11 +11,11 @@ from typing import BinaryIO
 
 from starlette.requests import Request
 
-from router.api.files.requests import FORM_FIELDS, parse_form
-from router.api.request.body import require
-from router.call import RequestError
-from router.files.disk import off_loop
-from router.files.multipart import (
+from loraplex.router.api.files.requests import FORM_FIELDS, parse_form
+from loraplex.router.api.request.body import require
+from loraplex.router.call import RequestError
+from loraplex.router.files.disk import off_loop
+from loraplex.router.files.multipart import (
     FormError,
     FormEvent,
     FormReader,
@@ -23,9 +23,9 @@ from router.files.multipart import (
     PartContent,
     boundary_of,
 )
-from router.files.store import FileStore
-from router.files.stored_file import FILE_ID, StorageLimits, StoredFile, name_of, new_id
-from router.http.body import ClientGone
+from loraplex.router.files.store import FileStore
+from loraplex.router.files.stored_file import FILE_ID, StorageLimits, StoredFile, name_of, new_id
+from loraplex.router.http.body import ClientGone
 
 # What is gathered before it is written.
 _WRITE_BYTES = 1 << 20

@@ -7,12 +7,12 @@ import hashlib
 
 import msgspec
 
-from adapters.chat.conversation import TemplateFault
-from adapters.chat.turn_end import PROBES, Probe, turn_ends
-from adapters.common.recent import Recent
-from adapters.manifest import AdapterManifest, OwnToken
-from router.text.model import TextModel
-from router.text.template_sandbox import TemplateSandbox
+from loraplex.adapters.chat.conversation import TemplateFault
+from loraplex.adapters.chat.turn_end import PROBES, Probe, turn_ends
+from loraplex.adapters.common.recent import Recent
+from loraplex.adapters.manifest import AdapterManifest, OwnToken
+from loraplex.router.text.model import TextModel
+from loraplex.router.text.template_sandbox import TemplateSandbox
 
 _MAX_KEPT = 16_384
 

@@ -6,15 +6,15 @@ from typing import Literal
 
 import msgspec
 
-from adapters.chat.conversation import UnreadTools, choose_template
-from adapters.manifest import AdapterTemplate
-from router.call import GenerationCall, RequestError
-from router.parts.division import Division
-from router.parts.reasoning import REASONING, Reasoning, detect_reasoning
-from router.tools.compose import Frame
-from router.tools.formats.format import ToolFormat
-from router.tools.registry import DEFAULT, FORMATS, detect
-from server.protocol import ModelCard
+from loraplex.adapters.chat.conversation import UnreadTools, choose_template
+from loraplex.adapters.manifest import AdapterTemplate
+from loraplex.router.call import GenerationCall, RequestError
+from loraplex.router.parts.division import Division
+from loraplex.router.parts.reasoning import REASONING, Reasoning, detect_reasoning
+from loraplex.router.tools.compose import Frame
+from loraplex.router.tools.formats.format import ToolFormat
+from loraplex.router.tools.registry import DEFAULT, FORMATS, detect
+from loraplex.server.protocol import ModelCard
 
 # Of texts, those that are special tokens, with their ids.
 SpecialIds = Callable[[Collection[str]], dict[str, int]]

@@ -10,19 +10,19 @@ from threading import Lock
 
 import msgspec
 
-from adapters.common.recent import Recent
-from adapters.grammar.checker import CheckerBroken, CheckerUnavailable, GrammarChecker
-from adapters.grammar.compile import GrammarError
-from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import VocabularyError, read_tokens
-from router.call import GenerationCall, RequestError
-from router.generation.answer_parts import PartsOfAnswers
-from router.parts.reasoning import Reasoning
-from router.shape.shape import JsonSchema, Shape, ShapeRefused, StructuralTag
-from router.text.model import TextModel
-from router.text.turn_taking import PROCESSES
-from router.tools.compose import Composed, Frame, compose
-from server.protocol import ThinkingBudget
+from loraplex.adapters.common.recent import Recent
+from loraplex.adapters.grammar.checker import CheckerBroken, CheckerUnavailable, GrammarChecker
+from loraplex.adapters.grammar.compile import GrammarError
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.adapters.grammar.vocabulary import VocabularyError, read_tokens
+from loraplex.router.call import GenerationCall, RequestError
+from loraplex.router.generation.answer_parts import PartsOfAnswers
+from loraplex.router.parts.reasoning import Reasoning
+from loraplex.router.shape.shape import JsonSchema, Shape, ShapeRefused, StructuralTag
+from loraplex.router.text.model import TextModel
+from loraplex.router.text.turn_taking import PROCESSES
+from loraplex.router.tools.compose import Composed, Frame, compose
+from loraplex.server.protocol import ThinkingBudget
 
 _MAX_KEPT = 4096
 # To compose a grammar without schemas takes so many times as long as to encode its form's text.

@@ -15,9 +15,9 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.lorax.answer import Timings, count_headers, head_headers
-from router.api.request.formatter import Formatter
-from router.call import (
+from loraplex.router.api.lorax.answer import Timings, count_headers, head_headers
+from loraplex.router.api.request.formatter import Formatter
+from loraplex.router.call import (
     DIGEST_HEADER,
     SCALE_HEADER,
     UNBOUND_HEADER,
@@ -26,20 +26,20 @@ from router.call import (
     PromptInfo,
     RequestError,
 )
-from router.generation.dispatcher import Dispatcher
-from router.generation.generation import Generation, Part
-from router.generation.way_in import ArrivedRequest, Parse
-from router.http.body import BodyLimits, read_json_body
-from router.http.intake import Intake
-from router.http.long_answer import LongAnswer
-from router.http.sse import EventStream, until_disconnect
-from router.telemetry.caller_errors import CallerErrors
-from router.telemetry.metrics import RouterMetrics
-from router.telemetry.observer import RequestObserver
-from router.telemetry.request import in_hand
-from router.tenancy.metering import Charge
-from router.tenancy.tenancy import Tenancy
-from server.protocol import SamplingParams
+from loraplex.router.generation.dispatcher import Dispatcher
+from loraplex.router.generation.generation import Generation, Part
+from loraplex.router.generation.way_in import ArrivedRequest, Parse
+from loraplex.router.http.body import BodyLimits, read_json_body
+from loraplex.router.http.intake import Intake
+from loraplex.router.http.long_answer import LongAnswer
+from loraplex.router.http.sse import EventStream, until_disconnect
+from loraplex.router.telemetry.caller_errors import CallerErrors
+from loraplex.router.telemetry.metrics import RouterMetrics
+from loraplex.router.telemetry.observer import RequestObserver
+from loraplex.router.telemetry.request import in_hand
+from loraplex.router.tenancy.metering import Charge
+from loraplex.router.tenancy.tenancy import Tenancy
+from loraplex.server.protocol import SamplingParams
 
 # Of a list of places; those behind are counted.
 _HEADER_CHARS = 2_000

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from adapters.errors import AdapterError
-from router.api.request.formatter import ApiRequest
-from router.call import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.router.api.request.formatter import ApiRequest
+from loraplex.router.call import (
     DIGEST_HEADER,
     AdapterChoice,
     AnswerHead,
@@ -22,31 +22,31 @@ from router.call import (
     RequestError,
     adapter_field,
 )
-from router.failures import FAILURES, Aborted, RequestQuarantined, Stopping, request_error
-from router.generation.generation import Generation
-from router.generation.inbox import Inbox
-from router.generation.prompts import Prompt
-from router.generation.sequence import BYTES_A_TOKEN, Retries, RunContext, fingerprint
-from router.generation.tokenise import TokenisedRequest, Tokeniser
-from router.generation.vector_kinds import check_early, check_kind
-from router.generation.way_in import (
+from loraplex.router.failures import FAILURES, Aborted, RequestQuarantined, Stopping, request_error
+from loraplex.router.generation.generation import Generation
+from loraplex.router.generation.inbox import Inbox
+from loraplex.router.generation.prompts import Prompt
+from loraplex.router.generation.sequence import BYTES_A_TOKEN, Retries, RunContext, fingerprint
+from loraplex.router.generation.tokenise import TokenisedRequest, Tokeniser
+from loraplex.router.generation.vector_kinds import check_early, check_kind
+from loraplex.router.generation.way_in import (
     AdmittedRequest,
     ArrivedRequest,
     AuthorisedRequest,
     ResolvedRequest,
 )
-from router.names.catalog import Catalog
-from router.names.served import ServedAdapter
-from router.names.use import AdapterUse
-from router.policy.rollout import sticky_value
-from router.telemetry.observer import RequestObserver
-from router.tenancy.keys import Caller
-from router.tenancy.metering import Charge
-from router.tenancy.scope import check_scope
-from router.tenancy.usage import OTHER
-from router.text.model import TextModel
-from router.workers.base_model import BaseModel
-from router.workers.fleet import Fleet
+from loraplex.router.names.catalog import Catalog
+from loraplex.router.names.served import ServedAdapter
+from loraplex.router.names.use import AdapterUse
+from loraplex.router.policy.rollout import sticky_value
+from loraplex.router.telemetry.observer import RequestObserver
+from loraplex.router.tenancy.keys import Caller
+from loraplex.router.tenancy.metering import Charge
+from loraplex.router.tenancy.scope import check_scope
+from loraplex.router.tenancy.usage import OTHER
+from loraplex.router.text.model import TextModel
+from loraplex.router.workers.base_model import BaseModel
+from loraplex.router.workers.fleet import Fleet
 
 # Of the requests that are answered at once: the part of one tenant, where callers have keys, and of
 # all batches together.

@@ -12,8 +12,8 @@ from functools import partial
 
 import msgspec
 
-from router.api.answers import completed
-from router.call import (
+from loraplex.router.api.answers import completed
+from loraplex.router.call import (
     DIGEST_HEADER,
     AnswerHead,
     ChoiceResult,
@@ -22,16 +22,16 @@ from router.call import (
     TextEvent,
     TextToken,
 )
-from router.failures import EXCUSED, FAILURES, Aborted, DeadlinePassed, request_error
-from router.generation.sequence import RunContext, SequenceRun
-from router.generation.tokenise import PromptTask, TokenisedRequest
-from router.generation.vector_answers import VectorStream
-from router.parts.division import DividedAnswer, Division
-from router.telemetry.observer import RequestObserver, SequenceObserver
-from router.text.detokenizer import Detokenizer
-from router.text.model import TextModel
-from router.text.stream import ChoiceStream, prompt_tokens
-from server.protocol import GenerateRequest, TokenEvent
+from loraplex.router.failures import EXCUSED, FAILURES, Aborted, DeadlinePassed, request_error
+from loraplex.router.generation.sequence import RunContext, SequenceRun
+from loraplex.router.generation.tokenise import PromptTask, TokenisedRequest
+from loraplex.router.generation.vector_answers import VectorStream
+from loraplex.router.parts.division import DividedAnswer, Division
+from loraplex.router.telemetry.observer import RequestObserver, SequenceObserver
+from loraplex.router.text.detokenizer import Detokenizer
+from loraplex.router.text.model import TextModel
+from loraplex.router.text.stream import ChoiceStream, prompt_tokens
+from loraplex.server.protocol import GenerateRequest, TokenEvent
 
 logger = logging.getLogger(__name__)
 

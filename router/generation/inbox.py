@@ -3,8 +3,8 @@
 import asyncio
 from collections import deque
 
-from router.failures import ReaderTooSlow
-from server.protocol import TokenEvent
+from loraplex.router.failures import ReaderTooSlow
+from loraplex.server.protocol import TokenEvent
 
 # What CPython takes for an event with one token, for each further token, and for an alternative.
 _EVENT_BYTES = 512

@@ -3,11 +3,11 @@
 Runs on the event loop; long texts are encoded in threads.
 """
 
-from router.call import GenerationCall, RequestError, VectorCall
-from router.generation.prompts import Prompt
-from router.generation.vector_prompts import TextReader, unpadded
-from router.text.model import TextModel
-from server.protocol import PairForm
+from loraplex.router.call import GenerationCall, RequestError, VectorCall
+from loraplex.router.generation.prompts import Prompt
+from loraplex.router.generation.vector_prompts import TextReader, unpadded
+from loraplex.router.text.model import TextModel
+from loraplex.server.protocol import PairForm
 
 _DOCUMENT = "{document}"
 

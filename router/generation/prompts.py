@@ -8,14 +8,19 @@ from typing import Any
 
 import msgspec
 
-from adapters.chat.conversation import Rendered, TemplateFault, TemplateOptions, choose_template
-from adapters.manifest import AdapterTemplate
-from router.call import Api, GenerationCall, RequestError
-from router.text.detokenizer import Detokenizer
-from router.text.model import TextModel
-from router.text.template_sandbox import TemplateSandbox
-from router.text.templates import template_error
-from server.protocol import SamplingParams
+from loraplex.adapters.chat.conversation import (
+    Rendered,
+    TemplateFault,
+    TemplateOptions,
+    choose_template,
+)
+from loraplex.adapters.manifest import AdapterTemplate
+from loraplex.router.call import Api, GenerationCall, RequestError
+from loraplex.router.text.detokenizer import Detokenizer
+from loraplex.router.text.model import TextModel
+from loraplex.router.text.template_sandbox import TemplateSandbox
+from loraplex.router.text.templates import template_error
+from loraplex.server.protocol import SamplingParams
 
 # Characters of a text that is cut: what is cut off costs memory all the same.
 MAX_ENCODED = 4 << 20

@@ -13,20 +13,20 @@ from functools import partial
 
 import msgspec
 
-from adapters.errors import AdapterError
-from router.failures import RequestQuarantined, SequenceFailed
-from router.generation.inbox import Inbox
-from router.names.served import ServedAdapter, changed, has_changed, home_key
-from router.policy.placement.attempts import Attempts, Quarantine, RetryBudget
-from router.policy.placement.placement import PlacementRequest
-from router.policy.placement.prefixes import prefix_keys
-from router.policy.queue.cost import Bill
-from router.policy.queue.queue_limits import Promise
-from router.policy.queue.waiting import Waiting
-from router.telemetry.observer import SequenceObserver
-from router.workers.fleet import Fleet
-from router.workers.session import Credit, WorkerLost, WorkerSession
-from server.protocol import ErrorCode, GenerateRequest, SamplingParams, TokenEvent, encode
+from loraplex.adapters.errors import AdapterError
+from loraplex.router.failures import RequestQuarantined, SequenceFailed
+from loraplex.router.generation.inbox import Inbox
+from loraplex.router.names.served import ServedAdapter, changed, has_changed, home_key
+from loraplex.router.policy.placement.attempts import Attempts, Quarantine, RetryBudget
+from loraplex.router.policy.placement.placement import PlacementRequest
+from loraplex.router.policy.placement.prefixes import prefix_keys
+from loraplex.router.policy.queue.cost import Bill
+from loraplex.router.policy.queue.queue_limits import Promise
+from loraplex.router.policy.queue.waiting import Waiting
+from loraplex.router.telemetry.observer import SequenceObserver
+from loraplex.router.workers.fleet import Fleet
+from loraplex.router.workers.session import Credit, WorkerLost, WorkerSession
+from loraplex.server.protocol import ErrorCode, GenerateRequest, SamplingParams, TokenEvent, encode
 
 logger = logging.getLogger(__name__)
 

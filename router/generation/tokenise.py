@@ -8,36 +8,36 @@ from collections.abc import Sequence
 
 import msgspec
 
-from adapters.grammar.limits import GrammarLimits
-from adapters.manifest import AdapterManifest
-from router.call import GenerationCall, VectorCall
-from router.generation.activation import adapter_from
-from router.generation.answer_ends import AnswerEnds
-from router.generation.answer_parts import AnswerParts, PartsOfAnswers
-from router.generation.answer_shape import AnswerShapes
-from router.generation.pair_prompts import pair_prompts
-from router.generation.prompts import (
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.router.call import GenerationCall, VectorCall
+from loraplex.router.generation.activation import adapter_from
+from loraplex.router.generation.answer_ends import AnswerEnds
+from loraplex.router.generation.answer_parts import AnswerParts, PartsOfAnswers
+from loraplex.router.generation.answer_shape import AnswerShapes
+from loraplex.router.generation.pair_prompts import pair_prompts
+from loraplex.router.generation.prompts import (
     Prompt,
     build_prompts,
     render_messages,
     resolve_sampling,
     unbound_hints,
 )
-from router.generation.vector_answers import VectorReading, vector_reading
-from router.generation.vector_prompts import (
+from loraplex.router.generation.vector_answers import VectorReading, vector_reading
+from loraplex.router.generation.vector_prompts import (
     class_prompts,
     paired_vector_prompts,
     unbound_prompts,
     vector_prompts,
 )
-from router.names.served import ServedAdapter
-from router.parts.division import Division
-from router.policy.quota import UNSTATED_TOKENS
-from router.text.adapter_models import AdapterModels
-from router.text.model import TextModel
-from router.text.template_sandbox import TemplateSandbox
-from router.tools.registry import DEFAULT
-from server.protocol import SamplingParams, VectorParams
+from loraplex.router.names.served import ServedAdapter
+from loraplex.router.parts.division import Division
+from loraplex.router.policy.quota import UNSTATED_TOKENS
+from loraplex.router.text.adapter_models import AdapterModels
+from loraplex.router.text.model import TextModel
+from loraplex.router.text.template_sandbox import TemplateSandbox
+from loraplex.router.tools.registry import DEFAULT
+from loraplex.server.protocol import SamplingParams, VectorParams
 
 _SEED_BITS = 53  # what JSON numbers carry without loss everywhere
 

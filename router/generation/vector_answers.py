@@ -6,9 +6,9 @@ from typing import Literal, Protocol
 import msgspec
 import numpy as np
 
-from router.call import ChoiceResult, RequestError, VectorCall
-from router.generation.vector_prompts import queries_of
-from server.protocol import ClassForm, ModelCard, TokenEvent, VectorForm, VectorParams
+from loraplex.router.call import ChoiceResult, RequestError, VectorCall
+from loraplex.router.generation.vector_prompts import queries_of
+from loraplex.server.protocol import ClassForm, ModelCard, TokenEvent, VectorForm, VectorParams
 
 # As torch divides by no less.
 _LEAST_LENGTH = 1e-12

@@ -1,8 +1,8 @@
 """Whether a model gives what a call wants: text, vectors, classes or fits. Pure."""
 
-from router.call import GenerationCall, RequestError, adapter_field
-from router.names.served import ServedAdapter
-from server.protocol import Gift, ModelCard
+from loraplex.router.call import GenerationCall, RequestError, adapter_field
+from loraplex.router.names.served import ServedAdapter
+from loraplex.server.protocol import Gift, ModelCard
 
 _AT: dict[Gift, str] = {
     "text": "text at /v1/chat/completions",

@@ -6,10 +6,10 @@ Runs on the event loop; long texts are encoded in threads.
 
 from collections.abc import Sequence
 
-from router.call import GenerationCall, RequestError, VectorCall
-from router.generation.prompts import MAX_ENCODED, Prompt, check_ids, input_field
-from router.text.model import TextModel
-from server.protocol import ModelCard, VectorForm
+from loraplex.router.call import GenerationCall, RequestError, VectorCall
+from loraplex.router.generation.prompts import MAX_ENCODED, Prompt, check_ids, input_field
+from loraplex.router.text.model import TextModel
+from loraplex.server.protocol import ModelCard, VectorForm
 
 # What sentence-transformers calls the prompts of the two texts of a pair.
 QUERY, DOCUMENT = "query", "document"

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.call import AdapterChoice, AnswerHead, GenerationCall, MergedChoice
-from router.names.served import ServedAdapter
-from router.policy.queue.queue_limits import Promise
-from router.tenancy.keys import Caller
-from router.text.model import TextModel
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.call import AdapterChoice, AnswerHead, GenerationCall, MergedChoice
+from loraplex.router.names.served import ServedAdapter
+from loraplex.router.policy.queue.queue_limits import Promise
+from loraplex.router.tenancy.keys import Caller
+from loraplex.router.text.model import TextModel
 
 # `parse` of an API's module: body, limits, the value of `Authorization: Bearer …`.
 Parse = Callable[[bytes, ApiLimits, str | None], ApiRequest]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from router.call import RequestError
+from loraplex.router.call import RequestError
 
 CLIENT_GONE_STATUS = 499  # as nginx counts it
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import httpx
 
-from adapters.common.authorities import trusted_context
+from loraplex.adapters.common.authorities import trusted_context
 
 _LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20)
 

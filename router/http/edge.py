@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.api.errors import dialect_of_path
-from router.api.missing_routes import MEANT
-from router.telemetry.metrics import RouterMetrics
-from router.telemetry.request import RequestInHand
-from router.telemetry.request_log import RequestLog
+from loraplex.router.api.errors import dialect_of_path
+from loraplex.router.api.missing_routes import MEANT
+from loraplex.router.telemetry.metrics import RouterMetrics
+from loraplex.router.telemetry.request import RequestInHand
+from loraplex.router.telemetry.request_log import RequestLog
 
 logger = logging.getLogger(__name__)
 

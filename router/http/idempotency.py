@@ -18,10 +18,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from router.call import RequestError
-from router.http.body import BodyLimits, read_json_body
-from router.http.sse import EventStream, takes_events, until_disconnect
-from router.shared.store import Store, StoreDown
+from loraplex.router.call import RequestError
+from loraplex.router.http.body import BodyLimits, read_json_body
+from loraplex.router.http.sse import EventStream, takes_events, until_disconnect
+from loraplex.router.shared.store import Store, StoreDown
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from router.http.parser import PlainHttpParser
-from router.policy.front_door import Cut, FrontDoor, HttpDeadlines
-from router.telemetry.metrics import RouterMetrics
+from loraplex.router.http.parser import PlainHttpParser
+from loraplex.router.policy.front_door import Cut, FrontDoor, HttpDeadlines
+from loraplex.router.telemetry.metrics import RouterMetrics
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 128

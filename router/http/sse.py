@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from router.http.body import ClientGone
+from loraplex.router.http.body import ClientGone
 
 KEEP_ALIVE_S = 15.0
 _KEEP_ALIVE = b": keep-alive\n\n"

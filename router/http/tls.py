@@ -9,11 +9,11 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from router.config import RouterConfigError
-from router.file_stamp import Stamp, stamp_of
-from router.http.protocol import BoundedHttpProtocol
-from router.policy.front_door import FrontDoor, HttpDeadlines
-from router.telemetry.metrics import RouterMetrics
+from loraplex.router.config import RouterConfigError
+from loraplex.router.file_stamp import Stamp, stamp_of
+from loraplex.router.http.protocol import BoundedHttpProtocol
+from loraplex.router.policy.front_door import FrontDoor, HttpDeadlines
+from loraplex.router.telemetry.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 

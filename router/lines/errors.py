@@ -1,6 +1,6 @@
 """What ends a batch before every line has an answer."""
 
-from adapters.errors import CommandError
+from loraplex.adapters.errors import CommandError
 
 
 class BatchError(CommandError):

@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from router.lines.pace import SendPace
+from loraplex.router.lines.pace import SendPace
 
 
 class Gate:

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
 
-from router.lines.errors import BatchError
-from router.lines.lines import ANY_ROUTE, BadLine, BatchRequest, LineRules, read_line
-from router.lines.order import BAD, BLANK, TWICE
-from router.lines.records import mark_of
+from loraplex.router.lines.errors import BatchError
+from loraplex.router.lines.lines import ANY_ROUTE, BadLine, BatchRequest, LineRules, read_line
+from loraplex.router.lines.order import BAD, BLANK, TWICE
+from loraplex.router.lines.records import mark_of
 
 
 class BatchInput:

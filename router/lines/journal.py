@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from router.lines.errors import BatchError
-from router.lines.index import BatchInput
-from router.lines.records import RECORD_BEGIN, BatchRecord, answered_line, encode
+from loraplex.router.lines.errors import BatchError
+from loraplex.router.lines.index import BatchInput
+from loraplex.router.lines.records import RECORD_BEGIN, BatchRecord, answered_line, encode
 
 
 class _RecordFile:

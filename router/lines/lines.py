@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from router.api.admin.operations import OPERATIONS
-from router.call import BASE_PLACEHOLDERS
+from loraplex.router.api.admin.operations import OPERATIONS
+from loraplex.router.call import BASE_PLACEHOLDERS
 
 MAX_LINE_BYTES = 64 << 20
 # What callers may post, where the answer can be whole.

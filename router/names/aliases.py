@@ -13,13 +13,13 @@ from typing import Protocol
 
 import msgspec
 
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef
-from router.call import Secret
-from router.names.owned_name import OwnedName
-from router.names.registration import Registration
-from router.shared.replica import Conflict, Replica
-from router.shared.store import MAX_ROWS, Store, StoreDown, TableFull
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.call import Secret
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.registration import Registration
+from loraplex.router.shared.replica import Conflict, Replica
+from loraplex.router.shared.store import MAX_ROWS, Store, StoreDown, TableFull
 
 logger = logging.getLogger(__name__)
 

@@ -13,18 +13,25 @@ from dataclasses import dataclass
 
 import msgspec
 
-from adapters.common.nearest import did_you_mean, one_edit_away
-from adapters.errors import AdapterError
-from adapters.manifest import AdapterManifest
-from adapters.merge.recipe import sole_member
-from adapters.ref import AdapterRef, format_ref, is_name
-from router.call import AdapterChoice, MergedChoice, Secret
-from router.config import MAX_ADAPTER_TTL_S
-from router.names.aliases import Aliases
-from router.names.registration import Registration, check_served, seen
-from router.names.served import Merge, Origin, ServedAdapter, changed, has_changed, merge_of
-from router.policy.rollout import Content
-from router.tenancy.keys import Caller
+from loraplex.adapters.common.nearest import did_you_mean, one_edit_away
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.merge.recipe import sole_member
+from loraplex.adapters.ref import AdapterRef, format_ref, is_name
+from loraplex.router.call import AdapterChoice, MergedChoice, Secret
+from loraplex.router.config import MAX_ADAPTER_TTL_S
+from loraplex.router.names.aliases import Aliases
+from loraplex.router.names.registration import Registration, check_served, seen
+from loraplex.router.names.served import (
+    Merge,
+    Origin,
+    ServedAdapter,
+    changed,
+    has_changed,
+    merge_of,
+)
+from loraplex.router.policy.rollout import Content
+from loraplex.router.tenancy.keys import Caller
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from typing import Literal
 
 import msgspec
 
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef, format_ref
-from router.call import Secret
-from router.names.owned_name import OwnedName
-from router.policy.rollout import Content, Declared, Guards, Rollout
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef, format_ref
+from loraplex.router.call import Secret
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.policy.rollout import Content, Declared, Guards, Rollout
 
 MAX_HISTORY = 32
 MAX_NOTE = 300

@@ -8,10 +8,10 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef, format_ref
-from router.names.registration import Change, Registration, noted
-from router.policy.rollout import MAX_WEIGHT, Content, Declared, Guards, Rollout, Version
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef, format_ref
+from loraplex.router.names.registration import Change, Registration, noted
+from loraplex.router.policy.rollout import MAX_WEIGHT, Content, Declared, Guards, Rollout, Version
 
 _ALL = MAX_WEIGHT
 

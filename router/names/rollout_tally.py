@@ -7,10 +7,10 @@ Of its own it keeps books in memory, too, for as long as the store is away.
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
-from router.names.registration import Registration
-from router.policy.guards import GuardSample, Measured, breach, bucket_of
-from router.policy.rollout import MAX_WINDOW_S
-from router.shared.store import Store, StoreDown
+from loraplex.router.names.registration import Registration
+from loraplex.router.policy.guards import GuardSample, Measured, breach, bucket_of
+from loraplex.router.policy.rollout import MAX_WINDOW_S
+from loraplex.router.shared.store import Store, StoreDown
 
 SLICE_S = 10
 # A book is read until a while after its span: routers are late by what a flush takes.

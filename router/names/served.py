@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from adapters.errors import AdapterError
-from adapters.manifest import AdapterManifest
-from adapters.merge.recipe import MergeMember, MergeRecipe, make_recipe
-from adapters.ref import AdapterRef, format_ref
-from router.call import MergedChoice, Secret
-from router.names.owned_name import OwnedName
-from server.protocol import AdapterMerge, MemberSource, acting
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.merge.recipe import MergeMember, MergeRecipe, make_recipe
+from loraplex.adapters.ref import AdapterRef, format_ref
+from loraplex.router.call import MergedChoice, Secret
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.server.protocol import AdapterMerge, MemberSource, acting
 
 _CHANGED_RETRY_S = 1.0
 

@@ -5,8 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from router.names.owned_name import OwnedName
-from router.names.served import ServedAdapter
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.served import ServedAdapter
 
 MAX_REMEMBERED = 1 << 16
 

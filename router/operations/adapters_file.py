@@ -13,18 +13,24 @@ from typing import Any
 
 import msgspec
 
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef, is_name
-from router.api.admin.adapters import Name, check_name, format_named, parse_target, rollout_request
-from router.api.admin.rollouts import Versions
-from router.api.request.body import require
-from router.api.request.field_faults import field_fault
-from router.call import RequestError
-from router.names.owned_name import OwnedName
-from router.names.registration import Registration, RegistrationRequest, RolloutRequest
-from router.names.rollout_moves import split
-from router.policy.rollout import Declared, Guards
-from router.tenancy.keys import Word
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef, is_name
+from loraplex.router.api.admin.adapters import (
+    Name,
+    check_name,
+    format_named,
+    parse_target,
+    rollout_request,
+)
+from loraplex.router.api.admin.rollouts import Versions
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.field_faults import field_fault
+from loraplex.router.call import RequestError
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.registration import Registration, RegistrationRequest, RolloutRequest
+from loraplex.router.names.rollout_moves import split
+from loraplex.router.policy.rollout import Declared, Guards
+from loraplex.router.tenancy.keys import Word
 
 BY = "the adapters file"
 MAX_FILE_BYTES = 4 << 20

@@ -14,14 +14,14 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from adapters.common.nearest import did_you_mean, one_edit_away
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef
-from router.call import Secret
-from router.names.aliases import Aliases
-from router.names.catalog import Catalog
-from router.names.owned_name import OwnedName
-from router.names.registration import (
+from loraplex.adapters.common.nearest import did_you_mean, one_edit_away
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.call import Secret
+from loraplex.router.names.aliases import Aliases
+from loraplex.router.names.catalog import Catalog
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.registration import (
     Event,
     Registration,
     RegistrationRequest,
@@ -29,11 +29,11 @@ from router.names.registration import (
     move,
     seen,
 )
-from router.names.use import AdapterUse
-from router.operations.workers import AdapterWorkers
-from router.policy.rollout import Content
-from router.shared.replica import REFRESH_S
-from router.workers.session import WorkerSession
+from loraplex.router.names.use import AdapterUse
+from loraplex.router.operations.workers import AdapterWorkers
+from loraplex.router.policy.rollout import Content
+from loraplex.router.shared.replica import REFRESH_S
+from loraplex.router.workers.session import WorkerSession
 
 log = logging.getLogger(__name__)
 

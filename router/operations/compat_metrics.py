@@ -12,13 +12,13 @@ from itertools import islice
 
 from prometheus_client.registry import Collector
 
-from adapters.common.meters import NO_LABELS, Kind, Meters, NamedSample, Row
-from router.names.aliases import Aliases
-from router.names.use import AdapterUse
-from router.telemetry.metrics import RouterMetrics
-from router.workers.base_model import BaseModel
-from router.workers.fleet import Fleet
-from server.protocol import WorkerStatus
+from loraplex.adapters.common.meters import NO_LABELS, Kind, Meters, NamedSample, Row
+from loraplex.router.names.aliases import Aliases
+from loraplex.router.names.use import AdapterUse
+from loraplex.router.telemetry.metrics import RouterMetrics
+from loraplex.router.workers.base_model import BaseModel
+from loraplex.router.workers.fleet import Fleet
+from loraplex.server.protocol import WorkerStatus
 
 COMPAT_PREFIX = "vllm:"
 MAX_NAMES = 512

@@ -9,10 +9,10 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 
-from adapters.errors import AdapterError, AdapterErrorCode
-from adapters.ref import AdapterRef
-from router.call import AdapterChoice
-from router.names.catalog import Catalog
+from loraplex.adapters.errors import AdapterError, AdapterErrorCode
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.call import AdapterChoice
+from loraplex.router.names.catalog import Catalog
 
 AT_ONCE = 2
 POLL_S = 0.25

@@ -5,11 +5,11 @@ import logging
 from collections.abc import Awaitable, Callable, Container
 from pathlib import Path
 
-from adapters.errors import AdapterError
-from router.file_stamp import Stamp, stamp_of
-from router.names.owned_name import OwnedName
-from router.names.registration import RegistrationRequest
-from router.operations.adapters_file import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.router.file_stamp import Stamp, stamp_of
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.registration import RegistrationRequest
+from loraplex.router.operations.adapters_file import (
     BY,
     MAX_FILE_BYTES,
     WHOLE,
@@ -19,8 +19,8 @@ from router.operations.adapters_file import (
     read,
     unreadable,
 )
-from router.operations.admin import AdapterAdmin
-from router.operations.rollouts import Rollouts
+from loraplex.router.operations.admin import AdapterAdmin
+from loraplex.router.operations.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
 

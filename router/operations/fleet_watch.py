@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from router.api.admin.fleet import (
+from loraplex.router.api.admin.fleet import (
     MAX_ADAPTERS,
     FleetObject,
     PlaceObject,
@@ -23,18 +23,18 @@ from router.api.admin.fleet import (
     registered_objects,
     worker_object,
 )
-from router.call import RequestError
-from router.generation.dispatcher import Dispatcher
-from router.names.catalog import Catalog
-from router.names.registration import Registration
-from router.operations.file_watch import AdaptersFile
-from router.telemetry.caller_errors import CallerErrors
-from router.version import VERSION
-from router.workers.base_model import BaseModel
-from router.workers.client import WorkerClient
-from router.workers.fleet import Fleet
-from router.workers.session import WorkerLost, WorkerSession
-from server.protocol import AdapterPlace
+from loraplex.router.call import RequestError
+from loraplex.router.generation.dispatcher import Dispatcher
+from loraplex.router.names.catalog import Catalog
+from loraplex.router.names.registration import Registration
+from loraplex.router.operations.file_watch import AdaptersFile
+from loraplex.router.telemetry.caller_errors import CallerErrors
+from loraplex.router.version import VERSION
+from loraplex.router.workers.base_model import BaseModel
+from loraplex.router.workers.client import WorkerClient
+from loraplex.router.workers.fleet import Fleet
+from loraplex.router.workers.session import WorkerLost, WorkerSession
+from loraplex.server.protocol import AdapterPlace
 
 LOOK_EVERY_S = 1.0
 LOOK_TIMEOUT_S = 0.8

@@ -1,12 +1,12 @@
 """Informs a router's parts of workers that connect and leave."""
 
-from router.background import Background
-from router.generation.dispatcher import Dispatcher
-from router.operations.admin import AdapterAdmin
-from router.workers.base_model import BaseModel
-from router.workers.fleet import Fleet
-from router.workers.session import WorkerSession
-from server.protocol import ModelCard, WorkerHello
+from loraplex.router.background import Background
+from loraplex.router.generation.dispatcher import Dispatcher
+from loraplex.router.operations.admin import AdapterAdmin
+from loraplex.router.workers.base_model import BaseModel
+from loraplex.router.workers.fleet import Fleet
+from loraplex.router.workers.session import WorkerSession
+from loraplex.server.protocol import ModelCard, WorkerHello
 
 
 class Membership:

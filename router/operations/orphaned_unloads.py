@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 
-from adapters.errors import AdapterError
-from router.names.owned_name import OwnedName
-from router.operations.admin import AdapterAdmin
-from router.shared.store import Store, StoreDown
-from router.tenancy.admission import ROUTERS
+from loraplex.adapters.errors import AdapterError
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.operations.admin import AdapterAdmin
+from loraplex.router.shared.store import Store, StoreDown
+from loraplex.router.tenancy.admission import ROUTERS
 
 # Longer than routers take to say again that they are there, when the store has lost it.
 TICK_S = 8.0

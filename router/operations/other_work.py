@@ -2,10 +2,10 @@
 
 from typing import get_args
 
-from router.api.admin.fleet import BatchesObject, WorkObject
-from router.batches.desk import BatchDesk
-from router.call import VectorUse
-from router.telemetry.metrics import RouterMetrics
+from loraplex.router.api.admin.fleet import BatchesObject, WorkObject
+from loraplex.router.batches.desk import BatchDesk
+from loraplex.router.call import VectorUse
+from loraplex.router.telemetry.metrics import RouterMetrics
 
 
 def work_of(metrics: RouterMetrics, desk: BatchDesk | None) -> WorkObject:

@@ -2,9 +2,9 @@
 
 import contextlib
 
-from router.names.aliases import Aliases
-from router.workers.roster import Roster
-from router.workers.session import WorkerLost
+from loraplex.router.names.aliases import Aliases
+from loraplex.router.workers.roster import Roster
+from loraplex.router.workers.session import WorkerLost
 
 
 class Pins:

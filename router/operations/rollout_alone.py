@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from adapters.errors import AdapterError
-from router.names.aliases import Aliases
-from router.names.owned_name import OwnedName
-from router.names.registration import Registration
-from router.names.rollout_tally import RolloutTally, breaches
-from router.operations.rollouts import Rollouts
-from router.policy.rollout import Rollout
-from router.tenancy.records import AuditRecord
+from loraplex.adapters.errors import AdapterError
+from loraplex.router.names.aliases import Aliases
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.registration import Registration
+from loraplex.router.names.rollout_tally import RolloutTally, breaches
+from loraplex.router.operations.rollouts import Rollouts
+from loraplex.router.policy.rollout import Rollout
+from loraplex.router.tenancy.records import AuditRecord
 
 logger = logging.getLogger(__name__)
 

@@ -11,17 +11,17 @@ from collections.abc import Callable
 
 import msgspec
 
-from adapters.errors import AdapterError
-from router.names.aliases import Aliases
-from router.names.owned_name import OwnedName
-from router.names.registration import Registration
-from router.names.rollout_tally import Read, RolloutTally, breaches
-from router.operations.rollout_alone import LoneGuard
-from router.operations.rollouts import GUARD, Rollouts
-from router.policy.guards import Measurements, Verdict, judged
-from router.policy.rollout import Guards
-from router.shared.store import Store, StoreDown
-from router.tenancy.records import AuditRecord
+from loraplex.adapters.errors import AdapterError
+from loraplex.router.names.aliases import Aliases
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.registration import Registration
+from loraplex.router.names.rollout_tally import Read, RolloutTally, breaches
+from loraplex.router.operations.rollout_alone import LoneGuard
+from loraplex.router.operations.rollouts import GUARD, Rollouts
+from loraplex.router.policy.guards import Measurements, Verdict, judged
+from loraplex.router.policy.rollout import Guards
+from loraplex.router.shared.store import Store, StoreDown
+from loraplex.router.tenancy.records import AuditRecord
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef, parse_ref
-from router.names.owned_name import OwnedName
-from router.names.registration import Registration, RolloutRequest
-from router.names.rollout_moves import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef, parse_ref
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.registration import Registration, RolloutRequest
+from loraplex.router.names.rollout_moves import (
     Shares,
     before,
     check_undeclared,
@@ -26,8 +26,8 @@ from router.names.rollout_moves import (
     to_promote,
     with_shares,
 )
-from router.operations.admin import AdapterAdmin
-from router.policy.rollout import Content, Declared, Guards, RolledBackBy, Rollout, Version
+from loraplex.router.operations.admin import AdapterAdmin
+from loraplex.router.policy.rollout import Content, Declared, Guards, RolledBackBy, Rollout, Version
 
 GUARD = "guard"
 BY_OPERATOR = "an operator took it back"

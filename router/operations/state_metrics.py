@@ -5,22 +5,22 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import get_args
 
-from adapters.common.meters import Row
-from router.batches.desk import BatchDesk
-from router.generation.dispatcher import Dispatcher
-from router.names.aliases import Aliases
-from router.names.catalog import Catalog
-from router.names.owned_name import OwnedName
-from router.operations.file_watch import AdaptersFile
-from router.policy.quota import Reason as QuotaReason
-from router.policy.rollout import VersionState
-from router.shared.sharing import Sharing
-from router.telemetry.metrics import RouterMetrics
-from router.telemetry.top_adapters import Count
-from router.tenancy.admission import MODES
-from router.tenancy.tenancy import Tenancy
-from router.workers.fleet import Fleet
-from router.workers.session import WorkerSession
+from loraplex.adapters.common.meters import Row
+from loraplex.router.batches.desk import BatchDesk
+from loraplex.router.generation.dispatcher import Dispatcher
+from loraplex.router.names.aliases import Aliases
+from loraplex.router.names.catalog import Catalog
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.operations.file_watch import AdaptersFile
+from loraplex.router.policy.quota import Reason as QuotaReason
+from loraplex.router.policy.rollout import VersionState
+from loraplex.router.shared.sharing import Sharing
+from loraplex.router.telemetry.metrics import RouterMetrics
+from loraplex.router.telemetry.top_adapters import Count
+from loraplex.router.tenancy.admission import MODES
+from loraplex.router.tenancy.tenancy import Tenancy
+from loraplex.router.workers.fleet import Fleet
+from loraplex.router.workers.session import WorkerSession
 
 # What a worker is to this router.
 WORKER_STATES = ("ready", "starting", "draining", "disconnected")

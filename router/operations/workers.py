@@ -5,16 +5,16 @@ import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 
-from adapters.errors import AdapterError
-from router.call import Secret
-from router.names.aliases import Aliases
-from router.names.catalog import Catalog
-from router.names.served import home_key
-from router.policy.placement.rendezvous import rank
-from router.policy.rollout import Content
-from router.workers.fleet import Fleet
-from router.workers.session import WorkerLost, WorkerSession
-from server.protocol import AdapterTiers
+from loraplex.adapters.errors import AdapterError
+from loraplex.router.call import Secret
+from loraplex.router.names.aliases import Aliases
+from loraplex.router.names.catalog import Catalog
+from loraplex.router.names.served import home_key
+from loraplex.router.policy.placement.rendezvous import rank
+from loraplex.router.policy.rollout import Content
+from loraplex.router.workers.fleet import Fleet
+from loraplex.router.workers.session import WorkerLost, WorkerSession
+from loraplex.server.protocol import AdapterTiers
 
 log = logging.getLogger(__name__)
 

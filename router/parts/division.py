@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from router.parts.parts import NOTHING, CallDelta, PartsDelta, PartsReader, ToolCall
+from loraplex.router.parts.parts import NOTHING, CallDelta, PartsDelta, PartsReader, ToolCall
 
 
 class Division(msgspec.Struct, frozen=True):

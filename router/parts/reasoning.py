@@ -2,8 +2,8 @@
 
 import msgspec
 
-from router.parts.parts import PartsReader
-from router.parts.scan import Scan, Steps, StepsReader
+from loraplex.router.parts.parts import PartsReader
+from loraplex.router.parts.scan import Scan, Steps, StepsReader
 
 _NEWLINES = "\r\n"
 # Tokens of gpt-oss.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-from router.parts.parts import CallDelta, PartsDelta
+from loraplex.router.parts.parts import CallDelta, PartsDelta
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from router.policy.rollout import Guards
+from loraplex.router.policy.rollout import Guards
 
 _BASE = math.log(1.1)
 _SHORTEST_S = 1e-4

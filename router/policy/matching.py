@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from router.policy.placement.placement import MISSES, Decision, Placer
-from router.policy.placement.workers import WorkerView
-from router.policy.queue.cost import Bill, load_price
-from router.policy.queue.waiting import Waiting, WaitingQueue
+from loraplex.router.policy.placement.placement import MISSES, Decision, Placer
+from loraplex.router.policy.placement.workers import WorkerView
+from loraplex.router.policy.queue.cost import Bill, load_price
+from loraplex.router.policy.queue.waiting import Waiting, WaitingQueue
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef, format_ref
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.ref import AdapterRef, format_ref
 
 MAX_VERSIONS = 8
 MAX_WEIGHT = 100

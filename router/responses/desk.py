@@ -13,21 +13,27 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.request.body import require
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.responses import request as responses
-from router.api.responses.input import InputItem
-from router.api.responses.stored import StoredResponse, answer_in, own_items, unpack, unstored
-from router.call import RequestError
-from router.files.disk import off_loop
-from router.files.disk_shelf import DiskShelf
-from router.files.stored_file import RESPONSE_ID, is_id, new_id
-from router.generation.answerer import Answerer
-from router.http.body import read_json_body
-from router.http.idempotency import with_body
-from router.http.long_answer import LongAnswer
-from router.http.sse import EventStream
-from router.policy.batch_limits import ResponsesLimits
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.responses import request as responses
+from loraplex.router.api.responses.input import InputItem
+from loraplex.router.api.responses.stored import (
+    StoredResponse,
+    answer_in,
+    own_items,
+    unpack,
+    unstored,
+)
+from loraplex.router.call import RequestError
+from loraplex.router.files.disk import off_loop
+from loraplex.router.files.disk_shelf import DiskShelf
+from loraplex.router.files.stored_file import RESPONSE_ID, is_id, new_id
+from loraplex.router.generation.answerer import Answerer
+from loraplex.router.http.body import read_json_body
+from loraplex.router.http.idempotency import with_body
+from loraplex.router.http.long_answer import LongAnswer
+from loraplex.router.http.sse import EventStream
+from loraplex.router.policy.batch_limits import ResponsesLimits
 
 logger = logging.getLogger(__name__)
 

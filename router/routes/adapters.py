@@ -6,8 +6,8 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from adapters.ref import format_ref
-from router.api.admin.adapters import (
+from loraplex.adapters.ref import format_ref
+from loraplex.router.api.admin.adapters import (
     DEFAULT_WAIT_S,
     AdapterList,
     AdapterObject,
@@ -29,22 +29,27 @@ from router.api.admin.adapters import (
     parse_unload,
     rollout_request,
 )
-from router.api.admin.rollouts import AdapterHistory, change_objects, parse_digest, rollout_object
-from router.api.ends import EndToken, end_tokens
-from router.api.partial import partial_note
-from router.api.request.body import decode_body, require
-from router.api.sglang.info import LoadedAdapters
-from router.call import RequestError, Secret
-from router.http.body import BodyLimits, read_json_body
-from router.http.edge import path_name
-from router.names.owned_name import OwnedName
-from router.names.registration import Registration, RegistrationRequest
-from router.names.rollout_moves import running
-from router.operations.workers import Tiers
-from router.routes.info import json_response
-from router.routes.operator import Endpoint, who
-from router.service import Service
-from router.shared.store import StoreDown
+from loraplex.router.api.admin.rollouts import (
+    AdapterHistory,
+    change_objects,
+    parse_digest,
+    rollout_object,
+)
+from loraplex.router.api.ends import EndToken, end_tokens
+from loraplex.router.api.partial import partial_note
+from loraplex.router.api.request.body import decode_body, require
+from loraplex.router.api.sglang.info import LoadedAdapters
+from loraplex.router.call import RequestError, Secret
+from loraplex.router.http.body import BodyLimits, read_json_body
+from loraplex.router.http.edge import path_name
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.registration import Registration, RegistrationRequest
+from loraplex.router.names.rollout_moves import running
+from loraplex.router.operations.workers import Tiers
+from loraplex.router.routes.info import json_response
+from loraplex.router.routes.operator import Endpoint, who
+from loraplex.router.service import Service
+from loraplex.router.shared.store import StoreDown
 
 
 class AdapterRoutes:

@@ -4,9 +4,9 @@ call."""
 import hashlib
 import hmac
 
-from adapters.common.loopback import is_loopback
-from router.call import RequestError
-from router.config import RouterConfig
+from loraplex.adapters.common.loopback import is_loopback
+from loraplex.router.call import RequestError
+from loraplex.router.config import RouterConfig
 
 
 class AdminGate:

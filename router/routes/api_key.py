@@ -3,7 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.routes.operator import Endpoint
+from loraplex.router.routes.operator import Endpoint
 
 HEADER = "x-api-key"
 

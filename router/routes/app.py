@@ -11,30 +11,30 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan
 
-from router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
-from router.api.missing_routes import hint
-from router.batches.desk import running_batches
-from router.call import Cause, RequestError
-from router.http.body import CLIENT_GONE_STATUS, ClientGone
-from router.http.by_port import ByPort
-from router.http.edge import Edge
-from router.routes.adapters import AdapterRoutes
-from router.routes.api_key import with_api_key
-from router.routes.console import ConsoleRoutes
-from router.routes.files import FileRoutes
-from router.routes.fleet import FleetRoute
-from router.routes.generate import GenerateRoutes
-from router.routes.info import InfoRoutes
-from router.routes.keys import KeyRoutes, UsageRoutes
-from router.routes.operator import Endpoint, OperatorRoutes
-from router.routes.responses import ResponseRoutes
-from router.routes.sglang import SglangRoutes
-from router.routes.tokenize import TokenizeRoutes
-from router.routes.vectors import VectorRoutes
-from router.service import Service
-from router.telemetry.caller_errors import CallerErrors
-from router.telemetry.metrics import GENERATION_PATHS
-from router.telemetry.request_log import RequestLog
+from loraplex.router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
+from loraplex.router.api.missing_routes import hint
+from loraplex.router.batches.desk import running_batches
+from loraplex.router.call import Cause, RequestError
+from loraplex.router.http.body import CLIENT_GONE_STATUS, ClientGone
+from loraplex.router.http.by_port import ByPort
+from loraplex.router.http.edge import Edge
+from loraplex.router.routes.adapters import AdapterRoutes
+from loraplex.router.routes.api_key import with_api_key
+from loraplex.router.routes.console import ConsoleRoutes
+from loraplex.router.routes.files import FileRoutes
+from loraplex.router.routes.fleet import FleetRoute
+from loraplex.router.routes.generate import GenerateRoutes
+from loraplex.router.routes.info import InfoRoutes
+from loraplex.router.routes.keys import KeyRoutes, UsageRoutes
+from loraplex.router.routes.operator import Endpoint, OperatorRoutes
+from loraplex.router.routes.responses import ResponseRoutes
+from loraplex.router.routes.sglang import SglangRoutes
+from loraplex.router.routes.tokenize import TokenizeRoutes
+from loraplex.router.routes.vectors import VectorRoutes
+from loraplex.router.service import Service
+from loraplex.router.telemetry.caller_errors import CallerErrors
+from loraplex.router.telemetry.metrics import GENERATION_PATHS
+from loraplex.router.telemetry.request_log import RequestLog
 
 _CAUSES: dict[int, Cause] = {404: "route_not_found", 405: "method_not_allowed"}
 

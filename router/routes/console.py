@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from router.call import RequestError
+from loraplex.router.call import RequestError
 
 FOLDER = Path(__file__).parents[1] / "console"
 PAGE = "index.html"

@@ -5,22 +5,22 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from router.api.files.requests import (
+from loraplex.router.api.files.requests import (
     MAX_BATCHES_LISTED,
     MAX_FILES_LISTED,
     USUAL_BATCHES_LISTED,
     parse_create,
     parse_list,
 )
-from router.api.request.body import check_no_fields, check_query
-from router.batches.desk import BatchDesk
-from router.call import RequestError
-from router.http.body import BodyLimits, read_json_body
-from router.lines.lines import PATHS
-from router.routes.info import json_response
-from router.routes.operator import Endpoint
-from router.service import Service
-from router.tenancy.keys import Caller
+from loraplex.router.api.request.body import check_no_fields, check_query
+from loraplex.router.batches.desk import BatchDesk
+from loraplex.router.call import RequestError
+from loraplex.router.http.body import BodyLimits, read_json_body
+from loraplex.router.lines.lines import PATHS
+from loraplex.router.routes.info import json_response
+from loraplex.router.routes.operator import Endpoint
+from loraplex.router.service import Service
+from loraplex.router.tenancy.keys import Caller
 
 _MAX_BODY_BYTES = 64 << 10
 

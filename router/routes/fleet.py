@@ -6,10 +6,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.admin.fleet import FleetObject
-from router.http.sse import EventStream, takes_events, until_disconnect
-from router.operations.fleet_watch import Changes, FleetWatch, next_look
-from router.routes.info import json_response
+from loraplex.router.api.admin.fleet import FleetObject
+from loraplex.router.http.sse import EventStream, takes_events, until_disconnect
+from loraplex.router.operations.fleet_watch import Changes, FleetWatch, next_look
+from loraplex.router.routes.info import json_response
 
 _NO_STORE = {"cache-control": "no-store"}
 

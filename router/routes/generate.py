@@ -5,23 +5,23 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from router.api import sagemaker
-from router.api.cohere import request as cohere
-from router.api.load_report import LOAD_FORMAT, load_headers
-from router.api.lorax import request as lorax
-from router.api.messages import request as messages
-from router.api.openai import chat as openai_chat
-from router.api.openai import completions as openai_completions
-from router.api.request.body import decode_plain
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.sglang import lmdeploy
-from router.api.sglang import request as sglang
-from router.generation.way_in import Parse
-from router.http.sse import takes_events
-from router.operations.compat_metrics import kv_usage, waiting
-from router.routes.info import InfoRoutes
-from router.routes.operator import Endpoint
-from router.service import Service
+from loraplex.router.api import sagemaker
+from loraplex.router.api.cohere import request as cohere
+from loraplex.router.api.load_report import LOAD_FORMAT, load_headers
+from loraplex.router.api.lorax import request as lorax
+from loraplex.router.api.messages import request as messages
+from loraplex.router.api.openai import chat as openai_chat
+from loraplex.router.api.openai import completions as openai_completions
+from loraplex.router.api.request.body import decode_plain
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.sglang import lmdeploy
+from loraplex.router.api.sglang import request as sglang
+from loraplex.router.generation.way_in import Parse
+from loraplex.router.http.sse import takes_events
+from loraplex.router.operations.compat_metrics import kv_usage, waiting
+from loraplex.router.routes.info import InfoRoutes
+from loraplex.router.routes.operator import Endpoint
+from loraplex.router.service import Service
 
 
 class GenerateRoutes:

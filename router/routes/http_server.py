@@ -12,12 +12,12 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from router.config import RouterConfig
-from router.http.listeners import limit_unread
-from router.http.protocol import BoundedHttpProtocol
-from router.http.tls import Certificate, TlsAcceptor
-from router.policy.front_door import HttpDeadlines
-from router.service import Service
+from loraplex.router.config import RouterConfig
+from loraplex.router.http.listeners import limit_unread
+from loraplex.router.http.protocol import BoundedHttpProtocol
+from loraplex.router.http.tls import Certificate, TlsAcceptor
+from loraplex.router.policy.front_door import HttpDeadlines
+from loraplex.router.service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # For the last words of answers that did not end in time.

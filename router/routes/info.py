@@ -6,19 +6,19 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from adapters.common.nearest import did_you_mean, one_edit_away
-from adapters.ref import format_ref, shown_name
-from router.api.ends import end_tokens
-from router.api.openai.models import Health, Info, ModelList, ModelObject, VersionAnswer
-from router.api.openapi import Access, openapi_document
-from router.api.request.formatter import ApiLimits
-from router.call import RequestError
-from router.names.registration import Registration
-from router.routes.admin_gate import AdminGate
-from router.service import Service
-from router.tenancy.keys import Caller
-from router.version import VERSION
-from server.protocol import ModelCard
+from loraplex.adapters.common.nearest import did_you_mean, one_edit_away
+from loraplex.adapters.ref import format_ref, shown_name
+from loraplex.router.api.ends import end_tokens
+from loraplex.router.api.openai.models import Health, Info, ModelList, ModelObject, VersionAnswer
+from loraplex.router.api.openapi import Access, openapi_document
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.call import RequestError
+from loraplex.router.names.registration import Registration
+from loraplex.router.routes.admin_gate import AdminGate
+from loraplex.router.service import Service
+from loraplex.router.tenancy.keys import Caller
+from loraplex.router.version import VERSION
+from loraplex.server.protocol import ModelCard
 
 _RETRY = {"retry-after": "2"}
 

@@ -6,8 +6,8 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.admin.adapters import parse_tenant
-from router.api.admin.keys import (
+from loraplex.router.api.admin.adapters import parse_tenant
+from loraplex.router.api.admin.keys import (
     AuditList,
     DeletedKey,
     KeyList,
@@ -21,16 +21,16 @@ from router.api.admin.keys import (
     parse_days,
     parse_rotate,
 )
-from router.api.request.body import check_query
-from router.call import RequestError
-from router.http.body import BodyLimits, read_json_body
-from router.routes.info import json_response
-from router.routes.operator import OperatorRoutes
-from router.service import Service
-from router.shared.store import StoreDown
-from router.tenancy.keyring import Keyring
-from router.tenancy.keys import ApiKey
-from router.tenancy.usage import MAX_DAYS
+from loraplex.router.api.request.body import check_query
+from loraplex.router.call import RequestError
+from loraplex.router.http.body import BodyLimits, read_json_body
+from loraplex.router.routes.info import json_response
+from loraplex.router.routes.operator import OperatorRoutes
+from loraplex.router.service import Service
+from loraplex.router.shared.store import StoreDown
+from loraplex.router.tenancy.keyring import Keyring
+from loraplex.router.tenancy.keys import ApiKey
+from loraplex.router.tenancy.usage import MAX_DAYS
 
 _NOBODY_ASKS = "this router asks nobody for a key: start it with --auth keys"
 _ENDS = "the key is gone when this router ends: --redis or --keys-file keep keys"

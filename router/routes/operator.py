@@ -5,15 +5,15 @@ from collections.abc import Awaitable, Callable, Collection
 from starlette.requests import Request
 from starlette.responses import Response
 
-from adapters.errors import AdapterError
-from router.api.errors import dialect_of_path, from_adapter_error, status_of
-from router.api.request.body import check_no_fields, check_query
-from router.call import RequestError
-from router.http.body import BodyLimits, read_json_body
-from router.routes.admin_gate import AdminGate
-from router.service import Service
-from router.tenancy.audit import Audit, now
-from router.tenancy.records import AuditRecord
+from loraplex.adapters.errors import AdapterError
+from loraplex.router.api.errors import dialect_of_path, from_adapter_error, status_of
+from loraplex.router.api.request.body import check_no_fields, check_query
+from loraplex.router.call import RequestError
+from loraplex.router.http.body import BodyLimits, read_json_body
+from loraplex.router.routes.admin_gate import AdminGate
+from loraplex.router.service import Service
+from loraplex.router.tenancy.audit import Audit, now
+from loraplex.router.tenancy.records import AuditRecord
 
 MAX_BODY_BYTES = 64 << 10
 # They change nothing (RFC 9110 section 9.2.1); what has one of them has both.

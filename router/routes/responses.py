@@ -3,21 +3,21 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.files.requests import parse_list
-from router.api.request.body import check_no_fields, check_query
-from router.api.responses import request as responses
-from router.api.responses.stored import (
+from loraplex.router.api.files.requests import parse_list
+from loraplex.router.api.request.body import check_no_fields, check_query
+from loraplex.router.api.responses import request as responses
+from loraplex.router.api.responses.stored import (
     MAX_ITEMS_LISTED,
     USUAL_ITEMS_LISTED,
     DeletedResponse,
     page_of_items,
 )
-from router.call import RequestError
-from router.http.body import read_json_body
-from router.responses.desk import ResponseDesk
-from router.routes.generate import answered
-from router.routes.info import json_response
-from router.service import Service
+from loraplex.router.call import RequestError
+from loraplex.router.http.body import read_json_body
+from loraplex.router.responses.desk import ResponseDesk
+from loraplex.router.routes.generate import answered
+from loraplex.router.routes.info import json_response
+from loraplex.router.service import Service
 
 
 class ResponseRoutes:

@@ -3,13 +3,13 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.sglang.info import FleetState, served_model, served_settings
-from router.api.sglang.request import aborted_by
-from router.call import RequestError
-from router.http.body import read_json_body
-from router.routes.info import json_response
-from router.service import Service
-from router.version import VERSION
+from loraplex.router.api.sglang.info import FleetState, served_model, served_settings
+from loraplex.router.api.sglang.request import aborted_by
+from loraplex.router.call import RequestError
+from loraplex.router.http.body import read_json_body
+from loraplex.router.routes.info import json_response
+from loraplex.router.service import Service
+from loraplex.router.version import VERSION
 
 
 class SglangRoutes:

@@ -9,12 +9,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.messages.request import TokenCount, parse_count
-from router.api.openai import chat, completions
-from router.api.request.body import decode_plain
-from router.api.request.fields import MAX_INT32
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.tokenize import (
+from loraplex.router.api.messages.request import TokenCount, parse_count
+from loraplex.router.api.openai import chat, completions
+from loraplex.router.api.request.body import decode_plain
+from loraplex.router.api.request.fields import MAX_INT32
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.tokenize import (
     DetokenizedText,
     IdsAsked,
     TokenizedPrompt,
@@ -26,14 +26,14 @@ from router.api.tokenize import (
     shape_of,
     tokenizer_info,
 )
-from router.call import GenerationCall
-from router.generation.prompts import Prompt, check_ids, resolve_sampling
-from router.http.body import BodyLimits, read_json_body
-from router.http.long_answer import LongAnswer
-from router.routes.info import json_response
-from router.service import Service
-from router.tenancy.keys import Caller
-from router.text.model import TextModel
+from loraplex.router.call import GenerationCall
+from loraplex.router.generation.prompts import Prompt, check_ids, resolve_sampling
+from loraplex.router.http.body import BodyLimits, read_json_body
+from loraplex.router.http.long_answer import LongAnswer
+from loraplex.router.routes.info import json_response
+from loraplex.router.service import Service
+from loraplex.router.tenancy.keys import Caller
+from loraplex.router.text.model import TextModel
 
 # An object for each token takes longer than the token itself.
 _SPAN_WEIGHT = 4

@@ -8,9 +8,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.request.body import decode_plain
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.vectors import (
+from loraplex.router.api.request.body import decode_plain
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.vectors import (
     classify,
     cohere,
     embed,
@@ -20,11 +20,11 @@ from router.api.vectors import (
     rerank,
     score,
 )
-from router.api.vectors.rerank import RerankVersion
-from router.generation.way_in import Parse
-from router.routes.generate import answered
-from router.routes.operator import Endpoint
-from router.service import Service
+from loraplex.router.api.vectors.rerank import RerankVersion
+from loraplex.router.generation.way_in import Parse
+from loraplex.router.routes.generate import answered
+from loraplex.router.routes.operator import Endpoint
+from loraplex.router.service import Service
 
 PlainParse = Callable[[dict[str, Any], ApiLimits, str | None], ApiRequest]
 

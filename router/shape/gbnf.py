@@ -7,7 +7,7 @@ grammar allows after it.
 import re
 from typing import NamedTuple, NoReturn
 
-from router.shape.lark import Lark
+from loraplex.router.shape.lark import Lark
 
 _ROOT = "root"
 _MAX_DEPTH = 100

@@ -6,12 +6,12 @@ What a form cannot say exactly is refused by the field that asked for it.
 import re
 from typing import Any, assert_never
 
-from router.shape.gbnf import GbnfError, gbnf_rules
-from router.shape.lark import Lark
-from router.shape.schema.held import ONE_LINE, json_grammar
-from router.shape.schema.json_rules import Spacing
-from router.shape.schema.keywords import SchemaRefused, below
-from router.shape.shape import (
+from loraplex.router.shape.gbnf import GbnfError, gbnf_rules
+from loraplex.router.shape.lark import Lark
+from loraplex.router.shape.schema.held import ONE_LINE, json_grammar
+from loraplex.router.shape.schema.json_rules import Spacing
+from loraplex.router.shape.schema.keywords import SchemaRefused, below
+from loraplex.router.shape.shape import (
     AnyJson,
     Choice,
     Grammar,

@@ -4,9 +4,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
-from router.policy import quota
-from router.policy.quota import Ask, QuotaAccount, Verdict
-from router.shared.store import MAX_COUNTERS, MAX_ROWS, Row, Settlement, Table, TableFull
+from loraplex.router.policy import quota
+from loraplex.router.policy.quota import Ask, QuotaAccount, Verdict
+from loraplex.router.shared.store import MAX_COUNTERS, MAX_ROWS, Row, Settlement, Table, TableFull
 
 MAX_VALUES = 1 << 16
 MAX_ACCOUNTS = 1 << 16

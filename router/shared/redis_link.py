@@ -19,8 +19,8 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from adapters.common.bounded import bounded
-from router.shared.store import StoreDown
+from loraplex.adapters.common.bounded import bounded
+from loraplex.router.shared.store import StoreDown
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from redis.exceptions import NoScriptError
 
-from router.policy.quota import REASONS, Ask, Standing, Subject, Verdict
-from router.shared.redis_link import RedisLink
-from router.shared.store import (
+from loraplex.router.policy.quota import REASONS, Ask, Standing, Subject, Verdict
+from loraplex.router.shared.redis_link import RedisLink
+from loraplex.router.shared.store import (
     MAX_COUNTERS,
     MAX_ROWS,
     Row,
@@ -34,7 +34,7 @@ _STANDING = 5  # numbers that `admit` returns for each subject
 
 class _Script:
     def __init__(self, name: str) -> None:
-        self.text = (files("router.shared") / "lua" / f"{name}.lua").read_text()
+        self.text = (files("loraplex.router.shared") / "lua" / f"{name}.lua").read_text()
         # The name of a script in Redis is its SHA-1.
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-from router.shared.store import Row, Store, StoreDown, TableFull, life_of
+from loraplex.router.shared.store import Row, Store, StoreDown, TableFull, life_of
 
 REFRESH_S = 1.0
 # The version of a table that was written before it was read: whatever is there has another life.

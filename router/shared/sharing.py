@@ -5,14 +5,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from router.background import Background
-from router.config import RouterConfig
-from router.shared.memory_store import MemoryStore
-from router.shared.steady_clock import SteadyClock
-from router.shared.store import Store
+from loraplex.router.background import Background
+from loraplex.router.config import RouterConfig
+from loraplex.router.shared.memory_store import MemoryStore
+from loraplex.router.shared.steady_clock import SteadyClock
+from loraplex.router.shared.store import Store
 
 if TYPE_CHECKING:
-    from router.shared.redis_link import RedisLink
+    from loraplex.router.shared.redis_link import RedisLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ def make_sharing(config: RouterConfig) -> Sharing:
     if not config.redis:
         return Sharing(MemoryStore(SteadyClock()))
     # The client library is needed, and takes its time to load, only where there is a Redis.
-    from router.shared.redis_link import RedisLink
-    from router.shared.redis_store import RedisStore
+    from loraplex.router.shared.redis_link import RedisLink
+    from loraplex.router.shared.redis_store import RedisStore
 
     link = RedisLink(
         config.redis, config.redis_timeout_s, config.redis_password or None, config.redis_prefix

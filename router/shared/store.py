@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from router.policy.quota import Ask, Verdict
+from loraplex.router.policy.quota import Ask, Verdict
 
 MAX_ROWS = 1 << 14
 MAX_COUNTERS = 1 << 14
@@ -116,7 +116,7 @@ class Store(Protocol):
 
     async def counts(self, book: str) -> dict[str, int]: ...
 
-    # Quotas: see `router.policy.quota`.
+    # Quotas: see `loraplex.router.policy.quota`.
 
     async def admit(self, ask: Ask) -> Verdict: ...
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 
-from router.api.admin.fleet import ErrorObject
-from router.call import RequestError
-from router.telemetry.metrics import GENERATION_PATHS, RouterMetrics
-from router.telemetry.request import in_hand
+from loraplex.router.api.admin.fleet import ErrorObject
+from loraplex.router.call import RequestError
+from loraplex.router.telemetry.metrics import GENERATION_PATHS, RouterMetrics
+from loraplex.router.telemetry.request import in_hand
 
 MAX_ERRORS = 64
 MAX_TEXT = 300

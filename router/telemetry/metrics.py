@@ -7,14 +7,14 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry
 
-from adapters.common.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS, Meters
-from router.call import Cause, VectorUse
-from router.names.rollout_tally import Outcomes
-from router.policy.front_door import Cap, Cut
-from router.policy.placement.placement import Reason
-from router.policy.rollout import RolledBackBy
-from router.telemetry.top_adapters import TopAdapters
-from server.protocol import ErrorCode
+from loraplex.adapters.common.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS, Meters
+from loraplex.router.call import Cause, VectorUse
+from loraplex.router.names.rollout_tally import Outcomes
+from loraplex.router.policy.front_door import Cap, Cut
+from loraplex.router.policy.placement.placement import Reason
+from loraplex.router.policy.rollout import RolledBackBy
+from loraplex.router.telemetry.top_adapters import TopAdapters
+from loraplex.server.protocol import ErrorCode
 
 # What these are posted, tokens answer.
 GENERATION_PATHS = (

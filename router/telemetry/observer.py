@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from router.call import FinishReason, GenerationCall, RequestError, VectorUse
-from router.names.served import ServedAdapter
-from router.policy.guards import GuardSample
-from router.policy.placement.placement import Reason
-from router.telemetry.metrics import RouterMetrics, Start
-from router.telemetry.request import Notes, RequestInHand
-from router.telemetry.request_log import note_call
-from router.telemetry.top_adapters import BASE, COUNTS, OTHER
-from router.tenancy.metering import Charge
-from server.protocol import ErrorCode, TokenEvent
+from loraplex.router.call import FinishReason, GenerationCall, RequestError, VectorUse
+from loraplex.router.names.served import ServedAdapter
+from loraplex.router.policy.guards import GuardSample
+from loraplex.router.policy.placement.placement import Reason
+from loraplex.router.telemetry.metrics import RouterMetrics, Start
+from loraplex.router.telemetry.request import Notes, RequestInHand
+from loraplex.router.telemetry.request_log import note_call
+from loraplex.router.telemetry.top_adapters import BASE, COUNTS, OTHER
+from loraplex.router.tenancy.metering import Charge
+from loraplex.server.protocol import ErrorCode, TokenEvent
 
 _REQUESTS, _ERRORS, _PROMPT_TOKENS, _GENERATED_TOKENS = range(len(COUNTS))
 

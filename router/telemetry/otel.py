@@ -24,7 +24,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from router.telemetry.request import Notes
+from loraplex.router.telemetry.request import Notes
 
 _TRACES_PATH = "/v1/traces"
 _FLUSH_MS = 5000

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from starlette.types import Scope
 
-from router.call import GenerationCall
-from router.telemetry.request import NoTrace, RequestInHand, Value, begin
-from router.telemetry.tracing import Tracing
+from loraplex.router.call import GenerationCall
+from loraplex.router.telemetry.request import NoTrace, RequestInHand, Value, begin
+from loraplex.router.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from router.names.owned_name import OwnedName
+from loraplex.router.names.owned_name import OwnedName
 
 Count = Literal["requests", "errors", "prompt_tokens", "generated_tokens"]
 COUNTS: tuple[Count, ...] = ("requests", "errors", "prompt_tokens", "generated_tokens")

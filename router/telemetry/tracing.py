@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from adapters.common import extras
-from router.config import RouterConfig
-from router.telemetry.request import NoTrace, Trace
+from loraplex.adapters.common import extras
+from loraplex.router.config import RouterConfig
+from loraplex.router.telemetry.request import NoTrace, Trace
 
 
 class Tracing(Protocol):
@@ -33,7 +33,7 @@ def make_tracing(config: RouterConfig) -> Tracing:
     if not config.otlp_endpoint:
         return NoTracing()
     check_tracing(config)
-    from router.telemetry.otel import OtelTracing
+    from loraplex.router.telemetry.otel import OtelTracing
 
     return OtelTracing(config.otlp_endpoint, config.trace_sample, time.monotonic)
 
@@ -50,6 +50,6 @@ def check_tracing(config: RouterConfig) -> None:
         raise ValueError("a URL shows in the list of processes: use OTEL_EXPORTER_OTLP_HEADERS")
     try:
         # Only where it is wanted: it takes its time to load.
-        import router.telemetry.otel  # noqa: F401
+        import loraplex.router.telemetry.otel  # noqa: F401
     except ModuleNotFoundError as error:
         raise ValueError(extras.sentence(error, "traces")) from error

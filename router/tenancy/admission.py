@@ -13,11 +13,11 @@ from typing import Literal, get_args
 
 import msgspec
 
-from router.call import RequestError
-from router.policy.quota import Ask, Reason, Standing, Subject, Verdict, share
-from router.shared.memory_store import MemoryStore
-from router.shared.steady_clock import SteadyClock
-from router.shared.store import Settlement, Store, StoreDown
+from loraplex.router.call import RequestError
+from loraplex.router.policy.quota import Ask, Reason, Standing, Subject, Verdict, share
+from loraplex.router.shared.memory_store import MemoryStore
+from loraplex.router.shared.steady_clock import SteadyClock
+from loraplex.router.shared.store import Settlement, Store, StoreDown
 
 OutageMode = Literal["open", "closed", "local-share"]
 Mode = Literal["shared", "open", "closed", "local-share"]

@@ -8,9 +8,9 @@ from collections import deque
 
 import msgspec
 
-from router.shared.records import readable
-from router.shared.store import Store, StoreDown
-from router.tenancy.records import AuditRecord
+from loraplex.router.shared.records import readable
+from loraplex.router.shared.store import Store, StoreDown
+from loraplex.router.tenancy.records import AuditRecord
 
 logger = logging.getLogger(__name__)
 

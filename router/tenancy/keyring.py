@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from router.call import RequestError
-from router.file_stamp import stamp_of
-from router.shared.replica import Conflict, Replica
-from router.shared.store import Store, StoreDown, TableFull
-from router.tenancy.keys import KEY_PREFIX, ApiKey, Caller, Tenant, check_key, digests_of
-from router.tenancy.keys_file import MAX_FILE_BYTES, KeysFileError, read_keys
+from loraplex.router.call import RequestError
+from loraplex.router.file_stamp import stamp_of
+from loraplex.router.shared.replica import Conflict, Replica
+from loraplex.router.shared.store import Store, StoreDown, TableFull
+from loraplex.router.tenancy.keys import KEY_PREFIX, ApiKey, Caller, Tenant, check_key, digests_of
+from loraplex.router.tenancy.keys_file import MAX_FILE_BYTES, KeysFileError, read_keys
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from router.call import RequestError
-from router.policy.quota import Amount, Limits, Subject
-from server.protocol import BACKGROUND_PRIORITY
+from loraplex.router.call import RequestError
+from loraplex.router.policy.quota import Amount, Limits, Subject
+from loraplex.server.protocol import BACKGROUND_PRIORITY
 
 KEY_PREFIX = "lpx_"
 MAX_MODELS = 256

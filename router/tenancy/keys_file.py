@@ -17,9 +17,9 @@ from datetime import datetime
 
 import msgspec
 
-from router.api.request.field_faults import field_fault
-from router.policy.quota import Limits
-from router.tenancy.keys import (
+from loraplex.router.api.request.field_faults import field_fault
+from loraplex.router.policy.quota import Limits
+from loraplex.router.tenancy.keys import (
     DEFAULT_TENANT,
     ApiKey,
     Digest,

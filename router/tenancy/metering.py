@@ -10,14 +10,14 @@ from typing import NoReturn
 
 import msgspec
 
-from router.call import RequestError
-from router.policy.quota import Ask, Subject, Verdict
-from router.shared.records import readable
-from router.shared.store import Store, StoreDown
-from router.tenancy.admission import Admission, Admitted
-from router.tenancy.keys import Caller, counts_tokens
-from router.tenancy.rate_headers import rate_headers, refusal, refusal_for_ever
-from router.tenancy.usage import (
+from loraplex.router.call import RequestError
+from loraplex.router.policy.quota import Ask, Subject, Verdict
+from loraplex.router.shared.records import readable
+from loraplex.router.shared.store import Store, StoreDown
+from loraplex.router.tenancy.admission import Admission, Admitted
+from loraplex.router.tenancy.keys import Caller, counts_tokens
+from loraplex.router.tenancy.rate_headers import rate_headers, refusal, refusal_for_ever
+from loraplex.router.tenancy.usage import (
     MAX_DAYS,
     OTHER,
     Outcome,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from router.policy.quota import UNIT, Reason, Subject, Verdict
+from loraplex.router.policy.quota import UNIT, Reason, Subject, Verdict
 
 _WHAT: dict[Reason, str] = {
     "requests": "the requests a minute",

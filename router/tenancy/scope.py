@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from adapters.ref import format_ref
-from router.call import AdapterChoice, MergedChoice, RequestError
-from router.tenancy.keys import Caller
+from loraplex.adapters.ref import format_ref
+from loraplex.router.call import AdapterChoice, MergedChoice, RequestError
+from loraplex.router.tenancy.keys import Caller
 
 # The name by which a choice is registered, if it is.
 Registered = Callable[[AdapterChoice], str | None]

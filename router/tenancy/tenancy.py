@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from adapters.common.loopback import is_loopback
-from router.background import Background
-from router.config import RouterConfig
-from router.shared.sharing import Sharing
-from router.shared.store import StoreDown
-from router.tenancy.admission import Admission
-from router.tenancy.audit import Audit
-from router.tenancy.keyring import Keyring
-from router.tenancy.keys import NOBODY, Caller
-from router.tenancy.metering import Metering
-from router.tenancy.vouchers import VOUCHER_SCHEME, Vouchers
+from loraplex.adapters.common.loopback import is_loopback
+from loraplex.router.background import Background
+from loraplex.router.config import RouterConfig
+from loraplex.router.shared.sharing import Sharing
+from loraplex.router.shared.store import StoreDown
+from loraplex.router.tenancy.admission import Admission
+from loraplex.router.tenancy.audit import Audit
+from loraplex.router.tenancy.keyring import Keyring
+from loraplex.router.tenancy.keys import NOBODY, Caller
+from loraplex.router.tenancy.metering import Metering
+from loraplex.router.tenancy.vouchers import VOUCHER_SCHEME, Vouchers
 
 
 class ExposureError(Exception):

@@ -7,11 +7,11 @@ from functools import partial
 
 import msgspec
 
-from adapters.common.recent import Recent
-from adapters.manifest import AdapterManifest, OwnToken
-from router.call import RequestError
-from router.text.model import TextModel
-from server.protocol import ModelCard
+from loraplex.adapters.common.recent import Recent
+from loraplex.adapters.manifest import AdapterManifest, OwnToken
+from loraplex.router.call import RequestError
+from loraplex.router.text.model import TextModel
+from loraplex.server.protocol import ModelCard
 
 # A large tokenizer takes some 100 MB.
 MAX_MODELS = 8

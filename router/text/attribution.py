@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from adapters.byte_tokens import REPLACEMENT
+from loraplex.adapters.byte_tokens import REPLACEMENT
 
 _INVALID = REPLACEMENT.encode()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Self
 
-from adapters.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of, clean_up
+from loraplex.adapters.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of, clean_up
 
 
 class DecoderStep:

@@ -8,7 +8,7 @@ leaves unfinished belongs to the answer.
 from collections.abc import Sequence
 from typing import Protocol
 
-from router.text.text_decoder import TextDecoder
+from loraplex.router.text.text_decoder import TextDecoder
 
 
 class Tokens(Protocol):

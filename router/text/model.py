@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 from tokenizers import Encoding, Tokenizer
 
-from adapters.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of
-from adapters.classes import OwnClasses
-from router.call import GenerationCall, RequestError
-from router.text.detokenizer import Detokenizer, common_prefix
-from router.text.templates import BaseTemplates
-from router.text.text_decoder import make_decoder
-from router.text.tokenizer_json import AddedToken, longest_token
-from router.text.turn_taking import CallersTurns, TurnTaking
-from server.protocol import ModelCard
+from loraplex.adapters.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of
+from loraplex.adapters.classes import OwnClasses
+from loraplex.router.call import GenerationCall, RequestError
+from loraplex.router.text.detokenizer import Detokenizer, common_prefix
+from loraplex.router.text.templates import BaseTemplates
+from loraplex.router.text.text_decoder import make_decoder
+from loraplex.router.text.tokenizer_json import AddedToken, longest_token
+from loraplex.router.text.turn_taking import CallersTurns, TurnTaking
+from loraplex.server.protocol import ModelCard
 
 # Beside which a token's own text is found. Some decoders drop what repeats the token before.
 _ANCHORS = ("a", "b", "c")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from router.call import RequestError
+from loraplex.router.call import RequestError
 
 # Characters before the end of the text at which a match may begin.
 MAX_HELD = 1024

@@ -11,8 +11,8 @@ up to the match in either. Patterns see the text as the client does.
 
 from collections import deque
 
-from router.text.detokenizer import common_prefix
-from router.text.stop_patterns import PatternView, StopMatch
+from loraplex.router.text.detokenizer import common_prefix
+from loraplex.router.text.stop_patterns import PatternView, StopMatch
 
 
 class StopStrings:

@@ -9,14 +9,21 @@ from typing import Protocol
 
 import msgspec
 
-from adapters.byte_tokens import REPLACEMENT
-from router.call import ChoiceResult, FinishReason, GenerationCall, TextEvent, TextToken, TopToken
-from router.parts.division import DividedAnswer
-from router.parts.parts import PartsDelta
-from router.text.attribution import attribute
-from router.text.detokenizer import Detokenizer, Tokens
-from router.text.stops import StopMatcher
-from server.protocol import Finish, TokenEvent, TokenLogprob
+from loraplex.adapters.byte_tokens import REPLACEMENT
+from loraplex.router.call import (
+    ChoiceResult,
+    FinishReason,
+    GenerationCall,
+    TextEvent,
+    TextToken,
+    TopToken,
+)
+from loraplex.router.parts.division import DividedAnswer
+from loraplex.router.parts.parts import PartsDelta
+from loraplex.router.text.attribution import attribute
+from loraplex.router.text.detokenizer import Detokenizer, Tokens
+from loraplex.router.text.stops import StopMatcher
+from loraplex.server.protocol import Finish, TokenEvent, TokenLogprob
 
 
 class TokenTexts(Tokens, Protocol):

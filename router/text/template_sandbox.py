@@ -13,19 +13,24 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from adapters.chat.conversation import MessageForm, Rendered, TemplateFault, TemplateOptions
-from adapters.chat.template import MAX_OUTPUT_CHARS
-from adapters.helpers.helper import Helper, HelperBroken, HelperStopped, HelperUnavailable
-from router.call import RequestError
-from router.text.template_worker import CPU_SECONDS, MEMORY_BYTES, RenderJob, RenderOutcome
-from router.text.turn_taking import PROCESSES, CallersTurns
+from loraplex.adapters.chat.conversation import (
+    MessageForm,
+    Rendered,
+    TemplateFault,
+    TemplateOptions,
+)
+from loraplex.adapters.chat.template import MAX_OUTPUT_CHARS
+from loraplex.adapters.helpers.helper import Helper, HelperBroken, HelperStopped, HelperUnavailable
+from loraplex.router.call import RequestError
+from loraplex.router.text.template_worker import CPU_SECONDS, MEMORY_BYTES, RenderJob, RenderOutcome
+from loraplex.router.text.turn_taking import PROCESSES, CallersTurns
 
 RENDER_TIMEOUT_S = 20.0
 # A template that cost a process is refused unseen for so long, with messages of that size or more.
 REFUSED_S = 30.0
 _MAX_REFUSED = 256
 _MAX_FRAME_BYTES = 4 * MAX_OUTPUT_CHARS + 64
-_MODULE = "router.text.template_worker"
+_MODULE = "loraplex.router.text.template_worker"
 
 
 class TemplateSandbox:

@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from adapters.chat.conversation import (
+from loraplex.adapters.chat.conversation import (
     FaultCause,
     MessageForm,
     Rendered,
     TemplateFault,
     TemplateOptions,
 )
-from adapters.chat.template import ChatTemplate
-from adapters.helpers.answering import answer_questions, read_frame
+from loraplex.adapters.chat.template import ChatTemplate
+from loraplex.adapters.helpers.answering import answer_questions, read_frame
 
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 512 << 20

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from adapters.chat.conversation import (
+from loraplex.adapters.chat.conversation import (
     DEFAULT_OPTIONS,
     MessageForm,
     Rendered,
@@ -11,9 +11,9 @@ from adapters.chat.conversation import (
     TemplateOptions,
     choose_template,
 )
-from adapters.chat.template import ChatTemplate
-from router.call import RequestError
-from server.protocol import ModelCard
+from loraplex.adapters.chat.template import ChatTemplate
+from loraplex.router.call import RequestError
+from loraplex.server.protocol import ModelCard
 
 
 def template_error(fault: TemplateFault) -> RequestError:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from router.text.decoders import (
+from loraplex.router.text.decoders import (
     Bpe,
     ByteFallback,
     ByteLevel,

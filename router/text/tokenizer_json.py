@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from adapters.byte_tokens import BYTE_OF_CHAR, BYTE_TOKENS
+from loraplex.adapters.byte_tokens import BYTE_OF_CHAR, BYTE_TOKENS
 
 # Normalizer parts that never shorten a text (`Replace`: of one character by one).
 _LOSSLESS_NORMALIZERS = {"Sequence", "Prepend", "Replace", "ByteLevel"}

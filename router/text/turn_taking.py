@@ -12,9 +12,9 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar
 
-from adapters.common.turns import LineFull, Room, Turns, WorkTurn
-from router.call import RequestError
-from router.text.pieces import in_pieces
+from loraplex.adapters.common.turns import LineFull, Room, Turns, WorkTurn
+from loraplex.router.call import RequestError
+from loraplex.router.text.pieces import in_pieces
 
 Kind = Literal["text", "template", "grammar"]
 

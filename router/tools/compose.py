@@ -5,19 +5,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from router.parts.reasoning import MESSAGE, Reasoning
-from router.shape.lark import Lark
-from router.shape.rules import rules, shape_refused
-from router.shape.schema.held import as_far_as_held, checked
-from router.shape.schema.keywords import SchemaRefused
-from router.shape.shape import AnyJson, Grammar, JsonSchema, Shape, StructuralTag
-from router.tools.formats.format import ToolFormat
-from router.tools.formats.grammar import free_text_before, keeps_schema
-from router.tools.formats.harmony import Harmony
-from router.tools.formats.json_calls import JsonCalls
-from router.tools.formats.named_calls import NamedCalls
-from router.tools.tools import Tool, Tools
-from server.protocol import NamesOnce
+from loraplex.router.parts.reasoning import MESSAGE, Reasoning
+from loraplex.router.shape.lark import Lark
+from loraplex.router.shape.rules import rules, shape_refused
+from loraplex.router.shape.schema.held import as_far_as_held, checked
+from loraplex.router.shape.schema.keywords import SchemaRefused
+from loraplex.router.shape.shape import AnyJson, Grammar, JsonSchema, Shape, StructuralTag
+from loraplex.router.tools.formats.format import ToolFormat
+from loraplex.router.tools.formats.grammar import free_text_before, keeps_schema
+from loraplex.router.tools.formats.harmony import Harmony
+from loraplex.router.tools.formats.json_calls import JsonCalls
+from loraplex.router.tools.formats.named_calls import NamedCalls
+from loraplex.router.tools.tools import Tool, Tools
+from loraplex.server.protocol import NamesOnce
 
 _NEWLINES = r"/\n{0,2}/"
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}

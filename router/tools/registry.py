@@ -1,18 +1,18 @@
 """The formats of tool calls by name. Pure."""
 
-from router.tools.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
-from router.tools.formats.format import ToolFormat
-from router.tools.formats.functionary import FUNCTIONARY, FUNCTIONARY_V3
-from router.tools.formats.glm import GLM
-from router.tools.formats.granite import GRANITE
-from router.tools.formats.harmony import HARMONY
-from router.tools.formats.hermes import HERMES
-from router.tools.formats.llama3_json import LLAMA3_JSON
-from router.tools.formats.mistral import MISTRAL, MISTRAL_IDS, MISTRAL_LIST
-from router.tools.formats.olmo3 import OLMO3
-from router.tools.formats.phi4_mini import PHI4_MINI
-from router.tools.formats.pythonic import PYTHONIC
-from router.tools.formats.qwen3_coder import QWEN3_CODER
+from loraplex.router.tools.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from loraplex.router.tools.formats.format import ToolFormat
+from loraplex.router.tools.formats.functionary import FUNCTIONARY, FUNCTIONARY_V3
+from loraplex.router.tools.formats.glm import GLM
+from loraplex.router.tools.formats.granite import GRANITE
+from loraplex.router.tools.formats.harmony import HARMONY
+from loraplex.router.tools.formats.hermes import HERMES
+from loraplex.router.tools.formats.llama3_json import LLAMA3_JSON
+from loraplex.router.tools.formats.mistral import MISTRAL, MISTRAL_IDS, MISTRAL_LIST
+from loraplex.router.tools.formats.olmo3 import OLMO3
+from loraplex.router.tools.formats.phi4_mini import PHI4_MINI
+from loraplex.router.tools.formats.pythonic import PYTHONIC
+from loraplex.router.tools.formats.qwen3_coder import QWEN3_CODER
 
 _ALL: tuple[ToolFormat, ...] = (
     HERMES,

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from router.api.request.formatter import ApiLimits, limits_from
-from router.call import BASE_PLACEHOLDERS, RequestError
-from router.config import RouterConfig
-from router.tenancy.keys import Caller
-from router.text.model import TextModel
-from router.text.turn_taking import TurnTaking
-from router.workers.roster import Roster
-from server.protocol import ModelCard
+from loraplex.router.api.request.formatter import ApiLimits, limits_from
+from loraplex.router.call import BASE_PLACEHOLDERS, RequestError
+from loraplex.router.config import RouterConfig
+from loraplex.router.tenancy.keys import Caller
+from loraplex.router.text.model import TextModel
+from loraplex.router.text.turn_taking import TurnTaking
+from loraplex.router.workers.roster import Roster
+from loraplex.server.protocol import ModelCard
 
 logger = logging.getLogger(__name__)
 

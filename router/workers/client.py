@@ -9,10 +9,10 @@ import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
-from router.workers.loads import ProtocolFault
-from router.workers.model_card import CardError, CardStore, fetch_card, parse_card
-from router.workers.session import WorkerSession
-from server.protocol import (
+from loraplex.router.workers.loads import ProtocolFault
+from loraplex.router.workers.model_card import CardError, CardStore, fetch_card, parse_card
+from loraplex.router.workers.session import WorkerSession
+from loraplex.server.protocol import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     ModelCard,

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 
-from router.workers.client import WorkerClient
-from router.workers.roster import Roster
+from loraplex.router.workers.client import WorkerClient
+from loraplex.router.workers.roster import Roster
 
 MAX_WORKERS = 4096
 

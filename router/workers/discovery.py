@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import logging
 
-from adapters.common.worker_record import GROUP, verified
-from router.shared.store import Store, StoreDown
-from router.workers.connections import Connections
+from loraplex.adapters.common.worker_record import GROUP, verified
+from loraplex.router.shared.store import Store, StoreDown
+from loraplex.router.workers.connections import Connections
 
 logger = logging.getLogger(__name__)
 

@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from adapters.errors import AdapterError
-from adapters.manifest import AdapterManifest
-from router.call import Secret
-from router.failures import DeadlinePassed, NoWorker
-from router.names.served import Origin, home_key
-from router.policy.matching import Match, Matcher
-from router.policy.placement.placement import PlacementRequest, Placer, Reason
-from router.policy.placement.workers import WorkerView
-from router.policy.queue.cost import Bill
-from router.policy.queue.queue_limits import QueueCapacity, QueueFull, QueueSize
-from router.policy.queue.waiting import Waiting, WaitingQueue
-from router.workers.client import WorkerClient
-from router.workers.roster import Roster
-from router.workers.session import Credit, WorkerLost, WorkerSession
-from server.protocol import WorkerHello
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.router.call import Secret
+from loraplex.router.failures import DeadlinePassed, NoWorker
+from loraplex.router.names.served import Origin, home_key
+from loraplex.router.policy.matching import Match, Matcher
+from loraplex.router.policy.placement.placement import PlacementRequest, Placer, Reason
+from loraplex.router.policy.placement.workers import WorkerView
+from loraplex.router.policy.queue.cost import Bill
+from loraplex.router.policy.queue.queue_limits import QueueCapacity, QueueFull, QueueSize
+from loraplex.router.policy.queue.waiting import Waiting, WaitingQueue
+from loraplex.router.workers.client import WorkerClient
+from loraplex.router.workers.roster import Roster
+from loraplex.router.workers.session import Credit, WorkerLost, WorkerSession
+from loraplex.server.protocol import WorkerHello
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from adapters.errors import AdapterError
-from adapters.manifest import AdapterManifest
-from router.names.served import Merge, Origin
-from server.protocol import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.router.names.served import Merge, Origin
+from loraplex.server.protocol import (
     AdapterLoad,
     AdapterMerge,
     AdapterOrder,

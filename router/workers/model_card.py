@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from adapters.errors import CommandError
-from router.http.client import http_client
-from server.protocol import ModelCard
+from loraplex.adapters.errors import CommandError
+from loraplex.router.http.client import http_client
+from loraplex.server.protocol import ModelCard
 
 MAX_CARD_BYTES = 64 << 20
 MAX_KEPT_CARDS = 16

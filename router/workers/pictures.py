@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from server.protocol import AdapterPlace, Inspect, WorkerPicture
+from loraplex.server.protocol import AdapterPlace, Inspect, WorkerPicture
 
 
 class WorkerPictures:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from router.policy.placement.workers import WorkerView
-from router.workers.client import WorkerClient
-from router.workers.session import WorkerSession
-from server.protocol import ModelCard
+from loraplex.router.policy.placement.workers import WorkerView
+from loraplex.router.workers.client import WorkerClient
+from loraplex.router.workers.session import WorkerSession
+from loraplex.server.protocol import ModelCard
 
 
 class Roster:

@@ -13,14 +13,14 @@ from typing import Literal
 import msgspec
 from websockets.asyncio.client import ClientConnection
 
-from adapters.manifest import AdapterManifest
-from router.names.served import Origin
-from router.policy.placement.liveness import Hearing, Liveness
-from router.policy.placement.workers import WorkerView
-from router.workers.loads import ConnectionLoads, ConnectionOrders, ProtocolFault
-from router.workers.pictures import WorkerPictures
-from router.workers.unsent import unsent_bytes
-from server.protocol import (
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.router.names.served import Origin
+from loraplex.router.policy.placement.liveness import Hearing, Liveness
+from loraplex.router.policy.placement.workers import WorkerView
+from loraplex.router.workers.loads import ConnectionLoads, ConnectionOrders, ProtocolFault
+from loraplex.router.workers.pictures import WorkerPictures
+from loraplex.router.workers.unsent import unsent_bytes
+from loraplex.server.protocol import (
     MAX_FRAME_BYTES,
     Abort,
     AdapterPins,

@@ -3,12 +3,12 @@
 import os
 from collections.abc import Callable
 
-from adapters.grammar.checker import CHECKER
-from adapters.grammar.limits import ServedGrammarLimits
-from adapters.grammar.vocabulary import Vocabulary
-from adapters.helpers.helper import start_problem
-from server.constraints.constraints import Constraints
-from server.engine.executor import ExecutorLimits
+from loraplex.adapters.grammar.checker import CHECKER
+from loraplex.adapters.grammar.limits import ServedGrammarLimits
+from loraplex.adapters.grammar.vocabulary import Vocabulary
+from loraplex.adapters.helpers.helper import start_problem
+from loraplex.server.constraints.constraints import Constraints
+from loraplex.server.engine.executor import ExecutorLimits
 
 _MAX_MASK_THREADS = 8
 

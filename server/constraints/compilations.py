@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher
 
-from adapters.common.turns import Room, Turns, WorkTurn
-from adapters.grammar.checker import GrammarChecker
-from adapters.grammar.compile import GrammarError, GrammarTooCostly, compile_grammar
-from adapters.grammar.deep_threads import DeepThreads
-from adapters.grammar.limits import ServedGrammarLimits
-from adapters.grammar.vocabulary import Vocabulary, VocabularyError
-from server.constraints.cache import BoundedCache
-from server.constraints.names import NameTokens
-from server.constraints.wishes import ConstraintWish
-from server.engine.messages import GrammarCompiled, GrammarFault
+from loraplex.adapters.common.turns import Room, Turns, WorkTurn
+from loraplex.adapters.grammar.checker import GrammarChecker
+from loraplex.adapters.grammar.compile import GrammarError, GrammarTooCostly, compile_grammar
+from loraplex.adapters.grammar.deep_threads import DeepThreads
+from loraplex.adapters.grammar.limits import ServedGrammarLimits
+from loraplex.adapters.grammar.vocabulary import Vocabulary, VocabularyError
+from loraplex.server.constraints.cache import BoundedCache
+from loraplex.server.constraints.names import NameTokens
+from loraplex.server.constraints.wishes import ConstraintWish
+from loraplex.server.engine.messages import GrammarCompiled, GrammarFault
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from server.constraints.names import Names
-from server.constraints.rules import TokenRules, mask_words
-from server.constraints.thinking import Thinking
+from loraplex.server.constraints.names import Names
+from loraplex.server.constraints.rules import TokenRules, mask_words
+from loraplex.server.constraints.thinking import Thinking
 
 ConstraintState = Literal["open", "over", "failed"]
 

@@ -16,33 +16,33 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from llguidance import LLMatcher
 
-from adapters.common.turns import Room, Turns, WorkTurn
-from adapters.grammar.checker import CheckerBroken, CheckerUnavailable
-from adapters.grammar.compile import GrammarError
-from adapters.grammar.deep_threads import DeepThreads, deep_executor
-from adapters.grammar.limits import ServedGrammarLimits
-from adapters.grammar.vocabulary import Vocabulary, VocabularyError
-from server.constraints.compilations import Compilations
-from server.constraints.constraint import (
+from loraplex.adapters.common.turns import Room, Turns, WorkTurn
+from loraplex.adapters.grammar.checker import CheckerBroken, CheckerUnavailable
+from loraplex.adapters.grammar.compile import GrammarError
+from loraplex.adapters.grammar.deep_threads import DeepThreads, deep_executor
+from loraplex.adapters.grammar.limits import ServedGrammarLimits
+from loraplex.adapters.grammar.vocabulary import Vocabulary, VocabularyError
+from loraplex.server.constraints.compilations import Compilations
+from loraplex.server.constraints.constraint import (
     COSTLY_S,
     NO_FORESIGHT,
     Constraint,
     Foresight,
     GrammarMatcher,
 )
-from server.constraints.names import Names
-from server.constraints.rules import TokenRules, mask_words, step_words
-from server.constraints.shared_work import SharedWork
-from server.constraints.thinking import Thinking
-from server.constraints.wishes import (
+from loraplex.server.constraints.names import Names
+from loraplex.server.constraints.rules import TokenRules, mask_words, step_words
+from loraplex.server.constraints.shared_work import SharedWork
+from loraplex.server.constraints.thinking import Thinking
+from loraplex.server.constraints.wishes import (
     AsideWish,
     ConstraintNews,
     ConstraintWish,
     ForesightWish,
     MaskWish,
 )
-from server.engine.admission import Refusal
-from server.engine.messages import GrammarCompiled
+from loraplex.server.engine.admission import Refusal
+from loraplex.server.engine.messages import GrammarCompiled
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from copy import copy
 
 import numpy as np
 
-from server.protocol import NamesOnce
+from loraplex.server.protocol import NamesOnce
 
 _PART = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*("|\\?\Z)|[{}\[\],]', re.DOTALL)
 _BRACKETS = b"{", b"["

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adapters.base import MAX_NEW_IDS
-from server.protocol import SamplingParams
+from loraplex.adapters.base import MAX_NEW_IDS
+from loraplex.server.protocol import SamplingParams
 
 
 def mask_words(vocab_size: int) -> int:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from server.protocol import ThinkingBudget
+from loraplex.server.protocol import ThinkingBudget
 
 
 class Thinking:

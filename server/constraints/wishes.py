@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from server.constraints.constraint import Constraint
-from server.engine.admission import Refusal
-from server.protocol import SamplingParams
+from loraplex.server.constraints.constraint import Constraint
+from loraplex.server.engine.admission import Refusal
+from loraplex.server.protocol import SamplingParams
 
 
 class ConstraintWish(NamedTuple):

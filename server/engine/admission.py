@@ -3,9 +3,9 @@
 import math
 from typing import NamedTuple
 
-from server.engine.executor import ExecutorLimits
-from server.engine.memory.room import pages_held, tokens_that_fit
-from server.protocol import ErrorCode, GenerateRequest, SamplingParams
+from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.engine.memory.room import pages_held, tokens_that_fit
+from loraplex.server.protocol import ErrorCode, GenerateRequest, SamplingParams
 
 # Alternatives of the tokens of one event, drafts too, must fit a frame.
 MAX_TOP_LOGPROBS = 1 << 16

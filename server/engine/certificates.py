@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from server.protocol import VectorParams
+from loraplex.server.protocol import VectorParams
 
 Mark = bytes
 # Numbers of a vector of hidden states.

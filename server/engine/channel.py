@@ -10,8 +10,8 @@ from typing import Protocol
 
 import msgspec
 
-from server.engine.framing import MAX_FRAME_BYTES, FrameError, receive_frame, send_frame
-from server.engine.messages import (
+from loraplex.server.engine.framing import MAX_FRAME_BYTES, FrameError, receive_frame, send_frame
+from loraplex.server.engine.messages import (
     Alive,
     FromEngine,
     StepOutput,

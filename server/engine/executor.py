@@ -6,9 +6,9 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from adapters.base import MAX_NEW_IDS
-from adapters.manifest import SlabLayout
-from server.engine.plan import SliceResult, StepPlan
+from loraplex.adapters.base import MAX_NEW_IDS
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.server.engine.plan import SliceResult, StepPlan
 
 # The error message for a copy that failed through no fault of the adapter.
 COPY_FAILED = "it could not be copied to the device"
@@ -155,7 +155,7 @@ class Executor(Protocol[T]):
 
     def mask_memory(self, count: int, words: int) -> np.ndarray:
         """int32 `[count, words]` of undefined content. The caller fills it for the next `constrain`
-        and does not keep it. words: as of `server.constraints.rules.step_words`."""
+        and does not keep it. words: as of `loraplex.server.constraints.rules.step_words`."""
         ...
 
     def constrain(self, ticket: T, masks: Masks) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from server.engine.certificates import (
+from loraplex.server.engine.certificates import (
     ROOT_MARK,
     WRONG_MARK,
     CertifyOptions,
@@ -19,7 +19,7 @@ from server.engine.certificates import (
     certified_token,
     next_mark,
 )
-from server.engine.executor import (
+from loraplex.server.engine.executor import (
     AdapterCopy,
     CopyNews,
     CopyOver,
@@ -27,12 +27,12 @@ from server.engine.executor import (
     ExecutorLimits,
     Masks,
 )
-from server.engine.fake_row import ContractError as ContractError
-from server.engine.fake_row import FakeRow, check
-from server.engine.memory.extents import each
-from server.engine.plan import PageGrant, ScaledSlot, SeqSlice, SliceResult, StepPlan
-from server.engine.witness import SlabWitness
-from server.protocol import TokenLogprob, acting
+from loraplex.server.engine.fake_row import ContractError as ContractError
+from loraplex.server.engine.fake_row import FakeRow, check
+from loraplex.server.engine.memory.extents import each
+from loraplex.server.engine.plan import PageGrant, ScaledSlot, SeqSlice, SliceResult, StepPlan
+from loraplex.server.engine.witness import SlabWitness
+from loraplex.server.protocol import TokenLogprob, acting
 
 
 def next_allowed(mask: np.ndarray, token_id: int, vocab_size: int) -> int:

@@ -1,8 +1,8 @@
 """A row of the executor without a model, and what is said when a plan could not be carried out."""
 
-from server.engine.certificates import Mark, certified_vector
-from server.engine.executor import ExecutorLimits
-from server.engine.plan import RowStart, SeqSlice
+from loraplex.server.engine.certificates import Mark, certified_vector
+from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.engine.plan import RowStart, SeqSlice
 
 
 class ContractError(AssertionError):

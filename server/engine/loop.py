@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, NamedTuple, TypeVar
 
-from server.constraints.constraints import Constraints
-from server.engine.channel import Channel, WorkerGone
-from server.engine.executor import COPY_FAILED, CopyOver, Executor, Masks, Ticket
-from server.engine.messages import (
+from loraplex.server.constraints.constraints import Constraints
+from loraplex.server.engine.channel import Channel, WorkerGone
+from loraplex.server.engine.executor import COPY_FAILED, CopyOver, Executor, Masks, Ticket
+from loraplex.server.engine.messages import (
     AbortSequence,
     AdapterPlaced,
     AdapterSettled,
@@ -34,10 +34,10 @@ from server.engine.messages import (
     ToEngine,
     WithdrawPreload,
 )
-from server.engine.plan import StepPlan
-from server.engine.scheduling.pace import Pace
-from server.engine.scheduling.scheduler import Scheduler
-from server.protocol import ErrorCode
+from loraplex.server.engine.plan import StepPlan
+from loraplex.server.engine.scheduling.pace import Pace
+from loraplex.server.engine.scheduling.scheduler import Scheduler
+from loraplex.server.protocol import ErrorCode
 
 log = logging.getLogger(__name__)
 

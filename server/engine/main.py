@@ -1,4 +1,4 @@
-"""The engine process: `python -m server.engine.main`, started by a worker.
+"""The engine process: `python -m loraplex.server.engine.main`, started by a worker.
 
 It maps the worker's host arena, builds the executor, says EngineReady or EngineFailed, and steps
 until the worker tells it to leave or is gone.
@@ -19,27 +19,27 @@ from typing import Any
 
 import msgspec
 
-from adapters.common import extras
-from adapters.common.logs import log_to_stderr
-from adapters.common.pauses import shorten_pauses
-from adapters.grammar.deep_threads import STACK_BYTES, run_deep
-from adapters.sharding import Shard
-from server.config import ConfigError, EngineConfig, set_unset_variables
-from server.constraints.build import make_constraints
-from server.constraints.constraints import Constraints
-from server.engine.certificates import CertifyOptions
-from server.engine.channel import WorkerChannel, WorkerGone
-from server.engine.executor import Executor, ExecutorLimits
-from server.engine.fake import CertifyingExecutor
-from server.engine.group.follower import Follower
-from server.engine.group.leader import GroupExecutor
-from server.engine.loop import EngineLoop, ExecutorLost
-from server.engine.memory.room import tokens_together
-from server.engine.messages import EngineFailed, EngineReady, StartProgress
-from server.engine.scheduling.scheduler import Scheduler
-from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.engine.shared_memory import map_shared
-from server.model.tokenizer.grammar_vocabulary import read_vocabulary
+from loraplex.adapters.common import extras
+from loraplex.adapters.common.logs import log_to_stderr
+from loraplex.adapters.common.pauses import shorten_pauses
+from loraplex.adapters.grammar.deep_threads import STACK_BYTES, run_deep
+from loraplex.adapters.sharding import Shard
+from loraplex.server.config import ConfigError, EngineConfig, set_unset_variables
+from loraplex.server.constraints.build import make_constraints
+from loraplex.server.constraints.constraints import Constraints
+from loraplex.server.engine.certificates import CertifyOptions
+from loraplex.server.engine.channel import WorkerChannel, WorkerGone
+from loraplex.server.engine.executor import Executor, ExecutorLimits
+from loraplex.server.engine.fake import CertifyingExecutor
+from loraplex.server.engine.group.follower import Follower
+from loraplex.server.engine.group.leader import GroupExecutor
+from loraplex.server.engine.loop import EngineLoop, ExecutorLost
+from loraplex.server.engine.memory.room import tokens_together
+from loraplex.server.engine.messages import EngineFailed, EngineReady, StartProgress
+from loraplex.server.engine.scheduling.scheduler import Scheduler
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.engine.shared_memory import map_shared
+from loraplex.server.model.tokenizer.grammar_vocabulary import read_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _CERTIFY_TOKEN_BYTES = 1024
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="server.engine.main", description=__doc__)
+    parser = argparse.ArgumentParser(prog="loraplex.server.engine.main", description=__doc__)
     parser.add_argument("--socket-fd", type=int, required=True, help="stream socket to the worker")
     parser.add_argument("--arena-fd", type=int, required=True, help="memory file with the slabs")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
@@ -162,11 +162,11 @@ def _build(
     if report is not None:
         report(StartProgress("loading libraries"))
     # Not at the top: a process without a model needs no torch.
-    from server.model.executor import TorchExecutor
+    from loraplex.server.model.executor import TorchExecutor
 
     if config.shards == 1:
         return TorchExecutor(config, arena, report=report)
-    from server.model.process_group import ProcessGroup
+    from loraplex.server.model.process_group import ProcessGroup
 
     group = ProcessGroup(Shard(options.shard, config.shards), options.meeting, config.device)
     executor = TorchExecutor(config, arena, group=group, report=report)

@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from adapters.manifest import SlabLayout
-from server.engine.memory.eviction import EvictionReason
-from server.protocol import GenerateRequest, TokenEvent
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.server.engine.memory.eviction import EvictionReason
+from loraplex.server.protocol import GenerateRequest, TokenEvent
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="su"):

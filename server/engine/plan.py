@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from server.protocol import SamplingParams, TokenLogprob, VectorParams
+from loraplex.server.protocol import SamplingParams, TokenLogprob, VectorParams
 
 SliceKind = Literal["prompt", "decode"]
 

@@ -6,7 +6,7 @@ It does not know which bytes are right. It notices that an adapter's bytes diffe
 from collections import OrderedDict
 from hashlib import blake2b
 
-from server.engine.executor import AdapterCopy
+from loraplex.server.engine.executor import AdapterCopy
 
 MAX_REMEMBERED = 65_536
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from adapters.base import BaseSpec
-from adapters.safetensors.floats import float_digest
-from server.model.base_spec import base_spec
-from server.model.checkpoint.checkpoint import (
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.safetensors.floats import float_digest
+from loraplex.server.model.base_spec import base_spec
+from loraplex.server.model.checkpoint.checkpoint import (
     CheckpointError,
     ModelFile,
     base_digest,
@@ -19,11 +19,15 @@ from server.model.checkpoint.checkpoint import (
     stored_tensors,
     tables,
 )
-from server.model.checkpoint.stored_forms import stored_forms
-from server.model.checkpoint.text_part import model_shards
-from server.model.tokenizer.base_ends import end_token_ids
-from server.model.tokenizer.base_templates import chat_templates, template_tokens, usable_templates
-from server.model.tokenizer.base_tokenizer import TOKENIZER_FILE, read_tokenizer
+from loraplex.server.model.checkpoint.stored_forms import stored_forms
+from loraplex.server.model.checkpoint.text_part import model_shards
+from loraplex.server.model.tokenizer.base_ends import end_token_ids
+from loraplex.server.model.tokenizer.base_templates import (
+    chat_templates,
+    template_tokens,
+    usable_templates,
+)
+from loraplex.server.model.tokenizer.base_tokenizer import TOKENIZER_FILE, read_tokenizer
 
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 

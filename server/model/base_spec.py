@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from adapters.base import BaseNorm, BaseSpec, ExpertWeight, ModuleShape, layer_path
-from server.model.moe_spec import MoeSpec
-from server.model.spec import LinearSpec, ModelSpec
+from loraplex.adapters.base import BaseNorm, BaseSpec, ExpertWeight, ModuleShape, layer_path
+from loraplex.server.model.moe_spec import MoeSpec
+from loraplex.server.model.spec import LinearSpec, ModelSpec
 
 
 def base_spec(

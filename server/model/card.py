@@ -2,23 +2,27 @@
 
 from pathlib import Path
 
-from adapters.chat.conversation import DEFAULT_TEMPLATE
-from server.model.advice import Advice, read_advice
-from server.model.checkpoint.checkpoint import (
+from loraplex.adapters.chat.conversation import DEFAULT_TEMPLATE
+from loraplex.server.model.advice import Advice, read_advice
+from loraplex.server.model.checkpoint.checkpoint import (
     GENERATION_FILE,
     CheckpointError,
     base_digest,
     read_config,
     read_optional_json,
 )
-from server.model.checkpoint.sentence_files import SentenceFiles, read_sentence_files
-from server.model.pair_forms import pair_form
-from server.model.spec import ModelSpec
-from server.model.tokenizer.base_ends import end_token_ids
-from server.model.tokenizer.base_templates import chat_templates, template_tokens, usable_templates
-from server.model.tokenizer.base_tokenizer import read_tokenizer
-from server.model.vector_forms import NO_WISHES, VectorWishes, vector_form
-from server.protocol import ModelCard
+from loraplex.server.model.checkpoint.sentence_files import SentenceFiles, read_sentence_files
+from loraplex.server.model.pair_forms import pair_form
+from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.tokenizer.base_ends import end_token_ids
+from loraplex.server.model.tokenizer.base_templates import (
+    chat_templates,
+    template_tokens,
+    usable_templates,
+)
+from loraplex.server.model.tokenizer.base_tokenizer import read_tokenizer
+from loraplex.server.model.vector_forms import NO_WISHES, VectorWishes, vector_form
+from loraplex.server.protocol import ModelCard
 
 
 def model_card(

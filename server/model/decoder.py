@@ -6,11 +6,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from server.model.linear.experts import MoeWeights
-from server.model.lora.sites import Sites
-from server.model.ops.ops import Ops
-from server.model.spec import ModelSpec
-from server.model.weights import ModelWeights
+from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.lora.sites import Sites
+from loraplex.server.model.ops.ops import Ops
+from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.weights import ModelWeights
 
 P = TypeVar("P")
 L = TypeVar("L")

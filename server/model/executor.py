@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from server.config import EngineConfig
-from server.engine.executor import (
+from loraplex.server.config import EngineConfig
+from loraplex.server.engine.executor import (
     AdapterCopy,
     CopyNews,
     CopyOver,
@@ -18,34 +18,34 @@ from server.engine.executor import (
     CopyUsable,
     Masks,
 )
-from server.engine.messages import StartProgress
-from server.engine.plan import SeqSlice, SliceResult, StepPlan
-from server.model.decoder import Decoder, Wanted
-from server.model.graphs.decode_batch import APPEND, POSITION, ROW, DecodeBatch
-from server.model.graphs.gpu_path import build
-from server.model.graphs.start_phases import StartPhases
-from server.model.group import Alone, Group
-from server.model.lora.adapter_copies import AdapterCopies
-from server.model.lora.lora import Reach
-from server.model.lora.output_vectors import OutputVectors
-from server.model.ops.ops import StepLayout
-from server.model.ops.sizes import padded, padded_size
-from server.model.ops.transfers import to_device, to_host
-from server.model.sampling.masks import MaskMemory
-from server.model.sampling.pooling import PooledSlice, Pooler, pooled_slices
-from server.model.sampling.results import Held, HostVectors, PromptLogprobs, StepTicket
-from server.model.sampling.sampler import Drawn, Sampler, ScoredSlice
-from server.model.sampling.to_draw import ToDraw
-from server.model.start import (
+from loraplex.server.engine.messages import StartProgress
+from loraplex.server.engine.plan import SeqSlice, SliceResult, StepPlan
+from loraplex.server.model.decoder import Decoder, Wanted
+from loraplex.server.model.graphs.decode_batch import APPEND, POSITION, ROW, DecodeBatch
+from loraplex.server.model.graphs.gpu_path import build
+from loraplex.server.model.graphs.start_phases import StartPhases
+from loraplex.server.model.group import Alone, Group
+from loraplex.server.model.lora.adapter_copies import AdapterCopies
+from loraplex.server.model.lora.lora import Reach
+from loraplex.server.model.lora.output_vectors import OutputVectors
+from loraplex.server.model.ops.ops import StepLayout
+from loraplex.server.model.ops.sizes import padded, padded_size
+from loraplex.server.model.ops.transfers import to_device, to_host
+from loraplex.server.model.sampling.masks import MaskMemory
+from loraplex.server.model.sampling.pooling import PooledSlice, Pooler, pooled_slices
+from loraplex.server.model.sampling.results import Held, HostVectors, PromptLogprobs, StepTicket
+from loraplex.server.model.sampling.sampler import Drawn, Sampler, ScoredSlice
+from loraplex.server.model.sampling.to_draw import ToDraw
+from loraplex.server.model.start import (
     WeightsLoader,
     advised,
     build_parts,
     host_arena_made,
     leave_a_core,
 )
-from server.model.steps.drafts import spread, spread_places
-from server.model.steps.rows import Rows
-from server.model.steps.step import Step
+from loraplex.server.model.steps.drafts import spread, spread_places
+from loraplex.server.model.steps.rows import Rows
+from loraplex.server.model.steps.step import Step
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ _OF_REACH = {
 
 
 class TorchExecutor:
-    """Implements `server.engine.executor.Executor`.
+    """Implements `loraplex.server.engine.executor.Executor`.
 
     On the CPU a step is computed in `launch`; on a GPU `launch` enqueues it and waits for nothing.
     Raises CheckpointError or ConfigError when the model or the memory options cannot be served.

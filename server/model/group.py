@@ -5,8 +5,8 @@ from typing import Protocol
 
 import torch
 
-from adapters.sharding import WHOLE, Shard
-from server.kernels.pointwise.shared_terms import SharedTerms
+from loraplex.adapters.sharding import WHOLE, Shard
+from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 
 # As `Group.sum`.
 DeviceSum = Callable[[torch.Tensor], torch.Tensor]

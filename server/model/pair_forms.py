@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from server.config import ConfigError
-from server.model.checkpoint.sentence_files import SentenceFiles
-from server.model.spec import ModelSpec
-from server.protocol import PairForm
+from loraplex.server.config import ConfigError
+from loraplex.server.model.checkpoint.sentence_files import SentenceFiles
+from loraplex.server.model.spec import ModelSpec
+from loraplex.server.protocol import PairForm
 
 # What Qwen3-Reranker was trained to read and to say.
 _QWEN3_NAME = "qwen3-reranker"

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from adapters.sharding import Shard
-from server.config import set_unset_variables
-from server.kernels.pointwise.shared_terms import SharedTerms
-from server.model.group import term_rows
+from loraplex.adapters.sharding import Shard
+from loraplex.server.config import set_unset_variables
+from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
+from loraplex.server.model.group import term_rows
 
 # The worker notices sooner that no step ends.
 _TIMEOUT = timedelta(minutes=30)

@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
-from adapters.sharding import Span, total_width
-from server.config import ConfigError
-from server.model.spec import (
+from loraplex.adapters.sharding import Span, total_width
+from loraplex.server.config import ConfigError
+from loraplex.server.model.spec import (
     AttentionSpec,
     EmbeddingSpec,
     LayerSpec,

@@ -1,7 +1,7 @@
 """ModelSpec: one value that says all that a base model computes. Pure.
 
 From it come the tensors to load, the modules that adapters may change, the sites, the sizes of
-memory, and the products to time at start. A family (`server.model.families`) reads it from
+memory, and the products to time at start. A family (`loraplex.server.model.families`) reads it from
 `config.json`.
 """
 
@@ -10,13 +10,13 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from adapters.base import ModuleShape, SiteKind, module_name
-from adapters.base import layer_path as layer_path
-from adapters.classes import SCORE, ClassForm
-from adapters.sharding import Sharding, Span
-from server.model.moe_spec import ExpertStorage, MoeSpec, Tensors
-from server.model.quantisation.quantisation import Quantisation
-from server.model.rope_spec import RopeSpec as RopeSpec
+from loraplex.adapters.base import ModuleShape, SiteKind, module_name
+from loraplex.adapters.base import layer_path as layer_path
+from loraplex.adapters.classes import SCORE, ClassForm
+from loraplex.adapters.sharding import Sharding, Span
+from loraplex.server.model.moe_spec import ExpertStorage, MoeSpec, Tensors
+from loraplex.server.model.quantisation.quantisation import Quantisation
+from loraplex.server.model.rope_spec import RopeSpec as RopeSpec
 
 Activation = Literal["silu", "gelu_tanh"]
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import msgspec
 import torch
 
-from adapters.sharding import Shard
-from adapters.token_rows import new_ids_width
-from server.config import AtLoad, ConfigError, EngineConfig
-from server.engine.shared_memory import pages_made
-from server.model.checkpoint.checkpoint import read_config
-from server.model.graphs.parts import Parts
-from server.model.graphs.start_phases import StartPhases
-from server.model.group import Group
-from server.model.lora.arena_weights import DTYPES
-from server.model.lora.lora import AdapterTable
-from server.model.lora.sites import Sites
-from server.model.ops.memory import (
+from loraplex.adapters.sharding import Shard
+from loraplex.adapters.token_rows import new_ids_width
+from loraplex.server.config import AtLoad, ConfigError, EngineConfig
+from loraplex.server.engine.shared_memory import pages_made
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.graphs.parts import Parts
+from loraplex.server.model.graphs.start_phases import StartPhases
+from loraplex.server.model.group import Group
+from loraplex.server.model.lora.arena_weights import DTYPES
+from loraplex.server.model.lora.lora import AdapterTable
+from loraplex.server.model.lora.sites import Sites
+from loraplex.server.model.ops.memory import (
     MEMORY_ADVICE,
     DeviceMemory,
     estimate_lines,
@@ -28,15 +28,15 @@ from server.model.ops.memory import (
     fill_device,
     weights_bytes,
 )
-from server.model.ops.ops import KVCache
-from server.model.ops.sizes import MOST_PADDING
-from server.model.page_groups import page_groups
-from server.model.quantised_at_load import quantised_at_load
-from server.model.sampling.row_sampling import RowSampling
-from server.model.sharding import sharded
-from server.model.spec import ModelSpec
-from server.model.steps.rows import Rows
-from server.model.weights import ModelWeights, load_weights
+from loraplex.server.model.ops.ops import KVCache
+from loraplex.server.model.ops.sizes import MOST_PADDING
+from loraplex.server.model.page_groups import page_groups
+from loraplex.server.model.quantised_at_load import quantised_at_load
+from loraplex.server.model.sampling.row_sampling import RowSampling
+from loraplex.server.model.sharding import sharded
+from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.steps.rows import Rows
+from loraplex.server.model.weights import ModelWeights, load_weights
 
 # As CUDA, its libraries and the CPU's allocator say it.
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from server.config import ConfigError
-from server.model.checkpoint.sentence_files import SentenceFiles
-from server.model.pair_forms import NO_PAIR_WISHES, PairWishes
-from server.model.spec import ModelSpec
-from server.protocol import Pooling, VectorForm
+from loraplex.server.config import ConfigError
+from loraplex.server.model.checkpoint.sentence_files import SentenceFiles
+from loraplex.server.model.pair_forms import NO_PAIR_WISHES, PairWishes
+from loraplex.server.model.spec import ModelSpec
+from loraplex.server.protocol import Pooling, VectorForm
 
 _MOST_PROMPT_CHARS = 1 << 14
 

@@ -8,22 +8,22 @@ from functools import partial
 import torch
 from safetensors import SafetensorError, safe_open
 
-from adapters.sharding import WHOLE, Shard, Span, heads_of
-from server.config import AtLoad
-from server.kernels.linear.matrix import PackedMatrix
-from server.model.checkpoint.area import Area, Stored, UnpackedArea
-from server.model.checkpoint.checkpoint import CheckpointError, ModelFile
-from server.model.checkpoint.cuts import Cut, cut_of
-from server.model.checkpoint.expert_tensors import ExpertTensors
-from server.model.checkpoint.stored_forms import StoredForms
-from server.model.checkpoint.unpack import unpack
-from server.model.linear.dense import DenseLinear
-from server.model.linear.experts import ExpertsLinear
-from server.model.linear.linear import Linear
-from server.model.linear.packed import PackedWeight, joined
-from server.model.linear.quantise import quantise
-from server.model.linear.quantised import QuantisedLinear, matrix_of
-from server.model.spec import LinearSpec, layer_path
+from loraplex.adapters.sharding import WHOLE, Shard, Span, heads_of
+from loraplex.server.config import AtLoad
+from loraplex.server.kernels.linear.matrix import PackedMatrix
+from loraplex.server.model.checkpoint.area import Area, Stored, UnpackedArea
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, ModelFile
+from loraplex.server.model.checkpoint.cuts import Cut, cut_of
+from loraplex.server.model.checkpoint.expert_tensors import ExpertTensors
+from loraplex.server.model.checkpoint.stored_forms import StoredForms
+from loraplex.server.model.checkpoint.unpack import unpack
+from loraplex.server.model.linear.dense import DenseLinear
+from loraplex.server.model.linear.experts import ExpertsLinear
+from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.linear.packed import PackedWeight, joined
+from loraplex.server.model.linear.quantise import quantise
+from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
+from loraplex.server.model.spec import LinearSpec, layer_path
 
 
 class WeightSource:

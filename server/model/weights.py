@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 import torch
 
-from adapters.classes import SCORE
-from adapters.sharding import WHOLE, Shard
-from server.config import AtLoad
-from server.model.checkpoint.checkpoint import stored_tensors, tables
-from server.model.checkpoint.expert_forms import as_stored
-from server.model.checkpoint.stored_forms import stored_forms
-from server.model.checkpoint.tensor_table import check_tensors, kinds
-from server.model.checkpoint.text_part import model_shards
-from server.model.linear.dense import DenseLinear
-from server.model.linear.experts import MoeWeights
-from server.model.linear.linear import Linear
-from server.model.moe_spec import MoeSpec
-from server.model.spec import (
+from loraplex.adapters.classes import SCORE
+from loraplex.adapters.sharding import WHOLE, Shard
+from loraplex.server.config import AtLoad
+from loraplex.server.model.checkpoint.checkpoint import stored_tensors, tables
+from loraplex.server.model.checkpoint.expert_forms import as_stored
+from loraplex.server.model.checkpoint.stored_forms import stored_forms
+from loraplex.server.model.checkpoint.tensor_table import check_tensors, kinds
+from loraplex.server.model.checkpoint.text_part import model_shards
+from loraplex.server.model.linear.dense import DenseLinear
+from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.moe_spec import MoeSpec
+from loraplex.server.model.spec import (
     SINKS,
     AttentionSpec,
     LayerSpec,
@@ -29,7 +29,7 @@ from server.model.spec import (
     NormSpec,
     layer_path,
 )
-from server.model.weight_source import WeightSource, path_in
+from loraplex.server.model.weight_source import WeightSource, path_in
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class KvScales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer, as `server.model.spec.LayerSpec` names its parts. mlp: as its `mlp` says.
+    """One layer, as `loraplex.server.model.spec.LayerSpec` names its parts. mlp: as its `mlp` says.
 
     qk_norm: `[heads + kv_heads, head_dim]`, one row a head of q, then of k. sinks: float32
     `[heads]`. kv_scales: those that the checkpoint has.

@@ -4,7 +4,7 @@ Frames are msgspec structs encoded as tagged arrays: small, bounded, without obj
 New fields go at the end, with a default. One WebSocket message carries one frame.
 """
 
-from server.protocol.adapters import (
+from loraplex.server.protocol.adapters import (
     AdapterLoad,
     AdapterMerge,
     AdapterOrder,
@@ -18,8 +18,8 @@ from server.protocol.adapters import (
     OrderAction,
     TierState,
 )
-from server.protocol.card import ClassForm, Gift, ModelCard, PairForm, VectorForm
-from server.protocol.frames import (
+from loraplex.server.protocol.card import ClassForm, Gift, ModelCard, PairForm, VectorForm
+from loraplex.server.protocol.frames import (
     MAX_FRAME_BYTES,
     RouterFrame,
     WorkerFrame,
@@ -27,7 +27,7 @@ from server.protocol.frames import (
     decode_worker_frame,
     encode,
 )
-from server.protocol.generation import (
+from loraplex.server.protocol.generation import (
     BACKGROUND_PRIORITY,
     Abort,
     ErrorCode,
@@ -41,8 +41,8 @@ from server.protocol.generation import (
     VectorParams,
     acting,
 )
-from server.protocol.sampling import NamesOnce, SamplingParams, ThinkingBudget
-from server.protocol.workers import (
+from loraplex.server.protocol.sampling import NamesOnce, SamplingParams, ThinkingBudget
+from loraplex.server.protocol.workers import (
     PROTOCOL_VERSION,
     AdapterPlace,
     Inspect,

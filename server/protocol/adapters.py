@@ -4,10 +4,10 @@ from typing import Literal
 
 import msgspec
 
-from adapters.errors import AdapterErrorCode, Violation
-from adapters.manifest import AdapterManifest
-from adapters.merge.recipe import MergeRecipe
-from adapters.ref import AdapterRef
+from loraplex.adapters.errors import AdapterErrorCode, Violation
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.merge.recipe import MergeRecipe
+from loraplex.adapters.ref import AdapterRef
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True, tag="al"):

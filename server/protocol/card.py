@@ -4,10 +4,10 @@ from typing import Literal
 
 import msgspec
 
-from adapters.chat.conversation import DEFAULT_TEMPLATE, MessageForm
-from adapters.classes import ClassForm as ClassForm
-from adapters.classes import OwnClasses
-from server.protocol.generation import Pooling
+from loraplex.adapters.chat.conversation import DEFAULT_TEMPLATE, MessageForm
+from loraplex.adapters.classes import ClassForm as ClassForm
+from loraplex.adapters.classes import OwnClasses
+from loraplex.server.protocol.generation import Pooling
 
 # What a model gives: the last are scores of documents.
 Gift = Literal["text", "vectors", "classes", "fits"]

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from server.protocol.adapters import (
+from loraplex.server.protocol.adapters import (
     AdapterLoad,
     AdapterMerge,
     AdapterOrder,
@@ -11,8 +11,14 @@ from server.protocol.adapters import (
     AdapterReport,
     AdapterState,
 )
-from server.protocol.generation import Abort, GenerateRequest, StepEvents
-from server.protocol.workers import Inspect, RouterHello, WorkerHello, WorkerPicture, WorkerStatus
+from loraplex.server.protocol.generation import Abort, GenerateRequest, StepEvents
+from loraplex.server.protocol.workers import (
+    Inspect,
+    RouterHello,
+    WorkerHello,
+    WorkerPicture,
+    WorkerStatus,
+)
 
 MAX_FRAME_BYTES = 16 << 20
 

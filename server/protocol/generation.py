@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from server.protocol.sampling import SamplingParams
+from loraplex.server.protocol.sampling import SamplingParams
 
 Finish = Literal["stop", "length", "abort", "error"]
 ErrorCode = Literal[

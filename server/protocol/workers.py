@@ -2,7 +2,7 @@
 
 import msgspec
 
-from server.protocol.adapters import TierState
+from loraplex.server.protocol.adapters import TierState
 
 PROTOCOL_VERSION = 7
 

@@ -3,8 +3,8 @@
 import errno
 import socket
 
-from adapters.common.loopback import is_loopback
-from adapters.errors import CommandError
+from loraplex.adapters.common.loopback import is_loopback
+from loraplex.adapters.errors import CommandError
 
 # A peer that takes no byte for so long is cut off by TCP itself.
 PEER_TIMEOUT_MS = 30_000

@@ -9,8 +9,8 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from server.worker.connections import RouterConnection
-from server.worker.worker import Worker
+from loraplex.server.worker.connections import RouterConnection
+from loraplex.server.worker.worker import Worker
 
 MAX_ROUTERS = 256
 _RETRY = {"Retry-After": "1"}

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from server.protocol import (
+from loraplex.server.protocol import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     RouterFrame,
@@ -25,8 +25,8 @@ from server.protocol import (
     decode_router_frame,
     encode,
 )
-from server.worker.outbox import Outbox
-from server.worker.sequences import split_events
+from loraplex.server.worker.outbox import Outbox
+from loraplex.server.worker.sequences import split_events
 
 log = logging.getLogger(__name__)
 

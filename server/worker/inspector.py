@@ -5,11 +5,11 @@ It receives changes and is asked at most once a second; it decides nothing.
 
 from collections.abc import Mapping
 
-from server.engine.memory.extents import Span, each
-from server.engine.messages import AdapterPlaced, EngineReady, EngineStats, StepOutput
-from server.protocol import AdapterPlace, Inspect, WorkerPicture
-from server.worker.adapters.adapter_orders import AdapterOrders
-from server.worker.adapters.host_tier import HostTier
+from loraplex.server.engine.memory.extents import Span, each
+from loraplex.server.engine.messages import AdapterPlaced, EngineReady, EngineStats, StepOutput
+from loraplex.server.protocol import AdapterPlace, Inspect, WorkerPicture
+from loraplex.server.worker.adapters.adapter_orders import AdapterOrders
+from loraplex.server.worker.adapters.host_tier import HostTier
 
 MAX_PLACES = 4096
 

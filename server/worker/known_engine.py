@@ -1,8 +1,8 @@
 """The engine as its worker knows it: what the last step reported, and the way to send frames."""
 
-from server.engine.messages import EngineReady, EngineStats, StepOutput, ToEngine
-from server.protocol import TierState
-from server.worker.process.engine_supervisor import EngineSupervisor
+from loraplex.server.engine.messages import EngineReady, EngineStats, StepOutput, ToEngine
+from loraplex.server.protocol import TierState
+from loraplex.server.worker.process.engine_supervisor import EngineSupervisor
 
 
 class KnownEngine:

@@ -12,14 +12,14 @@ from contextlib import ExitStack
 import uvicorn
 import uvloop
 
-from adapters.common.pauses import shorten_pauses
-from server.config import WorkerConfig
-from server.protocol import MAX_FRAME_BYTES
-from server.worker.adapters.registry import Registry, advertised
-from server.worker.address import check_exposure, open_listener
-from server.worker.app import WorkerApp
-from server.worker.process.engine_supervisor import EngineStartError
-from server.worker.setup import Prepared, WorkerStartError, prepare
+from loraplex.adapters.common.pauses import shorten_pauses
+from loraplex.server.config import WorkerConfig
+from loraplex.server.protocol import MAX_FRAME_BYTES
+from loraplex.server.worker.adapters.registry import Registry, advertised
+from loraplex.server.worker.address import check_exposure, open_listener
+from loraplex.server.worker.app import WorkerApp
+from loraplex.server.worker.process.engine_supervisor import EngineStartError
+from loraplex.server.worker.setup import Prepared, WorkerStartError, prepare
 
 log = logging.getLogger(__name__)
 

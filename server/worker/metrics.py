@@ -8,12 +8,12 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
 
-from adapters.common.meters import COUNT_BUCKETS, LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
-from adapters.errors import AdapterErrorCode
-from adapters.ref import RefSource
-from server.engine.memory.eviction import EvictionReason
-from server.engine.messages import EngineReady, EngineStats, GrammarFault, StepOutput
-from server.protocol import ErrorCode, Finish
+from loraplex.adapters.common.meters import COUNT_BUCKETS, LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
+from loraplex.adapters.errors import AdapterErrorCode
+from loraplex.adapters.ref import RefSource
+from loraplex.server.engine.memory.eviction import EvictionReason
+from loraplex.server.engine.messages import EngineReady, EngineStats, GrammarFault, StepOutput
+from loraplex.server.protocol import ErrorCode, Finish
 
 # Where a sequence's adapter was when the sequence came.
 LookupTier = Literal["device", "loading", "host", "disk"]

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from server.engine.messages import SequenceEvent
-from server.protocol import ErrorCode, GenerateRequest, TokenEvent
-from server.worker.credits import share_credits
+from loraplex.server.engine.messages import SequenceEvent
+from loraplex.server.protocol import ErrorCode, GenerateRequest, TokenEvent
+from loraplex.server.worker.credits import share_credits
 
 
 class Identity(NamedTuple):

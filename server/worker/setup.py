@@ -13,50 +13,50 @@ from typing import get_args
 
 import msgspec
 
-from adapters.base import BaseSpec
-from adapters.common import extras
-from adapters.errors import CommandError
-from adapters.manifest import SlabDtype
-from adapters.ref import RefSource
-from adapters.store.store import AdapterStore
-from server.config import ConfigError, EngineConfig, WorkerConfig
-from server.engine.memory.residency import AdapterArena
-from server.engine.shared_memory import HostMemory
-from server.model.base_facts import read_base_spec
-from server.model.card import model_card
-from server.model.checkpoint.checkpoint import CheckpointError
-from server.model.checkpoint.tensor_table import check_folder
-from server.model.pair_forms import PairWishes
-from server.model.quantised_at_load import quantised_at_load
-from server.model.sharding import check_shards
-from server.model.vector_forms import VectorWishes
-from server.protocol import ModelCard
-from server.worker.adapters.adapter_orders import AdapterOrders
-from server.worker.adapters.adapter_service import AdapterService
-from server.worker.adapters.adapter_store import open_store
-from server.worker.adapters.host_tier import HostTier
-from server.worker.adapters.merging import Merger
-from server.worker.adapters.slab_saver import SlabSaver
-from server.worker.known_engine import KnownEngine
-from server.worker.metrics import WorkerMetrics
-from server.worker.process.device import (
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.common import extras
+from loraplex.adapters.errors import CommandError
+from loraplex.adapters.manifest import SlabDtype
+from loraplex.adapters.ref import RefSource
+from loraplex.adapters.store.store import AdapterStore
+from loraplex.server.config import ConfigError, EngineConfig, WorkerConfig
+from loraplex.server.engine.memory.residency import AdapterArena
+from loraplex.server.engine.shared_memory import HostMemory
+from loraplex.server.model.base_facts import read_base_spec
+from loraplex.server.model.card import model_card
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError
+from loraplex.server.model.checkpoint.tensor_table import check_folder
+from loraplex.server.model.pair_forms import PairWishes
+from loraplex.server.model.quantised_at_load import quantised_at_load
+from loraplex.server.model.sharding import check_shards
+from loraplex.server.model.vector_forms import VectorWishes
+from loraplex.server.protocol import ModelCard
+from loraplex.server.worker.adapters.adapter_orders import AdapterOrders
+from loraplex.server.worker.adapters.adapter_service import AdapterService
+from loraplex.server.worker.adapters.adapter_store import open_store
+from loraplex.server.worker.adapters.host_tier import HostTier
+from loraplex.server.worker.adapters.merging import Merger
+from loraplex.server.worker.adapters.slab_saver import SlabSaver
+from loraplex.server.worker.known_engine import KnownEngine
+from loraplex.server.worker.metrics import WorkerMetrics
+from loraplex.server.worker.process.device import (
     ChosenDevice,
     DeviceError,
     choose_device,
     cuda_devices,
     torch_build,
 )
-from server.worker.process.engine_group import start_group
-from server.worker.process.engine_process import spawn_engine
-from server.worker.process.engine_supervisor import EngineSupervisor
-from server.worker.process.model_source import ModelError, ModelFolder, find_model
-from server.worker.process.sizing import (
+from loraplex.server.worker.process.engine_group import start_group
+from loraplex.server.worker.process.engine_process import spawn_engine
+from loraplex.server.worker.process.engine_supervisor import EngineSupervisor
+from loraplex.server.worker.process.model_source import ModelError, ModelFolder, find_model
+from loraplex.server.worker.process.sizing import (
     choose_dtype,
     choose_extent_bytes,
     choose_sizes,
     heavy_threads,
 )
-from server.worker.worker import Worker
+from loraplex.server.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from server.engine.messages import StartProgress
+from loraplex.server.engine.messages import StartProgress
 
 _QUIET_S = 2.0  # what is over sooner needs no words
 _INTERVAL_S = 10.0

@@ -2,7 +2,7 @@
 
 The child asks the kernel for SIGKILL at the parent's death, then becomes the module. Doing it there
 rather than in a `preexec_fn` is safe beside threads. The child is started by path, so a folder
-named `server` in the user's working directory is never imported in place of this package.
+named `loraplex` in the user's working directory is never imported in place of this package.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ def spawn(
     thread: the kernel ties the child to the thread that started it. environment: None = the
     parent's. output: where stdout and stderr go; None = where the parent's go.
     """
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).parents[3]
     tether = [sys.executable, "-P", __file__, str(os.getpid()), str(root)]
     return subprocess.Popen(
         [*tether, module, *arguments],

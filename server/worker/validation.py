@@ -6,10 +6,10 @@ beside the code that uses them. Pure.
 import re
 from typing import NamedTuple
 
-from adapters.errors import AdapterError
-from adapters.merge.recipe import recipe_problem
-from adapters.ref import AdapterRef, check_token
-from server.protocol import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.merge.recipe import recipe_problem
+from loraplex.adapters.ref import AdapterRef, check_token
+from loraplex.server.protocol import (
     MAX_FRAME_BYTES,
     Abort,
     AdapterLoad,

@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from adapters.common.meters import watch_loop_lag
-from server.engine.messages import (
+from loraplex.adapters.common.meters import watch_loop_lag
+from loraplex.server.engine.messages import (
     AbortSequence,
     AdapterPlaced,
     AdapterSettled,
@@ -27,7 +27,7 @@ from server.engine.messages import (
     StepOutput,
     Submit,
 )
-from server.protocol import (
+from loraplex.server.protocol import (
     Abort,
     AdapterLoad,
     AdapterMerge,
@@ -43,23 +43,23 @@ from server.protocol import (
     WorkerHello,
     WorkerStatus,
 )
-from server.worker.adapters.adapter_meter import AdapterMeter
-from server.worker.adapters.adapter_orders import AdapterOrders
-from server.worker.adapters.adapter_service import AdapterService
-from server.worker.adapters.host_tier import HostTier
-from server.worker.adapters.staging import Staging
-from server.worker.connections import (
+from loraplex.server.worker.adapters.adapter_meter import AdapterMeter
+from loraplex.server.worker.adapters.adapter_orders import AdapterOrders
+from loraplex.server.worker.adapters.adapter_service import AdapterService
+from loraplex.server.worker.adapters.host_tier import HostTier
+from loraplex.server.worker.adapters.staging import Staging
+from loraplex.server.worker.connections import (
     POLICY_VIOLATION,
     ConnectionFault,
     RouterConnection,
     require,
 )
-from server.worker.inspector import Inspector
-from server.worker.known_engine import KnownEngine
-from server.worker.metrics import LookupTier, WorkerMetrics
-from server.worker.sequences import ByConnection, DuplicateSequence, SequenceTable, refusal
-from server.worker.start_log import StartLog
-from server.worker.validation import (
+from loraplex.server.worker.inspector import Inspector
+from loraplex.server.worker.known_engine import KnownEngine
+from loraplex.server.worker.metrics import LookupTier, WorkerMetrics
+from loraplex.server.worker.sequences import ByConnection, DuplicateSequence, SequenceTable, refusal
+from loraplex.server.worker.start_log import StartLog
+from loraplex.server.worker.validation import (
     check_digests,
     check_inspect,
     check_load_id,

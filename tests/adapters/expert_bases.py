@@ -12,7 +12,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from adapters.base import BaseSpec, ExpertWeight, ModuleShape, SiteKind
+from loraplex.adapters.base import BaseSpec, ExpertWeight, ModuleShape, SiteKind
 
 HIDDEN, INNER, EXPERTS, VOCAB = 32, 24, 4, 64
 _SIZES: dict[str, Any] = {

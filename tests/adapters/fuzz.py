@@ -15,9 +15,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from adapters.errors import AdapterError
-from adapters.judge import judge_folder
-from adapters.peft.validate import AdapterLimits
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.peft.validate import AdapterLimits
 from tests.adapter_folders import small_base
 from tests.adapters.fuzz_mutations import Files, mutate
 from tests.adapters.spoils import write_good

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from adapters.base import BaseSpec
+from loraplex.adapters.base import BaseSpec
 from tests.adapters import hostile_config, hostile_files, hostile_tensors
 from tests.adapters.spoils import Spoil
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from adapters.base import BaseSpec
+from loraplex.adapters.base import BaseSpec
 from tests.adapters.spoils import (
     FIRST,
     WEIGHTS,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from adapters.base import BaseSpec
+from loraplex.adapters.base import BaseSpec
 from tests.adapters.spoils import (
     FIRST,
     FIRST_B,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError
 
 
 def refusal(call: Callable[[], object]) -> AdapterError | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from adapters.base import BaseSpec
+from loraplex.adapters.base import BaseSpec
 from tests.adapter_folders import (
     Dtype,
     adapter_config,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from adapters.base import BaseSpec, ExpertWeight, ModuleShape, base_modules, module_name
+from loraplex.adapters.base import BaseSpec, ExpertWeight, ModuleShape, base_modules, module_name
 
 EXPERTS = "mlp.experts.{}.gate_proj"
 

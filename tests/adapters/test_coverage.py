@@ -12,14 +12,14 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adapters.coverage import Coverage, coverage_of
-from adapters.judge import judge_folder
-from adapters.manifest import AdapterManifest
-from adapters.merge.job import run_job
-from adapters.merge.recipe import MergeMember, make_recipe
-from adapters.ref import AdapterRef
-from adapters.sources.local import LocalSource
-from adapters.store.store import AdapterStore
+from loraplex.adapters.coverage import Coverage, coverage_of
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.merge.job import run_job
+from loraplex.adapters.merge.recipe import MergeMember, make_recipe
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.sources.local import LocalSource
+from loraplex.adapters.store.store import AdapterStore
 from tests.adapter_folders import ALL_PROJECTIONS, small_base, write_adapter
 
 LAYERS = 6

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from adapters.errors import AdapterError
-from adapters.judge import judge_folder
-from adapters.peft.validate import AdapterLimits
-from adapters.ref import AdapterRef
-from adapters.sources.local import LocalSource
-from adapters.store.store import AdapterStore
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.sources.local import LocalSource
+from loraplex.adapters.store.store import AdapterStore
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.hostile import cases
 from tests.adapters.refusals import refusal, refused_as, violation_codes

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.errors import AdapterError
-from adapters.ref import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import (
     AdapterRef,
     RefSource,
     format_ref,

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from adapters.judge import judge_folder
-from adapters.ref import AdapterRef
-from adapters.run_folders import did_you_mean, newest_first
-from adapters.sources.hub import HubSource
-from adapters.sources.local import LocalSource
-from adapters.store.store import AdapterStore
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.run_folders import did_you_mean, newest_first
+from loraplex.adapters.sources.hub import HubSource
+from loraplex.adapters.sources.local import LocalSource
+from loraplex.adapters.store.store import AdapterStore
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal
 from tests.adapters.stub_hub import running_hub

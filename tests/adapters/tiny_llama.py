@@ -8,10 +8,10 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adapters.base import BaseSpec
-from adapters.judge import judge_folder
-from adapters.safetensors.file import open_weights
-from adapters.safetensors.floats import read_floats
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.safetensors.file import open_weights
+from loraplex.adapters.safetensors.floats import read_floats
 from tests.adapter_folders import small_base
 
 BASE = small_base(num_layers=3, names=("base",))

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import httpx
 from tokenizers import Tokenizer
 
-from launcher.demo import adapter_paths, model_path
-from server.engine.certificates import CertifyOptions, certified_output
+from loraplex.launcher.demo import adapter_paths, model_path
+from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from tests.chaos.processes import Process
 
 TIMEOUT_S = 60.0

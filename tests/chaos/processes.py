@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 
-from launcher.demo import adapter_paths, model_path
-from server.worker import tether
+from loraplex.launcher.demo import adapter_paths, model_path
+from loraplex.server.worker import tether
 from tests.engines import engines_below
 from tests.network import Link
 from tests.ports import free_port
@@ -70,7 +70,7 @@ class Process:
         self.dying = False
         with self._log.open("ab") as out:
             self._process = tether.spawn(
-                "launcher", self._arguments, environment, output=out.fileno()
+                "loraplex", self._arguments, environment, output=out.fileno()
             )
 
     def signal(self, number: signal.Signals) -> None:

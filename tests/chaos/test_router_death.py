@@ -12,7 +12,7 @@ import httpx
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
-from server import protocol
+from loraplex.server import protocol
 from tests.chaos.load import Certifier, Order, keyed, lorax
 from tests.chaos.processes import Fleet, Process, Shape
 from tests.router.shared.redis_server import running_redis

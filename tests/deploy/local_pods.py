@@ -88,7 +88,7 @@ class LocalPod:
 
     def arguments(self) -> list[str]:
         """What the container runs; the entrypoint of our images is `loraplex`."""
-        entrypoint = self._container.get("command") or [sys.executable, "-m", "launcher"]
+        entrypoint = self._container.get("command") or [sys.executable, "-m", "loraplex"]
         return [self._local(word) for word in (*entrypoint, *self._container.get("args", ()))]
 
     def environment(self) -> dict[str, str]:

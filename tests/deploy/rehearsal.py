@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 
-from launcher.demo import adapter_paths, model_path
+from loraplex.launcher.demo import adapter_paths, model_path
 from tests.deploy.chart import Object, case, merged, objects_of, of_kind, render
 from tests.deploy.local_pods import Cluster, LocalPod
 

@@ -16,14 +16,14 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
 from deploy.helm import options_schema
-from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS
-from launcher.options import Option
-from router.build import build_service
-from router.config import RouterConfig
-from router.names.owned_name import OwnedName
-from router.operations.adapters_file import read
-from router.policy.rollout import Guards
-from router.routes.app import build_app
+from loraplex.launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS
+from loraplex.launcher.options import Option
+from loraplex.router.build import build_service
+from loraplex.router.config import RouterConfig
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.operations.adapters_file import read
+from loraplex.router.policy.rollout import Guards
+from loraplex.router.routes.app import build_app
 from tests.deploy.chart import (
     CASES,
     CHART,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.metrics_doc import router_meters, worker_meters
-from launcher.monitoring import dashboards
-from launcher.monitoring.dashboards import BOARDS
-from launcher.monitoring.panels import Board, Panel
+from loraplex.launcher.metrics_doc import router_meters, worker_meters
+from loraplex.launcher.monitoring import dashboards
+from loraplex.launcher.monitoring.dashboards import BOARDS
+from loraplex.launcher.monitoring.panels import Board, Panel
 from tests.deploy.chart import case, merged, objects_of, of_kind, render
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def declared() -> dict[str, dict[str, tuple[str, ...]]]:
 def test_dashboards_are_fresh() -> None:
     kept = {path.name: path.read_text() for path in (CHART / "dashboards").glob("*.json")}
     assert kept == dashboards.files(), (
-        "run: .venv/bin/python -m launcher.monitoring deploy/helm/loraplex/dashboards"
+        "run: .venv/bin/python -m loraplex.launcher.monitoring deploy/helm/loraplex/dashboards"
     )
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from launcher.command_line import Parser, add_options
-from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS, check_variables, resolve
-from launcher.options import PREFIX, build
-from router.config import RouterConfig
-from server.config import WorkerConfig
+from loraplex.launcher.command_line import Parser, add_options
+from loraplex.launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS, check_variables, resolve
+from loraplex.launcher.options import PREFIX, build
+from loraplex.router.config import RouterConfig
+from loraplex.server.config import WorkerConfig
 from tests.deploy.chart import (
     CASES,
     CHART,

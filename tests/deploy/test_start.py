@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from launcher.demo import adapter_paths, model_path
+from loraplex.launcher.demo import adapter_paths, model_path
 from tests.deploy.chart import Object, case, merged, objects, objects_of, of_kind, render
 from tests.deploy.local_pods import START_TIMEOUT_S, Cluster, LocalPod
 

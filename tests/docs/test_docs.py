@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from adapters.peft.fields import HARMLESS, REFUSED, USED
-from launcher import benchmarks_doc, metrics_doc
-from launcher.families import page as families_page
-from launcher.options_doc import render
-from router.api.errors import Dialect, error_answer, status_of
-from router.api.lorax.fields import SAID_HERE
-from router.api.lorax.request import LoraxParameters
-from router.api.openai.chat import ChatBody
-from router.api.openai.common import HARMLESS as HARMLESS_FIELDS
-from router.api.openai.common import OpenAIBody
-from router.api.openai.completions import CompletionsBody
-from router.api.openapi import openapi_document
-from router.api.request.aliases import ALIASES
-from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
-from router.api.sglang.request import SglangBody, SglangSampling
-from router.call import Cause, RequestError
+from loraplex.adapters.peft.fields import HARMLESS, REFUSED, USED
+from loraplex.launcher import benchmarks_doc, metrics_doc
+from loraplex.launcher.families import page as families_page
+from loraplex.launcher.options_doc import render
+from loraplex.router.api.errors import Dialect, error_answer, status_of
+from loraplex.router.api.lorax.fields import SAID_HERE
+from loraplex.router.api.lorax.request import LoraxParameters
+from loraplex.router.api.openai.chat import ChatBody
+from loraplex.router.api.openai.common import HARMLESS as HARMLESS_FIELDS
+from loraplex.router.api.openai.common import OpenAIBody
+from loraplex.router.api.openai.completions import CompletionsBody
+from loraplex.router.api.openapi import openapi_document
+from loraplex.router.api.request.aliases import ALIASES
+from loraplex.router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
+from loraplex.router.api.sglang.request import SglangBody, SglangSampling
+from loraplex.router.call import Cause, RequestError
 from tests.documented_codes import VIOLATION_CODES
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +103,8 @@ def test_the_table_has_every_room_and_no_other() -> None:
 def test_pure_rooms_are_the_linters_contract() -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     contract = next(c for c in config["contracts"] if c["name"] == "policy is pure")
-    pure = [module.replace(".", "/") for module in contract["source_modules"]]
+    modules = [module.removeprefix("loraplex.") for module in contract["source_modules"]]
+    pure = [module.replace(".", "/") for module in modules]
     for room, is_pure in listed_rooms().items():
         assert is_pure == any(room == name or room.startswith(f"{name}/") for name in pure), room
 
@@ -237,7 +238,7 @@ def test_violations() -> None:
 def test_the_check_shown_is_what_it_prints() -> None:
     folder = "launcher/demo/adapters/polite"
     done = subprocess.run(
-        [sys.executable, "-m", "launcher", "adapter", "check", folder, "--base", "demo"],
+        [sys.executable, "-m", "loraplex", "adapter", "check", folder, "--base", "demo"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -248,32 +249,33 @@ def test_the_check_shown_is_what_it_prints() -> None:
 
 def test_metrics_are_fresh() -> None:
     assert page("metrics.md") == metrics_doc.render(), (
-        "run: .venv/bin/python -m launcher.metrics_doc > docs/reference/metrics.md"
+        "run: .venv/bin/python -m loraplex.launcher.metrics_doc > docs/reference/metrics.md"
     )
 
 
 def test_configuration_is_fresh() -> None:
     assert page("configuration.md") == render(), (
-        "run: .venv/bin/python -m launcher.options_doc > docs/reference/configuration.md"
+        "run: .venv/bin/python -m loraplex.launcher.options_doc > docs/reference/configuration.md"
     )
 
 
 def test_families_are_fresh() -> None:
     assert page("families.md") == families_page.render(), (
-        "run: .venv/bin/python -m launcher.families.page > docs/reference/families.md"
+        "run: .venv/bin/python -m loraplex.launcher.families.page > docs/reference/families.md"
     )
 
 
 def test_the_readme_lists_the_families() -> None:
     readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
     assert f" {families_page.listed()}, from Hub-format folders" in readme, (
-        "put into README.md what this prints: .venv/bin/python -m launcher.families.page --list"
+        "put into README.md what this prints: "
+        ".venv/bin/python -m loraplex.launcher.families.page --list"
     )
 
 
 def test_benchmarks_are_fresh() -> None:
     assert page("benchmarks.md") == benchmarks_doc.render(), (
-        "run: .venv/bin/python -m launcher.benchmarks_doc > docs/benchmarks.md"
+        "run: .venv/bin/python -m loraplex.launcher.benchmarks_doc > docs/benchmarks.md"
     )
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.command_line import flags_of
-from launcher.config import serve_options
-from launcher.other_servers import FLAGS, ROWS, OtherOption
+from loraplex.launcher.command_line import flags_of
+from loraplex.launcher.config import serve_options
+from loraplex.launcher.other_servers import FLAGS, ROWS, OtherOption
 
 PAGE = Path(__file__).parents[2] / "docs/guides/move-over.md"
 TITLES = {"taken": "Taken", "void": "Without effect", "refused": "Refused"}

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from launcher.demo import adapter_paths, model_path
+from loraplex.launcher.demo import adapter_paths, model_path
 from tests.e2e.serving import ROOT
 from tests.engines import engines_below
 from tests.ports import free_port
@@ -94,7 +94,7 @@ def monitored_machine() -> Iterator[Fleet]:
         folder = Path(name)
         port, watched, workers = free_port(), free_port(), free_port(2)
         serve = _start(
-            *(stack, folder, "serve", sys.executable, "-m", "launcher", "serve"),
+            *(stack, folder, "serve", sys.executable, "-m", "loraplex", "serve"),
             *("--port", str(port), "--workers", "2", "--metrics-port", str(watched)),
             *("--worker-metrics-port", str(workers), "--adapter-memory", ADAPTER_MEMORY),
             *("--cache-dir", str(folder / "cache"), "--drain-timeout-s", "1"),
@@ -189,7 +189,7 @@ def _worker(stack: ExitStack, folder: Path, number: int, port: int) -> subproces
         option for path in adapter_paths().values() for option in ("--adapter-root", str(path))
     ]
     return _start(
-        *(stack, folder, f"worker-{number}", sys.executable, "-m", "launcher", "worker"),
+        *(stack, folder, f"worker-{number}", sys.executable, "-m", "loraplex", "worker"),
         *(str(model_path()), "--port", str(port), "--worker-id", f"worker-{number}"),
         *("--executor", f"certify:{json.dumps({'step_s': STEP_S})}", *roots),
         *("--cache-dir", str(folder / f"cache-{number}"), "--adapter-memory", ADAPTER_MEMORY),
@@ -205,7 +205,7 @@ def _router(stack: ExitStack, folder: Path, port: int, workers: Sequence[int], r
     ]
     links = [option for at in workers for option in ("--worker", f"ws://127.0.0.1:{at}")]
     _start(
-        *(stack, folder, "router", sys.executable, "-m", "launcher", "router"),
+        *(stack, folder, "router", sys.executable, "-m", "loraplex", "router"),
         *("--port", str(port), "--redis", redis, *links, *named),
         *("--cache-dir", str(folder / "cache"), "--drain-timeout-s", "1", "--metrics-compat"),
     )

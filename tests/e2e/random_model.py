@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from launcher.bench.engine.made_model import Maker
-from launcher.bench.engine.offline import SHIPPED
+from loraplex.launcher.bench.engine.made_model import Maker
+from loraplex.launcher.bench.engine.offline import SHIPPED
 from tests.e2e.serving import Serving, start_serving
 
 CONTEXT = 16_384

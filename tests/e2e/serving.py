@@ -29,7 +29,7 @@ def start_serving(*options: str, log: Path, environ: Mapping[str, str] | None = 
     with log.open("wb") as out:
         process = subprocess.Popen(
             tethered(
-                sys.executable, "-m", "launcher", "serve", "--port", str(port), *patience, *options
+                sys.executable, "-m", "loraplex", "serve", "--port", str(port), *patience, *options
             ),
             cwd=ROOT,
             env=environ,

@@ -15,8 +15,8 @@ import statistics
 import time
 from typing import Any
 
-from launcher.bench.load.stream_client import open_stream
-from launcher.bench.load.target import WORDS
+from loraplex.launcher.bench.load.stream_client import open_stream
+from loraplex.launcher.bench.load.target import WORDS
 
 COSTLY = "start: a\na: a b a | \nb: a | b a | /./\n"
 _TEXT = {"type": "string", "minLength": 3, "maxLength": 40}

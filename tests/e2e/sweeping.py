@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from launcher.demo import EXAMPLES
+from loraplex.launcher.demo import EXAMPLES
 
 TEMPERATURES = (0, 2)
 AT_ONCE = 16

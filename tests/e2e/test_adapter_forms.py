@@ -9,8 +9,8 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from adapters.judge import judge_folder
-from launcher.demo import adapter_paths
+from loraplex.adapters.judge import judge_folder
+from loraplex.launcher.demo import adapter_paths
 from tests.adapters.sharded import cut
 from tests.adapters.stub_hub import running_hub
 from tests.e2e.serving import Serving, start_serving

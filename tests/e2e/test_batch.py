@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from launcher.demo import EXAMPLES, adapter_paths
-from router.lines.lines import BatchRequest, read_line
+from loraplex.launcher.demo import EXAMPLES, adapter_paths
+from loraplex.router.lines.lines import BatchRequest, read_line
 from tests.e2e.serving import ROOT, Serving
 from tests.launcher.batch.batch_files import line, numbers, records, write
 from tests.tethered import tethered
@@ -156,7 +156,7 @@ def test_killed_twice_and_every_line_is_answered_once(recorder: Recorder, tmp_pa
     words += ["--url", recorder.url, "--concurrency", str(CONCURRENCY), "--adapters-at-once", "1"]
 
     def start() -> subprocess.Popen[bytes]:
-        command = tethered(sys.executable, "-m", "launcher", *words)
+        command = tethered(sys.executable, "-m", "loraplex", *words)
         with (tmp_path / "log").open("ab") as log:
             return subprocess.Popen(command, cwd=ROOT, stderr=log)
 

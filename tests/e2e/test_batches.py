@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from launcher.demo import EXAMPLES, adapter_paths
+from loraplex.launcher.demo import EXAMPLES, adapter_paths
 from tests.e2e.serving import Serving, start_serving
 
 PATIENCE_S = 240.0  # between two signs of progress

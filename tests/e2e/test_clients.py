@@ -11,7 +11,7 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError, TextGenerationError
 from openai.types.chat import ChatCompletionMessageParam
 
-from launcher.demo import EXAMPLES
+from loraplex.launcher.demo import EXAMPLES
 from tests.e2e.serving import ROOT, Serving
 
 CLIENTS_PYTHON = ROOT / ".venv-clients/bin/python"

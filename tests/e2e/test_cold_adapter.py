@@ -16,9 +16,9 @@ import httpx
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
-from adapters.ref import AdapterRef
-from launcher.demo import adapter_paths, model_path
-from server import protocol
+from loraplex.adapters.ref import AdapterRef
+from loraplex.launcher.demo import adapter_paths, model_path
+from loraplex.server import protocol
 from tests.e2e.serving import ROOT
 from tests.ports import free_port
 from tests.tethered import tethered
@@ -43,7 +43,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     with log.open("wb") as out:
         process = subprocess.Popen(
             tethered(
-                *(sys.executable, "-m", "launcher", "worker", str(model_path()), *options, *roots)
+                *(sys.executable, "-m", "loraplex", "worker", str(model_path()), *options, *roots)
             ),
             cwd=ROOT,
             env=os.environ | {"LORAPLEX_SECRET": SECRET},

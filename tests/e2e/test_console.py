@@ -14,8 +14,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
-from launcher.demo import adapter_paths
-from router.api.admin.fleet import (
+from loraplex.launcher.demo import adapter_paths
+from loraplex.router.api.admin.fleet import (
     FleetObject,
     PlaceObject,
     RegisteredObject,
@@ -23,7 +23,7 @@ from router.api.admin.fleet import (
     WorkerObject,
     WorkObject,
 )
-from router.names.rollout_tally import SLICE_S
+from loraplex.router.names.rollout_tally import SLICE_S
 from tests.e2e.browsing import STEP_MS, chromium
 from tests.e2e.serving import ROOT, Serving, start_serving
 from tests.grids import beyond, sparse

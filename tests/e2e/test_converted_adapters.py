@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from launcher.demo import EXAMPLES, adapter_paths, model_path
-from launcher.demo.recipe import BASE_NAME
+from loraplex.launcher.demo import EXAMPLES, adapter_paths, model_path
+from loraplex.launcher.demo.recipe import BASE_NAME
 from tests.e2e.serving import ROOT
 from tests.launcher.convert.folders import pair, with_mlx_layers, write_mlx
 
@@ -23,7 +23,7 @@ PROMPT = [1, 40, 300, 7, 1200, 55]
 
 
 def convert(source: Path, out: Path) -> None:
-    command = [sys.executable, "-m", "launcher", "adapter", "convert", str(source)]
+    command = [sys.executable, "-m", "loraplex", "adapter", "convert", str(source)]
     done = subprocess.run(
         [*command, "--out", str(out), "--base", "demo"], cwd=ROOT, capture_output=True, text=True
     )

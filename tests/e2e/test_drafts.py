@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from launcher.demo import EXAMPLES
+from loraplex.launcher.demo import EXAMPLES
 from tests.e2e.serving import Serving, start_serving
 from tests.e2e.test_mixed_batch import bodies
 from tests.e2e.under_load import TIMEOUT_S, assert_same_answers, client, under_load

@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types.completion import Completion
 
-from launcher.demo import EXAMPLES, adapter_paths
+from loraplex.launcher.demo import EXAMPLES, adapter_paths
 from tests.e2e.serving import Serving
 
 WHOLE = 40

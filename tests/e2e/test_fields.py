@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from launcher.demo import EXAMPLES
+from loraplex.launcher.demo import EXAMPLES
 from tests.e2e.serving import Serving
 
 BASE = "loraplex/demo"

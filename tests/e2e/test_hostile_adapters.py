@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import psutil
 
-from launcher.demo import EXAMPLES, model_path
-from launcher.demo.recipe import BASE_NAME
-from server.model.base_facts import read_base_spec
+from loraplex.launcher.demo import EXAMPLES, model_path
+from loraplex.launcher.demo.recipe import BASE_NAME
+from loraplex.server.model.base_facts import read_base_spec
 from tests.adapters.hostile import cases
 from tests.adapters.spoils import UNPICKLED, write_good
 from tests.e2e.serving import Serving

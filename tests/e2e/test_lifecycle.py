@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from launcher.demo import EXAMPLES, adapter_paths
+from loraplex.launcher.demo import EXAMPLES, adapter_paths
 from tests.e2e.serving import ROOT, Serving, start_serving
 
 PROMPT = EXAMPLES[0]
@@ -150,7 +150,7 @@ def test_a_pinned_adapter_survives_pressure(admin: httpx.Client) -> None:
 
 def command(server: Serving, *arguments: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "launcher", "adapter", *arguments, "--url", server.url],
+        [sys.executable, "-m", "loraplex", "adapter", *arguments, "--url", server.url],
         cwd=ROOT,
         env=os.environ | {"LORAPLEX_ADMIN_KEY": key},
         capture_output=True,

@@ -13,8 +13,8 @@ from tests.e2e.under_load import Answers
 from tests.lost_helpers import helpers
 from tests.router.serving import poll
 
-CHECKER = "adapters.grammar.trial_process"
-RENDERER = "router.text.template_worker"
+CHECKER = "loraplex.adapters.grammar.trial_process"
+RENDERER = "loraplex.router.text.template_worker"
 CALLERS = 3
 
 

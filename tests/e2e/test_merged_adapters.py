@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from launcher.demo import EXAMPLES
+from loraplex.launcher.demo import EXAMPLES
 from tests.e2e.serving import Serving
 
 MESSAGE = EXAMPLES[0]

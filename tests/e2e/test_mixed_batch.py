@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from launcher.demo import EXAMPLES, adapter_paths
+from loraplex.launcher.demo import EXAMPLES, adapter_paths
 from tests.e2e.serving import Serving
 
 CONCURRENT = 32

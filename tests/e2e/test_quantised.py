@@ -7,7 +7,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from launcher.demo import adapter_paths, model_path
+from loraplex.launcher.demo import adapter_paths, model_path
 from tests.e2e.serving import Serving, start_serving
 from tests.server.model.quantised.checkpoints import change_config
 from tests.server.model.quantised.formats import awq

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from launcher.demo import EXAMPLES, adapter_paths
+from loraplex.launcher.demo import EXAMPLES, adapter_paths
 from tests.e2e.serving import Serving, start_serving
 from tests.e2e.test_drafts import SHAPES, chat, drafted, engine, worker_metrics
 from tests.e2e.under_load import TIMEOUT_S, client

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from launcher.demo import adapter_paths
-from server.worker.setup import LOAD_THREADS
+from loraplex.launcher.demo import adapter_paths
+from loraplex.server.worker.setup import LOAD_THREADS
 from tests.adapters.stub_files import FileServer, running_files
 from tests.e2e.serving import ROOT, Serving, start_serving
 
@@ -134,7 +134,7 @@ def test_the_commands_take_references(
     for name in ("s3:private/sql", f"https://localhost:{web.port}/team/sql"):
         for action in ("check", "pull"):
             done = subprocess.run(
-                [sys.executable, "-m", "launcher", "adapter", action, name, "--base", "demo"],
+                [sys.executable, "-m", "loraplex", "adapter", action, name, "--base", "demo"],
                 cwd=ROOT,
                 env=environ | {"LORAPLEX_CACHE_DIR": str(tmp_path)},
                 capture_output=True,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from adapters.base import BaseSpec
-from launcher.demo import model_path
-from launcher.demo.recipe import BASE_NAME
-from server.model.base_facts import read_base_spec
+from loraplex.adapters.base import BaseSpec
+from loraplex.launcher.demo import model_path
+from loraplex.launcher.demo.recipe import BASE_NAME
+from loraplex.server.model.base_facts import read_base_spec
 from tests.adapter_folders import ALL_PROJECTIONS, write_adapter
 from tests.adapters.stub_files import Fault, running_files
 from tests.adapters.stub_hub import running_hub
@@ -84,7 +84,7 @@ SERVERS: dict[str, Callable[[Path], AbstractContextManager[Server]]] = {
 
 
 def pull(server: Server, cache: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "launcher", "adapter", "pull", server.ref, "--base", "demo"]
+    command = [sys.executable, "-m", "loraplex", "adapter", "pull", server.ref, "--base", "demo"]
     return subprocess.Popen(
         tethered(*command),
         cwd=ROOT,

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from launcher.demo import adapter_paths
-from server.engine.certificates import certified_output
+from loraplex.launcher.demo import adapter_paths
+from loraplex.server.engine.certificates import certified_output
 from tests.chaos.load import DIGEST_HEADER, Certifier
 from tests.chaos.processes import Fleet, Process, Shape
 from tests.grids import beyond

@@ -13,11 +13,11 @@ import httpx
 import psutil
 import pytest
 
-from launcher.bench.engine.made_model import Maker
-from launcher.bench.engine.offline import SHIPPED
-from launcher.bench.load.serve import run_load
-from launcher.bench.load.target import Target, model_of
-from launcher.bench.load.workload import Lengths, Workload
+from loraplex.launcher.bench.engine.made_model import Maker
+from loraplex.launcher.bench.engine.offline import SHIPPED
+from loraplex.launcher.bench.load.serve import run_load
+from loraplex.launcher.bench.load.target import Target, model_of
+from loraplex.launcher.bench.load.workload import Lengths, Workload
 from tests.e2e.random_model import SIZES
 from tests.e2e.serving import Serving, start_serving
 from tests.e2e.test_mixed_batch import bodies

@@ -8,7 +8,7 @@ import httpx
 import jsonschema
 import pytest
 
-from launcher.demo import EXAMPLES
+from loraplex.launcher.demo import EXAMPLES
 
 SCHEMA = {
     "type": "object",

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from launcher.demo import adapter_paths
+from loraplex.launcher.demo import adapter_paths
 from tests.e2e.serving import start_serving
 
 PATIENCE_S = 240

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from launcher.demo import adapter_paths
+from loraplex.launcher.demo import adapter_paths
 from tests.adapters.stub_hub import StubHub, running_hub
 from tests.e2e.serving import Serving, start_serving
 

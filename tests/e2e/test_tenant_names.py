@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from launcher.demo import EXAMPLES, adapter_paths
+from loraplex.launcher.demo import EXAMPLES, adapter_paths
 from tests.e2e.serving import ROOT, Serving, start_serving
 
 ADMIN = "e2e-admin-key"
@@ -60,7 +60,7 @@ def command(
 ) -> subprocess.CompletedProcess[str]:
     whose = ("--tenant", tenant, "--url", server.url)
     return subprocess.run(
-        [sys.executable, "-m", "launcher", "adapter", action, *arguments, *whose],
+        [sys.executable, "-m", "loraplex", "adapter", action, *arguments, *whose],
         cwd=ROOT,
         env=os.environ | {"LORAPLEX_ADMIN_KEY": ADMIN},
         capture_output=True,

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 
-from router.shape.shape import Tag
+from loraplex.router.shape.shape import Tag
 from tests.e2e.sweeping import TEMPERATURES, Asked, ended_share, outcomes
 from tests.router.shape.drawn import drawn
 from tests.router.shape.made_texts import (

@@ -11,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 
-from launcher.demo import EXAMPLES, adapter_paths
+from loraplex.launcher.demo import EXAMPLES, adapter_paths
 from tests.e2e.serving import Serving
 
 TEMPLATE = (

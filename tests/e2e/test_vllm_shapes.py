@@ -10,7 +10,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from launcher.demo import model_path
+from loraplex.launcher.demo import model_path
 from tests.e2e.serving import Serving
 
 BASE = "loraplex/demo"

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from server.kernels.launch.configs import KernelConfigs, Phase, load_configs, read_configs
-from server.kernels.lora.expand import expand
-from server.kernels.lora.reference import SiteTensors
-from server.kernels.lora.segments import Segments, allocate_segments, route
-from server.kernels.lora.shrink import shrink
-from server.kernels.lora.table import LoraTable
-from server.kernels.lora.workspace import Workspace, allocate_workspace
+from loraplex.server.kernels.launch.configs import KernelConfigs, Phase, load_configs, read_configs
+from loraplex.server.kernels.lora.expand import expand
+from loraplex.server.kernels.lora.reference import SiteTensors
+from loraplex.server.kernels.lora.segments import Segments, allocate_segments, route
+from loraplex.server.kernels.lora.shrink import shrink
+from loraplex.server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.lora.workspace import Workspace, allocate_workspace
 
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels on the CPU need TRITON_INTERPRET=1"

@@ -17,50 +17,55 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from server.kernels.attention.decode_attention import (
+from loraplex.server.kernels.attention.decode_attention import (
     DecodeBatchView,
     DecodeScratch,
     LayerScores,
     decode_attention,
 )
-from server.kernels.attention.decode_inputs import gather_inputs, gather_pages
-from server.kernels.attention.decode_work import WorkLayout
-from server.kernels.attention.pages import CachePages
-from server.kernels.attention.prompt_attention import prompt_attention, tile_shape
-from server.kernels.attention.rope_append import rope_append
-from server.kernels.attention.rope_append_lora import rope_append_lora
-from server.kernels.attention.rotation import QkNorm, Rotation
-from server.kernels.attention.scores import ScoreRule
-from server.kernels.launch.compile_ahead import compiled_together
-from server.kernels.launch.configs import KernelConfigs, Phase, SkinnyLoraConfig, read_configs
-from server.kernels.linear import matrix as matrix_module
-from server.kernels.linear.dequantise import dequantise
-from server.kernels.linear.packed_product import packed_product
-from server.kernels.linear.skinny import skinny_product
-from server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
-from server.kernels.linear.stack import allocate_stack, stack_rows
-from server.kernels.lora.expand import expand
-from server.kernels.lora.pending import PendingDelta, PendingLora
-from server.kernels.lora.scale_outputs import scale_outputs
-from server.kernels.lora.segments import allocate_segments, route
-from server.kernels.lora.shrink import gather_embedding, shrink
-from server.kernels.lora.table import RANK_BLOCKS, LoraTable
-from server.kernels.lora.vector_table import VectorTable
-from server.kernels.lora.workspace import allocate_workspace
-from server.kernels.moe.choose import assign_experts
-from server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
-from server.kernels.moe.grouped import grouped_product, grouped_shape, tokens_of_each_shape
-from server.kernels.moe.row_lora import add_row_lora, gated_row_lora
-from server.kernels.moe.tiles import ExpertTiles
-from server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
-from server.kernels.pointwise.gated import Activation, GatedActivation, gated
-from server.kernels.pointwise.gated_lora import gated_lora
-from server.kernels.pointwise.shared_terms import SharedTerms
-from server.kernels.pointwise.sum_norm import sum_norm
-from server.kernels.sampling.draw import DrawRows, draw_append
-from server.kernels.sampling.draw_columns import DRAW_COLUMNS
-from server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_append
-from server.model.linear.quantised import matrix_of
+from loraplex.server.kernels.attention.decode_inputs import gather_inputs, gather_pages
+from loraplex.server.kernels.attention.decode_work import WorkLayout
+from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.prompt_attention import prompt_attention, tile_shape
+from loraplex.server.kernels.attention.rope_append import rope_append
+from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
+from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
+from loraplex.server.kernels.attention.scores import ScoreRule
+from loraplex.server.kernels.launch.compile_ahead import compiled_together
+from loraplex.server.kernels.launch.configs import (
+    KernelConfigs,
+    Phase,
+    SkinnyLoraConfig,
+    read_configs,
+)
+from loraplex.server.kernels.linear import matrix as matrix_module
+from loraplex.server.kernels.linear.dequantise import dequantise
+from loraplex.server.kernels.linear.packed_product import packed_product
+from loraplex.server.kernels.linear.skinny import skinny_product
+from loraplex.server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
+from loraplex.server.kernels.linear.stack import allocate_stack, stack_rows
+from loraplex.server.kernels.lora.expand import expand
+from loraplex.server.kernels.lora.pending import PendingDelta, PendingLora
+from loraplex.server.kernels.lora.scale_outputs import scale_outputs
+from loraplex.server.kernels.lora.segments import allocate_segments, route
+from loraplex.server.kernels.lora.shrink import gather_embedding, shrink
+from loraplex.server.kernels.lora.table import RANK_BLOCKS, LoraTable
+from loraplex.server.kernels.lora.vector_table import VectorTable
+from loraplex.server.kernels.lora.workspace import allocate_workspace
+from loraplex.server.kernels.moe.choose import assign_experts
+from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
+from loraplex.server.kernels.moe.grouped import grouped_product, grouped_shape, tokens_of_each_shape
+from loraplex.server.kernels.moe.row_lora import add_row_lora, gated_row_lora
+from loraplex.server.kernels.moe.tiles import ExpertTiles
+from loraplex.server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
+from loraplex.server.kernels.pointwise.gated import Activation, GatedActivation, gated
+from loraplex.server.kernels.pointwise.gated_lora import gated_lora
+from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
+from loraplex.server.kernels.pointwise.sum_norm import sum_norm
+from loraplex.server.kernels.sampling.draw import DrawRows, draw_append
+from loraplex.server.kernels.sampling.draw_columns import DRAW_COLUMNS
+from loraplex.server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_append
+from loraplex.server.model.linear.quantised import matrix_of
 from tests.kernels.quantised import LAYOUTS
 
 CPU = torch.device("cpu")

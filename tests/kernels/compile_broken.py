@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.compile_ahead import compiled_together
+from loraplex.server.kernels.launch.compile_ahead import compiled_together
 from tests.kernels.compile_all import compile_for
 
 

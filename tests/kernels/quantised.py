@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, packed
+from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, packed
 
 Make = Callable[[int, int], PackedWeight]
 TABLE = torch.tensor([-1.0, *(number / 8 for number in range(-7, 8))])

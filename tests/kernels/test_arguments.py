@@ -8,20 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.kernels.attention.pages import CachePages
-from server.kernels.attention.rope_append_lora import rope_append_lora
-from server.kernels.attention.rotation import Rotation
-from server.kernels.launch.configs import Phase, load_configs, read_configs
-from server.kernels.lora.expand import expand
-from server.kernels.lora.pending import PendingDelta, PendingLora
-from server.kernels.lora.reference import lora_reference
-from server.kernels.lora.segments import allocate_segments
-from server.kernels.lora.shrink import gather_embedding, shrink
-from server.kernels.lora.table import LoraTable
-from server.kernels.lora.workspace import allocate_workspace
-from server.kernels.pointwise.add_norm import add_norm
-from server.kernels.pointwise.gated import gated
-from server.kernels.pointwise.gated_lora import gated_lora
+from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
+from loraplex.server.kernels.attention.rotation import Rotation
+from loraplex.server.kernels.launch.configs import Phase, load_configs, read_configs
+from loraplex.server.kernels.lora.expand import expand
+from loraplex.server.kernels.lora.pending import PendingDelta, PendingLora
+from loraplex.server.kernels.lora.reference import lora_reference
+from loraplex.server.kernels.lora.segments import allocate_segments
+from loraplex.server.kernels.lora.shrink import gather_embedding, shrink
+from loraplex.server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.lora.workspace import allocate_workspace
+from loraplex.server.kernels.pointwise.add_norm import add_norm
+from loraplex.server.kernels.pointwise.gated import gated
+from loraplex.server.kernels.pointwise.gated_lora import gated_lora
 from tests.kernels.batches import Adapters, assert_close, interpreted, make_batch
 
 CPU = torch.device("cpu")

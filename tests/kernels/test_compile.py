@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from server.kernels.launch.compile_ahead import compiled_together
-from server.kernels.pointwise.add_norm import add_norm
+from loraplex.server.kernels.launch.compile_ahead import compiled_together
+from loraplex.server.kernels.pointwise.add_norm import add_norm
 from tests.kernels.batches import interpreted
 from tests.kernels.interpreter import ROOT, run_uninterpreted
 

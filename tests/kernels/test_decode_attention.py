@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.kernels.attention import decode_attention as module
-from server.kernels.attention.decode_attention import (
+from loraplex.server.kernels.attention import decode_attention as module
+from loraplex.server.kernels.attention.decode_attention import (
     DecodeBatchView,
     DecodeScratch,
     LayerScores,
@@ -15,12 +15,12 @@ from server.kernels.attention.decode_attention import (
     decode_attention,
     rows_of_each_shape,
 )
-from server.kernels.attention.decode_work import WorkLayout, cut_contexts, max_items
-from server.kernels.attention.pages import CachePages
-from server.kernels.attention.rotation import QkNorm
-from server.kernels.attention.scores import ScoreRule
-from server.kernels.lora.pending import PendingDelta
-from server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.attention.decode_work import WorkLayout, cut_contexts, max_items
+from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.rotation import QkNorm
+from loraplex.server.kernels.attention.scores import ScoreRule
+from loraplex.server.kernels.lora.pending import PendingDelta
+from loraplex.server.kernels.lora.table import LoraTable
 from tests.grids import sparse
 from tests.kernels.rotations import TURNS, Turn, as_cached, normed, rotated
 

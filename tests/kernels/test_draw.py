@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.plan import RowStart
-from server.kernels.sampling.draw import DrawRows, draw_append
-from server.kernels.sampling.greedy import DrawMasks, GreedyScratch
-from server.model.sampling.philox import uniform
-from server.model.sampling.row_sampling import RowSampling
-from server.protocol import SamplingParams
+from loraplex.server.engine.plan import RowStart
+from loraplex.server.kernels.sampling.draw import DrawRows, draw_append
+from loraplex.server.kernels.sampling.greedy import DrawMasks, GreedyScratch
+from loraplex.server.model.sampling.philox import uniform
+from loraplex.server.model.sampling.row_sampling import RowSampling
+from loraplex.server.protocol import SamplingParams
 from tests.grids import beyond
 
 NEVER = float("-inf")

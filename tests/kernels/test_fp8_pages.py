@@ -3,12 +3,16 @@
 import pytest
 import torch
 
-from server.kernels.attention.decode_attention import DecodeScratch, decode_attention
-from server.kernels.attention.pages import CachePages
-from server.kernels.attention.prompt_attention import cut_prompts, prompt_attention, tile_shape
-from server.kernels.attention.rope_append import rope_append
-from server.kernels.attention.rotation import Rotation
-from server.kernels.attention.scores import ScoreRule
+from loraplex.server.kernels.attention.decode_attention import DecodeScratch, decode_attention
+from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.prompt_attention import (
+    cut_prompts,
+    prompt_attention,
+    tile_shape,
+)
+from loraplex.server.kernels.attention.rope_append import rope_append
+from loraplex.server.kernels.attention.rotation import Rotation
+from loraplex.server.kernels.attention.scores import ScoreRule
 from tests.kernels import test_decode_attention as decodes
 from tests.kernels import test_prompt_attention as prompts
 from tests.kernels.batches import interpreted

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from server.kernels.launch.configs import Phase, load_configs
-from server.kernels.lora.expand import expand
-from server.kernels.lora.pending import PendingDelta, PendingLora
-from server.kernels.lora.reference import lora_reference
-from server.kernels.lora.segments import route
-from server.kernels.lora.shrink import shrink
-from server.kernels.lora.workspace import allocate_workspace
-from server.kernels.pointwise.add_norm import add_norm, rms_norm
-from server.kernels.pointwise.gated import Activation, gated
-from server.kernels.pointwise.gated_lora import gated_lora
+from loraplex.server.kernels.launch.configs import Phase, load_configs
+from loraplex.server.kernels.lora.expand import expand
+from loraplex.server.kernels.lora.pending import PendingDelta, PendingLora
+from loraplex.server.kernels.lora.reference import lora_reference
+from loraplex.server.kernels.lora.segments import route
+from loraplex.server.kernels.lora.shrink import shrink
+from loraplex.server.kernels.lora.workspace import allocate_workspace
+from loraplex.server.kernels.pointwise.add_norm import add_norm, rms_norm
+from loraplex.server.kernels.pointwise.gated import Activation, gated
+from loraplex.server.kernels.pointwise.gated_lora import gated_lora
 from tests.grids import sparse
 from tests.kernels.batches import SITE, Adapters, assert_close, launch_configs, make_batch
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from server.kernels.launch.configs import Phase, load_configs
-from server.kernels.lora.expand import expand
-from server.kernels.lora.reference import embed_reference, lora_reference
-from server.kernels.lora.segments import MAX_FUSED_ROWS, route
-from server.kernels.lora.shrink import gather_embedding, shrink
+from loraplex.server.kernels.launch.configs import Phase, load_configs
+from loraplex.server.kernels.lora.expand import expand
+from loraplex.server.kernels.lora.reference import embed_reference, lora_reference
+from loraplex.server.kernels.lora.segments import MAX_FUSED_ROWS, route
+from loraplex.server.kernels.lora.shrink import gather_embedding, shrink
 from tests.grids import sparse
 from tests.kernels.batches import SITE, Adapters, assert_close, make_batch
 

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from server.constraints.rules import mask_words
-from server.engine.executor import Masks
-from server.engine.plan import RowStart
-from server.model.sampling.draws_cuda import CudaDraws
-from server.model.sampling.draws_torch import TorchDraws
-from server.model.sampling.masks import MaskMemory, RowMasks
-from server.model.sampling.results import HostLogprobs
-from server.model.sampling.row_sampling import RowSampling
-from server.model.sampling.sampler import Draws, Sampler
-from server.model.sampling.sampling import apply_history, apply_masks
-from server.model.sampling.to_draw import ToDraw
-from server.model.steps.rows import Rows
-from server.protocol import SamplingParams
+from loraplex.server.constraints.rules import mask_words
+from loraplex.server.engine.executor import Masks
+from loraplex.server.engine.plan import RowStart
+from loraplex.server.model.sampling.draws_cuda import CudaDraws
+from loraplex.server.model.sampling.draws_torch import TorchDraws
+from loraplex.server.model.sampling.masks import MaskMemory, RowMasks
+from loraplex.server.model.sampling.results import HostLogprobs
+from loraplex.server.model.sampling.row_sampling import RowSampling
+from loraplex.server.model.sampling.sampler import Draws, Sampler
+from loraplex.server.model.sampling.sampling import apply_history, apply_masks
+from loraplex.server.model.sampling.to_draw import ToDraw
+from loraplex.server.model.steps.rows import Rows
+from loraplex.server.protocol import SamplingParams
 from tests.grids import beyond, sparse
 from tests.kernels.test_draw import kept, random_logits
 

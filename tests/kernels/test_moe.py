@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch.nn import functional
 
-from server.kernels.lora.table import LoraTable
-from server.kernels.moe.choose import assign_experts, choose_experts
-from server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
-from server.kernels.moe.grouped import (
+from loraplex.server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.moe.choose import assign_experts, choose_experts
+from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
+from loraplex.server.kernels.moe.grouped import (
     GroupedShape,
     grouped_product,
     grouped_shape,
     tokens_of_each_shape,
 )
-from server.kernels.moe.row_lora import add_row_lora, gated_row_lora
-from server.kernels.moe.tiles import ExpertTiles, expert_tiles
-from server.kernels.pointwise.add_norm import add_experts_norm
+from loraplex.server.kernels.moe.row_lora import add_row_lora, gated_row_lora
+from loraplex.server.kernels.moe.tiles import ExpertTiles, expert_tiles
+from loraplex.server.kernels.pointwise.add_norm import add_experts_norm
 from tests.grids import sparse
 
 SMALL = GroupedShape(16, 32, 32, 4, 2)

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.kernels.launch.configs import PackedConfig, load_configs
-from server.kernels.linear.dequantise import dequantise
-from server.kernels.linear.packed_product import MAX_ROWS, packed_product
-from server.model.linear.packed import PackedWeight
-from server.model.linear.quantised import QuantisedLinear, matrix_of
+from loraplex.server.kernels.launch.configs import PackedConfig, load_configs
+from loraplex.server.kernels.linear.dequantise import dequantise
+from loraplex.server.kernels.linear.packed_product import MAX_ROWS, packed_product
+from loraplex.server.model.linear.packed import PackedWeight
+from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
 from tests.kernels.batches import assert_close, interpreted
 from tests.kernels.quantised import LAYOUTS, codes, fp8
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from server.kernels.moe.grouped import GroupedShape, grouped_product
-from server.kernels.pointwise.gated import GatedActivation
-from server.model.linear.packed import joined
-from server.model.linear.quantised import matrix_of
+from loraplex.server.kernels.moe.grouped import GroupedShape, grouped_product
+from loraplex.server.kernels.pointwise.gated import GatedActivation
+from loraplex.server.model.linear.packed import joined
+from loraplex.server.model.linear.quantised import matrix_of
 from tests.kernels.batches import interpreted
 from tests.kernels.quantised import LAYOUTS, codes
 from tests.kernels.test_moe import LARGE, SMALL, chosen_of, tiles_of

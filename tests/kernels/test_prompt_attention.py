@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.kernels.attention.pages import CachePages
-from server.kernels.attention.prompt_attention import (
+from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.prompt_attention import (
     TileShape,
     cut_prompts,
     max_tiles,
     prompt_attention,
     tile_shape,
 )
-from server.kernels.attention.scores import ScoreRule
+from loraplex.server.kernels.attention.scores import ScoreRule
 from tests.grids import sparse
 from tests.kernels.batches import interpreted
 

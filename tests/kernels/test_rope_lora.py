@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from server.kernels.attention.pages import CachePages
-from server.kernels.attention.rope_append import rope_append
-from server.kernels.attention.rope_append_lora import rope_append_lora
-from server.kernels.attention.rotation import QkNorm
-from server.kernels.launch.configs import load_configs
-from server.kernels.lora.pending import PendingLora
-from server.kernels.lora.reference import lora_reference
-from server.kernels.lora.segments import route
-from server.kernels.lora.shrink import shrink
+from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.rope_append import rope_append
+from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
+from loraplex.server.kernels.attention.rotation import QkNorm
+from loraplex.server.kernels.launch.configs import load_configs
+from loraplex.server.kernels.lora.pending import PendingLora
+from loraplex.server.kernels.lora.reference import lora_reference
+from loraplex.server.kernels.lora.segments import route
+from loraplex.server.kernels.lora.shrink import shrink
 from tests.grids import sparse
 from tests.kernels.batches import SITE, Adapters, assert_close, make_batch
 from tests.kernels.rotations import TURNS

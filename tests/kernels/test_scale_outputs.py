@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from server.kernels.lora.scale_outputs import scale_outputs
-from server.kernels.lora.vector_table import VectorTable
+from loraplex.server.kernels.lora.scale_outputs import scale_outputs
+from loraplex.server.kernels.lora.vector_table import VectorTable
 
 
 @pytest.mark.parametrize("features", [1, 96, 1024, 2500])

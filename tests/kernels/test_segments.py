@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.kernels.lora.segments import (
+from loraplex.server.kernels.lora.segments import (
     MAX_FUSED_ROWS,
     SHARED_ROWS,
     Segments,
     allocate_segments,
     route,
 )
-from server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.lora.table import LoraTable
 from tests.kernels.batches import interpreted
 
 RANKS = (1, 16, 17, 32, 33, 256)

@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
-from server.kernels.linear.split import split_of_codes, split_of_table
-from server.model.linear.packed import packed
-from server.model.linear.quantised import in_runs
+from loraplex.server.kernels.linear.split import split_of_codes, split_of_table
+from loraplex.server.model.linear.packed import packed
+from loraplex.server.model.linear.quantised import in_runs
 
 ALL = 0xFFFFFFFF
 RUN = 8

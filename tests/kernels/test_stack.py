@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.kernels.linear.stack import Stack, allocate_stack, stack_rows
-from server.kernels.lora.table import MAX_PROJECTIONS, LoraTable
+from loraplex.server.kernels.linear.stack import Stack, allocate_stack, stack_rows
+from loraplex.server.kernels.lora.table import MAX_PROJECTIONS, LoraTable
 from tests.kernels.batches import interpreted
 
 SITES, SLOTS = 2, 4

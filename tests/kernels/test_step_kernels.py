@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from server.kernels.attention.decode_inputs import gather_inputs, gather_pages
-from server.kernels.attention.pages import CachePages
-from server.kernels.attention.rope_append import rope_append
-from server.kernels.attention.rotation import QkNorm
-from server.kernels.sampling.greedy import GreedyScratch, greedy_append
+from loraplex.server.kernels.attention.decode_inputs import gather_inputs, gather_pages
+from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.rope_append import rope_append
+from loraplex.server.kernels.attention.rotation import QkNorm
+from loraplex.server.kernels.sampling.greedy import GreedyScratch, greedy_append
 from tests.grids import sparse
 from tests.kernels.rotations import TURNS, as_cached, normed, rotated
 

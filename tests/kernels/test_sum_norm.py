@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from server.kernels.lora.pending import PendingDelta
-from server.kernels.pointwise.shared_terms import SharedTerms
-from server.kernels.pointwise.sum_norm import sum_norm
+from loraplex.server.kernels.lora.pending import PendingDelta
+from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
+from loraplex.server.kernels.pointwise.sum_norm import sum_norm
 from tests.kernels.batches import SITE, Adapters
 
 EPSILON = 1e-5

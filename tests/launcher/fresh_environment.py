@@ -9,15 +9,13 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-OURS = ("adapters", "launcher", "router", "server")
 
 
 def linked(folder: Path, extras: tuple[str, ...] = ()) -> Path:
     """The new environment's Python. Raises PackageNotFoundError where this one lacks a package."""
     venv.create(folder, symlinks=True, with_pip=False)
     (site,) = folder.glob("lib/python3*/site-packages")
-    for name in OURS:
-        (site / name).symlink_to(ROOT / name)
+    (site / "loraplex").symlink_to(ROOT / "loraplex")
     for found in _closure(extras):
         for place in {file.parts[0] for file in found.files or () if file.parts[0] != ".."}:
             source = Path(str(found.locate_file(place)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launcher.__main__ import main
+from loraplex.launcher.__main__ import main
 
 DONE = b"data: [DONE]\n\n"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launcher.__main__ import main
+from loraplex.launcher.__main__ import main
 from tests.launcher.load_server import (
     DONE,
     GOOD,

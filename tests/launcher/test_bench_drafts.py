@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
-from launcher.bench.drafts import texts
-from launcher.bench.drafts.replay import StepCurve, TaskTokens, replay, tokens_per_second
+from loraplex.launcher.__main__ import main
+from loraplex.launcher.bench.drafts import texts
+from loraplex.launcher.bench.drafts.replay import StepCurve, TaskTokens, replay, tokens_per_second
 
 TOKENIZER = Path(__file__).parents[2] / "launcher/demo/model/tokenizer.json"
 MUCH = 1 << 20

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.bench.load.answers import StreamedAnswer, error_text, one_line
-from launcher.bench.load.sse import EventReader
-from launcher.bench.load.stream_client import retry_after_s
-from launcher.bench.load.target import WORDS, Target, body_of, text_of
-from launcher.bench.load.workload import Call
-from launcher.router_client import bearer
+from loraplex.launcher.bench.load.answers import StreamedAnswer, error_text, one_line
+from loraplex.launcher.bench.load.sse import EventReader
+from loraplex.launcher.bench.load.stream_client import retry_after_s
+from loraplex.launcher.bench.load.target import WORDS, Target, body_of, text_of
+from loraplex.launcher.bench.load.workload import Call
+from loraplex.launcher.router_client import bearer
 
 
 def read(stream: bytes) -> list[bytes]:

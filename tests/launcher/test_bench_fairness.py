@@ -2,9 +2,9 @@
 
 import pytest
 
-from launcher.__main__ import main
-from launcher.bench.report import percentile
-from launcher.bench.simulation.fairness_bench import (
+from loraplex.launcher.__main__ import main
+from loraplex.launcher.bench.report import percentile
+from loraplex.launcher.bench.simulation.fairness_bench import (
     Crowd,
     first_token_p99,
     flood,
@@ -12,11 +12,11 @@ from launcher.bench.simulation.fairness_bench import (
     run,
     served_tokens,
 )
-from launcher.bench.simulation.fleet import SimulatedFleet
-from launcher.bench.simulation.traffic import Arrival
-from launcher.bench.simulation.worker import WorkerModel
-from router.policy.placement.placement import Placer
-from router.policy.queue.queue_limits import QueueLimits
+from loraplex.launcher.bench.simulation.fleet import SimulatedFleet
+from loraplex.launcher.bench.simulation.traffic import Arrival
+from loraplex.launcher.bench.simulation.worker import WorkerModel
+from loraplex.router.policy.placement.placement import Placer
+from loraplex.router.policy.queue.queue_limits import QueueLimits
 from tests.grids import beyond
 
 MODEL = WorkerModel(rows=128, ahead=32)

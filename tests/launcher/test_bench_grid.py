@@ -12,13 +12,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from adapters.grammar.compile import compile_grammar
-from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import make_vocabulary
-from launcher.__main__ import main
-from launcher.bench.engine import grid as grids
-from launcher.bench.engine import lora_kernels as kernels
-from launcher.bench.engine.grid import (
+from loraplex.adapters.grammar.compile import compile_grammar
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.adapters.grammar.vocabulary import make_vocabulary
+from loraplex.launcher.__main__ import main
+from loraplex.launcher.bench.engine import grid as grids
+from loraplex.launcher.bench.engine import lora_kernels as kernels
+from loraplex.launcher.bench.engine.grid import (
     COPY_BYTES,
     MATRIX,
     Grid,
@@ -29,9 +29,9 @@ from launcher.bench.engine.grid import (
     matrix_rate,
     step_bytes,
 )
-from launcher.bench.engine.made_schemas import endless_json
-from launcher.bench.engine.made_tokenizer import tokenizer_json
-from launcher.bench.engine.offline import (
+from loraplex.launcher.bench.engine.made_schemas import endless_json
+from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
+from loraplex.launcher.bench.engine.offline import (
     SHIPPED,
     EngineSizes,
     Load,
@@ -41,15 +41,15 @@ from launcher.bench.engine.offline import (
     model_folder,
     shared_base,
 )
-from launcher.bench.engine.throughput import Engine, MeasuredRun, adapters_of, measure
-from launcher.bench.load.workload import Call, Lengths, Workload
-from launcher.families.known_models import served_families
-from server.engine.executor import Masks
-from server.engine.messages import EngineStats, SequenceEvent, StepOutput, StepWork
-from server.model.checkpoint.checkpoint import read_config
-from server.model.families.registry import read_model
-from server.model.sampling.results import StepTicket
-from server.protocol import TokenEvent
+from loraplex.launcher.bench.engine.throughput import Engine, MeasuredRun, adapters_of, measure
+from loraplex.launcher.bench.load.workload import Call, Lengths, Workload
+from loraplex.launcher.families.known_models import served_families
+from loraplex.server.engine.executor import Masks
+from loraplex.server.engine.messages import EngineStats, SequenceEvent, StepOutput, StepWork
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.sampling.results import StepTicket
+from loraplex.server.protocol import TokenEvent
 
 TINY = {
     "vocab_size": 64,

@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from adapters.judge import judge_folder
-from launcher.__main__ import main
-from launcher.bench.engine.made_tokenizer import tokenizer_json
-from launcher.bench.engine.offline import SHIPPED
-from launcher.bench.load.scrape import growth, parse_counters
-from launcher.bench.load.windows import (
+from loraplex.adapters.judge import judge_folder
+from loraplex.launcher.__main__ import main
+from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
+from loraplex.launcher.bench.engine.offline import SHIPPED
+from loraplex.launcher.bench.load.scrape import growth, parse_counters
+from loraplex.launcher.bench.load.windows import (
     Observed,
     Window,
     gaps_within,
     summarise_window,
     window_table,
 )
-from launcher.bench.report import Outcome
-from server.model.base_facts import read_base_spec
-from server.worker.metrics import WorkerMetrics
+from loraplex.launcher.bench.report import Outcome
+from loraplex.server.model.base_facts import read_base_spec
+from loraplex.server.worker.metrics import WorkerMetrics
 from tests.launcher.test_bench_grid import TINY
 from tests.launcher.test_serve import Serving
 

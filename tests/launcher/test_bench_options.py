@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.__main__ import main
-from launcher.bench.option_types import above, burstiness, lora_rank, number, rate, whole, wholes
+from loraplex.launcher.__main__ import main
+from loraplex.launcher.bench.option_types import (
+    above,
+    burstiness,
+    lora_rank,
+    number,
+    rate,
+    whole,
+    wholes,
+)
 
 
 @pytest.mark.parametrize(

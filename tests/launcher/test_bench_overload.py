@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from launcher.__main__ import main
-from launcher.bench.load.overload import goodput, late_s, recovered_s
-from launcher.bench.report import Outcome
+from loraplex.launcher.__main__ import main
+from loraplex.launcher.bench.load.overload import goodput, late_s, recovered_s
+from loraplex.launcher.bench.report import Outcome
 
 
 def answered(sent_s: float, first_s: float, end_s: float) -> Outcome:

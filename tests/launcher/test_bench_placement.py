@@ -4,13 +4,17 @@ import json
 
 import pytest
 
-from launcher.__main__ import main
-from launcher.bench.simulation.fleet import SimulatedFleet
-from launcher.bench.simulation.placement_bench import PlacementResult, PlacementScene, simulate
-from launcher.bench.simulation.policies import POLICIES
-from launcher.bench.simulation.traffic import SHAPES, Shape, Traffic
-from launcher.bench.simulation.worker import WorkerModel
-from router.policy.placement.placement import Placer
+from loraplex.launcher.__main__ import main
+from loraplex.launcher.bench.simulation.fleet import SimulatedFleet
+from loraplex.launcher.bench.simulation.placement_bench import (
+    PlacementResult,
+    PlacementScene,
+    simulate,
+)
+from loraplex.launcher.bench.simulation.policies import POLICIES
+from loraplex.launcher.bench.simulation.traffic import SHAPES, Shape, Traffic
+from loraplex.launcher.bench.simulation.worker import WorkerModel
+from loraplex.router.policy.placement.placement import Placer
 
 SLOTS = 16
 

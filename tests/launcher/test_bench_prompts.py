@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.__main__ import main
-from launcher.bench.engine import prompt_times
-from launcher.bench.engine.prompt_times import visible_pairs
+from loraplex.launcher.__main__ import main
+from loraplex.launcher.bench.engine import prompt_times
+from loraplex.launcher.bench.engine.prompt_times import visible_pairs
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launcher.__main__ import main
+from loraplex.launcher.__main__ import main
 
 
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:

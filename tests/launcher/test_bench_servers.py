@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
+from loraplex.launcher.__main__ import main
 from tests.launcher.load_server import (
     DONE,
     GOOD,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.bench.load.workload import Lengths, Popularity, Workload, arrivals
-from launcher.bench.report import Outcome, Slo, percentile, summarise, table, why_none
+from loraplex.launcher.bench.load.workload import Lengths, Popularity, Workload, arrivals
+from loraplex.launcher.bench.report import Outcome, Slo, percentile, summarise, table, why_none
 
 
 @pytest.mark.parametrize(

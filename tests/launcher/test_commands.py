@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from launcher.__main__ import main
-from launcher.demo import adapter_paths, model_path
-from launcher.info import MachineFacts, gather, to_text
+from loraplex.launcher.__main__ import main
+from loraplex.launcher.demo import adapter_paths, model_path
+from loraplex.launcher.info import MachineFacts, gather, to_text
 from tests.adapter_folders import lora_tensors, safetensors_bytes, write_adapter
 from tests.server.worker.worker_process import BASE_NAME, VOCAB, base, write_model
 from tests.slab_files import read_layout
@@ -279,7 +279,7 @@ def test_info_without_torch(
 def test_info_says_which_helpers_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("grammar_checker", "template_renderer")
     assert all(each.available for each in gather().abilities if each.name in names)
-    monkeypatch.setattr("adapters.helpers.helper._PROGRAM", "import nowhere")
+    monkeypatch.setattr("loraplex.adapters.helpers.helper._PROGRAM", "import nowhere")
     found = {each.name: each for each in gather().abilities}
     for name in names:
         assert not found[name].available

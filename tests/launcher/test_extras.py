@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import httpx
 import pytest
 
-from adapters.common import extras
+from loraplex.adapters.common import extras
 from tests.launcher.fresh_environment import ROOT, linked
 from tests.ports import free_port
 from tests.tethered import tethered
@@ -24,13 +25,15 @@ NOBODY = "http://127.0.0.1:9"
 ALONE = ("router", "server", "serve", "traces", "plots", "s3", "convert")
 # What an environment can do with an extra alone: Python, or a server and where it answers.
 CODE = {
-    "traces": "import router.telemetry.otel",
+    "traces": "import loraplex.router.telemetry.otel",
     "plots": "from matplotlib import pyplot",
-    "s3": "from adapters.sources.enabled import open_sources; open_sources(s3_buckets=['models'])",
+    "s3": "from loraplex.adapters.sources.enabled import open_sources; "
+    "open_sources(s3_buckets=['models'])",
     "convert": "import sys, torch; torch.save({'base_model.model.model.layers.0.self_attn.q_proj"
     ".lora_A.weight': torch.ones(2, 4), 'base_model.model.model.layers.0.self_attn.q_proj.lora_B"
-    ".weight': torch.ones(4, 2)}, 'old/adapter_model.bin'); from launcher.__main__ import main;"
-    " main(['adapter', 'convert', 'old', '--out', 'new'])",
+    ".weight': torch.ones(4, 2)}, 'old/adapter_model.bin'); "
+    "from loraplex.launcher.__main__ import main; "
+    "main(['adapter', 'convert', 'old', '--out', 'new'])",
 }
 SERVERS = {
     "router": (["router", "--worker", "ws://127.0.0.1:9"], "/health/live"),
@@ -97,15 +100,21 @@ def test_without_extras(tmp_path: Path) -> None:
     check_bare(linked(tmp_path / "bare"), tmp_path)
 
 
-def serves(python: Path, folder: Path, arguments: list[str], health: str) -> None:
+def serves(
+    python: Path,
+    folder: Path,
+    arguments: list[str],
+    health: str,
+    environ: Mapping[str, str] | None = None,
+) -> None:
     """The command runs until it answers there, and stops in peace."""
     port = free_port()
     place = ["--port", str(port), "--cache-dir", str(folder / "cache")]
     with (folder / "log").open("w+") as log:
         process = subprocess.Popen(
-            tethered(str(python), "-P", "-m", "launcher", *arguments, *place),
+            tethered(str(python), "-P", "-m", "loraplex", *arguments, *place),
             cwd=folder,
-            env=clean(),
+            env=clean() | dict(environ or {}),
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -160,7 +169,14 @@ def test_with_the_extra_of_a_router(tmp_path: Path) -> None:
     assert check[1] == 0
     assert "pip install 'loraplex[traces]'" in traced[2]
     measured = subprocess.run(
-        [tmp_path / "router/bin/python", "-P", "-m", "launcher.demo.evaluate", "--messages", "1"],
+        [
+            tmp_path / "router/bin/python",
+            "-P",
+            "-m",
+            "loraplex.launcher.demo.evaluate",
+            "--messages",
+            "1",
+        ],
         cwd=tmp_path,
         env=clean(),
         capture_output=True,
@@ -192,7 +208,7 @@ def test_modules_are_found_by_the_names_of_their_packages() -> None:
 
 
 def test_a_fault_of_ones_own_is_no_missing_package() -> None:
-    for name in ("router.gone", "server", "asyncio.gone", None):
+    for name in ("loraplex.router.gone", "loraplex", "asyncio.gone", None):
         assert extras.sentence(ModuleNotFoundError("no", name=name), "serve") is None
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from launcher.__main__ import main
-from router.tenancy.keys_file import read_keys
+from loraplex.launcher.__main__ import main
+from loraplex.router.tenancy.keys_file import read_keys
 from tests.launcher.test_lifecycle_commands import StubRouter, stub
 
 __all__ = ["stub"]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from launcher.__main__ import main
-from launcher.families.known_models import served_families
-from server.model.families.registry import architectures, read_model
+from loraplex.launcher.__main__ import main
+from loraplex.launcher.families.known_models import served_families
+from loraplex.server.model.families.registry import architectures, read_model
 
 
 def test_each_example_is_served_and_of_its_family() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launcher.__main__ import main
+from loraplex.launcher.__main__ import main
 
 ADAPTER = {
     "id": "one", "object": "adapter", "state": "ready", "pinned": True, "digest": "d" * 64,

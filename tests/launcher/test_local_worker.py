@@ -5,13 +5,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from launcher.local_worker import LocalWorker, local_workers, visible, watched_ports
-from launcher.options import OptionError
-from launcher.plan import ServePlan
-from launcher.worker_groups import AskedGroups, WorkerGroups, undivided
-from router.config import RouterConfig
-from server.config import WorkerConfig
-from server.worker.address import AddressError
+from loraplex.launcher.local_worker import LocalWorker, local_workers, visible, watched_ports
+from loraplex.launcher.options import OptionError
+from loraplex.launcher.plan import ServePlan
+from loraplex.launcher.worker_groups import AskedGroups, WorkerGroups, undivided
+from loraplex.router.config import RouterConfig
+from loraplex.server.config import WorkerConfig
+from loraplex.server.worker.address import AddressError
 from tests.ports import free_port
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.__main__ import main
+from loraplex.launcher.__main__ import main
 
 
 @pytest.mark.parametrize(

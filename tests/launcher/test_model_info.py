@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from launcher import model_info
-from launcher.__main__ import main
-from launcher.bench.engine.offline import model_folder
-from server.worker.process.device import CudaDevice, TorchBuild
+from loraplex.launcher import model_info
+from loraplex.launcher.__main__ import main
+from loraplex.launcher.bench.engine.offline import model_folder
+from loraplex.server.worker.process.device import CudaDevice, TorchBuild
 
 LLAMA_8B = Path("launcher/bench/engine/configs/llama-3.1-8b/config.json")
 KV_BYTES = 2 * 2 * 32 * 8 * 128

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from launcher.__main__ import main
-from launcher.command_line import flags_of
-from launcher.config import serve_options
-from launcher.moved_line import Moved, move
-from launcher.options import OptionError
+from loraplex.launcher.__main__ import main
+from loraplex.launcher.command_line import flags_of
+from loraplex.launcher.config import serve_options
+from loraplex.launcher.moved_line import Moved, move
+from loraplex.launcher.options import OptionError
 
 
 def moved(*words: str) -> Moved:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher import config
-from launcher.command_line import Parser, add_options
-from launcher.options import (
+from loraplex.launcher import config
+from loraplex.launcher.command_line import Parser, add_options
+from loraplex.launcher.options import (
     OptionError,
     Values,
     build,
@@ -21,9 +21,9 @@ from launcher.options import (
     unknown_variables,
     values_of,
 )
-from launcher.worker_groups import AskedGroups
-from router.config import RouterConfig
-from server.config import WorkerConfig
+from loraplex.launcher.worker_groups import AskedGroups
+from loraplex.router.config import RouterConfig
+from loraplex.server.config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from adapters.errors import AdapterError
-from adapters.ref import parse_ref, path_of_local
-from adapters.sources.local import LocalSource
-from launcher import config, serve
-from launcher.bench.engine.offline import SHIPPED
-from launcher.command_line import Parser, add_options
-from launcher.options import OptionError
-from launcher.plan import ServePlan, plan, resolve_alias
-from launcher.serve import Serve
-from server.model.checkpoint.checkpoint import read_config
-from server.worker.process.device import CudaDevice, TorchBuild
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import parse_ref, path_of_local
+from loraplex.adapters.sources.local import LocalSource
+from loraplex.launcher import config, serve
+from loraplex.launcher.bench.engine.offline import SHIPPED
+from loraplex.launcher.command_line import Parser, add_options
+from loraplex.launcher.options import OptionError
+from loraplex.launcher.plan import ServePlan, plan, resolve_alias
+from loraplex.launcher.serve import Serve
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.worker.process.device import CudaDevice, TorchBuild
 
 LLAMA_8B = SHIPPED / "llama-3.1-8b"
 H100 = CudaDevice("H100", (9, 0), 80 << 30)

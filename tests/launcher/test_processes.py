@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.processes import (
+from loraplex.launcher.processes import (
     MAX_LINE_BYTES,
     Child,
     ChildFailed,
@@ -20,7 +20,7 @@ from launcher.processes import (
     named_line,
     said_in,
 )
-from server.worker import tether
+from loraplex.server.worker import tether
 
 TIMEOUT_S = 240
 

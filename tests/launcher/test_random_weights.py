@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.bench.engine.random_packed import random_packed
-from launcher.bench.engine.random_weights import STD, random_weights
-from server.model.checkpoint.checkpoint import read_config
-from server.model.linear.quantised import matrix_of
-from server.model.quantisation.forms import packed_bytes
-from server.model.quantisation.read import read_quantisation
+from loraplex.launcher.bench.engine.random_packed import random_packed
+from loraplex.launcher.bench.engine.random_weights import STD, random_weights
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.linear.quantised import matrix_of
+from loraplex.server.model.quantisation.forms import packed_bytes
+from loraplex.server.model.quantisation.read import read_quantisation
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.quantised.formats import FORMATS
 

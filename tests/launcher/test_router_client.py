@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from launcher.router_client import Failed, connect, send
-from router.http.client import http_client
+from loraplex.launcher.router_client import Failed, connect, send
+from loraplex.router.http.client import http_client
 from tests.router.serving import Running, running_router
 
 PEM = Path(__file__).parents[1] / "adapters" / "self_signed.pem"

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from launcher.demo import model_path
+from loraplex.launcher.demo import model_path
 from tests.e2e.serving import ROOT
 from tests.ports import free_port
 from tests.router.shared.redis_server import PROGRAM
@@ -104,7 +104,7 @@ class Processes:
 
 
 def start(log: Path, *arguments: str, program: str = "") -> subprocess.Popen[bytes]:
-    command = [program] if program else [sys.executable, "-m", "launcher"]
+    command = [program] if program else [sys.executable, "-m", "loraplex"]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
     with log.open("wb") as out:
         return subprocess.Popen(
@@ -238,7 +238,7 @@ def test_what_is_of_one_process_alone(lasting: Processes) -> None:
 
 def failure(*arguments: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "launcher", "router", "--router-processes", "2", *arguments],
+        [sys.executable, "-m", "loraplex", "router", "--router-processes", "2", *arguments],
         cwd=ROOT,
         env={k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")},
         capture_output=True,

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from launcher.demo import adapter_paths, model_path
+from loraplex.launcher.demo import adapter_paths, model_path
 from tests.grids import sparse
 from tests.ports import free_port
 from tests.tethered import tethered
@@ -28,7 +28,7 @@ QUICK = ("--executor", 'certify:{"step_s": 0.002}', "--kv-memory", "64MiB")
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "launcher", *arguments]
+    return [sys.executable, "-m", "loraplex", *arguments]
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -369,7 +369,7 @@ def test_a_failed_start_is_json_too(tmp_path: Path, command: str) -> None:
         place = ("--port", str(taken.getsockname()[1]), "--log-format", "json")
         what = ["--worker", "ws://127.0.0.1:9"] if command == "router" else ["demo"]
         done = subprocess.run(
-            [sys.executable, "-m", "launcher", command, *what, *place],
+            [sys.executable, "-m", "loraplex", command, *what, *place],
             cwd=ROOT,
             env=environment(),
             capture_output=True,

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from launcher.processes import _Screen
-from launcher.start_line import start_line
-from server.engine.messages import StartProgress
+from loraplex.launcher.processes import _Screen
+from loraplex.launcher.start_line import start_line
+from loraplex.server.engine.messages import StartProgress
 
 HALF = StartProgress("reading weights", 7.5, 15, "GiB")
 

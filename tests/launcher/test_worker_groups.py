@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.options import OptionError
-from launcher.worker_groups import AskedGroups, Fit, WorkerGroups, divide, undivided
+from loraplex.launcher.options import OptionError
+from loraplex.launcher.worker_groups import AskedGroups, Fit, WorkerGroups, divide, undivided
 
 COUNTS = (1, 2, 4, 8)
 

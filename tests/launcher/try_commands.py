@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from launcher.__main__ import _parser, main
+from loraplex.launcher.__main__ import _parser, main
 
 
 def every_help(parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from router.shared.memory_store import MemoryStore
-from router.shared.store import Store
+from loraplex.router.shared.memory_store import MemoryStore
+from loraplex.router.shared.store import Store
 from tests.router.fake_worker import FakeWorker, running_worker
 from tests.router.serving import Running, running_router
 from tests.router.shared.redis_server import RedisServer, running_redis

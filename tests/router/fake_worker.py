@@ -19,9 +19,9 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from adapters.errors import AdapterError
-from adapters.manifest import AdapterManifest
-from server.protocol import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.server.protocol import (
     PROTOCOL_VERSION,
     Abort,
     AdapterLoad,

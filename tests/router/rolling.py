@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.protocol import ErrorCode, GenerateRequest
+from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.operations.test_shared_adapters import call, generate
 from tests.router.serving import Running, poll, running_router
@@ -77,9 +77,9 @@ async def running_fleet(
     tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Fleet]:
     """`mine` is registered, and known to both."""
-    monkeypatch.setattr("router.operations.rollout_keeper.TICK_S", 0.05)
-    monkeypatch.setattr("router.operations.rollout_keeper.LEASE_S", 0.5)
-    monkeypatch.setattr("router.operations.rollout_keeper._RETRY_S", 0.05)
+    monkeypatch.setattr("loraplex.router.operations.rollout_keeper.TICK_S", 0.05)
+    monkeypatch.setattr("loraplex.router.operations.rollout_keeper.LEASE_S", 0.5)
+    monkeypatch.setattr("loraplex.router.operations.rollout_keeper._RETRY_S", 0.05)
     workers = [FakeWorker(worker_id=name) for name in "ab"]
     options: dict[str, Any] = {"redis": redis.url, "redis_timeout_s": 1.0, "admin_key": "admin"}
     async with AsyncExitStack() as stack:

@@ -13,14 +13,14 @@ import httpx
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef
-from router.build import Hub, build_service
-from router.config import RouterConfig
-from router.http.listeners import listen
-from router.routes.app import build_app
-from router.routes.http_server import RouterServer
-from router.service import Service
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.build import Hub, build_service
+from loraplex.router.config import RouterConfig
+from loraplex.router.http.listeners import listen
+from loraplex.router.routes.app import build_app
+from loraplex.router.routes.http_server import RouterServer
+from loraplex.router.service import Service
 from tests.router.fake_worker import SECRET
 
 COMMIT = "c" * 40

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from router.helper_check import HELPERS, check_helpers
+from loraplex.router.helper_check import HELPERS, check_helpers
 from tests.router.serving import Running
 
 BROKEN = "raise ModuleNotFoundError('No module named of that name')"
@@ -12,7 +12,7 @@ BROKEN = "raise ModuleNotFoundError('No module named of that name')"
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.helpers.helper._PROGRAM", BROKEN)
+    monkeypatch.setattr("loraplex.adapters.helpers.helper._PROGRAM", BROKEN)
 
 
 async def metric(router: Running, helper: str) -> float:

@@ -12,9 +12,9 @@ import httpx
 import psutil
 import pytest
 
-from router.config import RouterConfig, RouterConfigError
-from router.main import run
-from server.protocol import ErrorCode, GenerateRequest
+from loraplex.router.config import RouterConfig, RouterConfigError
+from loraplex.router.main import run
+from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, SECRET, FakeWorker
 from tests.router.serving import events_of, poll
 from tests.tethered import tethered
@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from pathlib import Path
-from router.config import RouterConfig
-from router.main import run
+from loraplex.router.config import RouterConfig
+from loraplex.router.main import run
 cache, secret, drain_s, *workers = sys.argv[1:]
 run(RouterConfig(workers=tuple(workers), secret=secret, port=0, cache_dir=Path(cache),
                  drain_timeout_s=float(drain_s)))
@@ -34,7 +34,7 @@ import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, 2048))
 """
 BREAK_THE_FLEET = """
-from router.policy.queue.waiting import WaitingQueue
+from loraplex.router.policy.queue.waiting import WaitingQueue
 WaitingQueue.age = lambda queue, now: 1 / 0
 """
 BODY = {"model": BASE_NAME, "prompt": "x", "max_tokens": 99, "stream": True}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from router.config import RouterConfig, RouterConfigError
-from router.start_check import check_options
+from loraplex.router.config import RouterConfig, RouterConfigError
+from loraplex.router.start_check import check_options
 
 HERE = Path(__file__).parent
 GOOD = HERE.parent / "adapters" / "self_signed.pem"

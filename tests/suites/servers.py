@@ -12,11 +12,11 @@ import tempfile
 from collections import OrderedDict
 from pathlib import Path
 
-import launcher.demo
+from loraplex.launcher import demo
 from tests.e2e.serving import Serving, start_serving
 from tests.e2e.vector_models import save_classifier, save_embedder
 
-DEMO = Path(launcher.demo.__file__).parent
+DEMO = Path(demo.__file__).parent
 _MOST = 3
 _EMBEDDERS = ("e5-small", "MiniLM-L12", "bge-base", "bge-small", "bge_small")
 _CLASSIFIERS = ("apeach", "sentiment", "classif")

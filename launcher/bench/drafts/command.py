@@ -4,8 +4,8 @@ import argparse
 import sysconfig
 from pathlib import Path
 
-from launcher.bench.option_types import whole, wholes
-from launcher.command_line import Parser
+from loraplex.launcher.bench.option_types import whole, wholes
+from loraplex.launcher.command_line import Parser
 
 
 def add_drafts(parser: Parser) -> None:
@@ -34,6 +34,6 @@ def add_drafts(parser: Parser) -> None:
 
 
 def run_drafts(arguments: argparse.Namespace) -> None:
-    from launcher.bench.drafts.measure import print_results
+    from loraplex.launcher.bench.drafts.measure import print_results
 
     print_results(arguments)

@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
-from launcher.bench.drafts import texts
-from launcher.bench.drafts.replay import StepCurve, TaskTokens, replay, tokens_per_second
-from launcher.bench.errors import BenchError
-from launcher.bench.output import print_points
+from loraplex.launcher.bench.drafts import texts
+from loraplex.launcher.bench.drafts.replay import StepCurve, TaskTokens, replay, tokens_per_second
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.launcher.bench.output import print_points
 
 
 class StepLine(msgspec.Struct):
@@ -43,7 +43,7 @@ class DraftResult:
 
 
 def print_results(arguments: argparse.Namespace) -> None:
-    """arguments: of `launcher.bench.drafts.command`. Raises BenchError."""
+    """arguments: of `loraplex.launcher.bench.drafts.command`. Raises BenchError."""
     times = _step_times(arguments.step_times) if arguments.step_times else None
     print_points(_results(arguments, times), arguments.json, table)
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from server.engine.drafts.draft import NO_DRAFT, Draft, DraftOwner
-from server.engine.drafts.gain import Acceptance, Patience, worth
-from server.engine.drafts.source import Drafts, DraftSource
-from server.engine.scheduling.drafting import MANY, TO_WAIT
+from loraplex.server.engine.drafts.draft import NO_DRAFT, Draft, DraftOwner
+from loraplex.server.engine.drafts.gain import Acceptance, Patience, worth
+from loraplex.server.engine.drafts.source import Drafts, DraftSource
+from loraplex.server.engine.scheduling.drafting import MANY, TO_WAIT
 
 _TENANT = "bench"
 _STEPS = 400  # of a simulated batch

@@ -9,19 +9,19 @@ from typing import Literal
 
 import torch
 
-from adapters.manifest import SlabDtype
-from launcher.bench.engine.offline import EXTENT_BYTES, lora_layout
-from launcher.bench.errors import BenchError
-from launcher.bench.report import percentile
-from server.engine.executor import AdapterCopy, CopyOver
-from server.engine.memory.residency import AdapterArena
-from server.engine.shared_memory import HostMemory
-from server.model.base_spec import base_spec
-from server.model.checkpoint.checkpoint import read_config
-from server.model.lora.adapter_copies import AdapterCopies
-from server.model.lora.arena_weights import DTYPES
-from server.model.lora.lora import AdapterTable
-from server.model.lora.sites import Sites
+from loraplex.adapters.manifest import SlabDtype
+from loraplex.launcher.bench.engine.offline import EXTENT_BYTES, lora_layout
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.launcher.bench.report import percentile
+from loraplex.server.engine.executor import AdapterCopy, CopyOver
+from loraplex.server.engine.memory.residency import AdapterArena
+from loraplex.server.engine.shared_memory import HostMemory
+from loraplex.server.model.base_spec import base_spec
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.lora.adapter_copies import AdapterCopies
+from loraplex.server.model.lora.arena_weights import DTYPES
+from loraplex.server.model.lora.lora import AdapterTable
+from loraplex.server.model.lora.sites import Sites
 
 _ROUNDS = 4
 _PLAIN_ROUNDS = 10

@@ -10,17 +10,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from adapters.base import BaseSpec
-from adapters.manifest import AdapterManifest, SlabDtype
-from adapters.peft.validate import WEIGHTS_FILE, AdapterLimits, SlabRoom
-from adapters.ref import AdapterRef
-from adapters.slab.memory import one_after_another
-from adapters.sources.local import LocalSource
-from adapters.store.store import AdapterStore, FetchPhase
-from launcher.bench.engine.offline import EXTENT_BYTES
-from server.engine.shared_memory import HostMemory
-from server.model.base_spec import base_spec
-from server.model.checkpoint.checkpoint import read_config
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.manifest import AdapterManifest, SlabDtype
+from loraplex.adapters.peft.validate import WEIGHTS_FILE, AdapterLimits, SlabRoom
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.slab.memory import one_after_another
+from loraplex.adapters.sources.local import LocalSource
+from loraplex.adapters.store.store import AdapterStore, FetchPhase
+from loraplex.launcher.bench.engine.offline import EXTENT_BYTES
+from loraplex.server.engine.shared_memory import HostMemory
+from loraplex.server.model.base_spec import base_spec
+from loraplex.server.model.checkpoint.checkpoint import read_config
 
 _ROOM = 1 << 40
 _PIECE = 256 << 10

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from launcher.bench.engine.local_commands import DTYPES, add_config
-from launcher.bench.load.commands import add_draws, drawn
-from launcher.bench.option_types import above, lora_rank, lora_ranks, whole, wholes
-from launcher.bench.output import print_fields, print_points
-from launcher.command_line import Parser
-from launcher.options import OptionError
-from server.engine.admission import bad_sampling
-from server.protocol import SamplingParams
+from loraplex.launcher.bench.engine.local_commands import DTYPES, add_config
+from loraplex.launcher.bench.load.commands import add_draws, drawn
+from loraplex.launcher.bench.option_types import above, lora_rank, lora_ranks, whole, wholes
+from loraplex.launcher.bench.output import print_fields, print_points
+from loraplex.launcher.command_line import Parser
+from loraplex.launcher.options import OptionError
+from loraplex.server.engine.admission import bad_sampling
+from loraplex.server.protocol import SamplingParams
 
 if TYPE_CHECKING:
-    from launcher.bench.engine.grid import Grid
+    from loraplex.launcher.bench.engine.grid import Grid
 
 _STEP_TOKENS = 8192
 _MOST_ADAPTERS = 100_000
@@ -141,7 +141,7 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
 
 def _model(arguments: argparse.Namespace) -> tuple[Path, Any, Any]:
     """Its folder, device and dtype. Raises BenchError."""
-    from launcher.bench.engine.offline import check_device, model_folder
+    from loraplex.launcher.bench.engine.offline import check_device, model_folder
 
     check_device(arguments.device)
     return model_folder(arguments.config), arguments.device, arguments.dtype
@@ -149,8 +149,8 @@ def _model(arguments: argparse.Namespace) -> tuple[Path, Any, Any]:
 
 def _grid(arguments: argparse.Namespace, output_tokens: int, step_tokens: int) -> "Grid":
     """Raises OptionError, BenchError."""
-    from launcher.bench.engine.grid import Grid
-    from launcher.bench.engine.offline import MadeForm
+    from loraplex.launcher.bench.engine.grid import Grid
+    from loraplex.launcher.bench.engine.offline import MadeForm
 
     grid = Grid(
         *_model(arguments),
@@ -191,7 +191,7 @@ def _sampling(text: str) -> SamplingParams:
 
 
 def run_decode(arguments: argparse.Namespace) -> None:
-    from launcher.bench.engine.grid import SHORT_OUTPUT, decode, table
+    from loraplex.launcher.bench.engine.grid import SHORT_OUTPUT, decode, table
 
     if arguments.output_tokens <= SHORT_OUTPUT:
         raise OptionError(f"--output-tokens must be more than {SHORT_OUTPUT}")
@@ -200,13 +200,13 @@ def run_decode(arguments: argparse.Namespace) -> None:
 
 
 def run_prefill(arguments: argparse.Namespace) -> None:
-    from launcher.bench.engine.grid import prefill, table
+    from loraplex.launcher.bench.engine.grid import prefill, table
 
     print_points(prefill(_grid(arguments, 1, arguments.step_tokens)), arguments.json, table)
 
 
 def run_vectors(arguments: argparse.Namespace) -> None:
-    from launcher.bench.engine.grid import table, vectors
+    from loraplex.launcher.bench.engine.grid import table, vectors
 
     grid = _grid(arguments, 1, arguments.step_tokens)
     print_points(vectors(grid, arguments.pooling), arguments.json, table)
@@ -214,7 +214,7 @@ def run_vectors(arguments: argparse.Namespace) -> None:
 
 def run_throughput(arguments: argparse.Namespace) -> None:
     """Raises BenchError, CheckpointError, ConfigError."""
-    from launcher.bench.engine.throughput import Engine, adapters_of, measure, summary_text
+    from loraplex.launcher.bench.engine.throughput import Engine, adapters_of, measure, summary_text
 
     engine = Engine(
         *_model(arguments),
@@ -230,8 +230,8 @@ def run_throughput(arguments: argparse.Namespace) -> None:
 
 def run_lora_kernels(arguments: argparse.Namespace) -> None:
     """Raises BenchError."""
-    from launcher.bench.engine.lora_kernels import POINTS, RANKS, measure, table
-    from launcher.bench.engine.offline import require_cuda
+    from loraplex.launcher.bench.engine.lora_kernels import POINTS, RANKS, measure, table
+    from loraplex.launcher.bench.engine.offline import require_cuda
 
     require_cuda("bench lora-kernels needs one")
     results = measure(POINTS, arguments.rank or [*RANKS], arguments.replays)
@@ -240,8 +240,8 @@ def run_lora_kernels(arguments: argparse.Namespace) -> None:
 
 def run_prompt_attention(arguments: argparse.Namespace) -> None:
     """Raises BenchError."""
-    from launcher.bench.engine.offline import require_cuda
-    from launcher.bench.engine.prompt_times import PromptLayer, measure, table
+    from loraplex.launcher.bench.engine.offline import require_cuda
+    from loraplex.launcher.bench.engine.prompt_times import PromptLayer, measure, table
 
     require_cuda("bench prompt-attention needs one")
     layer = PromptLayer(
@@ -257,7 +257,7 @@ def run_prompt_attention(arguments: argparse.Namespace) -> None:
 
 
 def run_masks(arguments: argparse.Namespace) -> None:
-    from launcher.bench.engine.mask_times import measure
+    from loraplex.launcher.bench.engine.mask_times import measure
 
     times = measure(arguments.vocabulary, arguments.schemas, arguments.threads)
     print_fields(times, arguments.json, "10.2f")

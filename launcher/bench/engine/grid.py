@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
-from adapters.manifest import ITEM_BYTES, SlabDtype
-from launcher.bench.engine.made_schemas import endless_json
-from launcher.bench.engine.offline import (
+from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype
+from loraplex.launcher.bench.engine.made_schemas import endless_json
+from loraplex.launcher.bench.engine.offline import (
     GREEDY,
     PLAIN,
     EngineSizes,
@@ -22,17 +22,17 @@ from launcher.bench.engine.offline import (
     adapted_modules,
     token_bytes,
 )
-from launcher.bench.engine.step_times import StepTimes
-from launcher.bench.errors import BenchError
-from server.config import KvDtype
-from server.model.base_spec import base_spec
-from server.model.checkpoint.checkpoint import read_config
-from server.model.lora.arena_weights import DTYPES
-from server.model.moe_spec import MoeSpec
-from server.model.ops.memory import weights_bytes
-from server.model.sharding import sharded
-from server.model.spec import LayerSpec, ModelSpec
-from server.protocol import Pooling, SamplingParams, VectorParams
+from loraplex.launcher.bench.engine.step_times import StepTimes
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.server.config import KvDtype
+from loraplex.server.model.base_spec import base_spec
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.lora.arena_weights import DTYPES
+from loraplex.server.model.moe_spec import MoeSpec
+from loraplex.server.model.ops.memory import weights_bytes
+from loraplex.server.model.sharding import sharded
+from loraplex.server.model.spec import LayerSpec, ModelSpec
+from loraplex.server.protocol import Pooling, SamplingParams, VectorParams
 
 # Of the shorter of the two runs whose difference is a step's time.
 SHORT_OUTPUT = 16

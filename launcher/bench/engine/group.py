@@ -12,18 +12,18 @@ from typing import Any
 import msgspec
 import torch
 
-from adapters.sharding import Shard
-from launcher.bench.engine.random_weights import STD, random_weights
-from server.config import EngineConfig
-from server.engine.executor import Executor
-from server.engine.group.follower import Follower
-from server.engine.group.leader import GroupExecutor
-from server.model.executor import TorchExecutor
-from server.model.lora.arena_weights import DTYPES
-from server.model.process_group import ProcessGroup
-from server.worker import tether
+from loraplex.adapters.sharding import Shard
+from loraplex.launcher.bench.engine.random_weights import STD, random_weights
+from loraplex.server.config import EngineConfig
+from loraplex.server.engine.executor import Executor
+from loraplex.server.engine.group.follower import Follower
+from loraplex.server.engine.group.leader import GroupExecutor
+from loraplex.server.model.executor import TorchExecutor
+from loraplex.server.model.lora.arena_weights import DTYPES
+from loraplex.server.model.process_group import ProcessGroup
+from loraplex.server.worker import tether
 
-_MODULE = "launcher.bench.engine.group"
+_MODULE = "loraplex.launcher.bench.engine.group"
 
 
 def random_arena(config: EngineConfig) -> memoryview:

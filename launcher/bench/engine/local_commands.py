@@ -5,11 +5,11 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from launcher.bench.load.commands import add_folders, names_in
-from launcher.bench.option_types import lora_rank, whole
-from launcher.bench.output import print_fields
-from launcher.command_line import Parser
-from launcher.options import OptionError
+from loraplex.launcher.bench.load.commands import add_folders, names_in
+from loraplex.launcher.bench.option_types import lora_rank, whole
+from loraplex.launcher.bench.output import print_fields
+from loraplex.launcher.command_line import Parser
+from loraplex.launcher.options import OptionError
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -52,8 +52,8 @@ def _add_make(parser: Parser) -> None:
 
 def run_make(arguments: argparse.Namespace) -> None:
     """Raises OptionError, BenchError, CheckpointError, OSError."""
-    from launcher.bench.engine.made_model import Maker
-    from launcher.bench.engine.offline import check_device, model_folder
+    from loraplex.launcher.bench.engine.made_model import Maker
+    from loraplex.launcher.bench.engine.offline import check_device, model_folder
 
     if (arguments.adapters_in is None) != (not arguments.adapters):
         raise OptionError("--adapters-in and --adapters need each other: where, and how many")
@@ -89,8 +89,8 @@ def _add_copies(parser: Parser) -> None:
 
 def run_copies(arguments: argparse.Namespace) -> None:
     """Raises BenchError, CheckpointError."""
-    from launcher.bench.engine.adapter_copies import measure
-    from launcher.bench.engine.offline import check_device, model_folder
+    from loraplex.launcher.bench.engine.adapter_copies import measure
+    from loraplex.launcher.bench.engine.offline import check_device, model_folder
 
     check_device(arguments.device)
     folder = model_folder(arguments.config)
@@ -108,8 +108,8 @@ def _add_cold(parser: Parser) -> None:
 
 def run_cold(arguments: argparse.Namespace) -> None:
     """Raises AdapterError, BenchError, CheckpointError, OSError."""
-    from launcher.bench.engine.cold_adapters import measure
-    from launcher.bench.engine.offline import model_folder
+    from loraplex.launcher.bench.engine.cold_adapters import measure
+    from loraplex.launcher.bench.engine.offline import model_folder
 
     folder, names = model_folder(arguments.config), names_in(arguments)
     times = measure(folder, arguments.adapters_in, names, arguments.dtype, arguments.rounds)

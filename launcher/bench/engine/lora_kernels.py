@@ -12,32 +12,32 @@ from functools import partial
 import numpy as np
 import torch
 
-from launcher.bench.engine.grid import copy_bandwidth
-from launcher.bench.errors import BenchError
-from server.kernels.attention.decode_attention import (
+from loraplex.launcher.bench.engine.grid import copy_bandwidth
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.server.kernels.attention.decode_attention import (
     DecodeBatchView,
     DecodeScratch,
     LayerScores,
     decode_attention,
 )
-from server.kernels.attention.decode_work import WorkLayout
-from server.kernels.attention.pages import CachePages
-from server.kernels.attention.rotation import Rotation
-from server.kernels.attention.scores import ScoreRule
-from server.kernels.launch.configs import KernelConfigs, load_configs
-from server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
-from server.kernels.linear.stack import stack_rows
-from server.kernels.lora.expand import expand
-from server.kernels.lora.pending import PendingDelta
-from server.kernels.lora.segments import allocate_segments, route
-from server.kernels.lora.shrink import shrink
-from server.kernels.lora.table import LoraTable
-from server.kernels.lora.workspace import allocate_workspace
-from server.kernels.pointwise.add_norm import add_norm
-from server.kernels.pointwise.gated import gated
-from server.model.linear.dense import DenseLinear
-from server.model.ops.device_lora import FusedKernel, fused_kernel
-from server.model.ops.products import Products
+from loraplex.server.kernels.attention.decode_work import WorkLayout
+from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.rotation import Rotation
+from loraplex.server.kernels.attention.scores import ScoreRule
+from loraplex.server.kernels.launch.configs import KernelConfigs, load_configs
+from loraplex.server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
+from loraplex.server.kernels.linear.stack import stack_rows
+from loraplex.server.kernels.lora.expand import expand
+from loraplex.server.kernels.lora.pending import PendingDelta
+from loraplex.server.kernels.lora.segments import allocate_segments, route
+from loraplex.server.kernels.lora.shrink import shrink
+from loraplex.server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.lora.workspace import allocate_workspace
+from loraplex.server.kernels.pointwise.add_norm import add_norm
+from loraplex.server.kernels.pointwise.gated import gated
+from loraplex.server.model.linear.dense import DenseLinear
+from loraplex.server.model.ops.device_lora import FusedKernel, fused_kernel
+from loraplex.server.model.ops.products import Products
 
 LAYERS = 32
 SITES: tuple[tuple[int, tuple[int, ...]], ...] = (
@@ -149,7 +149,7 @@ class TimedStep:
             self._expand(index, adapters, self.outputs[index % len(SITES)], True)
 
     def with_lora(self, adapters: Adapters) -> None:
-        """As `server.model.ops.ops_cuda` does in a captured step of decodes."""
+        """As `loraplex.server.model.ops.ops_cuda` does in a captured step of decodes."""
         if self.few is not None:
             stack_rows(self.slots, self.few.stack, adapters.table)
             self._begin()

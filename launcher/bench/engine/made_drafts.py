@@ -1,7 +1,7 @@
 """Drafts of a fixed length, to time the steps that check them."""
 
-from server.engine.scheduling.drafting import Drafting
-from server.engine.scheduling.sequence import Sequence
+from loraplex.server.engine.scheduling.drafting import Drafting
+from loraplex.server.engine.scheduling.sequence import Sequence
 
 _TOKEN = 1
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from adapters.base import BaseSpec
-from launcher.bench.engine.made_tokenizer import tokenizer_json
-from launcher.bench.engine.offline import adapted_modules
-from server.model.base_spec import base_spec
-from server.model.checkpoint.checkpoint import read_config
-from server.model.checkpoint.model_files import CONFIG_FILE, INDEX_FILE
+from loraplex.adapters.base import BaseSpec
+from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
+from loraplex.launcher.bench.engine.offline import adapted_modules
+from loraplex.server.model.base_spec import base_spec
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.checkpoint.model_files import CONFIG_FILE, INDEX_FILE
 
 # How safetensors spells them. In eight bits an adapter takes half the disk; it is packed as ever.
 STORED = {

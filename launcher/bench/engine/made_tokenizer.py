@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from string import ascii_lowercase
 
-from adapters.byte_tokens import BYTE_OF_CHAR
+from loraplex.adapters.byte_tokens import BYTE_OF_CHAR
 
 _SPACE = "Ġ"  # how byte-level vocabularies spell a space before a word
 

@@ -9,13 +9,13 @@ from random import Random
 import numpy as np
 from llguidance import LLMatcher
 
-from adapters.grammar.checker import GrammarChecker
-from adapters.grammar.compile import compile_grammar
-from adapters.grammar.deep_threads import DeepThreads
-from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import Vocabulary, make_vocabulary
-from launcher.bench.engine.made_schemas import json_of
-from launcher.bench.engine.made_tokenizer import tokenizer_json
+from loraplex.adapters.grammar.checker import GrammarChecker
+from loraplex.adapters.grammar.compile import compile_grammar
+from loraplex.adapters.grammar.deep_threads import DeepThreads
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.adapters.grammar.vocabulary import Vocabulary, make_vocabulary
+from loraplex.launcher.bench.engine.made_schemas import json_of
+from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
 
 _END = 2
 _STEPS = 40

@@ -14,24 +14,24 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import torch
 
-from adapters.base import BaseSpec, ModuleShape
-from adapters.grammar.vocabulary import Vocabulary, make_vocabulary
-from adapters.manifest import SlabDtype, SlabLayout
-from adapters.peft.config import parse_config
-from adapters.peft.lora_tensors import LoraTensors, ModuleLora, OwnTable
-from adapters.safetensors.header import TensorInfo
-from adapters.slab.layout import make_layout
-from adapters.violations import Findings
-from launcher.bench.engine.group import make_executor
-from launcher.bench.engine.made_drafts import FixedDrafting
-from launcher.bench.engine.made_tokenizer import tokenizer_json
-from launcher.bench.errors import BenchError
-from launcher.families.known_models import served_families
-from server.config import EngineConfig, KvDtype
-from server.constraints.build import make_constraints
-from server.engine.loop import EngineLoop
-from server.engine.memory.extents import FREE, fit
-from server.engine.messages import (
+from loraplex.adapters.base import BaseSpec, ModuleShape
+from loraplex.adapters.grammar.vocabulary import Vocabulary, make_vocabulary
+from loraplex.adapters.manifest import SlabDtype, SlabLayout
+from loraplex.adapters.peft.config import parse_config
+from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora, OwnTable
+from loraplex.adapters.safetensors.header import TensorInfo
+from loraplex.adapters.slab.layout import make_layout
+from loraplex.adapters.violations import Findings
+from loraplex.launcher.bench.engine.group import make_executor
+from loraplex.launcher.bench.engine.made_drafts import FixedDrafting
+from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.launcher.families.known_models import served_families
+from loraplex.server.config import EngineConfig, KvDtype
+from loraplex.server.constraints.build import make_constraints
+from loraplex.server.engine.loop import EngineLoop
+from loraplex.server.engine.memory.extents import FREE, fit
+from loraplex.server.engine.messages import (
     FromEngine,
     NeedSlab,
     Shutdown,
@@ -40,17 +40,17 @@ from server.engine.messages import (
     Submit,
     ToEngine,
 )
-from server.engine.scheduling.scheduler import Scheduler
-from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.model.base_spec import base_spec
-from server.model.checkpoint.checkpoint import read_config
-from server.model.checkpoint.model_files import CONFIG_FILE
-from server.model.ops.memory import layer_token_bytes
-from server.model.page_groups import page_groups
-from server.model.sharding import sharded
-from server.model.spec import ModelSpec
-from server.model.tokenizer.grammar_vocabulary import read_vocabulary
-from server.protocol import GenerateRequest, SamplingParams, VectorParams
+from loraplex.server.engine.scheduling.scheduler import Scheduler
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.model.base_spec import base_spec
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.checkpoint.model_files import CONFIG_FILE
+from loraplex.server.model.ops.memory import layer_token_bytes
+from loraplex.server.model.page_groups import page_groups
+from loraplex.server.model.sharding import sharded
+from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.tokenizer.grammar_vocabulary import read_vocabulary
+from loraplex.server.protocol import GenerateRequest, SamplingParams, VectorParams
 
 SHIPPED = Path(__file__).parent / "configs"
 EXTENT_BYTES = 512 << 10

@@ -10,12 +10,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from launcher.bench.engine.grid import matrix_rate
-from launcher.bench.engine.lora_kernels import graph_ms
-from launcher.bench.errors import BenchError
-from server.kernels.attention.pages import CachePages
-from server.kernels.attention.prompt_attention import cut_prompts, prompt_attention, tile_shape
-from server.kernels.attention.scores import ScoreRule
+from loraplex.launcher.bench.engine.grid import matrix_rate
+from loraplex.launcher.bench.engine.lora_kernels import graph_ms
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.prompt_attention import (
+    cut_prompts,
+    prompt_attention,
+    tile_shape,
+)
+from loraplex.server.kernels.attention.scores import ScoreRule
 
 DTYPE, PAGE = torch.bfloat16, 16
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import torch
 
-from server.model.checkpoint.area import whole
-from server.model.checkpoint.mxfp4 import SCALE_BIAS
-from server.model.checkpoint.mxfp4 import grouped as grouped_mxfp4
-from server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
-from server.model.linear.quantise import NF4
-from server.model.moe_spec import MXFP4_BLOCK
-from server.model.quantisation.forms import (
+from loraplex.server.model.checkpoint.area import whole
+from loraplex.server.model.checkpoint.mxfp4 import SCALE_BIAS
+from loraplex.server.model.checkpoint.mxfp4 import grouped as grouped_mxfp4
+from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
+from loraplex.server.model.linear.quantise import NF4
+from loraplex.server.model.moe_spec import MXFP4_BLOCK
+from loraplex.server.model.quantisation.forms import (
     FOUR_BIT_BLOCK,
     AwqForm,
     EightBitForm,

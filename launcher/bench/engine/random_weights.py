@@ -4,17 +4,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from launcher.bench.engine.random_packed import random_mxfp4, random_packed
-from launcher.bench.errors import BenchError
-from server.model.linear.dense import DenseLinear
-from server.model.linear.experts import ExpertsLinear, MoeWeights
-from server.model.linear.linear import Linear
-from server.model.linear.packed import PackedWeight
-from server.model.linear.quantised import QuantisedLinear, matrix_of
-from server.model.moe_spec import MoeSpec
-from server.model.quantisation.quantisation import Quantisation
-from server.model.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec, layer_path
-from server.model.weights import LayerWeights, MlpWeights, ModelWeights, Norm
+from loraplex.launcher.bench.engine.random_packed import random_mxfp4, random_packed
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.server.model.linear.dense import DenseLinear
+from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
+from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.linear.packed import PackedWeight
+from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
+from loraplex.server.model.moe_spec import MoeSpec
+from loraplex.server.model.quantisation.quantisation import Quantisation
+from loraplex.server.model.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec, layer_path
+from loraplex.server.model.weights import LayerWeights, MlpWeights, ModelWeights, Norm
 
 STD = 0.02
 

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from server.engine.messages import StepOutput
+from loraplex.server.engine.messages import StepOutput
 
 _MASKS = 4  # of a step's phases
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from adapters.manifest import SlabDtype
-from launcher.bench.engine.offline import (
+from loraplex.adapters.manifest import SlabDtype
+from loraplex.launcher.bench.engine.offline import (
     ADAPTER_SLOTS,
     PAGE_SIZE,
     EngineSizes,
@@ -16,12 +16,12 @@ from launcher.bench.engine.offline import (
     adapter_digest,
     submit,
 )
-from launcher.bench.errors import BenchError
-from launcher.bench.load.workload import Call, Workload
-from launcher.bench.report import Outcome, Slo, summarise, table
-from server.engine.loop import Phase
-from server.engine.messages import StepOutput
-from server.model.checkpoint.checkpoint import read_config
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.launcher.bench.load.workload import Call, Workload
+from loraplex.launcher.bench.report import Outcome, Slo, summarise, table
+from loraplex.server.engine.loop import Phase
+from loraplex.server.engine.messages import StepOutput
+from loraplex.server.model.checkpoint.checkpoint import read_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from urllib.parse import quote
 
 import httpx
 
-from launcher.bench.errors import BenchError
-from launcher.bench.load.answers import error_text
-from launcher.bench.load.target import Target, model_of
-from launcher.router_client import bearer
-from router.http.client import http_client
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.launcher.bench.load.answers import error_text
+from loraplex.launcher.bench.load.target import Target, model_of
+from loraplex.launcher.router_client import bearer
+from loraplex.router.http.client import http_client
 
 Action = Literal["register", "load", "unload"]
 _UNLOAD: dict[str, object] = {"wait_s": 60}

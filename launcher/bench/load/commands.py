@@ -11,15 +11,23 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from launcher.bench.errors import BenchError
-from launcher.bench.load.target import PATHS, Target, model_of
-from launcher.bench.load.windows import Window
-from launcher.bench.load.workload import Lengths, Workload
-from launcher.bench.option_types import above, burstiness, number, rate, shown, whole, worded
-from launcher.bench.output import print_fields
-from launcher.command_line import Parser
-from launcher.options import OptionError
-from launcher.router_client import server_url
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.launcher.bench.load.target import PATHS, Target, model_of
+from loraplex.launcher.bench.load.windows import Window
+from loraplex.launcher.bench.load.workload import Lengths, Workload
+from loraplex.launcher.bench.option_types import (
+    above,
+    burstiness,
+    number,
+    rate,
+    shown,
+    whole,
+    worded,
+)
+from loraplex.launcher.bench.output import print_fields
+from loraplex.launcher.command_line import Parser
+from loraplex.launcher.options import OptionError
+from loraplex.launcher.router_client import server_url
 
 T = TypeVar("T")
 
@@ -194,8 +202,8 @@ def _add_load(parser: Parser) -> None:
 
 def run_serve(arguments: argparse.Namespace) -> None:
     """Raises OptionError, BenchError."""
-    from launcher.bench.load.serve import run_load
-    from launcher.bench.report import Slo, summarise, table, why_none
+    from loraplex.launcher.bench.load.serve import run_load
+    from loraplex.launcher.bench.report import Slo, summarise, table, why_none
 
     made = (model_of(name, arguments.registered) for name in names_in(arguments))
     named = (*arguments.adapter, *made)
@@ -253,8 +261,8 @@ def _add_streams(parser: Parser) -> None:
 
 def run_streams(arguments: argparse.Namespace) -> None:
     """Raises OptionError, BenchError."""
-    from launcher.bench.load.streams import StreamsPlan, run_window
-    from launcher.bench.load.windows import summarise_window, window_table
+    from loraplex.launcher.bench.load.streams import StreamsPlan, run_window
+    from loraplex.launcher.bench.load.windows import summarise_window, window_table
 
     names = names_in(arguments)
     try:
@@ -288,7 +296,7 @@ def run_streams(arguments: argparse.Namespace) -> None:
 
 def run_adapters(arguments: argparse.Namespace) -> None:
     """Raises OptionError, BenchError."""
-    from launcher.bench.load.adapter_orders import order_all
+    from loraplex.launcher.bench.load.adapter_orders import order_all
 
     names = names_in(arguments)
     orders = _run(order_all(_target(arguments), arguments.action, names, arguments.concurrency))

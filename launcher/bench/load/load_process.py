@@ -6,7 +6,7 @@ import sys
 import msgspec
 import uvloop
 
-from launcher.bench.load.serve import LoadPart, run_job
+from loraplex.launcher.bench.load.serve import LoadPart, run_job
 
 
 def main() -> None:

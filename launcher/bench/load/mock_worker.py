@@ -15,9 +15,9 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from launcher.demo import model_path
-from server.model.card import model_card
-from server.protocol import (
+from loraplex.launcher.demo import model_path
+from loraplex.server.model.card import model_card
+from loraplex.server.protocol import (
     MAX_FRAME_BYTES,
     Abort,
     GenerateRequest,

@@ -14,15 +14,15 @@ from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from launcher.bench.errors import BenchError
-from launcher.bench.load.router_cost import cpu_seconds, running, until_ready
-from launcher.bench.load.serve import run_load
-from launcher.bench.load.target import Target
-from launcher.bench.load.workload import Lengths, Workload
-from launcher.bench.report import Outcome, percentile
-from launcher.demo import model_path
-from launcher.plan import LOOPBACK
-from launcher.serve import free_port
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.launcher.bench.load.router_cost import cpu_seconds, running, until_ready
+from loraplex.launcher.bench.load.serve import run_load
+from loraplex.launcher.bench.load.target import Target
+from loraplex.launcher.bench.load.workload import Lengths, Workload
+from loraplex.launcher.bench.report import Outcome, percentile
+from loraplex.launcher.demo import model_path
+from loraplex.launcher.plan import LOOPBACK
+from loraplex.launcher.serve import free_port
 
 # Of what the fleet can do, when nothing is wrong.
 _CALM = 0.5
@@ -237,9 +237,9 @@ async def _fleet(scene: OverloadScene) -> AsyncIterator[tuple[int, str]]:
                 "--cache-dir": str(folder / f"worker-{number}"),
             }
             worker = ("worker", str(model_path()), *chain.from_iterable(options.items()))
-            await stack.enter_async_context(running("launcher", *worker))
+            await stack.enter_async_context(running("loraplex", *worker))
             arguments += ["--worker", f"ws://{LOOPBACK}:{own}"]
-        router = await stack.enter_async_context(running("launcher", "router", *arguments))
+        router = await stack.enter_async_context(running("loraplex", "router", *arguments))
         url = f"http://{LOOPBACK}:{port}"
         await until_ready(url, scene.workers)
         yield router.pid, url

@@ -14,14 +14,14 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from launcher.bench.errors import BenchError
-from launcher.bench.load.serve import run_load
-from launcher.bench.load.target import Target
-from launcher.bench.load.workload import Lengths, Workload
-from launcher.bench.report import Outcome, percentile
-from launcher.plan import LOOPBACK
-from launcher.serve import free_port
-from router.http.client import http_client
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.launcher.bench.load.serve import run_load
+from loraplex.launcher.bench.load.target import Target
+from loraplex.launcher.bench.load.workload import Lengths, Workload
+from loraplex.launcher.bench.report import Outcome, percentile
+from loraplex.launcher.plan import LOOPBACK
+from loraplex.launcher.serve import free_port
+from loraplex.router.http.client import http_client
 
 _START_S = 60.0
 _PROBE_S = 5.0
@@ -134,13 +134,13 @@ async def running(module: str, *arguments: str) -> AsyncIterator[asyncio.subproc
 async def routed(step_s: float) -> AsyncIterator[tuple[int, int]]:
     """A router before a mock worker of this step time: its pid and port."""
     port = free_port(LOOPBACK, 0)
-    async with running("launcher.bench.load.mock_worker", str(step_s)) as worker:
+    async with running("loraplex.launcher.bench.load.mock_worker", str(step_s)) as worker:
         assert worker.stdout is not None
         line = await asyncio.wait_for(worker.stdout.readline(), _START_S)
         if not line:
             raise BenchError("the worker without an engine did not start")
         url = f"ws://{LOOPBACK}:{int(line)}"
-        async with running("launcher", "router", "--worker", url, "--port", str(port)) as router:
+        async with running("loraplex", "router", "--worker", url, "--port", str(port)) as router:
             await until_ready(f"http://{LOOPBACK}:{port}", 1)
             await ask_many(port, _WARM_UP, 4, 4)
             yield router.pid, port

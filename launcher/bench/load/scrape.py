@@ -3,7 +3,7 @@
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from launcher.bench.errors import BenchError
+from loraplex.launcher.bench.errors import BenchError
 
 _LOADS = "loraplex_worker_adapter_load_seconds"
 _COUNTERS = {

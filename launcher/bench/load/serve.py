@@ -10,13 +10,13 @@ import httptools
 import httpx
 import msgspec
 
-from launcher.bench.errors import BenchError
-from launcher.bench.load.answers import error_text, one_line
-from launcher.bench.load.stream_client import StreamProtocol, post_stream
-from launcher.bench.load.target import Target, body_of
-from launcher.bench.load.workload import Call, Workload
-from launcher.bench.report import Outcome
-from router.http.client import http_client
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.launcher.bench.load.answers import error_text, one_line
+from loraplex.launcher.bench.load.stream_client import StreamProtocol, post_stream
+from loraplex.launcher.bench.load.target import Target, body_of
+from loraplex.launcher.bench.load.workload import Call, Workload
+from loraplex.launcher.bench.report import Outcome
+from loraplex.router.http.client import http_client
 
 # Processes import and draw before the first call leaves.
 _START_DELAY_S = 3.0
@@ -147,7 +147,7 @@ async def _in_process(job: LoadPart) -> list[Outcome]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "launcher.bench.load.load_process",
+        "loraplex.launcher.bench.load.load_process",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

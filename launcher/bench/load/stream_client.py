@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from adapters.common.authorities import trusted_context
-from launcher.bench.load.answers import StreamedAnswer
-from launcher.bench.load.sse import EventReader
+from loraplex.adapters.common.authorities import trusted_context
+from loraplex.launcher.bench.load.answers import StreamedAnswer
+from loraplex.launcher.bench.load.sse import EventReader
 
 START_HEADER = b"x-loraplex-start"
 # Of a body that has no events: enough for what it says.

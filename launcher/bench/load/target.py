@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from launcher.bench.load.workload import Call
-from launcher.router_client import bearer
+from loraplex.launcher.bench.load.workload import Call
+from loraplex.launcher.router_client import bearer
 
 Api = Literal["completions", "chat", "lorax"]
 PATHS: Mapping[Api, str] = {

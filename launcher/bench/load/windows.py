@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.bench.report import Outcome, first_errors, milliseconds
+from loraplex.launcher.bench.report import Outcome, first_errors, milliseconds
 
 _LABEL = re.compile(r"[A-Za-z0-9_.-]+")
 _RATE, _NUMBER = re.compile(r"\d+(\.\d+)?"), re.compile(r"\d+")

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import product
 
-from launcher.bench.option_types import above, number, whole, wholes
-from launcher.bench.output import print_points
-from launcher.bench.simulation.fairness_bench import flood
-from launcher.bench.simulation.placement_bench import PlacementScene, compare, table
-from launcher.bench.simulation.policies import POLICIES
-from launcher.bench.simulation.traffic import SHAPES
-from launcher.bench.simulation.worker import WorkerModel
-from launcher.command_line import Parser
+from loraplex.launcher.bench.option_types import above, number, whole, wholes
+from loraplex.launcher.bench.output import print_points
+from loraplex.launcher.bench.simulation.fairness_bench import flood
+from loraplex.launcher.bench.simulation.placement_bench import PlacementScene, compare, table
+from loraplex.launcher.bench.simulation.policies import POLICIES
+from loraplex.launcher.bench.simulation.traffic import SHAPES
+from loraplex.launcher.bench.simulation.worker import WorkerModel
+from loraplex.launcher.command_line import Parser
 
 
 def add_placement(parser: Parser) -> None:

@@ -4,12 +4,12 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from launcher.bench.report import percentile
-from launcher.bench.simulation.fleet import UNLIMITED, SimulatedFleet
-from launcher.bench.simulation.traffic import Arrival, Traffic
-from launcher.bench.simulation.worker import Job, WorkerModel
-from router.policy.placement.placement import Placer
-from router.policy.queue.queue_limits import QueueLimits
+from loraplex.launcher.bench.report import percentile
+from loraplex.launcher.bench.simulation.fleet import UNLIMITED, SimulatedFleet
+from loraplex.launcher.bench.simulation.traffic import Arrival, Traffic
+from loraplex.launcher.bench.simulation.worker import Job, WorkerModel
+from loraplex.router.policy.placement.placement import Placer
+from loraplex.router.policy.queue.queue_limits import QueueLimits
 
 
 @dataclass(frozen=True, slots=True)

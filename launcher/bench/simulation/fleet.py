@@ -3,13 +3,13 @@
 import heapq
 from collections.abc import Callable, Iterator
 
-from launcher.bench.simulation.traffic import Arrival
-from launcher.bench.simulation.worker import Job, SimulatedWorker, WorkerModel
-from router.policy.matching import Match, Matcher
-from router.policy.placement.placement import PlacementRequest, Placer
-from router.policy.placement.workers import WorkerView
-from router.policy.queue.queue_limits import QueueFull, QueueLimits
-from router.policy.queue.waiting import Waiting, WaitingQueue
+from loraplex.launcher.bench.simulation.traffic import Arrival
+from loraplex.launcher.bench.simulation.worker import Job, SimulatedWorker, WorkerModel
+from loraplex.router.policy.matching import Match, Matcher
+from loraplex.router.policy.placement.placement import PlacementRequest, Placer
+from loraplex.router.policy.placement.workers import WorkerView
+from loraplex.router.policy.queue.queue_limits import QueueFull, QueueLimits
+from loraplex.router.policy.queue.waiting import Waiting, WaitingQueue
 
 ADAPTER_BYTES = 84_000_000  # rank 16 on all projections of an 8B model
 UNLIMITED = QueueLimits(1 << 20, 1 << 40)

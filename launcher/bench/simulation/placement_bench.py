@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from launcher.bench.report import percentile
-from launcher.bench.simulation.fleet import SimulatedFleet
-from launcher.bench.simulation.policies import POLICIES
-from launcher.bench.simulation.traffic import Shape, Traffic
-from launcher.bench.simulation.worker import Job, WorkerModel
+from loraplex.launcher.bench.report import percentile
+from loraplex.launcher.bench.simulation.fleet import SimulatedFleet
+from loraplex.launcher.bench.simulation.policies import POLICIES
+from loraplex.launcher.bench.simulation.traffic import Shape, Traffic
+from loraplex.launcher.bench.simulation.worker import Job, WorkerModel
 
 # What a run begins with, while the fleet's memory fills, is not measured.
 _WARM_UP = 0.3

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from random import Random
 
-from router.policy.placement.placement import Decision, PlacementRequest, Placer, Reason
-from router.policy.placement.rendezvous import Rankings
-from router.policy.placement.workers import WorkerView
+from loraplex.router.policy.placement.placement import Decision, PlacementRequest, Placer, Reason
+from loraplex.router.policy.placement.rendezvous import Rankings
+from loraplex.router.policy.placement.workers import WorkerView
 
 
 class Simple(Placer):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, NamedTuple
 
-from launcher.bench.load.workload import Lengths, Popularity
+from loraplex.launcher.bench.load.workload import Lengths, Popularity
 
 Shape = Literal["zipf", "flash", "drift", "diurnal"]
 SHAPES: tuple[Shape, ...] = ("zipf", "flash", "drift", "diurnal")

@@ -3,7 +3,7 @@
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from router.policy.queue.cost import Bill
+from loraplex.router.policy.queue.cost import Bill
 
 
 @dataclass(frozen=True, slots=True)

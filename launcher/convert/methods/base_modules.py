@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from adapters.peft.tensor_names import meant_by_any
-from adapters.safetensors.file import open_weights
-from adapters.safetensors.floats import read_floats
-from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
-from launcher.convert.methods.delta import MAX_VALUES, Matrix
-from launcher.convert.plan import refusal
-from server.model.checkpoint.checkpoint import StoredTensor, read_config
-from server.model.checkpoint.text_part import model_shards
+from loraplex.adapters.peft.tensor_names import meant_by_any
+from loraplex.adapters.safetensors.file import open_weights
+from loraplex.adapters.safetensors.floats import read_floats
+from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
+from loraplex.launcher.convert.methods.delta import MAX_VALUES, Matrix
+from loraplex.launcher.convert.plan import refusal
+from loraplex.server.model.checkpoint.checkpoint import StoredTensor, read_config
+from loraplex.server.model.checkpoint.text_part import model_shards
 
 
 class BaseModules:

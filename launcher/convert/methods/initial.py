@@ -6,8 +6,8 @@ Its change is `B A` less that product: twice the rank. Source: `pissa_init`, `ol
 
 import numpy as np
 
-from launcher.convert.methods.delta import Matrix, WeightChange, decompose
-from launcher.convert.methods.module import Module
+from loraplex.launcher.convert.methods.delta import Matrix, WeightChange, decompose
+from loraplex.launcher.convert.methods.module import Module
 
 
 def changed_base(module: Module) -> WeightChange:

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from adapters.peft.fields import HARMLESS
-from adapters.peft.methods import takes_from_base, way_out
-from adapters.violations import shown
-from launcher.convert.methods import products, sums
-from launcher.convert.methods.delta import WeightChange
-from launcher.convert.methods.initial import changed_base
-from launcher.convert.methods.module import Module
-from launcher.convert.plan import refusal
+from loraplex.adapters.peft.fields import HARMLESS
+from loraplex.adapters.peft.methods import takes_from_base, way_out
+from loraplex.adapters.violations import shown
+from loraplex.launcher.convert.methods import products, sums
+from loraplex.launcher.convert.methods.delta import WeightChange
+from loraplex.launcher.convert.methods.initial import changed_base
+from loraplex.launcher.convert.methods.module import Module
+from loraplex.launcher.convert.plan import refusal
 
 # What every method may say; besides, what has no part in the result once trained.
 _COMMON = HARMLESS.union(

@@ -11,19 +11,19 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from adapters.peft.config import parse_config
-from adapters.peft.targeting import Targeting
-from adapters.peft.tensor_names import NAMINGS, WHOLE
-from adapters.safetensors.file import Weights, open_weights
-from adapters.safetensors.header import WEIGHTS_FILE, TensorInfo
-from adapters.violations import Findings, shown
-from launcher.convert.lora_config import PREFIX, lora_config
-from launcher.convert.methods.base_modules import BaseModules
-from launcher.convert.methods.delta import NearestProduct, approximate
-from launcher.convert.methods.kinds import Kind, check_keys, takes_initial
-from launcher.convert.methods.module import Module, Tensors, Values
-from launcher.convert.methods.options import MethodOptions
-from launcher.convert.plan import ConversionLoss, ConversionPlan, Move, refusal
+from loraplex.adapters.peft.config import parse_config
+from loraplex.adapters.peft.targeting import Targeting
+from loraplex.adapters.peft.tensor_names import NAMINGS, WHOLE
+from loraplex.adapters.safetensors.file import Weights, open_weights
+from loraplex.adapters.safetensors.header import WEIGHTS_FILE, TensorInfo
+from loraplex.adapters.violations import Findings, shown
+from loraplex.launcher.convert.lora_config import PREFIX, lora_config
+from loraplex.launcher.convert.methods.base_modules import BaseModules
+from loraplex.launcher.convert.methods.delta import NearestProduct, approximate
+from loraplex.launcher.convert.methods.kinds import Kind, check_keys, takes_initial
+from loraplex.launcher.convert.methods.module import Module, Tensors, Values
+from loraplex.launcher.convert.methods.options import MethodOptions
+from loraplex.launcher.convert.plan import ConversionLoss, ConversionPlan, Move, refusal
 
 _SHARED_PREFIX = "base_model."
 # PEFT saves the base's table beside an adapter that targets it; judging compares it with the base.

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapters.errors import AdapterError
-from adapters.peft.targeting import Targeting
-from adapters.safetensors.file import Weights
-from adapters.safetensors.floats import read_floats
-from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
-from adapters.violations import shown
-from launcher.convert.methods.base_modules import BaseModules
-from launcher.convert.methods.delta import MAX_VALUES, Matrix
-from launcher.convert.plan import refusal
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.peft.targeting import Targeting
+from loraplex.adapters.safetensors.file import Weights
+from loraplex.adapters.safetensors.floats import read_floats
+from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
+from loraplex.adapters.violations import shown
+from loraplex.launcher.convert.methods.base_modules import BaseModules
+from loraplex.launcher.convert.methods.delta import MAX_VALUES, Matrix
+from loraplex.launcher.convert.plan import refusal
 
 _INTS = {"U8": "<u1", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 _MAX_NUMBER = 1e6

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from adapters.peft.validate import MAX_LORA_RANK
+from loraplex.adapters.peft.validate import MAX_LORA_RANK
 
 # Far above what float64 rounds, far below what float32 shows in an answer.
 EXACT = 1e-5

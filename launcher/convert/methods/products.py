@@ -5,8 +5,8 @@ Source: `forward` of each method's layer in PEFT 0.21.
 
 import numpy as np
 
-from launcher.convert.methods.delta import Matrix, WeightChange
-from launcher.convert.methods.module import Module
+from loraplex.launcher.convert.methods.delta import Matrix, WeightChange
+from loraplex.launcher.convert.methods.module import Module
 
 
 def ia3(module: Module) -> WeightChange:

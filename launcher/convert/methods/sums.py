@@ -8,11 +8,11 @@ import importlib.util
 import numpy as np
 import numpy.typing as npt
 
-from adapters.common import extras
-from adapters.errors import AdapterError
-from launcher.convert.methods.delta import Matrix, WeightChange
-from launcher.convert.methods.module import Module
-from launcher.convert.plan import refusal
+from loraplex.adapters.common import extras
+from loraplex.adapters.errors import AdapterError
+from loraplex.launcher.convert.methods.delta import Matrix, WeightChange
+from loraplex.launcher.convert.methods.module import Module
+from loraplex.launcher.convert.plan import refusal
 
 _MAX_SEED = (1 << 63) - 1
 # Singular values below this part of the largest are rounding.

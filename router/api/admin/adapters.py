@@ -6,9 +6,9 @@ from typing import Annotated, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef, RefSource, format_ref, name_fault, parse_ref
-from router.api.admin.rollouts import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef, RefSource, format_ref, name_fault, parse_ref
+from loraplex.router.api.admin.rollouts import (
     ChangeObject,
     RolloutBody,
     RolloutObject,
@@ -17,16 +17,16 @@ from router.api.admin.rollouts import (
     change_objects,
     rollout_object,
 )
-from router.api.ends import EndToken
-from router.api.partial import PartialObject, partial_object
-from router.api.request.body import decode_body, require
-from router.api.request.field_faults import field_fault
-from router.call import RequestError
-from router.names.registration import Registration, RolloutRequest
-from router.policy.rollout import Guards
-from router.tenancy.keys import Word
-from router.tools.registry import FORMATS
-from server.protocol import AdapterTiers, TierState
+from loraplex.router.api.ends import EndToken
+from loraplex.router.api.partial import PartialObject, partial_object
+from loraplex.router.api.request.body import decode_body, require
+from loraplex.router.api.request.field_faults import field_fault
+from loraplex.router.call import RequestError
+from loraplex.router.names.registration import Registration, RolloutRequest
+from loraplex.router.policy.rollout import Guards
+from loraplex.router.tenancy.keys import Word
+from loraplex.router.tools.registry import FORMATS
+from loraplex.server.protocol import AdapterTiers, TierState
 
 DEFAULT_WAIT_S = 30.0
 MAX_WAIT_S = 600.0

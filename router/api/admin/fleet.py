@@ -5,12 +5,19 @@ from typing import Literal
 
 import msgspec
 
-from adapters.ref import format_ref
-from router.api.admin.rollouts import RolloutObject, rollout_object
-from router.api.partial import PartialObject, partial_object
-from router.call import VectorUse
-from router.names.registration import Registration
-from server.protocol import AdapterPlace, Gift, ModelCard, TierState, WorkerPicture, WorkerStatus
+from loraplex.adapters.ref import format_ref
+from loraplex.router.api.admin.rollouts import RolloutObject, rollout_object
+from loraplex.router.api.partial import PartialObject, partial_object
+from loraplex.router.call import VectorUse
+from loraplex.router.names.registration import Registration
+from loraplex.server.protocol import (
+    AdapterPlace,
+    Gift,
+    ModelCard,
+    TierState,
+    WorkerPicture,
+    WorkerStatus,
+)
 
 MAX_ADAPTERS = 4096
 

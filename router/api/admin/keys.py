@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from router.api.request.body import decode_body, require
-from router.call import RequestError
-from router.policy.quota import Limits
-from router.tenancy.keys import (
+from loraplex.router.api.request.body import decode_body, require
+from loraplex.router.call import RequestError
+from loraplex.router.policy.quota import Limits
+from loraplex.router.tenancy.keys import (
     DEFAULT_TENANT,
     MAX_MODELS,
     ApiKey,
@@ -20,8 +20,8 @@ from router.tenancy.keys import (
     Priority,
     Word,
 )
-from router.tenancy.records import AuditRecord
-from router.tenancy.usage import MAX_DAYS, UsageRecord, UsageRow
+from loraplex.router.tenancy.records import AuditRecord
+from loraplex.router.tenancy.usage import MAX_DAYS, UsageRecord, UsageRow
 
 MAX_GRACE_S = 7 * 86400
 MAX_LISTED = 1000

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.api.admin.adapters import (
+from loraplex.router.api.admin.adapters import (
     AdapterList,
     AdapterObject,
     Deleted,
@@ -17,8 +17,8 @@ from router.api.admin.adapters import (
     UnloadBody,
     UnloadLoraBody,
 )
-from router.api.admin.fleet import FleetObject
-from router.api.admin.keys import (
+from loraplex.router.api.admin.fleet import FleetObject
+from loraplex.router.api.admin.keys import (
     AuditList,
     ChangeKeyBody,
     CreateKeyBody,
@@ -30,31 +30,42 @@ from router.api.admin.keys import (
     RotateKeyBody,
     UsageList,
 )
-from router.api.admin.rollouts import AdapterHistory, DigestBody, RolloutBody, RolloutObject
-from router.api.cohere.answer import CohereChat, CohereEvent
-from router.api.cohere.request import CohereChatBody
-from router.api.errors import Dialect, dialect_of_path
-from router.api.files.objects import BatchList, BatchObject, DeletedFile, FileList, FileObject
-from router.api.files.requests import CreateBatchBody, UploadForm
-from router.api.lorax.answer import GenerateAnswer, StreamAnswer
-from router.api.lorax.request import LoraxBody
-from router.api.messages.answer import MessageObject
-from router.api.messages.request import CountTokensBody, MessagesBody, TokenCount
-from router.api.messages.stream import MessageEvent
-from router.api.openai.chat import BatchChatBody, ChatBody
-from router.api.openai.chat_answer import ChatChunk, ChatCompletion
-from router.api.openai.completions import CompletionsBody
-from router.api.openai.completions_answer import Completion
-from router.api.openai.models import Health, Info, ModelList, ModelObject, VersionAnswer
-from router.api.responses.answer import ResponseObject
-from router.api.responses.request import ResponsesBody
-from router.api.responses.stored import DeletedResponse, InputItemList
-from router.api.responses.stream import ResponseEvent
-from router.api.sglang.answer import SglangAnswer
-from router.api.sglang.info import LoadedAdapters, ServedModel, ServedSettings
-from router.api.sglang.lmdeploy import LmdeployAnswer, LmdeployBody
-from router.api.sglang.request import AbortBody, SglangBody
-from router.api.tokenize import (
+from loraplex.router.api.admin.rollouts import (
+    AdapterHistory,
+    DigestBody,
+    RolloutBody,
+    RolloutObject,
+)
+from loraplex.router.api.cohere.answer import CohereChat, CohereEvent
+from loraplex.router.api.cohere.request import CohereChatBody
+from loraplex.router.api.errors import Dialect, dialect_of_path
+from loraplex.router.api.files.objects import (
+    BatchList,
+    BatchObject,
+    DeletedFile,
+    FileList,
+    FileObject,
+)
+from loraplex.router.api.files.requests import CreateBatchBody, UploadForm
+from loraplex.router.api.lorax.answer import GenerateAnswer, StreamAnswer
+from loraplex.router.api.lorax.request import LoraxBody
+from loraplex.router.api.messages.answer import MessageObject
+from loraplex.router.api.messages.request import CountTokensBody, MessagesBody, TokenCount
+from loraplex.router.api.messages.stream import MessageEvent
+from loraplex.router.api.openai.chat import BatchChatBody, ChatBody
+from loraplex.router.api.openai.chat_answer import ChatChunk, ChatCompletion
+from loraplex.router.api.openai.completions import CompletionsBody
+from loraplex.router.api.openai.completions_answer import Completion
+from loraplex.router.api.openai.models import Health, Info, ModelList, ModelObject, VersionAnswer
+from loraplex.router.api.responses.answer import ResponseObject
+from loraplex.router.api.responses.request import ResponsesBody
+from loraplex.router.api.responses.stored import DeletedResponse, InputItemList
+from loraplex.router.api.responses.stream import ResponseEvent
+from loraplex.router.api.sglang.answer import SglangAnswer
+from loraplex.router.api.sglang.info import LoadedAdapters, ServedModel, ServedSettings
+from loraplex.router.api.sglang.lmdeploy import LmdeployAnswer, LmdeployBody
+from loraplex.router.api.sglang.request import AbortBody, SglangBody
+from loraplex.router.api.tokenize import (
     DetokenizeBody,
     DetokenizedText,
     TokenizeBody,
@@ -64,20 +75,20 @@ from router.api.tokenize import (
     TokenizerInfo,
     TokenObject,
 )
-from router.api.vectors.classify import (
+from loraplex.router.api.vectors.classify import (
     ClassifyBody,
     ClassList,
     LabelScore,
     LoraxClassifyBatchBody,
     LoraxClassifyBody,
 )
-from router.api.vectors.cohere import CohereEmbedBody, CohereEmbeddings
-from router.api.vectors.embed import EmbedBody, LoraxEmbedding
-from router.api.vectors.embeddings import EmbeddingList, EmbeddingsBody
-from router.api.vectors.label_scores import LabelScoreBody, LabelScores
-from router.api.vectors.pooling import PoolingBody, PoolingList
-from router.api.vectors.rerank import RerankAnswer, RerankBody, TeiRank, TeiRerankBody
-from router.api.vectors.score import ScoreBody, ScoreList
+from loraplex.router.api.vectors.cohere import CohereEmbedBody, CohereEmbeddings
+from loraplex.router.api.vectors.embed import EmbedBody, LoraxEmbedding
+from loraplex.router.api.vectors.embeddings import EmbeddingList, EmbeddingsBody
+from loraplex.router.api.vectors.label_scores import LabelScoreBody, LabelScores
+from loraplex.router.api.vectors.pooling import PoolingBody, PoolingList
+from loraplex.router.api.vectors.rerank import RerankAnswer, RerankBody, TeiRank, TeiRerankBody
+from loraplex.router.api.vectors.score import ScoreBody, ScoreList
 
 Method = Literal["get", "post", "patch", "delete"]
 

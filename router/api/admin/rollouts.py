@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from adapters.ref import format_ref
-from router.api.request.body import decode_body
-from router.names.registration import Registration
-from router.policy.guards import Measurements, Verdict, quantile
-from router.policy.rollout import MAX_VERSIONS, Guards, VersionState, Weight
+from loraplex.adapters.ref import format_ref
+from loraplex.router.api.request.body import decode_body
+from loraplex.router.names.registration import Registration
+from loraplex.router.policy.guards import Measurements, Verdict, quantile
+from loraplex.router.policy.rollout import MAX_VERSIONS, Guards, VersionState, Weight
 
 
 class VersionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

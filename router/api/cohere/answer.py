@@ -6,11 +6,16 @@ from typing import Any, Literal, get_args
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import finite, named_sse
-from router.api.messages.answer import Block, StopReason, ThinkingBlock, ToolUseBlock
-from router.api.messages.answer import stop_reason_of as reason_of
-from router.api.messages.stream import InputPiece, MessageFormatter, TextPiece, ThinkingPiece
-from router.call import ChoiceResult, PromptInfo, RequestError, TextEvent, TextToken
+from loraplex.router.api.answers import finite, named_sse
+from loraplex.router.api.messages.answer import Block, StopReason, ThinkingBlock, ToolUseBlock
+from loraplex.router.api.messages.answer import stop_reason_of as reason_of
+from loraplex.router.api.messages.stream import (
+    InputPiece,
+    MessageFormatter,
+    TextPiece,
+    ThinkingPiece,
+)
+from loraplex.router.call import ChoiceResult, PromptInfo, RequestError, TextEvent, TextToken
 
 CohereFinish = Literal["COMPLETE", "MAX_TOKENS", "STOP_SEQUENCE", "TOOL_CALL"]
 _FINISH = dict(zip(get_args(StopReason), get_args(CohereFinish), strict=True))

@@ -4,16 +4,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.api.cohere.answer import CohereFormatter
-from router.api.openai import chat
-from router.api.openai.chat import ChatBody
-from router.api.openai.common import SharedBody, decode_shared, typed_openai
-from router.api.request.body import decode_plain
-from router.api.request.fields import NonNegative, Positive, Probability, StopString
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import Elsewhere, check_refused
-from router.api.request.tool_fields import OfferedTools
-from router.call import RequestError
+from loraplex.router.api.cohere.answer import CohereFormatter
+from loraplex.router.api.openai import chat
+from loraplex.router.api.openai.chat import ChatBody
+from loraplex.router.api.openai.common import SharedBody, decode_shared, typed_openai
+from loraplex.router.api.request.body import decode_plain
+from loraplex.router.api.request.fields import NonNegative, Positive, Probability, StopString
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.known_elsewhere import Elsewhere, check_refused
+from loraplex.router.api.request.tool_fields import OfferedTools
+from loraplex.router.call import RequestError
 
 REFUSED = {
     "documents": Elsewhere(([],), "put them into the messages"),

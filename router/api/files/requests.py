@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from router.api.request.body import decode_body, require
-from router.policy.batch_limits import LEAST_EXPIRY_S, MOST_EXPIRY_S
+from loraplex.router.api.request.body import decode_body, require
+from loraplex.router.policy.batch_limits import LEAST_EXPIRY_S, MOST_EXPIRY_S
 
 MAX_FILES_LISTED = 10_000
 MAX_BATCHES_LISTED = 1000

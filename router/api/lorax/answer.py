@@ -6,8 +6,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import best_first, completed, encode, finite, sse, sse_error
-from router.call import (
+from loraplex.router.api.answers import best_first, completed, encode, finite, sse, sse_error
+from loraplex.router.call import (
     AnswerHead,
     ChoiceResult,
     FinishReason,

@@ -6,11 +6,11 @@ A field that asks for something and is not read here is refused by name.
 from collections.abc import Collection
 from typing import Any
 
-from router.api.openai.common import OpenAIBody
-from router.api.request.aliases import ALIASES
-from router.api.request.formatter import ApiLimits
-from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere, nearest, same
-from router.call import BASE_PLACEHOLDERS, RequestError
+from loraplex.router.api.openai.common import OpenAIBody
+from loraplex.router.api.request.aliases import ALIASES
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.request.known_elsewhere import ELSEWHERE, Elsewhere, nearest, same
+from loraplex.router.call import BASE_PLACEHOLDERS, RequestError
 
 BODY_FIELDS = ("inputs", "parameters", "stream")
 # Beside `parameters`, whatever they say: how Hugging Face's own API is to treat the request.

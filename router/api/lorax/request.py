@@ -5,27 +5,27 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from router.api.lorax.answer import LoraxFormatter, LoraxOptions
-from router.api.lorax.fields import by_own_name, check_fields
-from router.api.request.body import decode_plain, require, typed
-from router.api.request.fields import (
+from loraplex.router.api.lorax.answer import LoraxFormatter, LoraxOptions
+from loraplex.router.api.lorax.fields import by_own_name, check_fields
+from loraplex.router.api.request.body import decode_plain, require, typed
+from loraplex.router.api.request.fields import (
     NonNegative,
     Positive,
     StopString,
     check_stops,
     temperature_of,
 )
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.generation_fields import (
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.generation_fields import (
     GenerationFields,
     adapter_named,
     check_counts,
     with_fields,
 )
-from router.api.request.shapes import check_ends, format_shape, only_shape
-from router.call import AdapterChoice, GenerationCall, MergedChoice, RequestError
-from router.shape.shape import Shape
-from server.protocol import SamplingParams
+from loraplex.router.api.request.shapes import check_ends, format_shape, only_shape
+from loraplex.router.call import AdapterChoice, GenerationCall, MergedChoice, RequestError
+from loraplex.router.shape.shape import Shape
+from loraplex.server.protocol import SamplingParams
 
 # `/` answers with a list of one or a stream, as `stream` says.
 Route = Literal["/", "/generate", "/generate_stream"]

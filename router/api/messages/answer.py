@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from adapters.common.strict_json import StrictJsonError, decode_object
-from router.api.answers import completed
-from router.call import AnswerHead, ChoiceResult, FinishReason, PromptInfo
+from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
+from loraplex.router.api.answers import completed
+from loraplex.router.call import AnswerHead, ChoiceResult, FinishReason, PromptInfo
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.api.request.body import require
-from router.api.request.chat_messages import (
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.chat_messages import (
     ContentPart,
     FunctionCall,
     Message,
@@ -16,7 +16,7 @@ from router.api.request.chat_messages import (
     text_part,
     to_template,
 )
-from router.api.request.known_elsewhere import unsupported
+from loraplex.router.api.request.known_elsewhere import unsupported
 
 Speaker = Literal["user", "assistant", "system"]
 Texts = str | list[ContentPart]

@@ -4,32 +4,32 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from adapters.chat.conversation import ReasoningEffort, TemplateOptions
-from router.api.messages.input import Turn, is_begun, messages_of
-from router.api.messages.stream import MessageFormatter
-from router.api.messages.tools import InputTools, MessageToolChoice, input_tools_of
-from router.api.openai.common import (
+from loraplex.adapters.chat.conversation import ReasoningEffort, TemplateOptions
+from loraplex.router.api.messages.input import Turn, is_begun, messages_of
+from loraplex.router.api.messages.stream import MessageFormatter
+from loraplex.router.api.messages.tools import InputTools, MessageToolChoice, input_tools_of
+from loraplex.router.api.openai.common import (
     SharedBody,
     adapter_of,
     decode_shared,
     sampling_of,
     with_shared,
 )
-from router.api.request.body import decode_plain, require
-from router.api.request.chat_messages import ContentPart
-from router.api.request.fields import Positive, StopString, check_stops
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import (
+from loraplex.router.api.request.body import decode_plain, require
+from loraplex.router.api.request.chat_messages import ContentPart
+from loraplex.router.api.request.fields import Positive, StopString, check_stops
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.known_elsewhere import (
     Elsewhere,
     check_refused,
     check_unknown_parts,
     unsupported,
 )
-from router.api.request.shapes import json_of
-from router.api.request.tool_fields import for_template
-from router.call import GenerationCall
-from router.shape.shape import Shape
-from router.tools.tools import Tools
+from loraplex.router.api.request.shapes import json_of
+from loraplex.router.api.request.tool_fields import for_template
+from loraplex.router.call import GenerationCall
+from loraplex.router.shape.shape import Shape
+from loraplex.router.tools.tools import Tools
 
 
 class MessageMetadata(msgspec.Struct, frozen=True):

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.api.answers import HeldSpace, encode, named_sse
-from router.api.errors import error_object
-from router.api.messages.answer import (
+from loraplex.router.api.answers import HeldSpace, encode, named_sse
+from loraplex.router.api.errors import error_object
+from loraplex.router.api.messages.answer import (
     Block,
     MessageObject,
     MessageUsage,
@@ -20,8 +20,8 @@ from router.api.messages.answer import (
     stop_sequence_of,
     usage_of,
 )
-from router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TextEvent
-from router.parts.parts import CallDelta
+from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TextEvent
+from loraplex.router.parts.parts import CallDelta
 
 
 class TextPiece(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):

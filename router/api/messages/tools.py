@@ -5,10 +5,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from router.api.request.body import require
-from router.api.request.known_elsewhere import Elsewhere, check_refused, unsupported
-from router.api.request.tool_fields import MAX_TOOLS, Chosen, FunctionName, offered_tools
-from router.tools.tools import Tool, Tools
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.known_elsewhere import Elsewhere, check_refused, unsupported
+from loraplex.router.api.request.tool_fields import MAX_TOOLS, Chosen, FunctionName, offered_tools
+from loraplex.router.tools.tools import Tool, Tools
 
 
 class InputTool(msgspec.Struct, frozen=True):

@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import completed, finite, sse, sse_error
-from router.call import (
+from loraplex.router.api.answers import completed, finite, sse, sse_error
+from loraplex.router.call import (
     AnswerHead,
     ChoiceResult,
     FinishReason,

@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 
-from adapters.chat.conversation import ReasoningEffort, TemplateOptions, Verbosity
-from router.api.openai.answer import ReasoningSent
-from router.api.openai.chat_answer import ChatFormatter
-from router.api.openai.common import (
+from loraplex.adapters.chat.conversation import ReasoningEffort, TemplateOptions, Verbosity
+from loraplex.router.api.openai.answer import ReasoningSent
+from loraplex.router.api.openai.chat_answer import ChatFormatter
+from loraplex.router.api.openai.common import (
     OpenAIBody,
     adapter_of,
     decode_openai,
@@ -15,15 +15,15 @@ from router.api.openai.common import (
     sampling_of,
     typed_openai,
 )
-from router.api.openai.shape import with_shape
-from router.api.request.body import decode_plain, require
-from router.api.request.chat_messages import Message, to_template
-from router.api.request.fields import NonNegative, Positive, ThinkingTokens
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import Elsewhere, check_refused
-from router.api.request.tool_fields import OfferedTools, ToolChoice, for_template, tools_of
-from router.call import GenerationCall
-from router.tools.tools import Tools
+from loraplex.router.api.openai.shape import with_shape
+from loraplex.router.api.request.body import decode_plain, require
+from loraplex.router.api.request.chat_messages import Message, to_template
+from loraplex.router.api.request.fields import NonNegative, Positive, ThinkingTokens
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.known_elsewhere import Elsewhere, check_refused
+from loraplex.router.api.request.tool_fields import OfferedTools, ToolChoice, for_template, tools_of
+from loraplex.router.call import GenerationCall
+from loraplex.router.tools.tools import Tools
 
 
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import encode, finite, sse
-from router.api.openai.answer import (
+from loraplex.router.api.answers import encode, finite, sse
+from loraplex.router.api.openai.answer import (
     AnswerOptions,
     OpenAIFinish,
     OpenAIFormatter,
@@ -16,14 +16,14 @@ from router.api.openai.answer import (
     listed,
     stopped,
 )
-from router.call import (
+from loraplex.router.call import (
     AnswerHead,
     ChoiceResult,
     PromptInfo,
     TextEvent,
     TextToken,
 )
-from router.parts.parts import CallDelta
+from loraplex.router.parts.parts import CallDelta
 
 _BROKEN_CHARACTER = "�"
 

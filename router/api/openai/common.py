@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from router.api.openai.answer import AnswerOptions, UsageIn
-from router.api.request.aliases import typed_by_aliases
-from router.api.request.body import decode_plain, require
-from router.api.request.fields import (
+from loraplex.router.api.openai.answer import AnswerOptions, UsageIn
+from loraplex.router.api.request.aliases import typed_by_aliases
+from loraplex.router.api.request.body import decode_plain, require
+from loraplex.router.api.request.fields import (
     MAX_INT32,
     NonNegative,
     Positive,
@@ -18,18 +18,18 @@ from router.api.request.fields import (
     temperature_of,
     within_base,
 )
-from router.api.request.formatter import ApiLimits
-from router.api.request.generation_fields import (
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.request.generation_fields import (
     AdapterFields,
     GenerationFields,
     adapter_named,
     check_counts,
     with_fields,
 )
-from router.api.request.known_elsewhere import check_unknown_parts, same, unsupported
-from router.api.request.shapes import StructuredOutputs
-from router.call import BASE_PLACEHOLDERS, AdapterChoice, GenerationCall, MergedChoice
-from server.protocol import SamplingParams
+from loraplex.router.api.request.known_elsewhere import check_unknown_parts, same, unsupported
+from loraplex.router.api.request.shapes import StructuredOutputs
+from loraplex.router.call import BASE_PLACEHOLDERS, AdapterChoice, GenerationCall, MergedChoice
+from loraplex.server.protocol import SamplingParams
 
 # Fields that change nothing about the text, whatever they say.
 HARMLESS = frozenset(

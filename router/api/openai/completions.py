@@ -1,13 +1,19 @@
 """OpenAI's `/v1/completions`: request bodies and answers. Pure."""
 
-from router.api.openai.common import OpenAIBody, adapter_of, decode_openai, options_of, sampling_of
-from router.api.openai.completions_answer import CompletionsFormatter
-from router.api.openai.shape import with_shape
-from router.api.request.body import require
-from router.api.request.fields import NonNegative, Positive
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.prompts import prompts_of
-from router.call import GenerationCall
+from loraplex.router.api.openai.common import (
+    OpenAIBody,
+    adapter_of,
+    decode_openai,
+    options_of,
+    sampling_of,
+)
+from loraplex.router.api.openai.completions_answer import CompletionsFormatter
+from loraplex.router.api.openai.shape import with_shape
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.fields import NonNegative, Positive
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.prompts import prompts_of
+from loraplex.router.call import GenerationCall
 
 DEFAULT_MAX_TOKENS = 16
 

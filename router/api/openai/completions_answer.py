@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import best_first, encode, finite, sse
-from router.api.openai.answer import (
+from loraplex.router.api.answers import best_first, encode, finite, sse
+from loraplex.router.api.openai.answer import (
     AnswerOptions,
     OpenAIFinish,
     OpenAIFormatter,
@@ -17,7 +17,7 @@ from router.api.openai.answer import (
     listed,
     stopped,
 )
-from router.call import AnswerHead, ChoiceResult, PromptInfo, TextEvent, TextToken
+from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, TextEvent, TextToken
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):

@@ -4,8 +4,8 @@ from typing import Literal
 
 import msgspec
 
-from adapters.chat.conversation import MessageForm
-from router.api.ends import EndToken
+from loraplex.adapters.chat.conversation import MessageForm
+from loraplex.router.api.ends import EndToken
 
 
 class ModelObject(msgspec.Struct, frozen=True):

@@ -2,11 +2,11 @@
 
 import msgspec
 
-from router.api.openai.common import OpenAIBody, with_shared
-from router.api.request.body import require
-from router.api.request.fields import check_patterns
-from router.api.request.formatter import ApiLimits
-from router.api.request.shapes import (
+from loraplex.router.api.openai.common import OpenAIBody, with_shared
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.fields import check_patterns
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.request.shapes import (
     check_ends,
     choice_of,
     format_shape,
@@ -17,9 +17,9 @@ from router.api.request.shapes import (
     structured_shapes,
     whitespace_of,
 )
-from router.call import GenerationCall
-from router.shape.shape import AnyJson, Shape
-from server.protocol import SamplingParams
+from loraplex.router.call import GenerationCall
+from loraplex.router.shape.shape import AnyJson, Shape
+from loraplex.server.protocol import SamplingParams
 
 
 def with_shape(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> GenerationCall:

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from router.api.request.body import require, typed
-from router.api.request.known_elsewhere import check_unknown, same
-from router.call import RequestError
+from loraplex.router.api.request.body import require, typed
+from loraplex.router.api.request.known_elsewhere import check_unknown, same
+from loraplex.router.call import RequestError
 
 # By names that other servers have: what bodies here call the same.
 ALIASES = {

@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from adapters.common.strict_json import (
+from loraplex.adapters.common.strict_json import (
     LongNumberError,
     StrictJsonError,
     decode_object,
     outside_strings,
 )
-from router.api.request.field_faults import field_fault
-from router.call import RequestError
+from loraplex.router.api.request.field_faults import field_fault
+from loraplex.router.call import RequestError
 
 # What is cheap to send must not be dear to walk: arrays, objects and keys; values of any kind.
 MAX_PARTS = 1 << 16

@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from adapters.chat.conversation import REASONING
-from router.api.request.body import check_size, require
-from router.call import RequestError
+from loraplex.adapters.chat.conversation import REASONING
+from loraplex.router.api.request.body import check_size, require
+from loraplex.router.call import RequestError
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
@@ -52,7 +52,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 def to_template(messages: list[Message], where: str = "messages") -> list[dict[str, Any]]:
-    """Plain dicts as `adapters.chat.conversation.shaped` takes them; null fields are left out.
+    """Plain dicts for `loraplex.adapters.chat.conversation.shaped`; null fields are left out.
 
     Raises RequestError.
     """

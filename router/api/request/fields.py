@@ -5,12 +5,12 @@ from typing import Annotated, cast, get_args
 
 from msgspec import Meta
 
-from adapters.errors import AdapterError
-from adapters.ref import RefSource, parse_ref
-from router.api.request.body import require
-from router.api.request.formatter import ApiLimits
-from router.call import AdapterChoice, RequestError, Secret
-from router.text.stop_patterns import compiled
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import RefSource, parse_ref
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.call import AdapterChoice, RequestError, Secret
+from loraplex.router.text.stop_patterns import compiled
 
 MAX_INT32 = 2**31 - 1
 # Characters of a pattern.

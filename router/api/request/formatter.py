@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from router.call import (
+from loraplex.router.call import (
     AnswerHead,
     ChoiceResult,
     GenerationCall,
@@ -13,8 +13,8 @@ from router.call import (
     RequestError,
     TextEvent,
 )
-from router.config import RouterConfig
-from server.protocol import Gift
+from loraplex.router.config import RouterConfig
+from loraplex.server.protocol import Gift
 
 
 class ApiLimits(msgspec.Struct, frozen=True):

@@ -4,8 +4,8 @@ from hashlib import sha256
 
 import msgspec
 
-from router.api.request.body import require
-from router.api.request.fields import (
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.fields import (
     CacheSalt,
     LogitBias,
     NonNegative,
@@ -18,9 +18,9 @@ from router.api.request.fields import (
     choose_adapter,
     credential,
 )
-from router.api.request.formatter import ApiLimits
-from router.api.request.merge import MergedAdapters, choose_merge, choose_scaled
-from router.call import AdapterChoice, GenerationCall, MergedChoice
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.request.merge import MergedAdapters, choose_merge, choose_scaled
+from loraplex.router.call import AdapterChoice, GenerationCall, MergedChoice
 
 
 class AdapterFields(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from router.call import RequestError
+from loraplex.router.call import RequestError
 
 # Longer names are no misspellings of a field.
 _LONGEST_NAME = 64

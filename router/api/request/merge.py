@@ -4,7 +4,7 @@ from typing import cast
 
 import msgspec
 
-from adapters.merge.recipe import (
+from loraplex.adapters.merge.recipe import (
     MAX_MEMBERS,
     MAX_WEIGHT,
     SIGN_METHODS,
@@ -12,10 +12,10 @@ from adapters.merge.recipe import (
     MergeStrategy,
     SignMethod,
 )
-from router.api.request.body import require
-from router.api.request.fields import choose_adapter
-from router.api.request.formatter import ApiLimits
-from router.call import AdapterChoice, MergedChoice, RequestError
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.fields import choose_adapter
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.call import AdapterChoice, MergedChoice, RequestError
 
 _FIELD = "merged_adapters"
 _IDS = f"{_FIELD}.ids"

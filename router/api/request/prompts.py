@@ -1,6 +1,6 @@
 """One field that holds one text or several, or their tokens. Pure."""
 
-from router.api.request.body import require
+from loraplex.router.api.request.body import require
 
 
 def prompts_of(

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from router.api.request.body import decode_plain, require
-from router.api.request.known_elsewhere import check_unknown_parts
-from router.call import RequestError
-from router.shape.shape import (
+from loraplex.router.api.request.body import decode_plain, require
+from loraplex.router.api.request.known_elsewhere import check_unknown_parts
+from loraplex.router.call import RequestError
+from loraplex.router.shape.shape import (
     AnyJson,
     Choice,
     Grammar,

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from router.api.request.body import require
-from router.api.request.known_elsewhere import unsupported
-from router.tools.tools import Tool, ToolMode, Tools
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.known_elsewhere import unsupported
+from loraplex.router.tools.tools import Tool, ToolMode, Tools
 
 MAX_TOOLS = 512
 

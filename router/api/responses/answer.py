@@ -6,9 +6,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET
 
-from router.api.answers import completed
-from router.api.openai.chat_answer import ChatTokenLogprob
-from router.api.responses.calls import (
+from loraplex.router.api.answers import completed
+from loraplex.router.api.openai.chat_answer import ChatTokenLogprob
+from loraplex.router.api.responses.calls import (
     Called,
     CallItem,
     CallKind,
@@ -16,8 +16,8 @@ from router.api.responses.calls import (
     ItemStatus,
     ShellCallItem,
 )
-from router.api.responses.logprobs import TextLogprobs
-from router.call import AnswerHead, ChoiceResult, FinishReason, PromptInfo
+from loraplex.router.api.responses.logprobs import TextLogprobs
+from loraplex.router.call import AnswerHead, ChoiceResult, FinishReason, PromptInfo
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 

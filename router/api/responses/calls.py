@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from adapters.common.strict_json import StrictJsonError, decode_object
+from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 CallKind = Literal["custom", "local_shell"]

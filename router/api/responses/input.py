@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from router.api.request.body import require
-from router.api.request.chat_messages import (
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.chat_messages import (
     FunctionCall,
     Message,
     MessageToolCall,
@@ -14,8 +14,8 @@ from router.api.request.chat_messages import (
     join_assistant,
     to_template,
 )
-from router.api.request.known_elsewhere import unsupported
-from router.api.responses.calls import SHELL, custom_arguments, shell_arguments
+from loraplex.router.api.request.known_elsewhere import unsupported
+from loraplex.router.api.responses.calls import SHELL, custom_arguments, shell_arguments
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _REFERENCE = "send the item itself"

@@ -3,9 +3,9 @@
 from collections import deque
 from collections.abc import Sequence
 
-from router.api.answers import finite
-from router.api.openai.chat_answer import ChatTokenLogprob, TopLogprob, bytes_of
-from router.call import TextToken
+from loraplex.router.api.answers import finite
+from loraplex.router.api.openai.chat_answer import ChatTokenLogprob, TopLogprob, bytes_of
+from loraplex.router.call import TextToken
 
 
 class TextLogprobs:

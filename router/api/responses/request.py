@@ -6,24 +6,28 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, to_builtins
 
-from adapters.chat.conversation import ReasoningEffort, TemplateOptions, Verbosity
-from router.api.openai.common import (
+from loraplex.adapters.chat.conversation import ReasoningEffort, TemplateOptions, Verbosity
+from loraplex.router.api.openai.common import (
     SharedBody,
     adapter_of,
     decode_shared,
     sampling_of,
     with_shared,
 )
-from router.api.request.body import decode_plain, require
-from router.api.request.fields import NonNegative, Positive
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import Elsewhere, check_refused, check_unknown_parts
-from router.api.request.shapes import check_ends, json_of
-from router.api.request.tool_fields import for_template
-from router.api.responses.answer import Asked
-from router.api.responses.input import InputItem, messages_of
-from router.api.responses.stream import ResponseFormatter
-from router.api.responses.tools import (
+from loraplex.router.api.request.body import decode_plain, require
+from loraplex.router.api.request.fields import NonNegative, Positive
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.known_elsewhere import (
+    Elsewhere,
+    check_refused,
+    check_unknown_parts,
+)
+from loraplex.router.api.request.shapes import check_ends, json_of
+from loraplex.router.api.request.tool_fields import for_template
+from loraplex.router.api.responses.answer import Asked
+from loraplex.router.api.responses.input import InputItem, messages_of
+from loraplex.router.api.responses.stream import ResponseFormatter
+from loraplex.router.api.responses.tools import (
     FlatChoice,
     FlatTool,
     FlatTools,
@@ -35,9 +39,9 @@ from router.api.responses.tools import (
     placed_tools,
     unheld_forms,
 )
-from router.call import GenerationCall
-from router.shape.shape import AnyJson, Shape
-from router.tools.tools import Tools
+from loraplex.router.call import GenerationCall
+from loraplex.router.shape.shape import AnyJson, Shape
+from loraplex.router.tools.tools import Tools
 
 _LOGPROBS = "message.output_text.logprobs"
 # From the second on: parts of what no answer has, or has anyway.

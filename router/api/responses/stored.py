@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.api.files.requests import ListQuery
-from router.api.request.body import require
+from loraplex.router.api.files.requests import ListQuery
+from loraplex.router.api.request.body import require
 
 MAX_ITEMS_LISTED = 1000
 USUAL_ITEMS_LISTED = 20

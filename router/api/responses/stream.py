@@ -7,9 +7,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import HeldSpace, encode, named_sse
-from router.api.openai.chat_answer import ChatTokenLogprob
-from router.api.responses.answer import (
+from loraplex.router.api.answers import HeldSpace, encode, named_sse
+from loraplex.router.api.openai.chat_answer import ChatTokenLogprob
+from loraplex.router.api.responses.answer import (
     Answer,
     Asked,
     Item,
@@ -23,10 +23,16 @@ from router.api.responses.answer import (
     status_of,
     usage_of,
 )
-from router.api.responses.calls import AnyCallItem, Called, CallItem, CustomCallItem, ItemStatus
-from router.api.responses.logprobs import TextLogprobs
-from router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TextEvent
-from router.parts.parts import CallDelta
+from loraplex.router.api.responses.calls import (
+    AnyCallItem,
+    Called,
+    CallItem,
+    CustomCallItem,
+    ItemStatus,
+)
+from loraplex.router.api.responses.logprobs import TextLogprobs
+from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TextEvent
+from loraplex.router.parts.parts import CallDelta
 
 
 class ResponseEvent(msgspec.Struct, frozen=True):

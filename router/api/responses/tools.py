@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from router.api.request.body import require
-from router.api.request.known_elsewhere import unsupported
-from router.api.request.tool_fields import MAX_TOOLS, Chosen, FunctionName, offered_tools
-from router.api.responses.calls import SHELL, CallKind
-from router.tools.tools import Tool, Tools
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.known_elsewhere import unsupported
+from loraplex.router.api.request.tool_fields import MAX_TOOLS, Chosen, FunctionName, offered_tools
+from loraplex.router.api.responses.calls import SHELL, CallKind
+from loraplex.router.tools.tools import Tool, Tools
 
 
 class CustomFormat(msgspec.Struct, frozen=True):

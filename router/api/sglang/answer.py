@@ -6,8 +6,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import completed, encode, finite, sse, sse_error
-from router.call import (
+from loraplex.router.api.answers import completed, encode, finite, sse, sse_error
+from loraplex.router.call import (
     AnswerHead,
     ChoiceResult,
     FinishReason,

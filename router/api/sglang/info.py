@@ -2,7 +2,7 @@
 
 import msgspec
 
-from server.protocol import ModelCard
+from loraplex.server.protocol import ModelCard
 
 
 class ServedModel(msgspec.Struct, frozen=True):

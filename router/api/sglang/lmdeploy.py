@@ -6,15 +6,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from router.api.answers import sse
-from router.api.openai import completions
-from router.api.openai.common import SharedBody
-from router.api.openai.completions import CompletionsBody
-from router.api.request.aliases import typed_by_aliases
-from router.api.request.body import only_one_of, require
-from router.api.request.fields import NonNegative
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.sglang.answer import (
+from loraplex.router.api.answers import sse
+from loraplex.router.api.openai import completions
+from loraplex.router.api.openai.common import SharedBody
+from loraplex.router.api.openai.completions import CompletionsBody
+from loraplex.router.api.request.aliases import typed_by_aliases
+from loraplex.router.api.request.body import only_one_of, require
+from loraplex.router.api.request.fields import NonNegative
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.sglang.answer import (
     AbortFinish,
     LengthFinish,
     SglangFormatter,
@@ -23,8 +23,8 @@ from router.api.sglang.answer import (
     TokenScore,
     so_far,
 )
-from router.api.sglang.request import DEFAULT_MAX_TOKENS, SglangBody, StartLen
-from router.call import RequestError, TextEvent
+from loraplex.router.api.sglang.request import DEFAULT_MAX_TOKENS, SglangBody, StartLen
+from loraplex.router.call import RequestError, TextEvent
 
 SHAPES = ("prompt", "input_ids")
 # They change nothing: answers keep no state.

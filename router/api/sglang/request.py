@@ -6,11 +6,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from router.api.openai import completions
-from router.api.openai.completions import CompletionsBody
-from router.api.request.aliases import typed_by_aliases
-from router.api.request.body import decode_plain, only_one_of, require, typed
-from router.api.request.fields import (
+from loraplex.router.api.openai import completions
+from loraplex.router.api.openai.completions import CompletionsBody
+from loraplex.router.api.request.aliases import typed_by_aliases
+from loraplex.router.api.request.body import decode_plain, only_one_of, require, typed
+from loraplex.router.api.request.fields import (
     MAX_INT32,
     CacheSalt,
     LogitBias,
@@ -25,11 +25,15 @@ from router.api.request.fields import (
     TopK,
     UnitInterval,
 )
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import check_unknown, check_unknown_parts, unsupported
-from router.api.request.shapes import StructuredOutputs
-from router.api.sglang.answer import SglangFormatter, SglangOptions
-from router.call import RequestError
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.known_elsewhere import (
+    check_unknown,
+    check_unknown_parts,
+    unsupported,
+)
+from loraplex.router.api.request.shapes import StructuredOutputs
+from loraplex.router.api.sglang.answer import SglangFormatter, SglangOptions
+from loraplex.router.call import RequestError
 
 DEFAULT_MAX_TOKENS = 128
 _TEXTS = ("text", "input_ids")

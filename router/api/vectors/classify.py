@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from router.api.request.body import decode_plain, only_one_of, require, typed
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.generation_fields import adapter_named
-from router.api.request.known_elsewhere import check_unknown_parts
-from router.api.vectors.embed import EmbedParameters
-from router.api.vectors.fields import InputBody, input_call, read_body
-from router.api.vectors.whole import (
+from loraplex.router.api.request.body import decode_plain, only_one_of, require, typed
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.generation_fields import adapter_named
+from loraplex.router.api.request.known_elsewhere import check_unknown_parts
+from loraplex.router.api.vectors.embed import EmbedParameters
+from loraplex.router.api.vectors.fields import InputBody, input_call, read_body
+from loraplex.router.api.vectors.whole import (
     MAX_INPUTS,
     READ_ALONE,
     VectorUsage,
@@ -20,7 +20,7 @@ from router.api.vectors.whole import (
     WrittenAs,
     usage_of,
 )
-from router.call import AnswerHead, ChoiceResult, GenerationCall, PromptInfo, VectorCall
+from loraplex.router.call import AnswerHead, ChoiceResult, GenerationCall, PromptInfo, VectorCall
 
 ClassifyShape = Literal["input", "inputs", "messages"]
 _SHAPES: tuple[ClassifyShape, ...] = ("input", "inputs", "messages")

@@ -7,14 +7,20 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from router.api.request.body import only_one_of, require
-from router.api.request.chat_messages import ContentPart, text_part
-from router.api.request.fields import Positive
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import Elsewhere, check_refused
-from router.api.vectors.fields import ReadBody, call_of, read_body
-from router.api.vectors.whole import MAX_INPUTS, WholeFormatter, WrittenAs, packed, usage_of
-from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
+from loraplex.router.api.request.body import only_one_of, require
+from loraplex.router.api.request.chat_messages import ContentPart, text_part
+from loraplex.router.api.request.fields import Positive
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.known_elsewhere import Elsewhere, check_refused
+from loraplex.router.api.vectors.fields import ReadBody, call_of, read_body
+from loraplex.router.api.vectors.whole import (
+    MAX_INPUTS,
+    WholeFormatter,
+    WrittenAs,
+    packed,
+    usage_of,
+)
+from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 SHAPES = ("texts", "inputs")

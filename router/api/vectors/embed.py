@@ -5,14 +5,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.api.request.body import decode_plain, require, typed
-from router.api.request.fields import NonNegative, Positive
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.generation_fields import AdapterFields, adapter_named
-from router.api.request.known_elsewhere import check_unknown_parts
-from router.api.request.prompts import prompts_of
-from router.api.vectors.whole import MAX_INPUTS, READ_ALONE, WholeFormatter
-from router.call import AnswerHead, ChoiceResult, GenerationCall, PromptInfo, VectorCall
+from loraplex.router.api.request.body import decode_plain, require, typed
+from loraplex.router.api.request.fields import NonNegative, Positive
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.generation_fields import AdapterFields, adapter_named
+from loraplex.router.api.request.known_elsewhere import check_unknown_parts
+from loraplex.router.api.request.prompts import prompts_of
+from loraplex.router.api.vectors.whole import MAX_INPUTS, READ_ALONE, WholeFormatter
+from loraplex.router.call import AnswerHead, ChoiceResult, GenerationCall, PromptInfo, VectorCall
 
 EmbedShape = Literal["lorax", "tei"]
 # Fields that LoRAX's client always sends, be it as null: without them the answer is TEI's.

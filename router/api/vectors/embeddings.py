@@ -6,12 +6,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from router.api.request.body import require
-from router.api.request.fields import Positive
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.vectors.fields import InputBody, input_call, read_body
-from router.api.vectors.whole import Encoding, VectorUsage, WholeFormatter, WrittenAs, usage_of
-from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.fields import Positive
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.vectors.fields import InputBody, input_call, read_body
+from loraplex.router.api.vectors.whole import (
+    Encoding,
+    VectorUsage,
+    WholeFormatter,
+    WrittenAs,
+    usage_of,
+)
+from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
 
 PromptText = Annotated[str, Meta(max_length=1 << 14)]
 

@@ -4,19 +4,19 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from router.api.openai.chat import ChatBody
-from router.api.openai.chat import request_of as chat_request
-from router.api.openai.common import HARMLESS, Truncation, adapter_by
-from router.api.request.aliases import typed_by_aliases
-from router.api.request.body import only_one_of, require
-from router.api.request.chat_messages import Message
-from router.api.request.fields import CacheSalt, NonNegative, Priority, RequestId
-from router.api.request.formatter import ApiLimits
-from router.api.request.generation_fields import AdapterFields, salt_of
-from router.api.request.known_elsewhere import unsupported
-from router.api.request.prompts import prompts_of
-from router.api.vectors.whole import MAX_INPUTS, READ_ALONE
-from router.call import Api, GenerationCall, VectorCall
+from loraplex.router.api.openai.chat import ChatBody
+from loraplex.router.api.openai.chat import request_of as chat_request
+from loraplex.router.api.openai.common import HARMLESS, Truncation, adapter_by
+from loraplex.router.api.request.aliases import typed_by_aliases
+from loraplex.router.api.request.body import only_one_of, require
+from loraplex.router.api.request.chat_messages import Message
+from loraplex.router.api.request.fields import CacheSalt, NonNegative, Priority, RequestId
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.request.generation_fields import AdapterFields, salt_of
+from loraplex.router.api.request.known_elsewhere import unsupported
+from loraplex.router.api.request.prompts import prompts_of
+from loraplex.router.api.vectors.whole import MAX_INPUTS, READ_ALONE
+from loraplex.router.call import Api, GenerationCall, VectorCall
 
 
 class ReadBody(AdapterFields, frozen=True, kw_only=True):

@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from router.api.openai import completions
-from router.api.openai.completions import CompletionsBody
-from router.api.request.body import require
-from router.api.request.fields import NonNegative
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.vectors.fields import ReadBody, read_body
-from router.api.vectors.whole import VectorUsage, WholeFormatter, usage_of
-from router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TopToken
+from loraplex.router.api.openai import completions
+from loraplex.router.api.openai.completions import CompletionsBody
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.fields import NonNegative
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.vectors.fields import ReadBody, read_body
+from loraplex.router.api.vectors.whole import VectorUsage, WholeFormatter, usage_of
+from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TopToken
 
 _NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}
 

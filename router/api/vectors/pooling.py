@@ -5,14 +5,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.api.request.body import require
-from router.api.request.fields import Positive
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import unsupported
-from router.api.vectors.embeddings import EmbeddingsFormatter
-from router.api.vectors.fields import InputBody, input_call, read_body
-from router.api.vectors.whole import Encoding, VectorUsage, WrittenAs
-from router.call import VectorCall
+from loraplex.router.api.request.body import require
+from loraplex.router.api.request.fields import Positive
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.known_elsewhere import unsupported
+from loraplex.router.api.vectors.embeddings import EmbeddingsFormatter
+from loraplex.router.api.vectors.fields import InputBody, input_call, read_body
+from loraplex.router.api.vectors.whole import Encoding, VectorUsage, WrittenAs
+from loraplex.router.call import VectorCall
 
 _UNSERVED = ("token_embed", "token_classify", "embed&token_classify", "plugin")
 

@@ -6,13 +6,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from router.api.request.body import only_one_of, typed
-from router.api.request.fields import NonNegative
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.request.known_elsewhere import check_unknown_parts, unsupported
-from router.api.vectors.fields import ReadBody, ScoredBody, call_of, read_body
-from router.api.vectors.whole import MAX_INPUTS, VectorUsage, WholeFormatter, WrittenAs, usage_of
-from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
+from loraplex.router.api.request.body import only_one_of, typed
+from loraplex.router.api.request.fields import NonNegative
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.known_elsewhere import check_unknown_parts, unsupported
+from loraplex.router.api.vectors.fields import ReadBody, ScoredBody, call_of, read_body
+from loraplex.router.api.vectors.whole import (
+    MAX_INPUTS,
+    VectorUsage,
+    WholeFormatter,
+    WrittenAs,
+    usage_of,
+)
+from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
 
 RerankShape = Literal["documents", "texts"]
 _SHAPES: tuple[RerankShape, ...] = ("documents", "texts")

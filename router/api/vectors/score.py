@@ -6,11 +6,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from router.api.request.body import only_one_of, require
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.vectors.fields import ScoredBody, call_of, read_body
-from router.api.vectors.whole import MAX_INPUTS, VectorUsage, WholeFormatter, WrittenAs, usage_of
-from router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
+from loraplex.router.api.request.body import only_one_of, require
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.vectors.fields import ScoredBody, call_of, read_body
+from loraplex.router.api.vectors.whole import (
+    MAX_INPUTS,
+    VectorUsage,
+    WholeFormatter,
+    WrittenAs,
+    usage_of,
+)
+from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
 
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 # Newer and older names of the two sides.

@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from router.api.request.formatter import Formatter
-from router.call import AnswerHead, PromptInfo, RequestError, TextEvent
-from server.protocol import SamplingParams
+from loraplex.router.api.request.formatter import Formatter
+from loraplex.router.call import AnswerHead, PromptInfo, RequestError, TextEvent
+from loraplex.server.protocol import SamplingParams
 
 # Of a call whose prompts are read, and nothing more.
 READ_ALONE = SamplingParams(temperature=0.0, max_tokens=0)

@@ -7,7 +7,7 @@ sequence that got on between two deaths caused neither of them.
 from collections import OrderedDict
 from typing import Literal
 
-from server.protocol import ErrorCode
+from loraplex.server.protocol import ErrorCode
 
 MAX_LOSSES = 8
 MAX_ADAPTER_FAILURES = 2

@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from router.policy.placement.prefixes import PrefixMemory
-from router.policy.placement.rendezvous import Rankings
-from router.policy.placement.workers import WorkerView
+from loraplex.router.policy.placement.prefixes import PrefixMemory
+from loraplex.router.policy.placement.rendezvous import Rankings
+from loraplex.router.policy.placement.workers import WorkerView
 
 Reason = Literal[
     "base",  # needs no adapter: the least used worker

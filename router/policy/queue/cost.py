@@ -6,8 +6,8 @@ The currency is the prompt token. Prices are relative work on a GPU, not money.
 from collections import OrderedDict
 from typing import NamedTuple
 
-from router.policy.queue.fairness import Account, FairOrder
-from router.policy.queue.shares import TenantShares
+from loraplex.router.policy.queue.fairness import Account, FairOrder
+from loraplex.router.policy.queue.shares import TenantShares
 
 # A generated token costs a share of a whole step, a prompt token rides in a chunk (VTC's prices).
 PROMPT_PRICE = 1.0

@@ -13,12 +13,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from router.policy.placement.placement import PlacementRequest
-from router.policy.queue.cost import OUTPUT_PRICE, PROMPT_PRICE, Bill, Flow, OutputEstimate
-from router.policy.queue.drain import DrainRate
-from router.policy.queue.fairness import Account, FairOrder
-from router.policy.queue.queue_limits import Promise, QueueCapacity, QueueFull, QueueLimits
-from router.policy.queue.shares import TenantShares
+from loraplex.router.policy.placement.placement import PlacementRequest
+from loraplex.router.policy.queue.cost import OUTPUT_PRICE, PROMPT_PRICE, Bill, Flow, OutputEstimate
+from loraplex.router.policy.queue.drain import DrainRate
+from loraplex.router.policy.queue.fairness import Account, FairOrder
+from loraplex.router.policy.queue.queue_limits import Promise, QueueCapacity, QueueFull, QueueLimits
+from loraplex.router.policy.queue.shares import TenantShares
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 import math
 from fractions import Fraction
 
-from router.shape.schema.values import (
+from loraplex.router.shape.schema.values import (
     ALL,
     ANY_VALUE,
     NO_VALUE,
@@ -25,7 +25,16 @@ from router.shape.schema.values import (
     not_text,
     step_of,
 )
-from router.shape.texts.regex import NOTHING, Regex, Texts, Words, alt, both, negated, words
+from loraplex.router.shape.texts.regex import (
+    NOTHING,
+    Regex,
+    Texts,
+    Words,
+    alt,
+    both,
+    negated,
+    words,
+)
 
 _MOST_OTHERS = 64
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin
 
-from router.shape.schema import keywords
-from router.shape.schema.keywords import SchemaRefused, below
-from router.shape.texts.pattern import is_count
+from loraplex.router.shape.schema import keywords
+from loraplex.router.shape.schema.keywords import SchemaRefused, below
+from loraplex.router.shape.texts.pattern import is_count
 
 _ONE = (
     *("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "contains"),

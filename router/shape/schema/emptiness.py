@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from router.shape.schema.algebra import Algebra
-from router.shape.schema.keywords import SchemaRefused
-from router.shape.schema.values import (
+from loraplex.router.shape.schema.algebra import Algebra
+from loraplex.router.shape.schema.keywords import SchemaRefused
+from loraplex.router.shape.schema.values import (
     NO_VALUE,
     NONE,
     Arrays,
@@ -14,7 +14,7 @@ from router.shape.schema.values import (
     Objects,
     item_of,
 )
-from router.shape.texts.regex import NOTHING
+from loraplex.router.shape.texts.regex import NOTHING
 
 _MOST_APART = 5_000
 # How deep it is looked for what tells two sets apart.

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from router.shape.lark import Lark
-from router.shape.schema.document import parts_of
-from router.shape.schema.json_rules import Spacing, json_rules
-from router.shape.schema.keywords import BINDING, SchemaRefused, below
-from router.shape.schema.reader import Reader
-from router.shape.texts.format import FORMATS
+from loraplex.router.shape.lark import Lark
+from loraplex.router.shape.schema.document import parts_of
+from loraplex.router.shape.schema.json_rules import Spacing, json_rules
+from loraplex.router.shape.schema.keywords import BINDING, SchemaRefused, below
+from loraplex.router.shape.schema.reader import Reader
+from loraplex.router.shape.texts.format import FORMATS
 
 Schema = dict[str, Any] | bool
 

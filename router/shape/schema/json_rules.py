@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from router.shape.lark import Lark
-from router.shape.schema.json_text import few_numbers, literal, number, string
-from router.shape.schema.keywords import SchemaRefused
-from router.shape.schema.reader import Reader
-from router.shape.schema.values import (
+from loraplex.router.shape.lark import Lark
+from loraplex.router.shape.schema.json_text import few_numbers, literal, number, string
+from loraplex.router.shape.schema.keywords import SchemaRefused
+from loraplex.router.shape.schema.reader import Reader
+from loraplex.router.shape.schema.values import (
     ANY_VALUE,
     NO_VALUE,
     Arrays,
@@ -27,7 +27,14 @@ from router.shape.schema.values import (
     exactly,
     item_of,
 )
-from router.shape.texts.regex import NOTHING, Regex, TextsTooCostly, is_endless, negated, words
+from loraplex.router.shape.texts.regex import (
+    NOTHING,
+    Regex,
+    TextsTooCostly,
+    is_endless,
+    negated,
+    words,
+)
 
 _MOST_ALTERNATIVES = 20_000
 # Names that a pattern lets through are written out where they are so few.

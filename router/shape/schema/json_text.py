@@ -10,8 +10,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from router.shape.schema.values import CannotHold, Numbers, step_of
-from router.shape.texts.regex import (
+from loraplex.router.shape.schema.values import CannotHold, Numbers, step_of
+from loraplex.router.shape.texts.regex import (
     ANY_CHAR,
     Alt,
     Both,

@@ -5,11 +5,11 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Protocol
 
-from router.shape.schema import keywords
-from router.shape.schema.algebra import Algebra
-from router.shape.schema.document import Spot
-from router.shape.schema.keywords import SchemaRefused, below
-from router.shape.schema.values import (
+from loraplex.router.shape.schema import keywords
+from loraplex.router.shape.schema.algebra import Algebra
+from loraplex.router.shape.schema.document import Spot
+from loraplex.router.shape.schema.keywords import SchemaRefused, below
+from loraplex.router.shape.schema.values import (
     ANY_TEXT,
     ANY_VALUE,
     NO_TEXT,
@@ -28,9 +28,9 @@ from router.shape.schema.values import (
     not_text,
     with_all_but,
 )
-from router.shape.texts.format import FORMATS
-from router.shape.texts.pattern import PatternRefused, texts_of
-from router.shape.texts.regex import ANY_CHAR, alt, both, rep, words
+from loraplex.router.shape.texts.format import FORMATS
+from loraplex.router.shape.texts.pattern import PatternRefused, texts_of
+from loraplex.router.shape.texts.regex import ANY_CHAR, alt, both, rep, words
 
 
 class SchemaReader(Protocol):

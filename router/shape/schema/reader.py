@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from router.shape.schema import keywords
-from router.shape.schema.algebra import Algebra
-from router.shape.schema.document import Document, Spot
-from router.shape.schema.emptiness import Emptiness
-from router.shape.schema.keyword_values import GROUPS, constant_values
-from router.shape.schema.keywords import SchemaRefused
-from router.shape.schema.tags import Tags
-from router.shape.schema.values import (
+from loraplex.router.shape.schema import keywords
+from loraplex.router.shape.schema.algebra import Algebra
+from loraplex.router.shape.schema.document import Document, Spot
+from loraplex.router.shape.schema.emptiness import Emptiness
+from loraplex.router.shape.schema.keyword_values import GROUPS, constant_values
+from loraplex.router.shape.schema.keywords import SchemaRefused
+from loraplex.router.shape.schema.tags import Tags
+from loraplex.router.shape.schema.values import (
     ALL,
     ANY_TEXT,
     ANY_VALUE,
@@ -29,7 +29,7 @@ from router.shape.schema.values import (
     of_types,
     with_all_but,
 )
-from router.shape.texts.regex import NOTHING, Texts, TextsTooCostly
+from loraplex.router.shape.texts.regex import NOTHING, Texts, TextsTooCostly
 
 _MOST_FORMS = 20_000
 _MOST_STEPS = 300_000

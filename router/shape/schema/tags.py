@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from router.shape.schema.keywords import same_text
+from loraplex.router.shape.schema.keywords import same_text
 
 _UNIONS = ("oneOf", "anyOf")
 _MOST_STEPS = 100_000

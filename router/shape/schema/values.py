@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from router.shape.texts.regex import ANYTHING, NOTHING, Regex, alt, negated
+from loraplex.router.shape.texts.regex import ANYTHING, NOTHING, Regex, alt, negated
 
 Form = int
 NO_VALUE: Form = 0

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import msgspec
 
-from router.shape.texts.regex import (
+from loraplex.router.shape.texts.regex import (
     ANYTHING,
     EMPTY,
     CharSet,

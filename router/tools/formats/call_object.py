@@ -4,8 +4,8 @@ import json
 from collections.abc import Collection
 from enum import Enum
 
-from router.parts.scan import Scan, Steps
-from router.tools.formats.json_text import json_string, json_value, repaired, string_text
+from loraplex.router.parts.scan import Scan, Steps
+from loraplex.router.tools.formats.json_text import json_string, json_value, repaired, string_text
 
 NAME_KEYS = "name", "tool_name"
 ARGUMENT_KEYS = "arguments", "parameters"

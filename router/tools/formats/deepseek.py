@@ -1,6 +1,6 @@
 """DeepSeek. Pure."""
 
-from router.tools.formats.named_calls import NamedCalls
+from loraplex.router.tools.formats.named_calls import NamedCalls
 
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _OPEN, _SEP, _CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

@@ -2,9 +2,9 @@
 
 from typing import Protocol
 
-from router.parts.parts import PartsReader
-from router.shape.lark import Lark
-from router.tools.tools import Tools
+from loraplex.router.parts.parts import PartsReader
+from loraplex.router.shape.lark import Lark
+from loraplex.router.tools.tools import Tools
 
 
 class ToolFormat(Protocol):

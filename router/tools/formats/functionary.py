@@ -1,6 +1,6 @@
 """Functionary, and Llama 3 with custom tools. Pure."""
 
-from router.tools.formats.named_calls import NamedCalls
+from loraplex.router.tools.formats.named_calls import NamedCalls
 
 # 3.1: <function=name>{…}</function>
 FUNCTIONARY = NamedCalls(

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from router.shape.lark import ANY_TEXT, Lark
-from router.shape.schema.held import LOOSE, json_grammar
-from router.tools.tools import Tool, Tools
+from loraplex.router.shape.lark import ANY_TEXT, Lark
+from loraplex.router.shape.schema.held import LOOSE, json_grammar
+from loraplex.router.tools.tools import Tool, Tools
 
 
 def keeps_schema(tools: Tools, tool: Tool) -> bool:

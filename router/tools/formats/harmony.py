@@ -3,13 +3,13 @@
 import re
 from collections.abc import Collection
 
-from router.parts.parts import PartsReader
-from router.parts.reasoning import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, TOKENS
-from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
-from router.shape.lark import ANY_TEXT, Lark
-from router.tools.formats.grammar import arguments_json, free_text_before, several
-from router.tools.formats.json_text import json_value
-from router.tools.tools import Tools
+from loraplex.router.parts.parts import PartsReader
+from loraplex.router.parts.reasoning import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, TOKENS
+from loraplex.router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
+from loraplex.router.shape.lark import ANY_TEXT, Lark
+from loraplex.router.tools.formats.grammar import arguments_json, free_text_before, several
+from loraplex.router.tools.formats.json_text import json_value
+from loraplex.router.tools.tools import Tools
 
 _TO = "to=functions."
 _NAME = re.compile(r"to=functions\.([A-Za-z0-9_.-]*)")

@@ -6,12 +6,12 @@ from collections.abc import Collection
 
 import msgspec
 
-from router.parts.parts import PartsReader
-from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
-from router.shape.lark import Lark
-from router.tools.formats.call_object import CallObject, CallOutcome
-from router.tools.formats.grammar import arguments_json, free_text_before, mixed, several
-from router.tools.tools import Tools
+from loraplex.router.parts.parts import PartsReader
+from loraplex.router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
+from loraplex.router.shape.lark import Lark
+from loraplex.router.tools.formats.call_object import CallObject, CallOutcome
+from loraplex.router.tools.formats.grammar import arguments_json, free_text_before, mixed, several
+from loraplex.router.tools.tools import Tools
 
 _QUOTE = '"'
 _COMMA = '"," " "?'

@@ -3,7 +3,7 @@
 import json
 import re
 
-from router.parts.scan import Scan, Steps
+from loraplex.router.parts.scan import Scan, Steps
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")

@@ -1,6 +1,6 @@
 """Llama 3.1 and 3.2. Pure."""
 
-from router.tools.formats.json_calls import JsonCalls
+from loraplex.router.tools.formats.json_calls import JsonCalls
 
 # {"name": …, "parameters": {…}}; {…}
 LLAMA3_JSON = JsonCalls(

@@ -1,7 +1,7 @@
 """Mistral. Pure."""
 
-from router.tools.formats.json_calls import JsonCalls
-from router.tools.formats.named_calls import NamedCalls
+from loraplex.router.tools.formats.json_calls import JsonCalls
+from loraplex.router.tools.formats.named_calls import NamedCalls
 
 _OPEN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 

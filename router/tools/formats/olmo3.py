@@ -3,12 +3,12 @@
 import json
 from collections.abc import Collection
 
-from router.parts.parts import PartsReader
-from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
-from router.shape.lark import Lark
-from router.tools.formats.grammar import free_text_before, mixed, several
-from router.tools.formats.pythonic import body_of_call, read_arguments, read_rest
-from router.tools.tools import Tools
+from loraplex.router.parts.parts import PartsReader
+from loraplex.router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
+from loraplex.router.shape.lark import Lark
+from loraplex.router.tools.formats.grammar import free_text_before, mixed, several
+from loraplex.router.tools.formats.pythonic import body_of_call, read_arguments, read_rest
+from loraplex.router.tools.tools import Tools
 
 _OPEN, _CLOSE = "<function_calls>", "</function_calls>"
 _LINE = r"/[ \t]*\n?/"

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from router.shape.schema.held import is_void
+from loraplex.router.shape.schema.held import is_void
 
 _NOTES = {"title", "description", "$schema", "$id", "$comment", "examples", "default"}
 _NOTES |= {"deprecated", "readOnly", "writeOnly"}

@@ -3,7 +3,7 @@
 import json
 import re
 
-from router.parts.scan import Scan, Steps
+from loraplex.router.parts.scan import Scan, Steps
 
 _PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in ('"', "'")}
 _WORD = re.compile(r"[-+.0-9A-Za-z]*")

@@ -4,14 +4,14 @@ import json
 import re
 from collections.abc import Collection
 
-from router.parts.parts import PartsReader
-from router.parts.scan import Scan, Steps, StepsReader
-from router.shape.lark import Lark
-from router.shape.schema.held import LOOSE, ONE_LINE, json_grammar
-from router.tools.formats.grammar import arguments_schema, keeps_schema, one_call_alone
-from router.tools.formats.parameters import Schema, is_plain, one_type, separate_arguments
-from router.tools.formats.python_text import python_value
-from router.tools.tools import Tool, Tools
+from loraplex.router.parts.parts import PartsReader
+from loraplex.router.parts.scan import Scan, Steps, StepsReader
+from loraplex.router.shape.lark import Lark
+from loraplex.router.shape.schema.held import LOOSE, ONE_LINE, json_grammar
+from loraplex.router.tools.formats.grammar import arguments_schema, keeps_schema, one_call_alone
+from loraplex.router.tools.formats.parameters import Schema, is_plain, one_type, separate_arguments
+from loraplex.router.tools.formats.python_text import python_value
+from loraplex.router.tools.tools import Tool, Tools
 
 _KEY = re.compile(r"[A-Za-z0-9_]*")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

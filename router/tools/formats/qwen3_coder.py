@@ -3,13 +3,13 @@
 import json
 from collections.abc import Mapping
 
-from router.parts.parts import PartsReader
-from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
-from router.shape.lark import Lark
-from router.tools.formats.grammar import free_text_before, mixed, several
-from router.tools.formats.parameters import Schema
-from router.tools.formats.tagged import LINE, ArgumentTags, properties
-from router.tools.tools import Tools
+from loraplex.router.parts.parts import PartsReader
+from loraplex.router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
+from loraplex.router.shape.lark import Lark
+from loraplex.router.tools.formats.grammar import free_text_before, mixed, several
+from loraplex.router.tools.formats.parameters import Schema
+from loraplex.router.tools.formats.tagged import LINE, ArgumentTags, properties
+from loraplex.router.tools.tools import Tools
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from router.parts.scan import Scan, Steps
-from router.shape.lark import Lark
-from router.shape.schema.held import json_grammar
-from router.tools.formats.grammar import arguments_schema, keeps_schema
-from router.tools.formats.json_text import json_value
-from router.tools.formats.parameters import Schema, is_text, one_type, separate_arguments
-from router.tools.tools import Tool, Tools
+from loraplex.router.parts.scan import Scan, Steps
+from loraplex.router.shape.lark import Lark
+from loraplex.router.shape.schema.held import json_grammar
+from loraplex.router.tools.formats.grammar import arguments_schema, keeps_schema
+from loraplex.router.tools.formats.json_text import json_value
+from loraplex.router.tools.formats.parameters import Schema, is_text, one_type, separate_arguments
+from loraplex.router.tools.tools import Tool, Tools
 
 _NAME = re.compile(r"[^<>\n]*")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}

@@ -3,7 +3,7 @@
 from functools import cache
 from typing import NamedTuple
 
-from server.engine.drafts.places import Place
+from loraplex.server.engine.drafts.places import Place
 
 LEAST_CHANCE = 0.1  # of all tokens of a draft together
 MOST_TOKENS = 64  # of a draft

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from server.engine.drafts.draft import (
+from loraplex.server.engine.drafts.draft import (
     LONGEST,
     NO_DRAFT,
     Draft,
@@ -15,7 +15,7 @@ from server.engine.drafts.draft import (
     common_length,
     vote,
 )
-from server.engine.drafts.places import GrowingPlaces, Place, PromptPlaces
+from loraplex.server.engine.drafts.places import GrowingPlaces, Place, PromptPlaces
 
 # Tokens of a context. The first that was seen before decides.
 WINDOWS = (6, 1)

@@ -3,8 +3,8 @@
 import msgspec
 import numpy as np
 
-from server.engine.executor import AdapterCopy, CopyOver, CopySums, Masks
-from server.engine.plan import StepPlan
+from loraplex.server.engine.executor import AdapterCopy, CopyOver, CopySums, Masks
+from loraplex.server.engine.plan import StepPlan
 
 
 class Launch(msgspec.Struct, frozen=True, array_like=True, tag="la"):

@@ -7,8 +7,8 @@ from typing import Any, assert_never
 
 import msgspec
 
-from server.engine.framing import FrameError, receive_frame, send_frame
-from server.engine.group.commands import (
+from loraplex.server.engine.framing import FrameError, receive_frame, send_frame
+from loraplex.server.engine.group.commands import (
     AddSums,
     Command,
     Constrain,
@@ -18,7 +18,7 @@ from server.engine.group.commands import (
     decode_command,
     encode,
 )
-from server.engine.group.member import GroupMember
+from loraplex.server.engine.group.member import GroupMember
 
 # While copies are under way the end of one is looked for this often.
 _POLL_S = 0.001

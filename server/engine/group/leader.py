@@ -12,7 +12,7 @@ from typing import Generic
 import msgspec
 import numpy as np
 
-from server.engine.executor import (
+from loraplex.server.engine.executor import (
     AdapterCopy,
     CopyNews,
     CopyOver,
@@ -21,8 +21,8 @@ from server.engine.executor import (
     Masks,
     T,
 )
-from server.engine.framing import FrameError, receive_frame, send_frame
-from server.engine.group.commands import (
+from loraplex.server.engine.framing import FrameError, receive_frame, send_frame
+from loraplex.server.engine.group.commands import (
     AddSums,
     Answer,
     Command,
@@ -33,8 +33,8 @@ from server.engine.group.commands import (
     decode_answer,
     encode,
 )
-from server.engine.group.member import GroupMember
-from server.engine.plan import SliceResult, StepPlan
+from loraplex.server.engine.group.member import GroupMember
+from loraplex.server.engine.plan import SliceResult, StepPlan
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from server.engine.executor import CopyOver, CopySums, Executor, T
+from loraplex.server.engine.executor import CopyOver, CopySums, Executor, T
 
 
 class GroupMember(Executor[T], Protocol[T]):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from server.engine.memory.eviction import EvictionReason, Worth
-from server.engine.memory.extents import FREE, TAKEN, Span, each, fit, join, mark, spread
+from loraplex.server.engine.memory.eviction import EvictionReason, Worth
+from loraplex.server.engine.memory.extents import FREE, TAKEN, Span, each, fit, join, mark, spread
 
 AdapterStage = Literal["absent", "loading", "ready"]
 

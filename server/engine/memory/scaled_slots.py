@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from server.engine.plan import ScaledSlot
+from loraplex.server.engine.plan import ScaledSlot
 
 
 @dataclass(slots=True)

@@ -2,11 +2,11 @@
 
 from collections import abc
 
-from server.constraints.wishes import MaskWish
-from server.engine.executor import ExecutorLimits
-from server.engine.plan import PageGrant, RowStart, SeqSlice, StepPlan
-from server.engine.scheduling.prompt_shares import PromptShares, StepLoad
-from server.engine.scheduling.sequence import Sequence, State
+from loraplex.server.constraints.wishes import MaskWish
+from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.engine.plan import PageGrant, RowStart, SeqSlice, StepPlan
+from loraplex.server.engine.scheduling.prompt_shares import PromptShares, StepLoad
+from loraplex.server.engine.scheduling.sequence import Sequence, State
 
 _SEED_MASK = 2**63 - 1  # devices keep seeds as signed 64-bit
 

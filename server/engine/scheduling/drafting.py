@@ -6,14 +6,14 @@ sequences have a step in flight while the next is planned.
 
 from collections import OrderedDict, abc
 
-from server.constraints.constraint import Foresight
-from server.constraints.wishes import ForesightWish
-from server.engine.drafts.draft import NO_DRAFT, Draft, DraftOwner, under_grammar
-from server.engine.drafts.gain import Acceptance, worth
-from server.engine.drafts.source import Drafts, DraftSource
-from server.engine.drafts.token_price import TokenPrice
-from server.engine.plan import SeqSlice
-from server.engine.scheduling.sequence import Sequence
+from loraplex.server.constraints.constraint import Foresight
+from loraplex.server.constraints.wishes import ForesightWish
+from loraplex.server.engine.drafts.draft import NO_DRAFT, Draft, DraftOwner, under_grammar
+from loraplex.server.engine.drafts.gain import Acceptance, worth
+from loraplex.server.engine.drafts.source import Drafts, DraftSource
+from loraplex.server.engine.drafts.token_price import TokenPrice
+from loraplex.server.engine.plan import SeqSlice
+from loraplex.server.engine.scheduling.sequence import Sequence
 
 # Tokens that a step with a draft must be likely to give a sequence: where no other step overtakes
 # it; where it is to wait for a result, and the device may wait for the host; and where others have

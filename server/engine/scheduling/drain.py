@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from server.engine.memory.residency import AdapterArena
-from server.engine.scheduling.sequence import Precedence, Sequence
+from loraplex.server.engine.memory.residency import AdapterArena
+from loraplex.server.engine.scheduling.sequence import Precedence, Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection
 
-from server.constraints.constraint import Constraint
-from server.engine.messages import SequenceEvent
-from server.engine.plan import SeqSlice
-from server.engine.scheduling.sequence import Sequence
-from server.protocol import ErrorCode, Finish, TokenEvent, TokenLogprob
+from loraplex.server.constraints.constraint import Constraint
+from loraplex.server.engine.messages import SequenceEvent
+from loraplex.server.engine.plan import SeqSlice
+from loraplex.server.engine.scheduling.sequence import Sequence
+from loraplex.server.protocol import ErrorCode, Finish, TokenEvent, TokenLogprob
 
 
 def finished_before(sequence: Sequence, eos: Collection[int]) -> Finish | None:

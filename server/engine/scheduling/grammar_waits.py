@@ -1,7 +1,7 @@
 """Sequences that wait until their constraint is made. Pure."""
 
-from server.constraints.wishes import ConstraintWish
-from server.engine.scheduling.sequence import Sequence, State
+from loraplex.server.constraints.wishes import ConstraintWish
+from loraplex.server.engine.scheduling.sequence import Sequence, State
 
 
 class GrammarWaits:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from server.engine.executor import ExecutorLimits
-from server.engine.memory.pages import GroupPages, PageHash, PagePool, group_key
-from server.engine.scheduling.sequence import Sequence
+from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.engine.memory.pages import GroupPages, PageHash, PagePool, group_key
+from loraplex.server.engine.scheduling.sequence import Sequence
 
 # A prompt waits for another sequence's prefill of the same tokens if that saves at least this many.
 SHARE_WORTH_TOKENS = 64

@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from server.engine.executor import AdapterCopy
-from server.engine.memory.residency import AdapterArena
-from server.engine.messages import AdapterSettled
-from server.engine.scheduling.drain import Drain, renew_drain
-from server.engine.scheduling.sequence import BY_PRECEDENCE, Precedence, Sequence, adapters_before
+from loraplex.server.engine.executor import AdapterCopy
+from loraplex.server.engine.memory.residency import AdapterArena
+from loraplex.server.engine.messages import AdapterSettled
+from loraplex.server.engine.scheduling.drain import Drain, renew_drain
+from loraplex.server.engine.scheduling.sequence import (
+    BY_PRECEDENCE,
+    Precedence,
+    Sequence,
+    adapters_before,
+)
 
 # Adapters without waiters come after all adapters with waiters.
 _LAST = Precedence(1 << 62, 0)

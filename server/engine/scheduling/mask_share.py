@@ -6,9 +6,9 @@ mask is there.
 
 from collections import abc, defaultdict
 
-from server.constraints.constraint import Constraint
-from server.constraints.wishes import AsideWish
-from server.engine.scheduling.sequence import Sequence
+from loraplex.server.constraints.constraint import Constraint
+from loraplex.server.constraints.wishes import AsideWish
+from loraplex.server.engine.scheduling.sequence import Sequence
 
 # Of a step's time, for its masks; and at least so much, so that cheap masks need no turn.
 _SHARE = 0.125

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.engine.scheduling.sequence import Sequence
-from server.engine.scheduling.step_cost import StepCost
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.engine.scheduling.sequence import Sequence
+from loraplex.server.engine.scheduling.step_cost import StepCost
 
 # Of a step's prompts, however long it takes; and of batches', however many others there are.
 LEAST_TOKENS = 256

@@ -7,17 +7,17 @@ count, under one token budget a step. A plan may be made while earlier steps are
 from bisect import insort
 from collections import deque
 
-from server.constraints.wishes import ConstraintNews, MaskWish
-from server.engine.admission import Refusal, num_ids, refuse, token_limit
-from server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLimits
-from server.engine.memory.residency import AdapterArena
-from server.engine.memory.scaled_slots import ScaledSlots
-from server.engine.messages import EngineStats, SequenceEvent, SlabStaged
-from server.engine.plan import SeqSlice, SliceResult, StepPlan
-from server.engine.scheduling.batch import Batch
-from server.engine.scheduling.deadlines import Deadlines
-from server.engine.scheduling.drafting import Drafting
-from server.engine.scheduling.events import (
+from loraplex.server.constraints.wishes import ConstraintNews, MaskWish
+from loraplex.server.engine.admission import Refusal, num_ids, refuse, token_limit
+from loraplex.server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLimits
+from loraplex.server.engine.memory.residency import AdapterArena
+from loraplex.server.engine.memory.scaled_slots import ScaledSlots
+from loraplex.server.engine.messages import EngineStats, SequenceEvent, SlabStaged
+from loraplex.server.engine.plan import SeqSlice, SliceResult, StepPlan
+from loraplex.server.engine.scheduling.batch import Batch
+from loraplex.server.engine.scheduling.deadlines import Deadlines
+from loraplex.server.engine.scheduling.drafting import Drafting
+from loraplex.server.engine.scheduling.events import (
     bad_draw,
     closed_event,
     drawn_event,
@@ -26,15 +26,21 @@ from server.engine.scheduling.events import (
     not_finite,
     token_event,
 )
-from server.engine.scheduling.grammar_waits import GrammarWaits
-from server.engine.scheduling.kv import SequencePages
-from server.engine.scheduling.loading import AdapterLoads
-from server.engine.scheduling.mask_share import MaskShare
-from server.engine.scheduling.prompt_shares import PromptShares
-from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.engine.scheduling.sequence import BY_PRECEDENCE, Precedence, Sequence, State, discard
-from server.engine.scheduling.sequence_rows import SequenceRows
-from server.protocol import ErrorCode, Finish, GenerateRequest
+from loraplex.server.engine.scheduling.grammar_waits import GrammarWaits
+from loraplex.server.engine.scheduling.kv import SequencePages
+from loraplex.server.engine.scheduling.loading import AdapterLoads
+from loraplex.server.engine.scheduling.mask_share import MaskShare
+from loraplex.server.engine.scheduling.prompt_shares import PromptShares
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.engine.scheduling.sequence import (
+    BY_PRECEDENCE,
+    Precedence,
+    Sequence,
+    State,
+    discard,
+)
+from loraplex.server.engine.scheduling.sequence_rows import SequenceRows
+from loraplex.server.protocol import ErrorCode, Finish, GenerateRequest
 
 
 class Scheduler:

@@ -8,18 +8,23 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
-from server.constraints.constraint import Constraint
-from server.engine.drafts.draft import Draft
-from server.engine.drafts.gain import Acceptance, Patience
-from server.engine.drafts.source import Drafts
-from server.engine.memory.pages import (
+from loraplex.server.constraints.constraint import Constraint
+from loraplex.server.engine.drafts.draft import Draft
+from loraplex.server.engine.drafts.gain import Acceptance, Patience
+from loraplex.server.engine.drafts.source import Drafts
+from loraplex.server.engine.memory.pages import (
     GroupPages,
     PageHash,
     activated_hash,
     page_hash,
     root_hash,
 )
-from server.protocol import BACKGROUND_PRIORITY, GenerateRequest, TokenLogprob, VectorParams
+from loraplex.server.protocol import (
+    BACKGROUND_PRIORITY,
+    GenerateRequest,
+    TokenLogprob,
+    VectorParams,
+)
 
 
 class State(enum.Enum):

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.attention.decode_work import PIECE_STEP, DecodeItems, max_items
-from server.kernels.attention.pages import CachePages, as_stored
-from server.kernels.attention.rotation import (
+from loraplex.server.kernels.attention.decode_work import PIECE_STEP, DecodeItems, max_items
+from loraplex.server.kernels.attention.pages import CachePages, as_stored
+from loraplex.server.kernels.attention.rotation import (
     QkNorm,
     Rotation,
     load_angles,
@@ -25,10 +25,10 @@ from server.kernels.attention.rotation import (
     norm_switch,
     pair_columns,
 )
-from server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped
-from server.kernels.launch.launch import follow
-from server.kernels.lora.pending import PendingDelta, delta_arguments
-from server.kernels.lora.record import ranks_at, record_of
+from loraplex.server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped
+from loraplex.server.kernels.launch.launch import follow
+from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
+from loraplex.server.kernels.lora.record import ranks_at, record_of
 
 # Programs, from which on they are some, or many.
 _SOME, _MANY = 512, 768

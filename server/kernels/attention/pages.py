@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.attention.scores import ScoreRule
+from loraplex.server.kernels.attention.scores import ScoreRule
 
 _FP8_MOST = tl.constexpr(448.0)
 

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.attention.pages import CachePages
-from server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped
+from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped
 
 TILE_COLUMNS = 4
 _WIDEST_HEAD = 256

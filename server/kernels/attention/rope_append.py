@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.attention.pages import CachePages, as_stored
-from server.kernels.attention.rotation import (
+from loraplex.server.kernels.attention.pages import CachePages, as_stored
+from loraplex.server.kernels.attention.rotation import (
     QkNorm,
     Rotation,
     load_angles,

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.attention.pages import CachePages
-from server.kernels.attention.rotation import (
+from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.rotation import (
     QkNorm,
     Rotation,
     in_halves,
@@ -21,10 +21,10 @@ from server.kernels.attention.rotation import (
     norm_switch,
     pair_columns,
 )
-from server.kernels.launch.configs import RopeLoraConfig
-from server.kernels.launch.launch import dot_precision, load_first
-from server.kernels.lora.checks import check_context, check_whole_tiles
-from server.kernels.lora.low_rank import (
+from loraplex.server.kernels.launch.configs import RopeLoraConfig
+from loraplex.server.kernels.launch.launch import dot_precision, load_first
+from loraplex.server.kernels.lora.checks import check_context, check_whole_tiles
+from loraplex.server.kernels.lora.low_rank import (
     LoraB,
     LowRank,
     even_rank,
@@ -33,8 +33,8 @@ from server.kernels.lora.low_rank import (
     low_rank_one,
     product,
 )
-from server.kernels.lora.pending import PendingLora
-from server.kernels.lora.tiles import (
+from loraplex.server.kernels.lora.pending import PendingLora
+from loraplex.server.kernels.lora.tiles import (
     Records,
     load_projection,
     load_tile,

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.launch import follow
-from server.kernels.lora.pending import PendingDelta, delta_arguments
-from server.kernels.lora.record import touches
+from loraplex.server.kernels.launch.launch import follow
+from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
+from loraplex.server.kernels.lora.record import touches
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.launch import let_next_start, wait
-from server.kernels.linear.matrix import PackedMatrix
-from server.kernels.linear.packed import (
+from loraplex.server.kernels.launch.launch import let_next_start, wait
+from loraplex.server.kernels.linear.matrix import PackedMatrix
+from loraplex.server.kernels.linear.packed import (
     BITS,
     NATIVE,
     ORDER,

@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.configs import PackedConfig
-from server.kernels.launch.launch import dot_precision, let_next_start, wait
-from server.kernels.linear.matrix import PackedMatrix
-from server.kernels.linear.packed import PackedBlocks, load_numbers, multiply_packed
-from server.kernels.linear.skinny import check_rows, shared_out, store_product
+from loraplex.server.kernels.launch.configs import PackedConfig
+from loraplex.server.kernels.launch.launch import dot_precision, let_next_start, wait
+from loraplex.server.kernels.linear.matrix import PackedMatrix
+from loraplex.server.kernels.linear.packed import PackedBlocks, load_numbers, multiply_packed
+from loraplex.server.kernels.linear.skinny import check_rows, shared_out, store_product
 
 MAX_ROWS = 64
 _LEAST_ROWS = 8  # of tensor cores

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.configs import SkinnyConfig
-from server.kernels.launch.launch import dot_precision, let_next_start, wait
+from loraplex.server.kernels.launch.configs import SkinnyConfig
+from loraplex.server.kernels.launch.launch import dot_precision, let_next_start, wait
 
 MAX_ROWS = 32
 

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.configs import SkinnyLoraConfig
-from server.kernels.launch.launch import dot_precision, let_next_start, wait
-from server.kernels.linear.skinny import (
+from loraplex.server.kernels.launch.configs import SkinnyLoraConfig
+from loraplex.server.kernels.launch.launch import dot_precision, let_next_start, wait
+from loraplex.server.kernels.linear.skinny import (
     Blocks,
     check_product,
     load_weights,
@@ -24,11 +24,17 @@ from server.kernels.linear.skinny import (
     shared_out,
     store_product,
 )
-from server.kernels.linear.stack import Stack, add_low_rank, load_ahead, seen_before, stack_of
-from server.kernels.lora.checks import padded_widths
-from server.kernels.lora.record import a_at, record_of, total_rank_at
-from server.kernels.lora.table import LoraTable
-from server.kernels.lora.workspace import Workspace
+from loraplex.server.kernels.linear.stack import (
+    Stack,
+    add_low_rank,
+    load_ahead,
+    seen_before,
+    stack_of,
+)
+from loraplex.server.kernels.lora.checks import padded_widths
+from loraplex.server.kernels.lora.record import a_at, record_of, total_rank_at
+from loraplex.server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.lora.workspace import Workspace
 
 # Of any value: one compiled kernel serves all.
 _NUMBERS = ["rows", "most_rows", "site", "num_sites", "w0", "w1", "w2", "programs", "span"]

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from server.kernels.lora.segments import Segments
-from server.kernels.lora.table import MAX_PROJECTIONS, LoraTable
-from server.kernels.lora.workspace import Workspace
+from loraplex.server.kernels.lora.segments import Segments
+from loraplex.server.kernels.lora.table import MAX_PROJECTIONS, LoraTable
+from loraplex.server.kernels.lora.workspace import Workspace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -12,13 +12,20 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.configs import ExpandConfig
-from server.kernels.launch.launch import dot_precision, load_first
-from server.kernels.lora.checks import check_context, check_rows, padded_widths
-from server.kernels.lora.low_rank import LowRank, even_rank, load_b, load_v, low_rank_one, product
-from server.kernels.lora.segments import Segments
-from server.kernels.lora.table import LoraTable
-from server.kernels.lora.tiles import (
+from loraplex.server.kernels.launch.configs import ExpandConfig
+from loraplex.server.kernels.launch.launch import dot_precision, load_first
+from loraplex.server.kernels.lora.checks import check_context, check_rows, padded_widths
+from loraplex.server.kernels.lora.low_rank import (
+    LowRank,
+    even_rank,
+    load_b,
+    load_v,
+    low_rank_one,
+    product,
+)
+from loraplex.server.kernels.lora.segments import Segments
+from loraplex.server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.lora.tiles import (
     Records,
     load_projection,
     load_tile,
@@ -28,7 +35,7 @@ from server.kernels.lora.tiles import (
     take_range,
     tile_rows,
 )
-from server.kernels.lora.workspace import Workspace
+from loraplex.server.kernels.lora.workspace import Workspace
 
 
 def expand(

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from server.kernels.lora.segments import Segments
-from server.kernels.lora.table import LoraTable
-from server.kernels.lora.workspace import Workspace
+from loraplex.server.kernels.lora.segments import Segments
+from loraplex.server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.lora.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)

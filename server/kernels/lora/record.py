@@ -8,7 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from server.kernels.lora.table import (
+from loraplex.server.kernels.lora.table import (
     FLOAT32_SCALES,
     INT32_RANKS,
     MAX_PROJECTIONS,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.lora.vector_table import VectorTable
+from loraplex.server.kernels.lora.vector_table import VectorTable
 
 _BLOCK = 1024
 

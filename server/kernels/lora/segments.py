@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.lora.record import record_of, widest_rank_at
-from server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.lora.record import record_of, widest_rank_at
+from loraplex.server.kernels.lora.table import LoraTable
 
 MAX_FUSED_ROWS = 512
 TILE_WORDS = 4  # slot, first position in `order`, rows, share

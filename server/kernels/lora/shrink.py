@@ -10,14 +10,21 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.configs import ShrinkConfig
-from server.kernels.launch.launch import dot_precision, wait
-from server.kernels.lora.checks import check_context, check_rows
-from server.kernels.lora.record import a_at, ranks_at, total_rank_at
-from server.kernels.lora.segments import Segments
-from server.kernels.lora.table import LoraTable
-from server.kernels.lora.tiles import Tile, cut_ranks, load_tile, small_tile, split_share, tile_rows
-from server.kernels.lora.workspace import Workspace
+from loraplex.server.kernels.launch.configs import ShrinkConfig
+from loraplex.server.kernels.launch.launch import dot_precision, wait
+from loraplex.server.kernels.lora.checks import check_context, check_rows
+from loraplex.server.kernels.lora.record import a_at, ranks_at, total_rank_at
+from loraplex.server.kernels.lora.segments import Segments
+from loraplex.server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.lora.tiles import (
+    Tile,
+    cut_ranks,
+    load_tile,
+    small_tile,
+    split_share,
+    tile_rows,
+)
+from loraplex.server.kernels.lora.workspace import Workspace
 
 
 def shrink(

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from server.kernels.lora.low_rank import LoraB, LowRank, Shrunk
-from server.kernels.lora.record import b_at, ranks_at, record_of, scales_at
+from loraplex.server.kernels.lora.low_rank import LoraB, LowRank, Shrunk
+from loraplex.server.kernels.lora.record import b_at, ranks_at, record_of, scales_at
 
 
 class Tile(NamedTuple):

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from server.kernels.lora.table import POINTER_ALIGNMENT
+from loraplex.server.kernels.lora.table import POINTER_ALIGNMENT
 
 
 class VectorTable:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from server.kernels.lora.table import MAX_PROJECTIONS, MAX_RANK
+from loraplex.server.kernels.lora.table import MAX_PROJECTIONS, MAX_RANK
 
 PLANE_WIDTH = MAX_PROJECTIONS * MAX_RANK
 

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.launch import follow
-from server.kernels.moe.tiles import ExpertTiles, expert_tiles, max_tiles
+from loraplex.server.kernels.launch.launch import follow
+from loraplex.server.kernels.moe.tiles import ExpertTiles, expert_tiles, max_tiles
 
 # The most rows whose places one program finds sooner than two kernels do.
 _MOST_COMPARED = 32

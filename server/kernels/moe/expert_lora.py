@@ -11,10 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.launch import follow
-from server.kernels.lora.record import a_at, b_at, ranks_at, record_of, scales_at, total_rank_at
-from server.kernels.lora.table import MAX_RANK, LoraTable
-from server.kernels.moe.tiles import ExpertTiles
+from loraplex.server.kernels.launch.launch import follow
+from loraplex.server.kernels.lora.record import (
+    a_at,
+    b_at,
+    ranks_at,
+    record_of,
+    scales_at,
+    total_rank_at,
+)
+from loraplex.server.kernels.lora.table import MAX_RANK, LoraTable
+from loraplex.server.kernels.moe.tiles import ExpertTiles
 
 _ROWS = tl.constexpr(16)
 _RANKS = tl.constexpr(16)

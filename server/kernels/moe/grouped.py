@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.launch import dot_precision, follow
-from server.kernels.linear.matrix import PackedMatrix, Weight, form_of
-from server.kernels.linear.packed import BITS, PackedBlocks, load_numbers, multiply_packed
-from server.kernels.moe.tiles import ExpertTiles
-from server.kernels.pointwise.gated import GatedActivation, activated
+from loraplex.server.kernels.launch.launch import dot_precision, follow
+from loraplex.server.kernels.linear.matrix import PackedMatrix, Weight, form_of
+from loraplex.server.kernels.linear.packed import BITS, PackedBlocks, load_numbers, multiply_packed
+from loraplex.server.kernels.moe.tiles import ExpertTiles
+from loraplex.server.kernels.pointwise.gated import GatedActivation, activated
 
 
 @dataclass(frozen=True, slots=True)

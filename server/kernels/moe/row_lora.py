@@ -9,12 +9,19 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.launch import follow
-from server.kernels.lora.record import a_at, b_at, ranks_at, record_of, scales_at, total_rank_at
-from server.kernels.lora.table import MAX_RANK
-from server.kernels.moe.expert_lora import ExpertLora, check_expert_lora
-from server.kernels.moe.tiles import ExpertTiles
-from server.kernels.pointwise.gated import GatedActivation, activated
+from loraplex.server.kernels.launch.launch import follow
+from loraplex.server.kernels.lora.record import (
+    a_at,
+    b_at,
+    ranks_at,
+    record_of,
+    scales_at,
+    total_rank_at,
+)
+from loraplex.server.kernels.lora.table import MAX_RANK
+from loraplex.server.kernels.moe.expert_lora import ExpertLora, check_expert_lora
+from loraplex.server.kernels.moe.tiles import ExpertTiles
+from loraplex.server.kernels.pointwise.gated import GatedActivation, activated
 
 # Beyond this many rows tiles of rows read the matrices less often (`expert_lora.py`).
 MOST_ROWS = 2048

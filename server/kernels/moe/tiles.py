@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.launch import follow
+from loraplex.server.kernels.launch.launch import follow
 
 _MOST_ROWS_AT_ONCE = 4096
 

@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.launch import follow
-from server.kernels.lora.pending import PendingDelta, delta_arguments
-from server.kernels.lora.record import touches
+from loraplex.server.kernels.launch.launch import follow
+from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
+from loraplex.server.kernels.lora.record import touches
 
 Activation = Literal["silu", "gelu_tanh"]
-# With that of experts whose gate and up are clamped (`server.model.moe_spec` says how).
+# With that of experts whose gate and up are clamped (`loraplex.server.model.moe_spec` says how).
 GatedActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 _BLOCK = 1024

@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.configs import FusedConfig
-from server.kernels.launch.launch import dot_precision, load_first
-from server.kernels.lora.checks import check_context, check_whole_tiles
-from server.kernels.lora.low_rank import (
+from loraplex.server.kernels.launch.configs import FusedConfig
+from loraplex.server.kernels.launch.launch import dot_precision, load_first
+from loraplex.server.kernels.lora.checks import check_context, check_whole_tiles
+from loraplex.server.kernels.lora.low_rank import (
     LoraB,
     Shrunk,
     columns_from,
@@ -23,12 +23,19 @@ from server.kernels.lora.low_rank import (
     low_rank,
     product,
 )
-from server.kernels.lora.pending import PendingLora
-from server.kernels.lora.record import a_at, b_at, rank_pair_at, ranks_at, record_of, scales_at
-from server.kernels.lora.table import RANK_BLOCKS
-from server.kernels.lora.tiles import Records, load_tile, small_tile, tile_rows
-from server.kernels.lora.workspace import Workspace
-from server.kernels.pointwise.gated import Activation, activated
+from loraplex.server.kernels.lora.pending import PendingLora
+from loraplex.server.kernels.lora.record import (
+    a_at,
+    b_at,
+    rank_pair_at,
+    ranks_at,
+    record_of,
+    scales_at,
+)
+from loraplex.server.kernels.lora.table import RANK_BLOCKS
+from loraplex.server.kernels.lora.tiles import Records, load_tile, small_tile, tile_rows
+from loraplex.server.kernels.lora.workspace import Workspace
+from loraplex.server.kernels.pointwise.gated import Activation, activated
 
 
 def gated_lora(

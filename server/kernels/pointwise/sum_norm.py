@@ -8,17 +8,17 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.launch.launch import follow
-from server.kernels.lora.pending import PendingDelta, delta_arguments
-from server.kernels.lora.record import touches
-from server.kernels.pointwise.add_norm import (
+from loraplex.server.kernels.launch.launch import follow
+from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
+from loraplex.server.kernels.lora.record import touches
+from loraplex.server.kernels.pointwise.add_norm import (
     RmsNorm,
     branch,
     check_norms,
     load_norms,
     store_normed,
 )
-from server.kernels.pointwise.shared_terms import SharedTerms
+from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 
 
 def sum_norm(

@@ -1,4 +1,6 @@
-"""A row of the table of sampling parameters that `server.kernels.sampling.draw` reads: int32 each.
+"""A row of the table of sampling parameters: int32 each.
+
+`loraplex.server.kernels.sampling.draw` reads the table.
 
 TEMPERATURE, TOP_P and MIN_P are the bits of a float32. SEED: 64 bits, in halves."""
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from server.model.linear.packed import PackedWeight
+from loraplex.server.model.linear.packed import PackedWeight
 
 
 class Area(NamedTuple):

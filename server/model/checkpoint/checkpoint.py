@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapters.errors import CommandError
-from adapters.safetensors.header import DTYPE_BYTES
-from server.model.checkpoint.model_files import (
+from loraplex.adapters.errors import CommandError
+from loraplex.adapters.safetensors.header import DTYPE_BYTES
+from loraplex.server.model.checkpoint.model_files import (
     CONFIG_FILE,
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -23,9 +23,9 @@ from server.model.checkpoint.model_files import (
     what_it_is,
     without_weights,
 )
-from server.model.checkpoint.sentence_files import pools_vectors
-from server.model.families.registry import read_model
-from server.model.spec import ModelSpec
+from loraplex.server.model.checkpoint.sentence_files import pools_vectors
+from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.spec import ModelSpec
 
 GENERATION_FILE = "generation_config.json"
 

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import torch
 
-from adapters.sharding import WHOLE, Piece, Shard, Span, pieces, total_width
-from server.model.checkpoint.area import Area, UnpackedArea
-from server.model.linear.packed import PackedWeight, joined
-from server.model.spec import LinearSpec, Part
+from loraplex.adapters.sharding import WHOLE, Piece, Shard, Span, pieces, total_width
+from loraplex.server.model.checkpoint.area import Area, UnpackedArea
+from loraplex.server.model.linear.packed import PackedWeight, joined
+from loraplex.server.model.spec import LinearSpec, Part
 
 
 class Cut(NamedTuple):

@@ -5,8 +5,8 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from server.model.moe_spec import ExpertForm, ExpertStorage, MoeSpec
-from server.model.spec import LayerSpec, LinearSpec, ModelSpec, layer_path
+from loraplex.server.model.moe_spec import ExpertForm, ExpertStorage, MoeSpec
+from loraplex.server.model.spec import LayerSpec, LinearSpec, ModelSpec, layer_path
 
 
 def as_stored(model: ModelSpec, names: Container[str]) -> ModelSpec:

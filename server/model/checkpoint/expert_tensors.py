@@ -5,12 +5,12 @@ from functools import partial
 
 import torch
 
-from server.model.checkpoint.area import Area, UnpackedArea
-from server.model.checkpoint.cuts import Cut
-from server.model.checkpoint.mxfp4 import grouped
-from server.model.linear.packed import GroupedWeight, joined
-from server.model.moe_spec import ExpertStorage
-from server.model.spec import LinearSpec
+from loraplex.server.model.checkpoint.area import Area, UnpackedArea
+from loraplex.server.model.checkpoint.cuts import Cut
+from loraplex.server.model.checkpoint.mxfp4 import grouped
+from loraplex.server.model.linear.packed import GroupedWeight, joined
+from loraplex.server.model.moe_spec import ExpertStorage
+from loraplex.server.model.spec import LinearSpec
 
 _Unpack = Callable[[Area], UnpackedArea]
 # Writes a device's part of a matrix, as the cut says.

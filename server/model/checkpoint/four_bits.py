@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from server.model.checkpoint.area import Area, Stored, UnpackedArea
-from server.model.linear.packed import GroupedWeight, packed, unpacked
-from server.model.quantisation.forms import FourBitForm
+from loraplex.server.model.checkpoint.area import Area, Stored, UnpackedArea
+from loraplex.server.model.linear.packed import GroupedWeight, packed, unpacked
+from loraplex.server.model.quantisation.forms import FourBitForm
 
 _MOST_OF_STATE = 4096
 _MOST_OF_BLOCK = 1 << 30

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adapters.violations import shown
-from server.protocol import Pooling
+from loraplex.adapters.violations import shown
+from loraplex.server.protocol import Pooling
 
 MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from server.model.checkpoint.checkpoint import StoredTensor
-from server.model.quantisation.forms import (
+from loraplex.server.model.checkpoint.checkpoint import StoredTensor
+from loraplex.server.model.quantisation.forms import (
     FLOATS,
     INVERSE,
     EightBitForm,
@@ -17,7 +17,7 @@ from server.model.quantisation.forms import (
     TensorForm,
     WeightForm,
 )
-from server.model.spec import Matrix, ModelSpec
+from loraplex.server.model.spec import Matrix, ModelSpec
 
 StoredForms = Mapping[str, WeightForm]
 

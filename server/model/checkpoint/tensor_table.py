@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from adapters.peft.tensor_names import is_of_images
-from server.model.checkpoint.checkpoint import (
+from loraplex.adapters.peft.tensor_names import is_of_images
+from loraplex.server.model.checkpoint.checkpoint import (
     CheckpointError,
     ModelFile,
     StoredTensor,
@@ -14,12 +14,12 @@ from server.model.checkpoint.checkpoint import (
     stored_tensors,
     tables,
 )
-from server.model.checkpoint.expert_forms import as_stored
-from server.model.checkpoint.stored_forms import Expected, expected_tensors, stored_forms
-from server.model.checkpoint.text_part import model_shards
-from server.model.moe_spec import MXFP4_TENSORS
-from server.model.quantisation.forms import FLOATS, UINT8
-from server.model.spec import ModelSpec
+from loraplex.server.model.checkpoint.expert_forms import as_stored
+from loraplex.server.model.checkpoint.stored_forms import Expected, expected_tensors, stored_forms
+from loraplex.server.model.checkpoint.text_part import model_shards
+from loraplex.server.model.moe_spec import MXFP4_TENSORS
+from loraplex.server.model.quantisation.forms import FLOATS, UINT8
+from loraplex.server.model.spec import ModelSpec
 
 _MAX_LISTED = 8
 _LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<rest>.+)")

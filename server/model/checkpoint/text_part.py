@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from server.model.checkpoint.checkpoint import (
+from loraplex.server.model.checkpoint.checkpoint import (
     CheckpointError,
     ModelFile,
     StoredTensor,
     read_shards,
 )
-from server.model.spec import ModelSpec
+from loraplex.server.model.spec import ModelSpec
 
 _BODY = re.compile(
     r"(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.text_model\.|"

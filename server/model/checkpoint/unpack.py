@@ -5,10 +5,10 @@ from typing import NamedTuple, assert_never
 
 import torch
 
-from server.model.checkpoint.area import Area, Stored, UnpackedArea, around, units
-from server.model.checkpoint.four_bits import unpack_four_bits
-from server.model.linear.packed import Fp8Weight, GroupedWeight, packed, unpacked
-from server.model.quantisation.forms import (
+from loraplex.server.model.checkpoint.area import Area, Stored, UnpackedArea, around, units
+from loraplex.server.model.checkpoint.four_bits import unpack_four_bits
+from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, packed, unpacked
+from loraplex.server.model.quantisation.forms import (
     AwqForm,
     EightBitForm,
     FourBitForm,

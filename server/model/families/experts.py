@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from server.model.families import family
-from server.model.families.family import ModelSizes
-from server.model.families.fields import Fields
-from server.model.moe_spec import ExpertStorage, MoeSpec
-from server.model.spec import LayerSpec, LinearSpec, Part
+from loraplex.server.model.families import family
+from loraplex.server.model.families.family import ModelSizes
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.moe_spec import ExpertStorage, MoeSpec
+from loraplex.server.model.spec import LayerSpec, LinearSpec, Part
 
 # What other families with experts have, as their configurations spell it.
 _SHARED = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size")

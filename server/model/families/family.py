@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from adapters.sharding import Span
-from server.model.families.fields import Fields
-from server.model.spec import (
+from loraplex.adapters.sharding import Span
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.spec import (
     Activation,
     AttentionSpec,
     EmbeddingSpec,

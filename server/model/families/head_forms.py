@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from adapters.classes import (
+from loraplex.adapters.classes import (
     MOST_LABELS,
     ClassForm,
     activation_said,
@@ -17,8 +17,8 @@ from adapters.classes import (
     unnamed,
     usual_activation,
 )
-from server.model.families.fields import Fields
-from server.model.spec import ModelSpec
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.spec import ModelSpec
 
 HeadForm = Literal["text", "none", "classes"]
 _TEXT, _CLASSES = "ForCausalLM", "ForSequenceClassification"

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from adapters.violations import shown
-from server.model.families.head_forms import head_form
-from server.model.families.missing_parts import missing_part
+from loraplex.adapters.violations import shown
+from loraplex.server.model.families.head_forms import head_form
+from loraplex.server.model.families.missing_parts import missing_part
 
 _LISTED = "`loraplex info` lists what is"
 

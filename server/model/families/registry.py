@@ -8,10 +8,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from server.model.families.family import Family, refuse_other_attention
-from server.model.families.fields import Fields
-from server.model.families.head_forms import head_form, with_head
-from server.model.families.readers import (
+from loraplex.server.model.families.family import Family, refuse_other_attention
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.head_forms import head_form, with_head
+from loraplex.server.model.families.readers import (
     exaone,
     gemma,
     glm,
@@ -28,11 +28,11 @@ from server.model.families.readers import (
     qwen3_moe,
     smollm,
 )
-from server.model.families.readers.composite import COMPOSITES, Text, text_of
-from server.model.families.refusals import other_family, other_forms
-from server.model.quantisation.quantisation import Quantisation
-from server.model.quantisation.read import read_quantisation
-from server.model.spec import ModelSpec
+from loraplex.server.model.families.readers.composite import COMPOSITES, Text, text_of
+from loraplex.server.model.families.refusals import other_family, other_forms
+from loraplex.server.model.quantisation.quantisation import Quantisation
+from loraplex.server.model.quantisation.read import read_quantisation
+from loraplex.server.model.spec import ModelSpec
 
 # By `model_type`. A new family is a reader and a line here.
 FAMILIES: dict[str, Family] = {

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from server.model.families import family
-from server.model.families.family import ModelSizes
-from server.model.families.fields import Fields
-from server.model.rope_spec import RopeKind, RopeSpec
+from loraplex.server.model.families import family
+from loraplex.server.model.families.family import ModelSizes
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.rope_spec import RopeKind, RopeSpec
 
 Table = Mapping[str, Any]
 _PARTIAL = "partial_rotary_factor"

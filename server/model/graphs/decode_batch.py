@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from server.engine.plan import PageGrant, SeqSlice, StepPlan
+from loraplex.server.engine.plan import PageGrant, SeqSlice, StepPlan
 
 _FIRST_PAGE = 5
 ROW, POSITION, TOKEN, APPEND, SLOT = range(_FIRST_PAGE)

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from server.kernels.attention.decode_inputs import gather_inputs
-from server.kernels.sampling.greedy import GreedyScratch, greedy_append
-from server.model.decoder import Decoder
-from server.model.graphs.decode_batch import APPEND, ROW, SLOT, DecodeBatch, num_columns
-from server.model.lora.lora import Reach
-from server.model.ops.attention_cuda import Attention, decode_views
-from server.model.ops.capture import record
-from server.model.ops.device_lora import DeviceLora
-from server.model.ops.lora_linear import LinearOutput
-from server.model.ops.ops_cuda import CudaOps, CudaPlan
-from server.model.ops.sizes import padded_size
-from server.model.steps.rows import Rows
+from loraplex.server.kernels.attention.decode_inputs import gather_inputs
+from loraplex.server.kernels.sampling.greedy import GreedyScratch, greedy_append
+from loraplex.server.model.decoder import Decoder
+from loraplex.server.model.graphs.decode_batch import APPEND, ROW, SLOT, DecodeBatch, num_columns
+from loraplex.server.model.lora.lora import Reach
+from loraplex.server.model.ops.attention_cuda import Attention, decode_views
+from loraplex.server.model.ops.capture import record
+from loraplex.server.model.ops.device_lora import DeviceLora
+from loraplex.server.model.ops.lora_linear import LinearOutput
+from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan
+from loraplex.server.model.ops.sizes import padded_size
+from loraplex.server.model.steps.rows import Rows
 
 # One more than uploads that can be on their way while the next is written.
 _UPLOADS = 4

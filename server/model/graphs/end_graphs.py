@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from server.model.decoder import Decoder
-from server.model.lora.lora import Reach
-from server.model.ops.capture import record
-from server.model.ops.device_lora import DeviceLora
-from server.model.ops.lora_linear import LinearOutput
-from server.model.ops.ops_cuda import CudaOps, CudaPlan
-from server.model.ops.sizes import padded_size
+from loraplex.server.model.decoder import Decoder
+from loraplex.server.model.lora.lora import Reach
+from loraplex.server.model.ops.capture import record
+from loraplex.server.model.ops.device_lora import DeviceLora
+from loraplex.server.model.ops.lora_linear import LinearOutput
+from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan
+from loraplex.server.model.ops.sizes import padded_size
 
 _NOBODY = np.zeros(0, dtype=np.int32)
 

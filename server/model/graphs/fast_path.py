@@ -7,33 +7,33 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from adapters.base import SiteKind
-from server.engine.executor import ExecutorLimits
-from server.kernels.launch.compile_ahead import compiled_together
-from server.model.decoder import Decoder
-from server.model.graphs.decode_graphs import DecodeGraphs
-from server.model.graphs.parts import Built, Parts
-from server.model.graphs.start_phases import StartPhases
-from server.model.graphs.token_graphs import TokenGraphs
-from server.model.graphs.warm_up import prompts_of, run_steps
-from server.model.linear.experts import MoeWeights
-from server.model.linear.linear import Linear
-from server.model.lora.lora import Reach
-from server.model.ops.attention_cuda import PagedAttention, prompt_backend
-from server.model.ops.device_lora import DeviceLora
-from server.model.ops.graph_attention import GraphAttention
-from server.model.ops.group_ops import SUMMED
-from server.model.ops.lora_linear import LinearOutput
-from server.model.ops.lora_strategy import NONE_SUMMED, SummedSites
-from server.model.ops.memory import LOGITS_ROWS
-from server.model.ops.ops import StepLayout
-from server.model.ops.ops_cuda import CudaOps, CudaPlan
-from server.model.ops.prompt_attention import (
+from loraplex.adapters.base import SiteKind
+from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.kernels.launch.compile_ahead import compiled_together
+from loraplex.server.model.decoder import Decoder
+from loraplex.server.model.graphs.decode_graphs import DecodeGraphs
+from loraplex.server.model.graphs.parts import Built, Parts
+from loraplex.server.model.graphs.start_phases import StartPhases
+from loraplex.server.model.graphs.token_graphs import TokenGraphs
+from loraplex.server.model.graphs.warm_up import prompts_of, run_steps
+from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.lora.lora import Reach
+from loraplex.server.model.ops.attention_cuda import PagedAttention, prompt_backend
+from loraplex.server.model.ops.device_lora import DeviceLora
+from loraplex.server.model.ops.graph_attention import GraphAttention
+from loraplex.server.model.ops.group_ops import SUMMED
+from loraplex.server.model.ops.lora_linear import LinearOutput
+from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, SummedSites
+from loraplex.server.model.ops.memory import LOGITS_ROWS
+from loraplex.server.model.ops.ops import StepLayout
+from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan
+from loraplex.server.model.ops.prompt_attention import (
     PromptAttention,
     prompt_kernels,
     prompts_in_graphs,
 )
-from server.model.ops.sizes import (
+from loraplex.server.model.ops.sizes import (
     MAX_PROMPTS,
     MOST_PADDING,
     PromptRoom,
@@ -42,8 +42,8 @@ from server.model.ops.sizes import (
     sizes_up_to,
     token_sizes,
 )
-from server.model.sampling.draws_cuda import CudaDraws
-from server.model.weights import LayerWeights
+from loraplex.server.model.sampling.draws_cuda import CudaDraws
+from loraplex.server.model.weights import LayerWeights
 
 log = logging.getLogger(__name__)
 CudaDecoder = Decoder[CudaPlan, DeviceLora, LinearOutput]

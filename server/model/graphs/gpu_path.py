@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from adapters.common import extras
-from server.model.graphs.parts import Built, Parts
-from server.model.graphs.start_phases import StartPhases
-from server.model.ops.kernel_limits import unsupported
-from server.model.ops.ops_torch import TorchOps
-from server.model.sampling.draws_torch import TorchDraws
-from server.model.spec import ModelSpec
+from loraplex.adapters.common import extras
+from loraplex.server.model.graphs.parts import Built, Parts
+from loraplex.server.model.graphs.start_phases import StartPhases
+from loraplex.server.model.ops.kernel_limits import unsupported
+from loraplex.server.model.ops.ops_torch import TorchOps
+from loraplex.server.model.sampling.draws_torch import TorchDraws
+from loraplex.server.model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,6 @@ def build(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases
         log.warning("serving with plain torch, which is slower: %s", reason)
         return _build_reference(parts, reason)
     # Not at the top: neither FlashInfer nor Triton is needed on a CPU.
-    from server.model.graphs.fast_path import build_fast
+    from loraplex.server.model.graphs.fast_path import build_fast
 
     return build_fast(parts, graph_batches, phases)

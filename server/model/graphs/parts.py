@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
-from server.engine.executor import ExecutorLimits
-from server.model.decoder import Decoder
-from server.model.group import Group
-from server.model.lora.lora import AdapterTable
-from server.model.ops.group_ops import GroupOps
-from server.model.ops.ops import KVCache
-from server.model.sampling.row_sampling import RowSampling
-from server.model.sampling.sampler import Draws
-from server.model.spec import ModelSpec
-from server.model.steps.rows import Rows
-from server.model.weights import ModelWeights
+from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.model.decoder import Decoder
+from loraplex.server.model.group import Group
+from loraplex.server.model.lora.lora import AdapterTable
+from loraplex.server.model.ops.group_ops import GroupOps
+from loraplex.server.model.ops.ops import KVCache
+from loraplex.server.model.sampling.row_sampling import RowSampling
+from loraplex.server.model.sampling.sampler import Draws
+from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.steps.rows import Rows
+from loraplex.server.model.weights import ModelWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from server.engine.messages import StartProgress
+from loraplex.server.engine.messages import StartProgress
 
 
 class StartPhases:

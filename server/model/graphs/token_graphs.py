@@ -12,18 +12,18 @@ from functools import partial
 import numpy as np
 import torch
 
-from server.engine.plan import StepPlan
-from server.model.decoder import Decoder, Embedded
-from server.model.graphs.end_graphs import EndGraphs
-from server.model.lora.lora import Reach
-from server.model.ops.capture import record
-from server.model.ops.device_lora import DeviceLora
-from server.model.ops.graph_attention import GraphAttention
-from server.model.ops.lora_linear import LinearOutput, Ready
-from server.model.ops.ops import StepLayout
-from server.model.ops.ops_cuda import CudaOps, CudaPlan
-from server.model.ops.sizes import MAX_PROMPTS, padded_size
-from server.model.ops.transfers import to_device
+from loraplex.server.engine.plan import StepPlan
+from loraplex.server.model.decoder import Decoder, Embedded
+from loraplex.server.model.graphs.end_graphs import EndGraphs
+from loraplex.server.model.lora.lora import Reach
+from loraplex.server.model.ops.capture import record
+from loraplex.server.model.ops.device_lora import DeviceLora
+from loraplex.server.model.ops.graph_attention import GraphAttention
+from loraplex.server.model.ops.lora_linear import LinearOutput, Ready
+from loraplex.server.model.ops.ops import StepLayout
+from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan
+from loraplex.server.model.ops.sizes import MAX_PROMPTS, padded_size
+from loraplex.server.model.ops.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)

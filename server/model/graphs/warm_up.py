@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from server.engine.executor import ExecutorLimits
-from server.kernels.attention.decode_attention import rows_of_each_shape
-from server.kernels.moe.grouped import tokens_of_each_shape
-from server.model.decoder import Decoder
-from server.model.moe_spec import MoeSpec
-from server.model.ops.memory import LOGITS_ROWS
-from server.model.ops.ops import StepLayout
-from server.model.ops.sizes import MOST_PADDING
-from server.model.spec import ModelSpec
-from server.model.steps.rows import Rows
+from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.kernels.attention.decode_attention import rows_of_each_shape
+from loraplex.server.kernels.moe.grouped import tokens_of_each_shape
+from loraplex.server.model.decoder import Decoder
+from loraplex.server.model.moe_spec import MoeSpec
+from loraplex.server.model.ops.memory import LOGITS_ROWS
+from loraplex.server.model.ops.ops import StepLayout
+from loraplex.server.model.ops.sizes import MOST_PADDING
+from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.steps.rows import Rows
 
 if TYPE_CHECKING:
-    from server.model.ops.ops_cuda import CudaOps  # which needs FlashInfer
+    from loraplex.server.model.ops.ops_cuda import CudaOps  # which needs FlashInfer
 
 # Token counts that between them use every kernel of steps outside graphs.
 _WARM_TOKENS = (3, 40, 300, 600, 2100)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
-from server.kernels.launch.configs import KernelConfigs, SkinnyConfig
+from loraplex.server.kernels.launch.configs import KernelConfigs, SkinnyConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class DenseLinear:
         """x: `[rows, in_features]` -> `[rows, out_features]`, in `out` where that is given."""
         if isinstance(way, SkinnyConfig):
             # Not at the top: the CPU's operations need no Triton.
-            from server.kernels.linear.skinny import skinny_product
+            from loraplex.server.kernels.linear.skinny import skinny_product
 
             out = x.new_empty(len(x), self.out_features) if out is None else out
             skinny_product(x, self.weight, self.bias, out, way)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from server.kernels.linear.matrix import PackedMatrix
-from server.model.linear.dense import DenseLinear
-from server.model.linear.quantised import QuantisedLinear
-from server.model.moe_spec import MoeSpec
+from loraplex.server.kernels.linear.matrix import PackedMatrix
+from loraplex.server.model.linear.dense import DenseLinear
+from loraplex.server.model.linear.quantised import QuantisedLinear
+from loraplex.server.model.moe_spec import MoeSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,6 @@
 """A matrix of the base, as it is stored on the device."""
 
-from server.model.linear.dense import DenseLinear
-from server.model.linear.quantised import QuantisedLinear
+from loraplex.server.model.linear.dense import DenseLinear
+from loraplex.server.model.linear.quantised import QuantisedLinear
 
 Linear = DenseLinear | QuantisedLinear

@@ -2,9 +2,9 @@
 
 import torch
 
-from server.config import AtLoad
-from server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, packed
-from server.model.quantisation.forms import FOUR_BIT_BLOCK
+from loraplex.server.config import AtLoad
+from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, packed
+from loraplex.server.model.quantisation.forms import FOUR_BIT_BLOCK
 
 _FP8_MOST = torch.finfo(torch.float8_e4m3fn).max
 # QLoRA (Dettmers et al. 2023), appendix E: quantiles of the normal distribution, with an exact 0.

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from server.kernels.launch.configs import KernelConfigs, PackedConfig
-from server.kernels.linear.matrix import PackedMatrix
-from server.kernels.linear.split import split_of_codes, split_of_table
-from server.model.linear.dense import DEFAULT, DenseLinear, Way
-from server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, unpacked
+from loraplex.server.kernels.launch.configs import KernelConfigs, PackedConfig
+from loraplex.server.kernels.linear.matrix import PackedMatrix
+from loraplex.server.kernels.linear.split import split_of_codes, split_of_table
+from loraplex.server.model.linear.dense import DEFAULT, DenseLinear, Way
+from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, unpacked
 
 _LEAST_GROUP = 16
 _LEAST_RUN, _MOST_RUN = 32, 128
@@ -60,7 +60,7 @@ class QuantisedLinear:
         """As of DenseLinear."""
         if not isinstance(way, PackedConfig):
             return DenseLinear(self.dequantised(), self.bias).run(x, out, way)
-        from server.kernels.linear.packed_product import packed_product
+        from loraplex.server.kernels.linear.packed_product import packed_product
 
         out = x.new_empty(len(x), self.out_features) if out is None else out
         packed_product(x, self.weight, self.bias, out, way)
@@ -74,7 +74,7 @@ class QuantisedLinear:
 
     def dequantised(self) -> torch.Tensor:
         """As of DenseLinear; a new tensor at each call."""
-        from server.kernels.linear.dequantise import dequantise
+        from loraplex.server.kernels.linear.dequantise import dequantise
 
         device = self.weight.numbers.device
         matrix = torch.empty(self.weight.shape, dtype=self.dtype, device=device)

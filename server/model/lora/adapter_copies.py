@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from server.engine.executor import (
+from loraplex.server.engine.executor import (
     COPY_FAILED,
     AdapterCopy,
     CopyNews,
@@ -18,9 +18,9 @@ from server.engine.executor import (
     CopySums,
     CopyUsable,
 )
-from server.model.lora.arena_weights import Adapter
-from server.model.lora.finishing import Finisher, Unfinished
-from server.model.lora.lora import AdapterTable
+from loraplex.server.model.lora.arena_weights import Adapter
+from loraplex.server.model.lora.finishing import Finisher, Unfinished
+from loraplex.server.model.lora.lora import AdapterTable
 
 log = logging.getLogger(__name__)
 

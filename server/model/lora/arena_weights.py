@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from adapters.slab.layout import num_vectors
-from server.model.lora.own_rows import OwnRows, ids_on, norms_of
-from server.model.lora.sites import PlacedAdapter, Site, Sites
-from server.model.weights import Norm
+from loraplex.adapters.slab.layout import num_vectors
+from loraplex.server.model.lora.own_rows import OwnRows, ids_on, norms_of
+from loraplex.server.model.lora.sites import PlacedAdapter, Site, Sites
+from loraplex.server.model.weights import Norm
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

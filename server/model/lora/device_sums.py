@@ -6,7 +6,7 @@ the sums back when all devices have offered theirs.
 
 import torch
 
-from server.engine.executor import CopySums
+from loraplex.server.engine.executor import CopySums
 
 
 class DeviceSums:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from server.engine.executor import AdapterCopy, CopySums
-from server.model.lora.arena_weights import Adapter
-from server.model.lora.device_sums import DeviceSums
+from loraplex.server.engine.executor import AdapterCopy, CopySums
+from loraplex.server.model.lora.arena_weights import Adapter
+from loraplex.server.model.lora.device_sums import DeviceSums
 
 _FINISHED = object()
 

@@ -11,12 +11,12 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from adapters.manifest import SlabLayout
-from server.kernels.lora.table import MAX_RANK, RANK_BLOCKS, LoraTable
-from server.kernels.lora.vector_table import VectorTable
-from server.model.lora.arena_weights import DTYPES, Adapter, SiteWeights
-from server.model.lora.own_rows import OwnParts, OwnSegment
-from server.model.lora.sites import PlacedAdapter, Site, Sites, place
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.server.kernels.lora.table import MAX_RANK, RANK_BLOCKS, LoraTable
+from loraplex.server.kernels.lora.vector_table import VectorTable
+from loraplex.server.model.lora.arena_weights import DTYPES, Adapter, SiteWeights
+from loraplex.server.model.lora.own_rows import OwnParts, OwnSegment
+from loraplex.server.model.lora.sites import PlacedAdapter, Site, Sites, place
 
 
 class Reach(IntEnum):

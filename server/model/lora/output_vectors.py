@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from adapters.peft.lora_tensors import B_BIAS, MAGNITUDES, OWN_BIAS
-from server.model.linear.linear import Linear
-from server.model.lora.arena_weights import Adapter, Projection, SiteWeights
-from server.model.lora.sites import BY_INPUTS, Site, Sites
-from server.model.weights import ModelWeights
+from loraplex.adapters.peft.lora_tensors import B_BIAS, MAGNITUDES, OWN_BIAS
+from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.lora.arena_weights import Adapter, Projection, SiteWeights
+from loraplex.server.model.lora.sites import BY_INPUTS, Site, Sites
+from loraplex.server.model.weights import ModelWeights
 
 # Of a matrix, in float32 at once; a piece is what is queued at once beside running steps.
 _CHUNK, _PIECE = 1 << 23, 1 << 26

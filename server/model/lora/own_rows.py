@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from server.model.spec import NormSpec
-from server.model.weights import Norm
+from loraplex.server.model.spec import NormSpec
+from loraplex.server.model.weights import Norm
 
 # The logit of a token that an adapter does not have: never drawn, and finite in every dtype.
 NEVER = -6e4
@@ -23,7 +23,7 @@ class OwnRows:
     """rows: `[n, hidden]`. ids: int64 `[n]`, the token of each; None = all tokens of the adapter's
     vocabulary, which may be smaller or larger than the base's. size: of that vocabulary. Of devices
     that share the base each has the rows of its tokens, perhaps none, and counts them as
-    `adapters.token_rows` says."""
+    `loraplex.adapters.token_rows` says."""
 
     rows: torch.Tensor
     ids: torch.Tensor | None

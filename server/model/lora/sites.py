@@ -10,13 +10,13 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from adapters.base import MAX_NEW_IDS, MODEL_SITES, SiteKind
-from adapters.manifest import SiteLayout, SlabLayout
-from adapters.sharding import WHOLE, Shard
-from adapters.slab.layout import num_vectors
-from adapters.token_rows import ids_of_shard, rows_of_each
-from server.kernels.lora.table import MAX_PROJECTIONS
-from server.model.spec import LinearSpec, ModelSpec, NormSpec
+from loraplex.adapters.base import MAX_NEW_IDS, MODEL_SITES, SiteKind
+from loraplex.adapters.manifest import SiteLayout, SlabLayout
+from loraplex.adapters.sharding import WHOLE, Shard
+from loraplex.adapters.slab.layout import num_vectors
+from loraplex.adapters.token_rows import ids_of_shard, rows_of_each
+from loraplex.server.kernels.lora.table import MAX_PROJECTIONS
+from loraplex.server.model.spec import LinearSpec, ModelSpec, NormSpec
 
 # Whose inputs devices share out; they all have every output.
 BY_INPUTS: tuple[SiteKind, ...] = ("o", "down", "embed_tokens")
@@ -126,8 +126,8 @@ class Sites:
 @dataclass(frozen=True, slots=True)
 class PlacedTable:
     """Rows in place of the base's, those that the device has. site: its number. begin: bytes from
-    the arena's start. ids: the token of each, as the device counts them (`adapters.token_rows`);
-    None = all tokens. size: of the adapter's vocabulary."""
+    the arena's start. ids: the token of each, as the device counts them
+    (`loraplex.adapters.token_rows`); None = all tokens. size: of the adapter's vocabulary."""
 
     site: int
     begin: int

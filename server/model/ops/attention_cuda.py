@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from server.kernels.attention.decode_attention import (
+from loraplex.server.kernels.attention.decode_attention import (
     DecodeBatchView,
     DecodeScratch,
     LayerScores,
     decode_attention,
 )
-from server.kernels.attention.decode_work import DecodeItems, WorkLayout
-from server.kernels.attention.rotation import QkNorm, Rotation
-from server.kernels.lora.pending import PendingDelta
-from server.model.ops.cache_pages import cache_pages
-from server.model.ops.ops import KVCache, StepLayout
-from server.model.ops.prompt_attention import PromptAttention
-from server.model.ops.score_rules import distinct_windows, score_rules
-from server.model.ops.transfers import to_device
-from server.model.spec import ModelSpec
+from loraplex.server.kernels.attention.decode_work import DecodeItems, WorkLayout
+from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
+from loraplex.server.kernels.lora.pending import PendingDelta
+from loraplex.server.model.ops.cache_pages import cache_pages
+from loraplex.server.model.ops.ops import KVCache, StepLayout
+from loraplex.server.model.ops.prompt_attention import PromptAttention
+from loraplex.server.model.ops.score_rules import distinct_windows, score_rules
+from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.spec import ModelSpec
 
 
 def prompt_backend(capability: tuple[int, int]) -> str:

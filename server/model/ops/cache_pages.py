@@ -1,7 +1,7 @@
 """The cache's pages of one layer, as the kernels take them."""
 
-from server.kernels.attention.pages import CachePages
-from server.model.ops.ops import KVCache
+from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.model.ops.ops import KVCache
 
 
 def cache_pages(cache: KVCache, layer: int) -> CachePages:

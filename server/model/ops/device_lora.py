@@ -5,17 +5,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from server.kernels.launch.configs import KernelConfigs, Phase, SkinnyLoraConfig
-from server.kernels.linear.stack import Stack, allocate_stack, stack_rows
-from server.kernels.lora.segments import Segments, allocate_segments, route
-from server.kernels.lora.table import RANK_BLOCKS, LoraTable
-from server.kernels.lora.vector_table import VectorTable
-from server.kernels.lora.workspace import Workspace, allocate_workspace
-from server.model.lora.lora import AdapterTable, Reach
-from server.model.lora.own_rows import OwnSegment
-from server.model.ops import lora_strategy
-from server.model.ops.lora_strategy import Consumers, Regime, Strategies
-from server.model.ops.transfers import to_device
+from loraplex.server.kernels.launch.configs import KernelConfigs, Phase, SkinnyLoraConfig
+from loraplex.server.kernels.linear.stack import Stack, allocate_stack, stack_rows
+from loraplex.server.kernels.lora.segments import Segments, allocate_segments, route
+from loraplex.server.kernels.lora.table import RANK_BLOCKS, LoraTable
+from loraplex.server.kernels.lora.vector_table import VectorTable
+from loraplex.server.kernels.lora.workspace import Workspace, allocate_workspace
+from loraplex.server.model.lora.lora import AdapterTable, Reach
+from loraplex.server.model.lora.own_rows import OwnSegment
+from loraplex.server.model.ops import lora_strategy
+from loraplex.server.model.ops.lora_strategy import Consumers, Regime, Strategies
+from loraplex.server.model.ops.transfers import to_device
 
 # Parts of the activation's columns whose sums for down's LoRA are kept apart.
 _DOWN_SPLIT = 16

@@ -2,19 +2,19 @@
 
 import torch
 
-from server.kernels.launch.configs import KernelConfigs
-from server.kernels.moe.choose import assign_experts
-from server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
-from server.kernels.moe.grouped import GroupedShape, grouped_product, grouped_shape
-from server.kernels.moe.row_lora import MOST_ROWS, add_row_lora, gated_row_lora
-from server.kernels.moe.tiles import ExpertTiles
-from server.kernels.pointwise.gated import GatedActivation, gated
-from server.model.linear.experts import ExpertsLinear, MoeWeights
-from server.model.lora.lora import AdapterTable
-from server.model.lora.sites import LayerSites, Site
-from server.model.ops.device_lora import DeviceLora
-from server.model.ops.lora_linear import ByExperts
-from server.model.ops.products import Products
+from loraplex.server.kernels.launch.configs import KernelConfigs
+from loraplex.server.kernels.moe.choose import assign_experts
+from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
+from loraplex.server.kernels.moe.grouped import GroupedShape, grouped_product, grouped_shape
+from loraplex.server.kernels.moe.row_lora import MOST_ROWS, add_row_lora, gated_row_lora
+from loraplex.server.kernels.moe.tiles import ExpertTiles
+from loraplex.server.kernels.pointwise.gated import GatedActivation, gated
+from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
+from loraplex.server.model.lora.lora import AdapterTable
+from loraplex.server.model.lora.sites import LayerSites, Site
+from loraplex.server.model.ops.device_lora import DeviceLora
+from loraplex.server.model.ops.lora_linear import ByExperts
+from loraplex.server.model.ops.products import Products
 
 
 class Experts:

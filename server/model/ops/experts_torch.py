@@ -3,10 +3,10 @@
 import torch
 from torch.nn import functional
 
-from server.model.linear.experts import MoeWeights
-from server.model.lora.lora import LoraBatch
-from server.model.lora.sites import LayerSites
-from server.model.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertActivation
+from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.lora.lora import LoraBatch
+from loraplex.server.model.lora.sites import LayerSites
+from loraplex.server.model.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertActivation
 
 
 def run_experts(

@@ -6,12 +6,12 @@ import flashinfer
 import numpy as np
 import torch
 
-from server.kernels.attention.decode_inputs import gather_pages
-from server.model.ops.memory import split_prompts_bytes
-from server.model.ops.ops import KVCache, StepLayout
-from server.model.ops.sizes import MAX_PROMPTS, PromptRoom
-from server.model.ops.transfers import to_device
-from server.model.spec import ModelSpec
+from loraplex.server.kernels.attention.decode_inputs import gather_pages
+from loraplex.server.model.ops.memory import split_prompts_bytes
+from loraplex.server.model.ops.ops import KVCache, StepLayout
+from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
+from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.spec import ModelSpec
 
 _LEAST_WORKSPACE_BYTES = 1 << 20
 _INT_WORKSPACE_BYTES = 8 << 20

@@ -7,11 +7,11 @@ first token is always a prompt's.
 import numpy as np
 import torch
 
-from server.kernels.attention.decode_work import WorkLayout
-from server.model.ops.attention_cuda import Attention, decode_views
-from server.model.ops.ops import StepLayout
-from server.model.ops.ops_cuda import CudaOps, CudaPlan
-from server.model.ops.prompt_attention import PromptAttention
+from loraplex.server.kernels.attention.decode_work import WorkLayout
+from loraplex.server.model.ops.attention_cuda import Attention, decode_views
+from loraplex.server.model.ops.ops import StepLayout
+from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan
+from loraplex.server.model.ops.prompt_attention import PromptAttention
 
 _ALL = slice(0, None)
 

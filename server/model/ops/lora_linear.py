@@ -7,21 +7,21 @@ from typing import NamedTuple, assert_never
 
 import torch
 
-from server.kernels.launch.configs import KernelConfigs, Phase
-from server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
-from server.kernels.lora.expand import expand
-from server.kernels.lora.pending import PendingDelta, PendingLora
-from server.kernels.lora.scale_outputs import scale_outputs
-from server.kernels.lora.shrink import gather_embedding, shrink
-from server.kernels.lora.table import LoraTable
-from server.kernels.lora.workspace import Workspace
-from server.kernels.pointwise.shared_terms import SharedTerms
-from server.model.linear.dense import DenseLinear
-from server.model.linear.linear import Linear
-from server.model.lora.sites import Site
-from server.model.ops.device_lora import DeviceLora, FusedLora, ShrinkingLora
-from server.model.ops.lora_strategy import Strategy
-from server.model.ops.products import Products
+from loraplex.server.kernels.launch.configs import KernelConfigs, Phase
+from loraplex.server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
+from loraplex.server.kernels.lora.expand import expand
+from loraplex.server.kernels.lora.pending import PendingDelta, PendingLora
+from loraplex.server.kernels.lora.scale_outputs import scale_outputs
+from loraplex.server.kernels.lora.shrink import gather_embedding, shrink
+from loraplex.server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.lora.workspace import Workspace
+from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
+from loraplex.server.model.linear.dense import DenseLinear
+from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.lora.sites import Site
+from loraplex.server.model.ops.device_lora import DeviceLora, FusedLora, ShrinkingLora
+from loraplex.server.model.ops.lora_strategy import Strategy
+from loraplex.server.model.ops.products import Products
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import NamedTuple
 
-from adapters.base import SiteKind
-from server.kernels.launch.configs import Phase
-from server.model.moe_spec import MoeSpec
-from server.model.spec import ModelSpec
+from loraplex.adapters.base import SiteKind
+from loraplex.server.kernels.launch.configs import Phase
+from loraplex.server.model.moe_spec import MoeSpec
+from loraplex.server.model.spec import ModelSpec
 
 # Up to so many tokens a delta of gate_up beside its linear costs less than expanding in the
 # activation, and tiles are shared out among programs.

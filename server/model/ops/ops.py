@@ -9,12 +9,12 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from server.model.linear.experts import MoeWeights
-from server.model.linear.linear import Linear
-from server.model.lora.sites import LayerSites, Site
-from server.model.page_groups import PageGroups
-from server.model.spec import Activation
-from server.model.weights import KvScales, Norm
+from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.lora.sites import LayerSites, Site
+from loraplex.server.model.page_groups import PageGroups
+from loraplex.server.model.spec import Activation
+from loraplex.server.model.weights import KvScales, Norm
 
 
 @dataclass(frozen=True, slots=True)

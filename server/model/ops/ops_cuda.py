@@ -7,21 +7,21 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from server.kernels.attention.decode_work import WorkLayout
-from server.kernels.attention.rope_append import rope_append
-from server.kernels.attention.rope_append_lora import rope_append_lora
-from server.kernels.attention.rotation import QkNorm
-from server.kernels.launch.configs import KernelConfigs, load_configs
-from server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
-from server.kernels.pointwise.gated import gated
-from server.kernels.pointwise.gated_lora import gated_lora
-from server.kernels.pointwise.shared_terms import SharedTerms
-from server.kernels.pointwise.sum_norm import sum_norm
-from server.model.group import DeviceSum
-from server.model.linear.experts import MoeWeights
-from server.model.linear.linear import Linear
-from server.model.lora.lora import AdapterTable, Reach
-from server.model.lora.own_rows import (
+from loraplex.server.kernels.attention.decode_work import WorkLayout
+from loraplex.server.kernels.attention.rope_append import rope_append
+from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
+from loraplex.server.kernels.attention.rotation import QkNorm
+from loraplex.server.kernels.launch.configs import KernelConfigs, load_configs
+from loraplex.server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
+from loraplex.server.kernels.pointwise.gated import gated
+from loraplex.server.kernels.pointwise.gated_lora import gated_lora
+from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
+from loraplex.server.kernels.pointwise.sum_norm import sum_norm
+from loraplex.server.model.group import DeviceSum
+from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.lora.lora import AdapterTable, Reach
+from loraplex.server.model.lora.own_rows import (
     embed_own,
     forbid_others,
     ids_of_base,
@@ -29,12 +29,12 @@ from server.model.lora.own_rows import (
     own_logits,
     widened,
 )
-from server.model.lora.sites import LayerSites, Site
-from server.model.ops.attention_cuda import Attention, PagedAttention
-from server.model.ops.cache_pages import cache_pages
-from server.model.ops.device_lora import DeviceLora, LoraBatches
-from server.model.ops.experts_cuda import Experts
-from server.model.ops.lora_linear import (
+from loraplex.server.model.lora.sites import LayerSites, Site
+from loraplex.server.model.ops.attention_cuda import Attention, PagedAttention
+from loraplex.server.model.ops.cache_pages import cache_pages
+from loraplex.server.model.ops.device_lora import DeviceLora, LoraBatches
+from loraplex.server.model.ops.experts_cuda import Experts
+from loraplex.server.model.ops.lora_linear import (
     ByExperts,
     Deferred,
     DeferredShrinkNext,
@@ -45,12 +45,12 @@ from server.model.ops.lora_linear import (
     Unsummed,
     WithDelta,
 )
-from server.model.ops.lora_strategy import NONE_SUMMED, Consumers, SummedSites
-from server.model.ops.ops import KVCache, StepLayout
-from server.model.ops.products import Products
-from server.model.ops.rotations import Rotations
-from server.model.spec import Activation, ModelSpec
-from server.model.weights import Norm
+from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, Consumers, SummedSites
+from loraplex.server.model.ops.ops import KVCache, StepLayout
+from loraplex.server.model.ops.products import Products
+from loraplex.server.model.ops.rotations import Rotations
+from loraplex.server.model.spec import Activation, ModelSpec
+from loraplex.server.model.weights import Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,10 @@ class CudaPlan:
 
 
 class CudaOps:
-    """Implements `server.model.ops.ops.Ops` in bfloat16 and float16 with float32 accumulation."""
+    """Implements `loraplex.server.model.ops.ops.Ops` in bfloat16 and float16.
+
+    Sums are float32.
+    """
 
     def __init__(
         self,

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from server.kernels.pointwise.shared_terms import SharedTerms
-from server.model.group import DeviceSum
-from server.model.linear.experts import MoeWeights
-from server.model.linear.linear import Linear
-from server.model.lora.lora import AdapterTable, LoraBatch
-from server.model.lora.own_rows import (
+from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
+from loraplex.server.model.group import DeviceSum
+from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.lora.lora import AdapterTable, LoraBatch
+from loraplex.server.model.lora.own_rows import (
     embed_own,
     forbid_others,
     ids_of_base,
@@ -19,13 +19,13 @@ from server.model.lora.own_rows import (
     own_logits,
     widened,
 )
-from server.model.lora.sites import LayerSites, Site
-from server.model.ops.experts_torch import run_experts
-from server.model.ops.ops import KVCache, StepLayout
-from server.model.ops.rope import cos_sin, inverse_frequencies, rotate
-from server.model.ops.transfers import to_device
-from server.model.spec import Activation, AttentionSpec, ModelSpec, PositionScale, RopeSpec
-from server.model.weights import Norm
+from loraplex.server.model.lora.sites import LayerSites, Site
+from loraplex.server.model.ops.experts_torch import run_experts
+from loraplex.server.model.ops.ops import KVCache, StepLayout
+from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate
+from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.spec import Activation, AttentionSpec, ModelSpec, PositionScale, RopeSpec
+from loraplex.server.model.weights import Norm
 
 Masks = dict[int | None, torch.Tensor | None]
 
@@ -71,7 +71,7 @@ class TorchPlan:
 
 
 class TorchOps:
-    """Implements `server.model.ops.ops.Ops` for any model, dtype and device."""
+    """Implements `loraplex.server.model.ops.ops.Ops` for any model, dtype and device."""
 
     def __init__(self, model: ModelSpec, cache: KVCache, table: AdapterTable) -> None:
         self.model = model

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from server.kernels.launch.configs import KernelConfigs
-from server.model.linear.dense import DEFAULT, Library, Way
-from server.model.linear.linear import Linear
-from server.model.ops.capture import record
+from loraplex.server.kernels.launch.configs import KernelConfigs
+from loraplex.server.model.linear.dense import DEFAULT, Library, Way
+from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.ops.capture import record
 
 # Layers that a measurement goes through. With few rows weights are to come from memory as in a
 # step, and kernels to follow each other; with many neither counts, and each takes longer.

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from server.model.spec import RopeSpec
+from loraplex.server.model.spec import RopeSpec
 
 
 def inverse_frequencies(

@@ -2,9 +2,9 @@
 
 import torch
 
-from server.kernels.attention.rotation import Rotation
-from server.model.ops.rope import cos_sin, inverse_frequencies
-from server.model.spec import AttentionSpec, ModelSpec, PositionScale, RopeSpec
+from loraplex.server.kernels.attention.rotation import Rotation
+from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
+from loraplex.server.model.spec import AttentionSpec, ModelSpec, PositionScale, RopeSpec
 
 
 class Rotations:

@@ -3,19 +3,19 @@
 import numpy as np
 import torch
 
-from server.kernels.attention.prompt_attention import (
+from loraplex.server.kernels.attention.prompt_attention import (
     TILE_COLUMNS,
     cut_prompts,
     max_tiles,
     prompt_attention,
     tile_shape,
 )
-from server.model.ops.cache_pages import cache_pages
-from server.model.ops.ops import KVCache, StepLayout
-from server.model.ops.score_rules import score_rules
-from server.model.ops.sizes import MAX_PROMPTS, PromptRoom
-from server.model.ops.transfers import to_device
-from server.model.spec import ModelSpec
+from loraplex.server.model.ops.cache_pages import cache_pages
+from loraplex.server.model.ops.ops import KVCache, StepLayout
+from loraplex.server.model.ops.score_rules import score_rules
+from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
+from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.spec import ModelSpec
 
 
 class TiledPrompts:

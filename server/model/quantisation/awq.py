@@ -1,8 +1,8 @@
 """AWQ checkpoints, as AutoAWQ and GPTQModel write them. Pure."""
 
-from server.model.quantisation.forms import AwqForm
-from server.model.quantisation.quantisation import Quantisation, of_every_module
-from server.model.quantisation.settings import Table, bits, flag, group_size, one_of
+from loraplex.server.model.quantisation.forms import AwqForm
+from loraplex.server.model.quantisation.quantisation import Quantisation, of_every_module
+from loraplex.server.model.quantisation.settings import Table, bits, flag, group_size, one_of
 
 
 def read_awq(table: Table) -> Quantisation:

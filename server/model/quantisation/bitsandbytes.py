@@ -1,8 +1,8 @@
 """Checkpoints that bitsandbytes quantised. Pure."""
 
-from server.model.quantisation.forms import FourBitForm, RowwiseForm
-from server.model.quantisation.quantisation import Quantisation, of_every_module
-from server.model.quantisation.settings import Table, flag, one_of
+from loraplex.server.model.quantisation.forms import FourBitForm, RowwiseForm
+from loraplex.server.model.quantisation.quantisation import Quantisation, of_every_module
+from loraplex.server.model.quantisation.settings import Table, flag, one_of
 
 
 def read_bitsandbytes(table: Table) -> Quantisation:

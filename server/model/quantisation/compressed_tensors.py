@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, cast
 
-from server.model.quantisation.forms import EightBitForm, PackedForm, Scales, WeightForm
-from server.model.quantisation.fp8 import block_of
-from server.model.quantisation.quantisation import Quantisation, QuantisationRule
-from server.model.quantisation.settings import Table, bits, flag, group_size, inner, one_of
+from loraplex.server.model.quantisation.forms import EightBitForm, PackedForm, Scales, WeightForm
+from loraplex.server.model.quantisation.fp8 import block_of
+from loraplex.server.model.quantisation.quantisation import Quantisation, QuantisationRule
+from loraplex.server.model.quantisation.settings import Table, bits, flag, group_size, inner, one_of
 
 _PATTERN = "re:"
 _EVERY = ("Linear",)

@@ -1,8 +1,8 @@
 """FP8 checkpoints of `quant_method` `fp8` and `fbgemm_fp8`. Pure."""
 
-from server.model.quantisation.forms import INVERSE, EightBitForm
-from server.model.quantisation.quantisation import Quantisation, of_every_module
-from server.model.quantisation.settings import Table, one_of
+from loraplex.server.model.quantisation.forms import INVERSE, EightBitForm
+from loraplex.server.model.quantisation.quantisation import Quantisation, of_every_module
+from loraplex.server.model.quantisation.settings import Table, one_of
 
 
 def read_fp8(table: Table) -> Quantisation:

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
-from server.model.quantisation.forms import GptqForm
-from server.model.quantisation.quantisation import Quantisation, QuantisationRule
-from server.model.quantisation.settings import Table, bits, flag, group_size, inner, one_of
+from loraplex.server.model.quantisation.forms import GptqForm
+from loraplex.server.model.quantisation.quantisation import Quantisation, QuantisationRule
+from loraplex.server.model.quantisation.settings import Table, bits, flag, group_size, inner, one_of
 
 _WITHOUT, _WITH = "-:", "+:"
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import msgspec
 
-from server.model.quantisation.forms import WeightForm
+from loraplex.server.model.quantisation.forms import WeightForm
 
 
 class QuantisationRule(msgspec.Struct, frozen=True):

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from types import MappingProxyType
 
-from server.model.quantisation.awq import read_awq
-from server.model.quantisation.bitsandbytes import read_bitsandbytes
-from server.model.quantisation.compressed_tensors import read_compressed_tensors
-from server.model.quantisation.fp8 import read_fbgemm, read_fp8
-from server.model.quantisation.gptq import read_gptq
-from server.model.quantisation.quantisation import Quantisation
-from server.model.quantisation.settings import Table
+from loraplex.server.model.quantisation.awq import read_awq
+from loraplex.server.model.quantisation.bitsandbytes import read_bitsandbytes
+from loraplex.server.model.quantisation.compressed_tensors import read_compressed_tensors
+from loraplex.server.model.quantisation.fp8 import read_fbgemm, read_fp8
+from loraplex.server.model.quantisation.gptq import read_gptq
+from loraplex.server.model.quantisation.quantisation import Quantisation
+from loraplex.server.model.quantisation.settings import Table
 
 # By `quant_method`.
 _METHODS: MappingProxyType[str, Callable[[Table], Quantisation]] = MappingProxyType(

@@ -5,19 +5,19 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from server.kernels.sampling.draw import DrawRows, draw_append
-from server.kernels.sampling.greedy import DrawMasks, GreedyScratch
-from server.model.ops.transfers import to_device
-from server.model.sampling.draws_torch import TorchDraws, in_pieces
-from server.model.sampling.masks import RowMasks
-from server.model.sampling.row_sampling import RowSampling
-from server.model.sampling.sampling import apply_history
-from server.model.sampling.to_draw import ToDraw
-from server.model.steps.rows import Rows
+from loraplex.server.kernels.sampling.draw import DrawRows, draw_append
+from loraplex.server.kernels.sampling.greedy import DrawMasks, GreedyScratch
+from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.sampling.draws_torch import TorchDraws, in_pieces
+from loraplex.server.model.sampling.masks import RowMasks
+from loraplex.server.model.sampling.row_sampling import RowSampling
+from loraplex.server.model.sampling.sampling import apply_history
+from loraplex.server.model.sampling.to_draw import ToDraw
+from loraplex.server.model.steps.rows import Rows
 
 
 class CudaDraws:
-    """Implements `server.model.sampling.sampler.Draws`."""
+    """Implements `loraplex.server.model.sampling.sampler.Draws`."""
 
     def __init__(self, rows: Rows, parameters: RowSampling, most: int) -> None:
         """most: draws of a step."""

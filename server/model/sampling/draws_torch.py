@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from server.model.ops.memory import LOGITS_ROWS
-from server.model.ops.transfers import to_device
-from server.model.sampling.row_sampling import RowSampling
-from server.model.sampling.sampling import sample
-from server.model.sampling.to_draw import ToDraw
-from server.model.steps.rows import Rows
+from loraplex.server.model.ops.memory import LOGITS_ROWS
+from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.sampling.row_sampling import RowSampling
+from loraplex.server.model.sampling.sampling import sample
+from loraplex.server.model.sampling.to_draw import ToDraw
+from loraplex.server.model.steps.rows import Rows
 
 
 def in_pieces(draw: Callable[[ToDraw], torch.Tensor], rows: ToDraw) -> torch.Tensor:
@@ -19,7 +19,7 @@ def in_pieces(draw: Callable[[ToDraw], torch.Tensor], rows: ToDraw) -> torch.Ten
 
 
 class TorchDraws:
-    """Implements `server.model.sampling.sampler.Draws`."""
+    """Implements `loraplex.server.model.sampling.sampler.Draws`."""
 
     def __init__(self, rows: Rows, parameters: RowSampling) -> None:
         self._rows, self._parameters = rows, parameters

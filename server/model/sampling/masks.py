@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from server.engine.executor import Masks
-from server.model.ops.transfers import to_device
+from loraplex.server.engine.executor import Masks
+from loraplex.server.model.ops.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)

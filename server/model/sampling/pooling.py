@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from server.engine.plan import SeqSlice
-from server.model.ops.transfers import to_device, to_host
-from server.model.sampling.results import HostVectors
-from server.model.sampling.sampler import LogitsOf
-from server.model.steps.step import Step
-from server.protocol import VectorParams
+from loraplex.server.engine.plan import SeqSlice
+from loraplex.server.model.ops.transfers import to_device, to_host
+from loraplex.server.model.sampling.results import HostVectors
+from loraplex.server.model.sampling.sampler import LogitsOf
+from loraplex.server.model.steps.step import Step
+from loraplex.server.protocol import VectorParams
 
 # Places of tokens in the batch, int64 `[n]`, ascending -> their normed hidden states `[n, hidden]`.
 HiddenOf = Callable[[np.ndarray], torch.Tensor]

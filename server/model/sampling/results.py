@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from server.engine.plan import SeqSlice, SliceResult
-from server.model.sampling.sampling import Logprobs
-from server.model.sampling.to_draw import ToDraw
-from server.model.steps.drafts import joined
-from server.protocol import TokenLogprob
+from loraplex.server.engine.plan import SeqSlice, SliceResult
+from loraplex.server.model.sampling.sampling import Logprobs
+from loraplex.server.model.sampling.to_draw import ToDraw
+from loraplex.server.model.steps.drafts import joined
+from loraplex.server.protocol import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from adapters.base import MAX_NEW_IDS
-from server.engine.admission import MAX_LOGPROB_TOKEN_IDS
-from server.engine.plan import RowStart
-from server.kernels.sampling import draw_columns
-from server.model.ops.transfers import to_device
-from server.model.sampling.masks import RowMasks
-from server.model.sampling.sampling import (
+from loraplex.adapters.base import MAX_NEW_IDS
+from loraplex.server.engine.admission import MAX_LOGPROB_TOKEN_IDS
+from loraplex.server.engine.plan import RowStart
+from loraplex.server.kernels.sampling import draw_columns
+from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.sampling.masks import RowMasks
+from loraplex.server.model.sampling.sampling import (
     Allowed,
     Entries,
     History,
@@ -20,8 +20,8 @@ from server.model.sampling.sampling import (
     Truncation,
     Typical,
 )
-from server.model.steps.rows import Rows
-from server.protocol import SamplingParams
+from loraplex.server.model.steps.rows import Rows
+from loraplex.server.protocol import SamplingParams
 
 _FLOATS = (
     "temperature",
@@ -45,7 +45,7 @@ class RowSampling:
     """One entry a row; host arrays, gathered for the rows of a step without a loop over them.
 
     table: int32 `[rows + 1, 8]` on the device, the columns of
-    `server.kernels.sampling.draw_columns`; the last row is no sequence's.
+    `loraplex.server.kernels.sampling.draw_columns`; the last row is no sequence's.
     """
 
     def __init__(

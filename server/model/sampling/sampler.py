@@ -7,13 +7,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from server.model.ops.memory import LOGITS_ROWS
-from server.model.ops.transfers import to_device, to_host
-from server.model.sampling.results import HostLogprobs, PromptLogprobs
-from server.model.sampling.row_sampling import RowSampling
-from server.model.sampling.sampling import Logprobs, logprobs, ranks
-from server.model.sampling.to_draw import ToDraw
-from server.model.steps.rows import Rows
+from loraplex.server.model.ops.memory import LOGITS_ROWS
+from loraplex.server.model.ops.transfers import to_device, to_host
+from loraplex.server.model.sampling.results import HostLogprobs, PromptLogprobs
+from loraplex.server.model.sampling.row_sampling import RowSampling
+from loraplex.server.model.sampling.sampling import Logprobs, logprobs, ranks
+from loraplex.server.model.sampling.to_draw import ToDraw
+from loraplex.server.model.steps.rows import Rows
 
 # Places of tokens in the batch, int64 `[n]`, ascending -> their logits `[n, vocab]`.
 LogitsOf = Callable[[np.ndarray], torch.Tensor]

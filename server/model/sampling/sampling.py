@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from server.model.sampling.philox import uniform
+from loraplex.server.model.sampling.philox import uniform
 
 _NEVER = float("-inf")
 # Past tokens of a row that are counted at once: what it takes does not grow with the context.

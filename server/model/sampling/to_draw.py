@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from server.model.sampling.masks import RowMasks
+from loraplex.server.model.sampling.masks import RowMasks
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import msgspec
 
-from server.engine.plan import SeqSlice, SliceResult, StepPlan
+from loraplex.server.engine.plan import SeqSlice, SliceResult, StepPlan
 
 
 def spread(plan: StepPlan) -> StepPlan:

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from server.engine.plan import PageGrant, RowStart, SeqSlice
-from server.model.ops.transfers import to_device
+from loraplex.server.engine.plan import PageGrant, RowStart, SeqSlice
+from loraplex.server.model.ops.transfers import to_device
 
 # (row, first column, values)
 Write = tuple[int, int, Sequence[int]]

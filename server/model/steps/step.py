@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from server.engine.plan import SeqSlice, StepPlan
-from server.model.ops.ops import StepLayout
-from server.model.ops.transfers import to_device
-from server.model.steps.rows import Rows
+from loraplex.server.engine.plan import SeqSlice, StepPlan
+from loraplex.server.model.ops.ops import StepLayout
+from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.steps.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)

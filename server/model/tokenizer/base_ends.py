@@ -4,10 +4,10 @@ from collections.abc import Collection, Iterator, Mapping
 
 from tokenizers import Tokenizer
 
-from adapters.chat.conversation import TemplateFault
-from adapters.chat.template import ChatTemplate
-from adapters.chat.turn_end import PROBES, turn_ends
-from server.model.spec import ModelSpec
+from loraplex.adapters.chat.conversation import TemplateFault
+from loraplex.adapters.chat.template import ChatTemplate
+from loraplex.adapters.chat.turn_end import PROBES, turn_ends
+from loraplex.server.model.spec import ModelSpec
 
 
 def end_token_ids(

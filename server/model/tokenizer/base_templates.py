@@ -4,17 +4,17 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from adapters.chat.conversation import (
+from loraplex.adapters.chat.conversation import (
     DEFAULT_TEMPLATE,
     TEMPLATE_FILE,
     TEMPLATE_FOLDER,
     TemplateFault,
     listed_templates,
 )
-from adapters.chat.template import ChatTemplate
-from adapters.peft.special_tokens import special_tokens
-from server.model.checkpoint.checkpoint import read_optional_json, read_text
-from server.model.tokenizer.base_tokenizer import special_token_settings
+from loraplex.adapters.chat.template import ChatTemplate
+from loraplex.adapters.peft.special_tokens import special_tokens
+from loraplex.server.model.checkpoint.checkpoint import read_optional_json, read_text
+from loraplex.server.model.tokenizer.base_tokenizer import special_token_settings
 
 _MAX_TEMPLATE_BYTES = 1 << 20
 

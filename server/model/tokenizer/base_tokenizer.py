@@ -12,11 +12,15 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Tokenizer
 
-from adapters.peft.special_tokens import USUAL_TOKENS, special_tokens
-from server.model.checkpoint.checkpoint import CheckpointError, read_optional_json, read_text
-from server.model.checkpoint.model_files import CONFIG_FILE
-from server.model.tokenizer.rebuilt_tokenizer import DEFAULT_TOKENS, finish, rebuilt
-from server.model.tokenizer.tokenizer_class import RebuiltClass, rebuilt_class
+from loraplex.adapters.peft.special_tokens import USUAL_TOKENS, special_tokens
+from loraplex.server.model.checkpoint.checkpoint import (
+    CheckpointError,
+    read_optional_json,
+    read_text,
+)
+from loraplex.server.model.checkpoint.model_files import CONFIG_FILE
+from loraplex.server.model.tokenizer.rebuilt_tokenizer import DEFAULT_TOKENS, finish, rebuilt
+from loraplex.server.model.tokenizer.tokenizer_class import RebuiltClass, rebuilt_class
 
 TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 64 << 20

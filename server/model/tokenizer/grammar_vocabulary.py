@@ -3,10 +3,10 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from adapters.grammar.vocabulary import Vocabulary, VocabularyError, make_vocabulary
-from server.model.checkpoint.checkpoint import CheckpointError
-from server.model.tokenizer.base_templates import template_tokens
-from server.model.tokenizer.base_tokenizer import read_tokenizer
+from loraplex.adapters.grammar.vocabulary import Vocabulary, VocabularyError, make_vocabulary
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError
+from loraplex.server.model.tokenizer.base_templates import template_tokens
+from loraplex.server.model.tokenizer.base_tokenizer import read_tokenizer
 
 
 def read_vocabulary(folder: Path, vocab_size: int, eos: Collection[int]) -> Vocabulary:

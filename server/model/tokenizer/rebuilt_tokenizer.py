@@ -15,7 +15,7 @@ from tokenizers import (
 )
 from tokenizers.models import BPE
 
-from server.model.tokenizer.tokenizer_class import RebuiltClass
+from loraplex.server.model.tokenizer.tokenizer_class import RebuiltClass
 
 Settings = Mapping[str, Any]
 

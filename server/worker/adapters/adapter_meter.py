@@ -3,8 +3,8 @@
 import time
 from collections.abc import Collection
 
-from server.worker.adapters.thrash import ThrashWatch
-from server.worker.metrics import WorkerMetrics
+from loraplex.server.worker.adapters.thrash import ThrashWatch
+from loraplex.server.worker.metrics import WorkerMetrics
 
 THRASH_WINDOW_S = 300.0
 

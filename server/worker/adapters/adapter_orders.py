@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from typing import Protocol
 
-from server.engine.messages import (
+from loraplex.server.engine.messages import (
     AdapterSettled,
     EvictAdapter,
     PinAdapters,
@@ -20,8 +20,8 @@ from server.engine.messages import (
     ToEngine,
     WithdrawPreload,
 )
-from server.protocol import AdapterOrder, AdapterReport, AdapterTiers, TierState
-from server.worker.adapters.host_tier import HostTier
+from loraplex.server.protocol import AdapterOrder, AdapterReport, AdapterTiers, TierState
+from loraplex.server.worker.adapters.host_tier import HostTier
 
 log = logging.getLogger(__name__)
 

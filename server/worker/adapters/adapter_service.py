@@ -12,15 +12,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from typing import NamedTuple, Protocol
 
-from adapters.common.recent import Recent
-from adapters.errors import AdapterError
-from adapters.manifest import AdapterManifest
-from adapters.merge.recipe import MergeRecipe
-from adapters.ref import AdapterRef, RefSource, shown_name
-from server.protocol import AdapterLoad, AdapterMerge, AdapterState, LoadStage
-from server.worker.adapters.merging import Merger
-from server.worker.metrics import WorkerMetrics
-from server.worker.validation import check_load, check_merge
+from loraplex.adapters.common.recent import Recent
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.merge.recipe import MergeRecipe
+from loraplex.adapters.ref import AdapterRef, RefSource, shown_name
+from loraplex.server.protocol import AdapterLoad, AdapterMerge, AdapterState, LoadStage
+from loraplex.server.worker.adapters.merging import Merger
+from loraplex.server.worker.metrics import WorkerMetrics
+from loraplex.server.worker.validation import check_load, check_merge
 
 log = logging.getLogger(__name__)
 

@@ -2,13 +2,13 @@
 
 from concurrent.futures import Executor
 
-from adapters.base import BaseSpec
-from adapters.peft.validate import AdapterLimits, SlabRoom
-from adapters.ref import RefSource
-from adapters.sources.base import Source
-from adapters.sources.enabled import open_sources
-from adapters.store.store import AdapterStore
-from server.config import EngineConfig, WorkerConfig
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.peft.validate import AdapterLimits, SlabRoom
+from loraplex.adapters.ref import RefSource
+from loraplex.adapters.sources.base import Source
+from loraplex.adapters.sources.enabled import open_sources
+from loraplex.adapters.store.store import AdapterStore
+from loraplex.server.config import EngineConfig, WorkerConfig
 
 
 def open_store(

@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from adapters.errors import AdapterError
-from adapters.manifest import SlabLayout
-from adapters.slab.file import SlabGarbled, SlabSource
-from server.engine.memory.eviction import EvictionReason
-from server.engine.memory.extents import Span
-from server.engine.memory.residency import AdapterArena, Placement
-from server.protocol import TierState
-from server.worker.adapters.ahead import Ahead
-from server.worker.adapters.slab_saver import SlabSaver
-from server.worker.metrics import WorkerMetrics
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.adapters.slab.file import SlabGarbled, SlabSource
+from loraplex.server.engine.memory.eviction import EvictionReason
+from loraplex.server.engine.memory.extents import Span
+from loraplex.server.engine.memory.residency import AdapterArena, Placement
+from loraplex.server.protocol import TierState
+from loraplex.server.worker.adapters.ahead import Ahead
+from loraplex.server.worker.adapters.slab_saver import SlabSaver
+from loraplex.server.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
-from adapters.errors import AdapterError
-from adapters.manifest import AdapterManifest
-from adapters.merge.recipe import MergeRecipe
-from adapters.store.store import AdapterStore
-from server.protocol import AdapterMerge, LoadStage, MemberSource
-from server.worker import tether
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.merge.recipe import MergeRecipe
+from loraplex.adapters.store.store import AdapterStore
+from loraplex.server.protocol import AdapterMerge, LoadStage, MemberSource
+from loraplex.server.worker import tether
 
 log = logging.getLogger(__name__)
 
-MERGE_MODULE = "adapters.merge.process"
+MERGE_MODULE = "loraplex.adapters.merge.process"
 # Linear merges take seconds and do not wait behind the others, which may take minutes.
 LINEAR_THREADS = 2
 DENSE_THREADS = 1
@@ -58,7 +58,10 @@ class Merger:
         return self._store.merge(frame.recipe, self.run)
 
     def run(self, folder: Path) -> None:
-        """Does the job of `folder` (`adapters.merge.job`) in a process. Raises AdapterError."""
+        """Does the job of `folder` in a process, see `loraplex.adapters.merge.job`.
+
+        Raises AdapterError.
+        """
         with tempfile.TemporaryFile() as output:
             process = self._start(folder, output.fileno())
             try:

@@ -15,10 +15,16 @@ from urllib.parse import urlsplit
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from adapters.common.bounded import bounded
-from adapters.common.worker_record import GROUP, LEASE_S, WorkerRecord, is_worker_url, signed
-from server.config import WorkerConfig
-from server.worker.address import AddressError
+from loraplex.adapters.common.bounded import bounded
+from loraplex.adapters.common.worker_record import (
+    GROUP,
+    LEASE_S,
+    WorkerRecord,
+    is_worker_url,
+    signed,
+)
+from loraplex.server.config import WorkerConfig
+from loraplex.server.worker.address import AddressError
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
-from adapters.errors import AdapterError
-from adapters.manifest import SlabLayout
-from server.worker.metrics import WorkerMetrics
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.server.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 

@@ -4,10 +4,15 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from server.engine.messages import SlabMissing, SlabReleased, SlabStaged, ToEngine
-from server.worker.adapters.adapter_meter import AdapterMeter
-from server.worker.adapters.adapter_orders import AdapterOrders
-from server.worker.adapters.host_tier import HostTier, SlabGone, SlabUnavailable, StagedSlab
+from loraplex.server.engine.messages import SlabMissing, SlabReleased, SlabStaged, ToEngine
+from loraplex.server.worker.adapters.adapter_meter import AdapterMeter
+from loraplex.server.worker.adapters.adapter_orders import AdapterOrders
+from loraplex.server.worker.adapters.host_tier import (
+    HostTier,
+    SlabGone,
+    SlabUnavailable,
+    StagedSlab,
+)
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from adapters.common import extras
-from adapters.errors import CommandError
-from server.config import Device
+from loraplex.adapters.common import extras
+from loraplex.adapters.errors import CommandError
+from loraplex.server.config import Device
 
 # Attributes of the CUDA driver API (cuDeviceGetAttribute).
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from server.config import EngineConfig
-from server.engine.messages import Alive, EngineFailed, FromEngine, ToEngine
-from server.worker.process.engine_process import (
+from loraplex.server.config import EngineConfig
+from loraplex.server.engine.messages import Alive, EngineFailed, FromEngine, ToEngine
+from loraplex.server.worker.process.engine_process import (
     EngineDied,
     EngineProcess,
     GroupPlace,

@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from server.config import EngineConfig
-from server.engine.framing import MAX_FRAME_BYTES
-from server.engine.messages import (
+from loraplex.server.config import EngineConfig
+from loraplex.server.engine.framing import MAX_FRAME_BYTES
+from loraplex.server.engine.messages import (
     FromEngine,
     Shutdown,
     ToEngine,
     decode_from_engine,
     encode,
 )
-from server.worker import tether
+from loraplex.server.worker import tether
 
-ENGINE_MODULE = "server.engine.main"
+ENGINE_MODULE = "loraplex.server.engine.main"
 LENGTH_BYTES = 4
 
 

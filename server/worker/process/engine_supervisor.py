@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from server.engine.messages import (
+from loraplex.server.engine.messages import (
     Alive,
     EngineFailed,
     EngineReady,
@@ -16,8 +16,8 @@ from server.engine.messages import (
     StepOutput,
     ToEngine,
 )
-from server.worker.process.engine_process import EngineDied
-from server.worker.process.recovery import Backoff, StallWatch
+from loraplex.server.worker.process.engine_process import EngineDied
+from loraplex.server.worker.process.recovery import Backoff, StallWatch
 
 log = logging.getLogger(__name__)
 

@@ -32,19 +32,19 @@ from huggingface_hub.hf_api import ModelInfo
 # The HTTP library that huggingface_hub itself uses; its name has changed between releases.
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
-from adapters.chat.conversation import TEMPLATE_FILE, TEMPLATE_FOLDER
-from adapters.errors import CommandError
-from server.model.checkpoint.checkpoint import UnservedError, read_config
-from server.model.checkpoint.model_files import (
+from loraplex.adapters.chat.conversation import TEMPLATE_FILE, TEMPLATE_FOLDER
+from loraplex.adapters.errors import CommandError
+from loraplex.server.model.checkpoint.checkpoint import UnservedError, read_config
+from loraplex.server.model.checkpoint.model_files import (
     CONFIG_FILE,
     INDEX_FILE,
     WEIGHTS_FILE,
     without_config,
     without_weights,
 )
-from server.model.checkpoint.sentence_files import LENGTH_FILE, MODULES_FILE, PROMPTS_FILE
-from server.model.checkpoint.tensor_table import check_folder
-from server.model.spec import ModelSpec
+from loraplex.server.model.checkpoint.sentence_files import LENGTH_FILE, MODULES_FILE, PROMPTS_FILE
+from loraplex.server.model.checkpoint.tensor_table import check_folder
+from loraplex.server.model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

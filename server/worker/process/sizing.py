@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from adapters.base import BaseSpec
-from adapters.manifest import ITEM_BYTES, SlabDtype
-from server.config import ServeMode, WorkerConfig
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype
+from loraplex.server.config import ServeMode, WorkerConfig
 
 MIN_EXTENT = 64 << 10
 MAX_EXTENT = 4 << 20

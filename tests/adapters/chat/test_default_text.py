@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from adapters.chat.conversation import TemplateFault, TemplateOptions
-from adapters.chat.template import ChatTemplate
+from loraplex.adapters.chat.conversation import TemplateFault, TemplateOptions
+from loraplex.adapters.chat.template import ChatTemplate
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 # Gemma's manner: no system, and speakers take turns.

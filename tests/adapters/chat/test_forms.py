@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, cast
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from adapters.chat.conversation import MessageForm, TemplateFault, TemplateOptions
-from adapters.chat.template import ChatTemplate
+from loraplex.adapters.chat.conversation import MessageForm, TemplateFault, TemplateOptions
+from loraplex.adapters.chat.template import ChatTemplate
 from tests.adapters.chat.conversations import CONVERSATIONS, Messages
 
 FOLDER = Path(__file__).parent / "templates"

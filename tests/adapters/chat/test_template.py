@@ -5,9 +5,9 @@ from typing import Any, cast
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from adapters.chat import template as template_module
-from adapters.chat.conversation import TemplateFault, TemplateOptions
-from adapters.chat.template import ChatTemplate
+from loraplex.adapters.chat import template as template_module
+from loraplex.adapters.chat.conversation import TemplateFault, TemplateOptions
+from loraplex.adapters.chat.template import ChatTemplate
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be kind. {{ 7 * 7 }} {% raise %}"},

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.chat.conversation import TemplateFault
-from adapters.chat.template import ChatTemplate
-from adapters.chat.turn_end import PROBES, Probe, turn_ends
+from loraplex.adapters.chat.conversation import TemplateFault
+from loraplex.adapters.chat.template import ChatTemplate
+from loraplex.adapters.chat.turn_end import PROBES, Probe, turn_ends
 
 
 class Kind(NamedTuple):

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from adapters.common.bounded import bounded
+from loraplex.adapters.common.bounded import bounded
 
 
 class Stubborn:

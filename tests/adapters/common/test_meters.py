@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
-from adapters.common.meters import Meters, watch_loop_lag
+from loraplex.adapters.common.meters import Meters, watch_loop_lag
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.common.nearest import did_you_mean, nearest, one_edit_away
+from loraplex.adapters.common.nearest import did_you_mean, nearest, one_edit_away
 
 WORDS = st.text("abc-", min_size=1, max_size=6)
 

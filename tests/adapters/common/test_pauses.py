@@ -6,19 +6,19 @@ import sys
 
 import msgspec
 
-from adapters.manifest import SlabLayout
-from adapters.peft.config import parse_config
-from adapters.peft.lora_tensors import LoraTensors, ModuleLora
-from adapters.safetensors.header import TensorInfo
-from adapters.slab.layout import make_layout
-from adapters.violations import Findings
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.adapters.peft.config import parse_config
+from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora
+from loraplex.adapters.safetensors.header import TensorInfo
+from loraplex.adapters.slab.layout import make_layout
+from loraplex.adapters.violations import Findings
 from tests.adapter_folders import ALL_PROJECTIONS, small_base
 
 _ADAPTERS = 20
 _EMPTY = TensorInfo("x", "F32", (0,), 0, 0)
 _TOLD = """
 import gc, sys
-from adapters.common.pauses import shorten_pauses
+from loraplex.adapters.common.pauses import shorten_pauses
 before = len(gc.get_objects())
 shorten_pauses()
 print(before, gc.get_freeze_count(), gc.get_threshold()[0], sys.getswitchinterval())

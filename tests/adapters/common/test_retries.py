@@ -2,8 +2,8 @@
 
 import pytest
 
-from adapters.common.retries import RetryPolicy
-from adapters.errors import AdapterChanged, AdapterError, AdapterErrorCode
+from loraplex.adapters.common.retries import RetryPolicy
+from loraplex.adapters.errors import AdapterChanged, AdapterError, AdapterErrorCode
 from tests.adapters.refusals import refusal
 
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from adapters.common.single_flight import SingleFlight
-from adapters.errors import AdapterError, AdapterErrorCode
+from loraplex.adapters.common.single_flight import SingleFlight
+from loraplex.adapters.errors import AdapterError, AdapterErrorCode
 
 CALLERS = 50
 

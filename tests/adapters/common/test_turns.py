@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.common.turns import LineFull, Room, Turns, WorkTurn
+from loraplex.adapters.common.turns import LineFull, Room, Turns, WorkTurn
 
 ROOM = Room(size=3, of_one=2, line=100)
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.grammar.checker import GrammarChecker
-from adapters.grammar.compile import GrammarError, check_source, compile_grammar
-from adapters.grammar.deep_threads import run_deep
-from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import make_vocabulary
+from loraplex.adapters.grammar.checker import GrammarChecker
+from loraplex.adapters.grammar.compile import GrammarError, check_source, compile_grammar
+from loraplex.adapters.grammar.deep_threads import run_deep
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.adapters.grammar.vocabulary import make_vocabulary
 from tests.lost_helpers import helpers, kill_helpers
 from tests.vocabularies import byte_vocabulary, load
 
@@ -116,7 +116,7 @@ def test_a_lost_process_says_what_it_lacked(checker: GrammarChecker) -> None:
 
 def test_what_serves_goes_first(checker: GrammarChecker) -> None:
     checker.check(FINE["text"])
-    found = [process.nice() for process in helpers("adapters.grammar.trial_process")]
+    found = [process.nice() for process in helpers("loraplex.adapters.grammar.trial_process")]
     assert found
     assert set(found) == {min(19, os.nice(0) + 10)}
 
@@ -126,7 +126,7 @@ def test_a_process_that_died_idle_says_nothing_of_the_next_grammar(
 ) -> None:
     for number in range(3):
         checker.check(f'start: "{number}"')
-        kill_helpers("adapters.grammar.trial_process")
+        kill_helpers("loraplex.adapters.grammar.trial_process")
         checker.check(f'start: "x{number}"')
 
 

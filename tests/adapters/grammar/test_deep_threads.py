@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import re
-from adapters.grammar.deep_threads import STACK_BYTES, deep_executor
+from loraplex.adapters.grammar.deep_threads import STACK_BYTES, deep_executor
 
 def sizes():
     for line in open("/proc/self/maps"):

@@ -6,9 +6,9 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from adapters.grammar.token_bytes import UnknownBytes, token_bytes
-from adapters.grammar.vocabulary import VocabularyError, make_vocabulary
-from router.text.text_decoder import make_decoder
+from loraplex.adapters.grammar.token_bytes import UnknownBytes, token_bytes
+from loraplex.adapters.grammar.vocabulary import VocabularyError, make_vocabulary
+from loraplex.router.text.text_decoder import make_decoder
 from tests.vocabularies import VOCABULARIES, byte_vocabulary, load
 
 TEXTS = ["{“a”: [1, 2,\n\t3.5e-7]}", "über 漢字 🙂 naïve\r\n  x", '"\\u00e9\\n" <0x41> ▁ Ġ']

@@ -4,7 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-from adapters.helpers.answering import answer_questions, read_frame
+from loraplex.adapters.helpers.answering import answer_questions, read_frame
 
 CPU_S = 0.3
 

@@ -10,11 +10,11 @@ import msgspec
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import asyncio, sys
-from adapters.chat.conversation import TemplateOptions
-from adapters.grammar.checker import GrammarChecker
-from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import KnownTokens
-from router.text.template_sandbox import TemplateSandbox
+from loraplex.adapters.chat.conversation import TemplateOptions
+from loraplex.adapters.grammar.checker import GrammarChecker
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.adapters.grammar.vocabulary import KnownTokens
+from loraplex.router.text.template_sandbox import TemplateSandbox
 
 checker = GrammarChecker(KnownTokens([b"</s>", b"a"], (0,), {0: b"</s>"}), GrammarLimits())
 checker.check('start: "a"')

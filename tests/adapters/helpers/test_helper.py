@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters.helpers.helper import (
+from loraplex.adapters.helpers.helper import (
     Helper,
     HelperBroken,
     HelperStopped,
@@ -162,7 +162,7 @@ def test_a_process_with_many_files(helper: Helper) -> None:
 
 def test_helpers_end_with_their_parent() -> None:
     program = (
-        "from adapters.helpers.helper import Helper; import os; "
+        "from loraplex.adapters.helpers.helper import Helper; import os; "
         f"helper = Helper({MODULE!r}, b'', 240.0, 1024); helper.problem(); "
         "print(helper._process.pid, flush=True); os._exit(0)"
     )

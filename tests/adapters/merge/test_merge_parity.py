@@ -13,13 +13,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adapters.judge import judge_folder
-from adapters.merge.delta import RandomKeeper, draw_seed
-from adapters.merge.job import MergeJob, run_job, write_job
-from adapters.merge.plan import plan_merge
-from adapters.merge.recipe import MergeMember, MergeRecipe, make_recipe
-from adapters.peft.validate import AdapterLimits
-from adapters.safetensors.file import open_weights
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.merge.delta import RandomKeeper, draw_seed
+from loraplex.adapters.merge.job import MergeJob, run_job, write_job
+from loraplex.adapters.merge.plan import plan_merge
+from loraplex.adapters.merge.recipe import MergeMember, MergeRecipe, make_recipe
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.safetensors.file import open_weights
 from tests.adapter_folders import small_base
 from tests.adapters.refusals import violation_codes
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.errors import AdapterError
-from adapters.merge.recipe import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.merge.recipe import (
     MAX_MEMBERS,
     MAX_WEIGHT,
     STRATEGIES,

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapters.errors import AdapterError
-from adapters.judge import rejudge
-from adapters.merge.job import run_job
-from adapters.merge.recipe import MergeMember, MergeRecipe, MergeStrategy, make_recipe
-from adapters.peft.validate import AdapterLimits, SlabRoom
-from adapters.ref import AdapterRef
-from adapters.safetensors.file import open_weights
-from adapters.safetensors.floats import read_floats
-from adapters.slab.layout import make_layout
-from adapters.sources.local import LocalSource
-from adapters.store.store import AdapterStore
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.judge import rejudge
+from loraplex.adapters.merge.job import run_job
+from loraplex.adapters.merge.recipe import MergeMember, MergeRecipe, MergeStrategy, make_recipe
+from loraplex.adapters.peft.validate import AdapterLimits, SlabRoom
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.safetensors.file import open_weights
+from loraplex.adapters.safetensors.floats import read_floats
+from loraplex.adapters.slab.layout import make_layout
+from loraplex.adapters.sources.local import LocalSource
+from loraplex.adapters.store.store import AdapterStore
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal, violation_codes
 from tests.slab_files import read_layout, save_slab
@@ -221,7 +221,7 @@ def test_ranks_that_add_up_to_too_much_are_refused_by_name(store: Store) -> None
 def test_modules_too_large_to_compute_are_refused_by_name(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.merge.plan.MAX_DENSE_VALUES", 32 * 48)
+    monkeypatch.setattr("loraplex.adapters.merge.plan.MAX_DENSE_VALUES", 32 * 48)
     names = ["lm_head", "q_proj"]
     pairs = [(store.publish(f"m{i}", seed=i, targets=names), 1.0) for i in range(2)]
     codes = violation_codes(lambda: store.merge(*pairs, strategy="dare_ties"))

@@ -13,11 +13,11 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from adapters.base import BaseSpec
-from adapters.judge import judge_folder
-from adapters.manifest import SlabLayout
-from adapters.peft.validate import WEIGHTS_FILE
-from adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices, make_layout
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.adapters.peft.validate import WEIGHTS_FILE
+from loraplex.adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices, make_layout
 from tests.adapters.expert_bases import EXPERTS, HIDDEN, INNER, MODELS
 from tests.slab_files import read_layout, read_payload, write_slab
 

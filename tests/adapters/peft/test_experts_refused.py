@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from adapters.base import BaseSpec
-from adapters.judge import judge_folder
-from adapters.merge.plan import plan_merge
-from adapters.merge.recipe import MergeMember, make_recipe
-from adapters.peft.validate import AdapterLimits
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.merge.plan import plan_merge
+from loraplex.adapters.merge.recipe import MergeMember, make_recipe
+from loraplex.adapters.peft.validate import AdapterLimits
 from tests.adapter_folders import adapter_config, safetensors_bytes, write_config
 from tests.adapters.expert_bases import EXPERTS, HIDDEN, INNER, expert_base
 from tests.adapters.refusals import violation_codes

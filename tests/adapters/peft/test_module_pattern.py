@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from adapters.base import base_modules
-from adapters.peft.module_pattern import Budget, ModulePattern
-from adapters.peft.pattern_syntax import PatternError
-from adapters.peft.tensor_names import NAMINGS
+from loraplex.adapters.base import base_modules
+from loraplex.adapters.peft.module_pattern import Budget, ModulePattern
+from loraplex.adapters.peft.pattern_syntax import PatternError
+from loraplex.adapters.peft.tensor_names import NAMINGS
 from tests.adapter_folders import small_base
 
 BASE = small_base(num_layers=12)

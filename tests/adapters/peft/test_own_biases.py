@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from adapters.judge import judge_folder
-from adapters.peft.validate import AdapterLimits
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.peft.validate import AdapterLimits
 from tests.adapter_folders import (
     adapter_config,
     lora_tensors,

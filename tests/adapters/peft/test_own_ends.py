@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from adapters.errors import AdapterError
-from adapters.judge import is_intact, judge_folder
-from adapters.peft.own_ends import own_ends
-from adapters.violations import Findings
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.judge import is_intact, judge_folder
+from loraplex.adapters.peft.own_ends import own_ends
+from loraplex.adapters.violations import Findings
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal
 

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from adapters.base import BaseNorm, BaseSpec
-from adapters.errors import Violation
-from adapters.judge import judge_folder
-from adapters.peft.validate import AdapterLimits
+from loraplex.adapters.base import BaseNorm, BaseSpec
+from loraplex.adapters.errors import Violation
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.peft.validate import AdapterLimits
 from tests.adapter_folders import (
     adapter_config,
     lora_tensors,

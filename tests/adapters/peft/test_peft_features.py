@@ -9,10 +9,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adapters.judge import judge_folder
-from adapters.ref import AdapterRef
-from adapters.sources.hub import HubSource
-from adapters.store.store import AdapterStore
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.sources.hub import HubSource
+from loraplex.adapters.store.store import AdapterStore
 from tests.adapter_folders import small_base
 from tests.adapters.refusals import refusal, violation_codes
 from tests.adapters.stub_hub import running_hub

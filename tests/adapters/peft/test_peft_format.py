@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from adapters.peft.config import MAX_CONFIG_BYTES, PeftConfig, parse_config
-from adapters.peft.fields import HARMLESS, REFUSED, USED
-from adapters.violations import Findings
+from loraplex.adapters.peft.config import MAX_CONFIG_BYTES, PeftConfig, parse_config
+from loraplex.adapters.peft.fields import HARMLESS, REFUSED, USED
+from loraplex.adapters.violations import Findings
 from tests.adapter_folders import adapter_config, small_base
 from tests.adapters.refusals import refusal, violation_codes
 

@@ -13,12 +13,12 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adapters.base import BaseSpec
-from adapters.judge import judge_folder
-from adapters.peft.lora_tensors import LoraTensors
-from adapters.peft.validate import AdapterLimits
-from adapters.safetensors.file import open_weights
-from adapters.safetensors.floats import float_digest, read_floats
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.peft.lora_tensors import LoraTensors
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.safetensors.file import open_weights
+from loraplex.adapters.safetensors.floats import float_digest, read_floats
 from tests.adapter_folders import ALL_PROJECTIONS, small_base
 from tests.adapters.refusals import violation_codes
 

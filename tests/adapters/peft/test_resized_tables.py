@@ -11,10 +11,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from adapters.base import BaseSpec
-from adapters.judge import is_intact, judge_folder
-from adapters.manifest import AdapterManifest
-from adapters.peft.validate import AdapterLimits
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.judge import is_intact, judge_folder
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.peft.validate import AdapterLimits
 from tests.adapters.refusals import refusal, violation_codes
 from tests.adapters.tiny_llama import BASE, WEIGHTS, causal
 

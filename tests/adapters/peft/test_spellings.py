@@ -16,8 +16,8 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from adapters.judge import judge_folder
-from adapters.peft.tensor_names import NAMINGS, parse_tensor_name
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.peft.tensor_names import NAMINGS, parse_tensor_name
 from tests.adapters.refusals import refusal, violation_codes
 from tests.adapters.tiny_llama import (
     BASE,

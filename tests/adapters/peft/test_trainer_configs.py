@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from adapters.base import BaseSpec
-from adapters.judge import judge_folder
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.judge import judge_folder
 from tests.adapter_folders import write_adapter, write_config
 from tests.adapters.refusals import violation_codes
 from tests.adapters.tiny_llama import BASE, assert_equal, logits_of_peft, save_as_configured

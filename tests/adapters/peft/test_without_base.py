@@ -7,8 +7,8 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-from adapters.errors import AdapterError
-from adapters.judge import judge_folder
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.judge import judge_folder
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.hub_models import SIZES, random_model
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.manifest import SlabDtype
-from adapters.safetensors.floats import (
+from loraplex.adapters.manifest import SlabDtype
+from loraplex.adapters.safetensors.floats import (
     convert,
     convert_into,
     fits,

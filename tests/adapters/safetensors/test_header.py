@@ -8,8 +8,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from adapters.errors import AdapterError
-from adapters.safetensors.header import MAX_HEADER_BYTES, TensorInfo, header_size, parse_header
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.safetensors.header import (
+    MAX_HEADER_BYTES,
+    TensorInfo,
+    header_size,
+    parse_header,
+)
 from tests.adapter_folders import lora_tensors, raw_safetensors, safetensors_bytes, small_base
 from tests.adapters.refusals import refusal, violation_codes
 

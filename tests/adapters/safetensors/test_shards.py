@@ -15,16 +15,16 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adapters.judge import judge_folder
-from adapters.peft.validate import AdapterLimits
-from adapters.ref import AdapterRef
-from adapters.safetensors.file import open_shards, open_weights
-from adapters.safetensors.weights_index import MAX_SHARDS
-from adapters.sources.https import HttpsSource
-from adapters.sources.hub import HubSource
-from adapters.sources.local import LocalSource
-from adapters.sources.s3 import S3Source
-from adapters.store.store import AdapterStore
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.safetensors.file import open_shards, open_weights
+from loraplex.adapters.safetensors.weights_index import MAX_SHARDS
+from loraplex.adapters.sources.https import HttpsSource
+from loraplex.adapters.sources.hub import HubSource
+from loraplex.adapters.sources.local import LocalSource
+from loraplex.adapters.sources.s3 import S3Source
+from loraplex.adapters.store.store import AdapterStore
 from tests.adapter_folders import ALL_PROJECTIONS, small_base, write_adapter
 from tests.adapters.refusals import refusal, violation_codes
 from tests.adapters.sharded import INDEX, WEIGHTS, cut, shard

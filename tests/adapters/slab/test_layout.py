@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.base import BaseSpec, ModuleShape
-from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
-from adapters.peft.config import parse_config
-from adapters.peft.lora_tensors import LoraTensors, ModuleLora
-from adapters.peft.validate import SlabRoom
-from adapters.safetensors.header import TensorInfo
-from adapters.slab.layout import (
+from loraplex.adapters.base import BaseSpec, ModuleShape
+from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
+from loraplex.adapters.peft.config import parse_config
+from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora
+from loraplex.adapters.peft.validate import SlabRoom
+from loraplex.adapters.safetensors.header import TensorInfo
+from loraplex.adapters.slab.layout import (
     ALIGNMENT,
     PlacedMatrix,
     a_matrix,
@@ -21,7 +21,7 @@ from adapters.slab.layout import (
     make_layout,
     room_problem,
 )
-from adapters.violations import Findings
+from loraplex.adapters.violations import Findings
 from tests.adapter_folders import ALL_PROJECTIONS, small_base
 
 BASE = small_base(num_layers=3)

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adapters.base import SITE_PROJECTIONS
-from adapters.common.disk import release
-from adapters.content_check import DigestCheck, SealCheck
-from adapters.judge import judge_folder
-from adapters.manifest import ITEM_BYTES, AdapterText, SlabDtype, SlabLayout
-from adapters.peft.validate import WEIGHTS_FILE, AdapterLimits, SlabRoom
-from adapters.safetensors.file import open_weights
-from adapters.safetensors.floats import convert
-from adapters.safetensors.header import TensorInfo
-from adapters.slab.file import PAGE, SlabError, SlabFile, SlabGarbled
-from adapters.slab.layout import a_matrix, b_matrices, make_layout
-from adapters.slab.memory import SlabMemory, one_after_another
-from adapters.slab.pack import DamagedError, pack_weights
+from loraplex.adapters.base import SITE_PROJECTIONS
+from loraplex.adapters.common.disk import release
+from loraplex.adapters.content_check import DigestCheck, SealCheck
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.manifest import ITEM_BYTES, AdapterText, SlabDtype, SlabLayout
+from loraplex.adapters.peft.validate import WEIGHTS_FILE, AdapterLimits, SlabRoom
+from loraplex.adapters.safetensors.file import open_weights
+from loraplex.adapters.safetensors.floats import convert
+from loraplex.adapters.safetensors.header import TensorInfo
+from loraplex.adapters.slab.file import PAGE, SlabError, SlabFile, SlabGarbled
+from loraplex.adapters.slab.layout import a_matrix, b_matrices, make_layout
+from loraplex.adapters.slab.memory import SlabMemory, one_after_another
+from loraplex.adapters.slab.pack import DamagedError, pack_weights
 from tests.adapter_folders import (
     ALL_PROJECTIONS,
     Dtype,
@@ -131,8 +131,8 @@ def test_packing_in_pieces_is_packing_as_a_whole(
     tensors = lora_tensors(BASE, rank=7, targets=EVERYTHING, ranks=ranks)
     write_config(folder, adapter_config(BASE, 7, EVERYTHING) | {"rank_pattern": ranks})
     (folder / WEIGHTS_FILE).write_bytes(safetensors_bytes(tensors, stored))
-    monkeypatch.setattr("adapters.slab.pack.PIECE_BYTES", piece)
-    monkeypatch.setattr("adapters.safetensors.file.PIECE_BYTES", piece)
+    monkeypatch.setattr("loraplex.adapters.slab.pack.PIECE_BYTES", piece)
+    monkeypatch.setattr("loraplex.adapters.safetensors.file.PIECE_BYTES", piece)
     judged = judge_folder(folder, BASE, AdapterLimits())
     layout = make_layout(judged.tensors, BASE, judged.manifest.digest, dtype, EXTENT)
     expected = bytearray(layout.nbytes)
@@ -214,7 +214,7 @@ def test_judging_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.Monkey
         read[0] += done
         return done
 
-    monkeypatch.setattr("adapters.safetensors.file.os.preadv", counted)
+    monkeypatch.setattr("loraplex.adapters.safetensors.file.os.preadv", counted)
     judged = judge_folder(folder, BASE, AdapterLimits())
     assert read[0] == nbytes + header
     read[0] = 0

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from adapters.sources.enabled import open_sources
+from loraplex.adapters.sources.enabled import open_sources
 from tests.adapters.refusals import refusal
 
 ROOT = Path(__file__).parents[3]
 WITHOUT_BOTO3 = """
 import sys
 sys.modules["boto3"] = None
-from launcher.__main__ import main
+from loraplex.launcher.__main__ import main
 sys.argv = ["loraplex", *{arguments}]
 main()
 """

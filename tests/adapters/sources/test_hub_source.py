@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import pytest
 
-from adapters.common.retries import RetryPolicy
-from adapters.errors import AdapterError
-from adapters.judge import judge_folder
-from adapters.ref import AdapterRef, parse_ref
-from adapters.sources.hub import HubSource
-from adapters.store.store import AdapterStore
+from loraplex.adapters.common.retries import RetryPolicy
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.ref import AdapterRef, parse_ref
+from loraplex.adapters.sources.hub import HubSource
+from loraplex.adapters.store.store import AdapterStore
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal
 from tests.adapters.stub_hub import Repo, StubHub, running_hub

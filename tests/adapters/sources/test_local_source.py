@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from adapters.common.disk import copy_bytes
-from adapters.judge import judge_folder
-from adapters.peft.validate import AdapterLimits
-from adapters.ref import AdapterRef, local_name
-from adapters.sources.local import LocalSource
+from loraplex.adapters.common.disk import copy_bytes
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.ref import AdapterRef, local_name
+from loraplex.adapters.sources.local import LocalSource
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal
 
@@ -61,8 +61,8 @@ def test_a_copy_is_whole_whatever_the_file_system_can_do(
             return 0
         return real(source, target, min(count, 100))
 
-    monkeypatch.setattr("adapters.common.disk.os.copy_file_range", copy_file_range)
-    monkeypatch.setattr("adapters.common.disk._COPY_BYTES", 64)
+    monkeypatch.setattr("loraplex.adapters.common.disk.os.copy_file_range", copy_file_range)
+    monkeypatch.setattr("loraplex.adapters.common.disk._COPY_BYTES", 64)
     source = LocalSource([root])
     pinned = source.resolve(ref("team/a"), None)
     source.fetch_file(pinned, None, WEIGHTS, tmp_path)
@@ -79,7 +79,7 @@ def test_a_disk_that_fills_up_under_a_copy_is_reported_as_one(
     def full(source: int, target: int, count: int) -> int:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr("adapters.common.disk.os.copy_file_range", full)
+    monkeypatch.setattr("loraplex.adapters.common.disk.os.copy_file_range", full)
     source = LocalSource([root])
     pinned = source.resolve(ref("team/a"), None)
     with pytest.raises(OSError, match="full"):
@@ -253,7 +253,7 @@ def test_an_unrelated_file_changes_nothing(root: Path) -> None:
 
 
 def test_too_many_entries(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.sources.local.MAX_ENTRIES", 1)
+    monkeypatch.setattr("loraplex.adapters.sources.local.MAX_ENTRIES", 1)
     error = refusal(lambda: LocalSource([root]).resolve(ref("team/a"), None))
     assert error is not None
     assert [violation.code for violation in error.violations] == ["too_many_files"]

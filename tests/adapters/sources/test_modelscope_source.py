@@ -13,12 +13,12 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from adapters.common.retries import RetryPolicy
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef, RefSource, parse_ref
-from adapters.sources.base import Source
-from adapters.sources.modelscope import MAX_ENTRIES, ModelScopeSource
-from adapters.store.store import AdapterStore
+from loraplex.adapters.common.retries import RetryPolicy
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef, RefSource, parse_ref
+from loraplex.adapters.sources.base import Source
+from loraplex.adapters.sources.modelscope import MAX_ENTRIES, ModelScopeSource
+from loraplex.adapters.store.store import AdapterStore
 from tests.adapter_folders import ALL_PROJECTIONS, small_base, write_adapter
 from tests.adapters.refusals import refusal
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.common.retries import RetryPolicy
-from adapters.errors import AdapterError
-from adapters.sources.partial import (
+from loraplex.adapters.common.retries import RetryPolicy
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.sources.partial import (
     Stream,
     fetch_resumable,
     partial_bytes,

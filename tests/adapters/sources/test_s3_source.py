@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import pytest
 
-from adapters.common.retries import RetryPolicy
-from adapters.errors import AdapterError
-from adapters.peft.validate import AdapterLimits
-from adapters.ref import AdapterRef, parse_ref
-from adapters.sources.s3 import S3Source
-from adapters.store.store import AdapterStore
+from loraplex.adapters.common.retries import RetryPolicy
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.ref import AdapterRef, parse_ref
+from loraplex.adapters.sources.s3 import S3Source
+from loraplex.adapters.store.store import AdapterStore
 from tests.adapter_folders import ALL_PROJECTIONS, small_base, write_adapter
 from tests.adapters.refusals import refusal, violation_codes
 from tests.adapters.stub_files import Fault, FileServer, running_files

@@ -15,20 +15,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from adapters.common.disk import Hold, hold, release, remove_held
-from adapters.content_check import ContentDigest
-from adapters.errors import AdapterError
-from adapters.judge import rejudge
-from adapters.manifest import AdapterManifest
-from adapters.peft.validate import AdapterLimits
-from adapters.ref import AdapterRef, RefSource
-from adapters.slab.file import SlabGarbled
-from adapters.slab.layout import make_layout
-from adapters.slab.memory import one_after_another
-from adapters.sources.local import LocalSource
-from adapters.store.quota import HEADROOM_BYTES
-from adapters.store.store import AdapterStore
-from adapters.store.unfinished import unfinished_folder
+from loraplex.adapters.common.disk import Hold, hold, release, remove_held
+from loraplex.adapters.content_check import ContentDigest
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.judge import rejudge
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.ref import AdapterRef, RefSource
+from loraplex.adapters.slab.file import SlabGarbled
+from loraplex.adapters.slab.layout import make_layout
+from loraplex.adapters.slab.memory import one_after_another
+from loraplex.adapters.sources.local import LocalSource
+from loraplex.adapters.store.quota import HEADROOM_BYTES
+from loraplex.adapters.store.store import AdapterStore
+from loraplex.adapters.store.unfinished import unfinished_folder
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal, refused_as, violation_codes
 from tests.slab_files import read_layout, read_payload, save_slab, slab_path
@@ -345,7 +345,7 @@ def test_a_disk_that_fails_is_reported_to_operators_once(
         raise OSError(code, os.strerror(code), f"/some/{len(codes)}")
 
     hub.gate = fail
-    monkeypatch.setattr("adapters.common.disk._logged_at", {})
+    monkeypatch.setattr("loraplex.adapters.common.disk._logged_at", {})
     for _ in range(3):
         assert refusal(lambda: store_of(hub, tmp_path).admit(PINNED, None)) is not None
     assert not codes
@@ -372,7 +372,7 @@ def test_a_deleted_cache_folder_is_made_again(hub: FakeHub, tmp_path: Path) -> N
 def test_too_little_room_is_known_before_the_fetch(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.store.quota.free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr("loraplex.adapters.store.quota.free_bytes", lambda folder: 1 << 20)
     error = refusal(lambda: store_of(hub, tmp_path).admit(PINNED, None))
     assert error is not None
     assert error.code == "unavailable"
@@ -557,9 +557,9 @@ def test_nobody_waits_for_the_disk_and_a_crash_is_survived(
     there; what had is used."""
     boot = tmp_path / "boot"
     boot.write_text("first")
-    monkeypatch.setattr("adapters.common.boot._BOOT_ID", boot)
+    monkeypatch.setattr("loraplex.adapters.common.boot._BOOT_ID", boot)
     synced: list[int] = []
-    monkeypatch.setattr("adapters.common.disk.os.fsync", synced.append)
+    monkeypatch.setattr("loraplex.adapters.common.disk.os.fsync", synced.append)
     later = Later()
     store = patient(hub, tmp_path, later)
     manifest = store.admit(PINNED, None)
@@ -607,7 +607,7 @@ def test_a_sync_that_fails_costs_nobody_the_adapter(
     if gone:
         release(1 << 40, (home(tmp_path) / "content",))
     else:
-        monkeypatch.setattr("adapters.common.disk.os.fsync", _broken)
+        monkeypatch.setattr("loraplex.adapters.common.disk.os.fsync", _broken)
     later.do_all()
     assert store.has(digest) is not gone
     assert store.admit(PINNED, None).digest == digest
@@ -730,7 +730,7 @@ def test_content_is_not_taken_from_who_looks_at_it(
             release(1 << 40, (content,))
             return real(*arguments)
 
-        monkeypatch.setattr(f"adapters.store.store.{name}", look)
+        monkeypatch.setattr(f"loraplex.adapters.store.store.{name}", look)
     assert store.admit(PINNED, None).digest == digest
     assert store.recall(PINNED) is not None
     save_slab(store, digest, "float32", 4096)
@@ -751,7 +751,7 @@ def test_content_that_leaves_while_it_is_wanted_may_come_again_at_once(
         return hold(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr("adapters.store.content.hold", late)
+        patched.setattr("loraplex.adapters.store.content.hold", late)
         error = refusal(lambda: save_slab(store, digest, "float32", 4096))
     assert error is not None
     assert error.code == "not_found"
@@ -798,7 +798,7 @@ def test_a_full_disk_is_the_oldest_adapters_loss(
     newer = write_adapter(hub.folder, BASE, seed=1)
     size = (newer / WEIGHTS).stat().st_size
     monkeypatch.setattr(
-        "adapters.store.quota.free_bytes",
+        "loraplex.adapters.store.quota.free_bytes",
         lambda folder: HEADROOM_BYTES + size - sum(1 for _ in content.iterdir()) * size // 2,
     )
     fresh = store.admit(AdapterRef("hub", "org/a", "b" * 40), None).digest
@@ -849,7 +849,7 @@ def test_content_that_another_publishes_meanwhile_stays(
                 published[:] = [hold(path)]
             raise
 
-    monkeypatch.setattr("adapters.store.content.hold", late)
+    monkeypatch.setattr("loraplex.adapters.store.content.hold", late)
     content = home(tmp_path) / "content" / second.admit(PINNED, None).digest
     with closing(published[0]) as there:
         assert os.path.samestat(os.fstat(there.fd), content.stat())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
+from loraplex.launcher.__main__ import main
 from tests.launcher.batch.batch_files import chat, line, numbers, records, write
 from tests.launcher.load_server import Asked, Server, serving, whole
 from tests.tethered import tethered
@@ -250,7 +250,7 @@ def test_misuse(
 
 def started(batch: Batch, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        tethered(sys.executable, "-m", "launcher", *batch.words(*options)),
+        tethered(sys.executable, "-m", "loraplex", *batch.words(*options)),
         cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,

@@ -19,7 +19,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     files = [str(folder / "in.jsonl"), "--out", str(folder / "out.jsonl")]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
     return subprocess.run(
-        tethered(sys.executable, "-m", "launcher", "batch", *files, *options),
+        tethered(sys.executable, "-m", "loraplex", "batch", *files, *options),
         cwd=ROOT,
         env=kept | {"LORAPLEX_CACHE_DIR": str(folder / "cache")},
         capture_output=True,

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from launcher.batch.progress import Progress, duration
+from loraplex.launcher.batch.progress import Progress, duration
 
 
 class Terminal(io.StringIO):

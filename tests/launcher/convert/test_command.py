@@ -14,9 +14,9 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from launcher.__main__ import main
-from launcher.convert import convert as converting
-from launcher.convert import result
+from loraplex.launcher.__main__ import main
+from loraplex.launcher.convert import convert as converting
+from loraplex.launcher.convert import result
 from tests.launcher.convert.folders import (
     BASE_NAME,
     HIDDEN,

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher.convert.confinement import Layer, missing
+from loraplex.launcher.convert.confinement import Layer, missing
 
 ROOT = Path(__file__).parents[3]
 LAYERS: tuple[Layer, ...] = ("namespaces", "landlock", "seccomp")
 # The program prints what each attempt came to. What an attempt needs is imported before.
 PROGRAM = """
 import ctypes, mmap, os, signal, socket, subprocess, sys, tempfile, threading, encodings.idna
-from launcher.convert import confinement
+from loraplex.launcher.convert import confinement
 
 def attempt(name, call):
     try:

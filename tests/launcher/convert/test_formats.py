@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.errors import AdapterError
-from launcher.convert.formats import Listing, beside, choose_weights, form_of, refuse_ready
+from loraplex.adapters.errors import AdapterError
+from loraplex.launcher.convert.formats import Listing, beside, choose_weights, form_of, refuse_ready
 from tests.adapters.refusals import refusal
 
 _LAYER = "model.layers.0.self_attn.q_proj"

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from peft import LoHaConfig, PeftType, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from adapters.errors import AdapterError
-from adapters.peft.config import parse_config
-from adapters.peft.methods import CONVERTED, way_out
-from adapters.peft.validate import AdapterLimits
-from adapters.violations import Findings
-from launcher.convert.convert import ConversionOptions, convert_folder
-from launcher.convert.methods.delta import WeightChange, approximate
-from launcher.convert.methods.kinds import KINDS, kind_of
-from launcher.convert.methods.options import MethodOptions
-from launcher.convert.mlx import MlxOptions
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.peft.config import parse_config
+from loraplex.adapters.peft.methods import CONVERTED, way_out
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.violations import Findings
+from loraplex.launcher.convert.convert import ConversionOptions, convert_folder
+from loraplex.launcher.convert.methods.delta import WeightChange, approximate
+from loraplex.launcher.convert.methods.kinds import KINDS, kind_of
+from loraplex.launcher.convert.methods.options import MethodOptions
+from loraplex.launcher.convert.mlx import MlxOptions
 from tests.adapters.refusals import refusal
 from tests.launcher.convert.methods import made_by_peft, with_changed_base
 from tests.server.model.hub_models import make_model, save_model

@@ -10,11 +10,11 @@ import torch
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 
-from adapters.peft.validate import AdapterLimits
-from launcher.convert.convert import ConversionOptions, convert_folder
-from launcher.convert.methods.options import MethodOptions
-from launcher.convert.plan import Conversion
-from server.model.base_facts import read_base_spec
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.launcher.convert.convert import ConversionOptions, convert_folder
+from loraplex.launcher.convert.methods.options import MethodOptions
+from loraplex.launcher.convert.plan import Conversion
+from loraplex.server.model.base_facts import read_base_spec
 from tests.launcher.convert.methods import (
     CHANGED_BASES,
     PEFT_CONFIGS,

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.errors import AdapterError
-from adapters.safetensors.file import open_weights
-from adapters.safetensors.header import TensorInfo
-from launcher.convert import pickles
-from launcher.convert.pickles import PickleLimits, read_pickle
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.safetensors.file import open_weights
+from loraplex.adapters.safetensors.header import TensorInfo
+from loraplex.launcher.convert import pickles
+from loraplex.launcher.convert.pickles import PickleLimits, read_pickle
 from tests.grids import beyond
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -313,7 +313,7 @@ def test_kernels_that_lack_a_layer(tmp_path: Path, lacking: str, words: str) -> 
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
 
     def convert(out: str, *more: str) -> subprocess.CompletedProcess[str]:
-        command = ["-m", "launcher", "adapter", "convert", str(tmp_path), "--out", out, *more]
+        command = ["-m", "loraplex", "adapter", "convert", str(tmp_path), "--out", out, *more]
         denied = [sys.executable, "-m", "tests.launcher.convert.denied", lacking]
         return subprocess.run(
             [*denied, sys.executable, *command], cwd=ROOT, capture_output=True, text=True

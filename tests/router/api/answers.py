@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from router.call import (
+from loraplex.router.call import (
     AnswerHead,
     ChoiceResult,
     FinishReason,

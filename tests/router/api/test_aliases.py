@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from router.api import tokenize
-from router.api.messages import request as messages
-from router.api.openai import chat, completions
-from router.api.request.formatter import ApiLimits
-from router.api.responses import request as responses
-from router.api.vectors import classify, embeddings, rerank, score
-from router.call import GenerationCall, RequestError
+from loraplex.router.api import tokenize
+from loraplex.router.api.messages import request as messages
+from loraplex.router.api.openai import chat, completions
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.responses import request as responses
+from loraplex.router.api.vectors import classify, embeddings, rerank, score
+from loraplex.router.call import GenerationCall, RequestError
 
 LIMITS = ApiLimits(base_names=("org/small",))
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Count to three"}]}

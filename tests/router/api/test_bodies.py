@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.chat.conversation import TemplateOptions
-from adapters.ref import AdapterRef
-from router.api.admin.keys import CreateKeyBody
-from router.api.errors import dialect_of_path, error_answer
-from router.api.lorax import request as lorax
-from router.api.messages import request as messages
-from router.api.openai import chat as openai_chat
-from router.api.openai import completions as openai_completions
-from router.api.request.body import MAX_PARTS, MAX_VALUES, decode_body
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.call import AdapterChoice, GenerationCall, RequestError
+from loraplex.adapters.chat.conversation import TemplateOptions
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.api.admin.keys import CreateKeyBody
+from loraplex.router.api.errors import dialect_of_path, error_answer
+from loraplex.router.api.lorax import request as lorax
+from loraplex.router.api.messages import request as messages
+from loraplex.router.api.openai import chat as openai_chat
+from loraplex.router.api.openai import completions as openai_completions
+from loraplex.router.api.request.body import MAX_PARTS, MAX_VALUES, decode_body
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.call import AdapterChoice, GenerationCall, RequestError
 
 LIMITS = ApiLimits(base_names=("org/small", "small"), max_n=4, max_stop_sequences=4)
 CHAT = "/v1/chat/completions"

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.api.cohere.request import parse
-from router.api.request.formatter import ApiLimits
-from router.call import GenerationCall, RequestError, TextEvent
-from router.parts.parts import CallDelta, ToolCall
-from router.shape.shape import JsonSchema
+from loraplex.router.api.cohere.request import parse
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.call import GenerationCall, RequestError, TextEvent
+from loraplex.router.parts.parts import CallDelta, ToolCall
+from loraplex.router.shape.shape import JsonSchema
 from tests.router.api.answers import HEAD, PROMPT, events, result
 
 LIMITS = ApiLimits(base_names=("small",))

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from router.api.lorax import request as lorax
-from router.api.messages import request as messages
-from router.api.openai import chat, completions
-from router.api.request.formatter import ApiLimits, limits_from
-from router.call import AdapterChoice
-from router.config import RouterConfig, RouterConfigError
-from router.start_check import check_options
+from loraplex.router.api.lorax import request as lorax
+from loraplex.router.api.messages import request as messages
+from loraplex.router.api.openai import chat, completions
+from loraplex.router.api.request.formatter import ApiLimits, limits_from
+from loraplex.router.call import AdapterChoice
+from loraplex.router.config import RouterConfig, RouterConfigError
+from loraplex.router.start_check import check_options
 
 HELLO = [{"role": "user", "content": "hi"}]
 # Each API's parser, its body, and how it names an adapter.

@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from adapters.errors import AdapterError, AdapterErrorCode, Violation
-from router.api.errors import (
+from loraplex.adapters.errors import AdapterError, AdapterErrorCode, Violation
+from loraplex.router.api.errors import (
     Dialect,
     dialect_of_path,
     error_answer,
@@ -15,8 +15,8 @@ from router.api.errors import (
     from_engine_error,
     status_of,
 )
-from router.call import Cause, RequestError
-from server.protocol import ErrorCode
+from loraplex.router.call import Cause, RequestError
+from loraplex.server.protocol import ErrorCode
 
 DIALECTS: tuple[Dialect, ...] = ("lorax", "openai", "anthropic")
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from router.api.admin.operations import OPERATIONS
-from router.api.request.field_faults import field_fault
-from router.operations.adapters_file import FileEntry
-from router.tenancy.keys_file import KeysFile
+from loraplex.router.api.admin.operations import OPERATIONS
+from loraplex.router.api.request.field_faults import field_fault
+from loraplex.router.operations.adapters_file import FileEntry
+from loraplex.router.tenancy.keys_file import KeysFile
 
 TEXT = {"kind": "text"}
 ONE_OF = "expected one of image, text; got"

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from router.api.errors import dialect_of_path, error_answer
-from router.api.lorax import request as lorax
-from router.api.lorax.fields import HARMLESS as HARMLESS_BESIDE
-from router.api.lorax.fields import SAID_HERE
-from router.api.openai import chat as openai_chat
-from router.api.openai import completions as openai_completions
-from router.api.openai.common import HARMLESS, OpenAIBody
-from router.api.request.fields import within_base
-from router.api.request.formatter import ApiLimits, ApiRequest, Formatter
-from router.api.request.known_elsewhere import ELSEWHERE
-from router.call import AdapterChoice, RequestError, TopToken
+from loraplex.router.api.errors import dialect_of_path, error_answer
+from loraplex.router.api.lorax import request as lorax
+from loraplex.router.api.lorax.fields import HARMLESS as HARMLESS_BESIDE
+from loraplex.router.api.lorax.fields import SAID_HERE
+from loraplex.router.api.openai import chat as openai_chat
+from loraplex.router.api.openai import completions as openai_completions
+from loraplex.router.api.openai.common import HARMLESS, OpenAIBody
+from loraplex.router.api.request.fields import within_base
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest, Formatter
+from loraplex.router.api.request.known_elsewhere import ELSEWHERE
+from loraplex.router.call import AdapterChoice, RequestError, TopToken
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
 
 LIMITS = ApiLimits(base_names=("org/small", "small", "org/small:v2", "hub"))

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from router.api.request.formatter import ApiLimits
-from router.api.vectors import label_scores
-from router.call import ChoiceResult, RequestError, TextToken, TopToken
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.vectors import label_scores
+from loraplex.router.call import ChoiceResult, RequestError, TextToken, TopToken
 from tests.router.api.answers import HEAD, PROMPT
 
 LIMITS = ApiLimits(base_names=("org/small",), max_logprobs=4)

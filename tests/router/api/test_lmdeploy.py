@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from router.api.request.formatter import ApiLimits
-from router.api.sglang.lmdeploy import is_native, parse
-from router.call import AdapterChoice, GenerationCall, RequestError
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.sglang.lmdeploy import is_native, parse
+from loraplex.router.call import AdapterChoice, GenerationCall, RequestError
 from tests.router.api.answers import HEAD, PROMPT, events, payloads, result
 
 LIMITS = ApiLimits(base_names=("org/small",))

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from huggingface_hub import TextGenerationOutput, TextGenerationStreamOutput
 
-from router.api.errors import error_answer
-from router.api.lorax import request as lorax
-from router.api.lorax.answer import Timings, count_headers, head_headers
-from router.api.request.formatter import ApiLimits, Formatter
-from router.call import RequestError, TextEvent
+from loraplex.router.api.errors import error_answer
+from loraplex.router.api.lorax import request as lorax
+from loraplex.router.api.lorax.answer import Timings, count_headers, head_headers
+from loraplex.router.api.request.formatter import ApiLimits, Formatter
+from loraplex.router.call import RequestError, TextEvent
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
 
 

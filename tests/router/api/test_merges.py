@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from router.api.lorax import request as lorax
-from router.api.messages import request as messages
-from router.api.openai import chat, completions
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.call import AdapterChoice, MergedChoice, RequestError
+from loraplex.router.api.lorax import request as lorax
+from loraplex.router.api.messages import request as messages
+from loraplex.router.api.openai import chat, completions
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.call import AdapterChoice, MergedChoice, RequestError
 
 LIMITS = ApiLimits(("small", "org/small"), "hub")
 TWO = {"ids": ["org/a@main", "b"], "weights": [0.5, -1]}

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.messages.answer import MessageObject
-from router.api.messages.stream import MessageEvent, MessageFormatter
-from router.call import ChoiceResult, FinishReason, RequestError, TextEvent
-from router.parts.parts import CallDelta, ToolCall
+from loraplex.router.api.messages.answer import MessageObject
+from loraplex.router.api.messages.stream import MessageEvent, MessageFormatter
+from loraplex.router.call import ChoiceResult, FinishReason, RequestError, TextEvent
+from loraplex.router.parts.parts import CallDelta, ToolCall
 from tests.router.api.answers import HEAD, PROMPT
 
 WEATHER = ToolCall("call_0", "weather", '{"place": "Köln"}')

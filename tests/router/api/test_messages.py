@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.messages import request as messages
-from router.api.request.formatter import ApiLimits
-from router.call import GenerationCall, RequestError
-from router.shape.shape import JsonSchema
-from router.tools.tools import Tool, Tools
+from loraplex.router.api.messages import request as messages
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.call import GenerationCall, RequestError
+from loraplex.router.shape.shape import JsonSchema
+from loraplex.router.tools.tools import Tool, Tools
 
 LIMITS = ApiLimits(max_messages=8, base_names=("base",))
 SAY: Any = [{"role": "user", "content": "Say"}]

@@ -9,11 +9,11 @@ from huggingface_hub import ChatCompletionOutput, ChatCompletionStreamOutput
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from router.api.openai import chat as openai_chat
-from router.api.openai import completions as openai_completions
-from router.api.request.formatter import ApiLimits, Formatter
-from router.call import ChoiceResult, PromptInfo, RequestError, TextEvent
-from router.parts.parts import CallDelta, ToolCall
+from loraplex.router.api.openai import chat as openai_chat
+from loraplex.router.api.openai import completions as openai_completions
+from loraplex.router.api.request.formatter import ApiLimits, Formatter
+from loraplex.router.call import ChoiceResult, PromptInfo, RequestError, TextEvent
+from loraplex.router.parts.parts import CallDelta, ToolCall
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
 
 # Of a message, or a delta, without any.

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from router.api.admin.operations import OPERATIONS, Operation
-from router.api.errors import error_object
-from router.api.messages import request as messages
-from router.api.openai import chat as openai_chat
-from router.api.openapi import Access, openapi_document
-from router.api.request.formatter import ApiLimits
-from router.call import RequestError
-from router.policy.batch_limits import ResponsesLimits
+from loraplex.router.api.admin.operations import OPERATIONS, Operation
+from loraplex.router.api.errors import error_object
+from loraplex.router.api.messages import request as messages
+from loraplex.router.api.openai import chat as openai_chat
+from loraplex.router.api.openapi import Access, openapi_document
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.call import RequestError
+from loraplex.router.policy.batch_limits import ResponsesLimits
 from tests.router.batches.running_batches import BatchUser, Held, line
 from tests.router.fake_worker import BASE_NAME, FakeWorker
 from tests.router.serving import Running, running_router

@@ -9,12 +9,12 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from router.api.request.formatter import ApiLimits, ApiRequest, Formatter
-from router.api.responses import request as responses
-from router.call import ChoiceResult, FinishReason, RequestError, TextEvent, TextToken
-from router.parts.parts import CallDelta, ToolCall
-from router.shape.shape import AnyJson, JsonSchema, Shape
-from router.tools.tools import Tool, Tools
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest, Formatter
+from loraplex.router.api.responses import request as responses
+from loraplex.router.call import ChoiceResult, FinishReason, RequestError, TextEvent, TextToken
+from loraplex.router.parts.parts import CallDelta, ToolCall
+from loraplex.router.shape.shape import AnyJson, JsonSchema, Shape
+from loraplex.router.tools.tools import Tool, Tools
 from tests.router.api.answers import HEAD, PROMPT, TOKENS
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

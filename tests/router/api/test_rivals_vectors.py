@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from router.api.request.formatter import ApiLimits, ApiRequest
-from router.api.vectors import classify, cohere, embeddings, pooling
-from router.api.vectors.cohere import EmbeddingType, written
-from router.call import RequestError
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.vectors import classify, cohere, embeddings, pooling
+from loraplex.router.api.vectors.cohere import EmbeddingType, written
+from loraplex.router.call import RequestError
 
 LIMITS = ApiLimits(base_names=("small",))
 CLASSIFIER = ApiLimits(base_names=("small",), gives=("classes",))

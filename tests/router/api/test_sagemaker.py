@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.request.formatter import ApiLimits
-from router.api.sagemaker import Invocation, dialect_of, parse, shape_of
-from router.call import AdapterChoice, GenerationCall, RequestError
-from server.protocol import Gift
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.sagemaker import Invocation, dialect_of, parse, shape_of
+from loraplex.router.call import AdapterChoice, GenerationCall, RequestError
+from loraplex.server.protocol import Gift
 
 PLAIN = Invocation()
 LIMITS = ApiLimits(base_names=("org/small",))

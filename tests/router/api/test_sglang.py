@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.request.formatter import ApiLimits, Formatter
-from router.api.sglang.info import FleetState, served_model, served_settings
-from router.api.sglang.request import is_native, parse
-from router.call import AdapterChoice, GenerationCall, RequestError, TopToken
-from router.shape.shape import JsonSchema, Regex
-from server.protocol import SamplingParams
+from loraplex.router.api.request.formatter import ApiLimits, Formatter
+from loraplex.router.api.sglang.info import FleetState, served_model, served_settings
+from loraplex.router.api.sglang.request import is_native, parse
+from loraplex.router.call import AdapterChoice, GenerationCall, RequestError, TopToken
+from loraplex.router.shape.shape import JsonSchema, Regex
+from loraplex.server.protocol import SamplingParams
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
 from tests.router.fake_worker import make_card
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from router.api.lorax import request as lorax
-from router.api.openai import chat as openai_chat
-from router.api.openai import completions as openai_completions
-from router.api.request.formatter import ApiLimits
-from router.call import GenerationCall, RequestError
-from router.shape.shape import (
+from loraplex.router.api.lorax import request as lorax
+from loraplex.router.api.openai import chat as openai_chat
+from loraplex.router.api.openai import completions as openai_completions
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.call import GenerationCall, RequestError
+from loraplex.router.shape.shape import (
     AnyJson,
     Choice,
     Grammar,

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from router.api.files.requests import ListQuery
-from router.api.responses.stored import (
+from loraplex.router.api.files.requests import ListQuery
+from loraplex.router.api.responses.stored import (
     StoredResponse,
     answer_in,
     own_items,
@@ -14,7 +14,7 @@ from router.api.responses.stored import (
     unpack,
     unstored,
 )
-from router.call import RequestError
+from loraplex.router.call import RequestError
 
 USER = {"role": "user", "content": "a"}
 LISTED = {

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from router.call import RequestError
-from router.tools.tools import Tool, Tools
+from loraplex.router.call import RequestError
+from loraplex.router.tools.tools import Tool, Tools
 from tests.router.api.test_bodies import CHAT, call_of
 
 PLACE = {"type": "object", "properties": {"place": {"type": "string"}}}

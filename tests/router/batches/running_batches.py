@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from server.protocol import ErrorCode, GenerateRequest
+from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, FakeWorker
 from tests.router.serving import Running, poll
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from router.batches.folder import BatchFolder
-from router.batches.state import BatchState
-from router.policy.batch_limits import BatchLimits
-from server.protocol import ErrorCode, GenerateRequest
+from loraplex.router.batches.folder import BatchFolder
+from loraplex.router.batches.state import BatchState
+from loraplex.router.policy.batch_limits import BatchLimits
+from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.batches.running_batches import ROUTE, BatchUser, Held, line, until
 from tests.router.fake_worker import BASE_NAME, FakeWorker
 from tests.router.serving import Running, poll, running_router
@@ -132,7 +132,7 @@ async def test_a_batch_that_expires(
     made = await user.start([line(f"{i}") for i in range(3)], completion_window="1h")
     await worker.until(lambda: len(worker.requests) == 3)
     now = made["expires_at"] + 1
-    monkeypatch.setattr("router.batches.keeper.time.time", lambda: now)
+    monkeypatch.setattr("loraplex.router.batches.keeper.time.time", lambda: now)
     over = await user.until_over(made["id"])
     assert (over["status"], over["completed_at"]) == ("expired", None)
     assert over["expired_at"] == now
@@ -163,7 +163,7 @@ async def test_counts_never_go_back(
     user: BatchUser, router: Running, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batch ends while its note is read, which is older than what was shown before."""
-    monkeypatch.setattr("router.batches.run._NOTE_S", math.inf)
+    monkeypatch.setattr("loraplex.router.batches.run._NOTE_S", math.inf)
     desk, held = router.service.batches, Held(worker)
     assert desk is not None
     made = await user.start([b"nonsense", line("one")])

@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from router.batches.claims import Claims
-from router.batches.desk import BatchDesk
-from router.batches.folder import BatchFolder
-from router.files.store import FileStore
-from router.lines.records import RECORD_BEGIN
-from router.policy.batch_limits import BatchLimits
-from router.shared.memory_store import MemoryStore
+from loraplex.router.batches.claims import Claims
+from loraplex.router.batches.desk import BatchDesk
+from loraplex.router.batches.folder import BatchFolder
+from loraplex.router.files.store import FileStore
+from loraplex.router.lines.records import RECORD_BEGIN
+from loraplex.router.policy.batch_limits import BatchLimits
+from loraplex.router.shared.memory_store import MemoryStore
 from tests.router.batches.running_batches import BatchUser, Held, line, until
 from tests.router.fake_worker import FakeWorker
 from tests.router.serving import Running, running_router

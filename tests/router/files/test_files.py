@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from router.files.store import FileStore, folder_id
-from router.files.stored_file import StorageLimits, StoredFile, name_of
-from router.policy.batch_limits import FilesLimits
+from loraplex.router.files.store import FileStore, folder_id
+from loraplex.router.files.stored_file import StorageLimits, StoredFile, name_of
+from loraplex.router.policy.batch_limits import FilesLimits
 from tests.router.batches.running_batches import ROUTE, BatchUser, Held, jsonl, line, until
 from tests.router.fake_worker import FakeWorker
 from tests.router.serving import Running, running_router

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.files.multipart import (
+from loraplex.router.files.multipart import (
     FormError,
     FormReader,
     PartBegins,

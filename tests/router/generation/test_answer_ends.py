@@ -7,12 +7,12 @@ import httpx
 import pytest
 from tokenizers import AddedToken
 
-from adapters.chat.turn_end import PROBES
-from adapters.manifest import AdapterManifest
-from router.generation.answer_ends import AnswerEnds
-from router.text.model import TextModel
-from router.text.template_sandbox import TemplateSandbox
-from server.protocol import AdapterLoad, GenerateRequest, ModelCard
+from loraplex.adapters.chat.turn_end import PROBES
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.router.generation.answer_ends import AnswerEnds
+from loraplex.router.text.model import TextModel
+from loraplex.router.text.template_sandbox import TemplateSandbox
+from loraplex.server.protocol import AdapterLoad, GenerateRequest, ModelCard
 from tests.router.fake_worker import (
     BASE_NAME,
     EOS,

@@ -7,9 +7,9 @@ import httpx
 import pytest
 from llguidance import LLMatcher
 
-from adapters.grammar.limits import GrammarLimits
-from adapters.helpers.helper import Helper, HelperUnavailable
-from server.protocol import ErrorCode, GenerateRequest
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.adapters.helpers.helper import Helper, HelperUnavailable
+from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.lost_helpers import kill_helpers
 from tests.router.fake_worker import FakeWorker, ids_of, make_card, running_worker
 from tests.router.serving import Running, running_router
@@ -93,7 +93,7 @@ async def test_bad_grammars_never_wait(
 async def test_a_lost_checker_is_replaced(router: Running) -> None:
     for number in range(3):
         assert (await ask(router, guided_regex=f"a{number}")).status_code == 200
-        kill_helpers("adapters.grammar.trial_process")
+        kill_helpers("loraplex.adapters.grammar.trial_process")
         for _ in range(2):
             assert (await ask(router, guided_regex=f"b{number}")).status_code == 200
 

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from adapters.grammar.compile import GrammarError
-from adapters.grammar.limits import GrammarLimits
-from router.api.openai import completions
-from router.api.request.formatter import ApiLimits
-from router.call import RequestError
-from router.generation import answer_shape
-from router.generation.answer_parts import PartsOfAnswers
-from router.generation.answer_shape import AnswerShapes
-from router.text.model import TextModel
-from router.text.turn_taking import PROCESSES, TurnTaking
+from loraplex.adapters.grammar.compile import GrammarError
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.router.api.openai import completions
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.call import RequestError
+from loraplex.router.generation import answer_shape
+from loraplex.router.generation.answer_parts import PartsOfAnswers
+from loraplex.router.generation.answer_shape import AnswerShapes
+from loraplex.router.text.model import TextModel
+from loraplex.router.text.turn_taking import PROCESSES, TurnTaking
 from tests.router.fake_worker import BASE_NAME, make_card
 from tests.router.serving import poll
 

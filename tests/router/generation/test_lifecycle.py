@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from adapters.common.loopback import is_loopback
-from adapters.manifest import AdapterManifest
-from router.config import RouterConfig
-from server.protocol import AdapterLoad, ErrorCode, GenerateRequest
+from loraplex.adapters.common.loopback import is_loopback
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.router.config import RouterConfig
+from loraplex.server.protocol import AdapterLoad, ErrorCode, GenerateRequest
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.serving import Running, poll, running_router
 

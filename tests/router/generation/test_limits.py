@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.protocol import ErrorCode, GenerateRequest
+from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
 from tests.router.serving import Running, poll, running_router
 

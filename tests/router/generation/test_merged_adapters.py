@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from adapters.errors import AdapterError, Violation
-from adapters.manifest import AdapterManifest
-from adapters.merge.recipe import MergeMember, MergeRecipe
-from adapters.ref import AdapterRef
-from server.protocol import AdapterMerge, MemberSource
+from loraplex.adapters.errors import AdapterError, Violation
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.merge.recipe import MergeMember, MergeRecipe
+from loraplex.adapters.ref import AdapterRef
+from loraplex.server.protocol import AdapterMerge, MemberSource
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.serving import COMMIT, Running, events_of, running_router
 

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from adapters.errors import AdapterError
-from router.generation.answer_shape import AnswerShapes
-from router.text.template_sandbox import TemplateSandbox
+from loraplex.adapters.errors import AdapterError
+from loraplex.router.generation.answer_shape import AnswerShapes
+from loraplex.router.text.template_sandbox import TemplateSandbox
 from tests.router.fake_worker import BASE_NAME, FakeWorker, make_manifest, running_worker
 from tests.router.generation.test_limits import hold
 from tests.router.routes.test_keys import ADMIN, bearer, complete, create, keyed

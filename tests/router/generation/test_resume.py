@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server.protocol import ErrorCode, GenerateRequest, StepEvents, TokenEvent, encode
+from loraplex.server.protocol import ErrorCode, GenerateRequest, StepEvents, TokenEvent, encode
 from tests.network import running_link
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of, running_worker
 from tests.router.serving import Running, events_of, poll, running_router

@@ -10,8 +10,8 @@ import openai
 import pytest
 from llguidance import LLMatcher
 
-from adapters.manifest import AdapterManifest
-from server.protocol import AdapterLoad, GenerateRequest, ThinkingBudget
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.server.protocol import AdapterLoad, GenerateRequest, ThinkingBudget
 from tests.router.fake_worker import (
     EOS,
     FakeWorker,

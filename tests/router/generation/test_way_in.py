@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.generation.dispatcher import Dispatcher
+from loraplex.router.generation.dispatcher import Dispatcher
 from tests.router.fake_worker import FakeWorker
 from tests.router.serving import Running
 

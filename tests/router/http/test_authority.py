@@ -10,16 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
-from adapters.errors import AdapterError
-from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef, parse_ref
-from adapters.sources.hub import HubSource
-from router.call import AdapterChoice, MergedChoice, Secret
-from router.config import MAX_ADAPTER_TTL_S
-from router.names.aliases import Aliases
-from router.names.catalog import Catalog, CatalogRules
-from router.names.served import Origin
-from router.shared.memory_store import MemoryStore
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.ref import AdapterRef, parse_ref
+from loraplex.adapters.sources.hub import HubSource
+from loraplex.router.call import AdapterChoice, MergedChoice, Secret
+from loraplex.router.config import MAX_ADAPTER_TTL_S
+from loraplex.router.names.aliases import Aliases
+from loraplex.router.names.catalog import Catalog, CatalogRules
+from loraplex.router.names.served import Origin
+from loraplex.router.shared.memory_store import MemoryStore
 from tests.adapters.stub_hub import StubHub, running_hub
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.serving import Running, running_router

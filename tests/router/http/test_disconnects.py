@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from adapters.manifest import AdapterManifest
-from server.protocol import AdapterLoad, ErrorCode, GenerateRequest
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.server.protocol import AdapterLoad, ErrorCode, GenerateRequest
 from tests.router.fake_worker import (
     BASE_NAME,
     EOS,

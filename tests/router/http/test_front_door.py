@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from router.http.tls import Certificate, TlsAcceptor
-from router.policy.front_door import FrontDoor, HttpDeadlines
-from router.telemetry.metrics import RouterMetrics
+from loraplex.router.http.tls import Certificate, TlsAcceptor
+from loraplex.router.policy.front_door import FrontDoor, HttpDeadlines
+from loraplex.router.telemetry.metrics import RouterMetrics
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
 from tests.router.serving import Running, poll, running_router, trusting
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from router.http.client import http_client
+from loraplex.router.http.client import http_client
 
 RESET_AT_ONCE = struct.pack("ii", 1, 0)  # lingering: on, for 0 s
 

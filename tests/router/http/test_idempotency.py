@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from router.http import idempotency
-from router.shared.memory_store import MemoryStore
-from router.shared.store import StoreDown
-from server.protocol import ErrorCode, GenerateRequest
+from loraplex.router.http import idempotency
+from loraplex.router.shared.memory_store import MemoryStore
+from loraplex.router.shared.store import StoreDown
+from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
 from tests.router.serving import Running, poll, running_router
 

@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.intake import Intake
-from server.protocol import GenerateRequest
+from loraplex.router.http.intake import Intake
+from loraplex.server.protocol import GenerateRequest
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of
 from tests.router.serving import Running
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from router.http.listeners import allow_connections, listen, share, url_of
+from loraplex.router.http.listeners import allow_connections, listen, share, url_of
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

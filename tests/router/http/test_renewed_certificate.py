@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.http import tls
+from loraplex.router.http import tls
 from tests.router.serving import Running, poll, running_router, trusting
 
 HERE = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ async def test_what_cannot_be_used_changes_nothing(
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     put(FIRST, cert)
     put(FIRST, key)
-    caplog.set_level(logging.ERROR, "router.http.tls")
+    caplog.set_level(logging.ERROR, "loraplex.router.http.tls")
     async with running_router(tmp_path, tls_cert=cert, tls_key=key) as router:
         put(RENEWED, cert)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from router.failures import ReaderTooSlow
-from router.generation.inbox import Inbox, memory_of
-from router.http import listeners
-from server.protocol import TokenEvent, TokenLogprob
+from loraplex.router.failures import ReaderTooSlow
+from loraplex.router.generation.inbox import Inbox, memory_of
+from loraplex.router.http import listeners
+from loraplex.server.protocol import TokenEvent, TokenLogprob
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of, running_worker
 from tests.router.serving import Running, poll, running_router, trusting
 

@@ -6,8 +6,8 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from router.http.body import ClientGone
-from router.http.sse import until_disconnect
+from loraplex.router.http.body import ClientGone
+from loraplex.router.http.sse import until_disconnect
 
 
 class Client:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.lines.errors import BatchError
-from router.lines.index import BatchInput
-from router.lines.journal import Journal
-from router.lines.lines import BadLine
-from router.lines.order import send_order
-from router.lines.records import BatchFault, Outcome, record_id, record_of, response_of
+from loraplex.router.lines.errors import BatchError
+from loraplex.router.lines.index import BatchInput
+from loraplex.router.lines.journal import Journal
+from loraplex.router.lines.lines import BadLine
+from loraplex.router.lines.order import send_order
+from loraplex.router.lines.records import BatchFault, Outcome, record_id, record_of, response_of
 from tests.launcher.batch.batch_files import chat, line, numbers, records, write
 
 LINES = [

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.lines.lines import MAX_LINE_BYTES, PATHS, BadLine, BatchRequest, read_line
+from loraplex.router.lines.lines import MAX_LINE_BYTES, PATHS, BadLine, BatchRequest, read_line
 from tests.launcher.batch.batch_files import chat, line
 
 

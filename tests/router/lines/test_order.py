@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.lines.order import BAD, BLANK, TWICE, AdapterWindow, send_order
+from loraplex.router.lines.order import BAD, BLANK, TWICE, AdapterWindow, send_order
 
 GROUPS = st.lists(st.sampled_from((0, 1, 2, 3, BAD, TWICE, BLANK)))
 

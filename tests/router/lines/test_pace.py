@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.lines.pace import SendPace, Verdict, after_failure, pause_s
+from loraplex.router.lines.pace import SendPace, Verdict, after_failure, pause_s
 
 
 @pytest.mark.parametrize(

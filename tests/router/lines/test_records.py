@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.lines.records import (
+from loraplex.router.lines.records import (
     RECORD_BEGIN,
     BatchFault,
     BatchResponse,

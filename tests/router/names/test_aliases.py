@@ -6,17 +6,17 @@ import time
 import msgspec
 import pytest
 
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef
-from router.call import Secret
-from router.names.aliases import MAX_DELETED, Aliases
-from router.names.owned_name import OwnedName
-from router.names.registration import Registration, seen
-from router.policy.rollout import Content, Rollout, Version
-from router.shared.memory_store import MemoryStore
-from router.shared.redis_link import RedisLink
-from router.shared.redis_store import RedisStore
-from router.shared.store import MAX_ROWS, Row, Store
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.call import Secret
+from loraplex.router.names.aliases import MAX_DELETED, Aliases
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.registration import Registration, seen
+from loraplex.router.policy.rollout import Content, Rollout, Version
+from loraplex.router.shared.memory_store import MemoryStore
+from loraplex.router.shared.redis_link import RedisLink
+from loraplex.router.shared.redis_store import RedisStore
+from loraplex.router.shared.store import MAX_ROWS, Row, Store
 from tests.router.fake_worker import make_manifest
 from tests.router.serving import poll
 from tests.router.shared.redis_server import running_redis

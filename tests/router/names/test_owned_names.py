@@ -10,24 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.errors import AdapterError
-from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef, format_ref, is_name, parse_ref
-from router.api.request.fields import choose_adapter
-from router.api.request.formatter import ApiLimits
-from router.call import AdapterChoice, MergedChoice, RequestError, Secret
-from router.names.aliases import Aliases
-from router.names.catalog import Catalog, CatalogRules
-from router.names.owned_name import OwnedName
-from router.names.registration import AliasState, Origin, Registration, seen
-from router.names.served import Origin as ServedOrigin
-from router.names.served import ServedAdapter
-from router.names.use import AdapterUse
-from router.policy.rollout import Content
-from router.shared.memory_store import MemoryStore
-from router.shared.store import Row, Store
-from router.tenancy.keys import NOBODY, ApiKey, Caller
-from router.tenancy.scope import check_scope
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.ref import AdapterRef, format_ref, is_name, parse_ref
+from loraplex.router.api.request.fields import choose_adapter
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.call import AdapterChoice, MergedChoice, RequestError, Secret
+from loraplex.router.names.aliases import Aliases
+from loraplex.router.names.catalog import Catalog, CatalogRules
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.registration import AliasState, Origin, Registration, seen
+from loraplex.router.names.served import Origin as ServedOrigin
+from loraplex.router.names.served import ServedAdapter
+from loraplex.router.names.use import AdapterUse
+from loraplex.router.policy.rollout import Content
+from loraplex.router.shared.memory_store import MemoryStore
+from loraplex.router.shared.store import Row, Store
+from loraplex.router.tenancy.keys import NOBODY, ApiKey, Caller
+from loraplex.router.tenancy.scope import check_scope
 from tests.router.fake_worker import make_manifest
 from tests.router.serving import COMMIT
 

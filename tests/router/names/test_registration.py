@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef
-from router.names.registration import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.names.registration import (
     MAX_HISTORY,
     AliasState,
     Event,
@@ -17,7 +17,7 @@ from router.names.registration import (
     move,
     seen,
 )
-from router.policy.rollout import Content
+from loraplex.router.policy.rollout import Content
 from tests.router.fake_worker import make_manifest
 
 REF = AdapterRef("hub", "org/one")

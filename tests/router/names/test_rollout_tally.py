@@ -6,24 +6,24 @@ from collections import Counter
 import pytest
 from prometheus_client import CollectorRegistry
 
-from adapters.ref import AdapterRef
-from router.api.openai import completions
-from router.api.request.formatter import ApiLimits
-from router.call import GenerationCall
-from router.names.owned_name import OwnedName
-from router.names.rollout_tally import SLICE_S, Outcomes, RolloutTally
-from router.names.served import ServedAdapter
-from router.policy.guards import GuardSample, bucket_of
-from router.policy.rollout import MAX_WINDOW_S
-from router.shared.memory_store import MemoryStore
-from router.shared.store import Store, StoreDown
-from router.telemetry.metrics import RouterMetrics
-from router.telemetry.observer import RequestObserver
-from router.telemetry.request import in_hand
-from router.tenancy.admission import Admission
-from router.tenancy.keys import NOBODY
-from router.tenancy.metering import Metering
-from server.protocol import TokenEvent
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.api.openai import completions
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.call import GenerationCall
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.rollout_tally import SLICE_S, Outcomes, RolloutTally
+from loraplex.router.names.served import ServedAdapter
+from loraplex.router.policy.guards import GuardSample, bucket_of
+from loraplex.router.policy.rollout import MAX_WINDOW_S
+from loraplex.router.shared.memory_store import MemoryStore
+from loraplex.router.shared.store import Store, StoreDown
+from loraplex.router.telemetry.metrics import RouterMetrics
+from loraplex.router.telemetry.observer import RequestObserver
+from loraplex.router.telemetry.request import in_hand
+from loraplex.router.tenancy.admission import Admission
+from loraplex.router.tenancy.keys import NOBODY
+from loraplex.router.tenancy.metering import Metering
+from loraplex.server.protocol import TokenEvent
 from tests.router.fake_worker import make_manifest
 
 MANIFEST = make_manifest("org/one")

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from router.names.owned_name import OwnedName
-from server.protocol import ErrorCode, GenerateRequest
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import EOS, FakeWorker, make_manifest
 from tests.router.routes.test_keys import ADMIN, bearer, create, keyed
 from tests.router.serving import Running, poll
@@ -226,7 +226,7 @@ async def test_rollouts_of_equal_names_are_apart(
 async def test_a_guard_takes_back_one_owners_version_of_the_same_content(
     shared: Shared, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.operations.rollout_keeper.TICK_S", 0.05)
+    monkeypatch.setattr("loraplex.router.operations.rollout_keeper.TICK_S", 0.05)
     router, failing = shared.router, digest("next")
     body = {
         "versions": [{"reference": "org/next", "weight": 100}],
@@ -279,7 +279,7 @@ async def test_lists_and_pictures_show_whose_a_name_is(shared: Shared) -> None:
 async def test_a_request_is_logged_with_its_tenant(
     tmp_path: Path, worker: FakeWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "router.telemetry.request_log")
+    caplog.set_level("INFO", "loraplex.router.telemetry.request_log")
     async with keyed(tmp_path, worker, log_requests="yes") as router:
         await ask(router, await create(router, tenant="acme"), "pirate")
     [facts] = [record.__dict__["facts"] for record in caplog.records if "facts" in vars(record)]

@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from adapters.errors import AdapterError, AdapterErrorCode, Violation
-from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef
-from server.protocol import AdapterLoad, ErrorCode, GenerateRequest
+from loraplex.adapters.errors import AdapterError, AdapterErrorCode, Violation
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.ref import AdapterRef
+from loraplex.server.protocol import AdapterLoad, ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, FakeWorker, make_manifest, running_worker
 from tests.router.serving import COMMIT, Running, poll, running_router
 

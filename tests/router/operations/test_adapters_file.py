@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef
-from router.names.owned_name import OwnedName
-from router.names.registration import Origin, Registration
-from router.operations import file_watch as adapters_watch
-from router.operations.adapters_file import (
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.registration import Origin, Registration
+from loraplex.router.operations import file_watch as adapters_watch
+from loraplex.router.operations.adapters_file import (
     MAX_FILE_BYTES,
     WHOLE,
     FileContents,
@@ -25,8 +25,8 @@ from router.operations.adapters_file import (
     plan,
     read,
 )
-from router.operations.file_watch import RETRY_S, AdaptersFile
-from server.protocol import AdapterLoad
+from loraplex.router.operations.file_watch import RETRY_S, AdaptersFile
+from loraplex.server.protocol import AdapterLoad
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.operations.test_declared_check import load
 from tests.router.serving import Running, poll, running_router

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.errors import AdapterError, AdapterErrorCode
-from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef
-from adapters.violations import invalid
-from router.operations import declared_check
-from router.operations.declared_check import AT_ONCE, pause_after
-from server.protocol import AdapterLoad
+from loraplex.adapters.errors import AdapterError, AdapterErrorCode
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.violations import invalid
+from loraplex.router.operations import declared_check
+from loraplex.router.operations.declared_check import AT_ONCE, pause_after
+from loraplex.server.protocol import AdapterLoad
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.serving import Running, poll, running_router
 
@@ -67,7 +67,7 @@ async def settled_of(router: Running, name: str) -> dict[str, Any]:
 
 
 async def test_a_reason_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "router.names.catalog")
+    caplog.set_level(logging.WARNING, "loraplex.router.names.catalog")
     worker = FakeWorker()
     worker.loader = load
     async with (
@@ -130,7 +130,7 @@ async def test_an_adapter_that_is_back_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(declared_check, "pause_after", lambda error, attempt: 0.01)
-    caplog.set_level(logging.INFO, "router.names.catalog")
+    caplog.set_level(logging.INFO, "loraplex.router.names.catalog")
     back = asyncio.Event()
 
     async def later(order: AdapterLoad) -> AdapterManifest:
@@ -165,7 +165,7 @@ async def test_it_begins_when_there_is_a_worker(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That none is there yet is no reason against an adapter."""
-    caplog.set_level(logging.WARNING, "router.names.catalog")
+    caplog.set_level(logging.WARNING, "loraplex.router.names.catalog")
     names = ("one=hub:org/one", "gone=hub:org/missing")
     async with running_worker(FakeWorker()) as worker:
         worker.ready = False

@@ -11,17 +11,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.errors import AdapterError
-from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef
-from router.names.owned_name import OwnedName
-from router.names.registration import Registration, RolloutRequest, seen
-from router.names.rollout_moves import Shares, rolled_back, split, stays_back, with_shares
-from router.operations.adapters_file import BY, FileContents, NameEntry, plan_rollouts, read
-from router.operations.file_watch import RETRY_S, AdaptersFile
-from router.operations.rollouts import GUARD
-from router.policy.rollout import Content, Declared, Guards, Rollout, Version
-from server.protocol import AdapterLoad
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.registration import Registration, RolloutRequest, seen
+from loraplex.router.names.rollout_moves import Shares, rolled_back, split, stays_back, with_shares
+from loraplex.router.operations.adapters_file import (
+    BY,
+    FileContents,
+    NameEntry,
+    plan_rollouts,
+    read,
+)
+from loraplex.router.operations.file_watch import RETRY_S, AdaptersFile
+from loraplex.router.operations.rollouts import GUARD
+from loraplex.router.policy.rollout import Content, Declared, Guards, Rollout, Version
+from loraplex.server.protocol import AdapterLoad
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.operations.test_shared_adapters import call
 from tests.router.serving import Running, poll, running_router
@@ -217,7 +223,7 @@ def follower(router: Running, tmp_path: Path) -> Follower:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.operations.rollout_keeper.TICK_S", 0.05)
+    monkeypatch.setattr("loraplex.router.operations.rollout_keeper.TICK_S", 0.05)
 
 
 async def test_rolled_out_moved_on_promoted_and_ended(follower: Follower) -> None:

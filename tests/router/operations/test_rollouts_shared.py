@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef
-from server.protocol import ErrorCode, GenerateRequest
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import FakeWorker
 from tests.router.operations.test_shared_adapters import ADMIN, call, generate
 from tests.router.rolling import NEW, OLD, USERS, Fleet, fail_the_new, running_fleet

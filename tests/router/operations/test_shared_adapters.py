@@ -74,7 +74,7 @@ async def test_an_unload_whose_router_stops_is_taken_up(
     tmp_path: Path, redis: RedisServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not before: a router that is there is left to it. Of two that take it up one has it."""
-    monkeypatch.setattr("router.operations.admin._HEARD_S", 600.0)
+    monkeypatch.setattr("loraplex.router.operations.admin._HEARD_S", 600.0)
     async with routers(tmp_path, redis, worker, 2, auth="none") as (two, three):
         watchers = [router.service.orphaned_unloads for router in (two, three)]
         async with routers(tmp_path / "one", redis, worker, 1, auth="none") as (one,):
@@ -87,7 +87,7 @@ async def test_an_unload_whose_router_stops_is_taken_up(
                 await watcher.step()
             [row] = two.service.admin.all()
             assert row.drainer == one.service.router_id
-        monkeypatch.setattr("router.operations.admin._HEARD_S", 0.0)
+        monkeypatch.setattr("loraplex.router.operations.admin._HEARD_S", 0.0)
         for _ in range(2):
             await asyncio.gather(*(watcher.step() for watcher in watchers))
         for router in (two, three):
@@ -102,13 +102,13 @@ async def test_an_unload_whose_router_stops_is_taken_up(
 async def test_an_unload_goes_on_when_its_router_starts_again(
     tmp_path: Path, redis: RedisServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.operations.orphaned_unloads.TICK_S", 0.05)
-    monkeypatch.setattr("router.operations.admin._HEARD_S", 600.0)
+    monkeypatch.setattr("loraplex.router.operations.orphaned_unloads.TICK_S", 0.05)
+    monkeypatch.setattr("loraplex.router.operations.admin._HEARD_S", 600.0)
     async with routers(tmp_path, redis, worker, 1, auth="none") as (one,):
         await call(one, "POST", "", name="mine", ref="org/one", pin=True)
         assert (await call(one, "POST", "/mine/unload", wait_s=0)).status_code == 202
     assert worker.resident == {ONE}
-    monkeypatch.setattr("router.operations.admin._HEARD_S", 0.0)
+    monkeypatch.setattr("loraplex.router.operations.admin._HEARD_S", 0.0)
     async with routers(tmp_path / "again", redis, worker, 1, auth="none") as (again,):
         await until_state(again, "mine", "unloaded")
         assert worker.resident == set()

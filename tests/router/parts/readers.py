@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from router.parts.parts import NOTHING, CallDelta, PartsDelta
+from loraplex.router.parts.parts import NOTHING, CallDelta, PartsDelta
 
 
 class BracketReader:

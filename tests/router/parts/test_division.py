@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.parts.division import DividedAnswer, Division
-from router.parts.parts import NOTHING, CallDelta, PartsDelta, ToolCall
+from loraplex.router.parts.division import DividedAnswer, Division
+from loraplex.router.parts.parts import NOTHING, CallDelta, PartsDelta, ToolCall
 from tests.router.parts.readers import BracketReader, ThinkReader, joined, numbered
 
 DIVISION = Division((ThinkReader, BracketReader))

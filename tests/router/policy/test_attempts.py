@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.placement.attempts import MAX_LOSSES, Attempts, Quarantine, RetryBudget
-from server.protocol import ErrorCode
+from loraplex.router.policy.placement.attempts import MAX_LOSSES, Attempts, Quarantine, RetryBudget
+from loraplex.server.protocol import ErrorCode
 
 
 def lose(attempts: Attempts, accepted: int, *, alone: bool = False) -> str:

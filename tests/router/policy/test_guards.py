@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.guards import Measured, breach, bucket_of, judged, quantile
-from router.policy.rollout import Guards
+from loraplex.router.policy.guards import Measured, breach, bucket_of, judged, quantile
+from loraplex.router.policy.rollout import Guards
 
 GUARDS = Guards(min_requests=10, max_error_increase=0.1, max_latency_ratio=2.0)
 

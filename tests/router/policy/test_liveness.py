@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.policy.placement.liveness import Hearing, Liveness
+from loraplex.router.policy.placement.liveness import Hearing, Liveness
 
 LIMIT_S = 1.0
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from router.policy.placement.placement import PlacementRequest
-from router.policy.queue.queue_limits import Promise, QueueFull, QueueLimits
-from router.policy.queue.waiting import Waiting, WaitingQueue
+from loraplex.router.policy.placement.placement import PlacementRequest
+from loraplex.router.policy.queue.queue_limits import Promise, QueueFull, QueueLimits
+from loraplex.router.policy.queue.waiting import Waiting, WaitingQueue
 
 
 def push(

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.errors import AdapterError
-from adapters.ref import AdapterRef
-from router.names.registration import MAX_HISTORY, Registration, seen
-from router.names.rollout_moves import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.names.registration import MAX_HISTORY, Registration, seen
+from loraplex.router.names.rollout_moves import (
     Shares,
     before,
     copies_needed,
@@ -20,7 +20,7 @@ from router.names.rollout_moves import (
     to_promote,
     with_shares,
 )
-from router.policy.rollout import Content, Guards, Rollout, Version, sticky_value
+from loraplex.router.policy.rollout import Content, Guards, Rollout, Version, sticky_value
 from tests.router.fake_worker import make_manifest
 
 WEIGHTS = st.lists(st.integers(0, 100), min_size=2, max_size=4).filter(any)

@@ -14,9 +14,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from router.policy.placement.placement import PlacementRequest
-from router.policy.queue.queue_limits import QueueFull, QueueLimits
-from router.policy.queue.waiting import Waiting, WaitingQueue
+from loraplex.router.policy.placement.placement import PlacementRequest
+from loraplex.router.policy.queue.queue_limits import QueueFull, QueueLimits
+from loraplex.router.policy.queue.waiting import Waiting, WaitingQueue
 
 MAX_COUNT = 12
 MAX_BYTES = 100

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from router.files.disk_shelf import DiskShelf
-from router.files.store import FileStore
-from router.policy.batch_limits import ResponsesLimits
+from loraplex.router.files.disk_shelf import DiskShelf
+from loraplex.router.files.store import FileStore
+from loraplex.router.policy.batch_limits import ResponsesLimits
 
 LIMITS = ResponsesLimits(keep_s=60, tenant_bytes=100, tenant_count=3)
 

@@ -15,9 +15,9 @@ from typing import Any
 import openai
 import pytest
 
-from router.call import RequestError
-from router.policy.batch_limits import ResponsesLimits
-from server.protocol import ErrorCode, GenerateRequest
+from loraplex.router.call import RequestError
+from loraplex.router.policy.batch_limits import ResponsesLimits
+from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.batches.running_batches import BatchUser
 from tests.router.fake_worker import BASE_NAME, FakeWorker, ids_of
 from tests.router.serving import Running, running_router
@@ -219,7 +219,7 @@ async def test_nothing_is_lost_but_the_store(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr("router.files.disk_shelf.write_whole", full)
+    monkeypatch.setattr("loraplex.router.files.disk_shelf.write_whole", full)
     answer = await sdk.responses.create(model=BASE_NAME, input="ab", metadata={"a": "b"})
     stream = await sdk.responses.create(model=BASE_NAME, input="ab", stream=True)
     last = [event async for event in stream][-1]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from router.call import RequestError
-from router.config import RouterConfig
-from router.routes.admin_gate import AdminGate
+from loraplex.router.call import RequestError
+from loraplex.router.config import RouterConfig
+from loraplex.router.routes.admin_gate import AdminGate
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from router.routes.console import FOLDER
+from loraplex.router.routes.console import FOLDER
 from tests.router.serving import Running
 
 FILES = sorted(path.name for path in FOLDER.iterdir())

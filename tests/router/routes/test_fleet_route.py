@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from router.operations import fleet_watch
-from server.protocol import AdapterPlace
+from loraplex.router.operations import fleet_watch
+from loraplex.server.protocol import AdapterPlace
 from tests.router.fake_worker import FakeWorker, make_manifest
 from tests.router.serving import Running, poll, running_router
 

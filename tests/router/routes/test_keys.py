@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.config import RouterConfigError
+from loraplex.router.config import RouterConfigError
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
 from tests.router.generation.test_limits import hold
 from tests.router.serving import Running, poll, running_router
@@ -407,7 +407,7 @@ async def test_a_stream_that_is_left_counts_what_it_got(tmp_path: Path) -> None:
 
 
 async def test_operators_are_audited(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="router.tenancy.audit"):
+    with caplog.at_level("INFO", logger="loraplex.router.tenancy.audit"):
         await create(guarded, id="app", tenant="acme")
         await guarded.client.delete("/v1/keys/none", headers=ADMIN | {"x-request-id": "r7"})
         await guarded.client.post("/v1/keys", headers=bearer("guess"))
@@ -443,7 +443,7 @@ async def test_a_file_of_keys_is_followed(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("router.tenancy.keyring.FILE_POLL_S", 0.01)
+    monkeypatch.setattr("loraplex.router.tenancy.keyring.FILE_POLL_S", 0.01)
     path = tmp_path / "keys.json"
     write_keys(path, "first", tenant="acme")
     async with keyed(tmp_path, worker, auth="auto", keys_file=path) as router:

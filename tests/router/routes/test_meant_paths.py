@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from router.api.missing_routes import MEANT
+from loraplex.router.api.missing_routes import MEANT
 from tests.router.serving import Running
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 2}

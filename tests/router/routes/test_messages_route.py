@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.protocol import ErrorCode, GenerateRequest
+from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of
 from tests.router.generation.test_tools import ANSWER, THOUGHT, WEATHER, scripted
 from tests.router.routes.test_keys import bearer, create, keyed

@@ -2,10 +2,10 @@
 
 import msgspec
 
-from adapters.coverage import coverage_of
-from adapters.manifest import AdapterManifest
-from router.names.registration import Registration
-from server.protocol import AdapterLoad
+from loraplex.adapters.coverage import coverage_of
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.router.names.registration import Registration
+from loraplex.server.protocol import AdapterLoad
 from tests.router.fake_worker import FakeWorker, make_manifest
 from tests.router.serving import Running
 

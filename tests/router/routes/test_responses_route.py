@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLMatcher
 from pydantic import BaseModel
 
-from server.protocol import ErrorCode, GenerateRequest
+from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of
 from tests.router.generation.test_tools import THOUGHT, WEATHER, scripted
 from tests.router.serving import Running

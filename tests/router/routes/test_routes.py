@@ -6,10 +6,10 @@ import json
 import msgspec
 import pytest
 
-from router.call import TextEvent
-from router.http import sse
-from router.text.stream import ChoiceStream
-from server.protocol import ErrorCode, GenerateRequest, TokenEvent
+from loraplex.router.call import TextEvent
+from loraplex.router.http import sse
+from loraplex.router.text.stream import ChoiceStream
+from loraplex.server.protocol import ErrorCode, GenerateRequest, TokenEvent
 from tests.router.fake_worker import BASE_NAME, BOS, EOS, FakeWorker, ids_of, make_manifest
 from tests.router.serving import Running, events_of
 

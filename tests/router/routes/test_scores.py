@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from adapters.classes import OwnClasses
-from adapters.manifest import AdapterManifest
-from server.protocol import (
+from loraplex.adapters.classes import OwnClasses
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.server.protocol import (
     AdapterLoad,
     ClassForm,
     GenerateRequest,

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from router.api.tokenize import MAX_TOKENIZED
-from server.protocol import AdapterLoad
+from loraplex.router.api.tokenize import MAX_TOKENIZED
+from loraplex.server.protocol import AdapterLoad
 from tests.router.fake_worker import (
     BASE_NAME,
     BOS,

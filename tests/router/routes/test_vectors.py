@@ -13,7 +13,7 @@ import httpx
 import pytest
 from openai.types import CreateEmbeddingResponse
 
-from server.protocol import ClassForm, ErrorCode, GenerateRequest, VectorForm, VectorParams
+from loraplex.server.protocol import ClassForm, ErrorCode, GenerateRequest, VectorForm, VectorParams
 from tests.router.fake_worker import (
     BASE_NAME,
     BOS,

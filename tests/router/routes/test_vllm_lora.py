@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from adapters.errors import AdapterError, AdapterErrorCode, Violation
-from server.protocol import AdapterLoad
+from loraplex.adapters.errors import AdapterError, AdapterErrorCode, Violation
+from loraplex.server.protocol import AdapterLoad
 from tests.router.fake_worker import FakeWorker, make_manifest
 from tests.router.routes.test_keys import ADMIN, keyed
 from tests.router.serving import Running, running_router

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.tenancy.metering import Charge
+from loraplex.router.tenancy.metering import Charge
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
 from tests.router.serving import Running, poll, running_router
 

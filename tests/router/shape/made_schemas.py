@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from router.shape.texts.format import FORMATS
+from loraplex.router.shape.texts.format import FORMATS
 
 NAMES = st.sampled_from(["a", "b", "kind", "größe", "名前", 'q"\\', "😀", "", "a b", "x1"])
 _TEXTS = st.text(

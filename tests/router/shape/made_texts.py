@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from router.shape.shape import Tag
+from loraplex.router.shape.shape import Tag
 
 
 class Node(NamedTuple):

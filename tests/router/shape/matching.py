@@ -5,10 +5,10 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from adapters.grammar.compile import compile_grammar
-from adapters.grammar.limits import GrammarLimits
-from router.shape.lark import Lark
-from router.shape.schema.held import json_grammar
+from loraplex.adapters.grammar.compile import compile_grammar
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.router.shape.lark import Lark
+from loraplex.router.shape.schema.held import json_grammar
 from tests.vocabularies import byte_vocabulary
 
 _END = 0

@@ -4,14 +4,22 @@ from typing import Any
 
 import pytest
 
-from router.parts.reasoning import REASONING
-from router.shape.shape import AnyJson, Choice, Grammar, JsonSchema, Shape, StructuralTag, Tag
-from router.tools.compose import Frame, compose, grammar_of
-from router.tools.formats.glm import GLM
-from router.tools.formats.harmony import HARMONY
-from router.tools.formats.hermes import HERMES
-from router.tools.tools import Tool, ToolMode, Tools
-from server.protocol import NamesOnce
+from loraplex.router.parts.reasoning import REASONING
+from loraplex.router.shape.shape import (
+    AnyJson,
+    Choice,
+    Grammar,
+    JsonSchema,
+    Shape,
+    StructuralTag,
+    Tag,
+)
+from loraplex.router.tools.compose import Frame, compose, grammar_of
+from loraplex.router.tools.formats.glm import GLM
+from loraplex.router.tools.formats.harmony import HARMONY
+from loraplex.router.tools.formats.hermes import HERMES
+from loraplex.router.tools.tools import Tool, ToolMode, Tools
+from loraplex.server.protocol import NamesOnce
 from tests.router.shape.test_rules import accepts
 
 PLACE = Tool(

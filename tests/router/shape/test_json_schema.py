@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from router.shape.lark import Lark
-from router.shape.schema.held import as_far_as_held, json_grammar
-from router.shape.schema.keywords import SchemaRefused
+from loraplex.router.shape.lark import Lark
+from loraplex.router.shape.schema.held import as_far_as_held, json_grammar
+from loraplex.router.shape.schema.keywords import SchemaRefused
 from tests.router.shape.matching import accepts, matcher_of, writes
 
 DRAFT_4 = {"$schema": "http://json-schema.org/draft-04/schema#"}

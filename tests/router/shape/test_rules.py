@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from adapters.grammar.compile import GrammarError, compile_grammar
-from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import Vocabulary
-from router.shape.lark import Lark
-from router.shape.rules import rules
-from router.shape.shape import (
+from loraplex.adapters.grammar.compile import GrammarError, compile_grammar
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.adapters.grammar.vocabulary import Vocabulary
+from loraplex.router.shape.lark import Lark
+from loraplex.router.shape.rules import rules
+from loraplex.router.shape.shape import (
     AnyJson,
     Choice,
     Grammar,
@@ -21,7 +21,7 @@ from router.shape.shape import (
     StructuralTag,
     Tag,
 )
-from router.tools.compose import grammar_of
+from loraplex.router.tools.compose import grammar_of
 from tests.vocabularies import byte_vocabulary
 
 END = 0

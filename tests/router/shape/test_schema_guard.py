@@ -9,9 +9,9 @@ import pytest
 from jsonschema.validators import validator_for
 from llguidance import LLMatcher
 
-from adapters.grammar.compile import GrammarError
-from router.shape.schema.document import parts_of
-from router.shape.schema.keywords import BINDING, SchemaRefused
+from loraplex.adapters.grammar.compile import GrammarError
+from loraplex.router.shape.schema.document import parts_of
+from loraplex.router.shape.schema.keywords import BINDING, SchemaRefused
 from tests.router.shape.matching import accepts, matcher_of
 from tests.router.shape.test_json_schema import HELD
 from tests.router.shape.test_schema_walks import FORMATS

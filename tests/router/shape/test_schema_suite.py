@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.shape.schema.keywords import SchemaRefused
+from loraplex.router.shape.schema.keywords import SchemaRefused
 from tests.router.shape.matching import accepts, matcher_of
 
 PACKAGE = "jsonschema==4.26.0"

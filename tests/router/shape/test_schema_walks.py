@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, FormatChecker
 
-from adapters.grammar.compile import GrammarError, compile_grammar
-from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.token_bytes import token_bytes
-from adapters.grammar.vocabulary import make_vocabulary
-from router.shape.schema.keywords import SchemaRefused
+from loraplex.adapters.grammar.compile import GrammarError, compile_grammar
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.adapters.grammar.token_bytes import token_bytes
+from loraplex.adapters.grammar.vocabulary import make_vocabulary
+from loraplex.router.shape.schema.keywords import SchemaRefused
 from tests.router.shape.made_schemas import HARD, SCHEMAS
 from tests.router.shape.matching import source
 from tests.router.shape.walks import BYTES, Words

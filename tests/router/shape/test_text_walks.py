@@ -4,8 +4,8 @@ import re
 
 from hypothesis import given
 
-from router.shape.shape import Grammar, Regex, StructuralTag, Tag
-from router.tools.compose import grammar_of
+from loraplex.router.shape.shape import Grammar, Regex, StructuralTag, Tag
+from loraplex.router.tools.compose import grammar_of
 from tests.router.shape.drawn import many
 from tests.router.shape.made_texts import (
     NODES,

@@ -7,9 +7,9 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from adapters.grammar.compile import compile_grammar
-from adapters.grammar.limits import GrammarLimits
-from adapters.grammar.vocabulary import Vocabulary
+from loraplex.adapters.grammar.compile import compile_grammar
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.adapters.grammar.vocabulary import Vocabulary
 from tests.vocabularies import byte_vocabulary
 
 # Bytes that end something: a walk takes them more often, so that it comes to its end.

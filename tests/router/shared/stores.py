@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from router.shared.redis_link import RedisLink
-from router.shared.redis_store import RedisStore
+from loraplex.router.shared.redis_link import RedisLink
+from loraplex.router.shared.redis_store import RedisStore
 from tests.ports import free_port
 from tests.router.serving import poll
 from tests.router.shared.redis_server import running_redis

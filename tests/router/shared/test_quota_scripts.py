@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.policy.quota import Ask, Limits, QuotaAccount, Subject, admit, settle
-from router.shared.redis_link import RedisLink
-from router.shared.redis_store import RedisStore
-from router.shared.store import Settlement
+from loraplex.router.policy.quota import Ask, Limits, QuotaAccount, Subject, admit, settle
+from loraplex.router.shared.redis_link import RedisLink
+from loraplex.router.shared.redis_store import RedisStore
+from loraplex.router.shared.store import Settlement
 from tests.router.shared.redis_server import RedisServer, running_redis
 
 some = st.one_of(st.none(), st.integers(1, 2**31 - 1), st.integers(1, 30))

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.shared.memory_store import MemoryStore
-from router.shared.records import readable
-from router.tenancy.audit import Audit
-from router.tenancy.records import AuditRecord
+from loraplex.router.shared.memory_store import MemoryStore
+from loraplex.router.shared.records import readable
+from loraplex.router.tenancy.audit import Audit
+from loraplex.router.tenancy.records import AuditRecord
 
 DEED = AuditRecord(1.0, "POST /v1/adapters", "sql", "acme", 200, "127.0.0.1", "r1")
 

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.shared.redis_link import RedisLink
-from router.shared.store import StoreDown
+from loraplex.router.shared.redis_link import RedisLink
+from loraplex.router.shared.store import StoreDown
 from tests.router.serving import poll
 from tests.router.shared.redis_server import running_redis
 

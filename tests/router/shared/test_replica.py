@@ -2,9 +2,9 @@
 
 import msgspec
 
-from router.shared.memory_store import MemoryStore
-from router.shared.replica import Replica
-from router.shared.store import Row, Table
+from loraplex.router.shared.memory_store import MemoryStore
+from loraplex.router.shared.replica import Replica
+from loraplex.router.shared.store import Row, Table
 
 
 def replica(store: MemoryStore) -> Replica[str]:

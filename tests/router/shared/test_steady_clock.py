@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.shared.memory_store import MemoryStore
-from router.shared.steady_clock import SteadyClock
+from loraplex.router.shared.memory_store import MemoryStore
+from loraplex.router.shared.steady_clock import SteadyClock
 from tests.router.fake_worker import BASE_NAME, FakeWorker
 from tests.router.serving import running_router
 

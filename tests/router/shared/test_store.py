@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.names.owned_name import OwnedName
-from router.policy.quota import UNIT, Ask, Limits, Subject
-from router.shared.memory_store import MemoryStore
-from router.shared.store import MAX_COUNTERS, Row, Settlement, Store
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.policy.quota import UNIT, Ask, Limits, Subject
+from loraplex.router.shared.memory_store import MemoryStore
+from loraplex.router.shared.store import MAX_COUNTERS, Row, Settlement, Store
 from tests.router.serving import poll
 from tests.router.shared.stores import redis_store
 

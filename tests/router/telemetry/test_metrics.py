@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.build import build_service
-from router.config import RouterConfig
-from router.names.owned_name import OwnedName
-from router.operations import compat_metrics
-from router.telemetry.top_adapters import COUNTS
+from loraplex.router.build import build_service
+from loraplex.router.config import RouterConfig
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.operations import compat_metrics
+from loraplex.router.telemetry.top_adapters import COUNTS
 from tests.router.fake_worker import EOS, FakeWorker, make_manifest, running_worker
 from tests.router.generation.test_lifecycle import Held
 from tests.router.serving import FakeHub, Running, poll, running_router

@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.names.owned_name import OwnedName
-from router.telemetry.top_adapters import BASE, COUNTS, MARGIN, OTHER, RANK_INTERVAL_S, TopAdapters
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.telemetry.top_adapters import (
+    BASE,
+    COUNTS,
+    MARGIN,
+    OTHER,
+    RANK_INTERVAL_S,
+    TopAdapters,
+)
 
 SIZE = 3
 NAMES = [OwnedName(f"a{i // 2}", "acme" if i % 2 else "") for i in range(8)]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from adapters.common.logs import JsonFormatter
-from router.config import RouterConfig
-from router.telemetry.request import request_id
-from router.telemetry.tracing import NoTracing, make_tracing
+from loraplex.adapters.common.logs import JsonFormatter
+from loraplex.router.config import RouterConfig
+from loraplex.router.telemetry.request import request_id
+from loraplex.router.telemetry.tracing import NoTracing, make_tracing
 from tests.router.fake_worker import EOS, FakeWorker, running_worker
 from tests.router.otlp_receiver import Receiver, notes, running_receiver
 from tests.router.serving import Running, running_router
@@ -121,7 +121,8 @@ async def test_other_paths_are_not_traced(tmp_path: Path, receiver: Receiver) ->
 def test_it_is_off_and_not_even_loaded_by_default() -> None:
     assert isinstance(make_tracing(RouterConfig(workers=())), NoTracing)
     code = (
-        "import sys, router.routes.app; assert not [m for m in sys.modules if 'opentelemetry' in m]"
+        "import sys, loraplex.router.routes.app; "
+        "assert not [m for m in sys.modules if 'opentelemetry' in m]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -137,7 +138,7 @@ def test_an_endpoint_that_cannot_be(endpoint: str) -> None:
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     written = JsonFormatter(request_id)
-    found = [r for r in caplog.records if r.name == "router.telemetry.request_log"]
+    found = [r for r in caplog.records if r.name == "loraplex.router.telemetry.request_log"]
     return [json.loads(written.format(record)) for record in found]
 
 

@@ -9,12 +9,12 @@ import logging
 import time
 from typing import get_args
 
-from launcher.bench.report import percentile
-from router.call import RequestError
-from router.policy.quota import Ask, Limits, Subject
-from router.shared.redis_link import RedisLink
-from router.shared.redis_store import RedisStore
-from router.tenancy.admission import Admission, OutageMode
+from loraplex.launcher.bench.report import percentile
+from loraplex.router.call import RequestError
+from loraplex.router.policy.quota import Ask, Limits, Subject
+from loraplex.router.shared.redis_link import RedisLink
+from loraplex.router.shared.redis_store import RedisStore
+from loraplex.router.tenancy.admission import Admission, OutageMode
 from tests.router.serving import poll
 from tests.router.shared.redis_server import RedisServer, running_redis
 

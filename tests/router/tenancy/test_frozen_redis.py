@@ -6,13 +6,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from adapters.common.bounded import bounded
-from router.call import RequestError
-from router.policy.quota import Verdict
-from router.shared import redis_link
-from router.shared.redis_link import RedisLink
-from router.shared.redis_store import RedisStore
-from router.tenancy.admission import Admission, Admitted, OutageMode
+from loraplex.adapters.common.bounded import bounded
+from loraplex.router.call import RequestError
+from loraplex.router.policy.quota import Verdict
+from loraplex.router.shared import redis_link
+from loraplex.router.shared.redis_link import RedisLink
+from loraplex.router.shared.redis_store import RedisStore
+from loraplex.router.tenancy.admission import Admission, Admitted, OutageMode
 from tests.router.shared.redis_server import running_redis
 from tests.router.tenancy.frozen_redis import ask_of
 

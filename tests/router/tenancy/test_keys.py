@@ -2,14 +2,14 @@
 
 import pytest
 
-from adapters.ref import parse_ref
-from router.call import AdapterChoice, RequestError
-from router.policy.quota import UNIT, Limits, Standing, Subject, Verdict
-from router.tenancy.keys import NOBODY, ApiKey, Caller, Tenant, check_key
-from router.tenancy.keys_file import KeysFileError, read_keys
-from router.tenancy.rate_headers import duration, rate_headers
-from router.tenancy.scope import check_scope, names_of
-from router.tenancy.usage import OTHER, Pending, UsageRecord, rows_of
+from loraplex.adapters.ref import parse_ref
+from loraplex.router.call import AdapterChoice, RequestError
+from loraplex.router.policy.quota import UNIT, Limits, Standing, Subject, Verdict
+from loraplex.router.tenancy.keys import NOBODY, ApiKey, Caller, Tenant, check_key
+from loraplex.router.tenancy.keys_file import KeysFileError, read_keys
+from loraplex.router.tenancy.rate_headers import duration, rate_headers
+from loraplex.router.tenancy.scope import check_scope, names_of
+from loraplex.router.tenancy.usage import OTHER, Pending, UsageRecord, rows_of
 
 DIGEST, OLD = "a" * 64, "b" * 64
 
@@ -186,7 +186,7 @@ def test_usage_adds_up_over_days_and_survives_what_could_not_be_written() -> Non
 
 
 def test_usage_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.tenancy.usage.MAX_PENDING", 6)
+    monkeypatch.setattr("loraplex.router.tenancy.usage.MAX_PENDING", 6)
     pending = Pending()
     for number in range(10):
         pending.add(record(f"a{number}", 5))

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from router.policy.quota import (
+from loraplex.router.policy.quota import (
     UNIT,
     Ask,
     Limits,

@@ -4,11 +4,11 @@ import time
 
 import msgspec
 
-from router.api.openai import completions as openai_completions
-from router.generation.way_in import ArrivedRequest
-from router.telemetry.observer import RequestObserver
-from router.telemetry.request import in_hand
-from router.tenancy.keys import NOBODY, ApiKey, Caller
+from loraplex.router.api.openai import completions as openai_completions
+from loraplex.router.generation.way_in import ArrivedRequest
+from loraplex.router.telemetry.observer import RequestObserver
+from loraplex.router.telemetry.request import in_hand
+from loraplex.router.tenancy.keys import NOBODY, ApiKey, Caller
 from tests.router.fake_worker import BASE_NAME, FakeWorker
 from tests.router.serving import Running
 

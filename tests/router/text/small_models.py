@@ -13,8 +13,8 @@ from tokenizers import (
     trainers,
 )
 
-from router.text.model import TextModel
-from server.protocol import ModelCard
+from loraplex.router.text.model import TextModel
+from loraplex.server.protocol import ModelCard
 
 CORPUS = [
     "the order of the customer came late, and the customer is angry",

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer, processors
 
-from router.call import RequestError
-from router.text.model import TextModel
-from router.text.tokenizer_json import longest_token
+from loraplex.router.call import RequestError
+from loraplex.router.text.model import TextModel
+from loraplex.router.text.tokenizer_json import longest_token
 from tests.router.text.small_models import KINDS, SPECIALS, card, ids_of, text_model
 
 TEXTS = st.text(alphabet="abc the,.\n🙂好ü ", max_size=40)

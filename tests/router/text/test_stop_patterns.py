@@ -5,9 +5,9 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.call import RequestError
-from router.text.stop_patterns import MAX_HELD, compiled
-from router.text.stops import StopMatcher
+from loraplex.router.call import RequestError
+from loraplex.router.text.stop_patterns import MAX_HELD, compiled
+from loraplex.router.text.stops import StopMatcher
 
 Read = tuple[str, str, str | None]
 

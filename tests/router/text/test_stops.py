@@ -6,7 +6,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.stops import StopMatcher
+from loraplex.router.text.stops import StopMatcher
 
 WORDS = st.text(alphabet="ab€", min_size=1, max_size=5)
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from router.call import GenerationCall, TextEvent
-from router.parts.division import DividedAnswer, Division
-from router.parts.parts import ToolCall
-from router.text.stream import ChoiceStream, prompt_tokens
-from server.protocol import Finish, SamplingParams, TokenEvent, TokenLogprob
+from loraplex.router.call import GenerationCall, TextEvent
+from loraplex.router.parts.division import DividedAnswer, Division
+from loraplex.router.parts.parts import ToolCall
+from loraplex.router.text.stream import ChoiceStream, prompt_tokens
+from loraplex.server.protocol import Finish, SamplingParams, TokenEvent, TokenLogprob
 from tests.router.parts.readers import BracketReader, ThinkReader, numbered
 from tests.router.text.small_models import KINDS, ids_of, text_model
 from tests.router.text.test_stops import naive

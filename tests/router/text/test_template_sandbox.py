@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from adapters.chat.conversation import TemplateFault, TemplateOptions
-from adapters.chat.template import ChatTemplate
-from adapters.common.turns import Room
-from router.call import RequestError
-from router.text.template_sandbox import TemplateSandbox
-from router.text.turn_taking import TurnTaking
+from loraplex.adapters.chat.conversation import TemplateFault, TemplateOptions
+from loraplex.adapters.chat.template import ChatTemplate
+from loraplex.adapters.common.turns import Room
+from loraplex.router.call import RequestError
+from loraplex.router.text.template_sandbox import TemplateSandbox
+from loraplex.router.text.turn_taking import TurnTaking
 from tests.adapters.chat.test_forms import FOLDER
 from tests.lost_helpers import kill_helpers
 from tests.router.text.small_models import REFUSING, TEMPLATE
@@ -128,7 +128,7 @@ async def test_processes_that_died_idle_cost_nobody_anything(sandbox: TemplateSa
     for number in range(3):
         source = f"{number}{{{{ bos_token }}}}"
         assert await sandbox.render(source, TOKENS, MESSAGES, NONE) == f"{number}<s>"
-        kill_helpers("router.text.template_worker")
+        kill_helpers("loraplex.router.text.template_worker")
         assert await sandbox.render(source, TOKENS, MESSAGES, NONE) == f"{number}<s>"
 
 
@@ -167,7 +167,7 @@ async def test_a_machine_without_processes_is_not_the_templates_fault(
 async def test_a_machine_that_cannot_render_says_why(
     sandbox: TemplateSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.helpers.helper._PROGRAM", "import nowhere")
+    monkeypatch.setattr("loraplex.adapters.helpers.helper._PROGRAM", "import nowhere")
     with pytest.raises(RequestError, match="No module named 'nowhere'") as refused:
         await sandbox.render("x", {}, [], NONE)
     assert refused.value.cause == "not_served"

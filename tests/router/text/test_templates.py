@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from adapters.chat.conversation import MessageForm, TemplateOptions
-from router.call import RequestError
-from router.text.templates import BaseTemplates
+from loraplex.adapters.chat.conversation import MessageForm, TemplateOptions
+from loraplex.router.call import RequestError
+from loraplex.router.text.templates import BaseTemplates
 from tests.router.text.small_models import TEMPLATE, card, text_model
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]

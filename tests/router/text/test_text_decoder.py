@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders
 
-from router.text.text_decoder import make_decoder
+from loraplex.router.text.text_decoder import make_decoder
 
 SPACES = decoders.Replace("▁", " ")
 KINDS: dict[str, Any] = {

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from adapters.common.turns import Room
-from router.call import RequestError
-from router.text.turn_taking import INLINE_SIZE, CallersTurns, TurnTaking
+from loraplex.adapters.common.turns import Room
+from loraplex.router.call import RequestError
+from loraplex.router.text.turn_taking import INLINE_SIZE, CallersTurns, TurnTaking
 
 LONG = INLINE_SIZE + 1
 

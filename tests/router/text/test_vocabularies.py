@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from router.call import GenerationCall
-from router.text.model import TextModel
-from router.text.stream import ChoiceStream
-from server.protocol import ModelCard, SamplingParams, TokenEvent, TokenLogprob
+from loraplex.router.call import GenerationCall
+from loraplex.router.text.model import TextModel
+from loraplex.router.text.stream import ChoiceStream
+from loraplex.server.protocol import ModelCard, SamplingParams, TokenEvent, TokenLogprob
 from tests.router.text.test_stops import Item, naive_views
 from tests.vocabularies import VOCABULARIES, load
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from router.parts.parts import PartsDelta, PartsReader
+from loraplex.router.parts.parts import PartsDelta, PartsReader
 
 
 class Reading(NamedTuple):

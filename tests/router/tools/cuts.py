@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from os.path import commonprefix
 
-from adapters.byte_tokens import BYTE_OF_CHAR
-from router.parts.parts import PartsReader
-from router.text.text_decoder import make_decoder
+from loraplex.adapters.byte_tokens import BYTE_OF_CHAR
+from loraplex.router.parts.parts import PartsReader
+from loraplex.router.text.text_decoder import make_decoder
 from tests.router.tools.call_reading import Reading, read
 
 _CHAR_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHAR.items()}

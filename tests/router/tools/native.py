@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from router.shape.schema.held import checked
-from router.tools.tools import Tool, Tools
+from loraplex.router.shape.schema.held import checked
+from loraplex.router.tools.tools import Tool, Tools
 
 Call = tuple[str, dict[str, Any]]
 Writer = Callable[[Sequence[Call]], str]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from router.tools.registry import detect
+from loraplex.router.tools.registry import detect
 
 TEMPLATES = Path(__file__).parents[2] / "adapters" / "chat" / "templates"
 _TAGS = (

@@ -2,8 +2,8 @@
 
 import pytest
 
-from router.tools.registry import FORMATS
-from router.tools.tools import Tool, Tools
+from loraplex.router.tools.registry import FORMATS
+from loraplex.router.tools.tools import Tool, Tools
 from tests.router.tools.call_reading import Reading, read_cut_anywhere
 
 TOOLS = Tools((Tool("find"), Tool("send"), Tool("other")), callable=("find", "send"))

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
-from adapters.grammar.compile import compile_grammar
-from adapters.grammar.limits import GrammarLimits
-from router.parts.parts import PartsReader
-from router.shape.lark import Lark
-from router.tools.formats.format import ToolFormat
-from router.tools.registry import FORMATS
-from router.tools.tools import Tool, Tools
+from loraplex.adapters.grammar.compile import compile_grammar
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.router.parts.parts import PartsReader
+from loraplex.router.shape.lark import Lark
+from loraplex.router.tools.formats.format import ToolFormat
+from loraplex.router.tools.registry import FORMATS
+from loraplex.router.tools.tools import Tool, Tools
 from tests.router.tools.call_reading import read
 from tests.router.tools.cuts import check_cuts
 from tests.router.tools.native import NATIVE, TOOLS, Call, call, honoured_tools, value

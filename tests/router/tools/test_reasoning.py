@@ -2,11 +2,11 @@
 
 import pytest
 
-from router.parts.division import DividedAnswer, Division
-from router.parts.parts import ToolCall
-from router.parts.reasoning import REASONING, detect_reasoning
-from router.tools.registry import FORMATS
-from router.tools.tools import Tool, Tools
+from loraplex.router.parts.division import DividedAnswer, Division
+from loraplex.router.parts.parts import ToolCall
+from loraplex.router.parts.reasoning import REASONING, detect_reasoning
+from loraplex.router.tools.registry import FORMATS
+from loraplex.router.tools.tools import Tool, Tools
 from tests.router.tools.call_reading import Reading, read_cut_anywhere
 
 # family, whether the prompt opened the reasoning, the answer, its reasoning, its text

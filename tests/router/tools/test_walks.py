@@ -9,11 +9,11 @@ import pytest
 from llguidance import LLMatcher
 from msgspec.structs import replace
 
-from adapters.grammar.compile import compile_grammar
-from adapters.grammar.limits import GrammarLimits
-from router.shape.lark import Lark
-from router.tools.registry import FORMATS
-from router.tools.tools import Tool, Tools
+from loraplex.adapters.grammar.compile import compile_grammar
+from loraplex.adapters.grammar.limits import GrammarLimits
+from loraplex.router.shape.lark import Lark
+from loraplex.router.tools.registry import FORMATS
+from loraplex.router.tools.tools import Tool, Tools
 from tests.router.tools.call_reading import read
 from tests.router.tools.native import NATIVE, honoured_tools
 from tests.vocabularies import byte_vocabulary

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from router.workers.loads import ConnectionOrders
-from server.protocol import AdapterOrder, OrderAction
+from loraplex.router.workers.loads import ConnectionOrders
+from loraplex.server.protocol import AdapterOrder, OrderAction
 
 
 @pytest.mark.parametrize(("action", "withdrawn"), [("load", True), ("evict", False)])

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from adapters.common.worker_record import GROUP, WorkerRecord, signed, verified
-from server.config import WorkerConfig
-from server.worker.adapters.registry import Registry, advertised
-from server.worker.address import AddressError
+from loraplex.adapters.common.worker_record import GROUP, WorkerRecord, signed, verified
+from loraplex.server.config import WorkerConfig
+from loraplex.server.worker.adapters.registry import Registry, advertised
+from loraplex.server.worker.address import AddressError
 from tests.router.fake_worker import BASE_NAME, SECRET, FakeWorker, running_worker
 from tests.router.serving import Running, poll, running_router
 from tests.router.shared.redis_server import RedisServer
@@ -22,8 +22,8 @@ CONFIG = WorkerConfig("model", secret=SECRET)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.worker.adapters.registry.PERIOD_S", 0.05)
-    monkeypatch.setattr("router.workers.discovery.PERIOD_S", 0.05)
+    monkeypatch.setattr("loraplex.server.worker.adapters.registry.PERIOD_S", 0.05)
+    monkeypatch.setattr("loraplex.router.workers.discovery.PERIOD_S", 0.05)
 
 
 @asynccontextmanager

@@ -7,16 +7,16 @@ from typing import cast
 import pytest
 from websockets.asyncio.client import ClientConnection
 
-from router.policy.placement.placement import PlacementRequest
-from router.policy.placement.workers import WorkerView
-from router.policy.queue.queue_limits import QueueLimits
-from router.policy.queue.waiting import Waiting, WaitingQueue
-from router.workers import session as worker_session
-from router.workers.client import WorkerClient
-from router.workers.fleet import Fleet
-from router.workers.roster import Roster
-from router.workers.session import WorkerSession
-from server.protocol import GenerateRequest, SamplingParams, TokenEvent, WorkerHello
+from loraplex.router.policy.placement.placement import PlacementRequest
+from loraplex.router.policy.placement.workers import WorkerView
+from loraplex.router.policy.queue.queue_limits import QueueLimits
+from loraplex.router.policy.queue.waiting import Waiting, WaitingQueue
+from loraplex.router.workers import session as worker_session
+from loraplex.router.workers.client import WorkerClient
+from loraplex.router.workers.fleet import Fleet
+from loraplex.router.workers.roster import Roster
+from loraplex.router.workers.session import WorkerSession
+from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent, WorkerHello
 
 ENTRY: Waiting[None] = Waiting(None, "", PlacementRequest(""), 10, 10, 360)
 

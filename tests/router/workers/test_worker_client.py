@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from adapters.chat.template import MAX_TEMPLATE_CHARS
-from server.protocol import (
+from loraplex.adapters.chat.template import MAX_TEMPLATE_CHARS
+from loraplex.server.protocol import (
     PROTOCOL_VERSION,
     ErrorCode,
     GenerateRequest,

@@ -7,17 +7,17 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from adapters.grammar.compile import compile_grammar
-from adapters.grammar.limits import ServedGrammarLimits
-from server.constraints.constraint import Constraint
-from server.constraints.names import Names, NameTokens
-from server.constraints.rules import TokenRules
-from server.constraints.thinking import Thinking
-from server.constraints.wishes import ConstraintNews, ConstraintWish
-from server.engine.drafts.draft import Draft, DraftOwner
-from server.engine.drafts.source import Drafts, DraftSource
-from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.protocol import GenerateRequest
+from loraplex.adapters.grammar.compile import compile_grammar
+from loraplex.adapters.grammar.limits import ServedGrammarLimits
+from loraplex.server.constraints.constraint import Constraint
+from loraplex.server.constraints.names import Names, NameTokens
+from loraplex.server.constraints.rules import TokenRules
+from loraplex.server.constraints.thinking import Thinking
+from loraplex.server.constraints.wishes import ConstraintNews, ConstraintWish
+from loraplex.server.engine.drafts.draft import Draft, DraftOwner
+from loraplex.server.engine.drafts.source import Drafts, DraftSource
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.protocol import GenerateRequest
 from tests.server.constraints.serving import EOS, VOCAB, vocabulary
 from tests.server.engine.harness import Harness
 

@@ -4,9 +4,9 @@ import json
 
 from msgspec.structs import replace
 
-from router.shape.lark import Lark
-from router.tools.registry import FORMATS
-from router.tools.tools import Tool, Tools
+from loraplex.router.shape.lark import Lark
+from loraplex.router.tools.registry import FORMATS
+from loraplex.router.tools.tools import Tool, Tools
 
 TICKET = json.dumps(
     {

@@ -11,18 +11,18 @@ from typing import Any
 
 import msgspec
 
-from adapters.grammar.limits import ServedGrammarLimits
-from adapters.grammar.vocabulary import Vocabulary, VocabularyError
-from server.constraints.constraints import Constraints
-from server.engine.certificates import CertifyOptions
-from server.engine.channel import WorkerChannel, WorkerGone
-from server.engine.executor import Executor
-from server.engine.fake import CertifyingExecutor
-from server.engine.loop import EngineLoop
-from server.engine.scheduling.scheduler import Scheduler
-from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.model.tokenizer.grammar_vocabulary import read_vocabulary
-from server.protocol import TokenEvent
+from loraplex.adapters.grammar.limits import ServedGrammarLimits
+from loraplex.adapters.grammar.vocabulary import Vocabulary, VocabularyError
+from loraplex.server.constraints.constraints import Constraints
+from loraplex.server.engine.certificates import CertifyOptions
+from loraplex.server.engine.channel import WorkerChannel, WorkerGone
+from loraplex.server.engine.executor import Executor
+from loraplex.server.engine.fake import CertifyingExecutor
+from loraplex.server.engine.loop import EngineLoop
+from loraplex.server.engine.scheduling.scheduler import Scheduler
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.model.tokenizer.grammar_vocabulary import read_vocabulary
+from loraplex.server.protocol import TokenEvent
 from tests.server.engine.harness import limits
 from tests.server.engine.worker_end import TIMEOUT_S, FakeWorker
 

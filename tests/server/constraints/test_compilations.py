@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from adapters.grammar.compile import GrammarError
-from adapters.grammar.limits import ServedGrammarLimits
-from server.constraints import compilations
-from server.constraints.compilations import Compilations
-from server.constraints.wishes import ConstraintWish
-from server.protocol import SamplingParams
+from loraplex.adapters.grammar.compile import GrammarError
+from loraplex.adapters.grammar.limits import ServedGrammarLimits
+from loraplex.server.constraints import compilations
+from loraplex.server.constraints.compilations import Compilations
+from loraplex.server.constraints.wishes import ConstraintWish
+from loraplex.server.protocol import SamplingParams
 from tests.server.constraints.serving import vocabulary
 
 PATIENCE_S = 240

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 
-from adapters.grammar import compile as compile_module
-from adapters.grammar.compile import compile_grammar
-from adapters.grammar.limits import ServedGrammarLimits
-from server.constraints.constraint import Constraint
-from server.constraints.constraints import Constraints
-from server.constraints.rules import TokenRules, mask_words
-from server.constraints.wishes import AsideWish, ConstraintWish, ForesightWish, MaskWish
-from server.protocol import SamplingParams
+from loraplex.adapters.grammar import compile as compile_module
+from loraplex.adapters.grammar.compile import compile_grammar
+from loraplex.adapters.grammar.limits import ServedGrammarLimits
+from loraplex.server.constraints.constraint import Constraint
+from loraplex.server.constraints.constraints import Constraints
+from loraplex.server.constraints.rules import TokenRules, mask_words
+from loraplex.server.constraints.wishes import AsideWish, ConstraintWish, ForesightWish, MaskWish
+from loraplex.server.protocol import SamplingParams
 from tests.server.constraints.grammar_harness import compiled, constraint_of
 from tests.server.constraints.grammars import GRAMMARS
 from tests.server.constraints.serving import EOS, VOCAB, constraints, text, tokens, vocabulary

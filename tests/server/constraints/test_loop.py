@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from adapters.grammar.vocabulary import Vocabulary
-from server.constraints.constraints import Constraints
-from server.engine.certificates import certified_output
-from server.engine.messages import AbortSequence
+from loraplex.adapters.grammar.vocabulary import Vocabulary
+from loraplex.server.constraints.constraints import Constraints
+from loraplex.server.engine.certificates import certified_output
+from loraplex.server.engine.messages import AbortSequence
 from tests.lost_helpers import kill_helpers
 from tests.server.constraints.serving import (
     EOS,
@@ -185,9 +185,9 @@ def test_a_checker_that_is_lost_or_cannot_start_is_no_verdict_that_is_kept(
         for key, grammar in enumerate(('start: "a"', 'start: "b"', 'start: "b"')):
             worker.submit(key, make_request([5, 6], 30, grammar=grammar))
             assert last(worker, key).error is None
-            kill_helpers("adapters.grammar.trial_process")
+            kill_helpers("loraplex.adapters.grammar.trial_process")
         with monkeypatch.context() as patched:
-            patched.setattr("adapters.helpers.helper._PROGRAM", "import nowhere")
+            patched.setattr("loraplex.adapters.helpers.helper._PROGRAM", "import nowhere")
             worker.submit(4, make_request([5, 6], 30, grammar='start: "c"'))
             assert last(worker, 4).error == "bad_grammar"
             assert "No module named 'nowhere'" in (last(worker, 4).message or "")

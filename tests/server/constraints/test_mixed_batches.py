@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from server.constraints.constraint import Constraint
-from server.constraints.constraints import Constraints
-from server.engine.messages import StepOutput
-from server.model.executor import TorchExecutor
-from server.protocol import GenerateRequest
+from loraplex.server.constraints.constraint import Constraint
+from loraplex.server.constraints.constraints import Constraints
+from loraplex.server.engine.messages import StepOutput
+from loraplex.server.model.executor import TorchExecutor
+from loraplex.server.protocol import GenerateRequest
 from tests.server.constraints.serving import (
     DEMO,
     EOS,

@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.grammar.compile import compile_grammar
-from adapters.grammar.limits import ServedGrammarLimits
-from adapters.grammar.vocabulary import Vocabulary
-from router.parts.reasoning import REASONING
-from router.shape.shape import AnyJson, JsonSchema
-from router.tools.compose import Composed, Frame, compose
-from router.tools.registry import FORMATS
-from router.tools.tools import Tool, Tools
-from server.constraints.constraint import Constraint
-from server.constraints.names import Names, NameTokens
-from server.constraints.rules import TokenRules, mask_words
-from server.constraints.wishes import ConstraintWish, MaskWish
-from server.protocol import NamesOnce, SamplingParams
+from loraplex.adapters.grammar.compile import compile_grammar
+from loraplex.adapters.grammar.limits import ServedGrammarLimits
+from loraplex.adapters.grammar.vocabulary import Vocabulary
+from loraplex.router.parts.reasoning import REASONING
+from loraplex.router.shape.shape import AnyJson, JsonSchema
+from loraplex.router.tools.compose import Composed, Frame, compose
+from loraplex.router.tools.registry import FORMATS
+from loraplex.router.tools.tools import Tool, Tools
+from loraplex.server.constraints.constraint import Constraint
+from loraplex.server.constraints.names import Names, NameTokens
+from loraplex.server.constraints.rules import TokenRules, mask_words
+from loraplex.server.constraints.wishes import ConstraintWish, MaskWish
+from loraplex.server.protocol import NamesOnce, SamplingParams
 from tests.router.tools.native import NATIVE, Call
 from tests.server.constraints.grammar_harness import constraint_of
 from tests.server.constraints.serving import VOCAB, constraints, tokens, vocabulary

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.constraints.rules import TokenRules, mask_words
-from server.protocol import SamplingParams
+from loraplex.server.constraints.rules import TokenRules, mask_words
+from loraplex.server.protocol import SamplingParams
 
 VOCAB = 70  # of three words, the last not full
 ids = st.integers(0, VOCAB - 1)

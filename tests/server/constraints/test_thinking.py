@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.constraints.constraint import Constraint
-from server.constraints.rules import mask_words
-from server.constraints.thinking import Thinking
-from server.constraints.wishes import ConstraintWish, MaskWish
-from server.protocol import SamplingParams, ThinkingBudget
+from loraplex.server.constraints.constraint import Constraint
+from loraplex.server.constraints.rules import mask_words
+from loraplex.server.constraints.thinking import Thinking
+from loraplex.server.constraints.wishes import ConstraintWish, MaskWish
+from loraplex.server.protocol import SamplingParams, ThinkingBudget
 from tests.server.constraints.grammar_harness import constraint_of
 from tests.server.constraints.serving import EOS, VOCAB, constraints, tokens
 from tests.server.constraints.test_drafts import mask_of, masks_of

@@ -7,21 +7,21 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from adapters.grammar.limits import ServedGrammarLimits
-from adapters.grammar.vocabulary import Vocabulary, VocabularyError
-from adapters.manifest import SiteLayout, SlabLayout
-from server.constraints.constraint import Constraint
-from server.constraints.constraints import Constraints
-from server.constraints.rules import TokenRules, mask_words, step_words
-from server.constraints.wishes import ConstraintNews
-from server.engine.certificates import CertifyOptions
-from server.engine.executor import AdapterCopy, ExecutorLimits, Masks
-from server.engine.fake import CertifyingExecutor, FakeTicket
-from server.engine.messages import AdapterSettled, SlabStaged
-from server.engine.plan import SliceResult, StepPlan
-from server.engine.scheduling.scheduler import Scheduler
-from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.protocol import GenerateRequest, SamplingParams, TokenEvent
+from loraplex.adapters.grammar.limits import ServedGrammarLimits
+from loraplex.adapters.grammar.vocabulary import Vocabulary, VocabularyError
+from loraplex.adapters.manifest import SiteLayout, SlabLayout
+from loraplex.server.constraints.constraint import Constraint
+from loraplex.server.constraints.constraints import Constraints
+from loraplex.server.constraints.rules import TokenRules, mask_words, step_words
+from loraplex.server.constraints.wishes import ConstraintNews
+from loraplex.server.engine.certificates import CertifyOptions
+from loraplex.server.engine.executor import AdapterCopy, ExecutorLimits, Masks
+from loraplex.server.engine.fake import CertifyingExecutor, FakeTicket
+from loraplex.server.engine.messages import AdapterSettled, SlabStaged
+from loraplex.server.engine.plan import SliceResult, StepPlan
+from loraplex.server.engine.scheduling.scheduler import Scheduler
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent
 from tests.server.engine.oracle import OracleSource
 
 LIMITS = ExecutorLimits(

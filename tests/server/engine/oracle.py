@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from server.engine.certificates import CertifyOptions, certified_output
-from server.engine.drafts.draft import Draft, DraftOwner
-from server.engine.drafts.source import Drafts, DraftSource
-from server.protocol import acting
+from loraplex.server.engine.certificates import CertifyOptions, certified_output
+from loraplex.server.engine.drafts.draft import Draft, DraftOwner
+from loraplex.server.engine.drafts.source import Drafts, DraftSource
+from loraplex.server.protocol import acting
 
 _CHANCE = 0.95
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.admission import refuse
-from server.engine.executor import ExecutorLimits
-from server.protocol import GenerateRequest, SamplingParams, VectorParams
+from loraplex.server.engine.admission import refuse
+from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.protocol import GenerateRequest, SamplingParams, VectorParams
 from tests.server.engine.harness import LIMITS, Harness, limits, make_request
 
 NAN, INF = math.nan, math.inf

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from server.engine import channel as channel_module
-from server.engine.channel import WorkerChannel, WorkerGone
-from server.engine.framing import MAX_FRAME_BYTES, FrameError, receive_frame, send_frame
-from server.engine.messages import (
+from loraplex.server.engine import channel as channel_module
+from loraplex.server.engine.channel import WorkerChannel, WorkerGone
+from loraplex.server.engine.framing import MAX_FRAME_BYTES, FrameError, receive_frame, send_frame
+from loraplex.server.engine.messages import (
     AbortSequence,
     EngineStats,
     NeedSlab,
@@ -17,7 +17,7 @@ from server.engine.messages import (
     decode_from_engine,
     encode,
 )
-from server.protocol import TokenEvent
+from loraplex.server.protocol import TokenEvent
 
 TIMEOUT_S = 240.0
 STATS = EngineStats()

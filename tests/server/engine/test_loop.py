@@ -10,16 +10,16 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from server.engine.certificates import CertifyOptions, certified_output
-from server.engine.channel import WorkerChannel, WorkerGone
-from server.engine.executor import AdapterCopy, CopyNews, CopyOver, CopyUsable
-from server.engine.fake import CertifyingExecutor, FakeTicket
-from server.engine.loop import (
+from loraplex.server.engine.certificates import CertifyOptions, certified_output
+from loraplex.server.engine.channel import WorkerChannel, WorkerGone
+from loraplex.server.engine.executor import AdapterCopy, CopyNews, CopyOver, CopyUsable
+from loraplex.server.engine.fake import CertifyingExecutor, FakeTicket
+from loraplex.server.engine.loop import (
     MAX_FAILURES_IN_A_ROW,
     EngineLoop,
     ExecutorLost,
 )
-from server.engine.messages import (
+from loraplex.server.engine.messages import (
     AbortSequence,
     FromEngine,
     NeedSlab,
@@ -31,9 +31,9 @@ from server.engine.messages import (
     ToEngine,
     encode,
 )
-from server.engine.plan import SliceResult, StepPlan
-from server.engine.scheduling.scheduler import Scheduler
-from server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.engine.plan import SliceResult, StepPlan
+from loraplex.server.engine.scheduling.scheduler import Scheduler
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from tests.server.engine.harness import limits, make_request, no_grammars
 from tests.server.engine.worker_end import TIMEOUT_S, FakeWorker, staged
 

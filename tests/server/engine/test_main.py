@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from adapters.grammar.limits import ServedGrammarLimits
-from server.config import EngineConfig
-from server.engine.certificates import CertifyOptions, certified_output
-from server.engine.executor import ExecutorLimits
-from server.engine.main import _cache_line
-from server.engine.messages import EngineFailed, EngineReady, Shutdown
+from loraplex.adapters.grammar.limits import ServedGrammarLimits
+from loraplex.server.config import EngineConfig
+from loraplex.server.engine.certificates import CertifyOptions, certified_output
+from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.engine.main import _cache_line
+from loraplex.server.engine.messages import EngineFailed, EngineReady, Shutdown
 from tests.server.constraints.serving import DEMO, text
 from tests.server.engine.harness import make_request
 from tests.server.engine.worker_end import TIMEOUT_S, FakeWorker
@@ -47,7 +47,7 @@ class Engine:
         ours, theirs = socket.socketpair()
         arena = os.memfd_create("arena")
         os.ftruncate(arena, ARENA_BYTES)
-        command = [sys.executable, "-m", "server.engine.main"]
+        command = [sys.executable, "-m", "loraplex.server.engine.main"]
         command += ["--socket-fd", str(theirs.fileno()), "--arena-fd", str(arena)]
         command += ["--config", msgspec.json.encode(config).decode(), "--executor", executor]
         self.process = subprocess.Popen(

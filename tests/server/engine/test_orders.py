@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.engine.messages import AdapterSettled
+from loraplex.server.engine.messages import AdapterSettled
 from tests.server.engine.harness import Harness, limits, make_request
 
 EVICTED = "it was evicted meanwhile"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from server.engine import shared_memory
-from server.engine.shared_memory import HostMemory, map_shared, pages_made
+from loraplex.server.engine import shared_memory
+from loraplex.server.engine.shared_memory import HostMemory, map_shared, pages_made
 
 _BYTES = 6 << 20
 

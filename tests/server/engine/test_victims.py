@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.memory.eviction import MAX_DENSITY_LOG2, NEWEST_SHARE, Worth, _half_life
-from server.engine.memory.residency import AdapterArena
+from loraplex.server.engine.memory.eviction import MAX_DENSITY_LOG2, NEWEST_SHARE, Worth, _half_life
+from loraplex.server.engine.memory.residency import AdapterArena
 
 EXTENTS = 48
 DIGESTS = st.integers(0, 79).map(str)

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from server.protocol import GenerateRequest
+from loraplex.server.protocol import GenerateRequest
 from tests.server.engine.harness import Harness
 
 

@@ -4,8 +4,8 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
-from server.engine.framing import receive_frame, send_frame
-from server.engine.messages import (
+from loraplex.server.engine.framing import receive_frame, send_frame
+from loraplex.server.engine.messages import (
     FromEngine,
     NeedSlab,
     SlabReleased,
@@ -16,7 +16,7 @@ from server.engine.messages import (
     decode_from_engine,
     encode,
 )
-from server.protocol import GenerateRequest, TokenEvent
+from loraplex.server.protocol import GenerateRequest, TokenEvent
 from tests.server.engine.harness import layout
 
 M = TypeVar("M")

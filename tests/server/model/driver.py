@@ -9,16 +9,16 @@ import msgspec
 import numpy as np
 import torch
 
-from adapters.manifest import SlabLayout
-from adapters.slab.memory import SlabMemory
-from server.config import EngineConfig
-from server.constraints.rules import step_words
-from server.engine.executor import AdapterCopy, CopyNews, CopyOver, Masks
-from server.engine.memory.pages import GroupPages
-from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
-from server.model.executor import TorchExecutor
-from server.model.start import WeightsLoader
-from server.protocol import SamplingParams, TokenLogprob, VectorParams
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.adapters.slab.memory import SlabMemory
+from loraplex.server.config import EngineConfig
+from loraplex.server.constraints.rules import step_words
+from loraplex.server.engine.executor import AdapterCopy, CopyNews, CopyOver, Masks
+from loraplex.server.engine.memory.pages import GroupPages
+from loraplex.server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
+from loraplex.server.model.executor import TorchExecutor
+from loraplex.server.model.start import WeightsLoader
+from loraplex.server.protocol import SamplingParams, TokenLogprob, VectorParams
 
 EXTENT = 4096
 Allowed = Callable[[list[int]], Sequence[int]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from server.model import graphs, ops
+from loraplex.server.model import graphs, ops
 
 
 class BatchPrefillWithPagedKVCacheWrapper:

@@ -14,14 +14,14 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from adapters.manifest import SlabLayout
-from server.kernels.launch.configs import read_configs
-from server.model import executor as executor_module
-from server.model.graphs.decode_batch import DecodeBatch
-from server.model.lora.lora import Reach
-from server.model.ops.ops import StepLayout
-from server.model.weights import load_weights
-from server.protocol import SamplingParams
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.server.kernels.launch.configs import read_configs
+from loraplex.server.model import executor as executor_module
+from loraplex.server.model.graphs.decode_batch import DecodeBatch
+from loraplex.server.model.lora.lora import Reach
+from loraplex.server.model.ops.ops import StepLayout
+from loraplex.server.model.weights import load_weights
+from loraplex.server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import EVERY_LOGPROB, Allowed, Driver, Stream, generate
 from tests.server.model.hub_models import VOCAB, add_adapter, save_model
@@ -58,8 +58,8 @@ class Pair:
         slabs = [pack(model, name) for name in adapters]
         self.reference = Driver(folder, **{**changes, "shards": 1})
         fake_flashinfer.install(patch)
-        from server.kernels.sampling import draw, greedy
-        from server.model.ops import (
+        from loraplex.server.kernels.sampling import draw, greedy
+        from loraplex.server.model.ops import (
             attention_cuda,
             lora_strategy,
             ops_cuda,
@@ -142,8 +142,8 @@ def ordinary(rows: Iterable[tuple[str, str]], always: Container[tuple[str, str]]
 
 def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     """Build the GPU path; returns `Pair.graphs`."""
-    from server.model.graphs import decode_graphs, fast_path, token_graphs, warm_up
-    from server.model.ops import products
+    from loraplex.server.model.graphs import decode_graphs, fast_path, token_graphs, warm_up
+    from loraplex.server.model.ops import products
 
     taken: list[int] = []
 

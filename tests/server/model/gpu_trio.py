@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from adapters.manifest import SlabLayout
-from server.protocol import SamplingParams
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.server.protocol import SamplingParams
 from tests.server.model.adapter_zoo import with_zoo, zoo_of
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
 from tests.server.model.families.variants import VARIANTS

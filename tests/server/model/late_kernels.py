@@ -21,8 +21,8 @@ import torch
 import triton
 from peft import LoraConfig
 
-from server.kernels.launch.configs import read_configs
-from server.protocol import SamplingParams
+from loraplex.server.kernels.launch.configs import read_configs
+from loraplex.server.protocol import SamplingParams
 from tests.kernels.compile_all import compile_for
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import Driver, Stream, generate
@@ -77,8 +77,8 @@ def started(folder: Path, gpu: str, patch: pytest.MonkeyPatch) -> Driver:
     """On what stands for a GPU, with all adapters in their slots. gpu: of GPUS."""
     arch, processors, backend, variant = GPUS[gpu]
     fake_flashinfer.install(patch)
-    from server.model.graphs import fast_path, warm_up
-    from server.model.ops import attention_cuda, ops_cuda
+    from loraplex.server.model.graphs import fast_path, warm_up
+    from loraplex.server.model.ops import attention_cuda, ops_cuda
 
     warm_sizes, rehearse = warm_up.warm_sizes, fast_path._Start.rehearse
     warm_decodes = warm_up.warm_decodes

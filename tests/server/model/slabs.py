@@ -10,15 +10,15 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from adapters.base import BaseSpec
-from adapters.manifest import SlabDtype, SlabLayout
-from adapters.peft.config import parse_config
-from adapters.peft.validate import AdapterLimits, validate
-from adapters.safetensors.header import header_size, parse_header
-from adapters.slab.layout import make_layout
-from adapters.violations import Findings
-from server.model.base_spec import base_spec
-from server.model.families.registry import read_model
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.manifest import SlabDtype, SlabLayout
+from loraplex.adapters.peft.config import parse_config
+from loraplex.adapters.peft.validate import AdapterLimits, validate
+from loraplex.adapters.safetensors.header import header_size, parse_header
+from loraplex.adapters.slab.layout import make_layout
+from loraplex.adapters.violations import Findings
+from loraplex.server.model.base_spec import base_spec
+from loraplex.server.model.families.registry import read_model
 from tests.slab_files import read_payload, write_slab
 
 TOKENS = 90

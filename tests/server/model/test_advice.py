@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from server.model.advice import Advice, read_advice
-from server.protocol import SamplingParams
+from loraplex.server.model.advice import Advice, read_advice
+from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.hub_models import VOCAB, make_model, save_model
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from server.model.checkpoint.checkpoint import CheckpointError
-from server.model.checkpoint.tensor_table import check_folder
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError
+from loraplex.server.model.checkpoint.tensor_table import check_folder
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.hub_models import make_model, save_model
@@ -89,9 +89,9 @@ def assert_as_transformers(folder: Path, model: Any) -> None:
 @pytest.mark.parametrize("kind", CARRIED)
 def test_it_is_left_out(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = carrying(save_model(make_model("llama3"), tmp_path), kind)
-    caplog.set_level(logging.INFO, "server.model.weights")
+    caplog.set_level(logging.INFO, "loraplex.server.model.weights")
     assert_as_transformers(folder, AutoModelForCausalLM.from_pretrained(folder))
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "server.model.weights"]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "loraplex.server.model.weights"]
     name = "multi-token prediction" if "prediction" in kind else kind
     count = len(CARRIED[kind][0](load_file(folder / "model.safetensors")))
     assert line == f"{count} stored tensors change no token and are left out: {name} ({count})"

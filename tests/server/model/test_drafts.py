@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 
-from server.engine.plan import SeqSlice, SliceResult
-from server.model.steps.drafts import joined, spread_places
-from server.protocol import SamplingParams, TokenLogprob
+from loraplex.server.engine.plan import SeqSlice, SliceResult
+from loraplex.server.model.steps.drafts import joined, spread_places
+from loraplex.server.protocol import SamplingParams, TokenLogprob
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.gpu_pair import load_in_order, prompt, small_pair
 from tests.server.model.hub_models import add_adapter, make_model, save_model

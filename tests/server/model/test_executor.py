@@ -10,16 +10,16 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from adapters.manifest import SlabLayout
-from server.config import ConfigError
-from server.engine.executor import Executor
-from server.engine.plan import StepPlan
-from server.model.checkpoint.checkpoint import read_config
-from server.model.executor import TorchExecutor
-from server.model.ops.memory import executor_limits, page_bytes
-from server.model.sampling.results import StepTicket
-from server.model.spec import Activation
-from server.protocol import SamplingParams, TokenLogprob
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.server.config import ConfigError
+from loraplex.server.engine.executor import Executor
+from loraplex.server.engine.plan import StepPlan
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.executor import TorchExecutor
+from loraplex.server.model.ops.memory import executor_limits, page_bytes
+from loraplex.server.model.sampling.results import StepTicket
+from loraplex.server.model.spec import Activation
+from loraplex.server.protocol import SamplingParams, TokenLogprob
 from tests.server.model.driver import EXTENT, Driver, Stream, engine_config, generate, step
 from tests.server.model.hub_models import VOCAB, add_adapter, make_model, save_model
 from tests.server.model.slabs import pack

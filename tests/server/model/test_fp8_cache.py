@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama
 
-from server.config import ConfigError
-from server.model import start
-from server.model.checkpoint.checkpoint import CheckpointError, read_config
-from server.model.ops.memory import executor_limits
-from server.model.weights import KvScales, load_weights
+from loraplex.server.config import ConfigError
+from loraplex.server.model import start
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
+from loraplex.server.model.ops.memory import executor_limits
+from loraplex.server.model.weights import KvScales, load_weights
 from tests.server.model.adapter_zoo import ZOO, with_zoo
 from tests.server.model.driver import Driver, Stream, engine_config, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.families.known_models import served_families
-from server.model.families.registry import read_model
-from server.model.page_groups import page_groups
-from server.model.spec import ModelSpec
+from loraplex.launcher.families.known_models import served_families
+from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.page_groups import page_groups
+from loraplex.server.model.spec import ModelSpec
 
 
 class _Model:

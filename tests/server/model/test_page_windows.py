@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from server.engine.memory.pages import GroupPages
-from server.engine.memory.room import pages_held
-from server.engine.plan import PageGrant, StepPlan
-from server.engine.scheduling.scheduler import Scheduler
-from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.model.executor import TorchExecutor
-from server.model.sampling.results import StepTicket
-from server.protocol import GenerateRequest, SamplingParams
+from loraplex.server.engine.memory.pages import GroupPages
+from loraplex.server.engine.memory.room import pages_held
+from loraplex.server.engine.plan import PageGrant, StepPlan
+from loraplex.server.engine.scheduling.scheduler import Scheduler
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.model.executor import TorchExecutor
+from loraplex.server.model.sampling.results import StepTicket
+from loraplex.server.protocol import GenerateRequest, SamplingParams
 from tests.server.model.driver import Driver, Stream, generate, step
 from tests.server.model.families.parity import GREEDY
 from tests.server.model.gpu_pair import prompt

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from server.config import ConfigError
-from server.model.checkpoint.sentence_files import SentenceFiles
-from server.model.families.registry import read_model
-from server.model.pair_forms import PairWishes, pair_form
-from server.protocol import PairForm
+from loraplex.server.config import ConfigError
+from loraplex.server.model.checkpoint.sentence_files import SentenceFiles
+from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.pair_forms import PairWishes, pair_form
+from loraplex.server.protocol import PairForm
 from tests.server.model.checkpoint.test_sentence_files import QWEN
 
 TOKENS = {"yes": 7, "no": 8, "1": 9}

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from launcher.bench.engine.offline import SHIPPED
-from launcher.bench.engine.random_weights import random_weights
-from server.engine.plan import SliceResult, StepPlan
-from server.protocol import SamplingParams
+from loraplex.launcher.bench.engine.offline import SHIPPED
+from loraplex.launcher.bench.engine.random_weights import random_weights
+from loraplex.server.engine.plan import SliceResult, StepPlan
+from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import Driver, Stream
 
 ROWS = 24

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from launcher.__main__ import main
-from server.model.checkpoint.checkpoint import CheckpointError
-from server.model.checkpoint.tensor_table import check_folder
-from server.model.families import missing_parts
-from server.model.families.registry import architectures, read_model
+from loraplex.launcher.__main__ import main
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError
+from loraplex.server.model.checkpoint.tensor_table import check_folder
+from loraplex.server.model.families import missing_parts
+from loraplex.server.model.families.registry import architectures, read_model
 from tests.server.model.families.test_readers import LLAMA
 from tests.server.model.hub_models import make_model, save_model
 

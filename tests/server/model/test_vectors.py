@@ -11,8 +11,8 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 
-from server.model.checkpoint.checkpoint import read_config
-from server.protocol import Pooling, SamplingParams, VectorParams
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.protocol import Pooling, SamplingParams, VectorParams
 from tests.server.model.adapter_zoo import ZOO, with_zoo
 from tests.server.model.driver import Driver, Stream, generate, step
 from tests.server.model.families.parity import TOLERANCE, prompt

@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 import psutil
 
-from adapters.ref import AdapterRef
-from router.policy.placement.attempts import MAX_ADAPTER_FAILURES
-from server import protocol
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.policy.placement.attempts import MAX_ADAPTER_FAILURES
+from loraplex.server import protocol
 from tests.adapter_folders import write_adapter
 from tests.server.worker.churn_client import ChurnClient, Findings, churn_client
 from tests.server.worker.worker_process import VOCAB, Worker, base, request, running

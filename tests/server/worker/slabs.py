@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from adapters.manifest import SiteLayout, SlabLayout
-from adapters.slab import file as slab_file
-from adapters.slab.file import SlabFile
+from loraplex.adapters.manifest import SiteLayout, SlabLayout
+from loraplex.adapters.slab import file as slab_file
+from loraplex.adapters.slab.file import SlabFile
 
 EXTENT = 4096
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from adapters.ref import AdapterRef
-from server import protocol
+from loraplex.adapters.ref import AdapterRef
+from loraplex.server import protocol
 from tests.adapter_folders import write_adapter
 from tests.server.worker.worker_process import Router, Worker, base, running
 

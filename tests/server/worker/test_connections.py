@@ -6,8 +6,12 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketState
 
-from server import protocol
-from server.worker.connections import MAX_BUFFERED_FRAMES, TRY_AGAIN_LATER, RouterConnection
+from loraplex.server import protocol
+from loraplex.server.worker.connections import (
+    MAX_BUFFERED_FRAMES,
+    TRY_AGAIN_LATER,
+    RouterConnection,
+)
 
 TIMEOUT_S = 60.0
 

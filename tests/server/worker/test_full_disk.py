@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from adapters.ref import AdapterRef
-from adapters.store.quota import HEADROOM_BYTES
-from server import protocol
-from server.engine.certificates import CertifyOptions, certified_output
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.store.quota import HEADROOM_BYTES
+from loraplex.server import protocol
+from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from tests.adapter_folders import write_adapter
 from tests.server.worker.worker_process import (
     VOCAB,

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server import protocol
-from server.engine.memory.extents import Span
-from server.engine.messages import AdapterPlaced
-from server.worker.inspector import DevicePlaces
+from loraplex.server import protocol
+from loraplex.server.engine.memory.extents import Span
+from loraplex.server.engine.messages import AdapterPlaced
+from loraplex.server.worker.inspector import DevicePlaces
 from tests.server.worker.small_memory import admit_all, running_small
 from tests.server.worker.worker_process import LONG, Worker, connected, request
 

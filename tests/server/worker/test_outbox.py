@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.worker.outbox import Outbox
+from loraplex.server.worker.outbox import Outbox
 
 MAX_FRAMES, MAX_BYTES = 5, 40
 

@@ -6,16 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.base import BaseSpec, ModuleShape
-from adapters.common.loopback import is_loopback
-from adapters.manifest import SlabDtype
-from adapters.ref import AdapterRef
-from server.protocol import Abort, AdapterLoad, GenerateRequest, SamplingParams
-from server.worker.address import AddressError, check_exposure, open_listener
-from server.worker.process.device import CudaDevice, DeviceError, TorchBuild, choose_device
-from server.worker.process.recovery import Backoff, StallWatch, Verdict
-from server.worker.process.sizing import MAX_EXTENT, MIN_EXTENT, choose_dtype, choose_extent_bytes
-from server.worker.validation import check_load, check_load_id, check_name, check_request
+from loraplex.adapters.base import BaseSpec, ModuleShape
+from loraplex.adapters.common.loopback import is_loopback
+from loraplex.adapters.manifest import SlabDtype
+from loraplex.adapters.ref import AdapterRef
+from loraplex.server.protocol import Abort, AdapterLoad, GenerateRequest, SamplingParams
+from loraplex.server.worker.address import AddressError, check_exposure, open_listener
+from loraplex.server.worker.process.device import CudaDevice, DeviceError, TorchBuild, choose_device
+from loraplex.server.worker.process.recovery import Backoff, StallWatch, Verdict
+from loraplex.server.worker.process.sizing import (
+    MAX_EXTENT,
+    MIN_EXTENT,
+    choose_dtype,
+    choose_extent_bytes,
+)
+from loraplex.server.worker.validation import check_load, check_load_id, check_name, check_request
 
 DIGEST = "0a" * 32
 H100 = CudaDevice("H100", (9, 0), 80 << 30)

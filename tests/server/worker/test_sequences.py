@@ -5,9 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from server.engine.messages import SequenceEvent
-from server.protocol import GenerateRequest, SamplingParams, TokenEvent
-from server.worker.sequences import DuplicateSequence, SequenceTable, refusal, split_events
+from loraplex.server.engine.messages import SequenceEvent
+from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent
+from loraplex.server.worker.sequences import DuplicateSequence, SequenceTable, refusal, split_events
 
 CAPACITY = 4
 

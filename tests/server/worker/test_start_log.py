@@ -4,10 +4,10 @@ from unittest.mock import Mock
 
 from starlette.testclient import TestClient
 
-from server.engine.messages import StartProgress
-from server.worker.app import WorkerApp
-from server.worker.start_log import StartLog
-from server.worker.worker import Worker
+from loraplex.server.engine.messages import StartProgress
+from loraplex.server.worker.app import WorkerApp
+from loraplex.server.worker.start_log import StartLog
+from loraplex.server.worker.worker import Worker
 
 READING = StartProgress("reading weights", 4.12, 15, "GiB")
 

@@ -12,7 +12,7 @@ TIMEOUT_S = 240
 
 PARENT = """
 import sys, time
-from server.worker import tether
+from loraplex.server.worker import tether
 child = tether.spawn("timeit", ["-n1", "-r1", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
 time.sleep(600)
@@ -20,8 +20,8 @@ time.sleep(600)
 
 PRINT_ORIGIN = """
 import subprocess
-from server.worker import tether
-child = tether.spawn("server.worker.process.recovery", [], output=subprocess.PIPE)
+from loraplex.server.worker import tether
+child = tether.spawn("loraplex.server.worker.process.recovery", [], output=subprocess.PIPE)
 out, _ = child.communicate(timeout=240)
 print(child.returncode, out.decode())
 """

@@ -11,9 +11,9 @@ import psutil
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from server import protocol
-from server.engine.certificates import CertifyOptions, certified_output
-from server.model.checkpoint.checkpoint import base_digest
+from loraplex.server import protocol
+from loraplex.server.engine.certificates import CertifyOptions, certified_output
+from loraplex.server.model.checkpoint.checkpoint import base_digest
 from tests.server.worker.worker_process import (
     LONG,
     SECRET,

@@ -12,15 +12,15 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adapters.errors import AdapterError
-from adapters.manifest import SlabLayout
-from adapters.slab.file import SlabFile, SlabSource
-from server.engine.certificates import CertifyOptions
-from server.engine.executor import AdapterCopy, CopyNews, CopyOver, ExecutorLimits
-from server.engine.fake import CertifyingExecutor, FakeTicket
-from server.engine.loop import EngineLoop
-from server.engine.memory.residency import AdapterArena, Placement
-from server.engine.messages import (
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.adapters.slab.file import SlabFile, SlabSource
+from loraplex.server.engine.certificates import CertifyOptions
+from loraplex.server.engine.executor import AdapterCopy, CopyNews, CopyOver, ExecutorLimits
+from loraplex.server.engine.fake import CertifyingExecutor, FakeTicket
+from loraplex.server.engine.loop import EngineLoop
+from loraplex.server.engine.memory.residency import AdapterArena, Placement
+from loraplex.server.engine.messages import (
     AbortSequence,
     AdapterSettled,
     FromEngine,
@@ -32,10 +32,10 @@ from server.engine.messages import (
     Submit,
     ToEngine,
 )
-from server.engine.plan import StepPlan
-from server.engine.scheduling.scheduler import Scheduler
-from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.protocol import (
+from loraplex.server.engine.plan import StepPlan
+from loraplex.server.engine.scheduling.scheduler import Scheduler
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.protocol import (
     AdapterOrder,
     AdapterReport,
     GenerateRequest,
@@ -43,12 +43,12 @@ from server.protocol import (
     TierState,
     TokenEvent,
 )
-from server.worker.adapters.adapter_meter import AdapterMeter
-from server.worker.adapters.adapter_orders import AdapterOrders
-from server.worker.adapters.host_tier import HostTier
-from server.worker.adapters.slab_saver import SlabSaver
-from server.worker.adapters.staging import UNFORESEEN, Staging
-from server.worker.metrics import WorkerMetrics
+from loraplex.server.worker.adapters.adapter_meter import AdapterMeter
+from loraplex.server.worker.adapters.adapter_orders import AdapterOrders
+from loraplex.server.worker.adapters.host_tier import HostTier
+from loraplex.server.worker.adapters.slab_saver import SlabSaver
+from loraplex.server.worker.adapters.staging import UNFORESEEN, Staging
+from loraplex.server.worker.metrics import WorkerMetrics
 from tests.server.engine.harness import no_grammars
 from tests.server.worker.slabs import EXTENT, Packing, write_slab_file
 

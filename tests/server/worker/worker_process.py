@@ -19,8 +19,8 @@ import numpy as np
 import psutil
 from websockets.asyncio.client import ClientConnection, connect
 
-from adapters.base import BaseSpec
-from server import protocol
+from loraplex.adapters.base import BaseSpec
+from loraplex.server import protocol
 from tests.adapter_folders import safetensors_bytes, small_base
 from tests.engines import engines_below
 from tests.tethered import tethered
@@ -128,7 +128,7 @@ def start(
         listener.bind(("127.0.0.1", 0))
         process = subprocess.Popen(
             tethered(
-                *(*inside, sys.executable, "-m", "launcher", "worker", str(model)),
+                *(*inside, sys.executable, "-m", "loraplex", "worker", str(model)),
                 *("--executor", executor, "--model-name", BASE_NAME),
                 *("--cache-dir", str(folder / "cache"), "--listen-fd", str(listener.fileno())),
                 *("--drain-timeout-s", "0.2", *options),

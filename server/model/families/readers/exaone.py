@@ -4,10 +4,10 @@ where others have windows. Pure."""
 from collections.abc import Mapping
 from typing import Any
 
-from server.model.families import family
-from server.model.families.fields import Fields
-from server.model.families.rope import read_rope
-from server.model.spec import ModelSpec, NormSpec, NormsSpec
+from loraplex.server.model.families import family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.rope import read_rope
+from loraplex.server.model.spec import ModelSpec, NormSpec, NormsSpec
 
 _WINDOW, _PATTERN, _EOS = 4096, 4, 2
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from server.model.families import experts, family
-from server.model.families.fields import Fields
-from server.model.families.rope import RopeRules, read_table, rope_table
-from server.model.moe_spec import (
+from loraplex.server.model.families import experts, family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.rope import RopeRules, read_table, rope_table
+from loraplex.server.model.moe_spec import (
     MXFP4_BLOCK,
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
@@ -16,7 +16,7 @@ from server.model.moe_spec import (
     ExpertStorage,
     MoeSpec,
 )
-from server.model.spec import LayerSpec, LinearSpec, ModelSpec
+from loraplex.server.model.spec import LayerSpec, LinearSpec, ModelSpec
 
 _KV_HEADS, _HEAD_DIM = 8, 64
 _EPSILON = 1e-5

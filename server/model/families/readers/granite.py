@@ -5,10 +5,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from server.model.families import family
-from server.model.families.fields import Fields
-from server.model.families.rope import read_rope
-from server.model.spec import ModelSpec
+from loraplex.server.model.families import family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.rope import read_rope
+from loraplex.server.model.spec import ModelSpec
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:

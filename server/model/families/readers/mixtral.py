@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from server.model.families import experts, family
-from server.model.families.fields import Fields
-from server.model.families.rope import RopeRules, read_rope
-from server.model.moe_spec import MoeSpec
-from server.model.spec import ModelSpec
+from loraplex.server.model.families import experts, family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.rope import RopeRules, read_rope
+from loraplex.server.model.moe_spec import MoeSpec
+from loraplex.server.model.spec import ModelSpec
 
 _KV_HEADS = 8
 _EPSILON = 1e-5

@@ -5,10 +5,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from server.model.families import family
-from server.model.families.fields import Fields
-from server.model.families.rope import RopeRules, read_rope, read_table, read_tables
-from server.model.spec import AttentionSpec, ModelSpec, NormSpec, NormsSpec
+from loraplex.server.model.families import family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.rope import RopeRules, read_rope, read_table, read_tables
+from loraplex.server.model.spec import AttentionSpec, ModelSpec, NormSpec, NormsSpec
 
 _EOS = 50279
 _WINDOW = 4096

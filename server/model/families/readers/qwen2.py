@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from server.model.families import family
-from server.model.families.fields import Fields
-from server.model.families.rope import read_rope
-from server.model.spec import ModelSpec
+from loraplex.server.model.families import family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.rope import read_rope
+from loraplex.server.model.spec import ModelSpec
 
 _WINDOW = 4096
 _WINDOW_LAYERS = 28

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from server.model.families import family
-from server.model.families.fields import Fields
-from server.model.families.readers.qwen2 import read_windows
-from server.model.families.rope import read_rope
-from server.model.spec import ModelSpec
+from loraplex.server.model.families import family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.readers.qwen2 import read_windows
+from loraplex.server.model.families.rope import read_rope
+from loraplex.server.model.spec import ModelSpec
 
 _HEAD_DIM = 128
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.drafts.draft import LONGEST, NO_DRAFT, Draft, DraftOwner, vote
-from server.engine.drafts.source import VOTERS, WINDOWS, DraftSource
+from loraplex.server.engine.drafts.draft import LONGEST, NO_DRAFT, Draft, DraftOwner, vote
+from loraplex.server.engine.drafts.source import VOTERS, WINDOWS, DraftSource
 
 MUCH = 1 << 20
 OWNER = DraftOwner("adapter", "tenant")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.engine.executor import (
+from loraplex.server.engine.executor import (
     AdapterCopy,
     CopyNews,
     CopyOver,
@@ -16,8 +16,8 @@ from server.engine.executor import (
     CopyUsable,
     Masks,
 )
-from server.engine.framing import receive_frame, send_frame
-from server.engine.group.commands import (
+from loraplex.server.engine.framing import receive_frame, send_frame
+from loraplex.server.engine.group.commands import (
     AddSums,
     Answer,
     Command,
@@ -28,8 +28,8 @@ from server.engine.group.commands import (
     decode_command,
     encode,
 )
-from server.engine.group.leader import GroupExecutor, GroupLost
-from server.engine.plan import StepPlan
+from loraplex.server.engine.group.leader import GroupExecutor, GroupLost
+from loraplex.server.engine.plan import StepPlan
 from tests.server.engine.harness import layout
 
 TIMEOUT_S = 60.0

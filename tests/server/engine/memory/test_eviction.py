@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from server.engine.memory.eviction import MAX_REMEMBERED, Worth
-from server.engine.memory.residency import AdapterArena
+from loraplex.server.engine.memory.eviction import MAX_REMEMBERED, Worth
+from loraplex.server.engine.memory.residency import AdapterArena
 
 ADAPTERS = 600
 LENGTH = 12_000

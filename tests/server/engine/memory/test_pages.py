@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from server.engine.memory.pages import PagePool, page_hash, root_hash
+from loraplex.server.engine.memory.pages import PagePool, page_hash, root_hash
 
 
 def chain(*pages: list[int], salt: str = "", adapter: str | None = None) -> list[bytes]:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from server.engine.memory.residency import AdapterArena, Placement
+from loraplex.server.engine.memory.residency import AdapterArena, Placement
 
 
 def ready(arena: AdapterArena, digest: str, runs: tuple[int, ...]) -> Placement:

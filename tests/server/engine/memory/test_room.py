@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.memory.room import pages_held, tokens_that_fit, tokens_together
+from loraplex.server.engine.memory.room import pages_held, tokens_that_fit, tokens_together
 
 WINDOWS = st.lists(st.one_of(st.none(), st.integers(1, 60)), min_size=1, max_size=4)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from server.engine.certificates import certified_output
-from server.engine.plan import SeqSlice
+from loraplex.server.engine.certificates import certified_output
+from loraplex.server.engine.plan import SeqSlice
 from tests.server.engine.harness import Harness, limits, make_request
 
 PAGE = 4

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from server.engine.drafts.draft import NO_DRAFT, Draft, DraftOwner
-from server.engine.drafts.source import Drafts
-from server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.engine.drafts.draft import NO_DRAFT, Draft, DraftOwner
+from loraplex.server.engine.drafts.source import Drafts
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from tests.server.engine.harness import Harness, limits, make_request
 
 

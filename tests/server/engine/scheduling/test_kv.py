@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from server.engine.memory.pages import PageHash, page_hash, root_hash
-from server.engine.scheduling import kv
-from server.engine.scheduling.kv import HASHED_PER_PLAN, SHARE_WORTH_TOKENS, SequencePages
-from server.engine.scheduling.sequence import Precedence, Sequence
+from loraplex.server.engine.memory.pages import PageHash, page_hash, root_hash
+from loraplex.server.engine.scheduling import kv
+from loraplex.server.engine.scheduling.kv import HASHED_PER_PLAN, SHARE_WORTH_TOKENS, SequencePages
+from loraplex.server.engine.scheduling.sequence import Precedence, Sequence
 from tests.server.engine.harness import Harness, limits, make_request
 
 PAGE = 4
@@ -149,7 +149,7 @@ def hashed_by(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
         return page_hash(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr("server.engine.scheduling.sequence.page_hash", counted)
+        patched.setattr("loraplex.server.engine.scheduling.sequence.page_hash", counted)
         call()
     return count
 

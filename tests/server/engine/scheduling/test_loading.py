@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from server.engine.certificates import CertifyOptions, certified_output
-from server.engine.messages import AdapterSettled
-from server.engine.scheduling.loading import AdapterLoads
-from server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.engine.certificates import CertifyOptions, certified_output
+from loraplex.server.engine.messages import AdapterSettled
+from loraplex.server.engine.scheduling.loading import AdapterLoads
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from tests.server.engine.harness import LIMITS, Harness, limits, make_request
 
 

@@ -5,8 +5,8 @@ The certifying executor refuses to read keys and values of the other kind.
 
 import pytest
 
-from server.engine.certificates import certified_output
-from server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.engine.certificates import certified_output
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from tests.server.engine.harness import Harness, limits, make_request
 
 SHORT = 10

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.constraints.constraint import Constraint
-from server.constraints.rules import TokenRules, mask_words
-from server.engine.scheduling.mask_share import MaskShare
-from server.engine.scheduling.sequence import Precedence, Sequence
-from server.protocol import SamplingParams
+from loraplex.server.constraints.constraint import Constraint
+from loraplex.server.constraints.rules import TokenRules, mask_words
+from loraplex.server.engine.scheduling.mask_share import MaskShare
+from loraplex.server.engine.scheduling.sequence import Precedence, Sequence
+from loraplex.server.protocol import SamplingParams
 from tests.server.engine.harness import make_request
 
 VOCAB = 100

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.scheduling.pace import SHORT_S, Pace
+from loraplex.server.engine.scheduling.pace import SHORT_S, Pace
 
 SECONDS = st.floats(0.0, 10.0)
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.plan import StepPlan
-from server.engine.scheduling.prompt_shares import LEAST_TOKENS
-from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.protocol import BACKGROUND_PRIORITY
+from loraplex.server.engine.plan import StepPlan
+from loraplex.server.engine.scheduling.prompt_shares import LEAST_TOKENS
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.protocol import BACKGROUND_PRIORITY
 from tests.server.engine.harness import Harness, limits, make_request
 
 DECODE_S = 0.005

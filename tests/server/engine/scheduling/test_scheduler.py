@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.certificates import certified_output
-from server.engine.messages import SlabStaged
-from server.engine.plan import SliceResult
-from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.engine.scheduling.sequence import Precedence, Sequence, State
-from server.protocol import BACKGROUND_PRIORITY, GenerateRequest, TokenLogprob
+from loraplex.server.engine.certificates import certified_output
+from loraplex.server.engine.messages import SlabStaged
+from loraplex.server.engine.plan import SliceResult
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.engine.scheduling.sequence import Precedence, Sequence, State
+from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, TokenLogprob
 from tests.server.engine.harness import Harness, layout, limits, make_request
 
 

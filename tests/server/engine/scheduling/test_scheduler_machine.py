@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from server.engine.certificates import (
+from loraplex.server.engine.certificates import (
     ROOT_MARK,
     CertifyOptions,
     Mark,
@@ -15,8 +15,8 @@ from server.engine.certificates import (
     certified_vector,
     next_mark,
 )
-from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.protocol import BACKGROUND_PRIORITY, GenerateRequest, TokenEvent, VectorParams
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, TokenEvent, VectorParams
 from tests.server.engine.harness import Harness, limits, make_request
 
 CLASSES = 3

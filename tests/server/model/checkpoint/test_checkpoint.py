@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from adapters.safetensors.floats import float_digest
-from server.model.base_facts import read_base_spec
-from server.model.card import model_card
-from server.model.checkpoint.checkpoint import CheckpointError, base_digest, read_config
-from server.model.weights import load_weights
-from server.protocol import ModelCard
+from loraplex.adapters.safetensors.floats import float_digest
+from loraplex.server.model.base_facts import read_base_spec
+from loraplex.server.model.card import model_card
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, base_digest, read_config
+from loraplex.server.model.weights import load_weights
+from loraplex.server.protocol import ModelCard
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.worker.worker_process import NO_WORDS
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from server.config import ConfigError
-from server.model.base_facts import read_base_spec
-from server.model.checkpoint.checkpoint import CheckpointError, read_config
-from server.model.checkpoint.sentence_files import read_sentence_files
-from server.model.checkpoint.tensor_table import check_folder
-from server.model.families.registry import read_model
-from server.model.vector_forms import VectorWishes, vector_form
-from server.protocol import ClassForm, VectorForm
+from loraplex.server.config import ConfigError
+from loraplex.server.model.base_facts import read_base_spec
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
+from loraplex.server.model.checkpoint.sentence_files import read_sentence_files
+from loraplex.server.model.checkpoint.tensor_table import check_folder
+from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.vector_forms import VectorWishes, vector_form
+from loraplex.server.protocol import ClassForm, VectorForm
 from tests.server.model.hub_models import make_model, save_model
 
 PACKAGE = "sentence_transformers.models."

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
-from server.protocol import SamplingParams
+from loraplex.server.protocol import SamplingParams
 from tests.server.model.adapter_zoo import with_zoo, zoo_of
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
 from tests.server.model.families.variants import VARIANTS

@@ -16,8 +16,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from server.config import ConfigError
-from server.model.checkpoint.checkpoint import CheckpointError
+from loraplex.server.config import ConfigError
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.config_edits import Edit, edits
 from tests.server.model.families.parity import TOLERANCE, rounding

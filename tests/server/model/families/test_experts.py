@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
-from server.model.families.registry import read_model
-from server.model.moe_spec import MoeSpec
-from server.model.spec import ModelSpec
+from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.moe_spec import MoeSpec
+from loraplex.server.model.spec import ModelSpec
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100,

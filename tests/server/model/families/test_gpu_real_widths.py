@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from launcher.families.known_models import served_families
-from server.protocol import SamplingParams
+from loraplex.launcher.families.known_models import served_families
+from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
 
 pytestmark = [

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from server.engine.messages import SequenceEvent, SlabStaged
-from server.engine.scheduling.scheduler import Scheduler
-from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.model.families.registry import read_model
-from server.model.ops.rope import inverse_frequencies
-from server.protocol import GenerateRequest, SamplingParams
+from loraplex.server.engine.messages import SequenceEvent, SlabStaged
+from loraplex.server.engine.scheduling.scheduler import Scheduler
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.ops.rope import inverse_frequencies
+from loraplex.server.protocol import GenerateRequest, SamplingParams
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.driver import Driver
 from tests.server.model.families.parity import TOLERANCE, prompt, rounding

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from adapters.manifest import SlabDtype
+from loraplex.adapters.manifest import SlabDtype
 from tests.server.model.adapter_zoo import ZOO, with_zoo
 from tests.server.model.driver import Driver, Stream, generate, step
 from tests.server.model.families.parity import (

@@ -10,10 +10,10 @@ import pytest
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from adapters.errors import AdapterError
-from server.model.checkpoint.checkpoint import CheckpointError, read_config
-from server.model.checkpoint.tensor_table import check_folder
-from server.model.families.registry import read_model
+from loraplex.adapters.errors import AdapterError
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
+from loraplex.server.model.checkpoint.tensor_table import check_folder
+from loraplex.server.model.families.registry import read_model
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.families.test_readers import LLAMA
@@ -60,13 +60,13 @@ def test_every_prefix_is_read(
     assert f"{body}layers.0.mlp.up_proj.weight" in names
     assert f"{head}.weight" in names
     count = sum("visual" in name for name in names)
-    caplog.set_level(logging.INFO, "server.model.weights")
+    caplog.set_level(logging.INFO, "loraplex.server.model.weights")
     driver = Driver(folder)
     stream = Stream(driver, 0, prompt(11, 0), sampling=GREEDY)
     generate(driver, [stream], 4, 5)
     assert_parity(model, None, stream)
     driver.close()
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "server.model.weights"]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "loraplex.server.model.weights"]
     left_out = f"{count} stored tensors change no token and are left out"
     assert line == f"{left_out}: the part for images ({count})"
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from server.engine.plan import PageGrant, SeqSlice, StepPlan
-from server.model.graphs.decode_batch import (
+from loraplex.server.engine.plan import PageGrant, SeqSlice, StepPlan
+from loraplex.server.model.graphs.decode_batch import (
     APPEND,
     POSITION,
     ROW,

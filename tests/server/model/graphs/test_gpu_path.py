@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from server.protocol import SamplingParams
+from loraplex.server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import EVERY_LOGPROB
 from tests.server.model.gpu_pair import Pair, answer, ordinary
@@ -64,7 +64,7 @@ def test_steps_of_prompts_without_prompts(pair: Pair, chunk: int) -> None:
 
 @pairs(QWEN3)
 def test_more_prompts_than_a_graph_takes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from server.model.graphs import token_graphs
+    from loraplex.server.model.graphs import token_graphs
 
     monkeypatch.setattr(token_graphs, "MAX_PROMPTS", 1)
     slots = [0, -1, 0, -1]
@@ -74,8 +74,8 @@ def test_more_prompts_than_a_graph_takes(pair: Pair, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("max_context", [2, 16, 17, 31, 100])
 def test_examples_are_prompts_of_which_a_graph_takes_as_many(max_context: int) -> None:
-    from server.model.graphs.warm_up import prompts_of
-    from server.model.steps.rows import Rows
+    from loraplex.server.model.graphs.warm_up import prompts_of
+    from loraplex.server.model.steps.rows import Rows
 
     rows = Rows(2, max_context, 16, torch.device("cpu"))
     for tokens in [n for n in range(32, 2049, 32) if n <= 64 * max_context]:
@@ -158,8 +158,8 @@ def test_masked_rows_draw_what_the_reference_draws(pair: Pair) -> None:
 def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """No graph has these products' LoRA: its kernels must be compiled before somebody needs it, for
     as many rows as may want logits. A step may have more tokens than one context."""
-    from server.model.graphs import warm_up
-    from server.model.ops import lora_linear
+    from loraplex.server.model.graphs import warm_up
+    from loraplex.server.model.ops import lora_linear
 
     module: Any = lora_linear
     decoder, rows = pair.gpu.executor._decoder, pair.gpu.executor._rows

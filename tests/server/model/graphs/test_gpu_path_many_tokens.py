@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from server.protocol import SamplingParams
+from loraplex.server.protocol import SamplingParams
 from tests.grids import beyond
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import EVERY_LOGPROB, Stream, generate
@@ -38,7 +38,7 @@ SAMPLED = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB)
 
 def note_products(patch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
     """Rows, and the weight's shape, of every product from now on."""
-    from server.model.ops.products import Products
+    from loraplex.server.model.ops.products import Products
 
     linear, found = Products.linear, set[tuple[int, ...]]()
 
@@ -121,7 +121,7 @@ def test_same_as_the_reference(
 ) -> None:
     """Where all ranks are small ones the activation shrinks for down, else nobody's does. That of
     few tokens adds a delta."""
-    from server.model.ops import ops_cuda
+    from loraplex.server.model.ops import ops_cuda
 
     module: Any = ops_cuda
     gated, taken = module.gated_lora, list[tuple[int, bool]]()
@@ -168,7 +168,7 @@ def test_the_same_in_graphs(
 ) -> None:
     """With prompts and decodes in a step, and adapters of any ranks. The end of the last layer is
     of the tokens that somebody needs."""
-    from server.model.graphs.end_graphs import EndGraphs
+    from loraplex.server.model.graphs.end_graphs import EndGraphs
 
     ended, upload = set[int](), EndGraphs._upload
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig
 
-from server.protocol import SamplingParams
+from loraplex.server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate, step
 from tests.server.model.gpu_pair import Pair, answer, prompt
@@ -77,7 +77,7 @@ def test_windows_of_some_layers_or_all(
     model = make_model(name, **SIZES, sliding_window=12)
     with pytest.MonkeyPatch.context() as patch:
         pair = Pair(model, ADAPTERS, tmp_path, patch, backend=backend, max_running=6)
-        from server.model.ops.prompt_attention import prompt_kernels
+        from loraplex.server.model.ops.prompt_attention import prompt_kernels
 
         assert set(prompt_kernels(pair.gpu.executor._decoder.spec)) == kernels
         pair.graphs.clear()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from peft import LoraConfig
 
-from server.protocol import SamplingParams
+from loraplex.server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import Stream, generate
 from tests.server.model.gpu_pair import Pair, prompt

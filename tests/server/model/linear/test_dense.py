@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from server.model.linear.dense import DenseLinear
+from loraplex.server.model.linear.dense import DenseLinear
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from peft import LoraConfig, PeftModel
 
-from adapters.manifest import SlabLayout
+from loraplex.adapters.manifest import SlabLayout
 from tests.server.model.families.variants import Variant
 from tests.server.model.hub_models import add_adapter, make_model
 from tests.server.model.slabs import pack

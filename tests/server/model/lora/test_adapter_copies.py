@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from adapters.manifest import SlabLayout
-from server.engine.executor import COPY_FAILED, AdapterCopy, CopyOver, CopyUsable
-from server.engine.memory.residency import AdapterArena
-from server.model.executor import TorchExecutor
-from server.model.lora.adapter_copies import HIDDEN_COPY_S, coalesce, is_hidden
-from server.model.lora.lora import Reach
-from server.model.lora.output_vectors import OutputVectors
-from server.protocol import SamplingParams
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.server.engine.executor import COPY_FAILED, AdapterCopy, CopyOver, CopyUsable
+from loraplex.server.engine.memory.residency import AdapterArena
+from loraplex.server.model.executor import TorchExecutor
+from loraplex.server.model.lora.adapter_copies import HIDDEN_COPY_S, coalesce, is_hidden
+from loraplex.server.model.lora.lora import Reach
+from loraplex.server.model.lora.output_vectors import OutputVectors
+from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import (
     Driver,
     Stream,
@@ -272,7 +272,7 @@ def test_a_copy_waits_for_those_before_it(
     layout, _ = slab
     nbytes = sum(layout.runs) * layout.extent_bytes
     copy.copies._bytes_s = 2.5 * nbytes / HIDDEN_COPY_S
-    monkeypatch.setattr("server.model.lora.adapter_copies.time.perf_counter", lambda: 5.0)
+    monkeypatch.setattr("loraplex.server.model.lora.adapter_copies.time.perf_counter", lambda: 5.0)
     for slot in range(3):
         start(driver, slot, msgspec.structs.replace(layout, digest=str(slot)))
     assert driver.executor.poll_copies() == [CopyUsable(0, "0"), CopyUsable(1, "1")]
@@ -308,7 +308,7 @@ def test_lengths_are_made_in_pieces_and_the_next_copy_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One piece at each poll, once the last is over; usable behind the last one alone."""
-    monkeypatch.setattr("server.model.lora.output_vectors._PIECE", 1)
+    monkeypatch.setattr("loraplex.server.model.lora.output_vectors._PIECE", 1)
     copy.copies._bytes_s = 1e12
     start(driver, 1, dora[0])
     start(driver, 2, slab[0])

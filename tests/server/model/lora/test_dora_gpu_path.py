@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from server.model.lora.lora import Reach
+from loraplex.server.model.lora.lora import Reach
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.gpu_pair import Pair, assert_same, small_pair
 from tests.server.model.hub_models import make_model, save_model

@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForSequenceClassification
 
-from adapters.manifest import SlabLayout
-from server.protocol import VectorParams
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.server.protocol import VectorParams
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, TOLERANCE, prompt
 from tests.server.model.hub_models import add_adapter, make_model, save_model

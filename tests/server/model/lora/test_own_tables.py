@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 
-from adapters.manifest import SlabLayout
+from loraplex.adapters.manifest import SlabLayout
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, TOLERANCE, assert_parity, prompt
 from tests.server.model.hub_models import add_adapter, make_model, reference_logprobs, save_model

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from peft import LoraConfig
 
-from server.protocol import SamplingParams
+from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.gpu_pair import Pair, assert_same, small_pair
 from tests.server.model.hub_models import VOCAB, add_adapter, make_model

@@ -9,8 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 
-from adapters.manifest import SlabLayout
-from server.protocol import SamplingParams
+from loraplex.adapters.manifest import SlabLayout
+from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.hub_models import VOCAB, add_adapter, make_model, save_model

@@ -10,7 +10,7 @@ import pytest
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 
-from server.engine.plan import ScaledSlot, StepPlan
+from loraplex.server.engine.plan import ScaledSlot, StepPlan
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, Served, assert_parity, prompt

@@ -13,18 +13,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.base import MODEL_SITES, BaseSpec, SiteKind
-from adapters.manifest import SiteLayout, SlabLayout
-from adapters.peft.config import parse_config
-from adapters.peft.lora_tensors import LoraTensors, ModuleLora
-from adapters.safetensors.header import TensorInfo
-from adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices, make_layout
-from adapters.violations import Findings
-from server.model.base_spec import base_spec
-from server.model.families.registry import read_model
-from server.model.lora.lora import AdapterTable
-from server.model.lora.sites import Sites
-from server.model.spec import ModelSpec
+from loraplex.adapters.base import MODEL_SITES, BaseSpec, SiteKind
+from loraplex.adapters.manifest import SiteLayout, SlabLayout
+from loraplex.adapters.peft.config import parse_config
+from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora
+from loraplex.adapters.safetensors.header import TensorInfo
+from loraplex.adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices, make_layout
+from loraplex.adapters.violations import Findings
+from loraplex.server.model.base_spec import base_spec
+from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.lora.lora import AdapterTable
+from loraplex.server.model.lora.sites import Sites
+from loraplex.server.model.spec import ModelSpec
 from tests.server.model.hub_models import make_model
 
 ITEM_BYTES = 2

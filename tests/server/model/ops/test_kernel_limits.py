@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from server.model.families.registry import read_model
-from server.model.ops.kernel_limits import unsupported
-from server.model.spec import ModelSpec, NormSpec, PositionScale
+from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.ops.kernel_limits import unsupported
+from loraplex.server.model.spec import ModelSpec, NormSpec, PositionScale
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

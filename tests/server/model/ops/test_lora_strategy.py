@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.model.ops.lora_strategy import (
+from loraplex.server.model.ops.lora_strategy import (
     FEW_TOKENS,
     MIXED_TOKENS,
     STRATEGIES,

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.bench.engine.offline import SHIPPED
-from server.config import ConfigError, WorkerConfig
-from server.engine.memory.room import tokens_that_fit
-from server.model.checkpoint.checkpoint import read_config
-from server.model.graphs.warm_up import warm_sizes
-from server.model.ops.memory import (
+from loraplex.launcher.bench.engine.offline import SHIPPED
+from loraplex.server.config import ConfigError, WorkerConfig
+from loraplex.server.engine.memory.room import tokens_that_fit
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.graphs.warm_up import warm_sizes
+from loraplex.server.model.ops.memory import (
     LOGITS_ROWS,
     DeviceMemory,
     executor_limits,
@@ -22,9 +22,9 @@ from server.model.ops.memory import (
     weights_bytes,
     workspace_bytes,
 )
-from server.model.quantised_at_load import quantised_at_load
-from server.model.spec import ModelSpec
-from server.worker.process.sizing import choose_sizes
+from loraplex.server.model.quantised_at_load import quantised_at_load
+from loraplex.server.model.spec import ModelSpec
+from loraplex.server.worker.process.sizing import choose_sizes
 from tests.server.model.driver import engine_config
 
 GIB = 1 << 30

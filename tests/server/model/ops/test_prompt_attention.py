@@ -10,12 +10,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from server.kernels.attention.scores import ScoreRule
-from server.model.families.registry import read_model
-from server.model.ops.ops import KVCache, StepLayout
-from server.model.page_groups import PageGroups
-from server.model.spec import ModelSpec
-from server.model.weights import KvScales
+from loraplex.server.kernels.attention.scores import ScoreRule
+from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.ops.ops import KVCache, StepLayout
+from loraplex.server.model.page_groups import PageGroups
+from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.weights import KvScales
 from tests.kernels.test_prompt_attention import attended
 from tests.server.model import fake_flashinfer
 
@@ -73,9 +73,9 @@ def layout_of(slices: Sequence[tuple[int, int, int]], page_table: torch.Tensor) 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: bool) -> None:
     """Captured: for a step of more tokens than this one."""
-    from server.model.ops.attention_cuda import prompt_backend
-    from server.model.ops.prompt_attention import PromptAttention, prompt_kernels
-    from server.model.ops.sizes import MAX_PROMPTS, PromptRoom
+    from loraplex.server.model.ops.attention_cuda import prompt_backend
+    from loraplex.server.model.ops.prompt_attention import PromptAttention, prompt_kernels
+    from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
 
     model, dtype = model_of(head_dim), torch.bfloat16 if device.type == "cuda" else torch.float32
     plain = "Triton" if head_dim == 96 else "FlashInfer"

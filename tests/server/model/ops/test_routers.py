@@ -9,11 +9,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from server.model.families.registry import read_model
-from server.model.linear.dense import DenseLinear
-from server.model.linear.experts import ExpertsLinear, MoeWeights
-from server.model.moe_spec import MoeSpec
-from server.model.ops.experts_torch import route
+from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.linear.dense import DenseLinear
+from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
+from loraplex.server.model.moe_spec import MoeSpec
+from loraplex.server.model.ops.experts_torch import route
 from tests.server.model.hub_models import SIZES
 
 EXPERTS, TOP_K = 12, 3

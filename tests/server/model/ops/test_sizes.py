@@ -6,10 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.plan import SeqSlice, StepPlan
-from server.model.ops.sizes import MOST_PADDING, graph_sizes, padded, row_sizes, token_sizes
-from server.model.steps.rows import Rows
-from server.model.steps.step import Step
+from loraplex.server.engine.plan import SeqSlice, StepPlan
+from loraplex.server.model.ops.sizes import (
+    MOST_PADDING,
+    graph_sizes,
+    padded,
+    row_sizes,
+    token_sizes,
+)
+from loraplex.server.model.steps.rows import Rows
+from loraplex.server.model.steps.step import Step
 
 ROWS = Rows(max_rows=64, max_context=256, page_size=16, device=torch.device("cpu"))
 

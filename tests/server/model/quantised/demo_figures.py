@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launcher.demo import adapter_paths, calls, model_path
-from launcher.demo.corpus import SEED, held_out_messages
-from launcher.demo.evaluate import FORMS, EvaluationSetup, measure
+from loraplex.launcher.demo import adapter_paths, calls, model_path
+from loraplex.launcher.demo.corpus import SEED, held_out_messages
+from loraplex.launcher.demo.evaluate import FORMS, EvaluationSetup, measure
 from tests.server.model.quantised.checkpoints import matrices
 from tests.server.model.quantised.formats import (
     BY_TOKEN,

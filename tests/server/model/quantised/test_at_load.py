@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from server.config import AtLoad, ConfigError
-from server.model.checkpoint.checkpoint import read_config
-from server.model.linear.packed import Fp8Weight, GroupedWeight
-from server.model.linear.quantise import NF4, quantise
-from server.model.linear.quantised import QuantisedLinear
-from server.model.quantised_at_load import quantised_at_load
-from server.model.weights import load_weights
+from loraplex.server.config import AtLoad, ConfigError
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight
+from loraplex.server.model.linear.quantise import NF4, quantise
+from loraplex.server.model.linear.quantised import QuantisedLinear
+from loraplex.server.model.quantised_at_load import quantised_at_load
+from loraplex.server.model.weights import load_weights
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.driver import Driver
 from tests.server.model.families.parity import assert_parity_with

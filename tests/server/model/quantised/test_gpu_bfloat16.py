@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from server.model.linear.quantised import QuantisedLinear
+from loraplex.server.model.linear.quantised import QuantisedLinear
 from tests.server.model.gpu_trio import Trio, assert_near
 from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import (

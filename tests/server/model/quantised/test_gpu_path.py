@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 
-from server.kernels.linear.matrix import PackedMatrix
-from server.model.linear.experts import MoeWeights
-from server.model.linear.quantised import QuantisedLinear
+from loraplex.server.kernels.linear.matrix import PackedMatrix
+from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.linear.quantised import QuantisedLinear
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model
 from tests.server.model.families.variants import VARIANTS

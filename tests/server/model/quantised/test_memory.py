@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.model.checkpoint.checkpoint import read_config
-from server.model.linear.quantised import QuantisedLinear
-from server.model.ops.memory import weights_bytes
-from server.model.weights import load_weights
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.linear.quantised import QuantisedLinear
+from loraplex.server.model.ops.memory import weights_bytes
+from loraplex.server.model.weights import load_weights
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import FORMATS

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from server.model.checkpoint.checkpoint import CheckpointError, read_config
-from server.model.checkpoint.tensor_table import check_folder
-from server.model.families.registry import read_model
-from server.model.quantisation.read import read_quantisation
-from server.model.weights import load_weights
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
+from loraplex.server.model.checkpoint.tensor_table import check_folder
+from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.quantisation.read import read_quantisation
+from loraplex.server.model.weights import load_weights
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import change_config, change_tensors, save_quantised
 from tests.server.model.quantised.formats import FORMATS

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from server.model.checkpoint.checkpoint import read_config
-from server.model.weights import MlpWeights, ModelWeights, load_weights
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.weights import MlpWeights, ModelWeights, load_weights
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import matrices, save_quantised
 from tests.server.model.quantised.formats import FORMATS
@@ -79,7 +79,7 @@ def test_skipped_modules_and_shards(name: str, tmp_path: Path) -> None:
 def test_a_large_matrix_is_dequantised_in_parts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from server.model.linear import packed
+    from loraplex.server.model.linear import packed
 
     monkeypatch.setattr(packed, "_CHUNK", 1000)
     for name in ("fp8-block", "gptq-order", "ct-int8-zeros", "nf4-nested"):

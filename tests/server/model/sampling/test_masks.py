@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.executor import Masks
-from server.engine.plan import StepPlan
-from server.model.sampling.masks import MaskMemory, RowMasks
-from server.protocol import SamplingParams
+from loraplex.server.engine.executor import Masks
+from loraplex.server.engine.plan import StepPlan
+from loraplex.server.model.sampling.masks import MaskMemory, RowMasks
+from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate, step
 from tests.server.model.hub_models import VOCAB, make_model, save_model
 

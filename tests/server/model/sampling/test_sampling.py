@@ -21,11 +21,11 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from server.engine.plan import RowStart
-from server.model.sampling import sampling
-from server.model.sampling.masks import RowMasks
-from server.model.sampling.row_sampling import RowSampling
-from server.model.sampling.sampling import (
+from loraplex.server.engine.plan import RowStart
+from loraplex.server.model.sampling import sampling
+from loraplex.server.model.sampling.masks import RowMasks
+from loraplex.server.model.sampling.row_sampling import RowSampling
+from loraplex.server.model.sampling.sampling import (
     History,
     Penalties,
     Sampled,
@@ -33,8 +33,8 @@ from server.model.sampling.sampling import (
     logprobs,
     sample,
 )
-from server.model.steps.rows import Rows
-from server.protocol import SamplingParams
+from loraplex.server.model.steps.rows import Rows
+from loraplex.server.protocol import SamplingParams
 from tests.grids import beyond
 
 VOCAB = 61

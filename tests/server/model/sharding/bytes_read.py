@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from server.model.weight_source import WeightSource
+from loraplex.server.model.weight_source import WeightSource
 
 
 class _Mapped(NamedTuple):

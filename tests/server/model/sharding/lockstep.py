@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from adapters.sharding import Shard
-from server.engine.executor import AdapterCopy, CopyNews, CopySums, Masks
-from server.engine.plan import SliceResult, StepPlan
-from server.kernels.pointwise import sum_norm
-from server.kernels.pointwise.shared_terms import SharedTerms
-from server.model.executor import TorchExecutor
-from server.model.start import WeightsLoader
+from loraplex.adapters.sharding import Shard
+from loraplex.server.engine.executor import AdapterCopy, CopyNews, CopySums, Masks
+from loraplex.server.engine.plan import SliceResult, StepPlan
+from loraplex.server.kernels.pointwise import sum_norm
+from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
+from loraplex.server.model.executor import TorchExecutor
+from loraplex.server.model.start import WeightsLoader
 from tests.server.model.driver import Driver
 
 _WAIT_S = 240.0
@@ -56,7 +56,7 @@ def sum_norm_of_threads(terms: ThreadTerms, *context: Any, **options: Any) -> to
 
 
 class ThreadGroup:
-    """Implements `server.model.group.Group`."""
+    """Implements `loraplex.server.model.group.Group`."""
 
     term_rows = 0
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from server.protocol import SamplingParams
+from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import prompt
 from tests.server.model.slabs import pack

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from adapters.sharding import Shard
-from server.engine.group.leader import GroupExecutor
-from server.engine.shared_memory import HostMemory
-from server.model.executor import TorchExecutor
-from server.model.process_group import ProcessGroup
-from server.model.start import WeightsLoader
-from server.worker.process.engine_process import GroupPlace, spawn_process
+from loraplex.adapters.sharding import Shard
+from loraplex.server.engine.group.leader import GroupExecutor
+from loraplex.server.engine.shared_memory import HostMemory
+from loraplex.server.model.executor import TorchExecutor
+from loraplex.server.model.process_group import ProcessGroup
+from loraplex.server.model.start import WeightsLoader
+from loraplex.server.worker.process.engine_process import GroupPlace, spawn_process
 from tests.server.model.driver import Driver
 
 _LEAVE_S = 60.0

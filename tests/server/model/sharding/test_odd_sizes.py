@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.sharding import Shard
-from server.model.checkpoint.checkpoint import read_config
-from server.model.weights import load_weights
-from server.protocol import SamplingParams
+from loraplex.adapters.sharding import Shard
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.weights import load_weights
+from loraplex.server.protocol import SamplingParams
 from tests.server.model.adapter_zoo import ZOO, with_zoo
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.protocol import VectorParams
+from loraplex.server.protocol import VectorParams
 from tests.server.model.driver import Driver, Packed, Stream, generate
 from tests.server.model.families.parity import GREEDY, TOLERANCE, assert_parity, prompt
 from tests.server.model.hub_models import make_model, save_model

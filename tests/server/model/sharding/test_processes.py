@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from server.engine.group.leader import GroupLost
+from loraplex.server.engine.group.leader import GroupLost
 from tests.server.model.adapter_zoo import with_zoo
 from tests.server.model.driver import Stream, generate, step
 from tests.server.model.families.parity import GREEDY, Served, assert_parity, prompt

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.sharding import Shard
-from server.model.checkpoint.area import whole
-from server.model.checkpoint.checkpoint import read_config, stored_tensors
-from server.model.checkpoint.cuts import cut_of
-from server.model.checkpoint.stored_forms import stored_forms
-from server.model.checkpoint.text_part import model_shards
-from server.model.spec import layer_path
-from server.model.weight_source import WeightSource
-from server.model.weights import load_weights
+from loraplex.adapters.sharding import Shard
+from loraplex.server.model.checkpoint.area import whole
+from loraplex.server.model.checkpoint.checkpoint import read_config, stored_tensors
+from loraplex.server.model.checkpoint.cuts import cut_of
+from loraplex.server.model.checkpoint.stored_forms import stored_forms
+from loraplex.server.model.checkpoint.text_part import model_shards
+from loraplex.server.model.spec import layer_path
+from loraplex.server.model.weight_source import WeightSource
+from loraplex.server.model.weights import load_weights
 from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import save_quantised

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from server.protocol import SamplingParams
+from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity
 from tests.server.model.hub_models import VOCAB, make_model, save_model

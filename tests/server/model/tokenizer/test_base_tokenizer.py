@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from server.model.checkpoint.checkpoint import CheckpointError
-from server.model.tokenizer.base_tokenizer import read_tokenizer, special_token_settings
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError
+from loraplex.server.model.tokenizer.base_tokenizer import read_tokenizer, special_token_settings
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 TEXT = "<s>a  <|im_start|>user  <|im_end|> b</s> <tool>c"

@@ -14,9 +14,9 @@ from transformers.models.auto.tokenization_auto import (
     TOKENIZER_MAPPING_NAMES,
 )
 
-from adapters.peft.special_tokens import special_tokens
-from server.model.tokenizer.base_tokenizer import read_tokenizer, special_token_settings
-from server.model.tokenizer.tokenizer_class import REBUILT, rebuilt_class
+from loraplex.adapters.peft.special_tokens import special_tokens
+from loraplex.server.model.tokenizer.base_tokenizer import read_tokenizer, special_token_settings
+from loraplex.server.model.tokenizer.tokenizer_class import REBUILT, rebuilt_class
 from tests import vocabularies
 from tests.router.text import small_models
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from server import protocol
+from loraplex.server import protocol
 from tests.server.worker.small_memory import admit_all, running_small
 from tests.server.worker.worker_process import (
     LONG,

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from adapters.coverage import coverage_of
-from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef
-from adapters.store.store import AdapterStore
-from server.protocol import AdapterLoad, AdapterState, LoadStage
-from server.worker.adapters.adapter_service import AdapterService
-from server.worker.adapters.merging import Merger
-from server.worker.metrics import WorkerMetrics
+from loraplex.adapters.coverage import coverage_of
+from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.store.store import AdapterStore
+from loraplex.server.protocol import AdapterLoad, AdapterState, LoadStage
+from loraplex.server.worker.adapters.adapter_service import AdapterService
+from loraplex.server.worker.adapters.merging import Merger
+from loraplex.server.worker.metrics import WorkerMetrics
 from tests.adapter_folders import small_base
 from tests.router.fake_worker import make_manifest
 

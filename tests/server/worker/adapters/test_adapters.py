@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from adapters.ref import AdapterRef
-from server import protocol
-from server.engine.certificates import CertifyOptions, certified_output
+from loraplex.adapters.ref import AdapterRef
+from loraplex.server import protocol
+from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from tests.adapter_folders import write_adapter
 from tests.server.worker.worker_process import (
     TIMEOUT_S,

@@ -1,6 +1,6 @@
 """What is brought ahead is bounded, and kept for a while."""
 
-from server.worker.adapters.ahead import KEPT_S, Ahead
+from loraplex.server.worker.adapters.ahead import KEPT_S, Ahead
 
 
 def test_half_of_the_memory_is_for_what_nobody_has_taken_yet() -> None:

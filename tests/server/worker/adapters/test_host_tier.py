@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adapters.errors import AdapterError
-from adapters.manifest import SiteLayout, SlabLayout
-from adapters.slab.file import SlabFile, SlabSource
-from server.engine.memory.residency import AdapterArena
-from server.engine.shared_memory import HostMemory
-from server.worker.adapters.ahead import KEPT_S
-from server.worker.adapters.host_tier import MAX_HINTS, HostTier, SlabGone, SlabUnavailable
-from server.worker.adapters.slab_saver import SlabSaver
-from server.worker.metrics import WorkerMetrics
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import SiteLayout, SlabLayout
+from loraplex.adapters.slab.file import SlabFile, SlabSource
+from loraplex.server.engine.memory.residency import AdapterArena
+from loraplex.server.engine.shared_memory import HostMemory
+from loraplex.server.worker.adapters.ahead import KEPT_S
+from loraplex.server.worker.adapters.host_tier import MAX_HINTS, HostTier, SlabGone, SlabUnavailable
+from loraplex.server.worker.adapters.slab_saver import SlabSaver
+from loraplex.server.worker.metrics import WorkerMetrics
 from tests.server.worker.slabs import EXTENT, UNFINISHED, Packing, write_slab_file
 from tests.slab_files import read_layout
 

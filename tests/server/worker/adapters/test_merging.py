@@ -11,15 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from adapters.merge.job import MergeJob, write_job
-from adapters.merge.recipe import MergeMember, MergeRecipe, MergeStrategy, make_recipe
-from adapters.peft.validate import AdapterLimits
-from adapters.ref import AdapterRef
-from adapters.sources.local import LocalSource
-from adapters.store.store import AdapterStore
-from server import protocol
-from server.engine.certificates import CertifyOptions, certified_output
-from server.worker.adapters.merging import MERGE_MODULE, Merger
+from loraplex.adapters.merge.job import MergeJob, write_job
+from loraplex.adapters.merge.recipe import MergeMember, MergeRecipe, MergeStrategy, make_recipe
+from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.sources.local import LocalSource
+from loraplex.adapters.store.store import AdapterStore
+from loraplex.server import protocol
+from loraplex.server.engine.certificates import CertifyOptions, certified_output
+from loraplex.server.worker.adapters.merging import MERGE_MODULE, Merger
 from tests.adapter_folders import write_adapter
 from tests.adapters.refusals import refusal
 from tests.server.worker.worker_process import (

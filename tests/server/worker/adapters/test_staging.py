@@ -8,18 +8,18 @@ from typing import Any, cast
 
 import pytest
 
-from server.engine.certificates import CertifyOptions, certified_output
-from server.engine.memory.residency import Placement
-from server.engine.messages import NeedSlab, SlabReleased, SlabStaged, Submit, ToEngine
-from server.protocol import ModelCard
-from server.worker.adapters.adapter_orders import AdapterOrders
-from server.worker.adapters.adapter_service import AdapterService
-from server.worker.adapters.staging import UNFORESEEN
-from server.worker.connections import RouterConnection
-from server.worker.known_engine import KnownEngine
-from server.worker.metrics import WorkerMetrics
-from server.worker.process.engine_supervisor import EngineSupervisor
-from server.worker.worker import Worker
+from loraplex.server.engine.certificates import CertifyOptions, certified_output
+from loraplex.server.engine.memory.residency import Placement
+from loraplex.server.engine.messages import NeedSlab, SlabReleased, SlabStaged, Submit, ToEngine
+from loraplex.server.protocol import ModelCard
+from loraplex.server.worker.adapters.adapter_orders import AdapterOrders
+from loraplex.server.worker.adapters.adapter_service import AdapterService
+from loraplex.server.worker.adapters.staging import UNFORESEEN
+from loraplex.server.worker.connections import RouterConnection
+from loraplex.server.worker.known_engine import KnownEngine
+from loraplex.server.worker.metrics import WorkerMetrics
+from loraplex.server.worker.process.engine_supervisor import EngineSupervisor
+from loraplex.server.worker.worker import Worker
 from tests.server.engine.harness import limits, make_request
 from tests.server.worker.slabs import EXTENT
 from tests.server.worker.tiers import HOST_EXTENTS, Tiers

@@ -1,6 +1,6 @@
 """Thrash: what was pushed off the device and is wanted there again soon."""
 
-from server.worker.adapters.thrash import MAX_REMEMBERED, ThrashWatch
+from loraplex.server.worker.adapters.thrash import MAX_REMEMBERED, ThrashWatch
 
 
 def test_soon_again_is_thrash_once() -> None:

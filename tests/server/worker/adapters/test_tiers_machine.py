@@ -14,8 +14,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from server.engine.certificates import CertifyOptions, certified_output
-from server.protocol import GenerateRequest, OrderAction
+from loraplex.server.engine.certificates import CertifyOptions, certified_output
+from loraplex.server.protocol import GenerateRequest, OrderAction
 from tests.server.engine.harness import limits, make_request
 from tests.server.worker.slabs import EXTENT
 from tests.server.worker.tiers import HOST_EXTENTS, ROUTER, Tiers, holds

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from server.config import EngineConfig
-from server.engine.messages import (
+from loraplex.server.config import EngineConfig
+from loraplex.server.engine.messages import (
     AdapterPlaced,
     AdapterSettled,
     Alive,
@@ -24,15 +24,15 @@ from server.engine.messages import (
     StartProgress,
     StepOutput,
 )
-from server.worker import tether
-from server.worker.process import engine_supervisor, recovery
-from server.worker.process.engine_process import EngineDied, EngineProcess, spawn_engine
-from server.worker.process.engine_supervisor import (
+from loraplex.server.worker import tether
+from loraplex.server.worker.process import engine_supervisor, recovery
+from loraplex.server.worker.process.engine_process import EngineDied, EngineProcess, spawn_engine
+from loraplex.server.worker.process.engine_supervisor import (
     EngineListener,
     EngineStartError,
     EngineSupervisor,
 )
-from server.worker.process.recovery import Backoff
+from loraplex.server.worker.process.recovery import Backoff
 
 NO_PROCESS = BlockingIOError(11, "Resource temporarily unavailable")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from server.worker.process.model_source import ModelError, find_model
+from loraplex.server.worker.process.model_source import ModelError, find_model
 from tests.server.worker.worker_process import ROOT, write_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -111,7 +111,8 @@ def model_files(folder: Path) -> dict[str, bytes]:
 def find(hub: Hub, home: Path, text: str, revision: str | None = None) -> str:
     """`find_model` in a process of its own, as the Hub library reads its settings when imported."""
     code = (
-        "import sys\nfrom server.worker.process.model_source import ModelError, find_model\n"
+        "import sys\n"
+        "from loraplex.server.worker.process.model_source import ModelError, find_model\n"
         f"try: print(find_model({text!r}, {revision!r}).path)\n"
         "except ModelError as error: sys.exit(str(error))"
     )

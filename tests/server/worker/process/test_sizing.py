@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.peft.validate import MAX_LORA_RANK
-from server.config import ServeMode, WorkerConfig
-from server.kernels.lora.table import MAX_RANK
-from server.worker.process.sizing import choose_sizes
+from loraplex.adapters.peft.validate import MAX_LORA_RANK
+from loraplex.server.config import ServeMode, WorkerConfig
+from loraplex.server.kernels.lora.table import MAX_RANK
+from loraplex.server.worker.process.sizing import choose_sizes
 
 GIB = 1 << 30
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import httpx
 
 from loraplex.launcher.batch.progress import Progress
-from loraplex.launcher.bench.load.answers import error_text
-from loraplex.launcher.bench.load.stream_client import retry_after_s
+from loraplex.launcher.refusals import error_text, retry_after_s
 from loraplex.router.lines.errors import BatchError
 from loraplex.router.lines.gate import Gate
 from loraplex.router.lines.lines import BatchRequest

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from loraplex.launcher.bench.option_types import above, whole, worded
 from loraplex.launcher.command_line import Parser, add_options
 from loraplex.launcher.config import batch_options, resolve
+from loraplex.launcher.option_types import above, whole, worded
 from loraplex.launcher.options import OptionError
 from loraplex.launcher.router_client import server_url
 from loraplex.router.lines.errors import BatchError

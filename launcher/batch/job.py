@@ -10,7 +10,7 @@ import httpx
 from loraplex.adapters.common.authorities import trusted_context
 from loraplex.launcher.batch.attempts import LineAttempts
 from loraplex.launcher.batch.progress import Progress
-from loraplex.launcher.bench.load.answers import error_text
+from loraplex.launcher.refusals import error_text
 from loraplex.launcher.router_client import bearer
 from loraplex.router.http.client import http_client
 from loraplex.router.lines.errors import BatchError

@@ -9,10 +9,10 @@ from loraplex.launcher.bench.drafts.command import add_drafts
 from loraplex.launcher.bench.engine.commands import add_engine_commands
 from loraplex.launcher.bench.engine.local_commands import add_local_commands
 from loraplex.launcher.bench.load.commands import add_load_commands
-from loraplex.launcher.bench.option_types import above, number, whole
 from loraplex.launcher.bench.output import print_fields
 from loraplex.launcher.bench.simulation.command import add_fairness, add_placement
 from loraplex.launcher.command_line import Parser
+from loraplex.launcher.option_types import above, number, whole
 
 ABOUT = """\
 Measure. `decode`, `prefill`, `vectors` and `throughput` run the engine in this process on random

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.launcher.bench.load.answers import StreamedAnswer, error_text, one_line
+from loraplex.launcher.bench.load.answers import StreamedAnswer
 from loraplex.launcher.bench.load.sse import EventReader
-from loraplex.launcher.bench.load.stream_client import retry_after_s
 from loraplex.launcher.bench.load.target import WORDS, Target, body_of, text_of
 from loraplex.launcher.bench.load.workload import Call
+from loraplex.launcher.refusals import error_text, one_line, retry_after_s
 from loraplex.launcher.router_client import bearer
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.launcher.__main__ import main
-from loraplex.launcher.bench.option_types import (
+from loraplex.launcher.option_types import (
     above,
     burstiness,
     lora_rank,

@@ -4,8 +4,8 @@ import argparse
 import sysconfig
 from pathlib import Path
 
-from loraplex.launcher.bench.option_types import whole, wholes
 from loraplex.launcher.command_line import Parser
+from loraplex.launcher.option_types import whole, wholes
 
 
 def add_drafts(parser: Parser) -> None:

@@ -9,9 +9,9 @@ import msgspec
 
 from loraplex.launcher.bench.engine.local_commands import DTYPES, add_config
 from loraplex.launcher.bench.load.commands import add_draws, drawn
-from loraplex.launcher.bench.option_types import above, lora_rank, lora_ranks, whole, wholes
 from loraplex.launcher.bench.output import print_fields, print_points
 from loraplex.launcher.command_line import Parser
+from loraplex.launcher.option_types import above, lora_rank, lora_ranks, whole, wholes
 from loraplex.launcher.options import OptionError
 from loraplex.server.engine.admission import bad_sampling
 from loraplex.server.protocol import SamplingParams

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from loraplex.launcher.bench.load.commands import add_folders, names_in
-from loraplex.launcher.bench.option_types import lora_rank, whole
 from loraplex.launcher.bench.output import print_fields
 from loraplex.launcher.command_line import Parser
+from loraplex.launcher.option_types import lora_rank, whole
 from loraplex.launcher.options import OptionError
 
 DTYPES = ("bfloat16", "float16", "float32")

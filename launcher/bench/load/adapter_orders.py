@@ -10,8 +10,8 @@ from urllib.parse import quote
 import httpx
 
 from loraplex.launcher.bench.errors import BenchError
-from loraplex.launcher.bench.load.answers import error_text
 from loraplex.launcher.bench.load.target import Target, model_of
+from loraplex.launcher.refusals import error_text
 from loraplex.launcher.router_client import bearer
 from loraplex.router.http.client import http_client
 

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-_MOST_TOLD = 300
+from loraplex.launcher.refusals import UNREADABLE, error_text, one_line
+
 _Count = Annotated[int, Meta(ge=0)] | None
-# msgspec's, and Python's for JSON that is nested too deeply.
-_UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 class _Usage(msgspec.Struct):
@@ -92,7 +91,7 @@ class StreamedAnswer:
             return
         try:
             event = _decode(data)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             self._fail("malformed event", f"{one_line(data)} ({error})")
             return
         if event.error is not None or event.object == "error":
@@ -125,21 +124,3 @@ def _or(said: int | None, before: int | None) -> int | None:
 def _has_text(choice: _Choice) -> bool:
     delta = choice.delta or _Delta()
     return bool(choice.text or delta.content or delta.reasoning_content or delta.reasoning)
-
-
-def error_text(body: bytes) -> str:
-    """What a server says against a request, in one line: of OpenAI's errors, LoRAX's and others."""
-    try:
-        said = msgspec.json.decode(body)
-    except _UNREADABLE:
-        return one_line(body)
-    for name in ("error", "message", "detail"):
-        if isinstance(said, dict):
-            said = said.get(name) or said
-    return one_line(said.encode() if isinstance(said, str) else msgspec.json.encode(said))
-
-
-def one_line(text: bytes) -> str:
-    words = " ".join(text[: 4 * _MOST_TOLD].decode("utf-8", "replace").split())
-    words = "".join(char if char.isprintable() else "?" for char in words)
-    return words if len(words) <= _MOST_TOLD else f"{words[:_MOST_TOLD]}…"

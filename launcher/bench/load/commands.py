@@ -15,7 +15,9 @@ from loraplex.launcher.bench.errors import BenchError
 from loraplex.launcher.bench.load.target import PATHS, Target, model_of
 from loraplex.launcher.bench.load.windows import Window
 from loraplex.launcher.bench.load.workload import Lengths, Workload
-from loraplex.launcher.bench.option_types import (
+from loraplex.launcher.bench.output import print_fields
+from loraplex.launcher.command_line import Parser
+from loraplex.launcher.option_types import (
     above,
     burstiness,
     number,
@@ -24,8 +26,6 @@ from loraplex.launcher.bench.option_types import (
     whole,
     worded,
 )
-from loraplex.launcher.bench.output import print_fields
-from loraplex.launcher.command_line import Parser
 from loraplex.launcher.options import OptionError
 from loraplex.launcher.router_client import server_url
 

@@ -11,11 +11,11 @@ import httpx
 import msgspec
 
 from loraplex.launcher.bench.errors import BenchError
-from loraplex.launcher.bench.load.answers import error_text, one_line
 from loraplex.launcher.bench.load.stream_client import StreamProtocol, post_stream
 from loraplex.launcher.bench.load.target import Target, body_of
 from loraplex.launcher.bench.load.workload import Call, Workload
 from loraplex.launcher.bench.report import Outcome
+from loraplex.launcher.refusals import error_text, one_line
 from loraplex.router.http.client import http_client
 
 # Processes import and draw before the first call leaves.

@@ -6,7 +6,6 @@ Times are seconds of `time.monotonic`, which all processes of a machine share.
 import asyncio
 import ssl
 import time
-from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import cast
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ import httptools
 from loraplex.adapters.common.authorities import trusted_context
 from loraplex.launcher.bench.load.answers import StreamedAnswer
 from loraplex.launcher.bench.load.sse import EventReader
+from loraplex.launcher.refusals import retry_after_s
 
 START_HEADER = b"x-loraplex-start"
 # Of a body that has no events: enough for what it says.
@@ -94,16 +94,6 @@ class StreamProtocol(asyncio.Protocol):
         """The client leaves before the end; `done` fails, and nobody needs to look."""
         self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.transport.close()
-
-
-def retry_after_s(text: str, now: float) -> float | None:
-    """Of the header: seconds, or a date. now: Unix time. None for what is neither."""
-    if text.isascii() and text.isdigit():
-        return float(text)
-    try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - now)
-    except (ValueError, OverflowError):
-        return None
 
 
 @cache

@@ -12,7 +12,6 @@ import httpx
 
 from loraplex.launcher.bench.errors import BenchError
 from loraplex.launcher.bench.load.adapter_orders import absent_first, client, order, order_all
-from loraplex.launcher.bench.load.answers import error_text
 from loraplex.launcher.bench.load.scrape import growth, read_counters
 from loraplex.launcher.bench.load.serve import send, with_base_model
 from loraplex.launcher.bench.load.stream_client import StreamProtocol, open_stream
@@ -20,6 +19,7 @@ from loraplex.launcher.bench.load.target import Target, body_of, model_of
 from loraplex.launcher.bench.load.windows import Observed, Window
 from loraplex.launcher.bench.load.workload import Call, Popularity, arrivals
 from loraplex.launcher.bench.report import Outcome
+from loraplex.launcher.refusals import error_text
 from loraplex.router.http.client import http_client
 
 _BEGIN_S = 120.0

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import product
 
-from loraplex.launcher.bench.option_types import above, number, whole, wholes
 from loraplex.launcher.bench.output import print_points
 from loraplex.launcher.bench.simulation.fairness_bench import flood
 from loraplex.launcher.bench.simulation.placement_bench import PlacementScene, compare, table
@@ -14,6 +13,7 @@ from loraplex.launcher.bench.simulation.policies import POLICIES
 from loraplex.launcher.bench.simulation.traffic import SHAPES
 from loraplex.launcher.bench.simulation.worker import WorkerModel
 from loraplex.launcher.command_line import Parser
+from loraplex.launcher.option_types import above, number, whole, wholes
 
 
 def add_placement(parser: Parser) -> None:

@@ -1,4 +1,4 @@
-"""Values of `loraplex bench`'s options from texts, or words about what was expected. Pure."""
+"""Values of commands' options from texts, or words about what was expected. Pure."""
 
 import argparse
 import math

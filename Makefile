@@ -6,7 +6,7 @@ CLIENTS := .venv-clients
 NPM_CLIENTS := .venv-npm
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: run test test-all lint unit exhaustive chaos setup setup-dev programs vocabularies wheels clean
+.PHONY: run test test-all lint unit exhaustive changed chaos setup setup-dev programs vocabularies wheels clean
 
 run: setup
 	$(BIN)/loraplex serve $(ARGS)
@@ -30,6 +30,10 @@ unit: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wh
 
 exhaustive: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels
 	$(BIN)/pytest -n 2 --dist load -m exhaustive --durations=25
+
+# The long tests of rooms that changed since the last commit that passed, for an hour at most.
+changed: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels
+	$(BIN)/python -m tests.changed
 
 # Hundreds of faults under load; ARGS as in `python -m tests.chaos --help`.
 chaos: setup-dev programs

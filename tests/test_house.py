@@ -1,6 +1,7 @@
 """Rules of the house that no linter holds."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import tomllib
 from collections.abc import Collection, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -23,17 +25,56 @@ def sources() -> Iterator[Path]:
         yield from sorted((ROOT / package).rglob("*.py"))
 
 
+class Function(NamedTuple):
+    """Lines of a function: the first of all, the first of its body, the last."""
+
+    name: str
+    first: int
+    body: int
+    last: int
+
+
+class Source(NamedTuple):
+    """Facts of a file that the tests below read. A file is parsed once."""
+
+    lines: int
+    functions: list[Function]
+    imports: list[ast.Import | ast.ImportFrom]
+    classes: list[str]
+    packed: list[int]  # lines of calls whose argument is `*(a, b)`
+
+
+@functools.cache
+def read(path: Path) -> Source:
+    text = path.read_text()
+    nodes = list(ast.walk(ast.parse(text)))
+    return Source(
+        lines=len(text.splitlines()),
+        functions=[
+            Function(n.name, n.lineno, n.body[0].lineno, n.end_lineno or n.lineno)
+            for n in nodes
+            if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+        ],
+        imports=[n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)],
+        classes=[n.name for n in nodes if isinstance(n, ast.ClassDef)],
+        packed=[
+            argument.lineno
+            for call in nodes
+            if isinstance(call, ast.Call)
+            for argument in call.args
+            if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple)
+        ],
+    )
+
+
 @pytest.mark.parametrize("path", list(sources()), ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_and_functions_stay_short(path: Path) -> None:
-    text = path.read_text()
-    is_kernel = (ROOT / "server/kernels") in path.parents
-    assert len(text.splitlines()) <= (MAX_KERNEL_FILE_LINES if is_kernel else MAX_FILE_LINES)
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            # Parameters of kernels take a line each, and are many.
-            first = node.body[0].lineno if is_kernel else node.lineno
-            lines = (node.end_lineno or node.lineno) - first + 1
-            assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
+    source, is_kernel = read(path), (ROOT / "server/kernels") in path.parents
+    assert source.lines <= (MAX_KERNEL_FILE_LINES if is_kernel else MAX_FILE_LINES)
+    for function in source.functions:
+        # Parameters of kernels take a line each, and are many.
+        lines = function.last - (function.body if is_kernel else function.first) + 1
+        assert lines <= MAX_FUNCTION_LINES, f"{function.name} has {lines} lines"
 
 
 def rooms() -> dict[str, str]:
@@ -49,10 +90,10 @@ def rooms() -> dict[str, str]:
 
 
 def imported(path: Path, modules: Collection[str]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in read(path).imports:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 yield from [name] if name in modules else {node.module} & set(modules)
@@ -72,19 +113,16 @@ def test_imports_between_rooms_have_no_circle() -> None:
 def test_a_class_name_means_one_thing() -> None:
     places: dict[str, list[str]] = {}
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+        for name in read(path).classes:
+            if not name.startswith("_"):
+                places.setdefault(name, []).append(str(path.relative_to(ROOT)))
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 def test_calls_do_not_pack_arguments_in_tuples() -> None:
     """`f(*(a, b))` hides which parameter gets what: keywords say it."""
-    for path in sources():
-        for call in ast.walk(ast.parse(path.read_text())):
-            for argument in call.args if isinstance(call, ast.Call) else ():
-                packed = isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple)
-                assert not packed, f"{path.relative_to(ROOT)}:{argument.lineno}"
+    packed = {str(path.relative_to(ROOT)): read(path).packed for path in sources()}
+    assert not {path: lines for path, lines in packed.items() if lines}
 
 
 def test_version_is_in_the_changelog() -> None:

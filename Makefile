@@ -22,9 +22,9 @@ lint: setup-dev
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-# A file's tests share servers, so files are what the processes take, in order: else the longest, of few
-# tests, come last, and one process has nothing to do. Tests of servers wait for a quarter of their time:
-# two cores have work for three processes.
+# A file's tests share servers, so files are what the processes take: those first that took longest in
+# earlier runs (tests/longest_first.py), else one process has nothing to do at the end. Tests of servers
+# wait for a quarter of their time: two cores have work for three processes.
 unit: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25
 
@@ -91,4 +91,4 @@ wheels: .cache/wheels/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(NPM_CLIENTS) dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(NPM_CLIENTS) dist .cache .mypy_cache .ruff_cache .hypothesis

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.left_out import LeftOut
+from tests.longest_first import LongestFirst
 
 # Triton reads this when it is first imported: without a GPU its kernels run under the interpreter.
 if not Path("/dev/nvidiactl").exists():
@@ -19,5 +20,7 @@ settings.register_profile(
 settings.load_profile("any-machine")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LeftOut())
+    config.pluginmanager.register(LongestFirst(config))

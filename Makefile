@@ -91,4 +91,4 @@ wheels: .cache/wheels/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(NPM_CLIENTS) dist .cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(NPM_CLIENTS) dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

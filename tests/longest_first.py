@@ -3,12 +3,15 @@
 Else a long file may come last, and all processes but one have nothing to do.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-SECONDS = "loraplex/seconds"  # in pytest's cache
+SECONDS = Path(__file__).parents[1] / ".cache" / "seconds.json"
+TOLD = "seconds"
 NOTED_S = 1.0  # of shorter files the order is no matter
 
 
@@ -28,17 +31,17 @@ class LongestFirst:
 
     def __init__(self, config: pytest.Config) -> None:
         told: dict[str, Any] | None = getattr(config, "workerinput", None)
-        self._cache: Any = None if told is not None else getattr(config, "cache", None)
+        self._is_worker = told is not None
         self._known: dict[str, float] = {}
         if told is not None:
-            self._known = told[SECONDS]
-        elif self._cache is not None:
-            self._known = self._cache.get(SECONDS, {})
+            self._known = told[TOLD]
+        elif SECONDS.exists():
+            self._known = json.loads(SECONDS.read_text())
         self._taken: dict[str, float] = {}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        node.workerinput[SECONDS] = self._known
+        node.workerinput[TOLD] = self._known
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -50,6 +53,9 @@ class LongestFirst:
         self._taken[file] = self._taken.get(file, 0.0) + report.duration
 
     def pytest_sessionfinish(self) -> None:
-        if self._cache is not None:
-            noted = {file: round(s, 1) for file, s in self._taken.items() if s > NOTED_S}
-            self._cache.set(SECONDS, self._known | noted)
+        noted = {file: round(s, 1) for file, s in self._taken.items() if s > NOTED_S}
+        if noted and not self._is_worker:
+            SECONDS.parent.mkdir(exist_ok=True)
+            written = SECONDS.with_suffix(".new")
+            written.write_text(json.dumps(self._known | noted, indent=0, sort_keys=True))
+            written.replace(SECONDS)  # another run may read it meanwhile

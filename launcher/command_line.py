@@ -22,7 +22,17 @@ GROUPS: Mapping[str, frozenset[str]] = {
         }
     ),
     "Address": frozenset(
-        {"host", "port", "secret", "workers", "worker_id", "model_card", "admin_key", "advertise"}
+        {
+            "host",
+            "port",
+            "uds",
+            "secret",
+            "workers",
+            "worker_id",
+            "model_card",
+            "admin_key",
+            "advertise",
+        }
     ),
     "Adapters": frozenset(
         {

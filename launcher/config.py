@@ -61,7 +61,7 @@ def serve_options() -> tuple[Option, ...]:
 
 def batch_options() -> tuple[Option, ...]:
     """What `batch` takes for a server of its own: those of `serve`, but for who may reach it."""
-    reach = {"host", "port", "tls_cert", "tls_key", "reuse_port", "auth", "keys_file"}
+    reach = {"host", "port", "uds", "tls_cert", "tls_key", "reuse_port", "auth", "keys_file"}
     return tuple(option for option in serve_options() if option.field not in reach)
 
 

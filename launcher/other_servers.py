@@ -117,7 +117,7 @@ a worker computes prompt and answer; `loraplex router` joins workers | null :: -
   --ec-* --disaggregation-*
 say `--otlp-endpoint`, with the port for HTTP :: --otlp-traces-endpoint
 a command line hides nothing: set `HF_TOKEN`, `LORAPLEX_ADMIN_KEY` :: --hf-token --admin-api-key
-say `--host`, `--port`, `--tls-cert`, `--tls-key`; a proxy does the rest | 0 :: --uds --grpc!
+say `--host`, `--port`, `--tls-cert`, `--tls-key`; a proxy does the rest | 0 :: --grpc!
   --grpc-port --root-path --fastapi-root-path --ssl-ca-certs --ssl-cert-reqs --ssl-keyfile-password
 no code of others is loaded | auto :: --middleware --logits-processors+ --tool-parser-plugin
   --reasoning-parser-plugin --tool-server --worker-cls --enable-custom-logit-processor

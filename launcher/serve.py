@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 import json
+import os
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -65,7 +67,8 @@ class Serve:
     """One run of `loraplex serve`."""
 
     def __init__(self, plan: ServePlan, environ: Mapping[str, str]) -> None:
-        port = free_port(plan.router.host, plan.router.port)
+        is_local = plan.router.uds is not None
+        port = plan.router.port if is_local else free_port(plan.router.host, plan.router.port)
         secret = secrets.token_urlsafe(32)
         config = dataclasses.replace(plan.worker, secret=secret)
         self._plan = plan
@@ -77,6 +80,9 @@ class Serve:
 
     @property
     def url(self) -> str:
+        """On a Unix socket the host's name says nothing."""
+        if self._router.uds is not None:
+            return "http://localhost"
         host = self._router.host
         shown = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
         scheme = "http" if self._router.tls_cert is None else "https"
@@ -94,8 +100,9 @@ class Serve:
         async def announce() -> None:
             await self._until_ready()
             if client is None:
-                console = f"{self.url}/console"
-                say(f"ready at {self.url}, console at {console}. Try:\n\n{self.example()}\n")
+                uds = self._router.uds
+                where = uds or f"{self.url}, console at {self.url}/console"
+                say(f"ready at {where}. Try:\n\n{self.example()}\n")
             else:
                 client.server_ready(self.url)
 
@@ -119,8 +126,7 @@ class Serve:
         await asyncio.gather(*(worker.stop() for worker in self.workers))
 
     async def _until_ready(self) -> None:
-        # It asks its own children, and sends no secret: whose names a certificate has is no matter.
-        async with httpx.AsyncClient(trust_env=False, timeout=5.0, verify=False) as http:
+        async with self._http_client() as http:
             showing = asyncio.create_task(self._show_start())
             try:
                 await asyncio.gather(*(worker.until_ready(http) for worker in self.workers))
@@ -129,6 +135,12 @@ class Serve:
                 show_bar("")
             await until_ready(http, self.url)
             self.router.was_ready.set()
+
+    def _http_client(self) -> httpx.AsyncClient:
+        """Asks children of this command, and sends no secret: a certificate may have any name."""
+        uds = self._router.uds
+        mounts = {} if uds is None else {self.url: httpx.AsyncHTTPTransport(uds=os.fspath(uds))}
+        return httpx.AsyncClient(trust_env=False, timeout=5.0, verify=False, mounts=mounts)
 
     async def _show_start(self) -> None:
         """On a terminal: how far the slowest worker is. In a log each worker speaks for itself."""
@@ -148,9 +160,10 @@ class Serve:
         body = json.dumps({"inputs": self._plan.example, "parameters": parameters})
         quoted = body.replace("'", "'\\''")
         key = ' -H "Authorization: Bearer $KEY"' if needs_keys(self._router) else ""
-        return (
-            f"    curl {self.url}/generate{key} -H 'Content-Type: application/json' -d '{quoted}'"
-        )
+        uds = self._router.uds
+        way = "" if uds is None else f"--unix-socket {shlex.quote(os.fspath(uds))} "
+        where = f"{way}{self.url}/generate{key}"
+        return f"    curl {where} -H 'Content-Type: application/json' -d '{quoted}'"
 
 
 def warn_if_open(config: RouterConfig, say: Callable[[str], None]) -> None:

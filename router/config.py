@@ -27,6 +27,10 @@ class RouterConfig:
     )
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=8080, metadata={"help": "port to listen on (0 = any)"})
+    uds: Path | None = field(
+        default=None,
+        metadata={"help": "path of a Unix socket to listen on, in place of an address and a port"},
+    )
     secret: str = field(
         default="", metadata={"help": "shared secret that opens the workers", "secret": True}
     )

@@ -12,7 +12,14 @@ from loraplex.adapters.sources.hub import HubSource
 from loraplex.router.build import build_service
 from loraplex.router.config import RouterConfig, RouterConfigError
 from loraplex.router.helper_check import check_helpers
-from loraplex.router.http.listeners import LISTENING, allow_connections, listen, share, url_of
+from loraplex.router.http.listeners import (
+    LISTENING,
+    allow_connections,
+    listen,
+    listen_unix,
+    share,
+    url_of,
+)
 from loraplex.router.routes.app import build_app
 from loraplex.router.routes.http_server import RouterServer
 
@@ -52,11 +59,14 @@ def run(config: RouterConfig) -> None:
 def _listener(config: RouterConfig, is_alone: bool) -> socket.socket:
     """Raises RouterConfigError."""
     try:
+        if config.uds is not None:
+            return listen_unix(config.uds)
         if is_alone:
             return listen(config.host, config.port, config.reuse_port)
         return share(config.host, config.port)
     except OSError as error:
-        raise RouterConfigError(f"{config.host}:{config.port}: {error.strerror}") from error
+        where = config.uds or f"{config.host}:{config.port}"
+        raise RouterConfigError(f"{where}: {error.strerror or error}") from error
 
 
 def _metrics_listener(config: RouterConfig) -> socket.socket:

@@ -120,6 +120,9 @@ def _check_void(config: RouterConfig) -> None:
             "--share-hub-token lends the operator's Hub token, and there is none: set"
             " LORAPLEX_HUB_TOKEN or HF_TOKEN"
         )
+    several_or_tls = config.router_processes > 1 or config.tls_cert is not None
+    if config.uds is not None and several_or_tls:
+        raise RouterConfigError("--uds is one router's, without --tls-cert")
     if config.responses.keep_s and config.files_dir is None:
         raise RouterConfigError("--responses-keep-s: answers are stored in --files-dir; give one")
     for name in ("max_queue", "max_queue_bytes"):

@@ -23,6 +23,7 @@ MAX_FUNCTION_LINES = 60
 def sources() -> Iterator[Path]:
     for package in PACKAGES:
         yield from sorted((ROOT / package).rglob("*.py"))
+    yield from sorted((ROOT / "loraplex").glob("*.py"))
 
 
 class Function(NamedTuple):

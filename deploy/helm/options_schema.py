@@ -37,6 +37,7 @@ SET_BY_CHART = {
         "router-processes",
         "tls-cert",
         "tls-key",
+        "uds",
         "worker",
     },
     "workerOptions": {

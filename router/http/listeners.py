@@ -1,9 +1,12 @@
 """The sockets that a router accepts on, alone or with others; not what it answers there."""
 
+import errno
 import logging
+import os
 import resource
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,28 @@ def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
     return _bounded(listener)
 
 
+def listen_unix(path: Path) -> socket.socket:
+    """A Unix socket that accepts from now on. A socket there that nobody accepts on is replaced.
+
+    Raises OSError.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket() and _is_deserted(path):
+            path.unlink()
+        listener.bind(os.fspath(path))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return _bounded(listener)
+
+
+def _is_deserted(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED
+
+
 def share(host: str, port: int) -> socket.socket:
     """A socket that holds the port with others, and gets its share only once it listens.
 
@@ -66,13 +91,18 @@ def share(host: str, port: int) -> socket.socket:
 def limit_unread(listener: socket.socket, timeout_s: float) -> None:
     """Its connections end when what was sent lies unread for so long, also after the last answer.
 
-    The kernel does it, so that nobody who reads nothing keeps a socket that is being closed.
+    The kernel does it, so that nobody who reads nothing keeps a socket that is being closed. Unix
+    sockets have no such limit.
     """
+    if listener.family == socket.AF_UNIX:
+        return
     milliseconds = max(1, round(timeout_s * 1000))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return f"{scheme}://{shown}:{port}"

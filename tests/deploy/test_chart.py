@@ -371,9 +371,9 @@ def test_what_the_chart_keeps_to_itself_it_sets(command: str, options: tuple[Opt
         for arg in container.get("args", ())
     }
     secrets = {f"{option.flag}-file" for option in options if option.is_secret}
-    # Adapters are declared in a file, the model is no flag, more routers are more pods, and workers
-    # do not enlist themselves.
-    not_given = {"adapter", "model", "metrics-port", "router-processes"}
+    # Adapters are declared in a file, the model is no flag, more routers are more pods, a service
+    # needs a port, and workers do not enlist themselves.
+    not_given = {"adapter", "model", "metrics-port", "router-processes", "uds"}
     if command == "worker":
         not_given |= {"advertise", "redis", "redis-prefix", "redis-password-file"}
     unset = options_schema.SET_BY_CHART[f"{command}Options"] | secrets

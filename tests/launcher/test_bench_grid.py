@@ -41,7 +41,12 @@ from loraplex.launcher.bench.engine.offline import (
     model_folder,
     shared_base,
 )
-from loraplex.launcher.bench.engine.throughput import Engine, MeasuredRun, adapters_of, measure
+from loraplex.launcher.bench.engine.throughput import (
+    MeasuredEngine,
+    MeasuredRun,
+    adapters_of,
+    measure,
+)
 from loraplex.launcher.bench.load.workload import Call, Lengths, Workload
 from loraplex.launcher.families.known_models import served_families
 from loraplex.server.engine.executor import Masks
@@ -300,7 +305,9 @@ def test_throughput(
     adapters, prompt = adapters_of(4, named), Lengths.parse("uniform(5,40)")
     workload = Workload(60, adapters, 1.0, prompt, OUTPUT, token_ids=(0, 64), seed=3)
     calls = workload.calls()
-    run = measure(Engine(tiny, "cpu", "float32", 4, room, max_running, step_tokens), workload)
+    run = measure(
+        MeasuredEngine(tiny, "cpu", "float32", 4, room, max_running, step_tokens), workload
+    )
     assert [(o.adapter, o.prompt_tokens, o.output_tokens) for o in run.outcomes] == [
         (call.adapter, len(call.prompt), call.output_tokens) for call in calls
     ]

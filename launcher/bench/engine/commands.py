@@ -214,9 +214,14 @@ def run_vectors(arguments: argparse.Namespace) -> None:
 
 def run_throughput(arguments: argparse.Namespace) -> None:
     """Raises BenchError, CheckpointError, ConfigError."""
-    from loraplex.launcher.bench.engine.throughput import Engine, adapters_of, measure, summary_text
+    from loraplex.launcher.bench.engine.throughput import (
+        MeasuredEngine,
+        adapters_of,
+        measure,
+        summary_text,
+    )
 
-    engine = Engine(
+    engine = MeasuredEngine(
         *_model(arguments),
         rank=arguments.rank,
         room=arguments.room,

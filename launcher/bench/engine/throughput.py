@@ -25,7 +25,7 @@ from loraplex.server.model.checkpoint.checkpoint import read_config
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class MeasuredEngine:
     """rank: of every adapter. room: adapters that the device has room for; None = all, but no more
     than a server has slots."""
 
@@ -84,7 +84,7 @@ def summary_text(summary: dict[str, Any]) -> str:
     return f"{table(summary)}\n{summary['steps']} steps; the loop's time: {phases}"
 
 
-def measure(engine: Engine, workload: Workload) -> MeasuredRun:
+def measure(engine: MeasuredEngine, workload: Workload) -> MeasuredRun:
     """All calls at once, with as many of the most popular adapters on the device as there is room
     for. Raises BenchError, CheckpointError, ConfigError."""
     model = read_config(engine.folder)

@@ -2,10 +2,18 @@
 
 import resource
 import socket
+from pathlib import Path
 
 import pytest
 
-from loraplex.router.http.listeners import allow_connections, listen, share, url_of
+from loraplex.router.http.listeners import (
+    allow_connections,
+    limit_unread,
+    listen,
+    listen_unix,
+    share,
+    url_of,
+)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -28,6 +36,22 @@ def test_a_port_that_others_listen_on_is_refused_to_who_does_not_share() -> None
         serving.listen()
         with pytest.raises(OSError, match="in use"):
             listen(*serving.getsockname())
+
+
+def test_a_unix_socket_takes_the_place_of_a_deserted_one(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with listen_unix(path) as first:
+        assert url_of(first) == f"unix:{path}"
+        limit_unread(first, 1.0)
+        with pytest.raises(OSError, match="in use"):
+            listen_unix(path)
+    with listen_unix(path), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    path.unlink()
+    path.write_text("a file of the user")
+    with pytest.raises(OSError, match="in use"):
+        listen_unix(path)
+    assert path.read_text() == "a file of the user"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Results of `loraplex.Engine`, read from the answers of OpenAI's routes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class OutputChoice:
+    """One continuation.
+
+    logprobs: of each token, in nats; None unless asked for. finish_reason: `stop`, `length` or
+    `tool_calls`. tool_calls, reasoning: of chats; the calls have OpenAI's shape.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    finish_reason: str
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    reasoning: str | None = None
+
+    @classmethod
+    def of(cls, choice: Mapping[str, Any]) -> Self:
+        message = choice.get("message") or {}
+        return cls(
+            text=message.get("content") or choice.get("text") or "",
+            token_ids=tuple(choice["token_ids"]),
+            logprobs=_logprobs(choice.get("logprobs")),
+            finish_reason=choice["finish_reason"],
+            tool_calls=tuple(message.get("tool_calls") or ()),
+            reasoning=message.get("reasoning_content"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The answer to one prompt or conversation. Properties are those of the first choice.
+
+    prompt_tokens: their number. adapter_digest: the content that answered; None = the base model.
+    body: the whole answer of the route.
+    """
+
+    choices: tuple[OutputChoice, ...]
+    prompt_tokens: int
+    adapter_digest: str | None
+    body: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], digest: str | None) -> Self:
+        choices = tuple(map(OutputChoice.of, body["choices"]))
+        return cls(choices, body["usage"]["prompt_tokens"], digest, body)
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[float, ...] | None:
+        return self.choices[0].logprobs
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a stream. choice: its number. finish_reason: None until the choice's end."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    choice: int
+
+    @classmethod
+    def of(cls, choice: Mapping[str, Any]) -> Self:
+        text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+        ids = tuple(choice.get("token_ids") or ())
+        return cls(text or "", ids, choice.get("finish_reason"), choice["index"])
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """An embedding. prompt_tokens, adapter_digest: as of `Output`."""
+
+    values: tuple[float, ...]
+    prompt_tokens: int
+    adapter_digest: str | None
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], digest: str | None) -> Self:
+        return cls(tuple(body["data"][0]["embedding"]), body["usage"]["prompt_tokens"], digest)
+
+
+def _logprobs(logprobs: Mapping[str, Any] | None) -> tuple[float, ...] | None:
+    if logprobs is None:
+        return None
+    if "token_logprobs" in logprobs:
+        return tuple(logprobs["token_logprobs"])
+    return tuple(token["logprob"] for token in logprobs["content"] or ())

@@ -1,0 +1,151 @@
+"""`import loraplex`: an engine inside a program, as a notebook would use one."""
+
+import asyncio
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import loraplex
+from loraplex.launcher.demo import adapter_paths
+
+NOTEBOOK = Path(__file__).parents[2] / "docs/guides/in-a-notebook.ipynb"
+MESSAGES = [{"role": "user", "content": "Please cancel order #10442. Thanks, Ines Novak"}]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[loraplex.Engine]:
+    with loraplex.serve(adapters={"mine": adapter_paths()["sql"]}, max_running=8) as running:
+        yield running
+
+
+def test_a_list_answers_as_its_parts_do(engine: loraplex.Engine) -> None:
+    texts, names = ["Good morning", "cancel order 10442", "Good morning"], [None, "mine", "pirate"]
+    together = engine.generate(texts, adapter=names, logprobs=True, **GREEDY)
+    assert len({each.adapter_digest for each in together}) == 3
+    assert together[0].adapter_digest is None
+    for text, name, output in zip(texts, names, together, strict=True):
+        alone = engine.generate(text, adapter=name, logprobs=True, **GREEDY)
+        assert (alone.text, alone.token_ids) == (output.text, output.token_ids)
+        assert alone.logprobs == pytest.approx(output.logprobs, abs=1e-4)
+        assert len(alone.logprobs or ()) == len(alone.token_ids) > 0
+
+
+def test_token_ids_are_a_prompt(engine: loraplex.Engine) -> None:
+    first = engine.generate("Good morning", **GREEDY)
+    ids = first.body["choices"][0]["prompt_token_ids"]
+    assert engine.generate(ids, **GREEDY).token_ids == first.token_ids
+    assert engine.generate([ids], **GREEDY)[0].token_ids == first.token_ids
+    assert first.prompt_tokens == len(ids)
+
+
+def test_choices_of_one_prompt(engine: loraplex.Engine) -> None:
+    output = engine.generate("Good morning", n=3, temperature=1.0, seed=1, max_tokens=6)
+    assert len(output.choices) == 3
+    assert output.choices[0].text == output.text
+
+
+def test_streams_are_the_answers(engine: loraplex.Engine) -> None:
+    for prompt, whole in (
+        ("Good morning", engine.generate("Good morning", adapter="mine", **GREEDY)),
+        (MESSAGES, engine.chat(MESSAGES, adapter="mine", **GREEDY)),
+    ):
+        chunks = list(engine.stream(prompt, adapter="mine", **GREEDY))
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert sum((chunk.token_ids for chunk in chunks), ()) == whole.token_ids
+        assert chunks[-1].finish_reason == whole.finish_reason
+
+
+def test_a_stream_that_is_closed_ends_its_request(engine: loraplex.Engine) -> None:
+    stream = engine.stream("Good morning", max_tokens=500, ignore_eos=True)
+    next(stream)
+    stream.close()
+    assert engine.generate("Good morning", **GREEDY).text
+
+
+def test_event_loops_get_the_same(engine: loraplex.Engine) -> None:
+    async def ask() -> tuple[Any, ...]:
+        streamed = [chunk async for chunk in engine.astream("Good morning", **GREEDY)]
+        return (
+            await engine.agenerate(["Good morning"], **GREEDY),
+            await engine.achat([MESSAGES], adapter="mine", **GREEDY),
+            await engine.aembed(["Good morning"]),
+            "".join(chunk.text for chunk in streamed),
+        )
+
+    generated, chats, vectors, streamed = asyncio.run(ask())
+    assert generated[0].text == engine.generate("Good morning", **GREEDY).text == streamed
+    assert chats[0].text == engine.chat(MESSAGES, adapter="mine", **GREEDY).text
+    assert vectors[0].values == pytest.approx(engine.embed("Good morning").values, abs=1e-5)
+
+
+def test_openai_s_client_is_bound_to_it(engine: loraplex.Engine) -> None:
+    named = {"model": "mine", "messages": MESSAGES, **GREEDY}
+    whole = engine.chat(MESSAGES, adapter="mine", **GREEDY)
+    with engine.openai() as client:
+        answer: Any = client.chat.completions.create(**named)
+    assert answer.choices[0].message.content == whole.text
+
+    async def ask() -> Any:
+        async with engine.async_openai() as client:
+            return await client.chat.completions.create(**named)
+
+    assert asyncio.run(ask()).choices[0].message.content == whole.text
+
+
+def test_a_refusal_says_why_and_costs_itself_alone(engine: loraplex.Engine) -> None:
+    with pytest.raises(loraplex.RequestFailed, match="no adapter is registered") as refused:
+        engine.generate(["a", "b"], adapter=[None, "nobody"], **GREEDY)
+    assert (refused.value.status, refused.value.code) == (404, "model_not_found")
+    with pytest.raises(loraplex.RequestFailed, match="temperature"):
+        next(engine.stream("a", temperature=-1))
+    with pytest.raises(ValueError, match="2 prompts, but 1 adapters"):
+        engine.generate(["a", "b"], adapter=["mine"])
+    assert engine.generate("a", **GREEDY).text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_runing": 3}, "did you mean --max-running"),
+        ({"model": "/nowhere"}, "/nowhere"),
+        ({"adapters": {"mine": "/nowhere"}}, "there is no folder /nowhere"),
+    ],
+)
+def test_an_engine_that_cannot_start_says_why(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(loraplex.EngineError, match=said):
+        loraplex.serve(**options)
+
+
+def test_a_dead_engine_fails_its_requests_and_leaves_nothing() -> None:
+    with loraplex.serve() as dying:
+        stream = dying.stream("Good morning", max_tokens=1000, ignore_eos=True)
+        next(stream)
+        (command,) = (
+            each
+            for each in psutil.Process().children()
+            if any(str(dying.socket) in word for word in each.cmdline())
+        )
+        family = [command, *command.children(recursive=True)]
+        command.send_signal(signal.SIGKILL)
+        with pytest.raises(loraplex.EngineError, match="has lost the request"):
+            list(stream)
+        with pytest.raises(loraplex.EngineError, match="has lost the request"):
+            dying.generate("Good morning")
+    gone, alive = psutil.wait_procs(family, timeout=240)
+    assert (len(gone), alive) == (len(family), [])
+    assert not dying.socket.parent.exists()
+
+
+def test_the_notebook_runs() -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), str(NOTEBOOK), "exec"), names)
+    assert names["engine"]._closed

@@ -10,7 +10,15 @@ import signal
 import tempfile
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Mapping,
+    Sequence,
+)
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
@@ -234,7 +242,7 @@ class Engine:
 
     def stream(
         self, prompt: Prompt | Conversation, *, adapter: str | None = None, **parameters: Any
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """Parts of the answer to one prompt or conversation.
 
         Closing the iterator ends the request.
@@ -248,7 +256,7 @@ class Engine:
 
     async def astream(
         self, prompt: Prompt | Conversation, *, adapter: str | None = None, **parameters: Any
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         chunks = self._stream(prompt, adapter, parameters)
         try:
             while (chunk := await self._wait(anext(chunks, None))) is not None:

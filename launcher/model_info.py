@@ -10,10 +10,10 @@ from loraplex.launcher.model_needs import ModelNeeds, Needs, choose_groups
 from loraplex.launcher.options import OptionError
 from loraplex.launcher.worker_groups import AskedGroups
 from loraplex.server.config import WorkerConfig
-from loraplex.server.model.base_spec import base_spec
 from loraplex.server.model.ops.kernel_limits import unsupported
-from loraplex.server.model.quantised_at_load import quantised_at_load
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.base_spec import base_spec
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.quantised_at_load import quantised_at_load
 from loraplex.server.protocol import Gift
 from loraplex.server.worker.process.device import (
     CudaDevice,

@@ -14,7 +14,7 @@ from loraplex.adapters.manifest import SlabDtype
 from loraplex.launcher.worker_groups import AskedGroups, Fit, WorkerGroups, divide, undivided
 from loraplex.server.config import ConfigError, EngineConfig, WorkerConfig
 from loraplex.server.engine.memory.room import tokens_together
-from loraplex.server.model.base_spec import base_spec
+from loraplex.server.model.devices.sharding import shard_counts, sharded
 from loraplex.server.model.ops.memory import (
     DeviceMemory,
     executor_limits,
@@ -22,9 +22,9 @@ from loraplex.server.model.ops.memory import (
     page_bytes,
     weights_bytes,
 )
-from loraplex.server.model.page_groups import page_groups
-from loraplex.server.model.sharding import shard_counts, sharded
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.base_spec import base_spec
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.page_groups import page_groups
 from loraplex.server.worker.process.device import ChosenDevice, CudaDevice
 from loraplex.server.worker.process.sizing import choose_dtype
 from loraplex.server.worker.setup import engine_config

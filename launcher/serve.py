@@ -39,8 +39,8 @@ from loraplex.launcher.start_line import start_line
 from loraplex.launcher.until_signal import Supervised, run_services
 from loraplex.router.config import RouterConfig
 from loraplex.router.tenancy.tenancy import needs_keys
-from loraplex.server.model.quantised_at_load import quantised_at_load
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.quantised_at_load import quantised_at_load
 from loraplex.server.worker.address import open_listener
 from loraplex.server.worker.process.device import choose_device, cuda_devices, torch_build
 from loraplex.server.worker.process.model_source import check_model

@@ -9,7 +9,7 @@ from loraplex.launcher.families.known_models import KnownModel, served_families
 from loraplex.server.model.families.registry import architectures, read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.model.ops.memory import weights_bytes
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 _HEAD = """\
 # Families of models

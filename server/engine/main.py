@@ -166,7 +166,7 @@ def _build(
 
     if config.shards == 1:
         return TorchExecutor(config, arena, report=report)
-    from loraplex.server.model.process_group import ProcessGroup
+    from loraplex.server.model.devices.process_group import ProcessGroup
 
     group = ProcessGroup(Shard(options.shard, config.shards), options.meeting, config.device)
     executor = TorchExecutor(config, arena, group=group, report=report)

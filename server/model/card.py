@@ -12,8 +12,8 @@ from loraplex.server.model.checkpoint.checkpoint import (
     read_optional_json,
 )
 from loraplex.server.model.checkpoint.sentence_files import SentenceFiles, read_sentence_files
-from loraplex.server.model.pair_forms import pair_form
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.vector_forms import NO_WISHES, VectorWishes, pair_form, vector_form
 from loraplex.server.model.tokenizer.base_ends import end_token_ids
 from loraplex.server.model.tokenizer.base_templates import (
     chat_templates,
@@ -21,7 +21,6 @@ from loraplex.server.model.tokenizer.base_templates import (
     usable_templates,
 )
 from loraplex.server.model.tokenizer.base_tokenizer import read_tokenizer
-from loraplex.server.model.vector_forms import NO_WISHES, VectorWishes, vector_form
 from loraplex.server.protocol import ModelCard
 
 

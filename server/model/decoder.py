@@ -9,7 +9,7 @@ import torch
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.lora.sites import Sites
 from loraplex.server.model.ops.ops import Ops
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.weights import ModelWeights
 
 P = TypeVar("P")

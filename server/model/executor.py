@@ -21,10 +21,10 @@ from loraplex.server.engine.executor import (
 from loraplex.server.engine.messages import StartProgress
 from loraplex.server.engine.plan import SeqSlice, SliceResult, StepPlan
 from loraplex.server.model.decoder import Decoder, Wanted
+from loraplex.server.model.devices.group import Alone, Group
 from loraplex.server.model.graphs.decode_batch import APPEND, POSITION, ROW, DecodeBatch
 from loraplex.server.model.graphs.gpu_path import build
 from loraplex.server.model.graphs.start_phases import StartPhases
-from loraplex.server.model.group import Alone, Group
 from loraplex.server.model.lora.adapter_copies import AdapterCopies
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.lora.output_vectors import OutputVectors

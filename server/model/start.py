@@ -14,9 +14,10 @@ from loraplex.adapters.token_rows import new_ids_width
 from loraplex.server.config import AtLoad, ConfigError, EngineConfig
 from loraplex.server.engine.shared_memory import pages_made
 from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.devices.group import Group
+from loraplex.server.model.devices.sharding import sharded
 from loraplex.server.model.graphs.parts import Parts
 from loraplex.server.model.graphs.start_phases import StartPhases
-from loraplex.server.model.group import Group
 from loraplex.server.model.lora.arena_weights import DTYPES
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.lora.sites import Sites
@@ -30,11 +31,10 @@ from loraplex.server.model.ops.memory import (
 )
 from loraplex.server.model.ops.ops import KVCache
 from loraplex.server.model.ops.sizes import MOST_PADDING
-from loraplex.server.model.page_groups import page_groups
-from loraplex.server.model.quantised_at_load import quantised_at_load
 from loraplex.server.model.sampling.row_sampling import RowSampling
-from loraplex.server.model.sharding import sharded
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.page_groups import page_groups
+from loraplex.server.model.spec.quantised_at_load import quantised_at_load
 from loraplex.server.model.steps.rows import Rows
 from loraplex.server.model.weights import ModelWeights, load_weights
 

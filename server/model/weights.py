@@ -19,8 +19,7 @@ from loraplex.server.model.checkpoint.text_part import model_shards
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
-from loraplex.server.model.moe_spec import MoeSpec
-from loraplex.server.model.spec import (
+from loraplex.server.model.spec.model_spec import (
     SINKS,
     AttentionSpec,
     LayerSpec,
@@ -29,6 +28,7 @@ from loraplex.server.model.spec import (
     NormSpec,
     layer_path,
 )
+from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.weight_source import WeightSource, path_in
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class KvScales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer, as `loraplex.server.model.spec.LayerSpec` names its parts. mlp: as its `mlp` says.
+    """One layer; `LayerSpec` of `loraplex.server.model.spec.model_spec` names its parts.
 
     qk_norm: `[heads + kv_heads, head_dim]`, one row a head of q, then of k. sinks: float32
     `[heads]`. kv_scales: those that the checkpoint has.

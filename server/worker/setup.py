@@ -22,14 +22,13 @@ from loraplex.adapters.store.store import AdapterStore
 from loraplex.server.config import ConfigError, EngineConfig, WorkerConfig
 from loraplex.server.engine.memory.residency import AdapterArena
 from loraplex.server.engine.shared_memory import HostMemory
-from loraplex.server.model.base_facts import read_base_spec
 from loraplex.server.model.card import model_card
+from loraplex.server.model.checkpoint.base_facts import read_base_spec
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError
 from loraplex.server.model.checkpoint.tensor_table import check_folder
-from loraplex.server.model.pair_forms import PairWishes
-from loraplex.server.model.quantised_at_load import quantised_at_load
-from loraplex.server.model.sharding import check_shards
-from loraplex.server.model.vector_forms import VectorWishes
+from loraplex.server.model.devices.sharding import check_shards
+from loraplex.server.model.spec.quantised_at_load import quantised_at_load
+from loraplex.server.model.spec.vector_forms import PairWishes, VectorWishes
 from loraplex.server.protocol import ModelCard
 from loraplex.server.worker.adapters.adapter_orders import AdapterOrders
 from loraplex.server.worker.adapters.adapter_service import AdapterService

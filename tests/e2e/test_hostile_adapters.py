@@ -12,7 +12,7 @@ import psutil
 
 from loraplex.launcher.demo import EXAMPLES, model_path
 from loraplex.launcher.demo.recipe import BASE_NAME
-from loraplex.server.model.base_facts import read_base_spec
+from loraplex.server.model.checkpoint.base_facts import read_base_spec
 from tests.adapters.hostile import cases
 from tests.adapters.spoils import UNPICKLED, write_good
 from tests.e2e.serving import Serving

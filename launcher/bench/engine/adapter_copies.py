@@ -16,12 +16,12 @@ from loraplex.launcher.bench.report import percentile
 from loraplex.server.engine.executor import AdapterCopy, CopyOver
 from loraplex.server.engine.memory.residency import AdapterArena
 from loraplex.server.engine.shared_memory import HostMemory
-from loraplex.server.model.base_spec import base_spec
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.lora.adapter_copies import AdapterCopies
 from loraplex.server.model.lora.arena_weights import DTYPES
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.lora.sites import Sites
+from loraplex.server.model.spec.base_spec import base_spec
 
 _ROUNDS = 4
 _PLAIN_ROUNDS = 10

@@ -19,8 +19,8 @@ from loraplex.adapters.sources.local import LocalSource
 from loraplex.adapters.store.store import AdapterStore, FetchPhase
 from loraplex.launcher.bench.engine.offline import EXTENT_BYTES
 from loraplex.server.engine.shared_memory import HostMemory
-from loraplex.server.model.base_spec import base_spec
 from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.spec.base_spec import base_spec
 
 _ROOM = 1 << 40
 _PIECE = 256 << 10

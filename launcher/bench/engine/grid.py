@@ -25,13 +25,13 @@ from loraplex.launcher.bench.engine.offline import (
 from loraplex.launcher.bench.engine.step_times import StepTimes
 from loraplex.launcher.bench.errors import BenchError
 from loraplex.server.config import KvDtype
-from loraplex.server.model.base_spec import base_spec
 from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.devices.sharding import sharded
 from loraplex.server.model.lora.arena_weights import DTYPES
-from loraplex.server.model.moe_spec import MoeSpec
 from loraplex.server.model.ops.memory import weights_bytes
-from loraplex.server.model.sharding import sharded
-from loraplex.server.model.spec import LayerSpec, ModelSpec
+from loraplex.server.model.spec.base_spec import base_spec
+from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec
+from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.protocol import Pooling, SamplingParams, VectorParams
 
 # Of the shorter of the two runs whose difference is a step's time.

@@ -18,9 +18,9 @@ from loraplex.server.config import EngineConfig
 from loraplex.server.engine.executor import Executor
 from loraplex.server.engine.group.follower import Follower
 from loraplex.server.engine.group.leader import GroupExecutor
+from loraplex.server.model.devices.process_group import ProcessGroup
 from loraplex.server.model.executor import TorchExecutor
 from loraplex.server.model.lora.arena_weights import DTYPES
-from loraplex.server.model.process_group import ProcessGroup
 from loraplex.server.worker import tether
 
 _MODULE = "loraplex.launcher.bench.engine.group"

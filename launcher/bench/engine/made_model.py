@@ -21,9 +21,9 @@ import torch
 from loraplex.adapters.base import BaseSpec
 from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
 from loraplex.launcher.bench.engine.offline import adapted_modules
-from loraplex.server.model.base_spec import base_spec
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.checkpoint.model_files import CONFIG_FILE, INDEX_FILE
+from loraplex.server.model.spec.base_spec import base_spec
 
 # How safetensors spells them. In eight bits an adapter takes half the disk; it is packed as ever.
 STORED = {

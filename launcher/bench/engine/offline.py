@@ -42,13 +42,13 @@ from loraplex.server.engine.messages import (
 )
 from loraplex.server.engine.scheduling.scheduler import Scheduler
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
-from loraplex.server.model.base_spec import base_spec
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.checkpoint.model_files import CONFIG_FILE
+from loraplex.server.model.devices.sharding import sharded
 from loraplex.server.model.ops.memory import layer_token_bytes
-from loraplex.server.model.page_groups import page_groups
-from loraplex.server.model.sharding import sharded
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.base_spec import base_spec
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.page_groups import page_groups
 from loraplex.server.model.tokenizer.grammar_vocabulary import read_vocabulary
 from loraplex.server.protocol import GenerateRequest, SamplingParams, VectorParams
 

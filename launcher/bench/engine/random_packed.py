@@ -10,7 +10,6 @@ from loraplex.server.model.checkpoint.mxfp4 import SCALE_BIAS
 from loraplex.server.model.checkpoint.mxfp4 import grouped as grouped_mxfp4
 from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
 from loraplex.server.model.linear.quantise import NF4
-from loraplex.server.model.moe_spec import MXFP4_BLOCK
 from loraplex.server.model.quantisation.forms import (
     FOUR_BIT_BLOCK,
     AwqForm,
@@ -21,6 +20,7 @@ from loraplex.server.model.quantisation.forms import (
     RowwiseForm,
     WeightForm,
 )
+from loraplex.server.model.spec.moe_spec import MXFP4_BLOCK
 
 _STD_OF_CODES = 2.9  # of E2M1, each code as likely as another
 _ROWS = 2048  # that are drawn at once

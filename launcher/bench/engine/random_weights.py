@@ -11,9 +11,15 @@ from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.packed import PackedWeight
 from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
-from loraplex.server.model.moe_spec import MoeSpec
 from loraplex.server.model.quantisation.quantisation import Quantisation
-from loraplex.server.model.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec, layer_path
+from loraplex.server.model.spec.model_spec import (
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    NormSpec,
+    layer_path,
+)
+from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.weights import LayerWeights, MlpWeights, ModelWeights, Norm
 
 STD = 0.02

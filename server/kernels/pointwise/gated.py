@@ -11,7 +11,8 @@ from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
 from loraplex.server.kernels.lora.record import touches
 
 Activation = Literal["silu", "gelu_tanh"]
-# With that of experts whose gate and up are clamped (`loraplex.server.model.moe_spec` says how).
+# `clamped_swiglu`: experts whose gate and up are clamped, see
+# `loraplex.server.model.spec.moe_spec`.
 GatedActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 _BLOCK = 1024

@@ -25,7 +25,7 @@ from loraplex.server.model.checkpoint.model_files import (
 )
 from loraplex.server.model.checkpoint.sentence_files import pools_vectors
 from loraplex.server.model.families.registry import read_model
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 GENERATION_FILE = "generation_config.json"
 

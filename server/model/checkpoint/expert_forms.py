@@ -5,8 +5,8 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from loraplex.server.model.moe_spec import ExpertForm, ExpertStorage, MoeSpec
-from loraplex.server.model.spec import LayerSpec, LinearSpec, ModelSpec, layer_path
+from loraplex.server.model.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, layer_path
+from loraplex.server.model.spec.moe_spec import ExpertForm, ExpertStorage, MoeSpec
 
 
 def as_stored(model: ModelSpec, names: Container[str]) -> ModelSpec:

@@ -17,7 +17,7 @@ from loraplex.server.model.quantisation.forms import (
     TensorForm,
     WeightForm,
 )
-from loraplex.server.model.spec import Matrix, ModelSpec
+from loraplex.server.model.spec.model_spec import Matrix, ModelSpec
 
 StoredForms = Mapping[str, WeightForm]
 

@@ -15,7 +15,7 @@ from loraplex.server.model.checkpoint.checkpoint import (
     StoredTensor,
     read_shards,
 )
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 _BODY = re.compile(
     r"(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.text_model\.|"

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.family import ModelSizes
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.moe_spec import ExpertStorage, MoeSpec
-from loraplex.server.model.spec import LayerSpec, LinearSpec, Part
+from loraplex.server.model.spec.model_spec import LayerSpec, LinearSpec, Part
+from loraplex.server.model.spec.moe_spec import ExpertStorage, MoeSpec
 
 # What other families with experts have, as their configurations spell it.
 _SHARED = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size")

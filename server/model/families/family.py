@@ -11,7 +11,7 @@ import msgspec
 
 from loraplex.adapters.sharding import Span
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.spec import (
+from loraplex.server.model.spec.model_spec import (
     Activation,
     AttentionSpec,
     EmbeddingSpec,

@@ -18,7 +18,7 @@ from loraplex.adapters.classes import (
     usual_activation,
 )
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 HeadForm = Literal["text", "none", "classes"]
 _TEXT, _CLASSES = "ForCausalLM", "ForSequenceClassification"

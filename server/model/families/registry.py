@@ -32,7 +32,7 @@ from loraplex.server.model.families.readers.composite import COMPOSITES, Text, t
 from loraplex.server.model.families.refusals import other_family, other_forms
 from loraplex.server.model.quantisation.quantisation import Quantisation
 from loraplex.server.model.quantisation.read import read_quantisation
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 # By `model_type`. A new family is a reader and a line here.
 FAMILIES: dict[str, Family] = {

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.family import ModelSizes
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.rope_spec import RopeKind, RopeSpec
+from loraplex.server.model.spec.model_spec import RopeKind, RopeSpec
 
 Table = Mapping[str, Any]
 _PARTIAL = "partial_rotary_factor"

@@ -5,13 +5,13 @@ from typing import Any
 
 from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.model.decoder import Decoder
-from loraplex.server.model.group import Group
+from loraplex.server.model.devices.group import Group
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.ops.group_ops import GroupOps
 from loraplex.server.model.ops.ops import KVCache
 from loraplex.server.model.sampling.row_sampling import RowSampling
 from loraplex.server.model.sampling.sampler import Draws
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.steps.rows import Rows
 from loraplex.server.model.weights import ModelWeights
 

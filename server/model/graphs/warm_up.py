@@ -10,11 +10,11 @@ from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.kernels.attention.decode_attention import rows_of_each_shape
 from loraplex.server.kernels.moe.grouped import tokens_of_each_shape
 from loraplex.server.model.decoder import Decoder
-from loraplex.server.model.moe_spec import MoeSpec
 from loraplex.server.model.ops.memory import LOGITS_ROWS
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.sizes import MOST_PADDING
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.steps.rows import Rows
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from torch.nn import functional
 from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.quantised import QuantisedLinear
-from loraplex.server.model.moe_spec import MoeSpec
+from loraplex.server.model.spec.moe_spec import MoeSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

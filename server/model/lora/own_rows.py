@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from loraplex.server.model.spec import NormSpec
+from loraplex.server.model.spec.model_spec import NormSpec
 from loraplex.server.model.weights import Norm
 
 # The logit of a token that an adapter does not have: never drawn, and finite in every dtype.

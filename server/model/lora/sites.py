@@ -16,7 +16,7 @@ from loraplex.adapters.sharding import WHOLE, Shard
 from loraplex.adapters.slab.layout import num_vectors
 from loraplex.adapters.token_rows import ids_of_shard, rows_of_each
 from loraplex.server.kernels.lora.table import MAX_PROJECTIONS
-from loraplex.server.model.spec import LinearSpec, ModelSpec, NormSpec
+from loraplex.server.model.spec.model_spec import LinearSpec, ModelSpec, NormSpec
 
 # Whose inputs devices share out; they all have every output.
 BY_INPUTS: tuple[SiteKind, ...] = ("o", "down", "embed_tokens")

@@ -22,7 +22,7 @@ from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.prompt_attention import PromptAttention
 from loraplex.server.model.ops.score_rules import distinct_windows, score_rules
 from loraplex.server.model.ops.transfers import to_device
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 
 def prompt_backend(capability: tuple[int, int]) -> str:

@@ -6,7 +6,7 @@ from torch.nn import functional
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.lora.lora import LoraBatch
 from loraplex.server.model.lora.sites import LayerSites
-from loraplex.server.model.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertActivation
+from loraplex.server.model.spec.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertActivation
 
 
 def run_experts(

@@ -11,7 +11,7 @@ from loraplex.server.model.ops.memory import split_prompts_bytes
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
 from loraplex.server.model.ops.transfers import to_device
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 _LEAST_WORKSPACE_BYTES = 1 << 20
 _INT_WORKSPACE_BYTES = 8 << 20

@@ -10,12 +10,12 @@ from loraplex.adapters.base import SiteKind
 from loraplex.adapters.sharding import Shard, heads_of
 from loraplex.adapters.token_rows import new_ids_width, tokens_of_shard
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
-from loraplex.server.model.group import DeviceSum, Group
+from loraplex.server.model.devices.group import DeviceSum, Group
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.own_rows import OwnSegment, has_new_ids
 from loraplex.server.model.lora.sites import Site
 from loraplex.server.model.ops.ops import Ops, StepLayout
-from loraplex.server.model.spec import AttentionSpec, ModelSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 
 
 class _WithOwn(Protocol):

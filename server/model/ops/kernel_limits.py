@@ -1,7 +1,7 @@
 """Which models the GPU's kernels compute, and why others are left to the reference operations.
 Pure."""
 
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 # Head sizes are multiples of the one, up to the other.
 _HEAD_DIM_STEP, _WIDEST_HEAD = 16, 256

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from loraplex.adapters.base import SiteKind
 from loraplex.server.kernels.launch.configs import Phase
-from loraplex.server.model.moe_spec import MoeSpec
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.moe_spec import MoeSpec
 
 # Up to so many tokens a delta of gate_up beside its linear costs less than expanding in the
 # activation, and tiles are shared out among programs.

@@ -8,11 +8,11 @@ from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype
 from loraplex.server.config import ConfigError, EngineConfig, KvDtype
 from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.engine.memory.room import pages_held, tokens_that_fit
-from loraplex.server.model.moe_spec import MXFP4_BLOCK, MXFP4_TENSORS, MoeSpec
 from loraplex.server.model.ops.sizes import MOST_PADDING
-from loraplex.server.model.page_groups import page_groups
 from loraplex.server.model.quantisation.forms import packed_bytes
-from loraplex.server.model.spec import LayerSpec, LinearSpec, ModelSpec, layer_path
+from loraplex.server.model.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, layer_path
+from loraplex.server.model.spec.moe_spec import MXFP4_BLOCK, MXFP4_TENSORS, MoeSpec
+from loraplex.server.model.spec.page_groups import page_groups
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
 _FIXED_WORKSPACE = 2 << 30

@@ -12,8 +12,8 @@ import torch
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.sites import LayerSites, Site
-from loraplex.server.model.page_groups import PageGroups
-from loraplex.server.model.spec import Activation
+from loraplex.server.model.spec.model_spec import Activation
+from loraplex.server.model.spec.page_groups import PageGroups
 from loraplex.server.model.weights import KvScales, Norm
 
 

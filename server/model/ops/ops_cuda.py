@@ -17,7 +17,7 @@ from loraplex.server.kernels.pointwise.gated import gated
 from loraplex.server.kernels.pointwise.gated_lora import gated_lora
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.kernels.pointwise.sum_norm import sum_norm
-from loraplex.server.model.group import DeviceSum
+from loraplex.server.model.devices.group import DeviceSum
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.lora import AdapterTable, Reach
@@ -49,7 +49,7 @@ from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, Consumers, Summ
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.products import Products
 from loraplex.server.model.ops.rotations import Rotations
-from loraplex.server.model.spec import Activation, ModelSpec
+from loraplex.server.model.spec.model_spec import Activation, ModelSpec
 from loraplex.server.model.weights import Norm
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
-from loraplex.server.model.group import DeviceSum
+from loraplex.server.model.devices.group import DeviceSum
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.lora import AdapterTable, LoraBatch
@@ -24,7 +24,13 @@ from loraplex.server.model.ops.experts_torch import run_experts
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate
 from loraplex.server.model.ops.transfers import to_device
-from loraplex.server.model.spec import Activation, AttentionSpec, ModelSpec, PositionScale, RopeSpec
+from loraplex.server.model.spec.model_spec import (
+    Activation,
+    AttentionSpec,
+    ModelSpec,
+    PositionScale,
+    RopeSpec,
+)
 from loraplex.server.model.weights import Norm
 
 Masks = dict[int | None, torch.Tensor | None]

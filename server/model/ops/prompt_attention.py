@@ -14,7 +14,7 @@ from loraplex.server.model.ops.flashinfer_prompts import FlashInferPrompts
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.sizes import PromptRoom
 from loraplex.server.model.ops.tiled_prompts import TiledPrompts
-from loraplex.server.model.spec import AttentionSpec, ModelSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 
 PromptKernel = Literal["FlashInfer", "Triton"]
 _FLASHINFER_HEADS = (64, 128, 256)

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from loraplex.server.model.spec import RopeSpec
+from loraplex.server.model.spec.model_spec import RopeSpec
 
 
 def inverse_frequencies(

@@ -4,7 +4,7 @@ import torch
 
 from loraplex.server.kernels.attention.rotation import Rotation
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
-from loraplex.server.model.spec import AttentionSpec, ModelSpec, PositionScale, RopeSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec, PositionScale, RopeSpec
 
 
 class Rotations:

@@ -1,7 +1,7 @@
 """From a model's description to the rules by which kernels make scores. Pure."""
 
 from loraplex.server.kernels.attention.scores import ScoreRule
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 
 def score_rules(model: ModelSpec) -> list[ScoreRule]:

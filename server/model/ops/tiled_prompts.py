@@ -15,7 +15,7 @@ from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.score_rules import score_rules
 from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
 from loraplex.server.model.ops.transfers import to_device
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 
 class TiledPrompts:

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from loraplex.adapters.chat.conversation import TemplateFault
 from loraplex.adapters.chat.template import ChatTemplate
 from loraplex.adapters.chat.turn_end import PROBES, turn_ends
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 
 def end_token_ids(

@@ -44,7 +44,7 @@ from loraplex.server.model.checkpoint.model_files import (
 )
 from loraplex.server.model.checkpoint.sentence_files import LENGTH_FILE, MODULES_FILE, PROMPTS_FILE
 from loraplex.server.model.checkpoint.tensor_table import check_folder
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

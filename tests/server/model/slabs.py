@@ -17,8 +17,8 @@ from loraplex.adapters.peft.validate import AdapterLimits, validate
 from loraplex.adapters.safetensors.header import header_size, parse_header
 from loraplex.adapters.slab.layout import make_layout
 from loraplex.adapters.violations import Findings
-from loraplex.server.model.base_spec import base_spec
 from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.spec.base_spec import base_spec
 from tests.slab_files import read_payload, write_slab
 
 TOKENS = 90

@@ -18,7 +18,7 @@ from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.executor import TorchExecutor
 from loraplex.server.model.ops.memory import executor_limits, page_bytes
 from loraplex.server.model.sampling.results import StepTicket
-from loraplex.server.model.spec import Activation
+from loraplex.server.model.spec.model_spec import Activation
 from loraplex.server.protocol import SamplingParams, TokenLogprob
 from tests.server.model.driver import EXTENT, Driver, Stream, engine_config, generate, step
 from tests.server.model.hub_models import VOCAB, add_adapter, make_model, save_model

@@ -7,7 +7,7 @@ from typing import Any
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import read_rope
-from loraplex.server.model.spec import ModelSpec, NormSpec, NormsSpec
+from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, NormsSpec
 
 _WINDOW, _PATTERN, _EOS = 4096, 4, 2
 

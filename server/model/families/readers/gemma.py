@@ -8,7 +8,13 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import read_rope, read_table, read_tables
-from loraplex.server.model.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, NormsSpec
+from loraplex.server.model.spec.model_spec import (
+    AttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    NormsSpec,
+)
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _HEAD_DIM = 256

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import RopeRules, read_rope
-from loraplex.server.model.spec import ModelSpec, NormSpec, NormsSpec
+from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, NormsSpec
 
 _ROPE = RopeRules(partial=0.5)
 _EPSILON = 1.5625e-07

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import RopeRules, read_table, rope_table
-from loraplex.server.model.moe_spec import (
+from loraplex.server.model.spec.model_spec import LayerSpec, LinearSpec, ModelSpec
+from loraplex.server.model.spec.moe_spec import (
     MXFP4_BLOCK,
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
@@ -16,7 +17,6 @@ from loraplex.server.model.moe_spec import (
     ExpertStorage,
     MoeSpec,
 )
-from loraplex.server.model.spec import LayerSpec, LinearSpec, ModelSpec
 
 _KV_HEADS, _HEAD_DIM = 8, 64
 _EPSILON = 1e-5

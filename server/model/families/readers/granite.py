@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import read_rope
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import original_context, read_rope, rope_table
-from loraplex.server.model.spec import ModelSpec, PositionScale
+from loraplex.server.model.spec.model_spec import ModelSpec, PositionScale
 
 _KV_HEADS = 8
 _WINDOW = 4096

@@ -6,8 +6,8 @@ from typing import Any
 from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import RopeRules, read_rope
-from loraplex.server.model.moe_spec import MoeSpec
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.moe_spec import MoeSpec
 
 _KV_HEADS = 8
 _EPSILON = 1e-5

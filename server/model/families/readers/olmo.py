@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import RopeRules, read_rope, read_table, read_tables
-from loraplex.server.model.spec import AttentionSpec, ModelSpec, NormSpec, NormsSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec, NormSpec, NormsSpec
 
 _EOS = 50279
 _WINDOW = 4096

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import RopeRules, read_rope
-from loraplex.server.model.spec import LayerSpec, ModelSpec
+from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec
 
 # Phi 3's first configurations say "su", and transformers takes "yarn" for the same.
 _ROPE = RopeRules(

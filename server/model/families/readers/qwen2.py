@@ -6,7 +6,7 @@ from typing import Any
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import read_rope
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 _WINDOW = 4096
 _WINDOW_LAYERS = 28

@@ -7,7 +7,7 @@ from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers.qwen2 import read_windows
 from loraplex.server.model.families.rope import read_rope
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 _HEAD_DIM = 128
 

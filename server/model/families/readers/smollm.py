@@ -6,7 +6,7 @@ from typing import Any
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import RopeRules, read_rope
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 _ROPE = RopeRules(theta=2e6)
 _EOS = 128001

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 from loraplex.server.model.families.registry import read_model
-from loraplex.server.model.moe_spec import MoeSpec
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.moe_spec import MoeSpec
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from loraplex.server.model.families.registry import read_model
-from loraplex.server.model.spec import RopeSpec
+from loraplex.server.model.spec.model_spec import RopeSpec
 from tests.server.model.families.parity import prompt
 from tests.server.model.hub_models import make_model, reference_logprobs
 

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from loraplex.adapters.base import BaseSpec, ExpertWeight
-from loraplex.server.model.base_spec import base_spec
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.ops.rope import inverse_frequencies
-from loraplex.server.model.spec import ModelSpec, PositionScale, RopeSpec
+from loraplex.server.model.spec.base_spec import base_spec
+from loraplex.server.model.spec.model_spec import ModelSpec, PositionScale, RopeSpec
 from tests.server.model.families.variants import LLAMA3_ROPE, VARIANTS
 from tests.server.model.hub_models import make_model
 

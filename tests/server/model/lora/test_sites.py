@@ -20,11 +20,11 @@ from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora
 from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices, make_layout
 from loraplex.adapters.violations import Findings
-from loraplex.server.model.base_spec import base_spec
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.lora.sites import Sites
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.base_spec import base_spec
+from loraplex.server.model.spec.model_spec import ModelSpec
 from tests.server.model.hub_models import make_model
 
 ITEM_BYTES = 2

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
-from loraplex.server.model.spec import ModelSpec, NormSpec, PositionScale
+from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, PositionScale
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

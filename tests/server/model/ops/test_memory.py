@@ -22,8 +22,8 @@ from loraplex.server.model.ops.memory import (
     weights_bytes,
     workspace_bytes,
 )
-from loraplex.server.model.quantised_at_load import quantised_at_load
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.quantised_at_load import quantised_at_load
 from loraplex.server.worker.process.sizing import choose_sizes
 from tests.server.model.driver import engine_config
 

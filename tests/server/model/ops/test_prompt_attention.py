@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from loraplex.server.kernels.attention.scores import ScoreRule
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.ops.ops import KVCache, StepLayout
-from loraplex.server.model.page_groups import PageGroups
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.page_groups import PageGroups
 from loraplex.server.model.weights import KvScales
 from tests.kernels.test_prompt_attention import attended
 from tests.server.model import fake_flashinfer

@@ -13,7 +13,7 @@ from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight
 from loraplex.server.model.linear.quantise import NF4, quantise
 from loraplex.server.model.linear.quantised import QuantisedLinear
-from loraplex.server.model.quantised_at_load import quantised_at_load
+from loraplex.server.model.spec.quantised_at_load import quantised_at_load
 from loraplex.server.model.weights import load_weights
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.driver import Driver

@@ -56,7 +56,7 @@ def sum_norm_of_threads(terms: ThreadTerms, *context: Any, **options: Any) -> to
 
 
 class ThreadGroup:
-    """Implements `loraplex.server.model.group.Group`."""
+    """Implements `loraplex.server.model.devices.group.Group`."""
 
     term_rows = 0
 

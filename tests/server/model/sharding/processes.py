@@ -12,8 +12,8 @@ import torch
 from loraplex.adapters.sharding import Shard
 from loraplex.server.engine.group.leader import GroupExecutor
 from loraplex.server.engine.shared_memory import HostMemory
+from loraplex.server.model.devices.process_group import ProcessGroup
 from loraplex.server.model.executor import TorchExecutor
-from loraplex.server.model.process_group import ProcessGroup
 from loraplex.server.model.start import WeightsLoader
 from loraplex.server.worker.process.engine_process import GroupPlace, spawn_process
 from tests.server.model.driver import Driver

@@ -7,7 +7,7 @@ import pytest
 
 from loraplex.server.config import ConfigError
 from loraplex.server.model.checkpoint.checkpoint import read_config
-from loraplex.server.model.sharding import shard_counts, sharded
+from loraplex.server.model.devices.sharding import shard_counts, sharded
 from tests.server.model.driver import Stream, generate
 from tests.server.model.families.parity import GREEDY, Served, assert_parity, prompt
 from tests.server.model.families.variants import VARIANTS

@@ -13,7 +13,7 @@ from loraplex.server.model.checkpoint.checkpoint import read_config, stored_tens
 from loraplex.server.model.checkpoint.cuts import cut_of
 from loraplex.server.model.checkpoint.stored_forms import stored_forms
 from loraplex.server.model.checkpoint.text_part import model_shards
-from loraplex.server.model.spec import layer_path
+from loraplex.server.model.spec.model_spec import layer_path
 from loraplex.server.model.weight_source import WeightSource
 from loraplex.server.model.weights import load_weights
 from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model

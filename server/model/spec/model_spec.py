@@ -14,11 +14,38 @@ from loraplex.adapters.base import ModuleShape, SiteKind, module_name
 from loraplex.adapters.base import layer_path as layer_path
 from loraplex.adapters.classes import SCORE, ClassForm
 from loraplex.adapters.sharding import Sharding, Span
-from loraplex.server.model.moe_spec import ExpertStorage, MoeSpec, Tensors
 from loraplex.server.model.quantisation.quantisation import Quantisation
-from loraplex.server.model.rope_spec import RopeSpec as RopeSpec
+from loraplex.server.model.spec.moe_spec import ExpertStorage, MoeSpec, Tensors
 
 Activation = Literal["silu", "gelu_tanh"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+
+
+class RopeSpec(msgspec.Struct, frozen=True):
+    """Rotary embedding: `kind` as transformers names it, resolved to plain numbers.
+
+    attention_factor multiplies cos and sin. original_context: tokens before
+    scaling (llama3, yarn, longrope). rotary_dim: features of a head that turn, the first ones;
+    None = all. interleaved: pairs are neighbours, `x[2 i]` and `x[2 i + 1]`; else halves,
+    `x[i]` and `x[i + rotary_dim / 2]`. short_factors, long_factors (longrope): divide the
+    frequencies, `[rotary_dim / 2]`; all tokens of a sequence beyond `original_context` take the
+    long ones. Without long ones no sequence gets there.
+    """
+
+    kind: RopeKind
+    theta: float
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 class PositionScale(msgspec.Struct, frozen=True):

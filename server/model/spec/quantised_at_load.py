@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from loraplex.server.config import AtLoad, ConfigError
 from loraplex.server.model.quantisation.forms import EightBitForm, FourBitForm, WeightForm
 from loraplex.server.model.quantisation.quantisation import of_every_module
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 _FORMS: dict[AtLoad, tuple[str, WeightForm]] = {
     "fp8": ("FP8, a scale for each output, at load", EightBitForm("fp8", "channel")),

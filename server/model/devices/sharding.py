@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from loraplex.adapters.sharding import Span, total_width
 from loraplex.server.config import ConfigError
-from loraplex.server.model.spec import (
+from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
     EmbeddingSpec,
     LayerSpec,

@@ -1,12 +1,12 @@
-"""How a model scores a query and a document: its files' word, and the operator's. No torch."""
+"""Vectors and scores of a model, as its files and the operator say. No torch."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from loraplex.server.config import ConfigError
 from loraplex.server.model.checkpoint.sentence_files import SentenceFiles
-from loraplex.server.model.spec import ModelSpec
-from loraplex.server.protocol import PairForm
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.protocol import PairForm, Pooling, VectorForm
 
 # What Qwen3-Reranker was trained to read and to say.
 _QWEN3_NAME = "qwen3-reranker"
@@ -18,12 +18,14 @@ _QWEN3_TEMPLATE = (
     "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
-_MOST_CHARS = 1 << 14
+_MOST_PROMPT_CHARS = 1 << 14
 
 
 class PairWishes(NamedTuple):
-    """What the operator says; "" = as the model's files and name say. tokens: two texts with a
-    comma between."""
+    """Wishes of the operator for scores of documents; "" = as the model's files and name say.
+
+    tokens: two texts with a comma between.
+    """
 
     tokens: str = ""
     template: str = ""
@@ -31,6 +33,63 @@ class PairWishes(NamedTuple):
 
 
 NO_PAIR_WISHES = PairWishes()
+
+
+class VectorWishes(NamedTuple):
+    """Wishes of the operator for vectors; None = as the files say. prompts: NAME=TEXT."""
+
+    pooling: Pooling | None = None
+    normalises: bool | None = None
+    prompts: tuple[str, ...] = ()
+    default_prompt: str = ""
+    pairs: PairWishes = NO_PAIR_WISHES
+
+
+NO_WISHES = VectorWishes()
+
+
+def vector_form(
+    model: ModelSpec, max_context: int, files: SentenceFiles | None, wishes: VectorWishes
+) -> VectorForm | None:
+    """None: a classifier, which gives scores. Raises ConfigError."""
+    if model.classes is not None:
+        if wishes._replace(pairs=NO_PAIR_WISHES) != NO_WISHES:
+            raise ConfigError(
+                "--pooling, --normalize, --prompt and --default-prompt are of models that give"
+                " vectors; this one is a classifier"
+            )
+        return None
+    prompts = {**({} if files is None else files.prompts), **_prompts(wishes.prompts)}
+    default = wishes.default_prompt or (None if files is None else files.default_prompt)
+    if default is not None and default not in prompts:
+        known = ", ".join(map(repr, prompts)) or "none"
+        raise ConfigError(f"--default-prompt: there is no prompt {default!r}; there are: {known}")
+    most = max_context if files is None else min(files.max_tokens or max_context, max_context)
+    pools = files is not None and files.pooling is not None
+    return VectorForm(
+        size=model.hidden_size,
+        max_tokens=most,
+        pooling=wishes.pooling or (files.pooling if files is not None else None) or "last",
+        normalises=_first(wishes.normalises, files.normalises if files and pools else True),
+        prompts=prompts,
+        default_prompt=default,
+    )
+
+
+def _prompts(texts: Sequence[str]) -> dict[str, str]:
+    """Raises ConfigError."""
+    found = {}
+    for text in texts:
+        name, equals, prompt = text.partition("=")
+        if not name or not equals or len(prompt) > _MOST_PROMPT_CHARS:
+            most = f"TEXT of at most {_MOST_PROMPT_CHARS} characters"
+            raise ConfigError(f"--prompt: expected NAME=TEXT, {most}, got {text[:60]!r}")
+        found[name] = prompt
+    return found
+
+
+def _first(wish: bool | None, usual: bool) -> bool:
+    return usual if wish is None else wish
 
 
 def pair_form(
@@ -73,8 +132,8 @@ def _check(template: str, wishes: PairWishes) -> None:
         return
     if template.count("{query}") != 1 or template.count("{document}") != 1:
         raise ConfigError("--rerank-template: expected {query} and {document} in it, once each")
-    if len(template) > _MOST_CHARS:
-        raise ConfigError(f"--rerank-template: at most {_MOST_CHARS} characters")
+    if len(template) > _MOST_PROMPT_CHARS:
+        raise ConfigError(f"--rerank-template: at most {_MOST_PROMPT_CHARS} characters")
 
 
 def _ids(tokens: str, token_id: Callable[[str], int | None]) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from loraplex.adapters.base import BaseNorm, BaseSpec, ExpertWeight, ModuleShape, layer_path
-from loraplex.server.model.moe_spec import MoeSpec
-from loraplex.server.model.spec import LinearSpec, ModelSpec
+from loraplex.server.model.spec.model_spec import LinearSpec, ModelSpec
+from loraplex.server.model.spec.moe_spec import MoeSpec
 
 
 def base_spec(

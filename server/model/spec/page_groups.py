@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from loraplex.server.model.spec import ModelSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 # Of a page's places, those that may be empty: of more, one group holds all layers.
 _MOST_EMPTY = 0.25

@@ -9,7 +9,7 @@ from torch import distributed
 from loraplex.adapters.sharding import Shard
 from loraplex.server.config import set_unset_variables
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
-from loraplex.server.model.group import term_rows
+from loraplex.server.model.devices.group import term_rows
 
 # The worker notices sooner that no step ends.
 _TIMEOUT = timedelta(minutes=30)

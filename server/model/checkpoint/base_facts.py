@@ -10,7 +10,6 @@ import numpy as np
 
 from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.safetensors.floats import float_digest
-from loraplex.server.model.base_spec import base_spec
 from loraplex.server.model.checkpoint.checkpoint import (
     CheckpointError,
     ModelFile,
@@ -21,6 +20,7 @@ from loraplex.server.model.checkpoint.checkpoint import (
 )
 from loraplex.server.model.checkpoint.stored_forms import stored_forms
 from loraplex.server.model.checkpoint.text_part import model_shards
+from loraplex.server.model.spec.base_spec import base_spec
 from loraplex.server.model.tokenizer.base_ends import end_token_ids
 from loraplex.server.model.tokenizer.base_templates import (
     chat_templates,

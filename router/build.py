@@ -87,7 +87,7 @@ class Hub(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Ground:
-    """What the other parts stand on."""
+    """Parts that the other parts need."""
 
     config: RouterConfig
     router_id: str

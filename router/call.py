@@ -188,15 +188,15 @@ VectorUse = Literal["vector", "classes", "fit"]
 
 
 class VectorCall(msgspec.Struct, frozen=True):
-    """What is wanted of prompts in place of answers.
+    """Vectors or scores that a request wants in place of answers.
 
     normalises: to length 1; None = as the model's files say. dimensions: only so many of a vector's
     numbers, the first; None = all. prompt_name, prompt: what is put before each text, by the name
     that the model's files give it or as it is; both None = as the files say. prompt_names: the
-    first of these that the files have; nothing where they have none.
-    queries: of `fit`, one for each prompt, which are the documents. instruction: what the fit is
-    about; None = as the model's files say. max_document_tokens: documents are cut to so many.
-    is_raw: scores as the model gives them, not as probabilities.
+    first of these that the files have; nothing where they have none. queries: of `fit`, one for
+    each prompt, which are the documents. instruction: what the fit is about; None = as the model's
+    files say. max_document_tokens: documents are cut to so many. is_raw: scores as the model gives
+    them, not as probabilities.
     """
 
     normalises: bool | None = None
@@ -365,8 +365,11 @@ class PromptInfo(msgspec.Struct, frozen=True):
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
-    """What every part of one answer shares. model: as the caller named it. seed: the one in use.
-    labels: of a classifier's classes. unbound: see GenerationCall. adapter_scale: as asked for."""
+    """Facts that every part of one answer shares. model: as the caller named it.
+
+    seed: the one in use. labels: of a classifier's classes. unbound: see GenerationCall.
+    adapter_scale: as asked for.
+    """
 
     request_id: str
     created: int

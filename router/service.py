@@ -136,7 +136,7 @@ class Service:
             await asyncio.sleep(_START_POLL_S)
 
     async def _first_worker(self) -> None:
-        """What comes before a restarted router knows its workers waits for them, for a moment."""
+        """Let early requests wait a moment, until a restarted router knows its workers."""
         for _ in range(_START_POLLS if self.fleet.clients or self.sharing.link else 0):
             if self.fleet.ready and self.base.text is not None:
                 return

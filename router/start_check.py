@@ -94,7 +94,7 @@ def check_workers(config: RouterConfig) -> None:
 
 
 def declared_adapters(config: RouterConfig) -> list[Registration]:
-    """What --adapter declares. Raises RouterConfigError."""
+    """Registrations that --adapter declares. Raises RouterConfigError."""
     declared = [_declared(text, config) for text in config.adapters]
     names = [registration.name for registration in declared]
     for name in names:
@@ -104,7 +104,7 @@ def declared_adapters(config: RouterConfig) -> list[Registration]:
 
 
 def saved_card(config: RouterConfig) -> ModelCard | None:
-    """What --model-card names. Raises RouterConfigError."""
+    """The card that --model-card names. Raises RouterConfigError."""
     if config.model_card is None:
         return None
     with blaming("--model-card", CardError):

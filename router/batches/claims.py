@@ -17,7 +17,7 @@ _LOST_S = 6.0
 
 
 class Claims:
-    """Of this router."""
+    """Claims of this router."""
 
     def __init__(self, store: Store, folder: BatchFolder, router_id: str) -> None:
         self._store = store

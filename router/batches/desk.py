@@ -1,4 +1,4 @@
-"""What callers ask of files and batches: each of the caller's tenant alone."""
+"""Answers callers' questions about files and batches, each within the caller's tenant."""
 
 import contextlib
 import secrets

@@ -1,4 +1,4 @@
-"""What routers tell each other of batches: which folder each has, and whether it has live work."""
+"""Notes that routers share about batches: the folder of each, and whether it has live work."""
 
 import contextlib
 
@@ -32,7 +32,7 @@ class FleetView:
 
     @property
     def live(self) -> bool:
-        """Of another router's."""
+        """Whether another router has live work."""
         return any(note.live for note in self._others)
 
     def has_other_folder(self, folder: str) -> bool:

@@ -85,7 +85,9 @@ class BatchFolder:
         return found
 
     def drop_open(self, batch_id: str, is_noted: bool, now: float) -> None:
-        """Of a batch that is over, or whose router died before it was noted."""
+        """Remove the note of a batch that is over, or whose router died before the
+        batch was noted.
+        """
         path = self._open / batch_id
         with contextlib.suppress(FileNotFoundError):
             if is_noted or path.stat().st_mtime < now - _MADE_S:
@@ -110,7 +112,7 @@ class BatchFolder:
         return None if said is None else int(said)
 
     def answers(self, state: BatchState) -> tuple[Path, Path]:
-        """Of the lines that succeeded, and of the others."""
+        """Files of the answers: of the lines that succeeded, and of the others."""
         folder, name = self._folder(state.tenant), state.id
         return folder / f"{name}.out.jsonl", folder / f"{name}.errors.jsonl"
 

@@ -60,8 +60,11 @@ Stop = Literal["cancelled", "expired", "failed", "left"]
 
 @dataclass(frozen=True, slots=True)
 class BatchParts:
-    """What all runs of a router share. voucher: the header with which a line speaks for its batch's
-    key. room_of: what a tenant may store. gates: of batches that have lines to run."""
+    """Parts that all runs of a router share.
+
+    voucher: the header with which a line speaks for its batch's key. room_of: what a tenant may
+    store. gates: of batches that have lines to run.
+    """
 
     folder: BatchFolder
     store: FileStore

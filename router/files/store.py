@@ -96,8 +96,10 @@ class FileStore:
         return self._folder(tenant) / f"{file_id}{_PART}"
 
     def keep(self, tenant: str, written: Path, file: StoredFile) -> None:
-        """What was written becomes the content of a file. It may have been, in a step that a crash
-        broke off."""
+        """Make the written bytes the content of a file.
+
+        A step that a crash broke off may have done so already.
+        """
         content = self.content(tenant, file.id)
         content.parent.mkdir(parents=True, exist_ok=True)
         if written.exists():

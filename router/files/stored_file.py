@@ -39,14 +39,14 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class StoredAmount(msgspec.Struct, frozen=True):
-    """What lies on disk."""
+    """The amount that lies on disk."""
 
     files: int = 0
     nbytes: int = 0
 
 
 class StorageLimits(msgspec.Struct, frozen=True):
-    """Of one tenant."""
+    """Limits of one tenant."""
 
     files: int
     nbytes: int
@@ -81,6 +81,6 @@ def name_of(given: str | None) -> str:
 
 
 def ids_of(names: Sequence[str], kind: str, ending: str) -> list[str]:
-    """Of the entries of a folder."""
+    """Ids of the entries of a folder."""
     found = (name.removesuffix(ending) for name in names if name.endswith(ending))
     return [name for name in found if is_id(kind, name)]

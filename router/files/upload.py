@@ -104,7 +104,7 @@ class Uploads:
 
 
 async def _pieces(request: Request, idle_s: float) -> AsyncIterator[bytes]:
-    """Of the body. Raises RequestError (body_timeout), ClientGone."""
+    """Pieces of the body. Raises RequestError (body_timeout), ClientGone."""
     while True:
         try:
             message = await asyncio.wait_for(request.receive(), idle_s)
@@ -120,7 +120,7 @@ async def _pieces(request: Request, idle_s: float) -> AsyncIterator[bytes]:
 
 
 class _Form:
-    """What came of the form: small fields, and a file that is on its way to the disk."""
+    """The parts of a form so far: small fields, and a file on its way to the disk."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.fields: dict[str, str] = {}
@@ -179,7 +179,7 @@ class _Form:
         self._unwritten.clear()
 
     def close(self) -> None:
-        """What was not kept is removed."""
+        """Remove a file that was not kept."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()

@@ -44,7 +44,7 @@ class PartsOfAnswers(msgspec.Struct, frozen=True):
         return Division(tuple(readers), frozenset(markers), short_ids, reasons) if readers else None
 
     def frame(self, call: GenerationCall, prompt: str, special_ids: SpecialIds) -> Frame:
-        """What the grammar of the answers has to leave room for, if they are held to one."""
+        """The parts of an answer for which a grammar has to leave room."""
         reasoning, tools = self.reasoning, call.tools
         if reasoning is not None and prompt.rstrip().endswith(reasoning.closes):
             reasoning = None
@@ -64,9 +64,11 @@ _TEXT_ALONE = PartsOfAnswers()
 
 
 class AnswerParts(msgspec.Struct, frozen=True):
-    """What the operator says of the base. tool_format, reasoning_format: names; auto = by the
-    template. reasoning_format none: reasoning is text. unread_tools: of a template that reads
-    none."""
+    """Settings of the operator for the base's answers.
+
+    tool_format, reasoning_format: names; auto = by the template. With the reasoning_format `none`
+    reasoning is text. unread_tools: for a template that reads no tools.
+    """
 
     tool_format: str = "auto"
     reasoning_format: str = "auto"

@@ -110,7 +110,7 @@ class AnswerShapes:
             raise RequestError("invalid", f"`{param}`: {problem}", param=param)
 
     def _tried(self, grammar: str, key: bytes, model: TextModel) -> str:
-        """What is wrong with it, or "". Raises VocabularyError, CheckerUnavailable."""
+        """The grammar's fault, or "". Raises VocabularyError, CheckerUnavailable."""
         problem = self._problems.get(key)  # another's trial of it may have ended meanwhile
         if problem is None:
             try:
@@ -166,6 +166,6 @@ def _param(call: GenerationCall) -> str:
 
 
 def _spellings(words: tuple[str, ...], model: TextModel) -> tuple[tuple[int, ...], ...]:
-    """Of each word at the begin of a text and after a space."""
+    """Token ids of each word, at the beginning of a text and after a space."""
     found = (tuple(model.encode(f"{space}{word}", False)) for word in words for space in ("", " "))
     return tuple(dict.fromkeys(ids for ids in found if ids))

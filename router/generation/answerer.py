@@ -85,7 +85,7 @@ class Answerer:
             raise
 
     def observer(self, request: Request, charge: Charge) -> RequestObserver:
-        """Of the request that this task works for."""
+        """The observer of the request that this task works for."""
         return RequestObserver(
             in_hand(),
             self.metrics,
@@ -156,7 +156,10 @@ async def _stream(
 async def _rest(
     generation: Generation, formatter: Formatter, report: Callable[[RequestError], None]
 ) -> AsyncIterator[bytes]:
-    """What follows the first event, to the one end or error. report: receives the error."""
+    """Bytes of the answer after its first event, up to the one end or error.
+
+    report: receives the error.
+    """
     try:
         while parts := await generation.next():
             chunk = _write(formatter, parts)
@@ -185,7 +188,7 @@ def _write(formatter: Formatter, parts: list[Part]) -> bytes:
 def _head_headers(
     generation: Generation, call: GenerationCall, charge: Charge, observer: RequestObserver
 ) -> dict[str, str]:
-    """What is known with the first token."""
+    """Headers whose values are known with the first token."""
     head, card = generation.head, generation.model.card
     headers = dict(charge.headers)
     if call.api == "lorax":

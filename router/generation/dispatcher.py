@@ -154,8 +154,11 @@ class Dispatcher:
     async def prompts(
         self, authorised: AuthorisedRequest, observer: RequestObserver
     ) -> tuple[TextModel, list[Prompt]]:
-        """Those that `start` would run, of any length, and whose tokens they are; nothing is run.
-        Raises RequestError."""
+        """Prompts that `start` would run, of any length, and the model of their tokens. Nothing is
+        run.
+
+        Raises RequestError.
+        """
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         with ExitStack() as held, _as_request_errors(authorised.call.api):
             self._count(held, authorised.caller)
@@ -404,7 +407,7 @@ def _as_request_errors(api: Api) -> Iterator[None]:
 
 
 def _salt(authorised: AuthorisedRequest, share_prefixes: bool) -> str:
-    """Whose cached prefixes it may use. No tenant's name has a colon."""
+    """The group whose cached prefixes the request may use. No tenant's name has a colon."""
     tenant = "" if share_prefixes else authorised.tenant
     cache_salt = authorised.call.cache_salt
     return f"{tenant}:{cache_salt}" if cache_salt else tenant

@@ -156,7 +156,7 @@ class Generation:
         return DividedAnswer(division, partial(_call_id, division.short_ids), hidden)
 
     async def next(self) -> list[Part]:
-        """What came since the last call, at least one part; nothing = all choices have ended.
+        """Parts that came since the last call, at least one; none = all choices have ended.
 
         Raises RequestError when the request fails; then there is no more.
         """
@@ -255,7 +255,7 @@ class Generation:
                 self._observer.finished()
 
     async def _announce(self, task: PromptTask, event: TokenEvent) -> PromptInfo:
-        """What is known of a prompt with the first event of one of its choices."""
+        """Facts about a prompt that come with the first event of one of its choices."""
         self._announced.add(task.index)
         prompt = task.prompt
         self._observer.prompt_read(event.cached_tokens or 0)
@@ -284,7 +284,7 @@ class Generation:
 
 
 def _call_id(is_short: bool) -> str:
-    """Of a call of a tool, unlike any other's."""
+    """An id for a tool's call, unlike any other."""
     if is_short:
         return "".join(secrets.choice(_LETTERS) for _ in range(_SHORT_ID))
     return f"call_{secrets.token_hex(12)}"

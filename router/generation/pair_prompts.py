@@ -15,7 +15,7 @@ _DOCUMENT = "{document}"
 async def pair_prompts(
     call: GenerationCall, vector: VectorCall, form: PairForm, model: TextModel
 ) -> list[Prompt]:
-    """Of each document with its query. Raises RequestError (invalid, context_length)."""
+    """A prompt for each document with its query. Raises RequestError (invalid, context_length)."""
     if vector.instruction is not None and "{instruction}" not in form.template:
         message = "`instruction`: the model's prompt has no place for one"
         raise RequestError("invalid", message, param="instruction")
@@ -63,7 +63,7 @@ class _PairReader(TextReader):
         return document if len(ids) <= most else self._model.decode(ids[:most])
 
     def _around(self, query: str) -> tuple[str, str]:
-        """What stands before the document, and behind it."""
+        """Texts before the document and behind the document."""
         asked = self._vector.instruction
         values = {
             "{instruction}": self._form.instruction if asked is None else asked,
@@ -74,7 +74,7 @@ class _PairReader(TextReader):
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
-    """What stands in a value is no place for another."""
+    """The text with each name replaced by its value. Names within a value stay as they are."""
     for name, value in values.items():
         head, found, tail = text.partition(name)
         if found:

@@ -134,7 +134,7 @@ _PARAM: dict[Api, str] = {
 
 
 def input_field(api: Api) -> str:
-    """What its prompts are called."""
+    """The name of the API's field for prompts."""
     return _PARAM[api]
 
 
@@ -223,7 +223,7 @@ def _prompt(
 
 
 def _kept(call: GenerationCall, model: TextModel, count: int) -> slice:
-    """Of so many tokens."""
+    """The part of `count` tokens that truncation leaves."""
     most = call.truncate
     if most == -1:
         most = max(1, model.card.max_context - (1 if call.max_tokens is None else call.max_tokens))

@@ -39,7 +39,7 @@ BYTES_A_TOKEN = 36
 
 
 class Retries:
-    """What a router's sequences share, so that none is tried for ever, nor all of them at once.
+    """Limits of retries that a router's sequences share: none is tried for ever, nor all at once.
 
     probation: held by the one suspect that is being tried.
     """
@@ -51,20 +51,22 @@ class Retries:
 
 
 def fingerprint(adapter: str | None, prompt_ids: list[int], sampling: SamplingParams) -> bytes:
-    """What makes a request the same to a worker, whoever sends it with whatever seed. adapter: as
-    of `GenerateRequest.acting`."""
+    """A key that is equal for requests that are the same to a worker, whatever their caller and
+    seed.
+
+    adapter: as of `GenerateRequest.acting`.
+    """
     return hashlib.blake2b(
         encode((adapter, prompt_ids, sampling)), digest_size=16, person=b"quarantine"
     ).digest()
 
 
 class RunContext(msgspec.Struct, frozen=True):
-    """What the sequences of one request share. deadline: on the event loop's clock.
+    """Values that the sequences of one request share. deadline: on the event loop's clock.
 
-    forget_adapter: to be called when a worker does not admit what the catalog says.
-    tenant: whose request it is; "" = nobody's. weight: of its tenant. salt: whose cached prefixes
-    it may use. drafts: as in GenerateRequest.
-    room: in the queue, for all of them.
+    forget_adapter: to be called when a worker does not admit what the catalog says. tenant: the
+    request's; "" = nobody's. weight: the tenant's. salt: names the cached prefixes that may be
+    used. drafts: as in GenerateRequest. room: in the queue, for all of the sequences.
     """
 
     fleet: Fleet

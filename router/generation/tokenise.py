@@ -101,7 +101,7 @@ class Tokeniser:
         self._parts = parts
 
     async def model_of(self, base: TextModel, manifest: AdapterManifest | None) -> TextModel:
-        """What reads and writes the text of an adapter. Raises RequestError."""
+        """The model that reads and writes the text of an adapter. Raises RequestError."""
         return await self._models.of(base, manifest)
 
     async def prompts(

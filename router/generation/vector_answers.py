@@ -38,7 +38,7 @@ class VectorStream:
 
 
 class VectorReading(Protocol):
-    """What a request wants of the numbers that workers give. params: what they are asked for."""
+    """The numbers that a request wants from workers' vectors. params: the workers' orders."""
 
     @property
     def params(self) -> VectorParams: ...
@@ -83,7 +83,7 @@ class _Angles(msgspec.Struct, frozen=True):
 
 
 class _Classes(msgspec.Struct, frozen=True):
-    """Of a classifier: what its scores are as probabilities."""
+    """Scores of a classifier, as probabilities."""
 
     activation: Literal["softmax", "sigmoid", "none"]
     params: VectorParams = VectorParams("scores")
@@ -101,7 +101,7 @@ class _Classes(msgspec.Struct, frozen=True):
 
 
 class _Odds(msgspec.Struct, frozen=True):
-    """Of the logits of two tokens: how likely the first is, of the two."""
+    """The probability of the first of two tokens, from the logits of both."""
 
     params: VectorParams
     is_raw: bool

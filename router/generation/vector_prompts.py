@@ -48,7 +48,9 @@ async def class_prompts(call: GenerationCall, model: TextModel) -> list[Prompt]:
 async def paired_vector_prompts(
     call: GenerationCall, vector: VectorCall, form: VectorForm, model: TextModel
 ) -> list[Prompt]:
-    """Of queries (of one, where all are the same), then of documents: each is read alone."""
+    """Prompts of queries (one query, where all are the same), then of documents. Each is read
+    alone.
+    """
     reader = TextReader(call, model, form.max_tokens)
     queries = queries_of(vector)
     texts = [
@@ -68,7 +70,7 @@ def queries_of(vector: VectorCall) -> Sequence[str]:
 
 
 def prompt_before(vector: VectorCall, form: VectorForm) -> str:
-    """What is put before each text. Raises RequestError."""
+    """The text that goes before each text of the request. Raises RequestError."""
     if vector.prompt is not None:
         return vector.prompt
     if vector.prompt_names:
@@ -102,7 +104,7 @@ def unpadded(prompt: Prompt, model: TextModel) -> Prompt:
 
 
 class TextReader:
-    """Of one call. most: tokens of a text."""
+    """Tokenises the texts of one call. most: tokens of a text."""
 
     def __init__(self, call: GenerationCall, model: TextModel, most: int) -> None:
         self._call, self._model = call, model
@@ -111,7 +113,7 @@ class TextReader:
             self.most = min(call.truncate, most)
 
     def field(self, index: int) -> str:
-        """Of a prompt."""
+        """The name of a prompt's field, with its index where there are several."""
         call = self._call
         field = input_field(call.api) if call.messages is None else "messages"
         return field if len(self._call.prompts) == 1 else f"{field}[{index}]"

@@ -27,7 +27,7 @@ class ArrivedRequest(msgspec.Struct, frozen=True):
 
 
 class AuthorisedRequest(msgspec.Struct, frozen=True):
-    """What a caller asks for and may have. adapter: the call's, as this caller's."""
+    """A request whose caller may have what it asks for. adapter: the call's, as this caller's."""
 
     request_id: str
     caller: Caller
@@ -45,7 +45,10 @@ class AuthorisedRequest(msgspec.Struct, frozen=True):
 
 
 class ResolvedRequest(msgspec.Struct, frozen=True):
-    """What its words mean now. adapter: None = the base. model: as it is under the adapter."""
+    """The present meaning of a request's names.
+
+    adapter: None = the base. model: as it is under the adapter.
+    """
 
     model: TextModel
     adapter: ServedAdapter | None

@@ -54,7 +54,7 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Ask(msgspec.Struct, frozen=True):
-    """What a body says of how it wants to be answered."""
+    """The body's wish for its answer."""
 
     stream: bool | None = None
 
@@ -152,7 +152,7 @@ class Idempotency:
         return response
 
     def _known(self, name: str, known: bytes, flight: _Flight) -> Response:
-        """What another request with this key has left in the store."""
+        """The response for a key that another request has left in the store."""
         record = _decode(known)
         _check_mark(record.mark, flight.mark)
         if record.state == "running":
@@ -209,7 +209,7 @@ class Idempotency:
             self._land(name, flight, record)
 
     async def _record_end(self, name: str, claim: bytes, record: _Record | None) -> bool:
-        """What became of the request; whether the store has it now."""
+        """Record the request's end. Returns whether the store has it now."""
         try:
             new = None if record is None else _encode(record)
             await self._store.swap(name, claim, new, self._ttl_s)

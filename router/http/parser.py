@@ -12,7 +12,7 @@ _OFFER = (b"upgrade", b"http2-settings")
 
 
 class HeadReader(Protocol):
-    """Who gets httptools' callbacks. headers: names in lower case, of the message under way."""
+    """Gets httptools' callbacks. headers: names in lower case, of the message under way."""
 
     url: bytes
     headers: list[tuple[bytes, bytes]]

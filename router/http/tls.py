@@ -72,7 +72,7 @@ def _why(error: ssl.SSLError) -> str:
 
 
 class Certificate:
-    """Of the handshakes from now on: the chain and key as the files last had them.
+    """The certificate of the handshakes from now on: chain and key as the files last had them.
 
     Raises RouterConfigError if they cannot be used at the start.
     """

@@ -1,4 +1,4 @@
-"""What ends a batch before every line has an answer."""
+"""Errors that end a batch before every line has an answer."""
 
 from loraplex.adapters.errors import CommandError
 

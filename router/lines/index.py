@@ -81,7 +81,7 @@ class BatchInput:
         self._file.close()
 
     def _lines(self) -> Iterator[bytes]:
-        """Of a line that is too long no more than its beginning."""
+        """Lines of the file. A line that is too long gives no more than its beginning."""
         most = self._rules.max_bytes
         while line := self._file.readline(most + 2):
             rest = line

@@ -13,7 +13,7 @@ from loraplex.router.lines.records import RECORD_BEGIN, BatchRecord, answered_li
 
 
 class _RecordFile:
-    """Of this process alone, as long as it is open."""
+    """A file of records that only this process has, for as long as it is open."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError, BatchError."""

@@ -58,7 +58,9 @@ class SendPace:
         self._limit = min(float(self._most), self._limit + (_SLOW if is_near else _FAST))
 
     def busy(self, now: float, pause: float) -> None:
-        """Those that were sent together are refused together: the limit halves once a pause."""
+        """Note a refusal. Lines sent together are refused together: the limit halves
+        once a pause.
+        """
         self._active -= 1
         if now >= self._opens_at:
             self._ceiling = self._limit

@@ -44,7 +44,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """Of what happened, for a summary."""
+        """The kind of outcome, for a summary."""
         if self.error is not None:
             return self.error.code
         return "" if self.response is None else f"status {self.response.status_code}"
@@ -91,7 +91,7 @@ def encode(record: BatchRecord) -> bytes:
 
 
 def response_of(status: int, request_id: str | None, content: bytes) -> Outcome:
-    """Of a server's answer. An error's body may be any text, the body of a success is JSON."""
+    """The outcome in a server's answer. An error's body may be any text, a success's is JSON."""
     try:
         body = msgspec.json.format(content.decode(), indent=-1).encode()
     except _UNREADABLE:

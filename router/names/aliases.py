@@ -30,10 +30,10 @@ _decode = msgspec.json.Decoder(Registration).decode
 
 
 class AliasListener(Protocol):
-    """Who hears of changes."""
+    """Hears of changes."""
 
     def aliases_changed(self, aliases: "Aliases") -> None:
-        """What a name means, or whether it is pinned, may be another."""
+        """The meaning or the pin of a name may have changed."""
 
 
 class Aliases:
@@ -77,7 +77,10 @@ class Aliases:
         await self._rows.refresh()
 
     def find(self, tenant: str, name: str) -> Registration | None:
-        """What a caller means by a name: its tenant's own, else the fleet's. As `get`."""
+        """The registration that a caller means by a name: its tenant's own, else the fleet's.
+
+        Returns what `get` does.
+        """
         own = OwnedName(name, tenant)
         found = self.get(own)
         if (found is not None and found.state != "deleted") or own in self.claimed:
@@ -93,7 +96,7 @@ class Aliases:
         return OwnedName(name, tenant) in self.expected or OwnedName(name) in self.expected
 
     def usable_by(self, tenant: str) -> list[Registration]:
-        """Those in service that mean something to a caller of this tenant, by name."""
+        """Registrations in service that mean something to a caller of this tenant, by name."""
         names = dict.fromkeys(one.name for one in self.all() if one.tenant in ("", tenant))
         found = (self.find(tenant, name) for name in names)
         return [one for one in found if one is not None and one.in_service]
@@ -124,19 +127,21 @@ class Aliases:
         return self._all
 
     def pinned(self) -> list[Registration]:
-        """Those that stay on the device."""
+        """Registrations that stay on the device."""
         held = (*self._declared.values(), *self._rows.values.values())
         names = {registration.key for registration in held if registration.pinned}
         found = (self.get(name) for name in sorted(names))
         return [one for one in found if one is not None and one.pinned]
 
     def pinned_digests(self) -> set[str]:
-        """Of what stays on the device."""
+        """Digests of the content that stays on the device."""
         return {content.digest for one in self.pinned() for content in one.pinned_contents}
 
     def note(self, before: Registration, registration: Registration) -> None:
-        """What this router found out by itself; other routers do not learn of it. before: as `get`
-        gave it."""
+        """Keep a fact that this router found out by itself; other routers do not learn of it.
+
+        before: as `get` gave it.
+        """
         name, row = registration.key, self._row(registration.key)
         if self.get(name) != before:
             return  # it is about what is no more
@@ -214,7 +219,7 @@ class Aliases:
 
 
 def _counts(row: Registration, declared: Registration | None) -> bool:
-    """What was done to a declared name counts as long as the declaration means the same."""
+    """Whether a change to a declared name still counts: the declaration must mean the same."""
     if declared is None:
         return row.origin == "api"
     is_same = row.origin == declared.origin and row.ref == declared.ref

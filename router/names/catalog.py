@@ -48,7 +48,7 @@ _Key = tuple[Origin, str]
 
 @dataclass(frozen=True, slots=True)
 class CatalogRules:
-    """What the operator allows. aliases: opened with their own token, or with `hub_token`."""
+    """Rules of the operator. aliases: opened with their own token, or with `hub_token`."""
 
     aliases: Aliases
     hub_owners: tuple[str, ...]
@@ -88,7 +88,7 @@ class CatalogRules:
         return "".join(did_you_mean(one_edit_away(name, is_known)) for name in names)
 
     def registration(self, choice: AdapterChoice) -> Registration | None:
-        """What the caller named, if it is registered, or was."""
+        """The registration that the caller named, present or past."""
         return self.aliases.find(choice.tenant, _spelled(choice))
 
     def registered_name(self, choice: AdapterChoice) -> str | None:
@@ -257,7 +257,10 @@ class Catalog:
             raise
 
     async def _resolve_scaled(self, choice: AdapterChoice, sticky: str) -> ServedAdapter:
-        """What is more than LoRA cannot be scaled by row, and becomes other content."""
+        """Resolve a choice with a scale. An adapter that is more than LoRA becomes other content.
+
+        Such an adapter cannot be scaled by row.
+        """
         plain = msgspec.structs.replace(choice, scale=1.0)
         served = await self.resolve(plain, sticky)
         if served.manifest.is_lora_alone:
@@ -285,9 +288,10 @@ class Catalog:
             ) from error
 
     def forget(self, choice: AdapterChoice | MergedChoice | None) -> None:
-        """What is remembered of it was wrong: the next request asks anew.
+        """Drop the remembered meaning, which was wrong: the next request asks anew.
 
-        A registration that means one content goes on meaning it; its operator sees the error.
+        A registration that means one content goes on meaning that content; its operator sees the
+        error.
         """
         if choice is None:
             return
@@ -314,7 +318,7 @@ class Catalog:
         }
 
     async def fetch(self, ref: AdapterRef, token: Secret | None) -> Content:
-        """What a reference means now, admitted by some worker. Raises AdapterError."""
+        """The present content of a reference, admitted by some worker. Raises AdapterError."""
         if ref.source == "alias":
             raise AdapterError("invalid", f"the adapters file does not say what {ref.name!r} means")
         self.rules.check_owner(ref)

@@ -53,10 +53,10 @@ _HINTS: dict[AliasState, str] = {
 
 
 class Change(msgspec.Struct, frozen=True):
-    """What a name meant from then on, and who wanted it so.
+    """A change of a name's meaning, and who wanted it.
 
-    digest, ref: the content that it means, and where it lay, with its commit if it has one.
-    since: Unix seconds. before: the digest before. note: what else there is to say.
+    digest, ref: the content that the name means, and where the content lay, with its commit if it
+    has one. since: Unix seconds. before: the digest before. note: what else there is to say.
     """
 
     digest: str
@@ -121,7 +121,7 @@ class Registration(msgspec.Struct, frozen=True):
 
     @property
     def pinned_contents(self) -> tuple[Content, ...]:
-        """What it keeps on the device."""
+        """Contents that the registration keeps on the device."""
         if not self.pinned or self.state != "ready" or self.content is None:
             return ()
         versions = () if self.rollout is None else self.rollout.versions
@@ -196,11 +196,11 @@ def conflicts(existing: Registration, ref: AdapterRef, replace: bool) -> None:
 
 
 class RegistrationRequest(msgspec.Struct, frozen=True):
-    """What somebody wants a name to mean. replace: also if the name means something else now.
+    """A wish that a name mean a reference. replace: also if the name means something else now.
 
-    pin: None = as the name is. token: None = the one that opens this reference already, if any.
-    by: who wants it, for the history. once: not if the name is served already, whatever it means.
-    load: to the device of every worker first. tool_format: None = as the name has it; "" = none.
+    pin: None = as the name is. token: None = the one that opens this reference already, if any. by:
+    who wants it, for the history. once: not if the name is served already, whatever it means. load:
+    to the device of every worker first. tool_format: None = as the name has it; "" = none.
     """
 
     name: OwnedName

@@ -17,7 +17,9 @@ _ALL = MAX_WEIGHT
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """What an operator wants. weight: of the old version. versions: without what is in force."""
+    """Shares that an operator wants. weight: of the old version. versions: without what is in
+    force.
+    """
 
     versions: tuple[Version, ...]
     weight: int
@@ -151,7 +153,10 @@ def ended(registration: Registration, now: float, by: str) -> Registration:
 
 
 def before(registration: Registration, digest: str | None) -> Change:
-    """What the name meant before, or when it meant `digest`. Raises AdapterError (conflict)."""
+    """The earlier meaning of the name: the last one, or that with `digest`.
+
+    Raises AdapterError (conflict).
+    """
     for change in reversed(registration.history):
         is_other = change.digest != registration.digest and change.ref
         if is_other and (digest is None or change.digest.startswith(digest)):
@@ -177,7 +182,9 @@ def running(registration: Registration) -> Rollout:
 
 
 def _lowered(version: Version, there: Rollout | None, now: float) -> Version:
-    """What was counted of a version that comes again says nothing of what it is now."""
+    """A version that comes again, with its counts at zero: old counts say nothing of the version
+    now.
+    """
     if there is None:
         return msgspec.structs.replace(version, live=0)
     known = there.version(version.digest)

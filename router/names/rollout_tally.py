@@ -29,7 +29,7 @@ Read = Callable[[str, str, int, int], Awaitable[Measured]]
 
 
 class Outcomes:
-    """What this router saw since somebody last took it."""
+    """Outcomes that this router saw since they were last taken."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Counts] = {}
@@ -76,9 +76,9 @@ class RolloutTally:
                 raise
 
     async def read(self, rollout: str, digest: str, window_s: int, since: int) -> Measured:
-        """Of the last `window_s` seconds, and only of whole spans after `since`. Raises StoreDown.
+        """Measurements of the last `window_s` seconds, only of whole spans after `since`.
 
-        since: Unix seconds.
+        since: Unix seconds. Raises StoreDown.
         """
         measured = Measured(first_token={}, token={})
         spans = self._spans(window_s, since)

@@ -16,7 +16,7 @@ _CHANGED_RETRY_S = 1.0
 
 
 class Merge(msgspec.Struct, frozen=True):
-    """What an adapter is made by. members: pinned reference and token of each of the recipe's."""
+    """A recipe and its members: pinned reference and token of each."""
 
     recipe: MergeRecipe
     members: tuple[tuple[AdapterRef, Secret | None], ...]
@@ -33,7 +33,7 @@ Origin = AdapterRef | Merge
 
 
 def home_key(origin: Origin) -> str:
-    """What an adapter's homes are ranked by: known before its content is, and to every router."""
+    """The key that ranks an adapter's homes. Every router knows it before the content is there."""
     return origin.recipe.digest if isinstance(origin, Merge) else format_ref(origin)
 
 

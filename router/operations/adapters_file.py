@@ -71,7 +71,7 @@ class FileContents(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> frozenset[OwnedName]:
-        """What the file says something of."""
+        """Names that the file mentions."""
         return frozenset(self.wanted.keys() | self.errors.keys())
 
     @property
@@ -89,7 +89,10 @@ class FileContents(msgspec.Struct, frozen=True):
 
 
 class FileChanges(msgspec.Struct, frozen=True):
-    """What to do. errors: entries that contradict what --adapter declares."""
+    """Changes that make the registrations as the file says.
+
+    errors: entries that contradict a declaration of --adapter.
+    """
 
     register: tuple[RegistrationRequest, ...] = ()
     pin: tuple[OwnedName, ...] = ()
@@ -167,10 +170,11 @@ class RolloutPlan(msgspec.Struct, frozen=True):
 
 
 def plan_rollouts(contents: FileContents, registrations: Iterable[Registration]) -> RolloutPlan:
-    """What is still to do for versions, once `plan` is carried out.
+    """Changes of rollouts that are left once `plan` is carried out.
 
-    What became of a rollout since the file said so, as versions that went back, is left alone until
-    the file says something else. Where it says nothing, so is an operator's rollout.
+    A rollout that changed since the file was written, as by versions that went back, is left alone
+    until the file says something else. Where the file says nothing, an operator's rollout is left
+    alone.
     """
     requests: dict[OwnedName, RolloutRequest] = {}
     end: list[OwnedName] = []

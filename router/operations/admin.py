@@ -101,11 +101,11 @@ class AdapterAdmin:
         return self._aliases.all()
 
     def claim(self, names: frozenset[OwnedName]) -> None:
-        """What the adapters file names; see `Aliases`."""
+        """Note the names in the adapters file; see `Aliases`."""
         self._aliases.claimed = names
 
     def expect(self, names: Iterable[OwnedName]) -> None:
-        """These of the adapters file are on their way, until each is `settled`."""
+        """Note names of the adapters file that are on their way, until each is `settled`."""
         self._aliases.expected.update(names)
 
     def settled(self, name: OwnedName) -> None:
@@ -219,7 +219,10 @@ class AdapterAdmin:
             return await self.commit(before, unpinned, declare=before.origin == "file")
 
     async def refresh(self, name: OwnedName, by: str = "") -> tuple[str | None, Registration]:
-        """What the reference means now. Returns the digest before, and the registration after."""
+        """Make the name mean the reference's present content.
+
+        Returns the digest before, and the registration after.
+        """
         async with self.lock(name):
             before = self.get(name)
             after = move(before, "refresh")
@@ -287,7 +290,9 @@ class AdapterAdmin:
         self._aliases.note(before, after)
 
     async def fetch(self, registration: Registration, ref: AdapterRef) -> Content:
-        """What a reference means now, opened as the registration's own. Raises AdapterError."""
+        """The present content of a reference, opened as the registration's own. Raises
+        AdapterError.
+        """
         opened = msgspec.structs.replace(registration, ref=ref)
         return await self._catalog.fetch(ref, self.token(opened))
 

@@ -189,7 +189,7 @@ def waiting(fleet: Fleet) -> float:
 
 
 def kv_usage(fleet: Fleet) -> float:
-    """Of all KV pages, 1 = all."""
+    """The share of KV pages that are in use, 1 = all."""
     total = sum(status.total_pages for status in statuses(fleet))
     return 1 - sum(status.free_pages for status in statuses(fleet)) / total if total else 0.0
 

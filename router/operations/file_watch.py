@@ -84,7 +84,7 @@ class AdaptersFile:
         self._report(await self._reconcile(contents))
 
     async def _reconcile(self, contents: FileContents) -> dict[OwnedName, str]:
-        """What went wrong, by entry."""
+        """Bring names in line with the file. Returns problems by entry."""
         admin = self._admin
         if contents.is_readable:
             admin.claim(contents.names)
@@ -107,7 +107,10 @@ class AdaptersFile:
     async def _reconcile_rollouts(
         self, contents: FileContents, failed: Container[OwnedName]
     ) -> dict[OwnedName, str]:
-        """What went wrong, by entry. failed: these are not what the file says."""
+        """Bring rollouts in line with the file. Returns problems by entry.
+
+        failed: names that are not as the file says.
+        """
         there = [r for r in self._admin.all() if r.key not in failed]
         todo = plan_rollouts(contents, there)
         errors = await self._do(
@@ -122,7 +125,7 @@ class AdaptersFile:
         return {n: why for n, why in errors.items() if n in left.roll_out or n in left.end}
 
     async def _do(self, *work: tuple[OwnedName, Awaitable[object]]) -> dict[OwnedName, str]:
-        """What went wrong, by name."""
+        """Do the work of all names at once. Returns problems by name."""
         problems = await asyncio.gather(*(self._try(*one) for one in work))
         return {
             name: problem
@@ -163,7 +166,7 @@ def _reason(error: AdapterError) -> str:
 
 
 def read_file(path: Path, default_source: str) -> FileContents:
-    """What it says now, or why that is unknown."""
+    """The present contents of the file, or the reason why they are unknown."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)

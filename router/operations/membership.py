@@ -30,7 +30,7 @@ class Membership:
         return await self._base.adopt(card, self._in_use)
 
     def _in_use(self) -> bool:
-        """What runs or waits was tokenised for the base that is served now."""
+        """Whether something runs or waits that was tokenised for the base of now."""
         return bool(self._fleet.views) or self._dispatcher.running > 0
 
     def accept_worker(self, hello: WorkerHello) -> str | None:

@@ -81,7 +81,7 @@ class RolloutKeeper:
             await self._judge(registration)
 
     async def measured(self, registration: Registration) -> Measurements:
-        """Of the guards' window; by this router alone while there is no Redis."""
+        """Measurements in the guards' window; by this router alone while there is no Redis."""
         try:
             return await self._measured(registration, self._tally.read)
         except StoreDown:

@@ -39,7 +39,7 @@ class AdapterWorkers:
         return self._fleet.ready
 
     async def tiers(self, digests: Iterable[str]) -> Tiers:
-        """Of all workers that answer in time."""
+        """Tiers of adapters on all workers that answer in time."""
         wanted = sorted(set(digests))
         if not wanted:
             return {}
@@ -119,7 +119,10 @@ class AdapterWorkers:
     async def _bring_to(
         self, sessions: Sequence[WorkerSession], content: Content, token: Secret | None
     ) -> list[str]:
-        """What went wrong. Raises AdapterError when there is nobody to bring it to."""
+        """Bring content to workers. Returns problems.
+
+        Raises AdapterError when there is no worker.
+        """
         if not sessions:
             raise AdapterError("unavailable", "no worker is connected", (), 2.0)
         problems = await asyncio.gather(*(self._bring_one(s, content, token) for s in sessions))

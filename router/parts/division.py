@@ -62,7 +62,7 @@ class DividedAnswer:
         )
 
     def feed(self, text: str, *, is_last: bool) -> PartsDelta:
-        """What the next text adds to each part. is_last: no more text comes."""
+        """The additions of the next text to each part. is_last: no more text comes."""
         if not text and not is_last:
             return NOTHING
         reasoning, calls = "", list[CallDelta]()

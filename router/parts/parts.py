@@ -26,7 +26,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class PartsDelta(msgspec.Struct, frozen=True):
-    """What some new text of an answer adds to each part."""
+    """The additions of some new text of an answer to each part."""
 
     text: str = ""
     reasoning: str = ""
@@ -45,5 +45,5 @@ class PartsReader(Protocol):
         ...
 
     def end(self) -> PartsDelta:
-        """What was held back. A call that broke off stays as far as it came."""
+        """The text that was held back. A call that broke off stays as far as it came."""
         ...

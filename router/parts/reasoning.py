@@ -68,7 +68,7 @@ def _drop_newlines(scan: Scan) -> Steps[None]:
 
 
 def _back_to_first_line(scan: Scan) -> Steps[None]:
-    """Of the space that was read only leading newlines are dropped."""
+    """Drop the leading newlines of the space that was read, and nothing else."""
     scan.at = scan.start
     yield from _drop_newlines(scan)
 

@@ -35,7 +35,7 @@ class Scan:
     # Parts
 
     def text(self) -> None:
-        """What is read is text."""
+        """Take the characters that are read as text."""
         taken = self._taken()
         if taken:
             self._text += self._gap, taken
@@ -43,15 +43,17 @@ class Scan:
             self._wrote = True
 
     def reasoning(self) -> None:
-        """What is read is reasoning."""
+        """Take the characters that are read as reasoning."""
         self._reasoning.append(self._taken())
 
     def drop(self) -> None:
-        """What is read is no part of the answer: a marker, or space beside one."""
+        """Drop the characters that are read: a marker, or space at its side."""
         self.start = self.at
 
     def drop_space(self) -> None:
-        """What is read is space beside a call and a marker. Between two texts the space stays."""
+        """Drop the characters that are read: space around a call or a marker. Between two texts it
+        stays.
+        """
         if self._wrote and not self._gap:
             taken = self._taken()
             self._gap = taken[: len(taken) - len(taken.lstrip(WHITESPACE))]
@@ -71,12 +73,14 @@ class Scan:
             self._calls.append(CallDelta(self._count - 1, None, text))
 
     def since(self, offset: int) -> str:
-        """What was read from `start + offset` on. Offsets last until `start` moves."""
+        """The characters read from `start + offset` on. Offsets last until `start` moves."""
         return self.buffer[self.start + offset : self.at]
 
     def reject(self, length: int) -> None:
-        """What is read is no call. The first `length` characters are text, the rest is to be read
-        once more."""
+        """Refuse the characters that are read as a call.
+
+        The first `length` characters are text, the rest is to be read once more.
+        """
         self.at = self.start + length
         self.text()
 

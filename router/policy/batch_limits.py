@@ -8,7 +8,7 @@ MOST_EXPIRY_S = 30 * 86400
 
 @dataclass(frozen=True, slots=True)
 class FilesLimits:
-    """Of `--files-dir`. A tenant of the keys file may have others."""
+    """Limits of `--files-dir`. A tenant of the keys file may have others."""
 
     max_file_bytes: int = field(
         default=200 << 20,
@@ -31,7 +31,7 @@ class FilesLimits:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Of batches that the router runs."""
+    """Limits of batches that the router runs."""
 
     max_lines: int = field(default=50_000, metadata={"min": 1, "help": "most lines of a batch"})
     rows: int = field(
@@ -46,7 +46,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesLimits:
-    """Of answers that `/v1/responses` stores."""
+    """Limits of answers that `/v1/responses` stores."""
 
     keep_s: int = field(
         default=0,

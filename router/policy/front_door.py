@@ -30,9 +30,9 @@ class HttpDeadlines:
 
 
 class FrontDoor:
-    """Of one process. An address is forgotten with its last connection.
+    """Counts the connections of one process. An address is forgotten with its last connection.
 
-    per_address: 0 = no cap, as behind a proxy all come from one.
+    per_address: 0 = no cap, since all come from one address behind a proxy.
     """
 
     def __init__(self, most: int, per_address: int) -> None:

@@ -29,7 +29,7 @@ Verdict = Literal[
 
 
 class GuardSample(msgspec.Struct, frozen=True):
-    """Of one request. token_s: a token after the first; None where there was none."""
+    """Measurements of one request. token_s: for a token after the first; None without one."""
 
     failed: bool
     first_token_s: float | None = None
@@ -37,7 +37,7 @@ class GuardSample(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct):
-    """What requests of one version were like."""
+    """Sums over the requests of one version."""
 
     requests: int = 0
     failed: int = 0
@@ -50,9 +50,9 @@ class Measured(msgspec.Struct):
 
 
 class Measurements(msgspec.Struct, frozen=True):
-    """Of a rollout's versions, by digest. verdicts: of those that are judged.
+    """Measurements of a rollout's versions, by digest. verdicts: for those that are judged.
 
-    of_all: of all routers' requests, not of this one's alone.
+    of_all: over all routers' requests, not over this one's alone.
     """
 
     versions: Mapping[str, Measured]

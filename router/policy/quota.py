@@ -35,7 +35,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """Whose use is counted: `key:<id>` or `tenant:<name>`."""
+    """A key or a tenant whose use is counted: `key:<id>` or `tenant:<name>`."""
 
     name: str
     limits: Limits
@@ -57,7 +57,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class QuotaAccount(msgspec.Struct):
-    """What is remembered of a subject. Absent levels are full. leases: request -> end, in ms."""
+    """The remembered state of a subject. Absent levels are full. leases: request -> end, in ms."""
 
     requests: int | None = None
     requests_at: int = 0
@@ -69,7 +69,10 @@ class QuotaAccount(msgspec.Struct):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """Of one subject, after a decision. Levels in 1/UNIT; used: of the budget's period `window`."""
+    """The state of one subject after a decision.
+
+    Levels are in 1/UNIT. used: tokens of the budget's period `window`.
+    """
 
     requests: int
     tokens: int
@@ -184,7 +187,7 @@ def _refill(level: int | None, at: int, per_minute: int | None, now_ms: int) -> 
 def _obstacles(
     account: QuotaAccount, limits: Limits, ask: Ask, now_ms: int
 ) -> list[tuple[int, Reason]]:
-    """What keeps the request out, and for how many ms. It will take one token at least."""
+    """Reasons that keep the request out, and for how many ms. It will take one token at least."""
     found: list[tuple[int, Reason]] = []
     tokens, has_place = max(1, ask.tokens), ask.lease in account.leases
     if limits.requests_per_minute and account.requests is not None and not has_place:

@@ -34,7 +34,7 @@ VersionState = Literal[
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What a reference turned out to be. ref: with its commit, for sources that have one."""
+    """The content of a reference. ref: with its commit, for sources that have one."""
 
     ref: AdapterRef
     manifest: AdapterManifest
@@ -88,7 +88,7 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class Declared(msgspec.Struct, frozen=True):
-    """What the adapters file says of versions: reference and weight of each, as it is written."""
+    """Versions in the adapters file: reference and weight of each, as written there."""
 
     versions: tuple[tuple[AdapterRef, Weight], ...]
     guards: Guards | None
@@ -116,7 +116,7 @@ class Rollout(msgspec.Struct, frozen=True):
         return next((v for v in self.versions if v.digest == digest), None)
 
     def share(self, digest: str) -> float:
-        """Of a version, of all requests, once its wanted weight is in force."""
+        """The version's share of all requests, once its wanted weight is in force."""
         total = self.weight + sum(version.weight for version in self.versions)
         found = self.version(digest)
         return 0.0 if found is None or not total else found.weight / total
@@ -133,7 +133,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
 
 def sticky_value(tenant: str, user: str | None, key_id: str, request_id: str) -> str:
-    """What decides a request's version: its user, else its key, else nothing that lasts."""
+    """The value that decides a request's version: its user, else its key, else its own id."""
     if user:
         return f"user\0{tenant}\0{user}"
     return f"key\0{key_id}" if key_id else f"request\0{request_id}"

@@ -55,7 +55,7 @@ class Lark:
         self._rules[int(name.rpartition("_")[2])] = f"{name}{parameter}: {body}"
 
     def nested(self, source: str) -> str:
-        """What a whole grammar accepts, with names of its own."""
+        """An expression for all that a whole grammar accepts, with names of its own."""
         return self.rule("nested", f"%lark {{\n{source}\n}}")
 
     def literal(self, text: str) -> str:

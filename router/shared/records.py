@@ -12,8 +12,10 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 def readable(entries: Iterable[bytes], kind: type[Record]) -> list[Record]:
-    """Those that are of that kind. Others cost themselves alone, and a line of the log: a router of
-    another version may have written them, or no router."""
+    """Entries of this kind. Others are left out, with a line in the log.
+
+    A router of another version may have written them, or no router.
+    """
     records: list[Record] = []
     for entry in entries:
         try:

@@ -126,8 +126,10 @@ class RedisLink:
 
 
 def _kind(error: BaseException) -> str:
-    """Of the error only that: messages may hold addresses and credentials. What kept a connection
-    from being made stands behind one of the library's own."""
+    """The type of the error alone, since messages may hold addresses and credentials.
+
+    The reason why a connection was not made stands behind an error of the library's own.
+    """
     return type(error.__cause__ or error).__name__
 
 

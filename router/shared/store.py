@@ -1,4 +1,4 @@
-"""What routers share, as a protocol: values, tables, leases, logs, counters and quotas. Pure.
+"""State that routers share, as a protocol: values, tables, leases, logs, counters and quotas. Pure.
 
 `memory_store` is one router's own, `redis_store` that of many. Both keep the same contract.
 """

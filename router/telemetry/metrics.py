@@ -1,4 +1,4 @@
-"""What a router measures, in a registry of its own.
+"""Measurements of a router, in a registry of its own.
 
 Labels come from fixed, short lists; `top_adapters` bounds the only names among them.
 """

@@ -1,6 +1,6 @@
-"""What is counted, traced, logged and charged of one generation request, event by event.
+"""Counts, traces, logs and charges one generation request, event by event.
 
-The request's way names what happens; what is made of it is decided here alone.
+The request's way names what happens. What follows from an event is decided here alone.
 """
 
 import time
@@ -105,7 +105,7 @@ class RequestObserver:
         self._request.notes["gen_ai.usage.input_tokens"] = num_prompt_tokens
 
     def sequence(self, digest: str | None) -> "SequenceObserver":
-        """Of one of its sequences, with the adapter of this digest."""
+        """The observer of one of the request's sequences, with the adapter of this digest."""
         return SequenceObserver(self, self._request, self._metrics, digest)
 
     # The way back
@@ -123,7 +123,7 @@ class RequestObserver:
         self._charge.generated_tokens += count
 
     def first_token(self, event: TokenEvent, now: float) -> None:
-        """Of one of its sequences; the first of all of them counts."""
+        """Note the first token of one of the sequences; the first of all of them counts."""
         if self.first_token_s is not None:
             return
         self.first_token_s = now - self._began
@@ -195,9 +195,9 @@ class RequestObserver:
         self._charge.close()
 
     def _sample(self) -> GuardSample:
-        """Who left before the first token has waited for so long at least.
+        """The measurements for the guards. A client that left early has waited so long at least.
 
-        A cold start says nothing of a version: one with a small share has more of them.
+        A cold start says nothing of a version: a version with a small share has more of them.
         """
         if self._outcome == "failed":
             return GuardSample(True)

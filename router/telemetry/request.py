@@ -1,4 +1,4 @@
-"""What is known of the request in hand, for its log line and its trace; by task, not by argument.
+"""Facts about the request in hand, for its log line and its trace; by task, not by argument.
 
 Names are OpenTelemetry's for generative AI where it has one, and `loraplex.*` otherwise.
 """
@@ -32,7 +32,7 @@ class Trace(Protocol):
 
 
 class NoTrace:
-    """Of a router that traces nothing."""
+    """The trace of a router that traces nothing."""
 
     trace_id: str | None = None
     traceparent: str | None = None
@@ -67,7 +67,7 @@ class RequestInHand:
 
     @property
     def name(self) -> str:
-        """Of its span: operation and model, once they are known."""
+        """The name of the span: operation and model, once they are known."""
         words = (self.notes.get("gen_ai.operation.name"), self.notes.get("gen_ai.request.model"))
         known = [str(word) for word in words if word is not None]
         return " ".join(known) or str(self.notes.get("http.route", "request"))

@@ -50,7 +50,7 @@ class RequestLog:
 
 
 def note_call(request: RequestInHand, call: GenerationCall, tenant: str, base_name: str) -> None:
-    """What the caller asked for; no more of the prompt than the operator wants."""
+    """Note the caller's wishes; no more of the prompt than the operator wants."""
     sampling = call.sampling
     request.notes |= {
         "gen_ai.operation.name": _operation(call),

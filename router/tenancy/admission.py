@@ -72,7 +72,7 @@ class Admission:
         return "shared" if self._is_up() else self._outage
 
     def known_refusal(self, subjects: tuple[Subject, ...]) -> Verdict | None:
-        """What `admit` would still answer, as far as is known without asking."""
+        """A refusal that `admit` would still give, as far as is known without asking."""
         until, verdict = self._used_up.get(subjects, (0.0, None))
         left_ms = round(1000 * (until - time.monotonic()))
         if verdict is None or left_ms <= 0:

@@ -70,7 +70,7 @@ class Keyring:
                 tasks.create_task(self._follow(self._file))
 
     async def identify(self, given: str | None) -> Caller:
-        """Whose key it is. Raises RequestError (unauthorized, unavailable)."""
+        """The caller whose key it is. Raises RequestError (unauthorized, unavailable)."""
         if not given:
             raise RequestError(
                 "unauthorized", "this server wants a key, as `Authorization: Bearer KEY`"
@@ -86,8 +86,10 @@ class Keyring:
         return self._caller(check_key(found, digest, self._clock()))
 
     def stand_in(self, tenant: str, key_id: str) -> Caller:
-        """Who asked for something that is done later, with a key that must be good still. Raises
-        RequestError (unauthorized, unavailable)."""
+        """The caller behind work that is done later. The key must still be good.
+
+        Raises RequestError (unauthorized, unavailable).
+        """
         key = self._by_id.get(key_id)
         found = None if key is None or key.tenant != tenant else key
         if found is None and not self._is_up():

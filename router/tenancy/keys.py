@@ -73,8 +73,10 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who asks. key: None where no key is needed; then all is open. owner: whose the key is.
-    is_batch: it is a line of a batch."""
+    """The party that asks. key: None where no key is needed; then all is open.
+
+    owner: the key's tenant. is_batch: the request is a line of a batch.
+    """
 
     key: ApiKey | None = None
     owner: Tenant = Tenant("")
@@ -100,7 +102,7 @@ class Caller(msgspec.Struct, frozen=True):
 
     @property
     def subjects(self) -> tuple[Subject, ...]:
-        """Whose quotas its requests take from; none for a caller without limits."""
+        """Subjects whose quotas the requests take from; none for a caller without limits."""
         if self.key is None:
             return ()
         both = (

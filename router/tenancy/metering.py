@@ -53,7 +53,7 @@ class Metering:
         self._listed: dict[tuple[int, str], float] = {}
 
     def charge(self, caller: Caller, request_id: str) -> "Charge":
-        """Of one request, until it is closed."""
+        """The charge for one request, until it is closed."""
         return Charge(self, caller, request_id, self.clock())
 
     def record(self, record: UsageRecord, is_listed: bool) -> None:
@@ -77,14 +77,16 @@ class Metering:
             await self.flush()
 
     async def tenants(self, first: int, last: int) -> set[str]:
-        """Who used something in these days, though they may have no key any more. Raises
-        StoreDown."""
+        """Tenants that used something in these days, also those without a key now.
+
+        Raises StoreDown.
+        """
         await self.flush()
         books = [await self._store.counts(tenants_book(day)) for day in range(first, last + 1)]
         return {tenant for book in books for tenant in book}
 
     async def usage(self, tenants: Sequence[str], first: int, last: int) -> list[UsageRow]:
-        """Of these days since 1970-01-01, both included. Raises StoreDown."""
+        """Usage by tenant in these days since 1970-01-01, both included. Raises StoreDown."""
         await self.flush()
         rows: list[UsageRow] = []
         for tenant in tenants:

@@ -13,7 +13,7 @@ _WHAT: dict[Reason, str] = {
 
 
 def rate_headers(subjects: Sequence[Subject], verdict: Verdict) -> dict[str, str]:
-    """Of the subject with the least left; nothing of what has no limit."""
+    """Headers for the subject with the least left; none for what has no limit."""
     headers: dict[str, str] = {}
     for what in ("requests", "tokens"):
         standings: list[tuple[int, int, int]] = []

@@ -47,7 +47,7 @@ class Tenancy:
 
     @asynccontextmanager
     async def run(self, background: Background) -> AsyncIterator[None]:
-        """What was counted is written before it ends, if the store answers."""
+        """Run the parts. Counts are written before the end, if the store answers."""
         parts = (self.keyring, self.metering, self.audit)
         try:
             async with background.running(*(part.run() for part in parts)):

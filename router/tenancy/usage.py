@@ -53,7 +53,7 @@ class UsageRow(msgspec.Struct, frozen=True):
 
 
 class Pending:
-    """What was used and is not yet in the store. Bounded: what is too much counts as `_other`."""
+    """Usage that is not yet in the store. It is bounded: what is too much counts as `_other`."""
 
     def __init__(self) -> None:
         self._books: dict[tuple[str, int], dict[str, int]] = {}
@@ -97,12 +97,12 @@ def book_name(tenant: str, day: int) -> str:
 
 
 def tenants_book(day: int) -> str:
-    """Of a day: a counter for each tenant that used something."""
+    """The name of a day's book: a counter for each tenant that used something."""
     return f"tenants:{day}"
 
 
 def day_and_tenant(name: str) -> tuple[int, str]:
-    """Those of a book's name."""
+    """The day and the tenant in a book's name."""
     day, _, tenant = name.removeprefix("usage:").partition(":")
     return int(day), tenant
 

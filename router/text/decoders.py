@@ -29,8 +29,9 @@ class DecoderStep:
         return True
 
     def settle(self, text: str) -> str | None:
-        """What becomes of `text` after a begun state, where the state that it leaves is always the
-        same; None where it is not.
+        """The result for `text` after a begun state, where the state behind is always the same.
+
+        None where it is not.
         """
         raise NotImplementedError
 
@@ -308,7 +309,7 @@ class ReplaceText(TextStep):
 
 
 class WholeText(TextStep):
-    """What can be done only to the whole text: all of it is held back to the end."""
+    """A step that needs the whole text: all of the text is held back to the end."""
 
     __slots__ = ("_change", "_pieces")
 

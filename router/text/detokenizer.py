@@ -12,7 +12,7 @@ from loraplex.router.text.text_decoder import TextDecoder
 
 
 class Tokens(Protocol):
-    """What a detokenizer has to know of the vocabulary."""
+    """Facts about the vocabulary that a detokenizer needs."""
 
     def token(self, token_id: int) -> str | None:
         """As the vocabulary spells the token; None for ids that stand for nothing."""
@@ -82,11 +82,13 @@ class Detokenizer:
         return self._new(text) if self._known else text
 
     def flush(self) -> str:
-        """What was held back, once no more tokens will come. Nothing may be pushed after it."""
+        """The text that was held back, once no more tokens will come. Nothing may be pushed after
+        it.
+        """
         return self._new(self._decoder.flush())
 
     def held(self) -> str:
-        """What a flush would give now."""
+        """The text that a flush would give now."""
         return self.copy().flush() if self._decoder.holding else ""
 
     @property

@@ -181,7 +181,7 @@ class TextModel:
         return self._tokens[token_id]
 
     def added_tokens(self) -> dict[int, AddedToken]:
-        """Those beside the vocabulary, by id."""
+        """Tokens that were added to the vocabulary, by id."""
         names = AddedToken.__struct_fields__
         added = self._tokenizer.get_added_tokens_decoder()
         return {i: AddedToken(*(getattr(t, name) for name in names)) for i, t in added.items()}
@@ -191,7 +191,7 @@ class TextModel:
         return self.token(token_id) in self._special
 
     def special_ids(self, texts: Collection[str]) -> dict[str, int]:
-        """Those of the texts that are special tokens, with their ids."""
+        """Special tokens among the texts, with their ids."""
         special = self._special.intersection(texts)
         return {text: i for text in special if (i := self._tokenizer.token_to_id(text)) is not None}
 
@@ -199,7 +199,7 @@ class TextModel:
         return token_id in self._added
 
     def token_text(self, token_id: int) -> str:
-        """What the token adds inside a text where it is written; "" for unknown ids."""
+        """The text that the token adds inside a text; "" for unknown ids."""
         text = self._texts.get(token_id)
         if text is None:
             token = self.token(token_id)
@@ -228,11 +228,13 @@ class TextModel:
         return 0 <= token_id < self.card.vocab_size
 
     def _spelled(self, token_id: int) -> str:
-        """Of a token that covers nothing of its text: one that was added around it."""
+        """The spelling of a token that covers nothing of its text, since it was added around the
+        text.
+        """
         return self.token_text(token_id) if self.is_special(token_id) else ""
 
     def _text_of(self, token: str) -> str:
-        """What stands between the texts of two others."""
+        """The text of a token between two other tokens."""
         before, after = _other_than(token)
         start = self._decode_all(before)
         whole = self._decode_all(before, token, after)
@@ -260,7 +262,7 @@ class TextModel:
         return size if tuple(ids[size : 2 * size]) == self._prefix else 0
 
     def _find_prefix(self) -> tuple[int, ...]:
-        """What the tokenizer puts before every text, if anything."""
+        """Ids that the tokenizer puts before every text, if any."""
         encoding = self._tokenizer.encode("a", add_special_tokens=True)
         added = encoding.special_tokens_mask
         return tuple(encoding.ids[: added.index(0)]) if 0 in added else ()

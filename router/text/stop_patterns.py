@@ -45,8 +45,9 @@ def compiled(pattern: str) -> Any:
 
 
 class PatternView:
-    """What several patterns have seen of one text. certain: characters in which no match will
-    begin."""
+    """The state of several patterns over one text. certain: characters in which no match will
+    begin.
+    """
 
     __slots__ = ("_before", "_from", "_left_s", "_patterns", "_text", "certain")
 

@@ -141,7 +141,10 @@ class _View:
         self._hidden += sum(length for _, length in past)
 
     def _start_anew(self, before: int) -> None:
-        """What was read ahead came out as another text: bytes that a later one made invalid."""
+        """Begin again: the text that was read ahead came out otherwise.
+
+        Bytes may become invalid by a later one.
+        """
         self._state = 0
         self._gaps = []
         self._hidden = self._size - before
@@ -206,7 +209,7 @@ class StopMatcher:
         return self._stop(match)
 
     def flush(self) -> str:
-        """What was held back, once no more text will come."""
+        """The text that was held back, once no more text will come."""
         held, self._held = self._held, ""
         return held
 

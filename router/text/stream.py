@@ -27,10 +27,10 @@ from loraplex.server.protocol import Finish, TokenEvent, TokenLogprob
 
 
 class TokenTexts(Tokens, Protocol):
-    """What a stream has to know of the tokenizer."""
+    """Facts about the tokenizer that a stream needs."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds inside a text where it is written."""
+        """The bytes that the token adds inside a text."""
         ...
 
     def token_text(self, token_id: int) -> str:
@@ -98,7 +98,9 @@ class ChoiceStream:
         self.finish: FinishReason | None = None
 
     def feed(self, event: TokenEvent) -> TextEvent | None:
-        """What the event adds, or None. Raises RequestError where a pattern takes too long."""
+        """The text that the event adds, or None. Raises RequestError where a pattern takes too
+        long.
+        """
         if self.finish is not None:
             return None
         before = len(self._ids)

@@ -126,7 +126,10 @@ class TemplateSandbox:
         return msgspec.msgpack.decode(reply, type=RenderOutcome)
 
     def _check_refused(self, key: bytes, size: int) -> None:
-        """What is half as large is tried: one caller's long messages must not be another's loss."""
+        """Refuse a template that was too costly for a conversation of this size.
+
+        Half the size is tried: one caller's long messages must not be another's loss.
+        """
         refusal = self._refused.get(key)
         if refusal is None or refusal.until <= asyncio.get_running_loop().time():
             return

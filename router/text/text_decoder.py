@@ -58,7 +58,7 @@ class TextDecoder:
         return text
 
     def flush(self) -> str:
-        """What was held back. Nothing may be pushed after it."""
+        """The text that was held back. Nothing may be pushed after it."""
         tokens: list[str] = []
         for step in self._token_steps:
             tokens = [changed for token in tokens for changed in step.push(token)]
@@ -123,7 +123,7 @@ def _flat(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class _Options(msgspec.Struct):
-    """Of all kinds, by the library's names and defaults."""
+    """Options of all kinds of decoders, by the library's names and defaults."""
 
     type: str
     pattern: dict[str, str] = {}

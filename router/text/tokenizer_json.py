@@ -1,4 +1,4 @@
-"""What a tokenizer's file says that the tokenizers library does not expose. Pure."""
+"""Facts in a tokenizer's file that the tokenizers library does not expose. Pure."""
 
 import json
 from typing import Any

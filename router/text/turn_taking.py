@@ -94,7 +94,7 @@ class CallersTurns:
         return await self.run_apart("text", size, work)
 
     async def parsed(self, body: bytes, parse: Callable[[bytes], T]) -> T:
-        """What `parse` makes of a request's body. Raises as `run`."""
+        """The result of `parse` for a request's body. Raises as `run`."""
         return await self.run(len(body) // _PARSING, lambda: parse(body))
 
     async def written(self, size: int, answer: Callable[[], Any]) -> list[bytes]:

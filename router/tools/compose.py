@@ -24,7 +24,7 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """What else than text in its form an answer may have.
+    """The parts that an answer may have besides text in its form.
 
     reasoning: what the model may write first; None = nothing. begun: the prompt has begun it.
     tools, tool_format: what it may call, and in which form. special_ids: of the markers of both
@@ -121,7 +121,7 @@ def _answer(shape: Shape | None, frame: Frame, writer: Lark) -> str:
 
 
 def _text_of(shape: Shape, frame: Frame, writer: Lark) -> str:
-    """What stands before the answer's text, the text, and what may stand behind."""
+    """The expression for an answer's text, with what stands before and behind."""
     text, reasoning = rules(shape, writer), frame.reasoning
     if reasoning is not None and reasoning.header:
         text = f"{writer.literal(reasoning.header)} {text}"

@@ -42,7 +42,7 @@ class Tools(msgspec.Struct, frozen=True):
 
     @property
     def allowed(self) -> tuple[Tool, ...]:
-        """Those that may be called."""
+        """The tools that may be called."""
         if not self.callable:
             return self.offered
         return tuple(tool for tool in self.offered if tool.name in self.callable)

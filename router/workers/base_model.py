@@ -19,8 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 def agreed(newest: ModelCard, workers: Sequence[ModelCard]) -> ModelCard:
-    """What workers of one base say together: the newest one's words, the names of all, and a
-    context that each of them has. workers: their cards, at least one."""
+    """The card that workers of one base share: the newest one's words, the names of all, a common
+    context.
+
+    workers: their cards, at least one.
+    """
     names = dict.fromkeys(name for card in workers for name in card.names)
     listed = dict.fromkeys(name for card in workers for name in card.listed or card.names[:1])
     least = min(card.max_context for card in workers)
@@ -50,7 +53,7 @@ class BaseModel:
 
     @property
     def limits(self) -> ApiLimits:
-        """What bodies may ask for; it means nothing before the first card."""
+        """Limits of what bodies may ask for; without meaning before the first card."""
         return self._limits
 
     def require(self) -> TextModel:

@@ -35,7 +35,7 @@ _STABLE_S = 10.0  # a connection that held so long starts the back-off anew
 
 
 class WorkerListener(Protocol):
-    """Who hears of a worker's comings and goings."""
+    """Hears of a worker's comings and goings."""
 
     async def accept_card(self, card: ModelCard) -> str | None:
         """Asked at each connection: None = welcome, else why this model cannot be served from."""

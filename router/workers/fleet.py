@@ -86,11 +86,10 @@ class Fleet:
             self.worker_changed()
 
     def _listen(self, now: float, late_s: float) -> None:
-        """What runs on a worker that has fallen silent goes on elsewhere, if there is another.
+        """Move work away from workers that are silent, if there is another worker.
 
-        So does what has not begun on one that does not hear this router.
-
-        late_s: how late this process is itself; then it may be that it only did not listen.
+        Work that has not begun also leaves a worker that does not hear this router. late_s: how
+        late this process is itself; then it may be that it only did not listen.
         """
         if late_s > _LATE_S:
             for session in self.sessions:
@@ -196,7 +195,7 @@ class Fleet:
         return any(error.code == "unavailable" or session.knows(digest) for session in others)
 
     def accept_worker(self, hello: WorkerHello) -> str | None:
-        """Of two workers with one name the one that started last is believed."""
+        """Accept a worker. If two workers have one name, the one that started last is believed."""
         for session in self.sessions:
             if session.worker_id != hello.worker_id:
                 continue

@@ -69,7 +69,7 @@ class ConnectionLoads:
             self._loads.pop(load_id, None)
 
     def on_state(self, state: AdapterState) -> None:
-        """What the worker says of a load. Raises ProtocolFault."""
+        """Note the worker's word on a load. Raises ProtocolFault."""
         future = self._loads.get(state.load_id)
         if future is None or future.done():
             return

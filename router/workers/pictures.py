@@ -7,9 +7,10 @@ from loraplex.server.protocol import AdapterPlace, Inspect, WorkerPicture
 
 
 class WorkerPictures:
-    """Of one connection. `send` puts a frame on the wire; it may raise what ends a connection.
+    """Pictures of the worker behind one connection.
 
-    places: of the newest picture that had any; the same tuple for as long as nothing changes.
+    `send` puts a frame on the wire; it may raise what ends a connection. places: of the newest
+    picture that had any; the same tuple for as long as nothing changes.
     """
 
     def __init__(self, send: Callable[[Inspect], None]) -> None:

@@ -16,15 +16,15 @@ class Roster:
 
     @property
     def sessions(self) -> list[WorkerSession]:
-        """Of connected workers."""
+        """Sessions of connected workers."""
         return [client.session for client in self.clients if client.session is not None]
 
     @property
     def views(self) -> list[WorkerView]:
-        """Of connected workers."""
+        """Views of connected workers."""
         return [session.view for session in self.sessions]
 
     @property
     def cards(self) -> list[ModelCard]:
-        """Of connected workers, without their texts."""
+        """Cards of connected workers, without their texts."""
         return [client.card for client in self.clients if client.card is not None]

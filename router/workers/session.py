@@ -187,7 +187,8 @@ class WorkerSession:
         return self._leave(keys, "engine_lost", why)
 
     def take_back(self, why: str) -> int:
-        """What has not begun, and may never have arrived, goes elsewhere; nothing was tried yet.
+        """Send sequences that have not begun elsewhere; they may never have arrived. Nothing was
+        tried yet.
 
         Returns how many sequences there were.
         """
@@ -245,7 +246,7 @@ class WorkerSession:
             self._send(AdapterPrefetch((digest,)))
 
     def pin(self, digests: Iterable[str]) -> None:
-        """These and no others are to stay on the device. Raises WorkerLost."""
+        """Keep these adapters, and no others, on the device. Raises WorkerLost."""
         self._send(AdapterPins(tuple(sorted(digests))))
 
     # The connection

@@ -7,7 +7,7 @@ Hearing = Literal["good", "silent", "deaf"]
 
 
 class Liveness:
-    """Of one connection, from its beginning."""
+    """Judges one connection from its beginning."""
 
     __slots__ = ("_asked_at", "_heard_at", "_unsent", "hearing")
 

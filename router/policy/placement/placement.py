@@ -39,10 +39,10 @@ MAX_ADAPTERS = 1 << 14
 
 
 class PlacementRequest(NamedTuple):
-    """What is to be placed. adapter: digest, "" = base. home_key: what its homes are ranked by.
+    """Facts about a request that decide its worker.
 
-    nbytes: of the adapter. prefixes: as from `prefix_keys`. avoid: ids of workers that could not
-    get the adapter.
+    adapter: digest, "" = base. home_key: ranks the adapter's homes. nbytes: of the adapter.
+    prefixes: as from `prefix_keys`. avoid: ids of workers that could not get the adapter.
     """
 
     adapter: str

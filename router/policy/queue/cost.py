@@ -21,14 +21,14 @@ _NEWEST = 0.1  # weight of the newest observation in a running mean
 
 
 class Flow(NamedTuple):
-    """Whose turn it is: a tenant's, for one adapter. adapter: digest, or "" for the base."""
+    """A party that has turns: a tenant, for one adapter. adapter: digest, or "" for the base."""
 
     tenant: str
     adapter: str
 
 
 def load_price(nbytes: int) -> float:
-    """Of bringing an adapter of so many bytes to a device."""
+    """The price in tokens of bringing an adapter of `nbytes` to a device."""
     return nbytes / LOAD_BYTES_A_TOKEN
 
 
@@ -57,9 +57,9 @@ class OutputEstimate:
 
 
 class Bill:
-    """What one sequence is charged: prompt and expected output at first, then what really comes.
+    """The charge for one sequence: prompt and expected output at first, then what really comes.
 
-    parties: the accounts that pay. Call `settle` when it is over, however it ended.
+    parties: the accounts that pay. Call `settle` when the sequence is over, however it ended.
     """
 
     __slots__ = ("_estimate", "_expected", "_flow", "_generated", "_parties", "_settled", "_shares")

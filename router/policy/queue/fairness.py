@@ -13,7 +13,7 @@ MAX_IDLE_ACCOUNTS = 1024
 
 
 class Account:
-    """What one party was served, in priced tokens by its weight."""
+    """The service that one party had, in priced tokens divided by its weight."""
 
     __slots__ = ("active", "arrival", "listed", "name", "virtual", "weight")
 

@@ -34,13 +34,13 @@ class QueueLimits:
 
     @property
     def most_bytes_at_once(self) -> int:
-        """Of their prompts, likewise."""
+        """The most bytes of prompts that one request may bring."""
         return min(self.nbytes, self.tenant_nbytes or self.nbytes)
 
 
 @dataclass(slots=True)
 class QueueSize:
-    """What waits now."""
+    """The size of what waits now."""
 
     count: int
     nbytes: int
@@ -58,9 +58,9 @@ class Promise(QueueSize):
 
 
 class QueueCapacity:
-    """What waits and what was booked, in all and of each tenant, against the limits.
+    """Sequences that wait and places that were booked, in all and by tenant, against the limits.
 
-    held: what waits.
+    held: the size of what waits.
     """
 
     def __init__(self, limits: QueueLimits) -> None:
@@ -104,7 +104,10 @@ class QueueCapacity:
 
 
 def _over(own: int, more: int, one: int, free: int, limit: int | None) -> bool:
-    """Of who has `own` waiting; by the share that the last of `more` would find, `one` by one."""
+    """Whether `more` sequences are too many for a party that has `own` waiting.
+
+    The last of them counts, with the share that it would find, `one` by one.
+    """
     before = more - one
     over_share = own > 0 and own + before > _SHARE_OF_FREE * (free - before)
     return over_share or (limit is not None and own + more > limit)

@@ -82,5 +82,5 @@ class TenantShares:
 
     @property
     def _shared(self) -> int:
-        """Those of a worker that leaves are still taken for a while."""
+        """Rows to share. Rows of a worker that leaves are still taken for a while."""
         return max(self.rows, self._total)

@@ -186,7 +186,7 @@ class WaitingQueue(Generic[T]):
         return Promise(count, nbytes, tenant)
 
     def release(self, promise: Promise) -> None:
-        """What is left of it, if anything is, is others' again."""
+        """Give the rest of a promise, if there is any, back to others."""
         self._redeem(promise, promise.count, promise.nbytes)
 
     def _redeem(self, promise: Promise, count: int, nbytes: int) -> None:
@@ -214,7 +214,7 @@ class WaitingQueue(Generic[T]):
         return ticket
 
     def candidates(self, now: float) -> Iterator[Candidate[T]]:
-        """Those whose turn it is, the first in turn first. Stop iterating after a change."""
+        """Entries whose turn it is, the first in turn first. Stop iterating after a change."""
         for priority in sorted(self._bands):
             for ticket, entry, lane in self._bands[priority].heads():
                 held_s = 0.0 if lane.held_since is None else now - lane.held_since

@@ -47,7 +47,7 @@ class Algebra:
         self.texts = texts
 
     def met(self, one: JsonValues, other: JsonValues) -> JsonValues:
-        """What is in both."""
+        """The values that are in both."""
         if one == ALL or other == ALL:
             return other if one == ALL else one
         numbers = [_met_numbers(a, b) for a in one.numbers for b in other.numbers]
@@ -93,7 +93,7 @@ class Algebra:
         )
 
     def form_of(self, objects: Objects, name: str) -> Form:
-        """What a member of this name keeps to."""
+        """The form that a member of this name keeps to."""
         if name in objects.fields:
             return objects.fields[name].form
         found, known = ANY_VALUE, False

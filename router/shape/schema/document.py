@@ -1,4 +1,4 @@
-"""What the references within one schema name: by pointer, anchor, `$id` and dynamic scope. Pure."""
+"""Resolves references within one schema: by pointer, anchor, `$id` and dynamic scope. Pure."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ class Spot(NamedTuple):
     scope: tuple[str, ...]
 
     def at(self, *keys: str | int) -> "Spot":
-        """What stands below these keys, which are there."""
+        """The place below these keys, which are there."""
         found = self.schema
         for key in keys:
             found = found[key]
@@ -66,7 +66,7 @@ class Document:
         return self._entered(spot.at(*keys))
 
     def reference(self, spot: Spot, ref: str, keyword: str) -> Spot:
-        """What `$ref` names. keyword: the one that says it."""
+        """The place that `$ref` names. keyword: the one that holds the reference."""
         address, fragment = urldefrag(ref)
         resource = spot.resource
         if address:

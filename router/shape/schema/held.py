@@ -98,7 +98,7 @@ def _at(found: Any, keys: tuple[str | int, ...]) -> Any:
 
 
 def _negatives(schema: Any, param: str) -> dict[str, tuple[str, str]]:
-    """Of places below `not` and its like: the outermost place and keyword that has them."""
+    """The outermost place and keyword that negates, for each place below `not` and its like."""
     found: dict[str, tuple[str, str]] = {}
     waiting: list[tuple[Any, str, tuple[str, str] | None]] = [(schema, param, None)]
     while waiting:

@@ -186,7 +186,7 @@ class _Writer:
                 yield self._open["["], self._close["]"]
 
     def _plain_items(self, one: Arrays, index: int) -> _Way:
-        """Those from this index on, at least one."""
+        """Items from this index on, at least one."""
         item = _Key("value", item_of(one, index))
         least, most = one.least - index - 1, None if one.most is None else one.most - index - 1
         if index >= len(one.first):
@@ -197,7 +197,7 @@ class _Writer:
         return item, _Many(more, min(max(least, 0), 1), 1)
 
     def _items(self, key: _Key, one: Arrays, at: _Items) -> Iterator[_Way]:
-        """What may follow in an array of which some items are demanded."""
+        """Ways on in an array of which some items are demanded."""
         done = all(n >= some.least for n, some in zip(at.counts, one.some, strict=True))
         if done and at.item >= one.least:
             yield (self._close["]"],)
@@ -289,7 +289,7 @@ class _Writer:
         return self._objects[key]
 
     def _members(self, key: _Key, whole: Objects, at: _Members) -> Iterator[_Way]:
-        """What may follow in an object, up to its end."""
+        """Ways on in an object, up to its end."""
         one, fields = self._fields(key, whole)
         if at.field == len(fields):
             yield from self._free_members(key, one, at)

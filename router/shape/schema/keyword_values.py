@@ -1,4 +1,4 @@
-"""What single keywords of JSON Schema accept, those of one type together. Pure."""
+"""The values that single keywords of JSON Schema accept, grouped by type. Pure."""
 
 from collections.abc import Callable
 from decimal import Decimal

@@ -43,7 +43,7 @@ _SELF = "a `$ref` in it leads back to itself, with nothing between"
 
 
 class _Made(NamedTuple):
-    """What a form is made of. kind: schema, both, either, not, constant."""
+    """The parts of a form. kind: schema, both, either, not, constant."""
 
     kind: str
     parts: tuple[Any, ...]
@@ -189,7 +189,7 @@ class Reader:
         return self.schema(self.document.below(spot, *keys))
 
     def refusal(self, form: Form, error: CannotHold) -> SchemaRefused:
-        """Of what the form asks for, at the place that asks for it."""
+        """The refusal of a form, at the place that asks for what cannot be held."""
         waiting, seen = [form], set[Form]()
         while waiting and error.keyword and len(seen) < _MOST_SEEN:
             here = waiting.pop(0)
@@ -293,7 +293,7 @@ class Reader:
         return join(found)
 
     def _tagged(self, spot: Spot, keyword: str, values: JsonValues) -> JsonValues:
-        """Those that have the tag that distinguishes the options, if there is one."""
+        """The values that have the tag that distinguishes the options, if there is one."""
         tag = self._tags.missing(spot.schema, keyword)
         if tag is None:
             return values
@@ -316,7 +316,7 @@ class Reader:
         return self.values(self.below(spot, keyword))
 
     def dependent(self, spot: Spot, keyword: str) -> JsonValues:
-        """What a member's presence demands: other members, or a schema of the object."""
+        """The values that a member's presence allows: other members, or a schema of the object."""
         found = ALL
         for name, demanded in keywords.mapping(spot.schema[keyword]).items():
             if isinstance(demanded, list) and keyword != "dependentSchemas":

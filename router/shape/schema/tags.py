@@ -10,7 +10,7 @@ _MOST_STEPS = 100_000
 
 
 class Tags:
-    """Of one schema. follow: to what a `$ref` names, None where there is nothing."""
+    """Finds the tags of one schema. follow: to what a `$ref` names, None where there is nothing."""
 
     def __init__(self, follow: Callable[[str], Any]) -> None:
         self._follow = follow

@@ -129,7 +129,7 @@ class CannotHold(ValueError):
 
 
 class Forms(Protocol):
-    """What gives forms to what is made of forms."""
+    """Gives forms to what is made of forms."""
 
     def both(self, one: Form, other: Form) -> Form: ...
     def negated(self, one: Form) -> Form: ...
@@ -146,7 +146,7 @@ def with_all_but(**part: Any) -> JsonValues:
 
 
 def join(several: Iterable[JsonValues]) -> JsonValues:
-    """What is in one of them."""
+    """The values that are in one of several."""
     found = list(several)
     if len(found) == 1:
         return found[0]

@@ -104,7 +104,7 @@ def _any_word() -> CharSet:
 
 
 def _class(letter: str, widest: bool) -> CharSet:
-    """Of `\\d` and its like: the characters that are in it for certain, or may be."""
+    """The characters of `\\d` and its like: those that are in it for certain, or may be."""
     if letter.isupper():
         return other_chars(_class(letter.lower(), not widest))
     if letter == "d":

@@ -76,7 +76,7 @@ def other_chars(of: CharSet) -> CharSet:
 
 
 def met_ranges(one: Ranges, other: Ranges) -> Ranges:
-    """What is in both."""
+    """The characters that are in both."""
     found: list[tuple[int, int]] = []
     mine = its = 0
     while mine < len(one) and its < len(other):
@@ -158,7 +158,7 @@ def can_be_empty(regex: Regex) -> bool:
 
 
 def after(regex: Regex, code: int) -> Regex:
-    """What may follow this character."""
+    """The expression that is left after this character."""
     match regex:
         case CharSet():
             return EMPTY if code in regex else NOTHING

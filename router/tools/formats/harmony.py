@@ -73,7 +73,7 @@ def _steps(scan: Scan, names: Collection[str]) -> Steps[None]:
 
 
 def _message(scan: Scan, names: Collection[str]) -> Steps[None]:
-    """Of which the header is read."""
+    """Read a message whose header is read."""
     found = _NAME.search(scan.since(0))
     if found is None:
         scan.drop_space()

@@ -72,7 +72,7 @@ class JsonCalls(msgspec.Struct, frozen=True):
         )
 
     def _rest(self, tools: Tools, lark: Lark, marker: str, call: str) -> str:
-        """What follows a marker."""
+        """The expression for what follows a marker."""
         close = lark.literal(self.close) if self.close else ""
         if self.listed:
             bracket = "" if marker.endswith("[") else '" "? "["'
@@ -143,7 +143,7 @@ class JsonCalls(msgspec.Struct, frozen=True):
             scan.at = scan.start
 
     def _rest_of_broken(self, scan: Scan) -> Steps[None]:
-        """What follows up to the close belongs to the arguments of the broken call."""
+        """Add all up to the close to the arguments of the broken call."""
         if self.close:
             yield from scan.until((self.close,), scan.arguments)
             scan.drop()

@@ -40,7 +40,10 @@ def json_value(scan: Scan) -> Steps[bool]:
 
 
 def _after_sign(wanted: str, sign: str, opened: list[str]) -> str:
-    """What is wanted after the sign, "" where the sign may not come. opened: { and [ so far."""
+    """The next thing that is wanted after the sign; "" where the sign may not come.
+
+    opened: { and [ so far.
+    """
     if wanted in _VALUES and sign in ("{", "["):
         opened.append(sign)
         return "first key" if sign == "{" else "first value"
@@ -154,6 +157,6 @@ def _is_half(escape: str) -> bool:
 
 
 def _content(escapes: str) -> str:
-    """What the escapes stand for; a half of a character is replaced."""
+    """The text that the escapes stand for; a half of a character is replaced."""
     text: str = json.loads(f'"{escapes}"')
     return re.sub("[\ud800-\udfff]", "\ufffd", text)

@@ -149,7 +149,7 @@ class NamedCalls(msgspec.Struct, frozen=True):
         scan.at = scan.start
 
     def _rest_of_broken(self, scan: Scan) -> Steps[None]:
-        """What follows up to the close belongs to the arguments of the broken call."""
+        """Add all up to the close to the arguments of the broken call."""
         if self.close:
             yield from scan.until((self.close,), scan.arguments)
             scan.drop()

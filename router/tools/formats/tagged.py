@@ -34,7 +34,7 @@ class ArgumentTags(msgspec.Struct, frozen=True):
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """What ends a text."""
+        """Texts that end a text."""
         return tuple(dict.fromkeys((self.padding + self.close, self.close)))
 
     # Grammar

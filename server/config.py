@@ -28,7 +28,9 @@ _DRAFTING_DECODES = 16
 
 
 def set_unset_variables(values: Mapping[str, str]) -> None:
-    """Of this process's environment, for libraries that read it."""
+    """Set variables of this process's environment, unless they are set, for libraries that read
+    them.
+    """
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
@@ -321,13 +323,13 @@ class WorkerConfig:
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
-    """What the engine process gets on its command line, as JSON.
+    """The engine process's configuration, which comes on its command line as JSON.
 
     dtype is resolved; model_path is a folder. host_arena_bytes: size of the shared arena it maps.
     quantize: weights in floating point at load; None = not. shards: devices that share the model.
-    Memory is that of each device, but for the host arena.
-    kv_memory: 0 = what weights, adapters and workspace leave of the GPU's share that may be used,
-    and of that no more than `kv_contexts` sequences of the whole context need; 0 = any.
+    Memory is that of each device, but for the host arena. kv_memory: 0 = what weights, adapters and
+    workspace leave of the GPU's share that may be used, and of that no more than `kv_contexts`
+    sequences of the whole context need; 0 = any.
     """
 
     model_path: str

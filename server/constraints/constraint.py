@@ -44,7 +44,7 @@ class GrammarMatcher(Protocol):
 
 
 class Foresight(NamedTuple):
-    """What a constraint says of the tokens to come.
+    """Facts about the tokens to come under a constraint.
 
     forced: tokens of the text that the grammar forces; other tokens of that text may be drawn.
     allowed: how many tokens of a draft may be drawn, one after the other.
@@ -105,7 +105,7 @@ class Constraint:
 
     @property
     def num_ids(self) -> int:
-        """Those that its sequence may draw without it."""
+        """The number of ids that the sequence may draw without the constraint."""
         return self._rules.vocab_size
 
     @property
@@ -158,7 +158,10 @@ class Constraint:
         return self.state
 
     def matcher_to_ask(self, words: int) -> GrammarMatcher | None:
-        """What gives the next token's mask, of `words` words. None: `fill` alone knows the mask."""
+        """The matcher that gives the next token's mask, of `words` words.
+
+        None: `fill` alone knows the mask.
+        """
         is_grammars = self._rules.grammar_words == words and self.state == "open"
         return self._matcher if is_grammars and self._ready is None else None
 
@@ -203,7 +206,7 @@ class Constraint:
             self._ahead.append((token_id, place))
 
     def foresee(self, draft: list[int], most: int) -> Foresight:
-        """Of at most `most` tokens to come. Nothing that it does changes the constraint."""
+        """Foresee at most `most` tokens to come. The constraint does not change."""
         self.catch_up()
         if self.state != "open":
             return NO_FORESIGHT
@@ -259,8 +262,9 @@ class Constraint:
         return end is None or bool(int(own[end >> 5]) >> (end & 31) & 1)
 
     def _permitted(self, token_ids: list[int]) -> list[int]:
-        """Of tokens to come, those that no rule but the grammar forbids, and that do not end the
-        output."""
+        """The first tokens to come that no rule but the grammar forbids, and that do not end the
+        output.
+        """
         rules, known, watches = self._rules, [*self._last], [*map(copy, self._watches)]
         count = len(known)
         known += takewhile(lambda token_id: token_id not in rules.ends, token_ids)

@@ -209,7 +209,7 @@ class Constraints:
         return [mask.place for mask in late]
 
     def foresee(self, wishes: Sequence[ForesightWish], wait_s: float) -> list[Foresight]:
-        """Of each wish: of those that are not fulfilled after `wait_s`, nothing."""
+        """Foresight for each wish; none for wishes that are not fulfilled after `wait_s`."""
         found = self._share(wishes, _foresee, self._finish, wait_s)
         return [found.get(i, NO_FORESIGHT) for i in range(len(wishes))]
 
@@ -254,8 +254,10 @@ class Constraints:
             self._fill_ahead(constraint, draft, rows[1:], is_open)
 
     def _fill_together(self, memory: np.ndarray, masks: Sequence["_Mask"]) -> None:
-        """Of cheap masks without drafts. Who takes part in one that turns out dear is late, and
-        is filled alone then."""
+        """Fill cheap masks without drafts together.
+
+        A row of a batch that turns out dear is late, and is filled alone then.
+        """
         count, words = memory.shape
         asked, wanted = set[int](), list[tuple[LLMatcher, int]]()
         for mask in masks:

@@ -73,7 +73,7 @@ class Names:
         return comes_again
 
     def _found(self, text: bytes) -> bytes:
-        """What stands behind the first text that is sought."""
+        """The text behind the first text that is sought."""
         places = [(at, -len(t), t) for t in self._sought if (at := text.find(t)) >= 0]
         if not places:
             self._text = text[-max(map(len, self._sought)) :]

@@ -15,8 +15,10 @@ def mask_words(vocab_size: int) -> int:
 
 
 def step_words(vocab_size: int, num_ids: Iterable[int]) -> int:
-    """Of each mask of a step. vocab_size: of the base. num_ids: of each row that has a mask. As
-    many as the logits of rows with new ids have columns, if one has such ids."""
+    """Words of each mask of a step. vocab_size: of the base. num_ids: of each row that has a mask.
+
+    There are as many as the logits of rows with new ids have columns, if one has such ids.
+    """
     is_wide = any(each > vocab_size for each in num_ids)
     return mask_words(vocab_size + MAX_NEW_IDS if is_wide else vocab_size)
 

@@ -36,7 +36,7 @@ def token_limit(request: GenerateRequest, limits: ExecutorLimits) -> int:
 
 
 def num_ids(request: GenerateRequest, limits: ExecutorLimits) -> int:
-    """Those that may stand in the request, or be drawn for it."""
+    """The number of ids that may stand in the request, or be drawn for it."""
     return limits.vocab_size if request.vocab_size is None else request.vocab_size
 
 

@@ -15,15 +15,18 @@ COPY_FAILED = "it could not be copied to the device"
 
 
 class ExecutorLimits(msgspec.Struct, frozen=True):
-    """What the executor allocated; constant for its life.
+    """Sizes that the executor allocated; constant for its life.
 
-    max_rows: sequences that may hold a row at once. max_step_tokens: of one plan.
-    adapter_slots: adapters on the device at once. arena_extents: extents of `extent_bytes` there.
-    max_decodes: tokens that the decode slices of a step may have in all; 0 = no slice has a draft.
-    short_context: a sequence of more tokens has other keys and values, from its first token on.
-    A row is of one kind, that of the tokens it was started with; None = there is one kind.
+    max_rows: sequences that may hold a row at once. max_step_tokens: of one plan. adapter_slots:
+    adapters on the device at once. arena_extents: extents of `extent_bytes` there. max_decodes:
+    tokens that the decode slices of a step may have in all; 0 = no slice has a draft.
+
+    short_context: a sequence of more tokens has other keys and values, from its first token on. A
+    row is of one kind, that of the tokens it was started with; None = there is one kind.
+
     page_windows: of each group of layers, which has pages of its own, the tokens that its layers
     see at most; None = all. Pages wholly behind the window of every token to come are never read.
+
     num_classes: of the base's score head; 0 = it has none. writes: whether it gives tokens.
     """
 
@@ -45,12 +48,12 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
 
     @property
     def table_slots(self) -> int:
-        """Of the device table: those of adapters, and behind them a row's for each scale."""
+        """Slots of the device table: those of adapters, and behind them a row's for each scale."""
         return self.adapter_slots + self.max_rows
 
     @property
     def most_ids(self) -> int:
-        """Of any adapter: those of the base's tables, and new ones."""
+        """The most ids of any adapter: those of the base's tables, and new ones."""
         return self.vocab_size + MAX_NEW_IDS
 
     @property
@@ -86,7 +89,7 @@ class AdapterCopy(msgspec.Struct, frozen=True):
     device_extents: tuple[int, ...]
 
     def of_shard(self, index: int) -> "AdapterCopy":
-        """What one device copies."""
+        """The part of the copy that one device makes."""
         runs = len(self.layout.runs)
         part = self.host_extents[index * runs : (index + 1) * runs]
         return msgspec.structs.replace(self, host_extents=part)
@@ -118,8 +121,11 @@ CopyNews = CopyUsable | CopyOver
 
 
 class CopySums(msgspec.Struct, frozen=True, tag="cs"):
-    """What the devices of a group add up before any of them uses a copy: one device's numbers, or
-    the sums. numbers: float32, of the device's byte order; none where all wait for each other."""
+    """Numbers that the devices of a group add up before any of them uses a copy.
+
+    numbers: one device's, or the sums; float32, of the device's byte order; none where all wait for
+    each other.
+    """
 
     digest: str
     numbers: bytes
@@ -178,8 +184,11 @@ class Executor(Protocol[T]):
         ...
 
     def poll_copies(self) -> list[CopyNews]:
-        """What has become of copies since the last call; never blocks. Raises anything when the
-        device is lost for good. A failure of a copy that is already usable is such a loss."""
+        """News of copies since the last call; never blocks.
+
+        Raises anything when the device is lost for good. A failure of a copy that is already usable
+        is such a loss.
+        """
         ...
 
     def close(self) -> None: ...

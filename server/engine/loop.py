@@ -75,7 +75,7 @@ class _Collected(NamedTuple):
 
 
 class Phase(enum.IntEnum):
-    """What the thread does for steps; places in StepWork.phases_s."""
+    """Phases of the thread's work for steps; places in StepWork.phases_s."""
 
     PLAN = 0
     LAUNCH = 1

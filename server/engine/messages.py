@@ -44,7 +44,7 @@ class SlabMissing(msgspec.Struct, frozen=True, array_like=True, tag="sm"):
 
 
 class PinAdapters(msgspec.Struct, frozen=True, array_like=True, tag="pa"):
-    """These adapters and no others are never evicted. Absent ones are loaded."""
+    """Keeps these adapters, and no others, from eviction. Absent ones are loaded."""
 
     digests: tuple[str, ...]
 
@@ -81,7 +81,10 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="sd"):
 
 
 class StartProgress(msgspec.Struct, frozen=True, array_like=True, tag="sp"):
-    """What an engine does on its way to EngineReady. done, total: of units; total 0 = uncounted."""
+    """The stage of an engine on its way to EngineReady.
+
+    done, total: of units; total 0 = uncounted.
+    """
 
     stage: str
     done: float = 0.0
@@ -187,12 +190,11 @@ class GrammarCompiled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepWork(msgspec.Struct, frozen=True, array_like=True):
-    """What a step computed, and how the engine's thread spent its time since the last report.
+    """The work of a step, and how the engine's thread spent its time since the last report.
 
     sequences: slices of the step. adapters: distinct adapters. adapter_tokens: tokens of sequences
-    with an adapter.
-    phases_s: seconds of planning, launching, waiting for the device, committing, masks.
-    constrained: tokens that were drawn under a mask since the last report.
+    with an adapter. phases_s: seconds of planning, launching, waiting for the device, committing,
+    masks. constrained: tokens that were drawn under a mask since the last report.
     """
 
     sequences: int
@@ -203,11 +205,11 @@ class StepWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
-    """What one step produced. step_s: seconds from launch to commit. work: None without a step.
-    resident: digests of the adapters on the device; None = unchanged (at first there are none).
-    compiled: compilations since the last report.
+    """The results of one step. step_s: seconds from launch to commit. work: None without a step.
 
-    Also sent when stats change without a step, and every second while sequences wait.
+    resident: digests of the adapters on the device; None = unchanged (at first there are none).
+    compiled: compilations since the last report. Also sent when stats change without a step, and
+    every second while sequences wait.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""What one step computes, as plain ints: the scheduler decides, every rank carries out. Pure."""
+"""One step as plain ints: the scheduler decides, every rank carries out. Pure."""
 
 from typing import Literal
 

@@ -1,6 +1,6 @@
-"""What a base's authors advise on drawing tokens, as transformers' `generate` follows it. Pure.
+"""Advice of a base's authors on drawing tokens, as transformers' `generate` follows it. Pure.
 
-Of `generation_config.json`, what narrows a draw holds only with `do_sample`; the rest always does.
+Values of `generation_config.json` that narrow a draw hold only with `do_sample`; the others always.
 """
 
 from collections.abc import Mapping

@@ -137,7 +137,7 @@ class Decoder(Generic[P, L, Y]):
         return normed
 
     def _mlp(self, layer: int, normed: torch.Tensor, lora: L | None) -> Y:
-        """What a layer's MLP or experts give."""
+        """The output of a layer's MLP or experts."""
         ops, sites = self.ops, self.sites.layers[layer]
         weights = self.weights.layers[layer].mlp
         if isinstance(weights, MoeWeights):

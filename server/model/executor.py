@@ -119,7 +119,7 @@ class TorchExecutor:
         return ticket
 
     def _launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None) -> StepTicket:
-        """Of a plan without drafts, whose rows have begun."""
+        """Launch a plan without drafts, whose rows have begun."""
         if not plan.slices:
             self._rows.grant(plan.grants)
             return StepTicket([], [], None, (), (), None)
@@ -173,7 +173,7 @@ class TorchExecutor:
         return news
 
     def _remark(self, slots: Sequence[int]) -> None:
-        """Of the first adapter of each kind that no graph has. slots: that are usable now."""
+        """Mark the first adapter of each kind that no graph has. slots: that are usable now."""
         if self._graphs is None:
             return
         for slot in slots:
@@ -207,7 +207,7 @@ class TorchExecutor:
         self._group.close()
 
     def _head(self, slot: int) -> torch.Tensor | None:
-        """Of a classifier, `[labels, hidden]`: an adapter's own, else the base's."""
+        """The head of a classifier, `[labels, hidden]`: an adapter's own, else the base's."""
         own = self._table.head(slot)
         return self._decoder.weights.score if own is None else own
 
@@ -302,8 +302,11 @@ class TorchExecutor:
     def _draw(
         self, rows: ToDraw, places: np.ndarray, chosen: np.ndarray, token_ids: torch.Tensor
     ) -> Drawn:
-        """Of the chosen rows, bool `[n]`; the others keep theirs of `token_ids`, int `[n]` on the
-        device. places: of all rows in the step."""
+        """Draw for the chosen rows, bool `[n]`. Other rows keep their `token_ids`, int `[n]` on the
+        device.
+
+        places: of all rows in the step.
+        """
         if not chosen.any():
             return Drawn(token_ids, ())
         if chosen.all():
@@ -328,7 +331,7 @@ class TorchExecutor:
         return StepTicket(order, samples.tolist(), token_ids, found, prompts, done, held, vectors)
 
     def _mark(self) -> torch.cuda.Event | None:
-        """What is done when all that was launched so far is."""
+        """An event that is done when all that was launched so far is done."""
         if self.device.type != "cuda":
             return None
         done = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""What a start brings to the device: weights, caches, tables, as far as its memory goes."""
+"""Brings weights, caches and tables to the device at a start, as far as the memory goes."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -82,7 +82,7 @@ class WeightSource:
         return table
 
     def heads(self, of_heads: torch.Tensor) -> torch.Tensor:
-        """Those of the device. of_heads: `[heads, ...]`, of all."""
+        """The device's heads. of_heads: `[heads, ...]`, of all."""
         return of_heads[heads_of(len(of_heads), self._shard)]
 
     def linear(self, spec: LinearSpec, layer: int | None = None) -> Linear:
@@ -113,12 +113,14 @@ class WeightSource:
         return DenseLinear(weight, bias)
 
     def _zeros(self, *shape: int) -> torch.Tensor:
-        """Of parts nothing may fill some features."""
+        """A tensor for parts of which some features may stay zero."""
         make = torch.empty if self._shard.count == 1 else torch.zeros
         return make(shape, dtype=self.dtype, device=self.device)
 
     def _matrix(self, parts: Sequence[tuple[str, Cut]]) -> PackedMatrix | None:
-        """Of quantised modules, one below the other; None where the kernels cannot read it."""
+        """The matrix of quantised modules, one below the other; None where the kernels cannot read
+        it.
+        """
         found = [self._packed_part(path, cut) for path, cut in parts]
         cut = [part for part in found if part is not None]
         whole = joined(cut) if len(cut) == len(found) else None
@@ -148,8 +150,11 @@ class WeightSource:
         return self.mapped(name) if name in self._stored else None
 
     def kv_scale(self, path: str, of: str) -> float:
-        """Of keys ("k") or values ("v"), under one of the names that writers give it; 1 where there
-        is none. path: of the attention. Raises CheckpointError where it is no positive number."""
+        """The scale of keys ("k") or values ("v"), under one of the names that writers use; 1
+        without one.
+
+        path: of the attention. Raises CheckpointError where the scale is no positive number.
+        """
         for name in (f"{of}_scale", f"{of}_proj.{of}_scale", f"{of}_proj.output_scale"):
             stored = self._optional(f"{path}.{name}")
             if stored is None:
@@ -182,7 +187,7 @@ class WeightSource:
         return bias
 
     def experts(self, spec: LinearSpec, layer: int) -> ExpertsLinear:
-        """Of all experts of a layer."""
+        """The matrices of all experts of a layer."""
         cuts = [cut_of(spec, part, self._shard) for part in spec.parts]
         outputs, inputs = sum(cut.shape[0] for cut in cuts), cuts[0].shape[1]
         tensors = ExpertTensors(
@@ -207,8 +212,10 @@ class WeightSource:
     def _packed_experts(
         self, spec: LinearSpec, cuts: Sequence[Cut], layer: int, tensors: ExpertTensors
     ) -> PackedMatrix | None:
-        """Of matrices `[experts * out, in]`; None where they are not quantised, or not all in one
-        layout that the kernels read."""
+        """The packed matrices `[experts * out, in]` of all experts.
+
+        None where they are not quantised, or not all in one layout that the kernels read.
+        """
         if spec.stored is not None and spec.stored.form == "mxfp4":
             whole = tensors.packed()
             return None if whole is None else matrix_of(whole.to(self.device))
@@ -219,5 +226,5 @@ class WeightSource:
 
 
 def path_in(path: str, layer: int | None) -> str:
-    """Of a module of the model, or of one of its layers."""
+    """The path of a module of the model, or of one of its layers."""
     return path if layer is None else layer_path(layer, path)

@@ -43,7 +43,7 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """What `spec` computes with."""
+    """Weights of an MLP, as `spec` says."""
 
     spec: MlpSpec
     gate_up: Linear
@@ -51,7 +51,7 @@ class MlpWeights:
 
 
 class KvScales(NamedTuple):
-    """Of one layer's keys and of its values in FP8: `number * scale`."""
+    """Scales of one layer's keys and of its values in FP8: `number * scale`."""
 
     k: float = 1.0
     v: float = 1.0

@@ -83,7 +83,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     pad_token_id: int | None = None
 
     def with_head(self, own: OwnClasses) -> "ModelCard":
-        """Of the model under an adapter with a score head of its own: a classifier."""
+        """The card of the model under an adapter with a score head of its own: a classifier."""
         classes = own.over(self.classes, self.pad_token_id)
         form = PairForm("scores") if self.pairs is None else self.pairs
         pairs = PairForm("scores", (), form.template, form.instruction) if own.count == 1 else None
@@ -93,7 +93,7 @@ class ModelCard(msgspec.Struct, frozen=True):
 
     @property
     def gives(self) -> tuple[Gift, ...]:
-        """What may be asked of it."""
+        """The kinds of answers that may be asked for."""
         gifts: dict[Gift, bool] = {
             "text": self.writes,
             "vectors": self.vectors is not None,

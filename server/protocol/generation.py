@@ -31,7 +31,7 @@ VectorKind = Literal["hidden", "scores", "logits"]
 
 
 class VectorParams(msgspec.Struct, frozen=True, array_like=True):
-    """What a sequence ends with in place of an answer: numbers of its prompt.
+    """Numbers of the prompt that a sequence ends with in place of an answer.
 
     pooling: of the prompt's last token, or the mean over all of its tokens (of `hidden` alone).
     token_ids: those whose `logits` are wanted.

@@ -25,7 +25,7 @@ class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="wh"):
 
 
 class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="in"):
-    """What lies where, for people who look. Answered by one WorkerPicture.
+    """Asks what lies where, for people who look. Answered by one WorkerPicture.
 
     known: the version of `places` that the router has already (0 = none).
     """

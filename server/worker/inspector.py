@@ -105,7 +105,7 @@ class Inspector:
         )
 
     def _look(self, resident: frozenset[str], loading: frozenset[str]) -> None:
-        """What is on the device comes before what is in host memory alone."""
+        """Look at places. Adapters on the device come before those in host memory alone."""
         known = dict.fromkeys((*resident, *loading, *reversed(self._tier.digests)))
         on_device = resident | loading
         shown = list(known)[:MAX_PLACES]

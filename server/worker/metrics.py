@@ -1,4 +1,4 @@
-"""What a worker measures, in a registry of its own; the engine's part comes with its step frames.
+"""Measurements of a worker, in a registry of its own; the engine's come with its step frames.
 
 Labels are few and closed: no name, digest or id is one.
 """

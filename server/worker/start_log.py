@@ -1,4 +1,4 @@
-"""What is said of an engine's start, and when. Pure."""
+"""Decides which lines an engine's start gives, and when. Pure."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ _INTERVAL_S = 10.0
 
 
 class StartLog:
-    """Of one start. Times are in seconds on one clock."""
+    """The log of one start. Times are in seconds on one clock."""
 
     def __init__(self, now: float) -> None:
         self.progress = StartProgress("starting")

@@ -1,4 +1,6 @@
-"""What may come next: a draft, whose texts it may come from, how likely each token is. Pure."""
+"""Guesses at the next tokens: drafts, the texts that they may come from, and each token's chance.
+Pure.
+"""
 
 from functools import cache
 from typing import NamedTuple
@@ -35,8 +37,11 @@ _FORCED = 0.95
 
 
 def under_grammar(draft: Draft, allowed: int, forced: list[int]) -> Draft:
-    """What is left of a draft where a grammar forces text and allows so many tokens of the draft.
-    Forced text goes first, but a draft that begins with it says more."""
+    """The part of a draft that is left where a grammar forces text and allows `allowed` tokens of
+    it.
+
+    Forced text goes first, but a draft that begins with it says more.
+    """
     if forced and (allowed < len(forced) or draft.token_ids[: len(forced)] != forced):
         return Draft(forced, [_FORCED] * len(forced), is_forced=True)
     return Draft(draft.token_ids[:allowed], draft.chances[:allowed], is_forced=bool(forced))
@@ -55,12 +60,12 @@ def common_length(tail: list[int], place: Place) -> int:
 
 
 def vote(continuations: list[list[int]], length: int) -> Draft:
-    """What most of one or more continuations of a match of `length` tokens say, token by token, as
-    long as all of it together has a chance of LEAST_CHANCE.
+    """The draft that most continuations of a match of `length` tokens agree on, token by token.
 
-    Where v of n continuations say a token, its chance is (v - 1 + trust) / n: one alone is right as
-    often as its match is long, many as often as they agree. With each token that is right the match
-    is longer.
+    It goes on as long as all of it together has a chance of LEAST_CHANCE. Where v of n
+    continuations have a token, its chance is (v - 1 + trust) / n: one alone is right as often as
+    its match is long, many as often as they agree. With each token that is right the match is
+    longer.
     """
     first, many = continuations[0], len(continuations)
     if many == 1 or continuations.count(first) == many:
@@ -70,8 +75,10 @@ def vote(continuations: list[list[int]], length: int) -> Draft:
 
 
 def _mixed(continuations: list[list[int]], length: int) -> Draft:
-    """Of continuations that do not all say the same. Those that said another token do not vote
-    again. The first decides a draw."""
+    """The draft of continuations that differ. Those with another token do not vote again.
+
+    The first decides a draw.
+    """
     token_ids: list[int] = []
     chances: list[float] = []
     index, product = 0, 1.0

@@ -56,8 +56,10 @@ class DraftSource:
         return found
 
     def keep(self, owner: DraftOwner, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Of a prompt with its answer, which may help others of its owner. What stands before an
-        answer says how it begins."""
+        """Keep a prompt with its answer, which may help others of its owner.
+
+        The tokens before an answer say how it begins.
+        """
         start = min(LONGEST, num_prompt)
         tokens = list(token_ids[num_prompt - start :])
         if not start < len(tokens) <= self._max_tokens:
@@ -79,7 +81,7 @@ class DraftSource:
 
 
 class Drafts:
-    """Of one sequence."""
+    """Drafts of one sequence."""
 
     def __init__(self, source: DraftSource, owner: DraftOwner, token_ids: Sequence[int]) -> None:
         self._source, self._owner = source, owner

@@ -1,4 +1,4 @@
-"""What a token more costs a step, by the times of earlier steps. Pure."""
+"""The price of one token more in a step, from the times of earlier steps. Pure."""
 
 _FADING = 0.98  # the weight that a step keeps with each that follows
 # Variance of token counts from which a slope says something.
@@ -20,8 +20,11 @@ class TokenPrice:
         self._xy = _FADING * self._xy + tokens * seconds
 
     def of(self, tokens: int) -> float:
-        """Of a token more in a step of so many: the tokens that other steps would give in the time
-        that it takes. 0 while nothing is known, so that it is tried."""
+        """The price of a token more in a step of `tokens` tokens.
+
+        It is the number of tokens that other steps would give in the time that the token takes. 0
+        while nothing is known, so that the token is tried.
+        """
         if not self._weight:
             return 0.0
         mean, seconds = self._x / self._weight, self._y / self._weight

@@ -25,7 +25,7 @@ class Constrain(msgspec.Struct, frozen=True, array_like=True, tag="co"):
 
     @property
     def words(self) -> int:
-        """Of each mask."""
+        """Words of each mask."""
         return len(self.bits) // (4 * len(self.slices))
 
     def masks(self, memory: np.ndarray) -> Masks:
@@ -41,7 +41,7 @@ class StartCopy(msgspec.Struct, frozen=True, array_like=True, tag="sc"):
 
 
 class AddSums(msgspec.Struct, frozen=True, array_like=True, tag="as"):
-    """Of the oldest copy that waits for sums."""
+    """Adds sums to the oldest copy that waits for them."""
 
     sums: CopySums
 

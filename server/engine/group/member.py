@@ -1,4 +1,4 @@
-"""What an executor does beside others that share its model."""
+"""The work of an executor among others that share its model."""
 
 from typing import Protocol
 

@@ -1,5 +1,4 @@
-"""What an adapter's place in an arena is worth: how often it is used, what it costs to load again,
-how much room it takes. Pure.
+"""The worth of an adapter's place in an arena: frequency of use, cost of a load, room. Pure.
 
 It knows neither extents nor leases: `AdapterArena` asks it only for an order among those that may
 go. Its clock is the count of uses.
@@ -88,7 +87,7 @@ class Worth:
         yield from digests[split:]
 
     def _worths(self, digests: Sequence[str], num_held: int) -> list[float]:
-        """Of each its log2, but for what is the same for all."""
+        """The log2 of each adapter's worth, without the part that is the same for all."""
         half_life, most, worths = _half_life(num_held), MAX_DENSITY_LOG2, []
         usual = self._usual or 0.0  # None: then no density is known either
         # All of an arena's, on a loop that carries streams: nothing more is called for each.

@@ -25,8 +25,10 @@ def root_hash(salt: str, adapter: str | None, is_long: bool = False) -> PageHash
 
 
 def activated_hash(parent: PageHash, adapter: str, offset: int) -> PageHash:
-    """What a chain of the base goes on from where an adapter begins to act, at token `offset` of
-    the next page."""
+    """The hash from which a chain of the base goes on where an adapter begins to act.
+
+    The adapter begins at token `offset` of the next page.
+    """
     return sha256(parent + adapter.encode() + offset.to_bytes(8, "little")).digest()
 
 
@@ -36,7 +38,7 @@ def page_hash(parent: PageHash, token_ids: Sequence[int]) -> PageHash:
 
 
 def group_key(digest: PageHash, group: int) -> PageHash:
-    """What names the page of a group of layers. digest: of its content."""
+    """The key of a page of a group of layers. digest: of its content."""
     return digest + bytes((group,)) if group else digest
 
 

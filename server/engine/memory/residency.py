@@ -72,7 +72,7 @@ class AdapterArena:
 
     @property
     def num_adapters(self) -> int:
-        """Those on their way included."""
+        """The number of adapters, those on their way included."""
         return len(self._entries)
 
     def stage(self, digest: str) -> AdapterStage:
@@ -137,7 +137,7 @@ class AdapterArena:
         return self._try(runs, gone) is not None
 
     def slot(self, digest: str) -> int:
-        """Of one that is here."""
+        """The slot of an adapter that is here."""
         return self._entries[digest].placement.adapter_slot
 
     @property
@@ -147,7 +147,7 @@ class AdapterArena:
     # ---- changes
 
     def pin_only(self, digests: Collection[str]) -> None:
-        """These adapters, present or absent, and no others are safe from eviction."""
+        """Save these adapters, present or absent, and no others from eviction."""
         self._pins = frozenset(digests)
         self._beside_pins = None
 

@@ -15,12 +15,15 @@ def pages_held(tokens: int, page_size: int, windows: Sequence[int | None]) -> in
 def tokens_together(
     num_pages: int, page_size: int, windows: Sequence[int | None], each: int
 ) -> int:
-    """Of sequences of `each` tokens, in so many pages together."""
+    """Tokens of sequences of `each` tokens that fit in `num_pages` pages together."""
     return num_pages * each // pages_held(each, page_size, windows)
 
 
 def tokens_that_fit(num_pages: int, page_size: int, windows: Sequence[int | None]) -> int:
-    """Of the longest sequence for which so many pages do; at most 2^40 where windows bound all."""
+    """Tokens of the longest sequence that fits in `num_pages` pages; at most 2^40.
+
+    The bound holds where windows limit all layers.
+    """
     low, high = 0, 1 << 40
     while low < high:
         middle = (low + high + 1) // 2

@@ -40,7 +40,10 @@ class ScaledSlots:
         return slot, news
 
     def give_back(self, slot: int) -> None:
-        """Of one sequence that no step in flight contains. Other slots are not concerned."""
+        """Give back the slot of one sequence that no step in flight contains.
+
+        Slots without a scale are left alone.
+        """
         if slot < self._first:
             return
         use = self._uses[slot]

@@ -71,7 +71,7 @@ class Batch:
         self.plan.grants.append(PageGrant(sequence.seq_row, first, pages, group))
 
     def mask_wishes(self, slices: list[int]) -> list[MaskWish]:
-        """Of the sequences at these places."""
+        """Wishes for masks of the sequences at these places."""
         found = [(i, self.sequences[i], self.plan.slices[i].draft) for i in slices]
         return [
             MaskWish(i, s.constraint if s.state is State.RUNNING else None, draft)
@@ -79,7 +79,7 @@ class Batch:
         ]
 
     def closed(self) -> list[Sequence]:
-        """Those whose next token no mask allows."""
+        """Sequences whose next token no mask allows."""
         return [
             sequence
             for piece, sequence in zip(self.plan.slices, self.sequences, strict=True)

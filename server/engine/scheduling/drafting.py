@@ -57,7 +57,7 @@ class Drafting:
         ]
 
     def foreseen(self, answers: abc.Sequence[Foresight]) -> None:
-        """Of the last wishes."""
+        """Take the answers to the last wishes."""
         for (sequence, draft), (forced, allowed) in zip(self._asked, answers, strict=True):
             sequence.proposed = under_grammar(draft, allowed, forced)
 
@@ -105,7 +105,7 @@ class Drafting:
             known.saw(sequence.expected, accepted)
 
     def end(self, sequence: Sequence) -> None:
-        """What there is of its answer may help others."""
+        """Keep the sequence's answer, as far as it came, since it may help others."""
         sequence.drafts = None
         if self._max_draft and sequence.request.drafts is not None:
             self.source.keep(_owner(sequence), sequence.tokens, sequence.prompt_len)
@@ -162,12 +162,12 @@ def _owner(sequence: Sequence) -> DraftOwner:
 
 
 def _is_forced(sequence: Sequence) -> bool:
-    """Of its latest draft."""
+    """Whether a grammar forced the sequence's latest draft."""
     return sequence.proposed is not None and sequence.proposed.is_forced
 
 
 def _acceptance(sequence: Sequence) -> Acceptance:
-    """Of drafts like its latest."""
+    """The acceptance of drafts like the sequence's latest."""
     return sequence.forced if _is_forced(sequence) else sequence.acceptance
 
 

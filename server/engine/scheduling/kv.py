@@ -205,7 +205,7 @@ class SequencePages:
         return None
 
     def _cached(self, sequence: Sequence, group: int, count: int) -> GroupPages:
-        """Of a group, the cached pages that the token behind `count` pages sees."""
+        """The cached pages of a group that the token behind `count` pages sees."""
         first = self._first_seen(self.windows[group], count * self.pool.page_size)
         keys = (group_key(digest, group) for digest in sequence.hashes[first:count])
         return GroupPages(first, self.pool.match(keys))

@@ -202,7 +202,7 @@ class AdapterLoads:
     # ---- wishes of the operator
 
     def pin_only(self, digests: Iterable[str]) -> None:
-        """These adapters and no others stay on the device. Absent ones are loaded."""
+        """Keep these adapters, and no others, on the device. Absent ones are loaded."""
         pins = frozenset(digests)
         self.arena.pin_only(pins)
         for digest in [d for d, orders in self._wanted.items() if not orders and d not in pins]:

@@ -80,7 +80,7 @@ class MaskShare:
         return self.takes(sequence)
 
     def room_for_draft(self, sequence: Sequence, room: int) -> int:
-        """Of `room` tokens, those whose masks the step has time for."""
+        """The part of `room` tokens for whose masks the step has time."""
         constraint = sequence.constraint
         if constraint is None or not room or not constraint.mask_s:
             return room
@@ -100,7 +100,7 @@ class MaskShare:
 def _fitting(
     line: list[tuple[Sequence, float]], room: float
 ) -> tuple[float, list[tuple[Sequence, float]]]:
-    """What those cost together that fit in, and the others."""
+    """The cost of the sequences that fit in together, and the other sequences."""
     spent, rest = 0.0, []
     for sequence, cost in line:
         if spent + cost <= room:

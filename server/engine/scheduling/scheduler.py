@@ -352,7 +352,7 @@ class Scheduler:
             self.drafting.price.saw(batch.plan.num_tokens, step_s)
 
     def mask_wishes(self, slices: list[int]) -> list[MaskWish]:
-        """Of these slices of the oldest step in flight."""
+        """Wishes for masks of these slices of the oldest step in flight."""
         return self._in_flight[0].mask_wishes(slices)
 
     def note_masks(self, late: list[int]) -> None:

@@ -136,7 +136,7 @@ class Sequence:
 
     @property
     def awaits_result(self) -> bool:
-        """Of its last step, before it has another one."""
+        """Whether the sequence waits for the result of its last step before it has another one."""
         return (self.holds or self.is_late) and self.in_flight > 0
 
     def accept(self, token_ids: Iterable[int]) -> None:
@@ -154,7 +154,9 @@ class Sequence:
 
     @property
     def acting(self) -> str | None:
-        """What names that one's effect on those tokens."""
+        """The name of the adapter's effect on the prompt's last tokens; None without such an
+        adapter.
+        """
         return None if self.request.adapter_from is None else self.request.acting
 
     @property
@@ -195,7 +197,7 @@ class Sequence:
         return self.needs_prompt_logprobs or (vector is not None and vector.pooling == "mean")
 
     def vector_at(self, end: int) -> VectorParams | None:
-        """What a slice that ends there is computed for, where that is no token."""
+        """The vector for which a slice that ends there is computed, if the slice gives no token."""
         vector = self.request.vector
         if vector is None or (vector.pooling == "last" and end < self.prompt_len):
             return None
@@ -212,7 +214,7 @@ class Sequence:
         return self.adapter_slot if position >= self.adapter_from else -1
 
     def _parent(self, page_size: int) -> PageHash:
-        """Of the next page to be hashed."""
+        """The parent of the next page to be hashed."""
         begins, adapter = self.adapter_from, self.acting
         if self.hashes:
             parent = self.hashes[-1]

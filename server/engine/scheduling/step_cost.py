@@ -56,7 +56,7 @@ class StepCost:
         self._xy = _FADING * self._xy + tokens * context * price
 
     def prompt_s(self, tokens: int, attended: float) -> float:
-        """What such prompts add to a step; 0 while nothing is known."""
+        """Seconds that such prompts add to a step; 0 while nothing is known."""
         price, slope = self._line()
         return price * tokens + slope * attended
 

@@ -65,9 +65,12 @@ class DecodeBatchView:
 
 @dataclass(frozen=True, slots=True)
 class LayerScores:
-    """What one layer makes of `q k^T`. window: which of the batch's `work` is of the rule's window.
+    """The treatment of `q k^T` in one layer. window: which of the batch's `work` is of the rule's
+    window.
+
     sinks: float32 `[heads]`, a further score of each softmax, neither scaled nor capped, that
-    weighs no value; None = without."""
+    weighs no value; None = without.
+    """
 
     rule: ScoreRule
     window: int = 0

@@ -1,4 +1,4 @@
-"""What a step gathers before its first layer: inputs of its decodes, pages of its prompts."""
+"""Gathers before a step's first layer: inputs of its decodes, pages of its prompts."""
 
 import torch
 import triton

@@ -23,8 +23,9 @@ class CachePages(NamedTuple):
 
     @property
     def arguments(self) -> tuple[torch.Tensor, torch.Tensor, float, float, float]:
-        """Of a kernel: k, v, what new keys and new values are multiplied with, and what sums of
-        values are."""
+        """Arguments of a kernel: k, v, the factors of new keys and of new values, and that of sums
+        of values.
+        """
         return self.k, self.v, 1 / self.k_scale, 1 / self.v_scale, self.v_scale
 
     def scored(self, rule: ScoreRule) -> ScoreRule:

@@ -70,7 +70,7 @@ def cut_prompts(
 
 
 def max_tiles(tokens: int, prompts: int, shape: TileShape) -> int:
-    """Of at most so many prompts with so many tokens together."""
+    """The most tiles of `prompts` prompts with `tokens` tokens together."""
     return tokens // shape.tokens + min(prompts, tokens)
 
 
@@ -188,7 +188,9 @@ def _prompt_attention_kernel(
 
 
 class _Keys(NamedTuple):
-    """Of one kv head: the sequence's pages, keys and values, and the position where they end."""
+    """Keys and values of one kv head: the sequence's pages, addresses, and the position
+    of the end.
+    """
 
     pages_ptr: Any
     k_ptr: Any
@@ -218,9 +220,11 @@ def _attend_tile(
     rule: tl.tuple,
     form: _Form,
 ) -> tuple[Any, Any, Any]:
-    """Of a tile's tokens, from start on: first keys that left the windows of some, then those that
-    all see, then those that come after some. rule: as of `ScoreRule.arguments`. Returns what
-    `_attend` does."""
+    """Attend with a tile's tokens, from start on.
+
+    First come keys that left the windows of some tokens, then keys that all tokens see, then keys
+    behind some tokens. rule: as of `ScoreRule.arguments`. Returns what `_attend` does.
+    """
     STEP: tl.constexpr = form.step
     begin, end = start * 0, keys.end
     if form.windowed:

@@ -55,13 +55,14 @@ def rope_append_lora(
     norm: QkNorm | None,
     config: RopeLoraConfig,
 ) -> torch.Tensor:
-    """Of `qkv + scale * v B^T`, v of the site's `shrink`: the first `num_decodes` rows are written
-    back to qkv, the others' rotated queries `[tokens - num_decodes, heads, head_dim]` returned.
+    """Rotate and append `qkv + scale * v B^T`, v of the site's `shrink`.
 
-    As `rope_append` with `expand` before it, but that the sum of what is rotated is not rounded
-    before. For tiles of more than 16 rows. positions, slots: of all tokens; k and v of one at -1
-    are left out. qkv: in the adapters' dtype. One kernel. Raises ValueError on a mismatch, and for
-    a norm over all heads and pages in FP8, before which LoRA must be expanded.
+    The first `num_decodes` rows are written back to qkv. The others' rotated queries `[tokens -
+    num_decodes, heads, head_dim]` are returned. The result is that of `rope_append` with `expand`
+    before it, but that the sum is not rounded before the rotation. For tiles of more than 16 rows.
+    positions, slots: of all tokens; k and v of one at -1 are left out. qkv: in the adapters' dtype.
+    One kernel. Raises ValueError on a mismatch, and for a norm over all heads and pages in FP8,
+    before which LoRA must be expanded.
     """
     if norm is not None and norm.all_heads:
         raise ValueError("a norm over all heads needs the sum that is rotated")
@@ -216,8 +217,11 @@ class _Form(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Of all: the product, and where queries, keys and values go; tables of the rotation, positions
-    and slots; weights and epsilon of the norm. Decodes come first."""
+    """Arguments for all tokens: the product, and where queries, keys and values go.
+
+    Tables of the rotation, positions and slots follow, then weights and epsilon of the norm.
+    Decodes come first.
+    """
 
     targets: Any
     tables: Any

@@ -77,10 +77,10 @@ def norm_factors(
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor | None:
-    """What a norm over all heads multiplies q and k by, before its weights: float32 `[tokens, 2]`;
-    None where there is no such norm. One kernel.
+    """Factors of q and k by a norm over all heads, before its weights: float32 `[tokens, 2]`.
 
-    qkv: `[tokens, features]`, contiguous; pending: LoRA of it. sizes: features of q, and of k.
+    None where there is no such norm. One kernel. qkv: `[tokens, features]`, contiguous; pending:
+    LoRA of it. sizes: features of q, and of k.
     """
     if norm is None or not norm.all_heads:
         return None

@@ -13,9 +13,11 @@ NO_SCORE = tl.constexpr(-1e30)
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """Of one layer. scale: of `q k^T`, more than 0. softcap: scores become `softcap * tanh(score /
-    softcap)`, None = as they are. window: a token sees that many latest tokens, itself included;
-    None = all."""
+    """The rule of one layer's scores. scale: of `q k^T`, more than 0.
+
+    softcap: scores become `softcap * tanh(score / softcap)`, None = as they are. window: a token
+    sees that many latest tokens, itself included; None = all.
+    """
 
     scale: float
     softcap: float | None = None
@@ -23,23 +25,23 @@ class ScoreRule:
 
     @property
     def inner(self) -> float:
-        """Of what the soft cap's tanh is taken; 1 without."""
+        """The factor inside the soft cap's tanh; 1 without a cap."""
         return 1.0 if self.softcap is None else self.scale / self.softcap
 
     @property
     def outer(self) -> float:
-        """What makes scores to base 2 of products, or of their tanh."""
+        """The factor that makes scores to base 2 of products, or of their tanh."""
         factor = self.scale if self.softcap is None else self.softcap
         return factor * float(LOG2_E.value)
 
     @property
     def arguments(self) -> tuple[float, float, int]:
-        """Of a kernel: inner, outer, window."""
+        """Arguments of a kernel: inner, outer, window."""
         return self.inner, self.outer, self.window or 0
 
     @property
     def switches(self) -> dict[str, bool]:
-        """Of a kernel."""
+        """Switches of a kernel."""
         return {"CAPPED": self.softcap is not None, "WINDOWED": self.window is not None}
 
 

@@ -37,7 +37,9 @@ class _Limits:
     programmatic_launch: bool
 
     def launch_options(self, *, early: bool = True) -> dict[str, Any]:
-        """Of a kernel. early: it may start while the one before it drains."""
+        """Options for the launch of a kernel. early: it may start while the one before
+        it drains.
+        """
         pdl = early and self.programmatic_launch
         options = {"num_warps": self.num_warps, "maxnreg": self.max_registers}
         return {**options, "PDL": pdl, "launch_pdl": pdl}
@@ -92,8 +94,11 @@ class SkinnyConfig:
 
 @dataclass(frozen=True, slots=True)
 class PackedConfig(SkinnyConfig):
-    """Of quantised weights. parts: in so many the warps of a program share its input features out,
-    each of block_k a step; 1, or all warps. splits: at most so many programs share them."""
+    """Configuration of a kernel with quantised weights.
+
+    parts: in so many the warps of a program share its input features out, each of block_k a step;
+    1, or all warps. splits: at most so many programs share them.
+    """
 
     parts: int = 1
     splits: int = 1
@@ -101,9 +106,11 @@ class PackedConfig(SkinnyConfig):
 
 @dataclass(frozen=True, slots=True)
 class SkinnyLoraConfig(SkinnyConfig):
-    """Of a linear with LoRA fused into it. lora_programs: those that shrink, at most as many as
-    the device has processors; lora_splits: the most that share an item's input features;
-    max_registers: as in `_Limits`."""
+    """Configuration of a linear with LoRA fused into it.
+
+    lora_programs: those that shrink, at most as many as the device has processors. lora_splits: the
+    most that share an item's input features. max_registers: as in `_Limits`.
+    """
 
     lora_programs: int
     lora_splits: int
@@ -157,22 +164,26 @@ class KernelConfigs:
         return ExpandConfig(*self._limits(v), v["piece"])
 
     def fused(self, phase: Phase, rows: int) -> FusedConfig:
-        """Of the activation with expand fused into it."""
+        """The configuration of the activation with expand fused into it."""
         v = _find(self._fused, phase, rows)
         return FusedConfig(*self._limits(v), v["piece"], v["max_pieces"])
 
     def fused_shrink(self, rows: int) -> FusedConfig:
-        """Of the activation that also shrinks its result; many tokens alone."""
+        """The configuration of the activation that also shrinks its result; for many
+        tokens alone.
+        """
         v = _find(self._fused_shrink, "prefill", rows)
         return FusedConfig(*self._limits(v), v["piece"], v["max_pieces"])
 
     def rope(self, rows: int) -> RopeLoraConfig:
-        """Of the rotation with expand fused into it; many tokens alone."""
+        """The configuration of the rotation with expand fused into it; for many tokens alone."""
         v = _find(self._rope, "prefill", rows)
         return RopeLoraConfig(*self._limits(v), v["max_heads"])
 
     def skinny(self, rows: int) -> tuple[SkinnyConfig, ...]:
-        """Those that may be the fastest for a product of so many rows; none for too many."""
+        """Configurations that may be the fastest for a product of `rows` rows; none for
+        too many.
+        """
         return self._of_few(self._skinny, rows, SkinnyConfig)
 
     def packed(self, rows: int) -> tuple[PackedConfig, ...]:
@@ -188,7 +199,9 @@ class KernelConfigs:
         )
 
     def skinny_lora(self, rows: int) -> SkinnyLoraConfig | None:
-        """Of linears of so many rows with LoRA fused into them; None for too many rows."""
+        """The configuration of linears of `rows` rows with LoRA fused in; None for too
+        many rows.
+        """
         for entry in self._skinny_lora:
             if entry.applies("decode", rows):
                 programs = min(entry.values["lora_programs"], self.processors)
@@ -197,7 +210,7 @@ class KernelConfigs:
         return None
 
     def _limits(self, v: dict[str, int]) -> tuple[int, int, int | None, int, bool]:
-        """What the parameters of LoRA's kernels begin with."""
+        """The first parameters of LoRA's kernels."""
         programs = self.processors * v["programs_per_processor"]
         chosen = (v["num_warps"], v["num_stages"], v.get("max_registers"))
         return *chosen, programs, self.programmatic_launch
@@ -227,7 +240,7 @@ def load_configs(device: torch.device | str) -> KernelConfigs:
 
 
 def read_configs(arch: str, processors: int, *, programmatic_launch: bool) -> KernelConfigs:
-    """Of an architecture such as `sm90`, or `default.json` where it has no file."""
+    """Configurations of an architecture such as `sm90`, or `default.json` where it has no file."""
     if not (_FOLDER / f"{arch}.json").is_file():
         arch = DEFAULT_ARCH
     text = (_FOLDER / f"{arch}.json").read_text(encoding="utf-8")

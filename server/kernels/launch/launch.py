@@ -1,5 +1,7 @@
-"""What launches have in common: the precision of products, and programmatic dependent launch, by
-which a kernel is set up while the one before it still drains."""
+"""Shared parts of launches: the precision of products, and programmatic dependent launch.
+
+By the latter a kernel is set up while the one before it still drains.
+"""
 
 from typing import Any, Literal
 
@@ -9,7 +11,7 @@ import triton.language as tl
 
 
 def dot_precision(dtype: torch.dtype) -> Literal["ieee", "tf32"]:
-    """Of `dot`: float32 is not rounded. Of other types it is of no effect."""
+    """The precision of `dot`: float32 is not rounded. For other types it is of no effect."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 

@@ -83,7 +83,7 @@ def _store(
     of_out: tl.tuple,
     FORM: tl.constexpr,
 ) -> None:
-    """What the numbers of columns k stand for. to_out: addresses of rows, which are real, order."""
+    """Store the values of columns k. to_out: addresses of rows, which are real, order."""
     if FORM[BITS] == 0:
         values = from_fp8(numbers, FORM[NATIVE])
     elif FORM[TABLE]:

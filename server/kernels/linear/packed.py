@@ -206,7 +206,7 @@ def _end(
 
 @triton.constexpr_function
 def _middle(form: Any) -> float:
-    """What is taken from each code."""
+    """The number that is taken from each code."""
     return float(1 << form[0] - 1 if form[4] < 0 else form[4])
 
 
@@ -252,7 +252,7 @@ def _from_codes(codes: tl.tensor, of_out: tl.tuple, FORM: tl.constexpr, dtype: t
 
 @triton.jit
 def from_fp8(numbers: tl.tensor, NATIVE: tl.constexpr) -> Any:
-    """Of bytes. NATIVE: the device converts them itself."""
+    """Floats of FP8 bytes. NATIVE: the device converts them itself."""
     if NATIVE:
         return numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:

@@ -51,22 +51,24 @@ def skinny_product(
 
 
 def rows_at_once(rows: int) -> int:
-    """Of a program: all, as the tensor cores take them; one row is multiplied without them."""
+    """Rows of a program: all, as the tensor cores take them; one row is multiplied without them."""
     return 1 if rows == 1 else max(8, triton.next_power_of_2(rows))
 
 
 def operands(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-    """What a kernel takes of a product: its tensors, with the weight in place of a bias that is not
-    there, and the strides of x's and out's rows."""
+    """Arguments of a product's kernel: its tensors, and the strides of x's and out's rows.
+
+    The weight stands in place of a bias that is not there.
+    """
     return x, weight, weight if bias is None else bias, out, x.stride(0), out.stride(0)
 
 
 def check_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """What `skinny_product` takes. Raises ValueError."""
+    """Check the operands of `skinny_product`. Raises ValueError."""
     check_rows(x, weight.shape, bias, out, MAX_ROWS)
     if not weight.is_contiguous():
         raise ValueError("weight must be contiguous")

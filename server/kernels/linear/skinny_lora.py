@@ -42,7 +42,7 @@ _NUMBERS = ["rows", "most_rows", "site", "num_sites", "w0", "w1", "w2", "program
 
 @dataclass(frozen=True, slots=True)
 class SkinnyLora:
-    """What a product adds to each row: `scale B (A x)` of its adapter at a site.
+    """The addition of a product to each row: `scale B (A x)` of the row's adapter at a site.
 
     slots: int32 `[rows]`, -1 = no adapter. widths: output features of the site's projections.
     workspace: its planes take `A x`, by batch row. stack: of these slots; a site's product can run
@@ -260,7 +260,9 @@ def _shrink_all(
 def _projection_of(
     block: tl.tensor, w0: tl.tensor, w1: tl.tensor, w2: tl.tensor, BLOCK_N: tl.constexpr
 ) -> tuple[Any, Any, Any, Any]:
-    """Of a block of columns: its projection, columns in that, its first column and its width."""
+    """Facts about a block of columns: its projection, columns in that, its first column and its
+    width.
+    """
     n0, n1 = tl.cdiv(w0, BLOCK_N), tl.cdiv(w1, BLOCK_N)
     p = (block >= n0).to(tl.int32) + (block >= n0 + n1).to(tl.int32)
     before = tl.where(p == 0, 0, tl.where(p == 1, n0, n0 + n1))

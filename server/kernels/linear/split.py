@@ -28,7 +28,7 @@ _SPLIT = """{{
 
 
 def split_of_codes(zero: int) -> str:
-    """Of `code - zero`."""
+    """PTX that splits `code - zero`."""
     less = torch.tensor([-128 - zero] * 2, dtype=torch.bfloat16).view(torch.int32).item()
     return _SPLIT.format(f"0x{int(less) & 0xFFFFFFFF:08x}")
 

@@ -24,18 +24,21 @@ _PROJECTIONS = tl.constexpr(MAX_PROJECTIONS)
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Of batches of up to `rows` rows, for each projection of each site: `[num_sites, 3, ...]`.
+    """Stacks of B for batches of up to `rows` rows, for each projection of each site: `[num_sites,
+    3, ...]`.
 
-    By eights of ranks, of which there are 32 * rows at most, and 0 beyond them up to a multiple of
-    32. starts int64 `[eights]`: address of the first output feature's weights; ranks int32
-    `[eights]`: of the adapter, from one output feature's weights to the next; left int32
+    Some parts go by eights of ranks, of which there are 32 * rows at most, and 0 beyond them up to
+    a multiple of 32. starts int64 `[eights]`: address of the first output feature's weights; ranks
+    int32 `[eights]`: of the adapter, from one output feature's weights to the next; left int32
     `[eights]`: ranks from there on.
-    By rows. spans int32 `[3, rows]`: where the row's ranks begin in the stack and where they end,
-    and its first rank among the site's less where they begin; scales float32 `[rows]`.
-    counts int32 `[2]`: eights where all ranks are multiples of 8, eights where not; one is 0.
 
-    arrivals int32 `[num_sites]`: programs that have shrunk; 0 before the step's products.
-    dtype: of the weights.
+    Other parts go by rows. spans int32 `[3, rows]`: where the row's ranks begin in the stack and
+    where they end, and its first rank among the site's less where they begin; scales float32
+    `[rows]`. counts int32 `[2]`: eights where all ranks are multiples of 8, eights where not; one
+    is 0.
+
+    arrivals int32 `[num_sites]`: programs that have shrunk; 0 before the step's products. dtype: of
+    the weights.
     """
 
     rows: int
@@ -165,7 +168,7 @@ def _stack_kernel(
 
 @triton.jit
 def seen_before(slots: tl.tensor) -> tl.tensor:
-    """Of each row: whether an earlier one has the same adapter."""
+    """Whether an earlier row has the same adapter, for each row."""
     m = tl.arange(0, slots.shape[0])
     same = (slots[:, None] == slots[None, :]) & (m[None, :] < m[:, None])
     return tl.max(same.to(tl.int32), axis=1) > 0
@@ -293,7 +296,7 @@ def _load_b(
 
 @triton.jit
 def _of_each(of_eight: tl.tensor) -> Any:
-    """Of each rank, what is of eight."""
+    """The value of each rank, from the values of eights."""
     eights: tl.constexpr = of_eight.shape[0]
     return tl.reshape(tl.broadcast_to(of_eight[:, None], (eights, 8)), (eights * 8,))
 

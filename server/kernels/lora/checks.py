@@ -24,7 +24,7 @@ def check_rows(name: str, matrix: torch.Tensor, segments: Segments, workspace: W
 
 
 def check_context(table: LoraTable, site: int, segments: Segments, workspace: Workspace) -> None:
-    """What a launch reads besides its rows fits together. Raises ValueError."""
+    """Check that all a launch reads besides its rows fits together. Raises ValueError."""
     table.check_site(site)
     table.check_slots(segments.num_slots)
     if segments.rows > workspace.rows:

@@ -151,7 +151,7 @@ class _Form(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """What a program has of a tile: projection, share, and from which to which of its pieces."""
+    """A program's part of a tile: projection, share, and from which to which of its pieces."""
 
     projection: Any
     share: Any
@@ -161,7 +161,7 @@ class _Cut(NamedTuple):
 
 @triton.constexpr_function
 def _count_pieces(w0: int, w1: int, w2: int, piece: int) -> tuple[int, int, int]:
-    """Of the first, the first two and all projections."""
+    """Pieces of the first, the first two and all projections."""
     n0, n1, n2 = (-(-width // piece) for width in (w0, w1, w2))
     return n0, n0 + n1, n0 + n1 + n2
 

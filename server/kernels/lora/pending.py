@@ -33,8 +33,10 @@ class PendingDelta:
 def delta_arguments(
     y: torch.Tensor, pending: PendingDelta | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-    """What a kernel that adds the delta to y `[rows, out_features]` reads; where there is none,
-    stand-ins. Raises ValueError where y is not contiguous, or the delta does not fit it."""
+    """Arguments of a kernel that adds the delta to y `[rows, out_features]`; else stand-ins.
+
+    Raises ValueError where y is not contiguous, or the delta does not fit it.
+    """
     if not y.is_contiguous():
         raise ValueError(f"a product must be contiguous: {list(y.shape)}, {y.stride()}")
     if pending is None:

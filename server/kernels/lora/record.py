@@ -33,7 +33,7 @@ def record_of(slot: tl.tensor, site: tl.tensor, num_sites: tl.tensor) -> Any:
 
 @triton.jit
 def ranks_at(ints_ptr: tl.tensor, record: tl.tensor) -> Any:
-    """Of the projections, one after the other."""
+    """The address of the projections' ranks, one after the other."""
     return ints_ptr + record * _HALVES + _RANKS
 
 
@@ -70,7 +70,7 @@ def rank_pair_at(words_ptr: tl.tensor, record: tl.tensor) -> Any:
 
 @triton.jit
 def scales_at(floats_ptr: tl.tensor, record: tl.tensor) -> Any:
-    """Of the projections, one after the other."""
+    """The address of the projections' scales, one after the other."""
     return floats_ptr + record * _HALVES + _SCALES
 
 

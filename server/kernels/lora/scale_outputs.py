@@ -1,4 +1,4 @@
-"""What an adapter does to the base's own product: DoRA's lengths, and biases."""
+"""The effect of an adapter on the base's own product: DoRA's lengths, and biases."""
 
 import torch
 import triton

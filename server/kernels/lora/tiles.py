@@ -1,4 +1,4 @@
-"""What kernels that go through tiles of rows share."""
+"""Shared parts of kernels that go through tiles of rows."""
 
 from typing import Any, NamedTuple
 
@@ -28,8 +28,11 @@ class Records(NamedTuple):
 
 
 class ProjectionRecord(NamedTuple):
-    """Of a projection: rank (0 without an adapter), first rank among the site's, scale, and the
-    address of B as an integer."""
+    """A projection's record: rank (0 without an adapter), first rank among the site's, scale,
+    address of B.
+
+    The address is an integer.
+    """
 
     rank: Any
     first: Any
@@ -109,8 +112,10 @@ def low_rank_of(
     splits: tl.tensor,
     DTYPE: tl.constexpr,
 ) -> Any:
-    """What the projection adds to a tile's rows. workspace: as of `Workspace.arguments`; splits:
-    how many of its planes there are. DTYPE: of B."""
+    """The addition of the projection to a tile's rows. workspace: as of `Workspace.arguments`.
+
+    splits: how many of its planes there are. DTYPE: of B.
+    """
     b_ptr = tl.multiple_of(projection.address.to(tl.pointer_type(DTYPE)), 16)
     planes_ptr, _, row_stride, plane_stride = workspace
     v_ptr = planes_ptr + tile.start * row_stride + projection.first

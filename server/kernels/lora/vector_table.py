@@ -23,8 +23,10 @@ class VectorTable:
         self._addresses = self._host.numpy()
 
     def write(self, slot: int, sites: np.ndarray, addresses: np.ndarray) -> None:
-        """Of all the slot's sites; those that are not named have none. Raises ValueError for an
-        address that is not aligned."""
+        """Write the addresses of all the slot's sites; sites that are not named have none.
+
+        Raises ValueError for an address that is not aligned.
+        """
         for address in addresses[(addresses <= 0) | (addresses % POINTER_ALIGNMENT != 0)][:1]:
             raise ValueError(f"{address} is no positive multiple of {POINTER_ALIGNMENT}")
         self._addresses[slot] = 0

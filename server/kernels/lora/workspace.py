@@ -11,11 +11,11 @@ PLANE_WIDTH = MAX_PROJECTIONS * MAX_RANK
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What one shrink leaves for the expand of its site. Sites that run at once need one each.
+    """The results of one shrink for the expand of its site. Sites that run at once need one each.
 
     planes `[max_split, rows, width]` float32: partial sums of `x A^T` of each row at its sorted
-    position, one plane for each split of K; expand adds them up in order.
-    splits `[1]` int32: how many planes the last shrink wrote. dtype: of activations and adapters.
+    position, one plane for each split of K; expand adds them up in order. splits `[1]` int32: how
+    many planes the last shrink wrote. dtype: of activations and adapters.
     """
 
     planes: torch.Tensor

@@ -226,8 +226,10 @@ def _part(
     TILE_ROWS: tl.constexpr,
     TOP_K: tl.constexpr,
 ) -> tuple[Any, Any, Any]:
-    """Of this program: expert int64; rows int64 `[16]`; their adapters int32 `[16]`, -1 = none, or
-    no row."""
+    """This program's part: expert int64; rows int64 `[16]`; their adapters int32 `[16]`.
+
+    -1 = no adapter, or no row.
+    """
     PARTS: tl.constexpr = TILE_ROWS // _ROWS
     tile_ptr = tiles_ptr + tl.program_id(0) // PARTS * 3
     begin = tl.program_id(0) % PARTS * _ROWS

@@ -42,7 +42,7 @@ _TILES_ABREAST = tl.constexpr(8)
 
 
 def grouped_shape(tokens: int, top_k: int, experts: int) -> GroupedShape:
-    """Of a batch of so many tokens."""
+    """The shape for a batch of `tokens` tokens."""
     each = tokens * top_k / experts
     return next(shape for most, shape in _SHAPES if most is None or each <= most)
 

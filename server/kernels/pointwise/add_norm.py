@@ -182,7 +182,7 @@ def _term(
     FEATURES: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> Any:
-    """What is added to a row, float32, 0 beyond its features."""
+    """The term that is added to a row, float32, 0 beyond its features."""
     if PARTS == 0:
         y = tl.load(y_ptr + row * FEATURES + n, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -195,8 +195,10 @@ def _term(
 
 
 class Norms(NamedTuple):
-    """Of a row: the norm of what is added, its factor, and the norm of the sum. Weights
-    `[features]`, float32; what a kernel does not need means nothing."""
+    """Norms of a row: that of the term, its factor, and that of the sum.
+
+    Weights `[features]`, float32; what a kernel does not need means nothing.
+    """
 
     post: Any
     post_epsilon: Any
@@ -226,7 +228,7 @@ def load_norms(
 def branch(
     y: tl.tensor, norms: Norms, FEATURES: tl.constexpr, POST: tl.constexpr, SCALED: tl.constexpr
 ) -> Any:
-    """What is added to the residual, of a row."""
+    """The addition to the residual, for a row."""
     if POST:
         y = _normed(y, norms.post, norms.post_epsilon, FEATURES)
     if SCALED:

@@ -201,7 +201,7 @@ class _Record(NamedTuple):
 
 
 class _DownRecord(NamedTuple):
-    """Of the next site: address of A, and rank."""
+    """The record of the next site: address of A, and rank."""
 
     address: Any
     rank: Any
@@ -383,7 +383,7 @@ def _places(
     BLOCK_M: tl.constexpr,
     WHOLE: tl.constexpr,
 ) -> tuple[Any, Any, Any]:
-    """Of gate in the product, in the result, and which are real."""
+    """Places of gate in the product and in the result, and which are real."""
     live = (tl.arange(0, BLOCK_M) < length)[:, None]
     if not WHOLE:
         live &= (n < end)[None, :]

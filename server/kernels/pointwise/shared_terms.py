@@ -1,4 +1,4 @@
-"""What devices that share a model sum together."""
+"""Terms that devices that share a model sum together."""
 
 from dataclasses import dataclass
 

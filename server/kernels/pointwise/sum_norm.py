@@ -102,7 +102,7 @@ def _sum_norm_kernel(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """What is this device's own is read while the flags travel."""
+    """Sum terms of all devices, and norm. This device's own term is read while the flags travel."""
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     if MEET:
@@ -135,7 +135,7 @@ def _term(
     inside: tl.tensor,
     LORA: tl.constexpr,
 ) -> tl.tensor:
-    """Of one device, float32."""
+    """The term of one device, float32."""
     y = tl.load(y_ptr, mask=inside, other=0.0).to(tl.float32)
     if LORA:
         # Read beside the product, and dropped where it means nothing.

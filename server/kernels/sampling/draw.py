@@ -44,10 +44,10 @@ _PROMPT_LEN = tl.constexpr(draw_columns.PROMPT_LEN)
 
 @dataclass(frozen=True, slots=True)
 class DrawRows:
-    """What is drawn for; all on the device, int32 `[n]`.
+    """Rows to draw for; all on the device, int32 `[n]`.
 
     sources: the logits' row of each. rows: whose parameters and tokens. places: where its token
-    goes; also tells the index of the draw, which counts from the row's prompt. masks: what they may
+    goes; also gives the index of the draw, which counts from the row's prompt. masks: what they may
     choose, None = any id.
     """
 
@@ -190,8 +190,11 @@ class _Row(NamedTuple):
 def _load(
     row: _Row, begin: tl.tensor, UNUSED: tl.constexpr, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of a block: ids, int32 keys that order logits as their values do, and probabilities beside
-    that of the best. What the row's mask leaves out is minus infinity."""
+    """A block's ids, int32 keys that order logits as their values do, and probabilities.
+
+    A probability is relative to that of the best. Ids that the row's mask leaves out are minus
+    infinity.
+    """
     ids = begin + tl.arange(0, BLOCK)
     live = ids < row.vocab
     x = tl.load(row.ptr + ids, mask=live, other=float("-inf")).to(tl.float32)
@@ -244,7 +247,7 @@ def _kept(
     UNUSED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Of a block: ids, and probabilities where they are not cut off."""
+    """A block's ids, and their probabilities where they are not cut off."""
     ids, keys, weights = _load(row, begin, UNUSED, BLOCK)
     return ids, tl.where((keys >= floor) & (weights >= min_p), weights, 0.0)
 

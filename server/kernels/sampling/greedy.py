@@ -26,7 +26,7 @@ class DrawMasks:
 def mask_arguments(
     masks: DrawMasks | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-    """What a kernel reads of masks: bits, each row's mask, words of a mask."""
+    """Arguments of a kernel for masks: bits, each row's mask, words of a mask."""
     return (None, None, 0) if masks is None else (masks.bits, masks.of, masks.bits.stride(0))
 
 
@@ -161,7 +161,7 @@ def allowed(bits_ptr: tl.tensor, mask: tl.tensor, ids: tl.tensor, live: tl.tenso
 def best_of_splits(
     scratch: tl.tuple, i: tl.tensor, SPLITS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Of a row: its best logit, and its id: -1 if a logit is an error or none can be chosen."""
+    """A row's best logit, and its id: -1 if a logit is an error or none can be chosen."""
     at = i * SPLITS + tl.arange(0, SPLITS)
     best, ids = tl.load(scratch[0] + at), tl.load(scratch[1] + at)
     top = tl.max(best, axis=0)

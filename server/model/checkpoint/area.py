@@ -55,7 +55,7 @@ class UnpackedArea(NamedTuple):
     area: Area
 
     def cut(self, area: Area) -> PackedWeight | None:
-        """What was asked for; None where a border lies within a group."""
+        """The part that was asked for; None where a border lies within a group."""
         if area == self.area:
             return self.weight
         return self.weight.cut(*area.within(self.area))
@@ -91,7 +91,7 @@ class Stored:
         return tensor
 
     def around(self, high: int, wide: int) -> Area:
-        """What is asked for, with whole units of so many rows and columns."""
+        """The area that is asked for, widened to whole units of `high` rows and `wide` columns."""
         outputs, inputs = self.shape
         rows, columns = self.area
         return Area(around(rows, high, outputs), around(columns, wide, inputs))

@@ -33,8 +33,11 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
-    """What adapters for this model are validated against. Reads the embeddings once, for their
-    digests. Raises CheckpointError, also for a tied head that is stored and is another."""
+    """Facts about the model that adapters are validated against.
+
+    The embeddings are read once, for their digests. Raises CheckpointError, also for a tied head
+    that is stored and is another.
+    """
     model = read_config(folder)
     read = model_shards(folder, model)
     shards = {name: shard for shard in read for name in shard.tensors}

@@ -12,8 +12,11 @@ from loraplex.server.model.spec.model_spec import LinearSpec, Part
 
 
 class Cut(NamedTuple):
-    """Of a matrix `[out, in]`. whole: its shape. shape: of the device's part. rows, columns: what
-    lies where in it; the rest are zeros."""
+    """A device's part of a matrix `[out, in]`.
+
+    whole: the matrix's shape. shape: of the part. rows, columns: what lies where in the part; the
+    rest are zeros.
+    """
 
     whole: tuple[int, int]
     shape: tuple[int, int]
@@ -31,7 +34,7 @@ class Cut(NamedTuple):
         return found == self.shape
 
     def areas(self) -> Iterator[tuple[Area, Area]]:
-        """Of the whole matrix, and where each lies in the device's part. None is empty."""
+        """Areas of the whole matrix, and where each lies in the device's part. None is empty."""
         for rows in self.rows:
             if size(rows) and size(self.columns):
                 source = Area(rows.source, self.columns.source)
@@ -67,7 +70,7 @@ def size(piece: Piece) -> int:
 
 
 def cut_of(spec: LinearSpec, part: Part, shard: Shard) -> Cut:
-    """Of a part of a whole matrix."""
+    """The device's part of a whole matrix."""
     outputs: tuple[Span, ...] = (Span(part.out_features),)
     inputs = (Span(spec.in_features),)
     of_rows = of_columns = WHOLE

@@ -46,8 +46,10 @@ class ExpertTensors:
         return weight
 
     def packed(self) -> GroupedWeight | None:
-        """Of MXFP4 the device's part of all experts' matrices, one below the other, as they are
-        stored. None where a border lies within a block."""
+        """The device's part of all experts' MXFP4 matrices, one below the other, as stored.
+
+        None where a border lies within a block.
+        """
         found = [
             cut.packed(unpack)
             for unpacks in self._quantised()
@@ -66,7 +68,7 @@ class ExpertTensors:
                 cut.copy_rows(part, rows)
 
     def _writers(self) -> Iterator[list[_Writer]]:
-        """Of the parts of each expert's matrix."""
+        """Writers of the parts of each expert's matrix."""
         if self._stored.form == "each":
             for expert in range(self._spec.experts):
                 paths = [part.path.format(expert) for part in self._spec.parts]
@@ -87,7 +89,7 @@ class ExpertTensors:
             yield [partial(grouped, blocks, scales) for blocks, scales in parts]
 
     def _parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Of what holds the rows of all parts."""
+        """The rows of each part, taken from a tensor that holds the rows of all parts."""
         if self._stored.interleaved:
             count = len(self._spec.parts)
             return [rows[first::count] for first in range(count)]

@@ -1,4 +1,4 @@
-"""What a place is that was given as a base model and is none, from the names of its files.
+"""Says from file names what a place is that was given as a base model and is none.
 
 Each text goes on after the place's name: "… is a LoRA adapter, not a base model: …".
 """
@@ -34,7 +34,7 @@ _MAX_JSON_BYTES = 1 << 20
 
 
 def what_it_is(folder: Path) -> str:
-    """Of a folder without `config.json`."""
+    """Describes a folder without `config.json`."""
     names = files_of(folder)
     if not names and folder.is_dir():
         return f"is empty: it has no {CONFIG_FILE}; {_EXPECTED}"
@@ -73,7 +73,9 @@ def without_config(names: Collection[str], place: str, trained_for: str = "") ->
 
 
 def without_weights(names: Collection[str], place: str) -> str:
-    """Of a place with `config.json` and without safetensors weights under their usual names."""
+    """Describes a place with `config.json` and without safetensors weights under their
+    usual names.
+    """
     if _ADAPTER_FILE in names:
         return _adapter(place, "")
     other = _other_format(names)
@@ -118,7 +120,7 @@ def _inner(names: Collection[str], config: str) -> list[str]:
 
 
 def _trained_for(folder: Path) -> str:
-    """What an adapter's config names as its base; "" when it cannot be known."""
+    """The base that an adapter's config names; "" when the name cannot be known."""
     try:
         with (folder / _ADAPTER_FILE).open("rb") as file:
             config = json.loads(file.read(_MAX_JSON_BYTES))

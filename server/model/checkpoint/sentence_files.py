@@ -1,6 +1,6 @@
-"""What sentence-transformers keeps beside a model: how its hidden states become vectors. No torch.
+"""Files of sentence-transformers next to a model: how hidden states become vectors. No torch.
 
-What is done to them beyond pooling and a norm is refused by name.
+Steps beyond pooling and a norm are refused by name.
 """
 
 import json

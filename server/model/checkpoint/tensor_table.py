@@ -133,7 +133,7 @@ def kinds(left_out: Collection[str]) -> tuple[int, str]:
 
 
 def _kind(name: str, beyond: Collection[int]) -> str | None:
-    """What a tensor is that is left out; None = it is no such tensor."""
+    """The kind of a tensor that is left out; None for any other tensor."""
     found = _LAYER.fullmatch(name)
     if found is not None and int(found["layer"]) in beyond:
         return _PREDICTION

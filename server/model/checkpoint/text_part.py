@@ -54,7 +54,9 @@ def _renamed(
 
 
 def plain_name(stored: str) -> str:
-    """What a checkpoint of the text part alone calls a tensor; one of another part as it is."""
+    """The name of a tensor in a checkpoint of the text part alone. Tensors of other parts keep
+    theirs.
+    """
     found = _BODY.fullmatch(stored)
     if found is not None:
         return f"model.{found['rest']}"

@@ -28,8 +28,10 @@ _ROWS = 0
 
 
 def unpack(form: WeightForm, stored: Stored) -> UnpackedArea:
-    """What of the matrix is asked for; nothing else of its numbers is read. Raises ValueError where
-    tensors contradict each other."""
+    """The area of the matrix that is asked for. No other numbers are read.
+
+    Raises ValueError where tensors contradict each other.
+    """
     match form:
         case EightBitForm():
             return _eight_bits(form, stored)

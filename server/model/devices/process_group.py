@@ -138,7 +138,7 @@ class _SharedMemory:
 
 
 class _TermsMemory:
-    """Of products and deltas that the next kernel sums, for two sums in turn."""
+    """Memory of products and deltas that the next kernel sums, for two sums in turn."""
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, shard: Shard) -> None:
         """shape: of the largest term."""

@@ -1,4 +1,4 @@
-"""What of a model each of several devices has. Pure."""
+"""The part of a model that each of several devices has. Pure."""
 
 from msgspec.structs import replace
 

@@ -29,7 +29,7 @@ class ExpertNames(NamedTuple):
 
 
 def refuse_other_routing(fields: Fields) -> None:
-    """What a softmax over all experts is not, with these experts alone."""
+    """Refuse settings that are no softmax over all experts, or that bring other experts."""
     config = fields.config
     for key in _SHARED:
         if config.get(key):

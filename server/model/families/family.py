@@ -1,4 +1,4 @@
-"""What a family of models is, and the parts that most readers are made of. Pure.
+"""A family of models, and the parts that most readers are made of. Pure.
 
 The parts follow Llama: q, k, v, o, gate, up and down under the names that PEFT knows, RMS norms,
 rotary embedding. A family says what differs.
@@ -62,8 +62,10 @@ NO_BIASES = Biases()
 
 
 class ModelSizes(NamedTuple):
-    """What most configurations say. positions: tokens of a context before any scaling of
-    positions. is_sound: False where something is malformed; then the rest means nothing."""
+    """Sizes that most configurations have. positions: tokens of a context before any scaling.
+
+    is_sound: False where something is malformed; then the rest means nothing.
+    """
 
     vocab: int
     hidden: int
@@ -115,7 +117,7 @@ def read_sizes(
 
 
 def refuse_other_maths(fields: Fields) -> None:
-    """What no model with a gated SiLU and causal attention has."""
+    """Refuse settings that no model with a gated SiLU and causal attention has."""
     activation = fields.config.get("hidden_act", "silu")
     if _ACTIVATIONS.get(str(activation)) != "silu":
         fields.refuse(f"hidden_act must be 'silu', got {activation!r}")

@@ -1,6 +1,6 @@
-"""What stands on top of a decoder of a served type: a head for text, one for classes, or none.
+"""The head on top of a decoder of a served type: for text, for classes, or none.
 
-Pure. The class that `config.json` names says it.
+Pure. The class that `config.json` names decides.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a model of another family needs that no served family has, by its type. Pure."""
+"""The part that a model of another family needs and no served family has, by its type. Pure."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -72,7 +72,7 @@ _BY_KEY: dict[str, str] = {
 
 
 def missing_part(config: Mapping[str, Any]) -> str | None:
-    """What the model needs that is not served, as a phrase; None = nothing is known of it."""
+    """The part that the model needs and that is not served, as a phrase; None = not known."""
     model_type = str(config.get("model_type"))
     for part, patterns in BY_TYPE.items():
         if any(fnmatchcase(model_type, pattern) for pattern in patterns):

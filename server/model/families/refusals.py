@@ -72,8 +72,10 @@ def _own_code(config: Mapping[str, Any], served: str) -> str | None:
 
 
 def _own_body(config: Mapping[str, Any]) -> str | None:
-    """Of a model for vectors, whose users run the code beside it: it may attend both ways, as
-    GTE-Qwen2's does under the library's own name."""
+    """The code that a model for vectors brings, if any; such a body may attend both ways.
+
+    GTE-Qwen2's does so under the library's own name.
+    """
     codes = config.get("auto_map")
     code = codes.get("AutoModel") if isinstance(codes, Mapping) else None
     if code is None:

@@ -108,7 +108,7 @@ def read_model(
 
 
 def _refuse_beside(config: Mapping[str, Any], fields: Fields) -> None:
-    """What a larger model says beside its `text_config` counts for the text part, too."""
+    """Refuse by values next to `text_config`, which count for the text part, too."""
     beside = Fields(config)
     refuse_other_attention(beside)
     for problem in beside.problems:

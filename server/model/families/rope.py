@@ -26,7 +26,7 @@ KINDS: Mapping[object, RopeKind] = {
 
 
 class RopeRules(NamedTuple):
-    """What a family's code says where `config.json` says nothing.
+    """Rules of a family's code that hold where `config.json` says nothing.
 
     partial: of `partial_rotary_factor`; None = the family turns whole heads. kinds: by `rope_type`.
     original_context: None = as the table says, or all positions.
@@ -52,14 +52,19 @@ def read_rope(fields: Fields, sizes: ModelSizes, rules: RopeRules = LLAMA) -> tu
 
 
 def rope_table(fields: Fields) -> Table:
-    """What `config.json` says of the rotation, beside single keys; empty where that is nothing."""
+    """The table of the rotation in `config.json`, without single keys; empty where
+    there is none.
+    """
     old = fields.table(fields.config, "rope_scaling")
     return old or fields.table(fields.config, "rope_parameters")
 
 
 def read_tables(fields: Fields, theta: object, windowed_theta: object) -> tuple[Table, Table]:
-    """Of layers without a window, and of those with one. `rope_parameters` has a table for each
-    (transformers 5); `rope_scaling` and the two of `rope_theta` are what single keys say."""
+    """Tables of layers without a window, and of layers with one.
+
+    `rope_parameters` has a table for each (transformers 5). Single keys are `rope_scaling` and the
+    two of `rope_theta`.
+    """
     config = fields.config
     tables = fields.table(config, "rope_parameters")
     if not set(tables) <= {family.FULL, family.WINDOWED}:

@@ -71,5 +71,5 @@ class DecodeBatch:
 
 
 def _is_like_decode(piece: SeqSlice) -> bool:
-    """Of a prompt slice: whether a token is all that it can give."""
+    """Whether a token is all that a prompt slice can give."""
     return piece.is_single and not piece.prompt_logprobs and piece.vector is None

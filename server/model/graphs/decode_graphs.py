@@ -28,8 +28,11 @@ _UPLOADS = 4
 
 @dataclass(frozen=True, slots=True)
 class GraphStep:
-    """What a replayed step leaves: logits `[slices, vocab]` and the greedy ids int32 `[slices]`
-    (-1 = not finite). Both are valid until the next replay, in stream order."""
+    """Results of a replayed step: logits `[slices, vocab]`, greedy ids int32 `[slices]` (-1 = not
+    finite).
+
+    Both are valid until the next replay, in stream order.
+    """
 
     logits: torch.Tensor
     token_ids: torch.Tensor
@@ -69,7 +72,7 @@ class DecodeGraphs:
         self._loras: dict[tuple[int, Reach], DeviceLora] = {}
 
     def rehearse(self, reach: Reach) -> None:
-        """What the graphs of one family will do, outside of any."""
+        """Run once, outside of any graph, all that the graphs of one family will do."""
         for size in reversed(self.sizes):
             self._upload(size, DecodeBatch(np.zeros((self._columns, 0), np.int32), ()))
             self._step(size, reach)()
@@ -84,7 +87,7 @@ class DecodeGraphs:
 
     @property
     def reaches(self) -> frozenset[Reach]:
-        """Of adapters whose steps graphs were captured for."""
+        """Reaches of adapters for whose steps graphs were captured."""
         return frozenset(reach for _, reach in self._graphs)
 
     def takes(self, batch: DecodeBatch) -> bool:

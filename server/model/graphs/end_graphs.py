@@ -44,7 +44,7 @@ class EndGraphs:
         self._loras: dict[tuple[int, Reach], DeviceLora] = {}
 
     def rehearse(self, reach: Reach) -> None:
-        """What the graphs of one family will do, outside of any."""
+        """Run once, outside of any graph, all that the graphs of one family will do."""
         for size in reversed(self.sizes):
             self._upload(size, _NOBODY, _NOBODY)
             self._step(size, reach)()
@@ -68,7 +68,7 @@ class EndGraphs:
         return self._normed[:n]
 
     def _upload(self, size: int, rows: np.ndarray, slots: np.ndarray) -> None:
-        """What pads them is the first row, without an adapter."""
+        """Upload rows and slots. The padding is the first row, without an adapter."""
         packed = np.zeros((2, size), dtype=np.int32)
         packed[1] = -1
         packed[:, : len(rows)] = rows, slots

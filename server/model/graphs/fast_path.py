@@ -112,9 +112,12 @@ class _Start:
 
     @property
     def families(self) -> tuple[Reach, ...]:
-        """What graphs have: no adapters, and where there are some, those that change layers; those
-        of experts, which cost every layer more, apart; and where it is asked for, those that change
-        the base's own products."""
+        """Families of graphs that are captured.
+
+        One is without adapters. Where there are adapters, one is for those that change layers, and
+        one for those of experts, which cost every layer more. Where asked for, one is for adapters
+        that change the base's own products.
+        """
         if not self.parts.limits.adapter_slots:
             return (Reach.NONE,)
         has_experts = self.parts.table.sites.of_experts.any()
@@ -145,15 +148,17 @@ class _Start:
         self.rehearse(decoder)
 
     def run_steps(self, decoder: CudaDecoder) -> None:
-        """Those that no graph has."""
+        """Run steps that no graph has."""
         parts = self.parts
         run_steps(decoder, self.ops, parts.rows, parts.limits)
         for num_ids in (parts.limits.vocab_size, parts.limits.most_ids):
             self.draws.warm(num_ids, parts.cache.dtype)
 
     def rehearse(self, decoder: CudaDecoder) -> None:
-        """What graphs will launch, outside of any: a kernel is loaded at its first launch, which a
-        capture does not allow."""
+        """Launch all that graphs will launch, outside of any.
+
+        A kernel is loaded at its first launch, which a capture does not allow.
+        """
         graphs, token_graphs = self._graphs(decoder)
         for reach in self.families:
             graphs.rehearse(reach)
@@ -161,7 +166,9 @@ class _Start:
                 token_graphs.rehearse(reach, self._example)
 
     def load_products(self) -> None:
-        """Of steps that no graph has: those of all tokens, and of rows that want logits."""
+        """Load the products of steps that no graph has: for all tokens, and for rows that want
+        logits.
+        """
         weights, sizes = self.parts.weights, self.row_sizes
         self.ops.products.load(sizes, [linear for linear, *_ in _by_shape(weights.layers)])
         most_logits = max(self.parts.limits.most_decodes, LOGITS_ROWS)
@@ -219,7 +226,7 @@ def _summed(parts: Parts) -> SummedSites:
 
 
 def _by_shape(layers: Iterable[LayerWeights]) -> list[list[Linear]]:
-    """What every token is multiplied with, of all layers."""
+    """Linears that every token passes, of all layers, grouped by shape."""
     found: dict[tuple[object, ...], list[Linear]] = {}
     for layer in layers:
         for linear in layer.linears:
@@ -245,7 +252,9 @@ def _weights_of_token(layer: LayerWeights) -> int:
 
 
 def _tell_of_late_kernels() -> None:
-    """What is compiled from now on holds up a step: it should have been warm."""
+    """Log each kernel that is compiled from now on: it holds up a step, and should have
+    been warm.
+    """
 
     def late(*, repr: str, **_: object) -> None:
         log.warning("a kernel was compiled while serving: %s", repr)

@@ -1,4 +1,4 @@
-"""What a set of operations is built from, and what is built."""
+"""The parts that a set of operations is built from, and the set that is built."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,11 @@ from loraplex.server.model.weights import ModelWeights
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a set of ops works on; all on one device. model: the device's part of the whole, which
-    it shares with its group. summary: of its memory, for a person. dora_graphs: see
-    WorkerConfig."""
+    """Parts of a set of ops, all on one device. model: the device's part of the whole.
+
+    The device shares the whole with its group. summary: of its memory, for a person. dora_graphs:
+    see WorkerConfig.
+    """
 
     whole: ModelSpec
     group: Group

@@ -68,7 +68,9 @@ class TokenGraphs:
         self.ends = EndGraphs(decoder, ops, sizes, begun, self._pool)
 
     def rehearse(self, reach: Reach, example: Callable[[int], StepLayout]) -> None:
-        """What the graphs of one family will do, outside of any; otherwise as `capture`."""
+        """Run once, outside of any graph, all that the graphs of one family will do; else as
+        `capture`.
+        """
         for size in reversed(self.sizes):
             for piece in self._prepared(size, self._lora(size, reach), example):
                 piece()
@@ -161,8 +163,10 @@ class TokenGraphs:
         return self._pieces(size, lora)
 
     def _pieces(self, size: int, lora: DeviceLora | None) -> list[Callable[[], None]]:
-        """What each graph does, in order. Rows that pad read what earlier steps left in them, and
-        nobody reads theirs."""
+        """The work of each graph, in order. Padding rows read what earlier steps left in them.
+
+        Nobody reads the results of padding rows.
+        """
         if self._attention is None:
             return self._pieces_between(size, lora)
         plan, embedded = self._attention.plan(size), self._embedded(size, lora)

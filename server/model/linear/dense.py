@@ -47,11 +47,11 @@ class DenseLinear:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Of matrices of one kind each way takes the same time."""
+        """A key: for matrices of one kind each way takes the same time."""
         return self.weight.shape
 
     def ways(self, rows: int, configs: KernelConfigs) -> tuple[Way, ...]:
-        """Those for so many rows of x on a GPU, DEFAULT first."""
+        """Ways to multiply `rows` rows of x on a GPU, DEFAULT first."""
         return (*LIBRARIES, *configs.skinny(rows))
 
     def outside_graphs(self, rows: int, configs: KernelConfigs) -> Way:
@@ -60,8 +60,10 @@ class DenseLinear:
         return DEFAULT
 
     def beside_lora(self, ways: Iterable[Way]) -> list[Way]:
-        """Of these ways those that may run beside LoRA: our kernel, whose programs are many and
-        short, leaves LoRA no room."""
+        """Ways among these that may run at the same time as LoRA.
+
+        Our own kernel may not: its programs are many and short, and leave LoRA no room.
+        """
         return [way for way in ways if isinstance(way, Library)]
 
     def run(

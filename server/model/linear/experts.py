@@ -44,7 +44,9 @@ class ExpertsLinear:
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """What `spec` computes with. router: its product are the experts' logits."""
+    """Weights of a layer of experts, as `spec` says. router: its product are the
+    experts' logits.
+    """
 
     spec: MoeSpec
     router: DenseLinear

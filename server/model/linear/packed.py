@@ -151,7 +151,7 @@ PackedWeight = Fp8Weight | GroupedWeight
 
 
 def _groups(features: slice, group: int, total: int) -> slice | None:
-    """Of some features of so many; None where they begin within a group."""
+    """Groups of some features; None where the features begin within a group."""
     if group >= total:
         return slice(0, 1)
     if features.start % group:

@@ -39,7 +39,7 @@ class QuantisedLinear:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Of matrices of one kind each way takes the same time."""
+        """A key: for matrices of one kind each way takes the same time."""
         return (self.out_features, self.in_features, *self.weight.form())
 
     def ways(self, rows: int, configs: KernelConfigs) -> tuple[Way, ...]:

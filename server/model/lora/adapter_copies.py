@@ -175,7 +175,10 @@ class AdapterCopies:
             self._write_back(finished)
 
     def _write_back(self, item: Unfinished) -> None:
-        """Of what is finished. If that fails, the host block is worthless, and so is the device."""
+        """Write what is finished back to the host block.
+
+        If that fails, the host block is worthless, and so is the device.
+        """
         finished = None if self._stream is None else self._stream.record_event()
         try:
             with self._beside:
@@ -235,8 +238,10 @@ class AdapterCopies:
             place.copy_(piece, non_blocking=True)
 
     def _pieces(self, copy: AdapterCopy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of the host's arena, and where each lies in the device's. Raises ValueError for what does
-        not fit."""
+        """Pieces of the host's arena, and where each lies in the device's.
+
+        Raises ValueError for a piece that does not fit.
+        """
         layout = copy.layout
         if layout.extent_bytes != self.table.extent_bytes:
             raise ValueError(

@@ -140,7 +140,7 @@ class Adapter:
         return norms_of(weights, placed.places, self._sites.norms)
 
     def head(self) -> torch.Tensor | None:
-        """Of a classifier, `[labels, hidden]`; a view into the arena."""
+        """The head of a classifier, `[labels, hidden]`; a view into the arena."""
         head = self.placed.head
         hidden = self._sites.lm_head.in_features
         return None if head is None else self._view(head.begin, (head.labels, hidden))

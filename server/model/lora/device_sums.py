@@ -10,7 +10,7 @@ from loraplex.server.engine.executor import CopySums
 
 
 class DeviceSums:
-    """Of one copy at a time."""
+    """Sums over devices for one copy at a time."""
 
     def __init__(self, most: int, *, pinned: bool) -> None:
         """most: numbers of a copy."""

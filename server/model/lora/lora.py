@@ -156,8 +156,10 @@ class AdapterTable:
         return found
 
     def own_segments(self, token_slots: np.ndarray) -> tuple[OwnSegment, ...]:
-        """Those of a batch whose adapters have rows or norms of their own. token_slots: as of
-        `batch`."""
+        """Segments of a batch whose adapters have rows or norms of their own.
+
+        token_slots: as of `batch`.
+        """
         if not self._with_own:
             return ()
         return tuple(

@@ -1,8 +1,8 @@
-"""What an adapter does to the base's own product, made from what it brings and the base's weights.
+"""The effect of an adapter on the base's own product, made from its content and the base's weights.
 
-DoRA (arXiv:2402.09353): the rows of `W + scale * B A` get the lengths that the adapter says. So
-`W x` is multiplied by `length / |W + scale * B A|`, row by row, and so is B; a bias is not. Biases
-of the adapter are added, less those of the base that it replaces.
+DoRA (arXiv:2402.09353): the rows of `W + scale * B A` get the lengths that the adapter says. So `W
+x` is multiplied by `length / |W + scale * B A|`, row by row, and so is B; a bias is not. Biases of
+the adapter are added, less those of the base that it replaces.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,9 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class OutputVectors:
-    """Of adapters that have just been copied. Nothing here waits for the device."""
+    """Makes output vectors of adapters that have just been copied. Nothing here waits for the
+    device.
+    """
 
     def __init__(self, weights: ModelWeights, sites: Sites) -> None:
         self._sites, self._is_shared = sites, sites.shard.count > 1
@@ -125,8 +127,11 @@ class OutputVectors:
 
 
 class _Squares(NamedTuple):
-    """Of lengths, float32. of_each: `[outputs]`, by the site's number and where the projection
-    begins. shared: all those of which devices have parts, which are views of it."""
+    """Squares of lengths, float32. of_each: `[outputs]`, by the site's number and the projection's
+    begin.
+
+    shared: all squares of which devices have parts, as views.
+    """
 
     shared: torch.Tensor
     of_each: dict[tuple[int, int], torch.Tensor]

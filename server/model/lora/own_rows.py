@@ -56,7 +56,10 @@ class OwnRows:
 
 
 class OwnParts(NamedTuple):
-    """What an adapter has in place of the base's. rows: by site. norms: by place (`BaseNorm`)."""
+    """Rows and norms that an adapter has in place of the base's. rows: by site.
+
+    norms: by place (`BaseNorm`).
+    """
 
     rows: Mapping[int, OwnRows]
     norms: Mapping[int, Norm]

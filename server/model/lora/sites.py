@@ -101,7 +101,7 @@ class Sites:
 
     @property
     def summed_outputs(self) -> int:
-        """Of the sites whose inputs devices share out; 0 where there is one device."""
+        """Outputs of the sites whose inputs devices share out; 0 where there is one device."""
         if self.shard.count == 1:
             return 0
         return sum(sum(site.out_features) for site in self._all if site.kind in BY_INPUTS)

@@ -26,7 +26,7 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 
 
 def prompt_backend(capability: tuple[int, int]) -> str:
-    """Of FlashInfer's for this compute capability."""
+    """The backend of FlashInfer for this compute capability."""
     return "fa3" if capability == (9, 0) else "fa2"
 
 
@@ -69,11 +69,13 @@ class PagedAttention:
         ]
 
     def work(self, batch: int) -> WorkLayout:
-        """Of at most so many decodes."""
+        """The layout of work for at most `batch` decodes."""
         return WorkLayout(self._windows, batch)
 
     def plan(self, layout: StepLayout, turns: torch.Tensor | None) -> Attention:
-        """Of a step outside graphs: decodes are its first tokens. turns: see `Rotations.turns`."""
+        """Plan a step outside graphs: decodes are its first tokens. turns: see
+        `Rotations.turns`.
+        """
         n = layout.num_decodes
         decode = prefill = None
         if n:

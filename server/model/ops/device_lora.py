@@ -54,8 +54,10 @@ class DeviceLora:
 
 @dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """What linears of few tokens need to have LoRA in their own kernel. stack: B of all rows'
-    adapters."""
+    """Parts that linears of few tokens need for LoRA in their own kernel.
+
+    stack: B of all rows' adapters.
+    """
 
     config: SkinnyLoraConfig
     stack: Stack

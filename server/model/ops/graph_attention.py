@@ -1,4 +1,4 @@
-"""What the attention of captured steps with prompts reads: at fixed places, filled for each step.
+"""Inputs of the attention of captured steps with prompts: at fixed places, filled for each step.
 
 In such a step prompts come before decodes, the other way round than outside graphs: FlashInfer's
 first token is always a prompt's.
@@ -42,7 +42,7 @@ class GraphAttention:
         self._packed = torch.zeros(widest, dtype=torch.int32, device=device)
 
     def plan(self, size: int) -> CudaPlan:
-        """Of a graph of `size` tokens, whatever they are."""
+        """Plan a graph of `size` tokens, whatever they are."""
         rows, positions = self._packed[:size], self._positions[:size]
         work = self._work(size).items(self._packed[size:])
         turns = self._turns[:size] if self._ops.rotations.has_long else None
@@ -69,5 +69,5 @@ class GraphAttention:
         self._prompts.plan(layout)
 
     def _work(self, size: int) -> WorkLayout:
-        """Of a graph of `size` tokens: the upload has their rows first, then this."""
+        """The work of a graph of `size` tokens: the upload has their rows first, then this."""
         return self._ops.decode_work(min(size, self._most_decodes))

@@ -1,4 +1,4 @@
-"""What ops do where several devices share the model."""
+"""Operations of devices that share the model."""
 
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -81,7 +81,7 @@ class GroupOps(Generic[P, L, Y]):
     def embed(
         self, token_ids: torch.Tensor, weight: torch.Tensor, lora: L | None, site: Site
     ) -> torch.Tensor:
-        """Of ids of other devices zeros, to which they add theirs."""
+        """Embed ids. Ids of other devices give zeros, to which those devices add their rows."""
         width, vocab = len(weight), self._whole.vocab_size
         ids = token_ids - self._group.shard.index * width
         mine = (ids >= 0) & (ids < width)

@@ -214,7 +214,7 @@ class LoraLinear:
 
 
 def _scale(y: torch.Tensor, lora: DeviceLora, site: Site) -> None:
-    """What adapters do to the base's own product y."""
+    """Apply the adapters' factors and biases to the base's own product y."""
     if lora.vectors is not None:
         scale_outputs(y, lora.slots, lora.vectors, site.number)
 

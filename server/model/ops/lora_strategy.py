@@ -42,13 +42,18 @@ class Strategy(Enum):
 
 
 class Regime(Enum):
-    """What kind of batch it is.
+    """The kind of a batch.
 
     FUSED: so few tokens that linears have kernels with LoRA in them.
+
     FEW_DECODES, MANY_DECODES: every token is a decode, up to FEW_TOKENS and beyond.
+
     FEW_TOKENS: some tokens may be of prompts, up to FEW_TOKENS.
+
     MIXED: up to MIXED_TOKENS. PREFILL: more.
+
     CAPTURED_PREFILL: more, in a graph, which may have decodes at any place.
+
     SHRINKING_PREFILL: more, and all ranks of the adapters fit one block.
     """
 
@@ -103,7 +108,7 @@ NONE_SUMMED = SummedSites()
 
 @dataclass(frozen=True, slots=True)
 class Consumers:
-    """What keeps a model's consumers from a part of LoRA.
+    """Reasons that keep a model's consumers from a part of LoRA.
 
     whole: sites of one module, of whose output the consumer takes parts: kernels finish LoRA by the
     ranks of each part. summed: LoRA is complete before devices sum. sums_first: the rotation

@@ -37,8 +37,10 @@ class DeviceMemory(msgspec.Struct, frozen=True):
 
 
 def weights_bytes(model: ModelSpec, dtype: SlabDtype, *, packed: bool) -> int:
-    """What they take on the device. packed: quantised matrices of layers stay so, all that
-    config.json speaks of."""
+    """Bytes of the weights on the device.
+
+    packed: quantised matrices of layers stay so, all that config.json speaks of.
+    """
     shapes = model.tensors()
     total = sum(prod(shape) for name, shape in shapes.items() if not name.endswith(MXFP4_TENSORS))
     total *= ITEM_BYTES[dtype]
@@ -128,11 +130,11 @@ def _rotation_bytes(model: ModelSpec, context: int) -> int:
 
 
 def split_prompts_bytes(model: ModelSpec, processors: int) -> int:
-    """What FlashInfer's FA2 needs at most to cut the contexts of few prompts into pieces: their
-    float32 results and sums.
+    """Bytes that FlashInfer's FA2 needs at most to cut the contexts of few prompts into pieces.
 
-    Two programs at once on each multiprocessor, one for each piece and kv head; each has a tile of
-    up to 128 queries, tokens of all heads of its group counted (`PrefillPlan` in scheduler.cuh).
+    The bytes are for float32 results and sums. Two programs run at once on each multiprocessor, one
+    for each piece and kv head. Each has a tile of up to 128 queries, tokens of all heads of its
+    group counted (`PrefillPlan` in scheduler.cuh).
     """
     pieces = _FA2_PROGRAMS * processors // model.num_kv_heads
     return pieces * model.num_heads * _FA2_QUERIES * (model.head_dim + 1) * 4
@@ -164,7 +166,7 @@ def fill_device(model: ModelSpec, engine: EngineConfig, memory: DeviceMemory) ->
 
 
 def _most_kv(model: ModelSpec, engine: EngineConfig) -> int:
-    """What `kv_contexts` allows; 0 = any."""
+    """Bytes of the KV cache that `kv_contexts` allows; 0 = any."""
     context = min(engine.max_context or model.max_context, model.max_context)
     pages = -(-context // engine.page_size) + 1  # an admission keeps one in reserve
     return engine.kv_contexts * pages * page_bytes(model, engine) * len(page_groups(model).windows)
@@ -221,7 +223,10 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
 
 
 def _max_context(model: ModelSpec, engine: EngineConfig, num_pages: int, page: int) -> int:
-    """What was asked for must fit; what was not asked for is cut to what fits. page: its bytes."""
+    """The longest context. One that was asked for must fit; any other is cut to the room.
+
+    page: bytes of a page.
+    """
     of_pages = (engine.page_size, page_groups(model).windows)
     room = tokens_that_fit(num_pages, *of_pages)
     if engine.max_context is None:

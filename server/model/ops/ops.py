@@ -183,8 +183,10 @@ class Ops(Protocol[P, L, Y]):
         ...
 
     def moe(self, x: torch.Tensor, weights: MoeWeights, lora: L | None, sites: LayerSites) -> Y:
-        """What a layer's experts give for normed rows, as `weights.spec` says: `[tokens, hidden]`
-        -> `[tokens, hidden]`. A token's experts are summed in the order of their weights, so that
-        the sum depends on nothing else of the batch. The adapters' deltas are those of each expert
-        at `sites.gate_up` and `sites.down`."""
+        """The output of a layer's experts for normed rows, as `weights.spec` says.
+
+        `[tokens, hidden]` -> `[tokens, hidden]`. A token's experts are summed in the order of their
+        weights, so that the sum depends on nothing else of the batch. The adapters' deltas are
+        those of each expert at `sites.gate_up` and `sites.down`.
+        """
         ...

@@ -299,7 +299,7 @@ class CudaOps:
         return rope_append(qkv[prompts], self.rotations[layer], *places, pages, norm)
 
     def _norm(self, layer: int, weights: torch.Tensor | None) -> QkNorm | None:
-        """Of q and k."""
+        """The norm of q and k."""
         if weights is None:
             return None
         spec = self.model.layers[layer].attention

@@ -63,9 +63,11 @@ class Products:
                         linear.run(*linear.operands(size), way)
 
     def load(self, sizes: Sequence[int], products: Sequence[Linear]) -> None:
-        """What products outside of graphs launch, once for each number of rows: at its first launch
-        a kernel is loaded, for which host and device wait for each other, and the library has a
-        hundred for one product."""
+        """Launch what products outside of graphs launch, once for each number of rows.
+
+        A kernel is loaded at its first launch, for which host and device wait for each other. The
+        library has a hundred kernels for one product.
+        """
         for linear in products:
             x, y = linear.operands(max(sizes))
             for size in sizes:

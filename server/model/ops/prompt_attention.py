@@ -31,7 +31,7 @@ def prompt_kernel(attention: AttentionSpec, *, fp8_cache: bool = False) -> Promp
 
 
 def prompt_kernels(model: ModelSpec, *, fp8_cache: bool = False) -> tuple[PromptKernel, ...]:
-    """Of each layer."""
+    """The kernel of each layer."""
     return tuple(prompt_kernel(layer.attention, fp8_cache=fp8_cache) for layer in model.layers)
 
 
@@ -57,8 +57,9 @@ class PromptAttention:
             self._plans["Triton"] = TiledPrompts(model, cache, captured)
 
     def plan(self, layout: StepLayout) -> None:
-        """Of the layout's prompts, whose tokens follow one another from the first on in what `run`
-        gets."""
+        """Plan the layout's prompts, whose tokens follow one another from the first on in `run`'s
+        input.
+        """
         for plan in self._plans.values():
             plan.plan(layout)
 

@@ -5,7 +5,7 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 
 
 def score_rules(model: ModelSpec) -> list[ScoreRule]:
-    """Of each layer."""
+    """The rule of each layer."""
     attentions = [layer.attention for layer in model.layers]
     return [ScoreRule(each.scale, each.softcap, each.window) for each in attentions]
 

@@ -35,9 +35,12 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def token_sizes(max_tokens: int, layer_weights: int, most_of_prompts: int) -> tuple[int, ...]:
-    """Of steps with prompts, up to what those of `max_tokens` tokens need. Beyond the smallest
-    size, padding is the smaller part of any step. layer_weights: how many a layer has.
-    most_of_prompts: tokens that the prompts of a captured step can have at most; none: no sizes."""
+    """Sizes of graphs of steps with prompts, up to what steps of `max_tokens` tokens need.
+
+    Beyond the smallest size, padding is the smaller part of any step. layer_weights: how many a
+    layer has. most_of_prompts: tokens that the prompts of a captured step can have at most; 0 gives
+    no sizes.
+    """
     most = max(_MOST_TOKENS, _MOST_WORK // layer_weights)
     # The largest takes what `row_sizes` makes of the tokens of any of its steps.
     most = min(most, most_of_prompts // _TOKENS_STEP * _TOKENS_STEP)
@@ -47,16 +50,18 @@ def token_sizes(max_tokens: int, layer_weights: int, most_of_prompts: int) -> tu
 
 
 def row_sizes(max_rows: int, max_tokens: int) -> tuple[int, ...]:
-    """Of products outside graphs, up to `max_tokens`: those of decode graphs, since as many rows as
-    sequences may want logits, and by 128. A library's choice of kernel differs from one number to
-    the next."""
+    """Rows of products outside graphs, up to `max_tokens`: those of decode graphs, and by 128.
+
+    As many rows as sequences may want logits. A library's choice of kernel differs from one number
+    of rows to the next.
+    """
     few = graph_sizes(max(max_rows, _TOKENS_STEP))
     sizes = {*few, *range(_TOKENS_STEP, max_tokens, _TOKENS_STEP)}
     return tuple(sorted(size for size in sizes if size < max_tokens)) + (max_tokens,)
 
 
 def sizes_up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """Those of `sizes`, ascending, that steps of up to `most` need; the first in any case."""
+    """The ascending `sizes` that steps of up to `most` need; the first in any case."""
     return tuple(size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < most)
 
 

@@ -34,7 +34,7 @@ class TiledPrompts:
         self._page_table = torch.zeros(0, 0, 0, dtype=torch.int64, device=self._device)
 
     def _most_tiles(self, tokens: int) -> int:
-        """Of a captured step."""
+        """Plan a captured step."""
         return max_tiles(tokens, MAX_PROMPTS, self._shape)
 
     def plan(self, layout: StepLayout) -> None:

@@ -187,7 +187,7 @@ def _groups(in_features: int, group: int | None) -> int:
 
 
 def packed_bytes(form: WeightForm, out_features: int, in_features: int) -> int:
-    """What a matrix of this form takes while it stays quantised, about."""
+    """Bytes of a matrix of this form while it stays quantised, about."""
     if isinstance(form, FourBitForm):
         numbers = out_features * in_features
         return numbers // 2 + 4 * (numbers // FOUR_BIT_BLOCK)

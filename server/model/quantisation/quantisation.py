@@ -1,4 +1,4 @@
-"""What a configuration says of quantised weights: which module has which form. Pure."""
+"""The form of each module's weights, as a configuration's table of quantised weights says. Pure."""
 
 import re
 from functools import cache
@@ -26,7 +26,7 @@ class Quantisation(msgspec.Struct, frozen=True):
     rules: tuple[QuantisationRule, ...]
 
     def form(self, path: str) -> WeightForm | None:
-        """Of the module at `path`, where the checkpoint holds it quantised."""
+        """The form of the module at `path`, where the checkpoint holds it quantised."""
         return next((rule.form for rule in self.rules if rule.takes(path)), None)
 
 

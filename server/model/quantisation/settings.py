@@ -7,7 +7,7 @@ Table = Mapping[str, Any]
 
 
 def integer(table: Table, *keys: str, default: int | None = None) -> int:
-    """Of the first key that says something."""
+    """The integer of the first key that has a value."""
     value = next((table[key] for key in keys if table.get(key) is not None), default)
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{keys[0]} must be an integer, got {value!r}")

@@ -35,7 +35,7 @@ class PooledSlice:
 
     @property
     def tokens(self) -> np.ndarray:
-        """Those of the batch whose hidden states it needs, int64 `[n]`."""
+        """Places in the batch of tokens whose hidden states are needed, int64 `[n]`."""
         end = self.begin + self.piece.num_new
         return np.arange(self.begin if self.vector.pooling == "mean" else end - 1, end)
 
@@ -53,7 +53,9 @@ def pooled_slices(step: Step, prompt_len: np.ndarray) -> list[PooledSlice]:
 
 
 class Pooler:
-    """Of all rows. A mean over a row's prompt begins with the prompt's first token."""
+    """Pools vectors of all rows. A mean over a row's prompt begins with the prompt's
+    first token.
+    """
 
     def __init__(self, head_of: HeadOf, device: torch.device) -> None:
         self._head_of = head_of

@@ -1,4 +1,4 @@
-"""What a launched step leaves to be collected: tensors on their way to the host."""
+"""Results of a launched step that are still to be collected: tensors on their way to the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class HostLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of one slice. token_ids: those predicted, int64 `[n]`."""
+    """Log-probabilities of one slice's prompt. token_ids: those predicted, int64 `[n]`."""
 
     place: int
     token_ids: torch.Tensor
@@ -35,7 +35,10 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class HostVectors:
-    """Of one step, of one width: float32 `[n, width]`, on the way to the host. places: theirs."""
+    """Vectors of one step and one width: float32 `[n, width]`, on the way to the host.
+
+    places: one for each vector.
+    """
 
     places: list[int]
     values: torch.Tensor
@@ -151,7 +154,7 @@ def _prompt(prompt: PromptLogprobs) -> list[TokenLogprob]:
 
 
 def _listed(values: Logprobs) -> list[tuple[float, ...]]:
-    """Of each row."""
+    """Listed log-probabilities of each row."""
     if values.listed is None:
         return [()] * len(values.chosen)
     return [tuple(row) for row in values.listed.tolist()]

@@ -47,7 +47,7 @@ class ScoredSlice:
 
 
 class Sampler:
-    """Of all rows; parameters lie in `rows` and `parameters`."""
+    """Draws tokens for all rows; parameters lie in `rows` and `parameters`."""
 
     def __init__(self, rows: Rows, parameters: RowSampling, draws: Draws) -> None:
         self.rows = rows
@@ -70,7 +70,7 @@ class Sampler:
         return Drawn(token_ids, logprobs)
 
     def _draw(self, rows: ToDraw, places: np.ndarray) -> Drawn:
-        """Of rows that draw from as many ids."""
+        """Draw for rows that choose from equally many ids."""
         token_ids = self._draws(rows)
         counts = self.parameters.logprobs[rows.seq_rows]
         wanted = np.flatnonzero(counts >= 0)

@@ -45,8 +45,9 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What changes logits before anything is chosen; each lists only the rows that need it, None =
-    none does."""
+    """Changes of logits before a choice. Each lists only the rows that need it, None =
+    none does.
+    """
 
     bias: Entries | None = None
     penalties: Penalties | None = None
@@ -82,9 +83,11 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """What the rows of one step ask for. temperature: float32 `[rows]`, 0 = greedy; seed, choice,
-    index: int64 `[rows]`. allowed, truncation, typical: only the rows that need them; None = none
-    does."""
+    """Sampling parameters of the rows of one step.
+
+    temperature: float32 `[rows]`, 0 = greedy; seed, choice, index: int64 `[rows]`. allowed,
+    truncation, typical: only the rows that need them; None = none does.
+    """
 
     temperature: torch.Tensor
     seed: torch.Tensor
@@ -107,10 +110,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the raw logits. chosen: float32 `[rows]`; top_ids, top: `[rows, n]`, most likely first.
+    """Log-probabilities from the raw logits.
 
-    ranks: of the chosen, int64 `[rows]`, where they are counted. listed: `[rows, m]`, of further
-    ids that were asked for.
+    chosen: float32 `[rows]`; top_ids, top: `[rows, n]`, most likely first. ranks: of the chosen,
+    int64 `[rows]`, where they are counted. listed: `[rows, m]`, of further ids that were asked for.
     """
 
     chosen: torch.Tensor

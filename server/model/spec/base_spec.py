@@ -1,4 +1,4 @@
-"""What adapters may change of a model, as its ModelSpec says. Pure."""
+"""The parts of a model that adapters may change, as its ModelSpec says. Pure."""
 
 from collections.abc import Iterator, Mapping
 

@@ -119,7 +119,7 @@ class LinearSpec(msgspec.Struct, frozen=True):
         return sum(self.widths)
 
     def spans_of(self, part: Part) -> tuple[Span, ...]:
-        """Of the features that devices share, those of the part's outputs or of all inputs."""
+        """Spans of the features that devices share: the part's outputs, or all inputs."""
         features = self.in_features if self.sharding == "row" else part.out_features
         return part.spans or (Span(features),)
 
@@ -196,7 +196,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
 
     @property
     def qk_epsilon(self) -> float:
-        """Of the norms of q and k; 0 without them."""
+        """Epsilon of the norms of q and k; 0 without them."""
         return 0.0 if self.q_norm is None else self.q_norm.epsilon
 
     @property
@@ -357,7 +357,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer."""
+        """The window of each layer."""
         return tuple(layer.attention.window for layer in self.layers)
 
     @property
@@ -392,7 +392,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return self.layers[0].attention.kv_size
 
     def matrices(self) -> Iterator[Matrix]:
-        """Of layers and the head, where that is no table of the embedding's."""
+        """Matrices of layers, and of the head where it is no table of the embedding's."""
         for index, layer in enumerate(self.layers):
             for linear in layer.linears:
                 for matrix in linear.matrices():

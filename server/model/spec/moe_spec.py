@@ -1,4 +1,6 @@
-"""What a layer of experts computes, and how checkpoints hold its weights. Pure."""
+"""The computation of a layer of experts, and the forms in which checkpoints hold its
+weights. Pure.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal

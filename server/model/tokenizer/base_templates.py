@@ -39,7 +39,7 @@ def template_tokens(folder: Path) -> dict[str, str]:
 
 
 def usable_templates(sources: Mapping[str, str], tokens: dict[str, str]) -> dict[str, ChatTemplate]:
-    """Those that can be compiled; a router tells what is wrong with the others."""
+    """Templates that can be compiled; a router says what is wrong with the others."""
     found = {}
     for name, source in sources.items():
         with contextlib.suppress(TemplateFault):

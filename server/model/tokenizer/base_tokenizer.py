@@ -105,8 +105,10 @@ class _Missing:
         return [token.content for token in self._only_named()]
 
     def tokens(self, tokenizer: Tokenizer) -> Iterator[AddedToken]:
-        """Those that the tokenizer does not have, or has otherwise, in the order of their ids; then
-        those that are only named."""
+        """Tokens that the tokenizer does not have, or has otherwise, in the order of their ids.
+
+        Tokens that are only named follow.
+        """
         known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
         seen = set(known)
         for token in self._listed():

@@ -49,7 +49,7 @@ _QWEN_3_5 = (
 
 
 class _Steps(NamedTuple):
-    """What stands around a vocabulary. model: how it is read."""
+    """Steps around a vocabulary. model: how the vocabulary is read."""
 
     model: dict[str, Any]
     normalizer: normalizers.Normalizer | None
@@ -82,7 +82,7 @@ def rebuilt(
 def finish(
     name: RebuiltClass, tokenizer: Tokenizer, settings: Settings, special: Iterable[str]
 ) -> None:
-    """What the class does when all tokens are added. special: texts of the special ones."""
+    """Do what the class does when all tokens are added. special: texts of the special ones."""
     bos = settings.get("bos_token")
     if name == "CodeLlamaTokenizer" and bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -98,7 +98,7 @@ def _spaced(settings: Settings) -> bool:
 
 
 def _pieces(*, strips: bool) -> decoders.Decoder:
-    """Of SentencePiece."""
+    """The decoder of SentencePiece's pieces."""
     steps: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback()]
     steps.append(decoders.Fuse())
     if strips:

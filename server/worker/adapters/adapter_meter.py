@@ -18,7 +18,7 @@ class AdapterMeter:
         self._copying_since: dict[str, float] = {}
 
     def evicted(self, before: Collection[str], after: Collection[str]) -> None:
-        """What was on the device, and what is now."""
+        """Note the adapters that were on the device, and those that are now."""
         self._thrash.changed(before, after, time.monotonic())
 
     def staged(self, digest: str) -> None:

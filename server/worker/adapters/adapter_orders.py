@@ -34,7 +34,7 @@ Report = Callable[[AdapterReport], None]
 
 
 class EngineView(Protocol):
-    """What the orders need of the engine."""
+    """Facts about the engine that the orders need."""
 
     @property
     def engine_is_up(self) -> bool: ...
@@ -45,7 +45,7 @@ class EngineView(Protocol):
 
 
 class _Note:
-    """What is remembered of an adapter. Times are monotonic seconds."""
+    """Remembered facts about an adapter. Times are monotonic seconds."""
 
     __slots__ = ("asked_at", "load_s", "used_at")
 
@@ -82,7 +82,7 @@ class AdapterOrders:
 
     @property
     def pins(self) -> frozenset[str]:
-        """What any router wants pinned."""
+        """Digests that any router wants pinned."""
         return frozenset[str]().union(*self._pins.values())
 
     def pin(self, connection: int, digests: Collection[str]) -> None:

@@ -57,7 +57,7 @@ class _StageTimes:
 
 
 class AdapterStorage(Protocol):
-    """Of an AdapterStore what is needed here; see there."""
+    """The part of an AdapterStore that is needed here; see there."""
 
     def recall(self, ref: AdapterRef) -> AdapterManifest | None: ...
 

@@ -99,7 +99,7 @@ class HostTier:
         self._metrics.note_host_evictions(self._arena.evictions)
 
     def pin_only(self, digests: Collection[str]) -> None:
-        """These stay here once they are here, as long as they leave room for one other."""
+        """Keep these here once they are here, as long as they leave room for one other."""
         self._arena.pin_only(digests)
         self._room.set()
 
@@ -113,7 +113,7 @@ class HostTier:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """What has a place here, least recently used first; what is being staged comes last."""
+        """Digests that have a place here, least recently used first; staged ones come last."""
         return (*self._arena.ready, *self._arena.loading)
 
     def spans(self, digest: str) -> tuple[Span, ...]:

@@ -14,7 +14,7 @@ class ThrashWatch:
         self._left: OrderedDict[str, float] = OrderedDict()
 
     def changed(self, before: Collection[str], after: Collection[str], now: float) -> None:
-        """What was on the device, and what is now, after evictions."""
+        """Note the adapters that were on the device, and those that are after evictions."""
         for digest in set(before).difference(after):
             self._left[digest] = now
             self._left.move_to_end(digest)

@@ -64,7 +64,7 @@ def _describe(driver: ctypes.CDLL, index: int) -> CudaDevice:
 
 
 def torch_build() -> TorchBuild | None:
-    """What torch says of itself in `torch/version.py`; None = not installed."""
+    """The build that torch's file `torch/version.py` names; None = not installed."""
     package = importlib.util.find_spec("torch")
     if package is None or package.origin is None:
         return None

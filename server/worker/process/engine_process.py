@@ -107,8 +107,10 @@ class EngineProcess:
 
 
 class GroupPlace(NamedTuple):
-    """Of a process in a group that shares the model. links: sockets to the others, of the first
-    process; else to the first."""
+    """The place of a process in a group that shares the model.
+
+    links: sockets to the others, for the first process; else to the first.
+    """
 
     number: int
     meeting: str

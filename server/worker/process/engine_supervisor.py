@@ -53,7 +53,7 @@ class EngineStartError(Exception):
 
 
 class EngineListener(Protocol):
-    """Who hears of the engine's state. Called on the event loop; must not block."""
+    """Hears of the engine's state. Called on the event loop; must not block."""
 
     def engine_starting(self, progress: StartProgress) -> None:
         """Called several times a second until it is ready."""
@@ -103,7 +103,7 @@ class EngineSupervisor:
 
     @property
     def engine_pids(self) -> tuple[int, ...]:
-        """Of all its processes."""
+        """Ids of all the engine's processes."""
         return self._engine.pids if self._engine else ()
 
     def send(self, frame: ToEngine) -> None:

@@ -104,10 +104,10 @@ def find_model(text: str, revision: str | None) -> ModelFolder:
 
 
 def check_model(text: str, revision: str | None, *, with_tensors: bool = True) -> ModelSpec:
-    """What a model is, from its configuration: the sentence that a worker would refuse it with.
+    """The model of a configuration, or the sentence with which a worker would refuse it.
 
-    with_tensors: of a folder, that its weights fit, too; of the Hub only small files come.
-    Raises ModelError, CheckpointError.
+    with_tensors: of a folder, that its weights fit, too; of the Hub only small files come. Raises
+    ModelError, CheckpointError.
     """
     folder = local_folder(text)
     if folder is not None:

@@ -31,8 +31,10 @@ _GPU_LOADS = ((64 << 30, 512, 8192), (32 << 30, 256, 4096), (0, 128, 2048))
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a worker allocates, in bytes, and how much it runs at once. kv_memory, kv_contexts: as
-    in EngineConfig."""
+    """Bytes that a worker allocates, and how much it runs at once.
+
+    kv_memory, kv_contexts: as in EngineConfig.
+    """
 
     adapter_memory: int
     host_adapter_memory: int

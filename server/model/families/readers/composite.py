@@ -141,7 +141,7 @@ def text_of(config: Mapping[str, Any]) -> Text:
 def _of_both(
     config: Mapping[str, Any], inner: Mapping[str, Any], composite: Composite
 ) -> dict[str, Any]:
-    """What stands beside `text_config`, or in it, or in both."""
+    """Values that stand next to `text_config`, or in it, or in both."""
     tied = [table[_TIED] for table in (config, inner) if table.get(_TIED) is not None]
     found: dict[str, Any] = {_TIED: any(tied) if tied else composite.is_tied}
     for key in ("dtype", "torch_dtype", "eos_token_id"):

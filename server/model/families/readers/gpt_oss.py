@@ -78,7 +78,7 @@ def _is_mxfp4(fields: Fields) -> bool:
 
 
 def _with_biases(layer: LayerSpec, form: ExpertForm) -> LayerSpec:
-    """Of experts, whose weights lie as this family stores them."""
+    """Add biases to a layer of experts, whose weights lie as this family stores them."""
 
     def stored(linear: LinearSpec, *, interleaved: bool) -> LinearSpec:
         assert linear.stored is not None

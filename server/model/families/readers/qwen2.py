@@ -26,7 +26,9 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 
 
 def read_windows(fields: Fields, sizes: family.ModelSizes) -> tuple[int | None, ...]:
-    """Of each layer; of the last ones only, and only where `use_sliding_window` is set."""
+    """The window of each layer. Only the last layers have one, and only with
+    `use_sliding_window`.
+    """
     config = fields.config
     asked = config.get("use_sliding_window", False)
     window = config.get("sliding_window", _WINDOW) if asked else None

@@ -18,10 +18,11 @@ class Lark:
     special_ids: tokens that are no text, by their spelling; a literal that contains one of these
     spellings demands the token.
     names_once: a check beside the grammar keeps names of JSON objects from coming again.
-    has_free_names: the grammar lets some come again.
+    has_free_names: the grammar lets some come again. names_run_out: some of these begin as only
+    so many names do.
     """
 
-    names_once = has_free_names = False
+    names_once = has_free_names = names_run_out = False
 
     def __init__(self, special_ids: Mapping[str, int] | None = None) -> None:
         self._special_ids = dict(special_ids or {})

@@ -75,8 +75,9 @@ def compose(shape: Shape | None, frame: Frame = _TEXT) -> Composed:
     if frame.reasoning is not None:
         opens = "" if frame.begun else frame.reasoning.opens[0]
         closes = frame.reasoning.closes[0]
-    once = NamesOnce(begins, opens, closes) if begins and writer.has_free_names else None
-    return Composed(source, tuple(unbound), once)
+    once = NamesOnce(begins, opens, closes, writer.names_run_out)
+    is_needed = bool(begins) and writer.has_free_names
+    return Composed(source, tuple(unbound), once if is_needed else None)
 
 
 def _json_begins(shape: Shape | None, frame: Frame) -> tuple[str, ...]:

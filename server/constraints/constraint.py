@@ -8,18 +8,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from itertools import takewhile
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from loraplex.server.constraints.names import Names
+from loraplex.server.constraints.names import NameMatcher, Names
 from loraplex.server.constraints.rules import TokenRules, mask_words
 from loraplex.server.constraints.thinking import Thinking
 
 ConstraintState = Literal["open", "over", "failed"]
 
 
-class GrammarMatcher(Protocol):
+class GrammarMatcher(NameMatcher, Protocol):
     """The methods of llguidance's LLMatcher that are used."""
 
     def consume_token(self, sampled_token: int) -> bool: ...
@@ -31,10 +31,6 @@ class GrammarMatcher(Protocol):
     def is_accepting(self) -> bool: ...
 
     def is_stopped(self) -> bool: ...
-
-    def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None: ...
-
-    def deep_copy(self) -> Self: ...
 
     def validate_tokens(self, tokens: list[int]) -> int: ...
 
@@ -143,11 +139,11 @@ class Constraint:
             return self.state
         self._taken += 1
         self._last.append(token_id)
-        for watch in self._watches:
-            watch.take(token_id)
-        if self._matcher is None or token_id in self._rules.ends:
-            return self.state
         try:
+            for watch in self._watches:
+                watch.take(token_id, self._matcher)
+            if self._matcher is None or token_id in self._rules.ends:
+                return self.state
             if self._consume is not None and self.has_costly_masks:
                 self._consume(self._matcher, token_id)
             else:

@@ -23,7 +23,7 @@ class Thinking:
         begun = next((n for n in sizes if self._last[-n:] == self._closes[:n]), 0)
         return self._closes[begun]
 
-    def take(self, token_id: int) -> bool:
+    def take(self, token_id: int, _matcher: object = None) -> bool:
         """Whether another token had to come."""
         forced = self._forced
         sought = self._opens or self._closes

@@ -8,12 +8,14 @@ class NamesOnce(msgspec.Struct, frozen=True, array_like=True):
     grammar spells each name in one way alone.
 
     begins: texts that such JSON follows, or brackets that begin it. opens: of reasoning at the
-    output's begin; "" = it has begun. closes: of reasoning; "" = there is none.
+    output's begin; "" = it has begun. closes: of reasoning; "" = there is none. run_out: some
+    names have begins with which only so many names begin.
     """
 
     begins: tuple[str, ...]
     opens: str = ""
     closes: str = ""
+    run_out: bool = False
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):

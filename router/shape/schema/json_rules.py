@@ -327,6 +327,7 @@ class _Writer:
                     continue
                 missing = tuple(n for n in at.missing if n not in left)
                 self._lark.has_free_names = True
+                self._lark.names_run_out |= not is_endless(met.sure)
                 # Where a name may come again, only the first is known to be one more.
                 has_free = at.has_free or not self._never_again(met.sure)
                 following = _counted(one, at, counts=not at.has_free)._replace(has_free=has_free)

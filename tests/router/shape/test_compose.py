@@ -88,6 +88,7 @@ def test_calls(mode: ToolMode, shape: Shape | None, text: str, is_accepted: bool
 
 
 OPEN, CLOSED = {"type": "object"}, {"type": "object", "additionalProperties": False}
+SHORT = {"type": "object", "propertyNames": {"maxLength": 2}}
 TAGS = (Tag("<a>", OPEN, "</a>"), Tag("<b>", CLOSED, "</b>"))
 HARMONY_CALL = ("json<|message|>",)
 
@@ -97,6 +98,7 @@ HARMONY_CALL = ("json<|message|>",)
     [
         (AnyJson("p"), Frame(), NamesOnce(("{", "["))),
         (JsonSchema(CLOSED, "p"), Frame(), None),
+        (JsonSchema(SHORT, "p"), Frame(), NamesOnce(("{", "["), run_out=True)),
         (YES, Frame(), None),
         (StructuralTag(TAGS, ("<",), "p"), Frame(), NamesOnce(("<a>", "<b>"))),
         (AnyJson("p"), Frame(THINK), NamesOnce(("{", "["), "<think>", "</think>")),

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from functools import cache
+from itertools import product
 from typing import Any
 
 import jsonschema
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from loraplex.adapters.grammar.compile import compile_grammar
 from loraplex.adapters.grammar.limits import ServedGrammarLimits
-from loraplex.adapters.grammar.vocabulary import Vocabulary
+from loraplex.adapters.grammar.vocabulary import Vocabulary, make_vocabulary
 from loraplex.router.parts.reasoning import REASONING
 from loraplex.router.shape.shape import AnyJson, JsonSchema
 from loraplex.router.tools.compose import Composed, Frame, compose
@@ -29,7 +30,7 @@ from tests.router.tools.native import NATIVE, Call
 from tests.server.constraints.grammar_harness import constraint_of
 from tests.server.constraints.serving import VOCAB, constraints, tokens, vocabulary
 from tests.server.constraints.test_drafts import allowed_by, mask_of, masks_of
-from tests.vocabularies import byte_vocabulary
+from tests.vocabularies import VOCABULARIES, byte_vocabulary, load
 
 JSON = NamesOnce(("{", "["))
 BYTES = byte_vocabulary(1, (0,), {0: b"</s>"})
@@ -181,11 +182,39 @@ WALKED: dict[str, dict[str, Any]] = {
 }
 
 
+# Schemas of objects whose names run out, with all of these.
+_VALUE = {"enum": [1, ",", [], [","]]}
+_PAIRS = [f"{one}{other}" for one in 'ab"\\{,é\n' for other in 'ab"\\{,é\n}']
+RUN_OUT: dict[str, tuple[set[str], dict[str, Any]]] = {
+    "short": (
+        {"".join(some) for n in (1, 2, 3) for some in product("abcd", repeat=n)},
+        {"propertyNames": {"pattern": "^[a-d]{1,3}$"}, "additionalProperties": _VALUE},
+    ),
+    "listed": (
+        {"n", "n3x", *(f"n{i}" for i in range(71))},
+        {
+            "properties": {"n3x": _VALUE, "n4": _VALUE, "n": _VALUE},
+            "required": ["n4"],
+            "propertyNames": {"enum": ["n", "n3x", *(f"n{i}" for i in range(71))]},
+            "additionalProperties": _VALUE,
+        },
+    ),
+    "signs": (set(_PAIRS), {"propertyNames": {"enum": _PAIRS}, "additionalProperties": _VALUE}),
+}
+
+
 @cache
 def composed(name: str) -> Composed:
     found = compose(JsonSchema(WALKED[name], "p"))
     assert found.names_once is not None
     return found
+
+
+@cache
+def known_words(name: str) -> Vocabulary:
+    if name in VOCABULARIES:
+        return make_vocabulary(load(name), 32_000, [2])
+    return BYTES if name == "bytes" else vocabulary()
 
 
 class Walker:
@@ -217,6 +246,19 @@ class Walker:
         """Of the tokens that may be next."""
         return {self._words.tokens.by_id[i] for i in self.allowed(constraint)}
 
+    def longest(self, seed: int) -> str:
+        """An answer that ends where masks allow nothing else."""
+        rng, out, constraint = random.Random(seed), b"", self.constraint()
+        by_id = self._words.tokens.by_id
+        for _ in range(self._most):
+            allowed = self.allowed(constraint)
+            if constraint.state == "over" or set(allowed) <= set(self._words.end_ids):
+                return out.decode()
+            token = rng.choice([i for i in allowed if b"}" not in by_id[i]] or allowed)
+            constraint.take(token)
+            out += by_id[token]
+        raise AssertionError(out)
+
     def answer(self, seed: int) -> str | None:
         """Of any tokens that masks allow; later ones tend to close what is open."""
         rng, out, constraint = random.Random(seed), b"", self.constraint()
@@ -237,13 +279,37 @@ class Walker:
 @pytest.mark.parametrize("words", ["bytes", "demo"])
 @pytest.mark.parametrize("name", WALKED)
 def test_random_answers(name: str, words: str) -> None:
-    walker = Walker(composed(name), BYTES if words == "bytes" else vocabulary(), 120)
+    walker = Walker(composed(name), known_words(words), 120)
     validator = jsonschema.Draft202012Validator(WALKED[name])
     ended = [answer for seed in range(40) if (answer := walker.answer(seed)) is not None]
     assert len(ended) >= 10
     for answer in ended:
         assert not has_twice(answer), answer
         validator.validate(json.loads(answer))
+
+
+@pytest.mark.parametrize("words", ["bytes", "demo", "llama-2"])
+@pytest.mark.parametrize("name", RUN_OUT)
+def test_all_names_come_once_until_none_is_left(name: str, words: str) -> None:
+    names, schema = RUN_OUT[name]
+    walker = Walker(
+        compose(JsonSchema({"type": "object", **schema}, "p")), known_words(words), 3_000
+    )
+    for seed in range(3):
+        answer = walker.longest(seed)
+        assert not has_twice(answer), answer
+        may_be_left = {"n", "n3x"}  # once another one has come
+        assert names - may_be_left <= json.loads(answer).keys() <= names
+
+
+def test_a_begin_is_used_up_where_only_listed_names_went_on_so() -> None:
+    """Names of the schema's list come first, or never."""
+    schema = {"properties": {"abc": _VALUE}, "propertyNames": {"pattern": "^([a-z]{2}|abc)$"}}
+    walker = Walker(compose(JsonSchema({"type": "object", **schema}, "p")), BYTES, 0)
+    assert b"c" in walker.texts(walker.constraint(b'{"ab'))
+    allowed = walker.texts(walker.constraint(b'{"ab":1,"a'))
+    assert b"b" not in allowed
+    assert b"a" in allowed
 
 
 def sampling_of(name: str) -> SamplingParams:

@@ -235,6 +235,12 @@ class Letters:
     def deep_copy(self) -> "Letters":
         raise NotImplementedError
 
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        raise NotImplementedError
+
+    def rollback(self, num_tokens: int) -> bool:
+        raise NotImplementedError
+
     def validate_tokens(self, tokens: list[int]) -> int:
         raise NotImplementedError
 

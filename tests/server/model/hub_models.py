@@ -80,7 +80,8 @@ def reference_logprobs(
             with model.disable_adapter():
                 logits = model(input_ids=inputs).logits
         else:
-            model.set_adapter(adapter)
+            if model.active_adapters != [adapter]:  # to set one walks through all modules
+                model.set_adapter(adapter)
             logits = model(input_ids=inputs).logits
     else:
         logits = model(input_ids=inputs).logits

@@ -46,7 +46,14 @@ def assert_parity(
     accepted: tokens of output that the stream began with.
     """
     expected = reference_logprobs(model, adapter, stream.tokens)
-    tolerance = TOLERANCE + 10 * rounding(model, adapter, stream.tokens, expected)
+    try:
+        _assert_near(expected, stream, accepted, TOLERANCE)
+    except AssertionError:
+        wider = TOLERANCE + 10 * rounding(model, adapter, stream.tokens, expected)
+        _assert_near(expected, stream, accepted, wider)
+
+
+def _assert_near(expected: torch.Tensor, stream: Stream, accepted: int, tolerance: float) -> None:
     assert len(stream.prompt_logprobs) == stream.prompt_len - 1
     for place, found in enumerate(stream.prompt_logprobs):
         assert found.token_id == stream.tokens[place + 1]

@@ -84,7 +84,7 @@ class Processes:
 
     def generated(self, number: int) -> float:
         """Requests that a process has answered well."""
-        text = httpx.get(f"{self.own_url(number)}/metrics", timeout=5, trust_env=False).text
+        text = httpx.get(f"{self.own_url(number)}/metrics", timeout=TIMEOUT_S, trust_env=False).text
         wanted = 'loraplex_requests_total{route="/generate",status="200"} '
         (value,) = [line.split()[-1] for line in text.splitlines() if line.startswith(wanted)]
         return float(value)

@@ -53,7 +53,7 @@ def a_server(runner: asyncio.Runner) -> Iterator[RedisServer]:
 
 def test_scripts_agree_with_the_arithmetic(loop: asyncio.Runner) -> None:
     with a_server(loop) as server:
-        link = RedisLink(server.url, timeout_s=20.0)
+        link = RedisLink(server.url, timeout_s=240.0)
 
         @settings(max_examples=60, suppress_health_check=list(HealthCheck))
         @given(first=limits, second=limits, steps=steps)

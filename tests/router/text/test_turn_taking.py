@@ -30,7 +30,7 @@ class Work:
 
     def __call__(self) -> int:
         self.begun.set()
-        assert self.let_go.wait(30)
+        assert self.let_go.wait(240)
         return threading.get_ident()
 
 

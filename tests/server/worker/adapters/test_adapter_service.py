@@ -39,7 +39,7 @@ class Store:
         progress: Callable[[LoadStage], None],
     ) -> AdapterManifest:
         self.fetching.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(240)
         return make_manifest(ref.name)
 
 
@@ -56,7 +56,7 @@ async def test_what_is_here_does_not_wait_for_downloads(store: Store, tmp_path: 
         merger = Merger(AdapterStore(tmp_path, small_base(), {}), timeout_s=1.0)
         service = AdapterService(store, {"local": fetching}, reading, merger, WorkerMetrics())
         service.load(AdapterLoad("cold", AdapterRef("local", "cold")), states.put_nowait)
-        assert await asyncio.to_thread(store.fetching.wait, 30)
+        assert await asyncio.to_thread(store.fetching.wait, 240)
         service.load(AdapterLoad("here", AdapterRef("local", "here")), states.put_nowait)
         first = await asyncio.wait_for(states.get(), 240)
         assert (first.load_id, first.stage) == ("here", "ready")
@@ -71,10 +71,10 @@ async def test_a_source_that_stalls_holds_up_no_other(store: Store, tmp_path: Pa
         merger = Merger(AdapterStore(tmp_path, small_base(), {}), timeout_s=1.0)
         service = AdapterService(store, {"hub": hub, "s3": s3}, disk, merger, WorkerMetrics())
         service.load(AdapterLoad("stalled", AdapterRef("s3", "b/cold")), states.put_nowait)
-        assert await asyncio.to_thread(store.fetching.wait, 30)
+        assert await asyncio.to_thread(store.fetching.wait, 240)
         store.fetching.clear()
         service.load(AdapterLoad("other", AdapterRef("hub", "org/cold")), states.put_nowait)
-        assert await asyncio.to_thread(store.fetching.wait, 30)
+        assert await asyncio.to_thread(store.fetching.wait, 240)
         store.gate.set()
         names = {(await asyncio.wait_for(states.get(), 240)).load_id for _ in range(2)}
         assert names == {"stalled", "other"}

@@ -43,7 +43,7 @@ class Disk:
 
     def open(self, digest: str) -> SlabFile:
         self.opened.append(digest)
-        assert self.gate.wait(30)
+        assert self.gate.wait(240)
         path = self.folder / digest
         if not path.exists():
             raise AdapterError("not_found", f"no {digest}")

@@ -20,7 +20,10 @@ TIME_S = 3600.0
 AT_ONCE = 2
 NO_TESTS = 5  # pytest's exit status where no test is selected
 # Tests of these rooms do not lie at the mirrored path.
-ELSEWHERE = {"server/kernels": "tests/kernels"}
+ELSEWHERE = {
+    "server/kernels": "tests/kernels",
+    "server/model/devices": "tests/server/model/sharding",
+}
 # Rooms that every answer of a served model passes through.
 SERVING = ("router/http", "router/generation", "router/workers", "server/worker")
 

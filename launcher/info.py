@@ -9,7 +9,7 @@ import msgspec
 
 from loraplex.adapters.common import extras
 from loraplex.adapters.helpers.helper import start_problem
-from loraplex.launcher.families.known_models import served_families
+from loraplex.launcher.known_models import served_families
 from loraplex.router.helper_check import HELPERS
 from loraplex.server.worker.process.device import choose_device, cuda_devices, torch_build
 

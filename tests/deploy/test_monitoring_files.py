@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from loraplex.launcher.metrics_doc import router_meters, worker_meters
 from loraplex.launcher.monitoring import dashboards
 from loraplex.launcher.monitoring.dashboards import BOARDS
 from loraplex.launcher.monitoring.panels import Board, Panel
 from tests.deploy.chart import case, merged, objects_of, of_kind, render
+from tools.docs.metrics import router_meters, worker_meters
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/loraplex"

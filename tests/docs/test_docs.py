@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapters.peft.fields import HARMLESS, REFUSED, USED
-from loraplex.launcher import benchmarks_doc, metrics_doc
-from loraplex.launcher.families import page as families_page
-from loraplex.launcher.options_doc import render
 from loraplex.router.api.errors import Dialect, error_answer, status_of
 from loraplex.router.api.lorax.fields import SAID_HERE
 from loraplex.router.api.lorax.request import LoraxParameters
@@ -27,6 +24,8 @@ from loraplex.router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
 from loraplex.router.api.sglang.request import SglangBody, SglangSampling
 from loraplex.router.call import Cause, RequestError
 from tests.documented_codes import VIOLATION_CODES
+from tools.docs import benchmarks, families
+from tools.docs.pages import PAGES as MADE
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -93,7 +92,7 @@ def listed_rooms() -> dict[str, bool]:
 def test_the_table_has_every_room_and_no_other() -> None:
     there = {
         str(path.parent.relative_to(ROOT))
-        for package in PACKAGES
+        for package in (*PACKAGES, "tools")
         for path in (ROOT / package).rglob("*.py")
         if path.name != "__init__.py" and path.parent != ROOT / "server"
     }
@@ -247,39 +246,18 @@ def test_the_check_shown_is_what_it_prints() -> None:
     assert done.stdout in page("adapters.md")
 
 
-def test_metrics_are_fresh() -> None:
-    assert page("metrics.md") == metrics_doc.render(), (
-        "run: .venv/bin/python -m loraplex.launcher.metrics_doc > docs/reference/metrics.md"
-    )
-
-
-def test_configuration_is_fresh() -> None:
-    assert page("configuration.md") == render(), (
-        "run: .venv/bin/python -m loraplex.launcher.options_doc > docs/reference/configuration.md"
-    )
-
-
-def test_families_are_fresh() -> None:
-    assert page("families.md") == families_page.render(), (
-        "run: .venv/bin/python -m loraplex.launcher.families.page > docs/reference/families.md"
-    )
+@pytest.mark.parametrize("path", MADE, ids=lambda path: path.stem)
+def test_made_pages_are_fresh(path: Path) -> None:
+    assert path.read_text() == MADE[path](), "run: .venv/bin/python -m tools.docs"
 
 
 def test_the_readme_lists_the_families() -> None:
     readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
-    assert f" {families_page.listed()}, from Hub-format folders" in readme, (
-        "put into README.md what this prints: "
-        ".venv/bin/python -m loraplex.launcher.families.page --list"
-    )
-
-
-def test_benchmarks_are_fresh() -> None:
-    assert page("benchmarks.md") == benchmarks_doc.render(), (
-        "run: .venv/bin/python -m loraplex.launcher.benchmarks_doc > docs/benchmarks.md"
-    )
+    listed = families.listed()
+    assert f" {listed}, from Hub-format folders" in readme, f"put into README.md: {listed}"
 
 
 def test_every_measurement_is_on_the_page() -> None:
-    setup = benchmarks_doc.load("setup", benchmarks_doc.Setup)
-    files = {path.stem for path in benchmarks_doc.DATA.glob("*.json")}
+    setup = benchmarks.load("setup", benchmarks.Setup)
+    files = {path.stem for path in benchmarks.DATA.glob("*.json")}
     assert {*setup.sections, "setup"} == files

@@ -12,7 +12,7 @@ PACKAGES = ("adapters", "server", "router", "launcher")
 PAGES = (*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
 # `folder/file.py`, `folder/`, or a file's bare name.
 _FILE = re.compile(
-    r"`([\w./-]+\.py|(?:tests|deploy|docs|server|router|adapters|launcher)/[\w./-]+)`"
+    r"`([\w./-]+\.py|(?:tests|tools|deploy|docs|server|router|adapters|launcher)/[\w./-]+)`"
 )
 _METHOD = re.compile(r"`([A-Z]+[a-z]\w*)\.(\w+)`")
 _FENCED = re.compile(r"^```.*?^```", re.M | re.S)
@@ -39,7 +39,7 @@ def words(*folders: str) -> frozenset[str]:
 
 @cache
 def file_names() -> frozenset[str]:
-    folders = (*PACKAGES, "tests", "deploy")
+    folders = (*PACKAGES, "tests", "deploy", "tools")
     return frozenset(path.name for name in folders for path in (ROOT / name).rglob("*.py"))
 
 

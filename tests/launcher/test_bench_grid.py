@@ -48,7 +48,7 @@ from loraplex.launcher.bench.engine.throughput import (
     measure,
 )
 from loraplex.launcher.bench.load.workload import Call, Lengths, Workload
-from loraplex.launcher.families.known_models import served_families
+from loraplex.launcher.known_models import served_families
 from loraplex.server.engine.executor import Masks
 from loraplex.server.engine.messages import EngineStats, SequenceEvent, StepOutput, StepWork
 from loraplex.server.model.checkpoint.checkpoint import read_config

@@ -3,7 +3,7 @@
 import pytest
 
 from loraplex.launcher.__main__ import main
-from loraplex.launcher.families.known_models import served_families
+from loraplex.launcher.known_models import served_families
 from loraplex.server.model.families.registry import architectures, read_model
 
 

@@ -26,7 +26,7 @@ from loraplex.launcher.bench.engine.group import make_executor
 from loraplex.launcher.bench.engine.made_drafts import FixedDrafting
 from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
 from loraplex.launcher.bench.errors import BenchError
-from loraplex.launcher.families.known_models import served_families
+from loraplex.launcher.known_models import served_families
 from loraplex.server.config import EngineConfig, KvDtype
 from loraplex.server.constraints.build import make_constraints
 from loraplex.server.engine.loop import EngineLoop

@@ -1,9 +1,5 @@
-"""docs/reference/metrics.md, written from the families.
+"""The page docs/reference/metrics.md, made from the declared metrics."""
 
-To run: `python -m loraplex.launcher.metrics_doc`.
-"""
-
-import sys
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry
@@ -18,7 +14,7 @@ from loraplex.server.worker.metrics import WorkerMetrics
 _HEAD = """\
 # Metrics
 
-<!-- Written by `python -m loraplex.launcher.metrics_doc`; a test holds it fresh. -->
+<!-- Written by `python -m tools.docs`; a test holds it fresh. -->
 
 Routers and workers answer `GET /metrics` in Prometheus' text format, or in OpenMetrics if the
 request asks for it. Every series whose labels have listed values is there from the start, at zero.
@@ -49,13 +45,13 @@ _COLUMNS = "| name | kind | labels | meaning |\n| --- | --- | --- | --- |\n"
 
 
 def router_meters() -> Meters:
-    """All that a router declares."""
+    """Metrics that a router declares."""
     config = RouterConfig(workers=())
     return build_service(config, CollectorRegistry(), HubSource()).metrics.meters
 
 
 def compat_meters() -> Meters:
-    """What it adds with `--metrics-compat`."""
+    """Metrics that `--metrics-compat` adds to a router's."""
     service = build_service(RouterConfig(workers=()), CollectorRegistry(), HubSource())
     meters = Meters(CollectorRegistry(), COMPAT_PREFIX)
     aliases = service.catalog.rules.aliases
@@ -65,6 +61,7 @@ def compat_meters() -> Meters:
 
 
 def worker_meters() -> Meters:
+    """Metrics that a worker declares."""
     return WorkerMetrics().meters
 
 
@@ -94,7 +91,3 @@ def _labels(family: DeclaredMetric) -> str:
         f"`{label}`: {', '.join(values)}" if values else f"`{label}`"
         for label, values in family.labels.items()
     )
-
-
-if __name__ == "__main__":
-    sys.stdout.write(render())

@@ -1,9 +1,5 @@
-"""docs/reference/configuration.md, written from the options.
+"""The page docs/reference/configuration.md, made from the options."""
 
-To run: `python -m loraplex.launcher.options_doc`.
-"""
-
-import sys
 from collections.abc import Iterable
 
 from loraplex.launcher.command_line import GROUPS, REST
@@ -13,7 +9,7 @@ from loraplex.launcher.options import Option, show
 _HEAD = """\
 # Configuration
 
-<!-- Written by `python -m loraplex.launcher.options_doc`; a test holds it fresh. -->
+<!-- Written by `python -m tools.docs`; a test holds it fresh. -->
 
 An option is a flag, or a variable `LORAPLEX_<OPTION>`; a flag wins. There is no configuration file.
 
@@ -91,7 +87,3 @@ def _default(option: Option) -> str:
 def _meaning(option: Option) -> str:
     choices = f"; one of {', '.join(option.choices)}" if option.choices else ""
     return f"{option.help}{' (a list)' if option.is_list else ''}{choices}"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(render())

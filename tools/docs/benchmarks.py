@@ -1,10 +1,9 @@
-"""docs/benchmarks.md, written from docs/data/*.json: `python -m loraplex.launcher.benchmarks_doc`.
+"""The page docs/benchmarks.md, made from docs/data/*.json.
 
 `setup.json` has the page's head and the order of the sections. Every other file is one section
 with its tables. A table says how it was measured: command or script, date, GPU and runs.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def render(folder: Path = DATA) -> str:
     box = [f"| {name} | {text} |" for name, text in setup.setup.items()]
     head = [
         f"# {setup.title}",
-        "<!-- Written by `python -m loraplex.launcher.benchmarks_doc` from docs/data/. -->",
+        "<!-- Written by `python -m tools.docs` from docs/data/. -->",
         *setup.about,
         "\n".join(["| set-up | |", "| --- | --- |", *box]),
     ]
@@ -93,7 +92,3 @@ def _cell(cell: Cell, decimals: int) -> str:
     if isinstance(cell, tuple):
         return " to ".join(f"{value:.{decimals}f}" for value in cell)
     return f"{cell:.{decimals}f}"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(render())

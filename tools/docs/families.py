@@ -1,11 +1,6 @@
-"""docs/reference/families.md, written from the registry.
+"""The page docs/reference/families.md, made from the registry."""
 
-To run: `python -m loraplex.launcher.families.page`; with `--list` the sentence of the README.
-"""
-
-import sys
-
-from loraplex.launcher.families.known_models import KnownModel, served_families
+from loraplex.launcher.known_models import KnownModel, served_families
 from loraplex.server.model.families.registry import architectures, read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.model.ops.memory import weights_bytes
@@ -14,7 +9,7 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 _HEAD = """\
 # Families of models
 
-<!-- Written by `python -m loraplex.launcher.families.page`; a test holds it fresh. -->
+<!-- Written by `python -m tools.docs`; a test holds it fresh. -->
 
 A model is served if its `config.json` names one of these types, and says nothing that its family
 cannot compute. [Models](models.md) has the rules; `loraplex info MODEL` tries any `config.json`.
@@ -47,7 +42,7 @@ def render() -> str:
 
 
 def listed() -> str:
-    """All types, as the README lists them."""
+    """All types, in the words of the README's list."""
     *names, last = (f"`{name}`" for name in sorted(architectures()))
     return f"{', '.join(names)} and {last}"
 
@@ -65,7 +60,3 @@ def _example(known: KnownModel) -> str:
 
 def _kv_bytes(model: ModelSpec) -> int:
     return 2 * 2 * model.kv_size * model.num_layers
-
-
-if __name__ == "__main__":
-    sys.stdout.write(f"{listed()}\n" if "--list" in sys.argv else render())

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("adapters", "router", "server", "launcher", "tools")
+PACKAGES = ("adapters", "router", "server", "launcher", "deploy", "tools")
 MAX_FILE_LINES = 600
 MAX_KERNEL_FILE_LINES = 900  # a kernel stands in one file with its launcher
 MAX_FUNCTION_LINES = 60

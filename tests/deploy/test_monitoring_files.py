@@ -1,4 +1,4 @@
-"""Dashboards, rules and runbooks as files: fresh, valid, of families that the code declares."""
+"""Dashboards, rules and runbooks as files: fresh, valid, about metrics that the code declares."""
 
 import json
 import re
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from loraplex.launcher.monitoring import dashboards
-from loraplex.launcher.monitoring.dashboards import BOARDS
-from loraplex.launcher.monitoring.panels import Board, Panel
+from deploy.boards import dashboards
+from deploy.boards.dashboards import BOARDS
+from deploy.boards.panels import Board, Panel
 from tests.deploy.chart import case, merged, objects_of, of_kind, render
 from tools.docs.metrics import router_meters, worker_meters
 
@@ -59,9 +59,7 @@ def declared() -> dict[str, dict[str, tuple[str, ...]]]:
 
 def test_dashboards_are_fresh() -> None:
     kept = {path.name: path.read_text() for path in (CHART / "dashboards").glob("*.json")}
-    assert kept == dashboards.files(), (
-        "run: .venv/bin/python -m loraplex.launcher.monitoring deploy/helm/loraplex/dashboards"
-    )
+    assert kept == dashboards.files(), "run: .venv/bin/python -m deploy.boards"
 
 
 @pytest.mark.parametrize(("place", "expr"), expressions(), ids=lambda value: value[:60])

@@ -12,8 +12,8 @@ from typing import Any
 import matplotlib as mpl
 from PIL import Image
 
-from loraplex.launcher.monitoring.dashboards import BOARDS
-from loraplex.launcher.monitoring.panels import Board, Panel
+from deploy.boards.dashboards import BOARDS
+from deploy.boards.panels import Board, Panel
 from tests.e2e.monitored import Fleet, load, monitored_fleet
 from tests.e2e.test_monitoring import as_grafana_asks, expressions, without_data
 

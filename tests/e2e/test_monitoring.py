@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from loraplex.launcher.monitoring.dashboards import BOARDS
+from deploy.boards.dashboards import BOARDS
 from tests.e2e.monitored import RATE_WINDOW, RULES, Fleet, load, monitored_fleet, monitored_machine
 
 LOAD_S = 60.0

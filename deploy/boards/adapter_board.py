@@ -1,6 +1,6 @@
 """The board of adapters: use, cold loads, tiers."""
 
-from loraplex.launcher.monitoring.panels import (
+from deploy.boards.panels import (
     RATE,
     Board,
     Panel,

@@ -1,6 +1,6 @@
 """Boards of objectives and of workers' insides."""
 
-from loraplex.launcher.monitoring.panels import (
+from deploy.boards.panels import (
     RATE,
     Board,
     Panel,

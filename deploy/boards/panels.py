@@ -16,7 +16,7 @@ _SCHEMA = 39
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """legend: in Grafana's spelling, `{{label}}`."""
+    """A PromQL expression and its legend in Grafana's spelling, `{{label}}`."""
 
     expr: str
     legend: str = ""
@@ -24,9 +24,10 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """text: what a person sees in it, and when to worry. unit: Grafana's name of it.
+    """A picture of some queries.
 
-    may_be_empty: why a fleet without faults has nothing here.
+    unit: Grafana's name of the unit. text: what a person sees, and when to worry. may_be_empty: the
+    reason why a fleet without faults has no data for it.
     """
 
     title: str
@@ -39,7 +40,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """rows: their titles and panels, from above."""
+    """A dashboard. rows: title and panels of each row, from above."""
 
     uid: str
     title: str
@@ -54,11 +55,12 @@ class Board:
 
 
 def pick(name: str, *where: str) -> str:
+    """Selector of a metric in the chosen namespaces. where: more conditions on labels."""
     return f"{name}{{{','.join((*where, WHERE))}}}"
 
 
 def rate(name: str, *where: str, by: str = "") -> str:
-    """A second, summed. name: of a counter."""
+    """Sum of a counter's growth each second. by: labels to keep."""
     return total(f"rate({pick(name, *where)}[{RATE}])", by)
 
 
@@ -78,7 +80,7 @@ def quantiles(histogram: str, *where: str) -> tuple[Query, ...]:
 
 
 def ratio(part: str, whole: str) -> str:
-    """0 where there is nothing of the whole."""
+    """Quotient of two expressions; 0 where the whole is 0."""
     return f"{part} / ({whole} > 0) or 0 * {whole}"
 
 

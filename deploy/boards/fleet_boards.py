@@ -1,6 +1,6 @@
 """Boards of the fleet and of its tenants."""
 
-from loraplex.launcher.monitoring.panels import (
+from deploy.boards.panels import (
     Board,
     Panel,
     Query,

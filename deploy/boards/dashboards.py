@@ -1,0 +1,15 @@
+"""Grafana dashboards. The Helm chart keeps them as JSON; a test holds both equal."""
+
+import json
+
+from deploy.boards.adapter_board import ADAPTERS
+from deploy.boards.fleet_boards import FLEET, TENANTS
+from deploy.boards.latency_boards import SLO, WORKERS
+from deploy.boards.panels import Board, to_json
+
+BOARDS: tuple[Board, ...] = (FLEET, SLO, ADAPTERS, TENANTS, WORKERS)
+
+
+def files() -> dict[str, str]:
+    """File name -> content."""
+    return {f"{board.uid}.json": json.dumps(to_json(board), indent=1) + "\n" for board in BOARDS}

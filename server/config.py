@@ -308,7 +308,7 @@ class WorkerConfig:
     grammar: ServedGrammarLimits = ServedGrammarLimits()
     executor: str = field(
         default="torch",
-        metadata={"help": "certify[:JSON] = an engine without a model, to try a deployment"},
+        metadata={"help": "torch, or MODULE:FACTORY[:TEXT] of another engine, for tests"},
     )
     redis: str = field(
         default="",

@@ -5,9 +5,9 @@ until the worker tells it to leave or is gone.
 """
 
 import argparse
-import json
 import logging
 import os
+import pkgutil
 import signal
 import socket
 import sys
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -27,10 +27,8 @@ from loraplex.adapters.sharding import Shard
 from loraplex.server.config import ConfigError, EngineConfig, set_unset_variables
 from loraplex.server.constraints.build import make_constraints
 from loraplex.server.constraints.constraints import Constraints
-from loraplex.server.engine.certificates import CertifyOptions
 from loraplex.server.engine.channel import WorkerChannel, WorkerGone
 from loraplex.server.engine.executor import Executor, ExecutorLimits
-from loraplex.server.engine.fake import CertifyingExecutor
 from loraplex.server.engine.group.follower import Follower
 from loraplex.server.engine.group.leader import GroupExecutor
 from loraplex.server.engine.loop import EngineLoop, ExecutorLost
@@ -45,7 +43,6 @@ log = logging.getLogger(__name__)
 
 # A device call may hang: so long after the worker is gone the process ends in any case.
 LEAVE_GRACE_S = 5.0
-_CERTIFY_TOKEN_BYTES = 1024
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -68,8 +65,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--executor",
         default="torch",
-        help="for developers: certify[:JSON of CertifyOptions] runs no model; its tokens prove "
-        "which prompt, adapter and position they belong to",
+        help="torch, or MODULE:FACTORY[:TEXT]; FACTORY(config, arena, TEXT) makes an Executor",
     )
     return parser.parse_args(arguments)
 
@@ -157,7 +153,7 @@ def _build(
     """The worker hears from the first process how far the start is."""
     arena = _map_arena(options.arena_fd, config.host_arena_bytes)
     if options.executor != "torch":
-        return _certifying(options.executor, config, arena)
+        return _other_executor(options.executor, config, arena)
     report = None if options.shard else channel.send
     if report is not None:
         report(StartProgress("loading libraries"))
@@ -231,39 +227,16 @@ def _cache_line(limits: ExecutorLimits) -> str:
     return f"{line}; {long} in sequences of {limits.max_context})" if long > whole else f"{line})"
 
 
-def _certifying(text: str, config: EngineConfig, arena: memoryview) -> CertifyingExecutor:
-    """For `certify` or `certify:{…}`. Vocabulary and context are the model's, if it is there."""
-    name, _, given = text.partition(":")
-    if name != "certify":
-        raise ConfigError(f"--executor: expected torch or certify[:JSON], got {text!r}")
-    path = Path(config.model_path) / "config.json"
-    model = json.loads(path.read_text()) if path.is_file() else {}
-    eos = model.get("eos_token_id")
-    defaults = {
-        "vocab_size": model.get("vocab_size", 512),
-        "eos_token_ids": eos if isinstance(eos, list) else [2 if eos is None else eos],
-    }
+def _other_executor(text: str, config: EngineConfig, arena: memoryview) -> Executor[Any]:
+    """Executor that `MODULE:FACTORY[:TEXT]` makes. Raises ConfigError; so may the factory."""
+    module, _, rest = text.partition(":")
+    name, _, given = rest.partition(":")
     try:
-        asked = msgspec.json.decode(given or "{}", type=dict[str, Any])
-        options = msgspec.convert({**defaults, **asked}, CertifyOptions)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"--executor: {error} in {given!r}") from None
-    num_pages = max(1, config.kv_memory // (config.page_size * _CERTIFY_TOKEN_BYTES))
-    context = config.max_context or model.get("max_position_embeddings", 2048)
-    limits = ExecutorLimits(
-        num_pages=num_pages,
-        page_size=config.page_size,
-        max_rows=config.max_running,
-        max_step_tokens=config.max_step_tokens,
-        max_context=min(context, num_pages * config.page_size),
-        vocab_size=options.vocab_size,
-        eos_token_ids=options.eos_token_ids,
-        adapter_slots=config.adapter_slots,
-        arena_extents=config.adapter_memory // config.extent_bytes,
-        extent_bytes=config.extent_bytes,
-        max_decodes=config.max_decodes,
-    )
-    return CertifyingExecutor(limits, options, arena)
+        make = pkgutil.resolve_name(f"{module}:{name}")
+    except (ImportError, AttributeError, ValueError) as error:
+        wanted = "--executor: expected torch or MODULE:FACTORY[:TEXT]"
+        raise ConfigError(f"{wanted}, got {text!r} ({error})") from None
+    return cast(Executor[Any], make(config, arena, given))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import httpx
 from tokenizers import Tokenizer
 
 from loraplex.launcher.demo import adapter_paths, model_path
-from loraplex.server.engine.certificates import CertifyOptions, certified_output
+from tests.certifying.certificates import CertifyOptions, certified_output
 from tests.chaos.processes import Process
 
 TIMEOUT_S = 60.0

@@ -14,6 +14,7 @@ import httpx
 
 from loraplex.launcher.demo import adapter_paths, model_path
 from loraplex.server.worker import tether
+from tests.certifying.factory import certify
 from tests.engines import engines_below
 from tests.network import Link
 from tests.ports import free_port
@@ -121,10 +122,10 @@ class Fleet:
         self._http = httpx.AsyncClient(timeout=2.0, trust_env=False)
 
     def _worker(self, folder: Path, number: int, step_s: float) -> Process:
-        certify = f'certify:{{"step_s": {step_s}, "eos_percent": 1}}'
+        executor = certify(step_s=step_s, eos_percent=1)
         roots = str(next(iter(adapter_paths().values())).parent)
         arguments = [
-            *("worker", str(model_path()), "--executor", certify),
+            *("worker", str(model_path()), "--executor", executor),
             *("--worker-id", f"worker-{number}", "--kv-memory", "16MiB", "--model-name", "base"),
             *("--adapter-root", roots, "--cache-dir", str(folder / f"cache-{number}")),
         ]

@@ -21,6 +21,7 @@ from pathlib import Path
 import httpx
 
 from loraplex.launcher.demo import adapter_paths, model_path
+from tests.certifying.factory import certify
 from tests.deploy.chart import Object, case, merged, objects_of, of_kind, render
 from tests.deploy.local_pods import Cluster, LocalPod
 
@@ -38,7 +39,7 @@ VALUES: Object = {
         "drainSeconds": 1,
         "minReadySeconds": 3,
         "options": {
-            "executor": 'certify:{"step_s": 0.02}',
+            "executor": certify(step_s=0.02),
             "adapter-root": [str(adapter_paths()[name]) for name in ("sql", "pirate")],
         },
     },

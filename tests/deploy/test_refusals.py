@@ -21,7 +21,7 @@ UNFIT: list[tuple[str, Object, str]] = [
     ("small", {"worker": {"drainSeconds": 60}}, "no second worker that could go on"),
     ("small", {"pools": [{"name": "a"}, {"name": "a"}]}, 'pools: "a" is there twice'),
     ("small", {"worker": {"replicas": 3, "maxReplicas": 2}}, "routers look for maxReplicas (2)"),
-    ("small", {"worker": {"hostAdapterMemory": "1500Mi"}}, "must leave 1Gi beside them"),
+    ("small", {"worker": {"hostAdapterMemory": "4500Mi"}}, "must leave 1Gi beside them"),
     ("small", {"worker": {"adapterDisk": "20Gi"}}, "larger than cache.size (10Gi)"),
     ("small", {"adapters": [{"name": "a", "ref": "s3:b/c"}]}, "the bucket b, which pool main"),
     ("small", {"adapters": [{"name": "a", "ref": "https://h/c"}]}, "the host h, which pool main"),

@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from loraplex.launcher.demo import adapter_paths, model_path
+from tests.certifying.factory import certify
 from tests.e2e.serving import ROOT
 from tests.engines import engines_below
 from tests.ports import free_port
@@ -191,7 +192,7 @@ def _worker(stack: ExitStack, folder: Path, number: int, port: int) -> subproces
     return _start(
         *(stack, folder, f"worker-{number}", sys.executable, "-m", "loraplex", "worker"),
         *(str(model_path()), "--port", str(port), "--worker-id", f"worker-{number}"),
-        *("--executor", f"certify:{json.dumps({'step_s': STEP_S})}", *roots),
+        *("--executor", certify(step_s=STEP_S), *roots),
         *("--cache-dir", str(folder / f"cache-{number}"), "--adapter-memory", ADAPTER_MEMORY),
         *("--drain-timeout-s", "1"),
     )

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from loraplex.launcher.demo import adapter_paths
-from loraplex.server.engine.certificates import certified_output
+from tests.certifying.certificates import certified_output
 from tests.chaos.load import DIGEST_HEADER, Certifier
 from tests.chaos.processes import Fleet, Process, Shape
 from tests.grids import beyond

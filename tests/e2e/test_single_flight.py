@@ -14,6 +14,7 @@ import pytest
 
 from loraplex.launcher.demo import adapter_paths
 from tests.adapters.stub_hub import StubHub, running_hub
+from tests.certifying.factory import certify
 from tests.e2e.serving import Serving, start_serving
 
 CALLERS = 1000
@@ -48,7 +49,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubHub]:
 def server(hub: StubHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """Without a model: what counts is the way to it."""
     serving = start_serving(
-        *("--cache-dir", str(tmp_path_factory.mktemp("cache")), "--executor", "certify"),
+        *("--cache-dir", str(tmp_path_factory.mktemp("cache")), "--executor", certify()),
         *("--max-queue", str(QUEUE)),
         log=tmp_path_factory.mktemp("serve") / "log",
         environ=os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": ""},

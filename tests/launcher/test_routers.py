@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from loraplex.launcher.demo import model_path
+from tests.certifying.factory import certify
 from tests.e2e.serving import ROOT
 from tests.ports import free_port
 from tests.router.shared.redis_server import PROGRAM
@@ -135,7 +136,7 @@ def options() -> Iterator[list[str]]:
         log = folder / "worker.log"
         worker = start(
             *(log, "worker", str(model_path()), "--port", str(port), "--kv-memory", "64MiB"),
-            *("--executor", 'certify:{"step_s": 0.01}', "--cache-dir", str(folder / "cache")),
+            *("--executor", certify(step_s=0.01), "--cache-dir", str(folder / "cache")),
         )
         stack.callback(end, worker)
         until(path.exists, folder / "redis.log")

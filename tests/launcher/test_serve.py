@@ -17,6 +17,7 @@ import pytest
 
 from loraplex.launcher.__main__ import main
 from loraplex.launcher.demo import adapter_paths, model_path
+from tests.certifying.factory import certify
 from tests.grids import sparse
 from tests.ports import free_port
 from tests.tethered import tethered
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240.0
 PEM = Path(__file__).parents[1] / "adapters" / "self_signed.pem"
 KEY = "sk-written-for-vllm"
-QUICK = ("--executor", 'certify:{"step_s": 0.002}', "--kv-memory", "64MiB")
+QUICK = ("--executor", certify(step_s=0.002), "--kv-memory", "64MiB")
 
 
 def command(*arguments: str) -> list[str]:

@@ -229,7 +229,7 @@ async def _fleet(scene: OverloadScene) -> AsyncIterator[tuple[int, str]]:
             own = free_port(LOOPBACK, 0)
             options = {
                 "--model-name": "base",
-                "--executor": f'certify:{{"step_s": {scene.step_s}}}',
+                "--executor": f'tests.certifying.factory:make:{{"step_s": {scene.step_s}}}',
                 "--port": str(own),
                 "--max-running": str(scene.rows),
                 "--worker-id": f"worker-{number}",

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.certifying.factory import certify
 from tests.launcher.batch.batch_files import line, numbers, records, write
 from tests.tethered import tethered
 
@@ -35,7 +36,7 @@ def body(adapter: str) -> dict[str, object]:
 def test_it_serves_as_long_as_it_runs(tmp_path: Path) -> None:
     lines = [line(f"{i}", "/generate", body(("sql", "json")[i % 2])) for i in range(40)]
     write(tmp_path / "in.jsonl", lines)
-    done = run(tmp_path, "--executor", 'certify:{"step_s": 0.002}', "--kv-memory", "64MiB")
+    done = run(tmp_path, "--executor", certify(step_s=0.002), "--kv-memory", "64MiB")
     assert done.returncode == 0, done.stdout + done.stderr
     assert numbers(tmp_path / "out.jsonl") == [*range(1, 41)]
     (first, *_) = records(tmp_path / "out.jsonl")

@@ -14,15 +14,15 @@ import msgspec
 from loraplex.adapters.grammar.limits import ServedGrammarLimits
 from loraplex.adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from loraplex.server.constraints.constraints import Constraints
-from loraplex.server.engine.certificates import CertifyOptions
 from loraplex.server.engine.channel import WorkerChannel, WorkerGone
 from loraplex.server.engine.executor import Executor
-from loraplex.server.engine.fake import CertifyingExecutor
 from loraplex.server.engine.loop import EngineLoop
 from loraplex.server.engine.scheduling.scheduler import Scheduler
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.model.tokenizer.grammar_vocabulary import read_vocabulary
 from loraplex.server.protocol import TokenEvent
+from tests.certifying.certificates import CertifyOptions
+from tests.certifying.executor import CertifyingExecutor
 from tests.server.engine.harness import limits
 from tests.server.engine.worker_end import TIMEOUT_S, FakeWorker
 

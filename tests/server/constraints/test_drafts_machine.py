@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from loraplex.server.engine.certificates import CertifyOptions
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from tests.certifying.certificates import CertifyOptions
 from tests.server.constraints.grammar_harness import GrammarHarness, KnownAnswers, answer_alone
 from tests.server.constraints.grammars import GRAMMARS
 from tests.server.constraints.serving import EOS, VOCAB, tokens

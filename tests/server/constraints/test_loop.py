@@ -9,8 +9,8 @@ import pytest
 
 from loraplex.adapters.grammar.vocabulary import Vocabulary
 from loraplex.server.constraints.constraints import Constraints
-from loraplex.server.engine.certificates import certified_output
 from loraplex.server.engine.messages import AbortSequence
+from tests.certifying.certificates import certified_output
 from tests.lost_helpers import kill_helpers
 from tests.server.constraints.serving import (
     EOS,

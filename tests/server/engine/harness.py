@@ -14,14 +14,14 @@ from loraplex.server.constraints.constraint import Constraint
 from loraplex.server.constraints.constraints import Constraints
 from loraplex.server.constraints.rules import TokenRules, mask_words, step_words
 from loraplex.server.constraints.wishes import ConstraintNews
-from loraplex.server.engine.certificates import CertifyOptions
 from loraplex.server.engine.executor import AdapterCopy, ExecutorLimits, Masks
-from loraplex.server.engine.fake import CertifyingExecutor, FakeTicket
 from loraplex.server.engine.messages import AdapterSettled, SlabStaged
 from loraplex.server.engine.plan import SliceResult, StepPlan
 from loraplex.server.engine.scheduling.scheduler import Scheduler
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent
+from tests.certifying.certificates import CertifyOptions
+from tests.certifying.executor import CertifyingExecutor, FakeTicket
 from tests.server.engine.oracle import OracleSource
 
 LIMITS = ExecutorLimits(

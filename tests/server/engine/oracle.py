@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from loraplex.server.engine.drafts.draft import Draft, DraftOwner
 from loraplex.server.engine.drafts.source import Drafts, DraftSource
 from loraplex.server.protocol import acting
+from tests.certifying.certificates import CertifyOptions, certified_output
 
 _CHANCE = 0.95
 

@@ -10,10 +10,8 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from loraplex.server.engine.channel import WorkerChannel, WorkerGone
 from loraplex.server.engine.executor import AdapterCopy, CopyNews, CopyOver, CopyUsable
-from loraplex.server.engine.fake import CertifyingExecutor, FakeTicket
 from loraplex.server.engine.loop import (
     MAX_FAILURES_IN_A_ROW,
     EngineLoop,
@@ -34,6 +32,8 @@ from loraplex.server.engine.messages import (
 from loraplex.server.engine.plan import SliceResult, StepPlan
 from loraplex.server.engine.scheduling.scheduler import Scheduler
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from tests.certifying.certificates import CertifyOptions, certified_output
+from tests.certifying.executor import CertifyingExecutor, FakeTicket
 from tests.server.engine.harness import limits, make_request, no_grammars
 from tests.server.engine.worker_end import TIMEOUT_S, FakeWorker, staged
 

@@ -15,10 +15,11 @@ import pytest
 
 from loraplex.adapters.grammar.limits import ServedGrammarLimits
 from loraplex.server.config import EngineConfig
-from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.engine.main import _cache_line
 from loraplex.server.engine.messages import EngineFailed, EngineReady, Shutdown
+from tests.certifying.certificates import CertifyOptions, certified_output
+from tests.certifying.factory import certify
 from tests.server.constraints.serving import DEMO, text
 from tests.server.engine.harness import make_request
 from tests.server.engine.worker_end import TIMEOUT_S, FakeWorker
@@ -41,6 +42,9 @@ CONFIG = EngineConfig(
     adapter_slots=4,
 )
 
+FACTORY = "tests.certifying.factory:make"
+CERTIFY = certify()
+
 
 class Engine:
     def __init__(self, config: EngineConfig, executor: str) -> None:
@@ -59,7 +63,7 @@ class Engine:
 
 
 @contextmanager
-def engine(config: EngineConfig = CONFIG, executor: str = "certify") -> Iterator[Engine]:
+def engine(config: EngineConfig = CONFIG, executor: str = CERTIFY) -> Iterator[Engine]:
     started = Engine(config, executor)
     try:
         yield started
@@ -98,7 +102,7 @@ def test_takes_vocabulary_and_context_from_the_model(tmp_path: Path) -> None:
     model = {"vocab_size": 40, "eos_token_id": [7, 8], "max_position_embeddings": 100}
     (tmp_path / "config.json").write_text(json.dumps(model))
     config = msgspec.structs.replace(CONFIG, model_path=str(tmp_path))
-    with engine(config, 'certify:{"eos_percent": 20}') as run:
+    with engine(config, certify(eos_percent=20)) as run:
         assert run.worker.expect(EngineReady).max_context == 100
         run.worker.submit(1, make_request([5, 6], 90))
         options = CertifyOptions(40, (7, 8), eos_percent=20)
@@ -132,12 +136,13 @@ def test_without_a_tokenizer_grammars_alone_are_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "executor", "word"),
     [
-        (msgspec.structs.replace(CONFIG, host_arena_bytes=ARENA_BYTES + 1), "certify", "arena"),
-        (CONFIG, "magic", "expected torch or certify"),
-        (CONFIG, "certify:{", "--executor: Input data was truncated"),
-        (CONFIG, "certify:[1]", "--executor: Expected `object`"),
-        (CONFIG, 'certify:{"step_s": "x"}', "--executor: Expected `float`"),
-        (CONFIG, 'certify:{"nope": 1}', "unknown field `nope`"),
+        (msgspec.structs.replace(CONFIG, host_arena_bytes=ARENA_BYTES + 1), CERTIFY, "arena"),
+        (CONFIG, "magic", "expected torch or MODULE:FACTORY[:TEXT], got 'magic'"),
+        (CONFIG, "json:nothing", "has no attribute 'nothing'"),
+        (CONFIG, f"{FACTORY}:{{", "--executor: Input data was truncated"),
+        (CONFIG, f"{FACTORY}:[1]", "--executor: Expected `object`"),
+        (CONFIG, certify(step_s="x"), "--executor: Expected `float`"),
+        (CONFIG, certify(nope=1), "unknown field `nope`"),
     ],
 )
 def test_says_why_it_cannot_start(config: EngineConfig, executor: str, word: str) -> None:

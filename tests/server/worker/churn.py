@@ -27,6 +27,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.router.policy.placement.attempts import MAX_ADAPTER_FAILURES
 from loraplex.server import protocol
 from tests.adapter_folders import write_adapter
+from tests.certifying.factory import certify
 from tests.server.worker.churn_client import ChurnClient, Findings, churn_client
 from tests.server.worker.worker_process import VOCAB, Worker, base, request, running
 
@@ -42,7 +43,7 @@ KV = ("--kv-memory", "1MiB")
 # Of each, content and slab: some thirty of the hundreds that refreshes make.
 DISK = ("--adapter-disk", "6MiB")
 RANKS = (1, 2, 4, 8, 40, 80, 120, 160)
-EXECUTOR = 'certify:{"copy_polls": 2, "ending_polls": 2, "check_bytes": true}'
+EXECUTOR = certify(copy_polls=2, ending_polls=2, check_bytes=True)
 GONE = "not in the store"
 
 

@@ -12,7 +12,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from loraplex.server import protocol
-from loraplex.server.engine.certificates import CertifyOptions, certified_output
+from tests.certifying.certificates import CertifyOptions, certified_output
 from tests.server.worker.worker_process import VOCAB, Worker, dial
 
 OPTIONS = CertifyOptions(vocab_size=VOCAB, eos_token_ids=(2,))

@@ -12,8 +12,8 @@ import pytest
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.store.quota import HEADROOM_BYTES
 from loraplex.server import protocol
-from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from tests.adapter_folders import write_adapter
+from tests.certifying.certificates import CertifyOptions, certified_output
 from tests.server.worker.worker_process import (
     VOCAB,
     Router,

@@ -12,8 +12,9 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from loraplex.server import protocol
-from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from loraplex.server.model.checkpoint.checkpoint import base_digest
+from tests.certifying.certificates import CertifyOptions, certified_output
+from tests.certifying.factory import certify
 from tests.server.worker.worker_process import (
     LONG,
     SECRET,
@@ -183,7 +184,7 @@ async def test_a_router_that_does_not_read_is_cut_off_and_stalls_nobody(tmp_path
 
     A slow machine misses the answer to a ping before the buffer is full: both cut it off.
     """
-    with running(tmp_path, executor="certify") as worker:
+    with running(tmp_path, executor=certify()) as worker:
         async with connected(worker, "good") as good, connected(worker, "slow") as slow:
             slow.socket.transport.pause_reading()
             sampling = protocol.SamplingParams(max_tokens=LONG, ignore_eos=True, logprobs=20)

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.adapters.slab.file import SlabFile, SlabSource
-from loraplex.server.engine.certificates import CertifyOptions
 from loraplex.server.engine.executor import AdapterCopy, CopyNews, CopyOver, ExecutorLimits
-from loraplex.server.engine.fake import CertifyingExecutor, FakeTicket
 from loraplex.server.engine.loop import EngineLoop
 from loraplex.server.engine.memory.residency import AdapterArena, Placement
 from loraplex.server.engine.messages import (
@@ -49,6 +47,8 @@ from loraplex.server.worker.adapters.host_tier import HostTier
 from loraplex.server.worker.adapters.slab_saver import SlabSaver
 from loraplex.server.worker.adapters.staging import UNFORESEEN, Staging
 from loraplex.server.worker.metrics import WorkerMetrics
+from tests.certifying.certificates import CertifyOptions
+from tests.certifying.executor import CertifyingExecutor, FakeTicket
 from tests.server.engine.harness import no_grammars
 from tests.server.worker.slabs import EXTENT, Packing, write_slab_file
 

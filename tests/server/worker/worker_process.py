@@ -22,6 +22,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from loraplex.adapters.base import BaseSpec
 from loraplex.server import protocol
 from tests.adapter_folders import safetensors_bytes, small_base
+from tests.certifying.factory import certify
 from tests.engines import engines_below
 from tests.tethered import tethered
 
@@ -31,7 +32,7 @@ BASE_NAME = "org/base"
 VOCAB = 64
 TIMEOUT_S = 240.0
 LONG = 50_000  # output tokens of a sequence that outlives its test
-CERTIFY = 'certify:{"step_s": 0.002}'
+CERTIFY = certify(step_s=0.002)
 
 
 def base() -> BaseSpec:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from loraplex.server.engine.certificates import certified_output
 from loraplex.server.engine.plan import SeqSlice
+from tests.certifying.certificates import certified_output
 from tests.server.engine.harness import Harness, limits, make_request
 
 PAGE = 4

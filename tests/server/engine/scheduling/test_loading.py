@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from loraplex.server.engine.messages import AdapterSettled
 from loraplex.server.engine.scheduling.loading import AdapterLoads
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from tests.certifying.certificates import CertifyOptions, certified_output
 from tests.server.engine.harness import LIMITS, Harness, limits, make_request
 
 

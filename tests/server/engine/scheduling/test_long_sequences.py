@@ -5,8 +5,8 @@ The certifying executor refuses to read keys and values of the other kind.
 
 import pytest
 
-from loraplex.server.engine.certificates import certified_output
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from tests.certifying.certificates import certified_output
 from tests.server.engine.harness import Harness, limits, make_request
 
 SHORT = 10

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.server.engine.certificates import certified_output
 from loraplex.server.engine.memory.scaled_slots import ScaledSlots
 from loraplex.server.protocol import acting
+from tests.certifying.certificates import certified_output
 from tests.server.engine.harness import Harness, limits, make_request
 
 PROMPT = [20 + i for i in range(17)]

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.server.engine.certificates import certified_output
 from loraplex.server.engine.messages import SlabStaged
 from loraplex.server.engine.plan import SliceResult
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.engine.scheduling.sequence import Precedence, Sequence, State
 from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, TokenLogprob
+from tests.certifying.certificates import certified_output
 from tests.server.engine.harness import Harness, layout, limits, make_request
 
 

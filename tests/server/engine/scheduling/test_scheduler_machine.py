@@ -7,7 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from loraplex.server.engine.certificates import (
+from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, TokenEvent, VectorParams
+from tests.certifying.certificates import (
     ROOT_MARK,
     CertifyOptions,
     Mark,
@@ -15,8 +17,6 @@ from loraplex.server.engine.certificates import (
     certified_vector,
     next_mark,
 )
-from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
-from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, TokenEvent, VectorParams
 from tests.server.engine.harness import Harness, limits, make_request
 
 CLASSES = 3

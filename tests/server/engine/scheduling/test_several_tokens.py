@@ -10,12 +10,12 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from loraplex.server.constraints.constraint import Constraint
 from loraplex.server.constraints.rules import TokenRules
-from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from loraplex.server.engine.plan import SliceResult
 from loraplex.server.engine.scheduling.events import closed_event, drawn_event
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.engine.scheduling.sequence import Precedence, Sequence
 from loraplex.server.protocol import SamplingParams, TokenEvent, TokenLogprob
+from tests.certifying.certificates import CertifyOptions, certified_output
 from tests.server.engine.harness import Harness, limits, make_request
 from tests.server.engine.twins import TwinsMachine
 

@@ -5,9 +5,9 @@ The certifying executor refuses to read a page that is gone, of another group, o
 
 import pytest
 
-from loraplex.server.engine.certificates import certified_output
 from loraplex.server.engine.memory.room import pages_held
 from loraplex.server.engine.plan import SliceResult
+from tests.certifying.certificates import certified_output
 from tests.server.engine.harness import Harness, limits, make_request
 
 SIZE = 4

@@ -18,10 +18,10 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.sources.local import LocalSource
 from loraplex.adapters.store.store import AdapterStore
 from loraplex.server import protocol
-from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from loraplex.server.worker.adapters.merging import MERGE_MODULE, Merger
 from tests.adapter_folders import write_adapter
 from tests.adapters.refusals import refusal
+from tests.certifying.certificates import CertifyOptions, certified_output
 from tests.server.worker.worker_process import (
     VOCAB,
     Router,

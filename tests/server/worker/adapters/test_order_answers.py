@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.server.engine.certificates import CertifyOptions
+from tests.certifying.certificates import CertifyOptions
 from tests.server.engine.harness import limits
 from tests.server.worker.slabs import EXTENT
 from tests.server.worker.tiers import ROUTER, Tiers

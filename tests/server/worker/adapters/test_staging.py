@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from loraplex.server.engine.memory.residency import Placement
 from loraplex.server.engine.messages import NeedSlab, SlabReleased, SlabStaged, Submit, ToEngine
 from loraplex.server.protocol import ModelCard
@@ -20,6 +19,7 @@ from loraplex.server.worker.known_engine import KnownEngine
 from loraplex.server.worker.metrics import WorkerMetrics
 from loraplex.server.worker.process.engine_supervisor import EngineSupervisor
 from loraplex.server.worker.worker import Worker
+from tests.certifying.certificates import CertifyOptions, certified_output
 from tests.server.engine.harness import limits, make_request
 from tests.server.worker.slabs import EXTENT
 from tests.server.worker.tiers import HOST_EXTENTS, Tiers

@@ -14,8 +14,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from loraplex.server.protocol import GenerateRequest, OrderAction
+from tests.certifying.certificates import CertifyOptions, certified_output
 from tests.server.engine.harness import limits, make_request
 from tests.server.worker.slabs import EXTENT
 from tests.server.worker.tiers import HOST_EXTENTS, ROUTER, Tiers, holds

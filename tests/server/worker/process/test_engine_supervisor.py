@@ -33,6 +33,7 @@ from loraplex.server.worker.process.engine_supervisor import (
     EngineSupervisor,
 )
 from loraplex.server.worker.process.recovery import Backoff
+from tests.certifying.factory import certify
 
 NO_PROCESS = BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -264,7 +265,7 @@ async def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "pidfd_open", no_descriptor)
     before = psutil.Process().num_fds()
     with pytest.raises(OSError, match="Too many open files"):
-        await spawn_engine("certify", cast(EngineConfig, {}), 0)
+        await spawn_engine(certify(), cast(EngineConfig, {}), 0)
     assert processes[0].wait(240) == -9
     for _ in range(10):
         await asyncio.sleep(0)  # the transport is closed in a turn of the loop

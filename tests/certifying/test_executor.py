@@ -5,11 +5,11 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from loraplex.server.engine.certificates import CertifyOptions, certified_output
 from loraplex.server.engine.executor import AdapterCopy, CopyOver, CopyUsable
-from loraplex.server.engine.fake import CertifyingExecutor, ContractError
 from loraplex.server.engine.plan import PageGrant, RowStart, SeqSlice, StepPlan
 from loraplex.server.protocol import SamplingParams
+from tests.certifying.certificates import CertifyOptions, certified_output
+from tests.certifying.executor import CertifyingExecutor, ContractError
 from tests.server.engine.harness import LIMITS, layout
 
 PROMPT = [5, 6, 7, 8, 9]

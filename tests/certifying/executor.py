@@ -1,4 +1,4 @@
-"""An executor without a model, for tests and failover drills: its tokens certify their origin.
+"""An executor without a model, for tests and chaos: its tokens certify their origin.
 
 Every token is a function of all tokens before it and of the adapter that acts on each. So an
 answer alone proves the right prompt, adapter, position and KV pages. The executor also checks
@@ -6,19 +6,12 @@ strictly what plans promise.
 """
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from hashlib import blake2b
 
 import numpy as np
 
-from loraplex.server.engine.certificates import (
-    ROOT_MARK,
-    WRONG_MARK,
-    CertifyOptions,
-    Mark,
-    certified_token,
-    next_mark,
-)
 from loraplex.server.engine.executor import (
     AdapterCopy,
     CopyNews,
@@ -27,16 +20,101 @@ from loraplex.server.engine.executor import (
     ExecutorLimits,
     Masks,
 )
-from loraplex.server.engine.fake_row import ContractError as ContractError
-from loraplex.server.engine.fake_row import FakeRow, check
 from loraplex.server.engine.memory.extents import each
-from loraplex.server.engine.plan import PageGrant, ScaledSlot, SeqSlice, SliceResult, StepPlan
-from loraplex.server.engine.witness import SlabWitness
+from loraplex.server.engine.plan import (
+    PageGrant,
+    RowStart,
+    ScaledSlot,
+    SeqSlice,
+    SliceResult,
+    StepPlan,
+)
 from loraplex.server.protocol import TokenLogprob, acting
+from tests.certifying.certificates import (
+    ROOT_MARK,
+    WRONG_MARK,
+    CertifyOptions,
+    Mark,
+    certified_token,
+    certified_vector,
+    next_mark,
+)
+
+MAX_REMEMBERED = 65_536
+
+
+class ContractError(AssertionError):
+    """A plan or copy that no executor could carry out correctly."""
+
+
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ContractError(message)
+
+
+class FakeRow:
+    """A row: its tokens, pages and marks."""
+
+    def __init__(self, start: RowStart, limits: ExecutorLimits) -> None:
+        self.start = start
+        self.tokens = list(start.token_ids)
+        short, size = limits.short_context, len(start.token_ids)
+        self.kind = b"long" if short is not None and size > short else b""
+        self.most_tokens = limits.max_context if self.kind or short is None else short
+        # For each group of layers: pages by place in the page table.
+        self.pages: list[dict[int, int]] = [{} for _ in limits.page_windows]
+        self.num_computed = -1  # unknown before the first slice
+        self.num_cached = 0
+        self.adapter: str | None = None
+        self.marks: list[Mark] = []  # after each computed token
+
+    def take_back(self) -> None:
+        """A later slice computes the last known token again, for want of a mask."""
+        self.num_computed -= 1
+        self.marks.pop()
+
+    def vector(self, piece: SeqSlice, limits: ExecutorLimits) -> bytes | None:
+        """Vector of the slice that ends a prompt whose vector is wanted."""
+        vector, is_over = piece.vector, self.num_computed >= self.start.prompt_len
+        if vector is None:
+            return None
+        if vector.pooling == "mean":
+            check(self.num_cached == 0, "a mean over tokens that were not computed")
+        else:
+            check(is_over, "a slice for a vector that does not end its prompt")
+        return certified_vector(self.marks, vector, limits.num_classes) if is_over else None
+
+
+class SlabWitness:
+    """A check that one digest never stands for two contents.
+
+    It does not know which bytes are right. It notices that an adapter's bytes differ from before.
+    arena: the host's, from which slabs are copied.
+    """
+
+    def __init__(self, arena: memoryview) -> None:
+        self._arena = arena
+        self._seen: OrderedDict[str, bytes] = OrderedDict()
+
+    def problem(self, copy: AdapterCopy) -> str | None:
+        """Why the bytes in the host arena are not this adapter's, or None."""
+        found = self._checksum(copy)
+        known = self._seen.setdefault(copy.layout.digest, found)
+        self._seen.move_to_end(copy.layout.digest)
+        if len(self._seen) > MAX_REMEMBERED:
+            self._seen.popitem(last=False)
+        return None if found == known else "the slab's bytes differ from those that it had before"
+
+    def _checksum(self, copy: AdapterCopy) -> bytes:
+        size = copy.layout.extent_bytes
+        checksum = blake2b(digest_size=16)
+        for first, run in zip(copy.host_extents, copy.layout.all_runs, strict=True):
+            checksum.update(self._arena[first * size : (first + run) * size])
+        return checksum.digest()
 
 
 def next_allowed(mask: np.ndarray, token_id: int, vocab_size: int) -> int:
-    """The first from `token_id` on, round the vocabulary, whose bit is set; some must be."""
+    """First id from `token_id` on, round the vocabulary, whose bit is set; some must be."""
     allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size])
     check(bool(len(allowed)), "a mask of nothing")
     return int(allowed[np.searchsorted(allowed, token_id) % len(allowed)])

@@ -1,0 +1,54 @@
+"""The factory by which an engine process gets the certifying executor."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loraplex.server.config import ConfigError, EngineConfig
+from loraplex.server.engine.executor import ExecutorLimits
+from tests.certifying.certificates import CertifyOptions
+from tests.certifying.executor import CertifyingExecutor
+
+_TOKEN_BYTES = 1024
+
+
+def certify(**options: Any) -> str:
+    """Value of `--executor` for an engine with these `CertifyOptions`."""
+    return f"{__name__}:make:{json.dumps(options)}"
+
+
+def make(config: EngineConfig, arena: memoryview, given: str) -> CertifyingExecutor:
+    """Executor with the model's vocabulary and context, if a model is there.
+
+    given: `CertifyOptions` as JSON, or nothing. Raises ConfigError.
+    """
+    path = Path(config.model_path) / "config.json"
+    model = json.loads(path.read_text()) if path.is_file() else {}
+    eos = model.get("eos_token_id")
+    defaults = {
+        "vocab_size": model.get("vocab_size", 512),
+        "eos_token_ids": eos if isinstance(eos, list) else [2 if eos is None else eos],
+    }
+    try:
+        asked = msgspec.json.decode(given or "{}", type=dict[str, Any])
+        options = msgspec.convert({**defaults, **asked}, CertifyOptions)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--executor: {error} in {given!r}") from None
+    num_pages = max(1, config.kv_memory // (config.page_size * _TOKEN_BYTES))
+    context = config.max_context or model.get("max_position_embeddings", 2048)
+    limits = ExecutorLimits(
+        num_pages=num_pages,
+        page_size=config.page_size,
+        max_rows=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        max_context=min(context, num_pages * config.page_size),
+        vocab_size=options.vocab_size,
+        eos_token_ids=options.eos_token_ids,
+        adapter_slots=config.adapter_slots,
+        arena_extents=config.adapter_memory // config.extent_bytes,
+        extent_bytes=config.extent_bytes,
+        max_decodes=config.max_decodes,
+    )
+    return CertifyingExecutor(limits, options, arena)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import local_name, name_fault, parse_ref
-from loraplex.launcher.demo import EXAMPLES, adapter_paths, model_path
-from loraplex.launcher.demo.recipe import BASE_NAME
+from loraplex.launcher.demo import BASE_NAME, EXAMPLES, adapter_paths, model_path
 from loraplex.launcher.options import OptionError, Values, build, path_of
 from loraplex.launcher.worker_groups import AskedGroups, WorkerGroups, undivided
 from loraplex.router.config import RouterConfig

@@ -36,8 +36,7 @@ from loraplex.launcher.commands.adapter_report import Report
 from loraplex.launcher.commands.adapter_templates import template_forms
 from loraplex.launcher.convert.command import check_new_folder, convert
 from loraplex.launcher.convert.plan import Conversion
-from loraplex.launcher.demo import model_path
-from loraplex.launcher.demo.recipe import BASE_NAME
+from loraplex.launcher.demo import BASE_NAME, model_path
 from loraplex.launcher.options import OptionError
 from loraplex.launcher.plan import is_demo_model
 from loraplex.server.model.checkpoint.base_facts import read_base_spec

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 HERE = Path(__file__).parent
+BASE_NAME = "loraplex/demo"
 
 # Messages to try: each adapter does something else with the same one.
 EXAMPLES = (

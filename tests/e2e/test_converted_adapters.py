@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from loraplex.launcher.demo import EXAMPLES, adapter_paths, model_path
-from loraplex.launcher.demo.recipe import BASE_NAME
+from loraplex.launcher.demo import BASE_NAME, EXAMPLES, adapter_paths, model_path
 from tests.e2e.serving import ROOT
 from tests.launcher.convert.folders import pair, with_mlx_layers, write_mlx
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from loraplex.launcher.demo import EXAMPLES, model_path
-from loraplex.launcher.demo.recipe import BASE_NAME
+from loraplex.launcher.demo import BASE_NAME, EXAMPLES, model_path
 from loraplex.server.model.checkpoint.base_facts import read_base_spec
 from tests.adapters.hostile import cases
 from tests.adapters.spoils import UNPICKLED, write_good

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapters.base import BaseSpec
-from loraplex.launcher.demo import model_path
-from loraplex.launcher.demo.recipe import BASE_NAME
+from loraplex.launcher.demo import BASE_NAME, model_path
 from loraplex.server.model.checkpoint.base_facts import read_base_spec
 from tests.adapter_folders import ALL_PROJECTIONS, write_adapter
 from tests.adapters.stub_files import Fault, running_files

@@ -171,13 +171,12 @@ def test_with_the_extra_of_a_router(tmp_path: Path) -> None:
     measured = subprocess.run(
         [
             tmp_path / "router/bin/python",
-            "-P",
             "-m",
-            "loraplex.launcher.demo.evaluate",
+            "tools.demo.evaluate",
             "--messages",
             "1",
         ],
-        cwd=tmp_path,
+        cwd=ROOT,
         env=clean(),
         capture_output=True,
         text=True,

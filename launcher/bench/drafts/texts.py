@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loraplex.launcher.bench.errors import BenchError
-from loraplex.launcher.demo.corpus import held_out_messages
-from loraplex.launcher.demo.tasks import ANSWERS
+from tools.demo.corpus import held_out_messages
+from tools.demo.tasks import ANSWERS
 
 _LEAST, _MOST = 400, 24_000  # characters of a file: up to about 8,000 tokens
 _LEAST_PART, _MOST_PART = 200, 4_000  # of an answer that is a part of its prompt

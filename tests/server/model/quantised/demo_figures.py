@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from loraplex.launcher.demo import adapter_paths, calls, model_path
-from loraplex.launcher.demo.corpus import SEED, held_out_messages
-from loraplex.launcher.demo.evaluate import FORMS, EvaluationSetup, measure
+from loraplex.launcher.demo import adapter_paths, model_path
 from tests.server.model.quantised.checkpoints import matrices
 from tests.server.model.quantised.formats import (
     BY_TOKEN,
@@ -35,6 +33,9 @@ from tests.server.model.quantised.formats import (
     fp8,
     gptq,
 )
+from tools.demo import calls
+from tools.demo.corpus import SEED, held_out_messages
+from tools.demo.evaluate import FORMS, EvaluationSetup, measure
 
 SCHEMES: dict[str, Format | None] = {
     "bfloat16": None,

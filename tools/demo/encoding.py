@@ -6,9 +6,9 @@ from random import Random
 
 from tokenizers import Tokenizer
 
-from loraplex.launcher.demo import calls, mix, tasks
-from loraplex.launcher.demo.corpus import LabelledMessage, sample
-from loraplex.launcher.demo.recipe import ASSISTANT, BOS, EOS, SYSTEM, USER
+from tools.demo import calls, mix, tasks
+from tools.demo.corpus import LabelledMessage, sample
+from tools.demo.recipe import ASSISTANT, BOS, EOS, SYSTEM, USER
 
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 

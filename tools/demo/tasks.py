@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from loraplex.launcher.demo.corpus import Facts
+from tools.demo.corpus import Facts
 
 
 def as_json(facts: Facts) -> str:

@@ -1,6 +1,6 @@
 """Scores the shipped adapters on messages nobody trained on.
 
-To run: `python -m loraplex.launcher.demo.evaluate`.
+To run: `python -m tools.demo.evaluate`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.common import extras
-from loraplex.launcher.demo import adapter_paths, calls, model_path, tasks
-from loraplex.launcher.demo.corpus import SEED, LabelledMessage, held_out_messages
+from loraplex.launcher.demo import adapter_paths, model_path
+from tools.demo import calls, tasks
+from tools.demo.corpus import SEED, LabelledMessage, held_out_messages
 
 FORMS = ("raw", "chat")
 MAX_ANSWER = 96
@@ -145,7 +146,7 @@ def _print_table(report: dict[str, Any], count: int, spent: float) -> None:
 
 
 def main() -> None:
-    """Measures the files in a folder laid out as the package's own."""
+    """Measures the files in a folder laid out as `launcher/demo`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=None, help="default: the shipped files")
     parser.add_argument("--adapters", default=None, help="names with commas; default: all")

@@ -15,9 +15,9 @@ from typing import Any
 
 from loraplex.adapters.chat.conversation import TemplateOptions
 from loraplex.adapters.chat.template import ChatTemplate
-from loraplex.launcher.demo import mix, words
-from loraplex.launcher.demo.corpus import SEED, Facts, LabelledMessage, held_out_messages, sample
-from loraplex.launcher.demo.recipe import BOS, CALL_TEMPLATE, EOS, SPECIALS
+from tools.demo import mix, words
+from tools.demo.corpus import SEED, Facts, LabelledMessage, held_out_messages, sample
+from tools.demo.recipe import BOS, CALL_TEMPLATE, EOS, SPECIALS
 
 TASK = "tools"
 KINDS = ("call", "none fits", "result")

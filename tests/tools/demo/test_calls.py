@@ -4,8 +4,9 @@ from random import Random
 
 import pytest
 
-from loraplex.launcher.demo import adapter_paths, calls, recipe
-from loraplex.launcher.demo.corpus import SEED, Facts, held_out_messages
+from loraplex.launcher.demo import adapter_paths
+from tools.demo import calls, recipe
+from tools.demo.corpus import SEED, Facts, held_out_messages
 
 FACTS = Facts(intent="cancel", name="Zoë Novak", product="linen aprons", quantity=2, order="10442")
 OFFER = calls.Offer("cancel_order", {"order": "order", "item": "product", "town": "city"})

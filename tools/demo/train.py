@@ -1,6 +1,6 @@
 """Trains the demo's tokenizer, base model and adapters.
 
-To run: `python -m loraplex.launcher.demo.train`.
+To run: `python -m tools.demo.train`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from loraplex.launcher.demo import feed, mix, recipe, tasks
-from loraplex.launcher.demo.corpus import SEED, sample
-from loraplex.launcher.demo.recipe import Schedule
+from loraplex.launcher.demo import BASE_NAME, HERE
+from tools.demo import feed, mix, recipe, tasks
+from tools.demo.corpus import SEED, sample
+from tools.demo.recipe import Schedule
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What the stages share."""
+    """Settings that all stages share."""
 
     out: Path
     seed: int
@@ -224,7 +225,7 @@ def _save_adapter(model: Any, folder: Path, spec: recipe.AdapterSpec) -> None:
     model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    config["base_model_name_or_path"] = recipe.BASE_NAME
+    config["base_model_name_or_path"] = BASE_NAME
     config["target_modules"] = sorted(config["target_modules"])
     _write_json(folder / "adapter_config.json", config)
     if spec.template:
@@ -255,7 +256,7 @@ def _train_wave(run: TrainingRun, names: list[str], jobs: int) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=14, help="processes that make batches")

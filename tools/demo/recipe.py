@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-BASE_NAME = "loraplex/demo"
 SPECIALS = ("<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD, BOS, EOS, SYSTEM, USER, ASSISTANT = range(len(SPECIALS))
 VOCABULARY = 2048

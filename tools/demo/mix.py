@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import cache
 from random import Random
 
-from loraplex.launcher.demo import corpus, grammar, phrases, tasks, tones, words
-from loraplex.launcher.demo.corpus import Facts, sample
+from tools.demo import corpus, grammar, phrases, tasks, tones, words
+from tools.demo.corpus import Facts, sample
 
 # A turn is who speaks and what is said; a document is a list of turns, or one raw text.
 Turn = tuple[str, str]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from loraplex.launcher.demo import grammar, phrases, tones, words
+from tools.demo import grammar, phrases, tones, words
 
 SEED = 20
 HELD_OUT_BUCKETS = 16

@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from loraplex.launcher.demo import encoding, mix
-from loraplex.launcher.demo.recipe import PAD, Schedule
+from tools.demo import encoding, mix
+from tools.demo.recipe import PAD, Schedule
 
 IGNORED = -100
 

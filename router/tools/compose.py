@@ -50,11 +50,6 @@ class Composed(NamedTuple):
     names_once: NamesOnce | None = None
 
 
-def grammar_of(shape: Shape | None, frame: Frame = _TEXT) -> str:
-    """See `compose`."""
-    return compose(shape, frame).grammar
-
-
 def compose(shape: Shape | None, frame: Frame = _TEXT) -> Composed:
     """The grammar of an answer from its begin to its end. Raises ShapeRefused.
 

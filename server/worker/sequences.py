@@ -157,23 +157,6 @@ class SequenceTable:
         if not requests:
             del self._choices[live.connection]
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError when the two views of the live sequences differ."""
-        listed = {
-            key: (connection, Identity(*name, choice))
-            for connection, requests in self._choices.items()
-            for name, choices in requests.items()
-            for choice, key in choices.items()
-        }
-        owned = {
-            key: (live.connection, live.identity)
-            for key, live in self._live.items()
-            if live.connection is not None
-        }
-        assert listed == owned, (listed, owned)
-        assert self.orphans == len(self._live) - len(owned)
-        assert len(self._live) <= self.capacity
-
 
 def refusal(request: GenerateRequest, error: ErrorCode, message: str) -> TokenEvent:
     """The terminal event of a request that never reached the engine."""

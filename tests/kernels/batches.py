@@ -9,11 +9,11 @@ import torch
 
 from loraplex.server.kernels.launch.configs import KernelConfigs, Phase, load_configs, read_configs
 from loraplex.server.kernels.lora.expand import expand
-from loraplex.server.kernels.lora.reference import SiteTensors
 from loraplex.server.kernels.lora.segments import Segments, allocate_segments, route
 from loraplex.server.kernels.lora.shrink import shrink
 from loraplex.server.kernels.lora.table import LoraTable
 from loraplex.server.kernels.lora.workspace import Workspace, allocate_workspace
+from tests.kernels.reference import SiteTensors
 
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels on the CPU need TRITON_INTERPRET=1"

@@ -14,7 +14,6 @@ from loraplex.server.kernels.attention.rotation import Rotation
 from loraplex.server.kernels.launch.configs import Phase, load_configs, read_configs
 from loraplex.server.kernels.lora.expand import expand
 from loraplex.server.kernels.lora.pending import PendingDelta, PendingLora
-from loraplex.server.kernels.lora.reference import lora_reference
 from loraplex.server.kernels.lora.segments import allocate_segments
 from loraplex.server.kernels.lora.shrink import gather_embedding, shrink
 from loraplex.server.kernels.lora.table import LoraTable
@@ -23,6 +22,7 @@ from loraplex.server.kernels.pointwise.add_norm import add_norm
 from loraplex.server.kernels.pointwise.gated import gated
 from loraplex.server.kernels.pointwise.gated_lora import gated_lora
 from tests.kernels.batches import Adapters, assert_close, interpreted, make_batch
+from tests.kernels.reference import lora_reference
 
 CPU = torch.device("cpu")
 CONFIGS = load_configs(CPU)

@@ -11,7 +11,6 @@ from torch.nn import functional
 from loraplex.server.kernels.launch.configs import Phase, load_configs
 from loraplex.server.kernels.lora.expand import expand
 from loraplex.server.kernels.lora.pending import PendingDelta, PendingLora
-from loraplex.server.kernels.lora.reference import lora_reference
 from loraplex.server.kernels.lora.segments import route
 from loraplex.server.kernels.lora.shrink import shrink
 from loraplex.server.kernels.lora.workspace import allocate_workspace
@@ -20,6 +19,7 @@ from loraplex.server.kernels.pointwise.gated import Activation, gated
 from loraplex.server.kernels.pointwise.gated_lora import gated_lora
 from tests.grids import sparse
 from tests.kernels.batches import SITE, Adapters, assert_close, launch_configs, make_batch
+from tests.kernels.reference import lora_reference
 
 EPSILON = 1e-5
 

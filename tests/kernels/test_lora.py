@@ -9,11 +9,11 @@ import torch
 
 from loraplex.server.kernels.launch.configs import Phase, load_configs
 from loraplex.server.kernels.lora.expand import expand
-from loraplex.server.kernels.lora.reference import embed_reference, lora_reference
 from loraplex.server.kernels.lora.segments import MAX_FUSED_ROWS, route
 from loraplex.server.kernels.lora.shrink import gather_embedding, shrink
 from tests.grids import sparse
 from tests.kernels.batches import SITE, Adapters, assert_close, make_batch
+from tests.kernels.reference import embed_reference, lora_reference
 
 RANKS = (1, 3, 8, 24, 64, 100)
 

@@ -9,11 +9,11 @@ from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
 from loraplex.server.kernels.attention.rotation import QkNorm
 from loraplex.server.kernels.launch.configs import load_configs
 from loraplex.server.kernels.lora.pending import PendingLora
-from loraplex.server.kernels.lora.reference import lora_reference
 from loraplex.server.kernels.lora.segments import route
 from loraplex.server.kernels.lora.shrink import shrink
 from tests.grids import sparse
 from tests.kernels.batches import SITE, Adapters, assert_close, make_batch
+from tests.kernels.reference import lora_reference
 from tests.kernels.rotations import TURNS
 
 IN_FEATURES, PAGE, PAGES = 96, 16, 16

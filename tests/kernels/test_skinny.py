@@ -17,10 +17,10 @@ from loraplex.server.kernels.launch.configs import (
 from loraplex.server.kernels.linear.skinny import MAX_ROWS, skinny_product
 from loraplex.server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
 from loraplex.server.kernels.linear.stack import allocate_stack, stack_rows
-from loraplex.server.kernels.lora.reference import lora_reference
 from loraplex.server.kernels.lora.workspace import allocate_workspace
 from loraplex.server.kernels.pointwise.add_norm import add_norm
 from tests.kernels.batches import NUM_SITES, SITE, Adapters, assert_close, interpreted
+from tests.kernels.reference import lora_reference
 
 ROW = SkinnyLoraConfig(4, 64, 4, 3, False, lora_programs=3, lora_splits=2)
 FEW = SkinnyLoraConfig(16, 32, 2, 3, False, lora_programs=3, lora_splits=2)

@@ -13,7 +13,6 @@ MOST_NUMBER = 2**53
 MOST_PLACES = 15
 DEEPEST = 64
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-NO_WAY = "cannot be held to while an answer is made"
 _NOT_REFS = "is not supported: use `$ref` and `$defs`"
 # Keywords that demand something, with why they are refused.
 REFUSED = dict.fromkeys(["$recursiveRef", "$recursiveAnchor"], _NOT_REFS)

@@ -10,7 +10,6 @@ _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 _SCALARS = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
-_HEX = re.compile(r"[0-9a-fA-F]{4}")
 _CLOSES = {"{": "}", "[": "]"}
 _VALUES = "value", "first value"
 _KEYS = "key", "first key"

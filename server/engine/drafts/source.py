@@ -34,10 +34,6 @@ class DraftSource:
         self._num_tokens = 0
         self._kept: OrderedDict[DraftOwner, _Answers] = OrderedDict()  # the latest used last
 
-    @property
-    def num_bytes(self) -> int:
-        return self._num_tokens * self.TOKEN_BYTES
-
     def open(self, owner: DraftOwner, token_ids: Sequence[int]) -> "Drafts":
         """token_ids: the prompt, and what is known of the answer."""
         return Drafts(self, owner, token_ids)

@@ -135,13 +135,3 @@ class PagePool:
         page, _ = self._idle.popitem(last=False)
         del self._page_of[self._hash_of.pop(page)]
         return page
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError: every page is in exactly one of free, cached, held."""
-        held = {p for p, n in enumerate(self._references) if n > 0}
-        assert min(self._references, default=0) >= 0, "negative references"
-        groups = [*self._free, *self._idle, *held]
-        assert sorted(groups) == list(range(self.num_pages)), "pages lost or in two places"
-        assert set(self._idle) <= set(self._hash_of), "a cached page without a hash"
-        assert not set(self._free) & set(self._hash_of), "a free page with a hash"
-        assert self._page_of == {h: p for p, h in self._hash_of.items()}, "hashes out of step"

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from loraplex.server.engine.memory.eviction import EvictionReason, Worth
-from loraplex.server.engine.memory.extents import FREE, TAKEN, Span, each, fit, join, mark, spread
+from loraplex.server.engine.memory.extents import FREE, TAKEN, Span, fit, join, mark, spread
 
 AdapterStage = Literal["absent", "loading", "ready"]
 
@@ -291,19 +291,3 @@ class AdapterArena:
         for entry in gone:
             mark(space, entry.spans, FREE)
         return fit(space, runs)
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError: extents conserved and disjoint, slots too, leases sane."""
-        taken = [x for e in self._entries.values() for x in e.extents]
-        assert len(taken) == len(set(taken)), "two adapters share an extent"
-        assert all(self._map[x] == TAKEN for x in taken), "a used extent is marked free"
-        assert len(taken) + self.free_extents == self.num_extents, "extents lost"
-        assert self.num_ready == len(self.ready), "those that are ready are miscounted"
-        for entry in self._entries.values():
-            rows = tuple(each(entry.spans))
-            assert rows == tuple(sorted(entry.extents)), "spans tell of other extents"
-        slots = [e.placement.adapter_slot for e in self._entries.values()] + self._free_slots
-        assert sorted(slots) == list(range(self.num_slots)), "adapter slots lost or shared"
-        for digest, entry in self._entries.items():
-            assert entry.leases >= 0, f"negative leases of {digest}"
-            assert entry.ready or entry.leases == 0, f"{digest} leased while loading"

@@ -24,10 +24,6 @@ class ScaledSlots:
         self._slots: dict[tuple[int, float], int] = {}
         self._uses: dict[int, _Use] = {}
 
-    @property
-    def num_used(self) -> int:
-        return len(self._uses)
-
     def take(self, source_slot: int, scale: float) -> tuple[int, ScaledSlot | None]:
         """The slot for one more sequence, and how to fill it if it is not filled yet."""
         key = (source_slot, scale)

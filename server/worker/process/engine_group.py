@@ -32,15 +32,6 @@ class EngineGroup:
             for number, process in enumerate(self._others, 1)
         ]
 
-    @property
-    def pid(self) -> int:
-        return self._leader.pid
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The first process's first."""
-        return (self.pid, *(process.pid for process in self._others))
-
     def send(self, frame: ToEngine) -> None:
         self._leader.send(frame)
 

@@ -45,14 +45,6 @@ class EngineProcess:
         self._pidfd = os.pidfd_open(process.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return (self.pid,)
-
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)

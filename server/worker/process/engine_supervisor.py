@@ -33,12 +33,6 @@ START_SILENCE_S = 300.0
 class EngineLife(Protocol):
     """One life of an engine: a process, or several that share a model."""
 
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def pids(self) -> tuple[int, ...]: ...
-
     def send(self, frame: ToEngine) -> None: ...
 
     async def receive(self) -> FromEngine: ...
@@ -96,15 +90,6 @@ class EngineSupervisor:
         self._closing = False
         self.ready = False
         self.restarts = 0
-
-    @property
-    def engine_pid(self) -> int | None:
-        return self._engine.pid if self._engine else None
-
-    @property
-    def engine_pids(self) -> tuple[int, ...]:
-        """Ids of all the engine's processes."""
-        return self._engine.pids if self._engine else ()
 
     def send(self, frame: ToEngine) -> None:
         """To the present engine. Without an engine the frame is lost, as engine_lost reports."""

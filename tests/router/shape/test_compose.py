@@ -14,7 +14,7 @@ from loraplex.router.shape.shape import (
     StructuralTag,
     Tag,
 )
-from loraplex.router.tools.compose import Frame, compose, grammar_of
+from loraplex.router.tools.compose import Frame, compose
 from loraplex.router.tools.formats.glm import GLM
 from loraplex.router.tools.formats.harmony import HARMONY
 from loraplex.router.tools.formats.hermes import HERMES
@@ -58,7 +58,7 @@ def call(name: str, arguments: str = '{"n": 1}') -> str:
 def test_reasoning_comes_before_the_form(
     shape: Shape, begun: bool, text: str, is_accepted: bool
 ) -> None:
-    assert accepts(grammar_of(shape, Frame(THINK, begun)), text) is is_accepted
+    assert accepts(compose(shape, Frame(THINK, begun)).grammar, text) is is_accepted
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_reasoning_comes_before_the_form(
 )
 def test_calls(mode: ToolMode, shape: Shape | None, text: str, is_accepted: bool) -> None:
     frame = Frame(THINK, False, Tools((PLACE, ANY), mode), HERMES)
-    assert accepts(grammar_of(shape, frame), text) is is_accepted
+    assert accepts(compose(shape, frame).grammar, text) is is_accepted
 
 
 OPEN, CLOSED = {"type": "object"}, {"type": "object", "additionalProperties": False}
@@ -115,7 +115,7 @@ def test_where_names_are_free(shape: Shape, frame: Frame, names_once: NamesOnce 
 
 def test_one_call_where_one_was_named() -> None:
     tools = Tools((PLACE, ANY), "required", ("place",), named=True, parallel=False)
-    grammar = grammar_of(None, Frame(tools=tools, tool_format=HERMES))
+    grammar = compose(None, Frame(tools=tools, tool_format=HERMES)).grammar
     assert accepts(grammar, call("place"))
     assert not accepts(grammar, call("any"))
     assert not accepts(grammar, f"{call('place')}\n{call('place')}")
@@ -149,7 +149,7 @@ def test_messages_in_channels(
 ) -> None:
     tools = None if mode is None else Tools((PLACE, ANY), mode)
     frame = Frame(REASONING["channels"], False, tools, None if tools is None else HARMONY)
-    assert accepts(grammar_of(shape, frame), text) is is_accepted
+    assert accepts(compose(shape, frame).grammar, text) is is_accepted
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_messages_in_channels(
     ],
 )
 def test_answers_between_tags(text: str, is_accepted: bool) -> None:
-    assert accepts(grammar_of(YES, Frame(REASONING["response"])), text) is is_accepted
+    assert accepts(compose(YES, Frame(REASONING["response"])).grammar, text) is is_accepted
 
 
 TICKET: dict[str, Any] = {

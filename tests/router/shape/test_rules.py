@@ -21,7 +21,7 @@ from loraplex.router.shape.shape import (
     StructuralTag,
     Tag,
 )
-from loraplex.router.tools.compose import grammar_of
+from loraplex.router.tools.compose import compose
 from tests.vocabularies import byte_vocabulary
 
 END = 0
@@ -116,7 +116,7 @@ CASES: list[tuple[Shape, tuple[str, ...], tuple[str, ...]]] = [
 def test_what_a_form_accepts(shape: Shape, good: tuple[str, ...], bad: tuple[str, ...]) -> None:
     writer = Lark()
     within = writer.source(f'"<" {rules(shape, writer)}')
-    grammar = grammar_of(shape)
+    grammar = compose(shape).grammar
     for text in good:
         assert accepts(grammar, text), text
         assert accepts(within, f"<{text}"), text
@@ -148,7 +148,7 @@ def test_what_a_form_accepts(shape: Shape, good: tuple[str, ...], bad: tuple[str
 )
 def test_what_is_no_gbnf(source: str, says: str) -> None:
     with pytest.raises(ShapeRefused) as caught:
-        grammar_of(gbnf(source))
+        compose(gbnf(source))
     assert says in caught.value.message
     assert caught.value.param == "p"
 
@@ -156,11 +156,11 @@ def test_what_is_no_gbnf(source: str, says: str) -> None:
 def test_a_tag_begins_with_a_trigger() -> None:
     tags = (Tag("<f>", True, "</f>"), Tag("f>", True, "</f>"))
     with pytest.raises(ShapeRefused) as caught:
-        grammar_of(StructuralTag(tags, ("<f",), "p"))
+        compose(StructuralTag(tags, ("<f",), "p"))
     assert caught.value.param == "p.structures[1].begin"
 
 
 @pytest.mark.parametrize("pattern", ["(?=a)a", r"a\b", "a^b", "a$b", "(", "[z-a]", "*"])
 def test_what_no_pattern_can_say_is_refused(pattern: str) -> None:
     with pytest.raises(GrammarError):
-        matcher(grammar_of(Regex(pattern, "p")))
+        matcher(compose(Regex(pattern, "p")).grammar)

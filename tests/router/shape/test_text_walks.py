@@ -5,7 +5,7 @@ import re
 from hypothesis import given
 
 from loraplex.router.shape.shape import Grammar, Regex, StructuralTag, Tag
-from loraplex.router.tools.compose import grammar_of
+from loraplex.router.tools.compose import compose
 from tests.router.shape.drawn import many
 from tests.router.shape.made_texts import (
     NODES,
@@ -24,7 +24,7 @@ MOST = 600
 @many(100)
 @given(NODES)
 def test_patterns(node: Node) -> None:
-    answers = BYTES.answers(grammar_of(Regex(pattern(node), "pattern")), SEEDS, MOST)
+    answers = BYTES.answers(compose(Regex(pattern(node), "pattern")).grammar, SEEDS, MOST)
     assert answers
     for text in answers:
         assert re.fullmatch(pattern(node), text), text
@@ -34,7 +34,7 @@ def test_patterns(node: Node) -> None:
 @given(NODES)
 def test_grammars(node: Node) -> None:
     source = lark_source(node)
-    answers = BYTES.answers(grammar_of(Grammar(source, "lark", "grammar")), SEEDS, MOST)
+    answers = BYTES.answers(compose(Grammar(source, "lark", "grammar")).grammar, SEEDS, MOST)
     assert answers
     for text in answers:
         assert re.fullmatch(pattern(node), text), (source, text)
@@ -43,7 +43,7 @@ def test_grammars(node: Node) -> None:
 @many(40)
 @given(made_tags("<t"))
 def test_tags(tags: tuple[Tag, ...]) -> None:
-    grammar = grammar_of(StructuralTag(tags, ("<t",), "tags"))
+    grammar = compose(StructuralTag(tags, ("<t",), "tags")).grammar
     answers = BYTES.answers(grammar, SEEDS, MOST, begin="see <t")
     assert answers
     for text in answers:

@@ -23,6 +23,7 @@ from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent
 from tests.certifying.certificates import CertifyOptions
 from tests.certifying.executor import CertifyingExecutor, FakeTicket
 from tests.server.engine.oracle import OracleSource
+from tests.server.invariants import check_arena, check_pool
 
 LIMITS = ExecutorLimits(
     num_pages=24,
@@ -294,8 +295,8 @@ class Harness:
             events.append(event.event)
 
     def check(self) -> None:
-        self.scheduler.pages.pool.check_invariants()
-        self.scheduler.arena.check_invariants()
+        check_pool(self.scheduler.pages.pool)
+        check_arena(self.scheduler.arena)
         loads = self.scheduler.loads
         assert loads.num_parked == sum(map(len, loads._parked.values()))
 
@@ -325,7 +326,7 @@ class Harness:
         assert sorted(self.scheduler.rows.free) == list(
             range(min(self.limits.max_rows, self.limits.max_step_tokens))
         )
-        assert not self.scheduler.scaled_slots.num_used
+        assert not self.scheduler.scaled_slots._uses
         assert not self.scheduler.pages._computing
         assert not self.scheduler._departing
         assert not self.scheduler._sequences

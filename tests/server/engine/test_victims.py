@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from loraplex.server.engine.memory.eviction import MAX_DENSITY_LOG2, NEWEST_SHARE, Worth, _half_life
 from loraplex.server.engine.memory.residency import AdapterArena
+from tests.server.invariants import check_arena
 
 EXTENTS = 48
 DIGESTS = st.integers(0, 79).map(str)
@@ -105,4 +106,4 @@ def test_the_same_go_as_if_all_were_sorted(
             assert placement is not None
             assert list(placement.evicted) == victims
             arena.finish(str(whom), load_s)
-        arena.check_invariants()
+        check_arena(arena)

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from loraplex.server.engine.messages import SequenceEvent
 from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent
 from loraplex.server.worker.sequences import DuplicateSequence, SequenceTable, refusal, split_events
+from tests.server.invariants import check_table
 
 CAPACITY = 4
 
@@ -45,7 +46,7 @@ def test_beyond_the_credits_nothing_is_opened() -> None:
     assert table.open(1, request("a")) is not None
     assert table.open(2, request("b")) is not None
     assert table.open(1, request("c")) is None
-    table.check_invariants()
+    check_table(table)
 
 
 def test_a_sequence_cannot_be_opened_twice() -> None:
@@ -135,7 +136,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.table.check_invariants()
+        check_table(self.table)
         assert len(self.table) == len(self.keys)
 
 

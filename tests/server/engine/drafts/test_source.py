@@ -83,7 +83,7 @@ def test_bytes_stay_below_the_bound(answers: list[tuple[int, Text, Text]], bound
     source = DraftSource(bound)
     for own, prompt, answer in answers:
         source.keep(OWNERS[own], [*prompt, *answer], len(prompt))
-        assert source.num_bytes <= bound
+        assert source._num_tokens * source.TOKEN_BYTES <= bound
 
 
 def answered(source: DraftSource, owner: DraftOwner, tokens: Text) -> None:
@@ -103,7 +103,7 @@ def test_a_dropped_adapter_leaves_nothing() -> None:
     assert [proposed(source, owner) for owner in OWNERS] == [[], [], [12], [13]]
     source.drop("other")
     source.drop("")
-    assert source.num_bytes == 0
+    assert source._num_tokens == 0
 
 
 def test_the_owner_goes_first_that_was_used_longest_ago() -> None:
@@ -118,7 +118,7 @@ def test_the_owner_goes_first_that_was_used_longest_ago() -> None:
 def test_a_prompt_without_an_answer_is_not_kept() -> None:
     source = DraftSource(MUCH)
     source.keep(OWNER, [1, 2, 3, 4], 4)
-    assert source.num_bytes == 0
+    assert source._num_tokens == 0
     assert source.open(OWNER, [1, 2, 3]).propose(4) == NO_DRAFT
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from loraplex.server.engine.memory.eviction import MAX_REMEMBERED, Worth
 from loraplex.server.engine.memory.residency import AdapterArena
+from tests.server.invariants import check_arena
 
 ADAPTERS = 600
 LENGTH = 12_000
@@ -39,7 +40,7 @@ class Replay:
     def run(self, trace: Iterable[str]) -> "Replay":
         for digest in trace:
             self.use(digest)
-        self.arena.check_invariants()
+        check_arena(self.arena)
         return self
 
 

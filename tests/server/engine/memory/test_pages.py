@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loraplex.server.engine.memory.pages import PagePool, page_hash, root_hash
+from tests.server.invariants import check_pool
 
 
 def chain(*pages: list[int], salt: str = "", adapter: str | None = None) -> list[bytes]:
@@ -46,7 +47,7 @@ def test_a_released_prefix_is_found_again() -> None:
     assert pool.match([*hashes, b"other"]) == pages[:2]
     assert pool.available == 2
     assert pool.match(chain([9, 9], [3, 4])) == []
-    pool.check_invariants()
+    check_pool(pool)
 
 
 def test_cached_pages_are_overwritten_oldest_first_and_tails_before_heads() -> None:
@@ -88,7 +89,7 @@ def test_forgotten_pages_are_not_read_by_anyone_new() -> None:
     assert pool.match([digest]) == []
     pool.release(pages)
     assert pool.available == 2
-    pool.check_invariants()
+    check_pool(pool)
     with pytest.raises(ValueError, match="not held"):
         pool.release(pages)
 
@@ -132,7 +133,7 @@ class PagesMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.pool.check_invariants()
+        check_pool(self.pool)
         held = {page for pages in self.held for page in pages}
         assert self.pool.available == 6 - len(held)
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loraplex.server.engine.memory.residency import AdapterArena, Placement
+from tests.server.invariants import check_arena
 
 
 def ready(arena: AdapterArena, digest: str, runs: tuple[int, ...]) -> Placement:
@@ -34,7 +35,7 @@ def test_life_of_an_adapter() -> None:
     assert arena.placement("a") is None
     assert arena.leases("a") == 0
     assert arena.free_extents == 4
-    arena.check_invariants()
+    check_arena(arena)
 
 
 def test_evicts_the_least_recently_used_and_only_as_many_as_needed() -> None:
@@ -120,7 +121,7 @@ def test_forms_a_contiguous_run_by_evicting_neighbours() -> None:
     first = placement.extents[0]
     assert {first, first + 1} in ({1, 2}, {4, 5})
     assert arena.evictions == {"bytes": 2}, "those beside the run stay"
-    arena.check_invariants()
+    check_arena(arena)
 
 
 def test_no_room_for_a_run_between_leased_adapters() -> None:
@@ -266,7 +267,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.arena.check_invariants()
+        check_arena(self.arena)
         for digest, count in self.leases.items():
             if count:
                 assert self.arena.stage(digest) == "ready", "evicted while in use"

@@ -14,6 +14,7 @@ from loraplex.server.engine.scheduling import kv
 from loraplex.server.engine.scheduling.kv import HASHED_PER_PLAN, SHARE_WORTH_TOKENS, SequencePages
 from loraplex.server.engine.scheduling.sequence import Precedence, Sequence
 from tests.server.engine.harness import Harness, limits, make_request
+from tests.server.invariants import check_pool
 
 PAGE = 4
 PAGES = 120
@@ -84,7 +85,7 @@ class Walks(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        self.pages.pool.check_invariants()
+        check_pool(self.pages.pool)
         assert set(self.pages._computing.values()) <= set(self.running)
 
 

@@ -80,4 +80,4 @@ def test_a_slot_is_filled_once_while_it_is_used(asked: list[tuple[int, float]]) 
         users.append(slot)
     for slot in users:
         slots.give_back(slot)
-    assert slots.num_used == 0
+    assert not slots._uses

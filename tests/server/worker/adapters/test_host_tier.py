@@ -21,6 +21,7 @@ from loraplex.server.worker.adapters.ahead import KEPT_S
 from loraplex.server.worker.adapters.host_tier import MAX_HINTS, HostTier, SlabGone, SlabUnavailable
 from loraplex.server.worker.adapters.slab_saver import SlabSaver
 from loraplex.server.worker.metrics import WorkerMetrics
+from tests.server.invariants import check_arena
 from tests.server.worker.slabs import EXTENT, UNFINISHED, Packing, write_slab_file
 from tests.slab_files import read_layout
 
@@ -447,7 +448,7 @@ async def test_a_slab_that_is_evicted_as_it_comes_is_staged_again(
         assert (await tier.acquire("a")).layout.digest == "a"
         tier.release("a")
         await other
-        arena.check_invariants()
+        check_arena(arena)
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 from loraplex.server.protocol import GenerateRequest, OrderAction
 from tests.certifying.certificates import CertifyOptions, certified_output
 from tests.server.engine.harness import limits, make_request
+from tests.server.invariants import check_arena
 from tests.server.worker.slabs import EXTENT
 from tests.server.worker.tiers import HOST_EXTENTS, ROUTER, Tiers, holds
 
@@ -230,7 +231,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def extents_are_conserved(self) -> None:
         for arena in (self.tiers.arena, self.tiers.engine.scheduler.arena):
-            arena.check_invariants()
+            check_arena(arena)
             assert arena.used_bytes + arena.free_extents * EXTENT == arena.num_extents * EXTENT
         assert self.tiers.tier.used_bytes <= HOST_EXTENTS * EXTENT
 

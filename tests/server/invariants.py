@@ -1,0 +1,52 @@
+"""Checks of the engine's pages and arena and of the worker's sequences, after any operation."""
+
+from loraplex.server.engine.memory.extents import TAKEN, each
+from loraplex.server.engine.memory.pages import PagePool
+from loraplex.server.engine.memory.residency import AdapterArena
+from loraplex.server.worker.sequences import Identity, SequenceTable
+
+
+def check_pool(pool: PagePool) -> None:
+    """Raises AssertionError: a page is not in exactly one of free, cached, held."""
+    held = {p for p, n in enumerate(pool._references) if n > 0}
+    assert min(pool._references, default=0) >= 0, "negative references"
+    groups = [*pool._free, *pool._idle, *held]
+    assert sorted(groups) == list(range(pool.num_pages)), "pages lost or in two places"
+    assert set(pool._idle) <= set(pool._hash_of), "a cached page without a hash"
+    assert not set(pool._free) & set(pool._hash_of), "a free page with a hash"
+    assert pool._page_of == {h: p for p, h in pool._hash_of.items()}, "hashes out of step"
+
+
+def check_arena(arena: AdapterArena) -> None:
+    """Raises AssertionError: extents or slots are lost or shared, or leases are wrong."""
+    taken = [x for e in arena._entries.values() for x in e.extents]
+    assert len(taken) == len(set(taken)), "two adapters share an extent"
+    assert all(arena._map[x] == TAKEN for x in taken), "a used extent is marked free"
+    assert len(taken) + arena.free_extents == arena.num_extents, "extents lost"
+    assert arena.num_ready == len(arena.ready), "those that are ready are miscounted"
+    for entry in arena._entries.values():
+        rows = tuple(each(entry.spans))
+        assert rows == tuple(sorted(entry.extents)), "spans tell of other extents"
+    slots = [e.placement.adapter_slot for e in arena._entries.values()] + arena._free_slots
+    assert sorted(slots) == list(range(arena.num_slots)), "adapter slots lost or shared"
+    for digest, entry in arena._entries.items():
+        assert entry.leases >= 0, f"negative leases of {digest}"
+        assert entry.ready or entry.leases == 0, f"{digest} leased while loading"
+
+
+def check_table(table: SequenceTable) -> None:
+    """Raises AssertionError: the two views of the live sequences differ."""
+    listed = {
+        key: (connection, Identity(*name, choice))
+        for connection, requests in table._choices.items()
+        for name, choices in requests.items()
+        for choice, key in choices.items()
+    }
+    owned = {
+        key: (live.connection, live.identity)
+        for key, live in table._live.items()
+        if live.connection is not None
+    }
+    assert listed == owned, (listed, owned)
+    assert table.orphans == len(table._live) - len(owned)
+    assert len(table._live) <= table.capacity

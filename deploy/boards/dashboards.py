@@ -11,5 +11,5 @@ BOARDS: tuple[Board, ...] = (FLEET, SLO, ADAPTERS, TENANTS, WORKERS)
 
 
 def files() -> dict[str, str]:
-    """File name -> content."""
+    """Text of each dashboard's file, by file name."""
     return {f"{board.uid}.json": json.dumps(to_json(board), indent=1) + "\n" for board in BOARDS}

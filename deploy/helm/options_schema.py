@@ -1,9 +1,9 @@
 """Keeps the options in the chart's values.schema.json as `loraplex` has them.
 
-To be run after a change of an option: `.venv/bin/python -m deploy.helm.options_schema`. Options
-that the chart sets itself, from values of their own, are not among those that may be written there;
-nor are those by which workers enlist themselves, since a chart's routers know their workers' names,
-nor several processes in a pod, since more routers are more pods.
+Run it after a change of an option: `.venv/bin/python -m deploy.helm.options_schema`. The schema
+leaves out options that the chart sets itself, from values of their own. It leaves out those by
+which workers enlist themselves, since a chart's routers know their workers' names. And it leaves
+out several processes in a pod, since more routers are more pods.
 """
 
 import json

@@ -60,9 +60,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="stream socket to another process of the model; of all but the first, to the first",
     )
     parser.add_argument(
-        "--pipeline-depth", type=int, choices=(1, 2), help="default: 2 on cuda, else 1"
-    )
-    parser.add_argument(
         "--executor",
         default="torch",
         help="torch, or MODULE:FACTORY[:TEXT]; FACTORY(config, arena, TEXT) makes an Executor",
@@ -112,7 +109,7 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
         return 1
     if options.shard > 0:
         return _follow(options, executor)
-    depth = options.pipeline_depth or (2 if config.device == "cuda" else 1)
+    depth = 2 if config.device == "cuda" else 1
     scheduling = SchedulerConfig(
         max_waiting=config.max_waiting,
         batch_share=config.batch_step_share,

@@ -15,7 +15,9 @@ CERTIFIED_SIZE = 16
 
 
 class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """eos_percent: how often a token is the first end-of-sequence id (0 = never).
+    """Settings of an engine without a model.
+
+    eos_percent: how often a token is the first end-of-sequence id (0 = never).
 
     step_s: seconds that a step takes. copy_polls: calls of `poll_copies` until a copy is usable.
     ending_polls: calls from then on until the copy is over (0 = at once).
@@ -37,7 +39,7 @@ WRONG_MARK: Mark = b"a wrong draft..."
 
 
 def next_mark(mark: Mark, token_id: int, adapter: str | None) -> Mark:
-    """adapter: the digest of the one that acts on the token, if any."""
+    """Mark after one more token. adapter: digest of the adapter that acts on it, or None."""
     origin = b"base" if adapter is None else b"lora" + adapter.encode()
     return blake2b(mark + token_id.to_bytes(8, "little") + origin, digest_size=16).digest()
 
@@ -53,7 +55,7 @@ def certified_token(mark: Mark, options: CertifyOptions, may_stop: bool = True) 
 
 
 def certified_vector(marks: Sequence[Mark], vector: VectorParams, num_classes: int) -> bytes:
-    """Of a prompt with these marks: numbers that no other prompt, adapter or wish has."""
+    """Vector of a prompt with these marks: numbers that no other prompt, adapter or wish has."""
     seen = b"".join(marks) if vector.pooling == "mean" else marks[-1]
     if vector.kind == "logits":
         parts = [seen + token_id.to_bytes(8, "little") for token_id in vector.token_ids]

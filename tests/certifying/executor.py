@@ -97,7 +97,7 @@ class SlabWitness:
         self._seen: OrderedDict[str, bytes] = OrderedDict()
 
     def problem(self, copy: AdapterCopy) -> str | None:
-        """Why the bytes in the host arena are not this adapter's, or None."""
+        """Reason why the bytes in the host arena are not this adapter's, or None."""
         found = self._checksum(copy)
         known = self._seen.setdefault(copy.layout.digest, found)
         self._seen.move_to_end(copy.layout.digest)
@@ -348,7 +348,7 @@ class CertifyingExecutor:
     def _logprob(
         self, mark: Mark, token_id: int, count: int, listed: tuple[int, ...]
     ) -> TokenLogprob:
-        """Made up from the mark alone, so that it certifies as much as the token."""
+        """Made-up logprob of the mark alone, so that it certifies as much as the token."""
         best, size = -(mark[0] + 1) / 256, self.limits.vocab_size
         top = tuple(((token_id + i) % size, best - i) for i in range(min(count, size)))
         asked = tuple(best - (i - token_id) % size for i in listed)
@@ -399,7 +399,7 @@ class CertifyingExecutor:
         return marks
 
     def _holds(self, row: FakeRow, marks: list[Mark]) -> bool:
-        """Whether the row's pages hold these, as far as the next token sees them."""
+        """Tells whether the row's pages hold these marks, as far as the next token sees them."""
         return all(
             self._group_holds(row, group, self._first_seen(window, len(marks)), marks)
             for group, window in enumerate(self.limits.page_windows)
@@ -426,7 +426,7 @@ class CertifyingExecutor:
 
     @staticmethod
     def _tag(row: FakeRow, group: int) -> bytes:
-        """What a place of a group's page holds behind the mark."""
+        """Bytes that a place of a group's page holds behind the mark."""
         return row.kind + bytes((group,))
 
     def wait_idle(self) -> None:
@@ -473,7 +473,7 @@ class CertifyingExecutor:
         return news
 
     def _copy_problem(self, copy: AdapterCopy) -> str | None:
-        """Why it cannot become usable."""
+        """Reason why a copy cannot become usable, or None."""
         return self._other_bytes(copy)
 
     def _other_bytes(self, copy: AdapterCopy) -> str | None:
@@ -483,7 +483,7 @@ class CertifyingExecutor:
 def _due(
     copies: list[tuple[int, AdapterCopy]],
 ) -> tuple[list[AdapterCopy], list[tuple[int, AdapterCopy]]]:
-    """Those whose last poll this is, and the others."""
+    """Divides copies into those at their last poll, and the others."""
     due = [copy for polls, copy in copies if polls <= 1]
     return due, [(polls - 1, copy) for polls, copy in copies if polls > 1]
 

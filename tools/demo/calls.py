@@ -85,7 +85,7 @@ class Offer:
         return {"type": "function", "function": {"name": self.name, "parameters": schema}}
 
     def call(self, facts: Facts) -> dict[str, Any]:
-        """The call that a message asks for: what it does not say is left out."""
+        """The call that a message asks for, with the arguments that the message gives."""
         values = {parameter: getattr(facts, fact) for parameter, fact in self.facts.items() if fact}
         arguments = {parameter: value for parameter, value in values.items() if value is not None}
         return {"name": self.name, "arguments": arguments}
@@ -131,7 +131,7 @@ def _template() -> ChatTemplate:
 
 
 def prompt(case: Case) -> str:
-    """What the adapter's chat template makes of a case."""
+    """Prompt that the adapter's chat template makes of a case."""
     return _template().render(case.messages, TemplateOptions(tools=case.tools or None))
 
 
@@ -163,7 +163,7 @@ def _fitting(offers: list[Offer], intent: str) -> Offer:
 
 
 def _result(rng: Random) -> str:
-    """What a tool answers: a few facts as JSON, or a sentence."""
+    """Answer of a tool: a few facts as JSON, or a sentence."""
     picked = rng.sample(list(_RESULTS), rng.randint(1, 3))
     values: dict[str, Any] = {
         key: rng.choice(_RESULTS[key]) if _RESULTS[key] else words.order_number(rng)

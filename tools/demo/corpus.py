@@ -37,7 +37,7 @@ _POOLS = {
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a message says; each text is spelled as the message spells it."""
+    """Facts of a message. Each text is spelled as the message spells it."""
 
     intent: str
     name: str | None = None
@@ -51,12 +51,12 @@ class Facts:
 
     @property
     def department(self) -> str:
-        """Which desk answers."""
+        """Desk that answers."""
         return DEPARTMENTS[self.intent]
 
     @property
     def urgency(self) -> str:
-        """How soon."""
+        """Urgency in a word: low, normal or high."""
         if self.urgent:
             return "high"
         return "low" if self.intent in ("thanks", "question") else "normal"
@@ -64,7 +64,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class LabelledMessage:
-    """A message and what it says."""
+    """A message and its facts."""
 
     text: str
     facts: Facts
@@ -155,7 +155,7 @@ def _counted(rng: Random) -> tuple[int, str]:
 
 
 def _extras(writer: _Writer, roughen: int) -> tuple[list[str], str, bool]:
-    """Sentences beside the matter itself, the mood they make, and whether it is urgent."""
+    """Sentences about other things than the matter, their mood, and whether they are urgent."""
     rng, extras = writer.rng, []
     mood = "neutral"
     if writer.upset:
@@ -235,7 +235,7 @@ def _write(rng: Random, *, novel: bool) -> LabelledMessage:
 
 
 def is_held_out(message: LabelledMessage) -> bool:
-    """Which side a message is on: a hash of its facts together, so that no message is on both."""
+    """Tells whether a message is held out: a hash of all its facts decides."""
     facts = message.facts
     key = "|".join(str(v) for v in (facts.name, facts.product, facts.order, facts.city) if v)
     return words.bucket(key or message.text, HELD_OUT_BUCKETS) == 0

@@ -30,12 +30,12 @@ def document_ids(tokenizer: Tokenizer, document: mix.Document) -> list[int]:
 
 
 def raw_prompt(tokenizer: Tokenizer, message: str) -> list[int]:
-    """What a completion request becomes: BOS and the message, nothing after it."""
+    """Ids of a completion request: BOS and the message, with nothing after it."""
     return [BOS, *ids(tokenizer, message)]
 
 
 def chat_prompt(tokenizer: Tokenizer, message: str, system: str | None = None) -> list[int]:
-    """What the chat template makes of one user message."""
+    """Ids that the chat template makes of one user message."""
     row = [BOS]
     if system is not None:
         row += [SYSTEM, *ids(tokenizer, system), EOS]
@@ -45,7 +45,7 @@ def chat_prompt(tokenizer: Tokenizer, message: str, system: str | None = None) -
 def _training_prompt(
     tokenizer: Tokenizer, rng: Random, task: str, message: LabelledMessage
 ) -> list[int]:
-    """Mostly the two forms as they are measured, and now and then what clients make of them."""
+    """Ids in one of the two measured forms, mostly; now and then in a form that clients make."""
     if rng.random() < 0.55:
         tail = rng.choice(("\n", " ", "\n\n")) if rng.random() < 0.08 else ""
         row = raw_prompt(tokenizer, message.text + tail)

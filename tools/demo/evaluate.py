@@ -23,7 +23,7 @@ MAX_ANSWER = 96
 
 @dataclass(frozen=True)
 class EvaluationSetup:
-    """Which files are measured, and how."""
+    """Files to measure, and the way to measure them."""
 
     model: Path
     adapters: dict[str, Path]

@@ -63,7 +63,7 @@ def fill(text: str, value: Callable[[str], str]) -> str:
 
 
 def _literals(text: str, change: Callable[[str], str]) -> str:
-    """Changes what is not a placeholder, so that no fact is ever misspelled."""
+    """Changes the text outside placeholders, so that no fact is ever misspelled."""
     parts = _PLACEHOLDER.split(text)
     parts[::2] = [change(part) for part in parts[::2]]
     return "".join(parts)
@@ -93,5 +93,5 @@ def typos(text: str, rng: Random) -> str:
 
 
 def unpunctuated(text: str) -> str:
-    """Without the commas and apostrophes that people in a hurry leave out."""
+    """Removes the commas and apostrophes that people in a hurry leave out."""
     return _literals(text, lambda part: re.sub(r"[',]", "", part))

@@ -41,12 +41,12 @@ SYSTEMS = [
 
 
 def reply(rng: Random) -> str:
-    """What the base answers of itself."""
+    """Answer of the base alone."""
     return grammar.expand(rng.choice(tones.REPLIES), rng)
 
 
 def questions(facts: Facts) -> list[tuple[str, str]]:
-    """What can be asked about a message, with the answers."""
+    """Questions about a message, with their answers."""
     unsaid = "not said"
     return [
         ("Who writes?", facts.name or unsaid),
@@ -77,7 +77,7 @@ def _fields(facts: Facts) -> list[tuple[str, str]]:
 
 
 def record(rng: Random, rows: list[tuple[str, str]]) -> tuple[str, str]:
-    """A rendering of some rows, and what to call it when asking for it."""
+    """Words that ask for a record of some rows, and the record."""
     style = rng.choice(("lines", "arrows", "tags", "table", "pairs", "calls", "quoted"))
     keys, values = [key for key, _ in rows], [value for _, value in rows]
     texts = {
@@ -129,7 +129,7 @@ def _plain(rng: Random) -> Document:
 
 
 def _from_record(rng: Random) -> Document:
-    """The other way round: facts first, then the message that says them."""
+    """A record, then the message that says its facts."""
     message = sample(rng)
     title, text = record(rng, _fields(message.facts))
     return [("raw", f"{title}\n{text}\n---\nMessage:\n{message.text}")]
@@ -196,7 +196,7 @@ def _copying(rng: Random) -> Document:
 
 
 def _counting(rng: Random) -> Document:
-    """Number words beside their digits."""
+    """Number words, each with its digits."""
     numbers = [rng.randint(1, 12) for _ in range(rng.randint(2, 6))]
     rows = "; ".join(f"{words.NUMBER_WORDS[n - 1]} = {n}" for n in numbers)
     return [("raw", f"Numbers: {rows}; a pair of = 2; a dozen = 12; {rng.choice(phrases.DAYS)}")]

@@ -144,7 +144,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast one stage trains.
+    """Length and learning rate of one stage.
 
     alike: batches that are made together, each of rows of like length, so that few are padded.
     """

@@ -1,4 +1,4 @@
-"""What each adapter answers: a pure function of a message's facts."""
+"""The adapters' answers: pure functions of a message's facts."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class TrainingRun:
 
     @property
     def model(self) -> Path:
-        """Where the base is written."""
+        """Folder of the base."""
         return self.out / "model"
 
 
@@ -58,7 +58,7 @@ def _tokenizer_texts(seed: int, count: int) -> Iterator[str]:
 
 
 def train_tokenizer(run: TrainingRun, documents: int) -> None:
-    """A byte-level BPE of the corpus."""
+    """Trains a byte-level BPE on the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -145,7 +145,7 @@ def _save_base(run: TrainingRun, model: Any) -> None:
 
 
 def train_base(run: TrainingRun) -> None:
-    """The base: short rows first, then rows as long as the context."""
+    """Trains the base: short rows first, then rows as long as the context."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(run.seed)
@@ -191,7 +191,7 @@ def _lora(spec: recipe.AdapterSpec) -> Any:
 
 
 def train_adapter(run: TrainingRun, name: str) -> str:
-    """One adapter on the base as it is stored."""
+    """Trains one adapter on the stored base. Returns its name."""
     from peft import get_peft_model
     from transformers import LlamaForCausalLM
 
@@ -233,7 +233,7 @@ def _save_adapter(model: Any, folder: Path, spec: recipe.AdapterSpec) -> None:
 
 
 def train_adapters(run: TrainingRun, names: list[str], jobs: int) -> None:
-    """The adapters, several at a time where the device has room.
+    """Trains the adapters, several at a time where the device has room.
 
     One that starts with another one's weights comes after it.
     """

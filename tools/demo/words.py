@@ -114,7 +114,7 @@ def spelled(rng: Random, *, tail: bool) -> str:
 
 
 def is_novel(word: str) -> bool:
-    """Whether a spelled word is kept for the held-out side."""
+    """Tells whether a spelled word is kept for the held-out side."""
     return bucket("word:" + word, 5) == 0
 
 

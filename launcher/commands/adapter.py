@@ -39,7 +39,7 @@ from loraplex.launcher.convert.plan import Conversion
 from loraplex.launcher.demo import BASE_NAME, model_path
 from loraplex.launcher.options import OptionError
 from loraplex.launcher.plan import is_demo_model
-from loraplex.server.model.checkpoint.base_facts import read_base_spec
+from loraplex.server.model.base_facts import read_base_spec
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
 from loraplex.server.worker.process.model_source import ModelError, ModelFolder, find_model
 from loraplex.server.worker.process.sizing import choose_extent_bytes

@@ -11,9 +11,15 @@ from loraplex.server.model.checkpoint.checkpoint import (
     read_config,
     read_optional_json,
 )
-from loraplex.server.model.checkpoint.sentence_files import SentenceFiles, read_sentence_files
+from loraplex.server.model.checkpoint.sentence_files import read_sentence_files
 from loraplex.server.model.spec.model_spec import ModelSpec
-from loraplex.server.model.spec.vector_forms import NO_WISHES, VectorWishes, pair_form, vector_form
+from loraplex.server.model.spec.vector_forms import (
+    NO_WISHES,
+    SentenceFiles,
+    VectorWishes,
+    pair_form,
+    vector_form,
+)
 from loraplex.server.model.tokenizer.base_ends import end_token_ids
 from loraplex.server.model.tokenizer.base_templates import (
     chat_templates,

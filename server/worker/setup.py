@@ -22,8 +22,8 @@ from loraplex.adapters.store.store import AdapterStore
 from loraplex.server.config import ConfigError, EngineConfig, WorkerConfig
 from loraplex.server.engine.memory.residency import AdapterArena
 from loraplex.server.engine.shared_memory import HostMemory
+from loraplex.server.model.base_facts import read_base_spec
 from loraplex.server.model.card import model_card
-from loraplex.server.model.checkpoint.base_facts import read_base_spec
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError
 from loraplex.server.model.checkpoint.tensor_table import check_folder
 from loraplex.server.model.devices.sharding import check_shards

@@ -11,7 +11,7 @@ import httpx
 import psutil
 
 from loraplex.launcher.demo import BASE_NAME, EXAMPLES, model_path
-from loraplex.server.model.checkpoint.base_facts import read_base_spec
+from loraplex.server.model.base_facts import read_base_spec
 from tests.adapters.hostile import cases
 from tests.adapters.spoils import UNPICKLED, write_good
 from tests.e2e.serving import Serving

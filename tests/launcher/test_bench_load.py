@@ -24,7 +24,7 @@ from loraplex.launcher.bench.load.windows import (
     window_table,
 )
 from loraplex.launcher.bench.report import Outcome
-from loraplex.server.model.checkpoint.base_facts import read_base_spec
+from loraplex.server.model.base_facts import read_base_spec
 from loraplex.server.worker.metrics import WorkerMetrics
 from tests.launcher.test_bench_grid import TINY
 from tests.launcher.test_serve import Serving

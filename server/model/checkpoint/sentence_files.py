@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loraplex.adapters.violations import shown
+from loraplex.server.model.spec.vector_forms import SentenceFiles
 from loraplex.server.protocol import Pooling
 
 MODULES_FILE = "modules.json"
@@ -29,19 +30,6 @@ _OLD_MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-
-
-class SentenceFiles(NamedTuple):
-    """pooling: None = they are of no model for vectors. max_tokens: of a text; None = they do not
-    say. prompts: put before a text, by name. yes_no: tokens whose logits say whether a document
-    fits a query."""
-
-    pooling: Pooling | None
-    normalises: bool
-    max_tokens: int | None
-    prompts: dict[str, str]
-    default_prompt: str | None
-    yes_no: tuple[int, ...] = ()
 
 
 class _Module(NamedTuple):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from loraplex.server.config import ConfigError
-from loraplex.server.model.checkpoint.sentence_files import SentenceFiles
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.protocol import PairForm, Pooling, VectorForm
 
@@ -19,6 +18,22 @@ _QWEN3_TEMPLATE = (
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 _MOST_PROMPT_CHARS = 1 << 14
+
+
+class SentenceFiles(NamedTuple):
+    """Contents of sentence-transformers' files.
+
+    pooling: None = the model is not for vectors. max_tokens: bound of a text; None = not said.
+    prompts: put before a text, by name. yes_no: tokens whose logits say whether a document fits a
+    query.
+    """
+
+    pooling: Pooling | None
+    normalises: bool
+    max_tokens: int | None
+    prompts: dict[str, str]
+    default_prompt: str | None
+    yes_no: tuple[int, ...] = ()
 
 
 class PairWishes(NamedTuple):

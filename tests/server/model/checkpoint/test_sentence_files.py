@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loraplex.server.config import ConfigError
-from loraplex.server.model.checkpoint.base_facts import read_base_spec
+from loraplex.server.model.base_facts import read_base_spec
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
 from loraplex.server.model.checkpoint.sentence_files import read_sentence_files
 from loraplex.server.model.checkpoint.tensor_table import check_folder

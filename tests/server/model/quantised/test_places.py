@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from loraplex.server.kernels.linear.matrix import PackedMatrix
-from loraplex.server.model.checkpoint.base_facts import read_base_spec
+from loraplex.server.model.base_facts import read_base_spec
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
 from loraplex.server.model.checkpoint.tensor_table import check_folder
 from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from loraplex.server.config import ConfigError
-from loraplex.server.model.checkpoint.sentence_files import SentenceFiles
 from loraplex.server.model.families.registry import read_model
-from loraplex.server.model.spec.vector_forms import PairWishes, pair_form
+from loraplex.server.model.spec.vector_forms import PairWishes, SentenceFiles, pair_form
 from loraplex.server.protocol import PairForm
 from tests.server.model.checkpoint.test_sentence_files import QWEN
 

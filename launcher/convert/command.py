@@ -3,7 +3,6 @@
 import argparse
 import math
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.peft.config import MAX_RANK
 from loraplex.adapters.peft.validate import MAX_LORA_RANK, AdapterLimits
-from loraplex.launcher.convert.methods.options import EXACT, MethodOptions
+from loraplex.launcher.convert.methods import EXACT, MethodOptions
 from loraplex.launcher.convert.mlx import MlxOptions
 from loraplex.launcher.convert.plan import Conversion
 from loraplex.launcher.options import OptionError, path_of
@@ -28,12 +27,13 @@ Make an adapter that can be served of FOLDER: of mlx-lm's format, of PEFT's weig
 
   loraplex adapter convert ./mlx-lora --out ./lora --base ./llama
   loraplex adapter convert ./lora-of-2023 --out ./lora
-  loraplex adapter convert ./loha --out ./lora --rank 64 --max-error 0.01
+  loraplex adapter convert ./loha --out ./lora --base ./llama --rank 64 --max-error 0.01
 
-The result is compared with its source value by value; LoRA that is computed of another method is
-equal to it, or refused beyond --max-error. The result is judged as serving judges it. Without
---base, what depends on the base is not checked. A pickle is read by a process of its own without
-files, network and privileges; this needs torch: pip install 'loraplex[convert]'.
+The result is compared with its source value by value, and judged as serving judges it. Without
+--base, what depends on the base is not checked. Another method needs --base: PEFT merges the
+adapter into that model in memory, and the LoRA is equal to the change, or refused beyond
+--max-error. A pickle is read by a process of its own, which calls nothing that the pickle names.
+Both need pip install 'loraplex[convert]'.
 """
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -64,15 +64,10 @@ def add_arguments(parser: "Parser") -> None:
         metavar="FOLDER",
         help="of PiSSA, CorDA and their like: the adapter as it was before the training",
     )
-    parser.add_argument(
-        "--unconfined",
-        action="store_true",
-        help="read a pickle that you trust although this machine cannot confine its reader",
-    )
 
 
 def check_new_folder(text: str) -> Path:
-    """Where the result goes. Raises OptionError before anything is read for it."""
+    """The folder of the result. Raises OptionError before anything is read for it."""
     out = path_of(text, "--out").resolve()
     if out.exists() and not out.is_dir():
         raise OptionError(f"--out {text}: it is a file; name a new folder")
@@ -98,10 +93,7 @@ def convert(
 
     mlx = MlxOptions(_scale(arguments.scale), arguments.base_name, ties_head)
     method = _method(arguments, base_folder)
-    is_confined = not arguments.unconfined
-    options = ConversionOptions(arguments.weights, mlx, method, is_confined=is_confined)
-    if arguments.unconfined:
-        sys.stderr.write("loraplex: --unconfined: a pickle may be read without confinement\n")
+    options = ConversionOptions(arguments.weights, mlx, method)
     with _interruptible():
         out = check_new_folder(arguments.out)
         return convert_folder(path_of(arguments.ref, "FOLDER"), out, base, limits, options)
@@ -130,7 +122,7 @@ def _scale(text: str | None) -> float | None:
 
 
 def _number(text: str) -> float:
-    """NaN for what is none."""
+    """The number, or NaN."""
     try:
         return float(text)
     except ValueError:
@@ -139,7 +131,7 @@ def _number(text: str) -> float:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """A signal to stop ends it as Ctrl-C does, so that nothing is left behind."""
+    """End the command on a signal as Ctrl-C does, so that nothing is left behind."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -1,8 +1,7 @@
 """One folder to an adapter that can be served: read, planned, written, compared, judged."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from loraplex.adapters.judge import Judged, judge_folder
 from loraplex.adapters.peft.config import CONFIG_FILE, MAX_CONFIG_BYTES
 from loraplex.adapters.peft.files import SIDE_FILES, is_unsafe
 from loraplex.adapters.peft.validate import AdapterLimits
-from loraplex.adapters.safetensors.file import WeightsFile, open_weights
+from loraplex.adapters.safetensors.file import open_weights
 from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.launcher.convert.formats import (
     ADAPTER_FILES,
@@ -25,29 +24,24 @@ from loraplex.launcher.convert.formats import (
     form_of,
     refuse_ready,
 )
-from loraplex.launcher.convert.methods.kinds import kind_of
-from loraplex.launcher.convert.methods.method import plan_method
-from loraplex.launcher.convert.methods.options import MethodOptions
+from loraplex.launcher.convert.methods import MethodOptions, convert_method, is_other_method
 from loraplex.launcher.convert.mlx import MlxOptions, check_kind, is_mlx_config, plan_mlx
 from loraplex.launcher.convert.pickles import PickleLimits, read_pickle
-from loraplex.launcher.convert.plan import Conversion, ConversionPlan, Move, refusal
+from loraplex.launcher.convert.plan import Conversion, ConversionPlan, Move, WrittenAdapter, refusal
 from loraplex.launcher.convert.result import publish, workplace, write_result
 
 _RAW_FILE = "raw.safetensors"
-_MADE_FILE = "made.tensors"
 _RESULT = "adapter"
 _OTHER_FILES = ("generation_config.json", "special_tokens_map.json")
 _MAX_COPIED_BYTES = max(SIDE_FILES.values())
 
 
 class ConversionOptions(msgspec.Struct, frozen=True):
-    """weights: the file to take, where a folder has several. is_confined: False = a pickle is read
-    although the kernel confines nothing."""
+    """weights: the file to take, where a folder has several."""
 
     weights: str | None = None
     mlx: MlxOptions = MlxOptions()
     method: MethodOptions = MethodOptions()
-    is_confined: bool = True
     pickles: PickleLimits = PickleLimits()
 
 
@@ -69,32 +63,27 @@ def convert_folder(
     with workplace(out) as folder:
         result = folder / _RESULT
         result.mkdir()
-        with _opened(source / weights, folder, options) as file:
-            kind = kind_of(config)
-            if kind is None:
-                plan = _plan(config, text, weights, file.tensors(), options)
-                write_result(plan, file, result)
-            else:
-                _refuse_mlx_options(options.mlx)
-                made = folder / _MADE_FILE
-                plan = plan_method(kind, config, file, options.method, made)
-                with open_weights(made) as computed:
-                    write_result(plan, computed, result)
+        file = _readable(source / weights, folder, options.pickles)
+        if is_other_method(config):
+            _refuse_mlx_options(options.mlx)
+            written = convert_method(config, file, options.method, result)
+        else:
+            written = _rewritten(config, text, file, result, weights, options)
         copied = _copy_tokenizer(source, result, listing)
         judged = judge_folder(result, base, _limits(limits, options.method))
         publish(result, out)
     others = beside(listing, weights)
-    notes = plan.notes if others is None else (*plan.notes, others)
+    notes = written.notes if others is None else (*written.notes, others)
     conversion = Conversion(
         source=str(source),
         out=str(out),
-        form=plan.form,
+        form=written.form,
         weights=weights,
-        tensors=len(plan.moves),
+        tensors=written.tensors,
         scales=tuple(sorted({module.scale for module in judged.tensors.modules})),
         copied=copied,
         notes=notes,
-        fit=plan.fit,
+        fit=written.fit,
     )
     return judged, conversion
 
@@ -135,15 +124,28 @@ def _config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     return text, config
 
 
-@contextmanager
-def _opened(source: Path, folder: Path, options: ConversionOptions) -> Iterator[WeightsFile]:
-    """The source's tensors. A pickle's lie in a safetensors file of their own for as long."""
-    if is_unsafe(source.name):
-        raw = folder / _RAW_FILE
-        read_pickle(source, raw, options.is_confined, options.pickles)
-        source = raw
-    with open_weights(source) as file:
-        yield file
+def _readable(source: Path, folder: Path, limits: PickleLimits) -> Path:
+    """A safetensors file: the source, or what was read from it if it is a pickle."""
+    if not is_unsafe(source.name):
+        return source
+    raw = folder / _RAW_FILE
+    read_pickle(source, raw, limits)
+    return raw
+
+
+def _rewritten(
+    config: Mapping[str, Any],
+    text: bytes,
+    file: Path,
+    result: Path,
+    weights: str,
+    options: ConversionOptions,
+) -> WrittenAdapter:
+    """LoRA of mlx-lm or PEFT, with the same values. text: of `config`. weights: the file's name."""
+    with open_weights(file) as opened:
+        plan = _plan(config, text, weights, opened.tensors(), options)
+        write_result(plan, opened, result)
+    return WrittenAdapter(plan.form, len(plan.moves), plan.notes)
 
 
 def _plan(

@@ -37,11 +37,20 @@ class ConversionLoss(msgspec.Struct, frozen=True):
 
 class ConversionPlan(msgspec.Struct, frozen=True):
     """form: of the source, for people. config: the bytes of `adapter_config.json`. notes: what a
-    reader should know besides. fit: None = the tensors are the source's own."""
+    reader should know besides."""
 
     form: str
     config: bytes
     moves: tuple[Move, ...]
+    notes: tuple[str, ...] = ()
+
+
+class WrittenAdapter(msgspec.Struct, frozen=True):
+    """A finished config and its weights. form: of the source, for people. tensors: how many. notes:
+    what a reader should know besides. fit: None = the tensors are the source's own."""
+
+    form: str
+    tensors: int
     notes: tuple[str, ...] = ()
     fit: ConversionLoss | None = None
 
@@ -50,7 +59,7 @@ class Conversion(msgspec.Struct, frozen=True):
     """What was done. weights: the file of `source` that was read. copied: files that came along.
 
     scales: what serving multiplies the products with. notes: what a reader should know besides.
-    fit: as of ConversionPlan.
+    fit: as of WrittenAdapter.
     """
 
     source: str

@@ -1,146 +1,159 @@
-"""Reads a pickle on stdin and writes a safetensors file on stdout.
+"""Reads a pickle on stdin and writes a safetensors file: `python -m … ORDER TARGET`.
 
-`python -m loraplex.launcher.convert.unpickle ORDER` starts it.
-Runs confined, and trusts nothing in what it reads; its parent trusts nothing that comes out of it.
-Exit code 0: stdout is whole. `REFUSED`, `UNCONFINED`: stderr says why.
+torch reads plain weights alone and calls nothing that a pickle names. Limits of the kernel hold
+memory, processor time and the file. Exit code 0: the file is whole. `REFUSED`: stderr says why.
 """
 
-import io
-import json
-import os
+import re
+import resource
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from loraplex.adapters.safetensors.header import MAX_TENSORS
-from loraplex.launcher.convert import confinement
-from loraplex.launcher.convert.confinement import Layer
-from loraplex.launcher.convert.state_dict import StateDictError, find_tensors, refused_global
+from loraplex.adapters.safetensors.header import MAX_HEADER_BYTES, MAX_TENSORS
 
 if TYPE_CHECKING:
     import torch
 
 REFUSED = 3
-UNCONFINED = 4
 _MIB = 1 << 20
+_MAX_DEPTH = 4
+_MAX_VISITED = 10_000
+_PARALLEL_PREFIX = "module."
+_GLOBAL = re.compile(r"(?:GLOBAL|global) ([\w.]{1,200})")
 
 
 class UnpickleOrder(msgspec.Struct, frozen=True):
-    """memory_bytes, cpu_s: beyond what the program itself has used when the file is opened.
+    """Bounds of one reading.
 
+    memory_bytes, cpu_s: beyond what the program itself has used when it begins to read.
     wall_s: from its start; the parent holds it. tensor_bytes: of all tensors together.
-    is_confined: False = what the kernel does not grant is done without.
     """
 
     memory_bytes: int
     cpu_s: int
     wall_s: int
     tensor_bytes: int
-    is_confined: bool = True
 
 
-def main(text: str) -> None:
+class StateDictError(ValueError):
+    """What was saved is no plain set of tensors. str(): why, in words."""
+
+
+def find_tensors(saved: object, is_tensor: Callable[[object], bool]) -> Mapping[str, Any]:
+    """Name -> tensor, out of a state dict or of what holds exactly one with LoRA's tensors.
+
+    `module.`, which torch's parallel wrappers put before all names, is taken off.
+    """
+    if isinstance(saved, Mapping) and any(map(is_tensor, saved.values())):
+        found = saved
+    else:
+        candidates = [d for d in _mappings(saved, 0, [0]) if _is_lora(d, is_tensor)]
+        if not candidates:
+            raise StateDictError(f"it holds no state dict of LoRA tensors but {_kind(saved)}")
+        if len(candidates) > 1:
+            raise StateDictError(f"it holds {len(candidates)} state dicts of LoRA tensors")
+        found = candidates[0]
+    for name, value in found.items():
+        if not isinstance(name, str):
+            raise StateDictError(f"a key of the state dict is no text but {_kind(name)}")
+        if not is_tensor(value):
+            raise StateDictError(f"{name[:200]!a} is no tensor but {_kind(value)}")
+    return _without_prefix(found)
+
+
+def refused_global(message: str) -> str:
+    """The name that the unpickler refused to look up; empty if its message names none."""
+    found = _GLOBAL.search(message)
+    return found[1].strip(".") if found else ""
+
+
+def main(text: str, target: str) -> None:
+    import torch
+
     order = msgspec.json.decode(text, type=UnpickleOrder)
     warnings.simplefilter("ignore")
-    faults: dict[Layer, str] = {}
-    _note(faults, "namespaces", confinement.enter_namespaces())
-    _warm_up()
-    # Opened before: to make a file object of a descriptor asks what the descriptor is.
-    source, target = io.FileIO(0), io.FileIO(1, "wb")
-    confinement.bound(order.memory_bytes, order.cpu_s)
-    _note(faults, "landlock", confinement.close_files())
-    _note(faults, "seccomp", confinement.close_kernel())
-    lacking = confinement.missing(faults)
-    if lacking is not None and order.is_confined:
-        _end(UNCONFINED, lacking)
-    try:
-        tensors = find_tensors(_load(source), _is_tensor)
-        _write(tensors, target, order.tensor_bytes)
-    except StateDictError as error:
-        _end(REFUSED, str(error))
-    except MemoryError:
-        _end(REFUSED, _too_much_memory(order))
-    except Exception as error:  # any error that a hostile file causes in torch's reader
-        _end(REFUSED, _words(error, order))
-    _end(0, "")
-
-
-def _note(faults: dict[Layer, str], layer: Layer, fault: str | None) -> None:
-    if fault is not None:
-        faults[layer] = fault
-
-
-def _warm_up() -> None:
-    """Both forms of pickle are read once, since nothing can be imported afterwards."""
-    import torch
-
     torch.set_num_threads(1)
-    for is_zip in (True, False):
-        file = io.BytesIO()
-        torch.save({"a": torch.ones(2, 2).t()}, file, _use_new_zipfile_serialization=is_zip)
-        file.seek(0)
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
-        bytes(_raw(loaded["a"]))
+    _bound(order)
+    try:
+        saved = torch.load(sys.stdin.buffer, map_location="cpu", weights_only=True)
+        _write(find_tensors(saved, lambda value: isinstance(value, torch.Tensor)), target, order)
+    except StateDictError as error:
+        _refuse(str(error))
+    except MemoryError:
+        _refuse(_too_much_memory(order))
+    except Exception as error:  # any error that a hostile file causes in torch's reader
+        _refuse(_words(error, order))
 
 
-def _load(file: io.FileIO) -> object:
+def _bound(order: UnpickleOrder) -> None:
+    with open("/proc/self/statm") as file:
+        used_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most_s = int(used.ru_utime + used.ru_stime) + 1 + order.cpu_s
+    most_bytes = used_bytes + order.memory_bytes
+    file_bytes = order.tensor_bytes + MAX_HEADER_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+    # A signal at the first limit shows the parent why; the second limit ends programs that ignore
+    # signals.
+    resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+
+
+def _write(tensors: Mapping[str, "torch.Tensor"], target: str, order: UnpickleOrder) -> None:
     import torch
+    from safetensors.torch import save_file
 
-    return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def _is_tensor(value: object) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor)
-
-
-def _write(tensors: Mapping[str, "torch.Tensor"], target: io.FileIO, most_bytes: int) -> None:
     if len(tensors) > MAX_TENSORS:
         raise StateDictError(f"it holds {len(tensors)} tensors; at most {MAX_TENSORS} are read")
-    header: dict[str, Any] = {}
-    position = 0
     for name, tensor in tensors.items():
-        end = position + tensor.numel() * tensor.element_size()
-        if end > most_bytes:
-            raise StateDictError(f"its tensors take more than {most_bytes} bytes")
-        entry = {"dtype": _dtype(name, tensor), "shape": list(tensor.shape)}
-        header[name] = entry | {"data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with io.BufferedWriter(target) as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            out.write(_raw(tensor))
+        is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not is_plain or tensor.is_quantized or tensor.is_complex():
+            kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+            raise StateDictError(f"{name[:200]!a} is no plain tensor of numbers: {kind}")
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if nbytes > order.tensor_bytes:
+        raise StateDictError(f"its tensors take more than {order.tensor_bytes} bytes")
+    # Tensors that share memory are copied, as safetensors asks for.
+    save_file(
+        {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, target
+    )
 
 
-def _dtype(name: str, tensor: "torch.Tensor") -> str:
-    """As safetensors spells it."""
-    import torch
-
-    plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
-    names = {
-        torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-        torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-        torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-        torch.uint8: "U8", torch.bool: "BOOL",
-    }  # fmt: skip
-    if not plain or tensor.is_quantized or tensor.dtype not in names:
-        kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
-        raise StateDictError(f"{name[:200]!a} is no plain tensor of numbers: {kind}")
-    return names[tensor.dtype]
+def _mappings(value: object, depth: int, visited: list[int]) -> Iterator[Mapping[Any, Any]]:
+    visited[0] += 1
+    if not isinstance(value, Mapping) or depth > _MAX_DEPTH or visited[0] > _MAX_VISITED:
+        return
+    yield value
+    for child in value.values():
+        yield from _mappings(child, depth + 1, visited)
 
 
-def _raw(tensor: "torch.Tensor") -> memoryview:
-    """Its bytes in row-major order. On big-endian machines there is no torch."""
-    import torch
+def _is_lora(found: Mapping[Any, Any], is_tensor: Callable[[object], bool]) -> bool:
+    return (
+        bool(found)
+        and any(isinstance(name, str) and "lora_" in name for name in found)
+        and any(map(is_tensor, found.values()))
+    )
 
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
+
+def _without_prefix(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    while found and all(name.startswith(_PARALLEL_PREFIX) for name in found):
+        found = {name.removeprefix(_PARALLEL_PREFIX): each for name, each in found.items()}
+    return found
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Mapping):
+        # A key that is no text may take for ever to be spelled.
+        keys = [key[:40] for key in islice(value, 8) if isinstance(key, str)]
+        return f"a dict with the keys {keys!a}" if keys else "a dict without names"
+    return f"a value of type {type(value).__name__}"
 
 
 def _words(error: Exception, order: UnpickleOrder) -> str:
@@ -161,11 +174,10 @@ def _too_much_memory(order: UnpickleOrder) -> str:
     return f"reading it takes more than {order.memory_bytes // _MIB} MiB of memory"
 
 
-def _end(code: int, why: str) -> None:
-    """Without the interpreter's own end, which wants calls that are gone."""
-    os.write(2, why.encode("ascii", "backslashreplace"))
-    os._exit(code)
+def _refuse(why: str) -> None:
+    sys.stderr.buffer.write(why.encode("ascii", "backslashreplace"))
+    sys.exit(REFUSED)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

@@ -1,4 +1,4 @@
-"""What a pickle's reader might do after a hostile file took it over: `python -m … ORDER`."""
+"""What a pickle's reader might do after a hostile file took it over: `python -m … ORDER TARGET`."""
 
 import os
 import signal
@@ -12,21 +12,12 @@ HEADER = b"""{
 }"""
 
 
-def say(data: bytes) -> None:
-    os.write(1, data)
-
-
-def flood() -> None:
-    while True:
-        say(bytes(1 << 16))
-
-
 def overlap() -> None:
-    say(len(HEADER).to_bytes(8, "little") + HEADER + bytes(12))
+    target = Path(sys.argv[2])
+    target.write_bytes(len(HEADER).to_bytes(8, "little") + HEADER + bytes(12))
 
 
 def hang_quietly() -> None:
-    """After the end of what is read."""
     os.close(1)
     time.sleep(600)
 

@@ -331,12 +331,6 @@ def test_refusals_of_serving_name_the_command(
         assert "`loraplex adapter convert FOLDER --out OUT` makes a safetensors adapter" in out
 
 
-def test_unconfined_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, _, err = convert(capsys, write_pickle(tmp_path / "a"), "--unconfined")
-    assert code == 0
-    assert "without confinement" in err
-
-
 def test_another_method(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The report states ranks and errors; what is beyond the error is refused with both figures."""
     source, base = tmp_path / "loha", save_model(make_model("qwen2"), tmp_path / "base")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.launcher.convert.convert import ConversionOptions, convert_folder
-from loraplex.launcher.convert.methods.options import MethodOptions
+from loraplex.launcher.convert.methods import MethodOptions
 from loraplex.launcher.convert.plan import Conversion
 from loraplex.server.model.base_facts import read_base_spec
 from tests.launcher.convert.methods import (
@@ -88,25 +88,21 @@ def test_served_as_peft_computes(base: Base, name: str, tmp_path: Path) -> None:
 def test_trained_on_a_changed_base(base: Base, init: str, tmp_path: Path) -> None:
     initial = tmp_path / "initial"
     oracle = with_changed_base(init, base.family, tmp_path / "adapter", initial)
-    options = MethodOptions(base=base.folder)
-    if "niter" in init:
-        options = MethodOptions(initial=initial)
+    options = MethodOptions(base=base.folder, initial=initial if "niter" in init else None)
     conversion = base.convert(tmp_path / "adapter", options)
     assert conversion.fit is not None
     assert conversion.fit.ranks[-1] <= 8
     base.check(oracle, tmp_path / "out")
 
 
-def test_an_alpha_that_the_config_leaves_to_peft(tmp_path: Path) -> None:
-    made_by_peft("loha_saved", FAMILIES[0], tmp_path / "adapter")
+def test_an_alpha_that_the_config_leaves_to_peft(base: Base, tmp_path: Path) -> None:
+    made_by_peft("loha_saved", base.family, tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"
     config = json.loads(file.read_text())
     del config["alpha"]
     file.write_text(json.dumps(config))
-    convert_folder(
-        tmp_path / "adapter", tmp_path / "out", None, AdapterLimits(), ConversionOptions()
-    )
-    assert_same_logits(FAMILIES[0], tmp_path / "adapter", tmp_path / "out")
+    base.convert(tmp_path / "adapter")
+    assert_same_logits(base.family, tmp_path / "adapter", tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", ["LoHaConfig", "HRAConfig"])

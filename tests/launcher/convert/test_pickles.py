@@ -1,13 +1,10 @@
-"""Pickles are read by a confined process: what is honest comes through, nothing else does."""
+"""Pickles are read by a bounded process: what is honest comes through, nothing else does."""
 
 import io
-import json
 import os
 import pickle
 import re
 import struct
-import subprocess
-import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -278,7 +275,6 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("word", "words"),
     [
-        ("flood", "tensors take more than 20 bytes"),
         ("hang_quietly", "takes more than 4 s"),
         ("die", "ended by signal 11"),
         ("shout", r"code 7: \x1b[31m"),
@@ -298,41 +294,6 @@ def test_bytes_of_a_reader_are_checked(tmp_path: Path) -> None:
     assert [violation.code for violation in error.value.violations] == ["overlap"]
 
 
-@pytest.mark.parametrize(
-    ("lacking", "words"),
-    [
-        *beyond(1, [("landlock_create_ruleset", ""), ("unshare", "")]),
-        ("unshare,landlock_create_ruleset", "no namespaces: Function not.*no landlock: Function"),
-        ("prctl", "no seccomp: Function not implemented"),
-    ],
-)
-def test_kernels_that_lack_a_layer(tmp_path: Path, lacking: str, words: str) -> None:
-    """One layer of the first two may be missing; else nothing is opened, unless it is wished."""
-    saved(PLAIN, tmp_path / "adapter_model.bin")
-    config = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-
-    def convert(out: str, *more: str) -> subprocess.CompletedProcess[str]:
-        command = ["-m", "loraplex", "adapter", "convert", str(tmp_path), "--out", out, *more]
-        denied = [sys.executable, "-m", "tests.launcher.convert.denied", lacking]
-        return subprocess.run(
-            [*denied, sys.executable, *command], cwd=ROOT, capture_output=True, text=True
-        )
-
-    done = convert(str(tmp_path / "out"))
-    if not words:
-        assert done.returncode == 0, done.stderr
-        return
-    assert done.returncode == 1
-    assert "adapter_model.bin is not opened: this machine does not confine" in done.stderr
-    assert "--unconfined" in done.stderr
-    assert re.search(words, done.stderr), done.stderr
-    assert not (tmp_path / "out").exists()
-    done = convert(str(tmp_path / "out"), "--unconfined")
-    assert done.returncode == 0, done.stderr
-    assert "may be read without confinement" in done.stderr
-
-
 def test_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "loraplex[convert]" in refused(saved(PLAIN, tmp_path / "a.bin"))
@@ -340,5 +301,4 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_the_reader_gets_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    threads = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
-    assert pickles._environment().keys() == {"PYTHONPATH"} | threads
+    assert pickles._environment().keys() == {"PYTHONPATH", "OMP_NUM_THREADS"}

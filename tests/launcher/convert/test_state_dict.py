@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.launcher.convert.state_dict import StateDictError, find_tensors, refused_global
+from loraplex.launcher.convert.unpickle import StateDictError, find_tensors, refused_global
 
 A, B = "base_model.model.a.lora_A.weight", "base_model.model.a.lora_B.weight"
 PLAIN = {A: 1.0, B: 2.0}

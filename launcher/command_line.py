@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from loraplex.adapters.common.nearest import did_you_mean, nearest
-from loraplex.launcher.options import Option, show
+from loraplex.launcher.options import Option, retired, show
 
 # Fields by the heading under which the help shows them; the rest comes under "Limits".
 GROUPS: Mapping[str, frozenset[str]] = {
@@ -106,6 +106,9 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             option = next((word for word in rest if word.startswith("-")), "").partition("=")[0]
+            gone = retired(option.removeprefix("--").removeprefix("no-"))
+            if gone:
+                self.error(gone)
             close = nearest(option, self._option_string_actions) if option else None
             # What follows an unknown option may be a secret.
             self.error(f"unrecognized arguments: {option or ' '.join(rest)}{did_you_mean(close)}")

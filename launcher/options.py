@@ -1,7 +1,7 @@
 """Options from config dataclasses: their flags, variables, and values from text. Pure.
 
 A field's metadata: `help`; `flag` (default: its name, in the singular for a list, whose flag is
-repeated); `unit` ("bytes"); `secret`; `min`, `max`; `unset`, the word for None.
+repeated); `unit` ("bytes"); `secret`; `min`, `max`; `unset`, the word for None; `fixed`: no option.
 """
 
 import dataclasses
@@ -32,6 +32,33 @@ MAX_PORT = 65535
 _MAX_NUMBERS: Mapping[str, float] = {"int": 2**53, "float": 1e9, "bytes": 2**63 - 1}
 _MOST_SHOWN = 60
 _MOST_DIGITS = 40
+
+# Options of earlier versions, each with its successor or the reason why it went.
+RETIRED: Mapping[str, str] = {
+    "batch-max-lines": "a batch has at most 50,000 lines",
+    "body-timeout-s": "a body has 30 s",
+    "draft-memory": "answers that suggest drafts have 64 MiB; --max-draft 0 turns drafts off",
+    "files-tenant-count": "a tenant has 1,000 files; the keys file may say otherwise",
+    "grammar-cache": "256 compiled grammars are kept",
+    "grammar-cache-bytes": "the texts of compiled grammars have 64 MiB",
+    "grammar-compile-s": "compiling a grammar has 5 s; --grammar-bytes bounds its text",
+    "grammar-mask-s": "a mask has 0.1 s",
+    "grammar-memory": "compiling a grammar has 512 MiB; --grammar-bytes bounds its text",
+    "grammar-nesting": "a grammar has 100 brackets within brackets",
+    "grammar-threads": "three grammars are compiled at once",
+    "head-timeout-s": "a head has 10 s",
+    "idempotency-ttl-s": "an answer is kept for an hour",
+    "max-queue-bytes": "waiting prompts have 256 MiB; --max-queue bounds their number",
+    "max-stop-sequences": "a request has at most 16 stop strings",
+    "max-stream-buffer": "a slow reader may fall 1,024 events behind",
+    "max-stream-buffer-bytes": "a slow reader may fall 8 MiB behind",
+    "max-tenant-queue-bytes": "--max-tenant-queue bounds a tenant's part of the queue",
+    "merge-timeout-s": "a merge has 10 minutes",
+    "reader-timeout-s": "an answer may be left unread for 60 s",
+    "responses-tenant-count": "a tenant has 1,000; --responses-tenant-bytes bounds them",
+    "retry-burst": "retries after lost workers are bounded by themselves",
+    "retry-share": "retries after lost workers are bounded by themselves",
+}
 
 Kind = Literal["text", "int", "float", "bytes", "bool", "path", "choice"]
 Value = str | int | float | bool | Path | None
@@ -80,9 +107,14 @@ def options_of(config: type, within: str = "") -> tuple[Option, ...]:
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
             options += options_of(hint, f"{within}{field.name}_")
-        else:
+        elif not field.metadata.get("fixed"):
             options.append(_option(field, hint, within))
     return tuple(options)
+
+
+def retired(flag: str) -> str:
+    """The sentence for a flag of an earlier version; "" = there was none. flag: without dashes."""
+    return f"--{flag} is no option any more: {RETIRED[flag]}" if flag in RETIRED else ""
 
 
 def _option(field: "dataclasses.Field[Any]", hint: Any, within: str) -> Option:
@@ -283,6 +315,10 @@ def unknown_variables(environ: Iterable[str], known: Iterable[str]) -> list[str]
     for name in sorted(environ):
         option = name.removeprefix(PREFIX)
         if option == name or option in names:
+            continue
+        gone = retired(option.removesuffix("_FILE").lower().replace("_", "-"))
+        if gone:
+            problems.append(f"{name}: {gone}")
             continue
         close = nearest(option, names)
         hint = "; see `loraplex --help`" if close is None else did_you_mean(PREFIX + close)

@@ -73,6 +73,9 @@ from loraplex.router.workers.roster import Roster
 
 _HUB_THREADS = 8
 _FREE_RETRIES_PER_S = 10.0
+# Retries after lost workers: what a request pays for, and how many at once.
+_RETRY_SHARE = 0.2
+_RETRY_BURST = 512
 # A few milliseconds of an event loop's iteration.
 _BEGIN_AT_ONCE = 16
 
@@ -333,9 +336,7 @@ def _sharing(config: RouterConfig) -> Sharing:
 
 
 def _retries(config: RouterConfig) -> Retries:
-    budget = RetryBudget(
-        config.retry_share, _FREE_RETRIES_PER_S, config.retry_burst, time.monotonic()
-    )
+    budget = RetryBudget(_RETRY_SHARE, _FREE_RETRIES_PER_S, _RETRY_BURST, time.monotonic())
     return Retries(budget, Quarantine(config.quarantine_s))
 
 

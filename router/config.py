@@ -88,18 +88,8 @@ class RouterConfig:
     max_body_bytes: int = field(
         default=4 << 20, metadata={"min": 1, "help": "largest request body", "unit": "bytes"}
     )
-    head_timeout_s: float = field(
-        default=10.0,
-        metadata={
-            "min": 0.1,
-            "help": "longest time from a connection, or a request's first byte, to the end of its"
-            " head; also for a TLS handshake",
-        },
-    )
-    body_timeout_s: float = field(
-        default=30.0,
-        metadata={"min": 0.1, "help": "longest time from a request's head to its body's end"},
-    )
+    head_timeout_s: float = field(default=10.0, metadata={"fixed": True})
+    body_timeout_s: float = field(default=30.0, metadata={"fixed": True})
     idle_timeout_s: float = field(
         default=75.0,
         metadata={
@@ -108,20 +98,11 @@ class RouterConfig:
             " keeps its own",
         },
     )
-    reader_timeout_s: float = field(
-        default=60.0,
-        metadata={
-            "min": 0.1,
-            "max": 86400,
-            "help": "longest time for which a client may leave an answer unread",
-        },
-    )
+    reader_timeout_s: float = field(default=60.0, metadata={"fixed": True})
     max_queue: int = field(
         default=1024, metadata={"min": 1, "help": "sequences waiting for a worker"}
     )
-    max_queue_bytes: int = field(
-        default=256 << 20, metadata={"min": 1, "help": "their prompts, in bytes", "unit": "bytes"}
-    )
+    max_queue_bytes: int = field(default=256 << 20, metadata={"fixed": True})
     max_tenant_queue: int | None = field(
         default=None,
         metadata={
@@ -130,14 +111,7 @@ class RouterConfig:
             " room for others)",
         },
     )
-    max_tenant_queue_bytes: int | None = field(
-        default=None,
-        metadata={
-            "min": 1,
-            "help": "their prompts, in bytes (default: likewise)",
-            "unit": "bytes",
-        },
-    )
+    max_tenant_queue_bytes: int | None = field(default=None, metadata={"fixed": True})
     worker_wait_s: float = field(
         default=10.0,
         metadata={"help": "how long requests wait while no worker takes work, before their 503"},
@@ -164,7 +138,7 @@ class RouterConfig:
         },
     )
     max_n: int = field(default=8, metadata={"min": 1, "help": "largest n or best_of"})
-    max_stop_sequences: int = field(default=16, metadata={"help": "most stop strings a request"})
+    max_stop_sequences: int = field(default=16, metadata={"fixed": True})
     max_logprobs: int = field(
         default=20, metadata={"min": 0, "max": 1 << 16, "help": "most alternatives a token"}
     )
@@ -172,13 +146,8 @@ class RouterConfig:
         default=600.0,
         metadata={"min": 0.1, "help": "longest time from a request to its last token"},
     )
-    max_stream_buffer: int = field(
-        default=1024, metadata={"min": 1, "help": "token events a slow reader may fall behind"}
-    )
-    max_stream_buffer_bytes: int = field(
-        default=8 << 20,
-        metadata={"min": 1, "help": "their memory, of all choices together", "unit": "bytes"},
-    )
+    max_stream_buffer: int = field(default=1024, metadata={"fixed": True})
+    max_stream_buffer_bytes: int = field(default=8 << 20, metadata={"fixed": True})
     hub_token: str = field(
         default="",
         metadata={
@@ -295,23 +264,13 @@ class RouterConfig:
             " (0 = none)",
         },
     )
-    idempotency_ttl_s: float = field(
-        default=3600.0,
-        metadata={"min": 1, "help": "seconds for which an Idempotency-Key's answer is kept"},
-    )
+    idempotency_ttl_s: float = field(default=3600.0, metadata={"fixed": True})
     worker_silence_s: float = field(
         default=1.0,
         metadata={
             "min": 0.6,
             "help": "silence of a worker after which its streams go on at another, if there is one",
         },
-    )
-    retry_share: float = field(
-        default=0.2,
-        metadata={"min": 0, "help": "retries after lost workers that a request pays for"},
-    )
-    retry_burst: int = field(
-        default=512, metadata={"min": 1, "help": "such retries at once; more are spread in time"}
     )
     quarantine_s: float = field(
         default=300.0,

@@ -125,14 +125,12 @@ def _check_void(config: RouterConfig) -> None:
         raise RouterConfigError("--uds is one router's, without --tls-cert")
     if config.responses.keep_s and config.files_dir is None:
         raise RouterConfigError("--responses-keep-s: answers are stored in --files-dir; give one")
-    for name in ("max_queue", "max_queue_bytes"):
-        whole, own = getattr(config, name), getattr(config, name.replace("max", "max_tenant"))
-        if own is not None and own > whole:
-            flag = name.replace("_", "-")
-            raise RouterConfigError(
-                f"--{flag.replace('max', 'max-tenant')} {own} is more than --{flag} {whole}, which "
-                "all tenants share"
-            )
+    own = config.max_tenant_queue
+    if own is not None and own > config.max_queue:
+        raise RouterConfigError(
+            f"--max-tenant-queue {own} is more than --max-queue {config.max_queue}, which all "
+            "tenants share"
+        )
 
 
 def _check_default_adapter(config: RouterConfig) -> None:

@@ -182,10 +182,6 @@ class WorkerConfig:
             " 0 = no drafts (default: 8 on a CPU and in modes of few sequences, 0 otherwise)",
         },
     )
-    draft_memory: int = field(
-        default=64 << 20,
-        metadata={"min": 0, "help": "host memory for answers that suggest drafts", "unit": "bytes"},
-    )
     batch_step_share: float = field(
         default=0.125,
         metadata={
@@ -256,10 +252,6 @@ class WorkerConfig:
     modelscope_endpoint: str = field(
         default=MODELSCOPE_ENDPOINT,
         metadata={"help": "where ModelScope, or a mirror of its API, is"},
-    )
-    merge_timeout_s: float = field(
-        default=600.0,
-        metadata={"help": "seconds for one merge of adapters (ties and dare take long)"},
     )
     pooling: Pooling | None = field(
         default=None,

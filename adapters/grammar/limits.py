@@ -15,23 +15,9 @@ class GrammarLimits:
         default=256 << 10,
         metadata={"flag": "bytes", "min": 1, "help": "longest grammar or schema", "unit": "bytes"},
     )
-    nesting: int = field(
-        default=100,
-        metadata={"min": 1, "max": 400, "help": "brackets within brackets of a grammar"},
-    )
-    compile_s: float = field(
-        default=5.0,
-        metadata={"min": 0.01, "help": "processor time of compiling one grammar"},
-    )
-    memory_bytes: int = field(
-        default=512 << 20,
-        metadata={
-            "flag": "memory",
-            "min": 1,
-            "help": "memory for compiling one grammar",
-            "unit": "bytes",
-        },
-    )
+    nesting: int = field(default=100, metadata={"fixed": True})
+    compile_s: float = field(default=5.0, metadata={"fixed": True})
+    memory_bytes: int = field(default=512 << 20, metadata={"fixed": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +29,7 @@ class ServedGrammarLimits(GrammarLimits):
     compiled grammars, by their texts.
     """
 
-    mask_s: float = field(
-        default=0.1,
-        metadata={"min": 0.001, "help": "processor time of a grammar for one token of an answer"},
-    )
-    threads: int = field(
-        default=3,
-        metadata={"min": 1, "help": "grammars compiled at once; of one tenant all but one"},
-    )
-    cache_entries: int = field(
-        default=256,
-        metadata={"flag": "cache", "min": 0, "help": "compiled grammars that are kept"},
-    )
-    cache_bytes: int = field(
-        default=64 << 20,
-        metadata={"min": 0, "help": "longest texts, in all, of those grammars", "unit": "bytes"},
-    )
+    mask_s: float = field(default=0.1, metadata={"fixed": True})
+    threads: int = field(default=3, metadata={"fixed": True})
+    cache_entries: int = field(default=256, metadata={"fixed": True})
+    cache_bytes: int = field(default=64 << 20, metadata={"fixed": True})

@@ -18,7 +18,7 @@ class FilesLimits:
         default=10 << 30,
         metadata={"min": 1, "help": "a tenant's files together", "unit": "bytes"},
     )
-    tenant_count: int = field(default=1000, metadata={"min": 1, "help": "a tenant's files"})
+    tenant_count: int = field(default=1000, metadata={"fixed": True})
     expire_s: int = field(
         default=MOST_EXPIRY_S,
         metadata={
@@ -33,7 +33,7 @@ class FilesLimits:
 class BatchLimits:
     """Limits of batches that the router runs."""
 
-    max_lines: int = field(default=50_000, metadata={"min": 1, "help": "most lines of a batch"})
+    max_lines: int = field(default=50_000, metadata={"fixed": True})
     rows: int = field(
         default=64,
         metadata={"min": 1, "help": "sequences of batches that run at once, of all together"},
@@ -64,6 +64,4 @@ class ResponsesLimits:
             "unit": "bytes",
         },
     )
-    tenant_count: int = field(
-        default=1000, metadata={"min": 1, "help": "a tenant's stored answers"}
-    )
+    tenant_count: int = field(default=1000, metadata={"fixed": True})

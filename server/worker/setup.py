@@ -59,6 +59,7 @@ from loraplex.server.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
+_MERGE_TIMEOUT_S = 600.0  # ties and dare take long
 _LEAST_WAITING = 16
 LOAD_THREADS = 16
 READ_THREADS = 4
@@ -172,7 +173,7 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     worker_id = config.worker_id or f"worker-{secrets.token_hex(4)}"
     syncing = ThreadPoolExecutor(1, "store-sync")
     store = open_store(config, base, engine, syncing, heavy_threads(_cores()))
-    merger = Merger(store, config.merge_timeout_s)
+    merger = Merger(store, _MERGE_TIMEOUT_S)
     make = spawn_engine if engine.shards == 1 else start_group
     start = partial(make, config.executor, engine, memory.fd)
     supervisor = EngineSupervisor(start, config.step_timeout_s)
@@ -218,7 +219,6 @@ def engine_config(
         step_target_ms=config.step_target_ms,
         prompt_share=config.prompt_share,
         max_draft=sizes.max_draft,
-        draft_memory=config.draft_memory,
         adapter_slots=config.adapter_slots,
         dora_graphs=config.dora_graphs,
         gpu_memory_utilization=config.gpu_memory_utilization,

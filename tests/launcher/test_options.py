@@ -1,6 +1,7 @@
 """Options come from the config dataclasses; a bad value stops with its name."""
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from loraplex.launcher import config
 from loraplex.launcher.command_line import Parser, add_options
 from loraplex.launcher.options import (
+    RETIRED,
     OptionError,
     Values,
     build,
@@ -270,10 +272,28 @@ def test_a_bad_number_of_workers_is_refused_by_name(text: str) -> None:
 @pytest.mark.parametrize("kind", [WorkerConfig, RouterConfig])
 def test_options_of_a_part_are_set_and_written_back(kind: type[Any]) -> None:
     values: dict[str, Values] = {o.field: o.default for o in options_of(kind)}
-    changed = {**values, "model": "m", "grammar_source_bytes": 100, "grammar_nesting": 7}
+    changed = {**values, "model": "m", "grammar_source_bytes": 100}
     built = build(kind, changed)
-    assert (built.grammar.source_bytes, built.grammar.nesting) == (100, 7)
+    assert built.grammar.source_bytes == 100
     written = values_of(built)
-    assert written == {name: value for name, value in changed.items() if name in written}
+    assert {name: written[name] for name in changed if name in written} == {
+        name: value for name, value in changed.items() if name in written
+    }
     flags = render([o for o in options_of(kind) if o.field != "model"], written)
-    assert {"--grammar-bytes=100", "--grammar-nesting=7"} <= set(flags)
+    assert "--grammar-bytes=100" in flags
+
+
+@pytest.mark.parametrize("flag", RETIRED)
+def test_an_option_of_earlier_versions_stops_the_start(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = f"--{flag} is no option any more: {RETIRED[flag]}"
+    for words in ((f"--{flag}=7",), (f"--{flag}", "7")):
+        with pytest.raises(SystemExit):
+            read(*words)
+        assert sentence in capsys.readouterr().err
+    with pytest.raises(OptionError, match=re.escape(sentence)):
+        config.check_variables({f"LORAPLEX_{flag.replace('-', '_').upper()}": "7"})
+    known = {o.flag for o in (*config.ROUTER_OPTIONS, *config.WORKER_OPTIONS)}
+    assert flag not in known
+    assert {word[2:] for word in RETIRED[flag].split() if word.startswith("--")} <= known

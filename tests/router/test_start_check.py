@@ -65,10 +65,6 @@ def test_a_redis_that_may_be(url: str) -> None:
         ({"auth": "none", "keys_file": HERE / "keys.yaml"}, "--keys-file: with --auth none nobody"),
         ({"share_hub_token": True}, "LORAPLEX_HUB_TOKEN or HF_TOKEN"),
         ({"max_tenant_queue": 9, "max_queue": 8}, "--max-tenant-queue 9 is more than"),
-        (
-            {"max_tenant_queue_bytes": 9, "max_queue_bytes": 8},
-            "--max-tenant-queue-bytes 9 is more than --max-queue-bytes 8",
-        ),
     ],
 )
 def test_what_another_option_makes_void(options: dict[str, Any], words: str) -> None:

@@ -7,21 +7,24 @@ from loraplex.server.kernels.launch.compile_ahead import compiled_together
 from loraplex.server.kernels.pointwise.add_norm import add_norm
 from tests.kernels.batches import interpreted
 from tests.kernels.interpreter import ROOT, run_uninterpreted
+from tests.unchanged import unless_unchanged
 
 
 @pytest.mark.parametrize("forms", ["fullest", pytest.param("all", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("capability", ["90"])
 def test_kernels_compile_without_a_gpu(capability: str, forms: str) -> None:
     """`fullest`: of two forms that differ by a part alone, only the one that has the part."""
-    printed = run_uninterpreted("tests.kernels.compile_all", capability, forms)
-    kernels = (ROOT / "server" / "kernels").rglob("*.py")
-    names = {
-        line.split("(")[0].removeprefix("def ")
-        for path in kernels
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if line.startswith("def _") and "_kernel(" in line
-    }
-    assert names == set(printed.split())
+    read = ("server/kernels", "server/model/linear", "tests/kernels")
+    with unless_unchanged(f"compile-{capability}-{forms}", *read):
+        printed = run_uninterpreted("tests.kernels.compile_all", capability, forms)
+        kernels = (ROOT / "server" / "kernels").rglob("*.py")
+        names = {
+            line.split("(")[0].removeprefix("def ")
+            for path in kernels
+            for line in path.read_text(encoding="utf-8").splitlines()
+            if line.startswith("def _") and "_kernel(" in line
+        }
+        assert names == set(printed.split())
 
 
 def test_one_that_cannot_be_compiled_leaves_the_others_be() -> None:

@@ -28,6 +28,9 @@ from tests.server.model.hub_models import VOCAB, add_adapter, save_model
 from tests.server.model.sharding.lockstep import ShardedDriver, ThreadGroup, sum_norm_of_threads
 from tests.server.model.slabs import pack
 
+# Of each answer: by the prompt's step, by the first decode, and by one behind a decode.
+TOKENS = 3
+
 
 class Pair:
     """graphs: the batch of every step that a graph took; of steps with prompts, less the number of
@@ -207,8 +210,9 @@ def answer(
     sampling: SamplingParams | list[SamplingParams],
     chunk: int,
     allowed: Allowed | None = None,
+    tokens: int = TOKENS,
 ) -> list[Stream]:
-    """sampling: of all, or of each. allowed: what every other one may draw."""
+    """sampling: of all, or of each. allowed: what every other one may draw. tokens: of each."""
     each = sampling if isinstance(sampling, list) else [sampling] * len(slots)
     streams = [
         Stream(driver, row, prompt(2 + 3 * row, row), slot=slot, sampling=params, seed=row)
@@ -216,7 +220,7 @@ def answer(
     ]
     for stream in streams[1::2]:
         stream.bound(allowed)
-    generate(driver, streams, 5, chunk)
+    generate(driver, streams, tokens, chunk)
     for stream in streams:
         stream.free()
     return streams

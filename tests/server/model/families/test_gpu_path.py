@@ -52,19 +52,15 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen2-window", "fa3"): {"hidden_size": 64, "sliding_window": 5},
     ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
 }
-# Between them these have every part: windows, caps and sinks, norms behind, over each head and over
-# all, rotations of a part, of neighbours and of long factors, layers without, experts.
+# Between them these have windows, sinks, norms behind, over each head and over all, rotations of a
+# part, of neighbours and of long factors, experts. `graphs/test_gpu_path_prompts.py` has caps, and
+# `tests/kernels` other scales and layers without rotation.
 ALWAYS = {
-    ("gemma2", "fa3"),
     ("gemma3", "fa3"),
     ("glm4", "fa3"),
     ("gpt-oss", "fa3"),
-    ("granite", "fa3"),
-    ("ministral3", "fa2"),
     ("olmo2", "fa2"),
     ("phi3-long", "fa3"),
-    ("qwen3-moe-dense-layer", "fa2"),
-    ("smollm3", "fa2"),
 }
 
 

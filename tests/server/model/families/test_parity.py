@@ -1,7 +1,7 @@
 """The executor computes what transformers and PEFT compute: float32, logprobs within 1e-4."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,11 +31,25 @@ pytestmark = [
 ]
 
 
+# Norms over heads and windows; experts; biases and tied tables.
+AT_EVERY_CHUNK = ("gemma3", "qwen3-moe", "llama-biases-tied")
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_base_models(name: str, tmp_path: Path) -> None:
+    assert_base(name, (1, 5, 64) if name in AT_EVERY_CHUNK else (5,), tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in AT_EVERY_CHUNK])
+def test_base_models_by_token_and_whole(name: str, tmp_path: Path) -> None:
+    assert_base(name, (1, 64), tmp_path)
+
+
+def assert_base(name: str, chunks: Sequence[int], folder: Path) -> None:
     model = make_model(name)
-    driver = Driver(save_model(model, tmp_path))
-    for chunk in (1, 5, 64):
+    driver = Driver(save_model(model, folder))
+    for chunk in chunks:
         streams = [
             Stream(driver, row, prompt(length, length), sampling=GREEDY)
             for row, length in enumerate((1, 4, 17, 40))
@@ -84,9 +98,13 @@ def served(
     found.driver.close()
 
 
-@pytest.mark.parametrize("chunk", [3, 64])
-def test_every_adapter_in_one_batch(served: Served, chunk: int) -> None:
-    served.assert_together((9, 2, 23, 14), 5, chunk)
+def test_every_adapter_in_one_batch(served: Served) -> None:
+    served.assert_together((9, 2, 23, 14), 5, 3)
+
+
+@pytest.mark.exhaustive
+def test_every_adapter_with_whole_prompts(served: Served) -> None:
+    served.assert_together((9, 2, 23, 14), 5, 64)
 
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

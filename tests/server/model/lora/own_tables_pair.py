@@ -8,17 +8,19 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from tests.grids import beyond
 from tests.server.model.gpu_pair import Pair, small_pair
 from tests.server.model.hub_models import make_model, save_model
 
-OWN_TABLES = pytest.mark.parametrize(
-    "tables",
-    [
-        {"modules_to_save": ["embed_tokens", "lm_head"]},
-        {"trainable_token_indices": {"embed_tokens": [*range(3, 90, 2)], "lm_head": [4, 8]}},
-    ],
-    ids=["whole", "tokens"],
-)
+FORMS: list[dict[str, Any]] = [
+    {"trainable_token_indices": {"embed_tokens": [*range(3, 90, 2)], "lm_head": [4, 8]}},
+    {"modules_to_save": ["embed_tokens", "lm_head"]},
+]
+
+
+def own_tables(count: int) -> pytest.MarkDecorator:
+    """The forms as `tables`: so many in an ordinary run, the others with `make test-all`."""
+    return pytest.mark.parametrize("tables", beyond(count, FORMS), ids=["tokens", "whole"])
 
 
 def own_tables_pair(

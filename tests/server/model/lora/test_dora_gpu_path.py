@@ -12,10 +12,10 @@ from peft import LoraConfig
 
 from loraplex.server.model.lora.lora import Reach
 from tests.server.model.families.variants import VARIANTS
-from tests.server.model.gpu_pair import Pair, assert_same, small_pair
+from tests.server.model.gpu_pair import Pair, assert_same, ordinary, small_pair
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.lora.dora_adapters import dora_adapters
-from tests.server.model.lora.own_tables_pair import OWN_TABLES, own_tables_pair
+from tests.server.model.lora.own_tables_pair import own_tables, own_tables_pair
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -35,7 +35,7 @@ PLAIN, DORA, FEW, TABLES = range(4)
 BASE = -1
 
 
-@pytest.fixture(scope="module", params=SERVED, ids="-".join)
+@pytest.fixture(scope="module", params=ordinary(SERVED, {("llama-biases-tied", "fa2")}))
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
@@ -98,7 +98,7 @@ def test_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert 4 in pair.graphs
 
 
-@OWN_TABLES
+@own_tables(2)
 def test_tables_of_their_own(
     tables: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

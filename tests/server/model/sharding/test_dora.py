@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import MARK, beyond
 from tests.server.model.adapter_zoo import with_zoo
 from tests.server.model.driver import Driver, Stream, generate, step
 from tests.server.model.families.parity import GREEDY, Served, assert_parity, prompt
@@ -24,11 +25,8 @@ pytestmark = [
 ]
 # Biases and tied tables; fewer KV heads than devices; a scaled embedding; q, k and v in one.
 FAMILIES = [
-    ("llama-biases-tied", 2),
-    ("llama-biases-tied", 4),
-    ("qwen2", 4),
-    ("gemma3", 2),
-    ("phi3", 2),
+    *[("llama-biases-tied", 2), ("gemma3", 2), ("phi3", 2)],
+    *(pytest.param(row, marks=MARK) for row in [("llama-biases-tied", 4), ("qwen2", 4)]),
 ]
 
 
@@ -82,7 +80,7 @@ def test_evicted_and_reloaded_elsewhere(served: Served) -> None:
         stream.free()
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", beyond(1, [2, 4]))
 @pytest.mark.parametrize("inner", [98, 40])
 def test_features_that_do_not_divide(shards: int, inner: int, tmp_path: Path) -> None:
     """Rows of zeros fill parts up, and have no length. As one device, too."""
@@ -101,7 +99,7 @@ def test_features_that_do_not_divide(shards: int, inner: int, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "shards"), [("llama-biases-tied", 2), ("qwen2", 4), ("gemma3", 2)]
+    ("name", "shards"), beyond(2, [("llama-biases-tied", 2), ("gemma3", 2), ("qwen2", 4)])
 )
 def test_biases(name: str, shards: int, tmp_path: Path) -> None:
     """Each is added by one device: as PEFT, and as one device has it."""

@@ -13,7 +13,7 @@ from tests.server.model.families.variants import VARIANTS
 from tests.server.model.gpu_pair import assert_same, ordinary, small_pair
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.lora.dora_adapters import dora_adapters
-from tests.server.model.lora.own_tables_pair import OWN_TABLES, own_tables_pair
+from tests.server.model.lora.own_tables_pair import own_tables, own_tables_pair
 from tests.server.model.lora.test_resized_gpu_path import (
     BASE,
     LARGER,
@@ -39,7 +39,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen3-moe", "fa3"): {"head_dim": 16},
     ("phi3", "fa3"): {"hidden_size": 64},
 }
-ALWAYS = {("olmo2", "fa2"), ("qwen3-moe", "fa3")}
+ALWAYS = {("qwen3-moe", "fa3")}
 
 
 @pytest.mark.parametrize("row", ordinary(SERVED, ALWAYS))
@@ -72,6 +72,7 @@ def test_dora(row: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert_same(pair, [tables, dora, -1, plain], in_graphs=False)
 
 
+@pytest.mark.exhaustive
 def test_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of B, and in place of the base's, also where there is no LoRA."""
     model = make_model("llama-biases-tied", **SMALL)
@@ -91,7 +92,7 @@ def test_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(pair, [1, -1, 0, 1])
 
 
-@OWN_TABLES
+@own_tables(1)
 def test_own_tables(
     tables: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +101,7 @@ def test_own_tables(
         assert_same(pair, [-1, -1, -1])
 
 
+@pytest.mark.exhaustive
 def test_new_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the base's tables, in whole tables and in trained rows."""
     with resized_pair("llama3", tmp_path, monkeypatch, shards=2) as pair:

@@ -11,6 +11,7 @@ from loraplex.adapters.sharding import Shard
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.weights import load_weights
 from loraplex.server.protocol import SamplingParams
+from tests.grids import beyond
 from tests.server.model.adapter_zoo import ZOO, with_zoo
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
@@ -24,7 +25,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", beyond(1, [2, 4]))
 @pytest.mark.parametrize("inner", [98, 40])
 def test_features_that_do_not_divide(shards: int, inner: int, tmp_path: Path) -> None:
     """98 inner features, and a vocabulary that neither 2 nor 4 shards of eights hold evenly."""
@@ -47,7 +48,7 @@ def test_features_that_do_not_divide(shards: int, inner: int, tmp_path: Path) ->
     [GREEDY, SamplingParams(temperature=0.9, top_p=0.9, logprobs=EVERY_LOGPROB)],
     ids=["greedy", "drawn"],
 )
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", beyond(1, [2, 4]))
 def test_the_same_as_one_device(shards: int, sampling: SamplingParams, tmp_path: Path) -> None:
     model = make_model("qwen2")
     folder, oracle = save_model(model, tmp_path), with_zoo(model)
@@ -59,7 +60,7 @@ def test_the_same_as_one_device(shards: int, sampling: SamplingParams, tmp_path:
     several.close()
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", beyond(1, [2, 4]))
 def test_parts_of_the_weights_are_the_whole(shards: int, tmp_path: Path) -> None:
     """Side by side, or summed, the parts of each matrix are what one device has."""
     folder = save_model(make_model("qwen2"), tmp_path)

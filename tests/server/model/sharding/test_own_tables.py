@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from loraplex.server.protocol import VectorParams
+from tests.grids import beyond
 from tests.server.model.driver import Driver, Packed, Stream, generate
 from tests.server.model.families.parity import GREEDY, TOLERANCE, assert_parity, prompt
 from tests.server.model.hub_models import make_model, save_model
@@ -23,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
 # Tied tables; tables of their own and fewer KV heads than devices; a scaled embedding, tied.
-ROWS = [("llama-biases-tied", 4), ("llama3", 2), ("llama3", 4), ("gemma3", 2)]
+ROWS = beyond(2, [("llama3", 2), ("gemma3", 2), ("llama-biases-tied", 4), ("llama3", 4)])
 
 
 def near_one_device(
@@ -93,7 +94,7 @@ def test_norms(name: str, shards: int, tmp_path: Path) -> None:
     driver.close()
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", beyond(1, [2, 4]))
 def test_tables_by_processes(shards: int, tmp_path: Path) -> None:
     folder = save_model(make_model("llama3"), tmp_path / "base")
     names = ("both_dora", "tokens_of_both", "plain")
@@ -122,7 +123,7 @@ def scores(driver: Driver, slots: Sequence[int]) -> list[np.ndarray]:
     return [vector for vector in found if vector is not None]
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", beyond(1, [2, 4]))
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 def test_score_heads(family: str, shards: int, tmp_path: Path) -> None:
     """Each device has the whole head, since each has whole hidden states."""

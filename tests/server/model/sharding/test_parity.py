@@ -8,6 +8,7 @@ import pytest
 from loraplex.server.config import ConfigError
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.devices.sharding import shard_counts, sharded
+from tests.grids import beyond
 from tests.server.model.driver import Stream, generate
 from tests.server.model.families.parity import GREEDY, Served, assert_parity, prompt
 from tests.server.model.families.variants import VARIANTS
@@ -22,12 +23,10 @@ pytestmark = [
 ]
 
 
-LONG = pytest.mark.exhaustive
-
-
-@pytest.mark.parametrize("shards", [2, pytest.param(4, marks=LONG)])
+@pytest.mark.parametrize("chunk", beyond(1, [5, 64]))
+@pytest.mark.parametrize("shards", beyond(1, [2, 4]))
 @pytest.mark.parametrize("name", VARIANTS)
-def test_base_models(name: str, shards: int, tmp_path: Path) -> None:
+def test_base_models(name: str, shards: int, chunk: int, tmp_path: Path) -> None:
     model = make_model(name)
     folder = save_model(model, tmp_path)
     if shards not in shard_counts(read_config(folder)):
@@ -35,23 +34,30 @@ def test_base_models(name: str, shards: int, tmp_path: Path) -> None:
             sharded(read_config(folder), shards)
         return
     driver = ShardedDriver(folder, shards)
-    for chunk in (5, 64):
-        streams = [
-            Stream(driver, row, prompt(length, length), sampling=GREEDY)
-            for row, length in enumerate((1, 4, 17, 40))
-        ]
-        generate(driver, streams, 5, chunk)
-        for stream in streams:
-            assert_parity(model, None, stream)
-            stream.free()
+    streams = [
+        Stream(driver, row, prompt(length, length), sampling=GREEDY)
+        for row, length in enumerate((1, 4, 17, 40))
+    ]
+    generate(driver, streams, 5, chunk)
+    for stream in streams:
+        assert_parity(model, None, stream)
+        stream.free()
     driver.close()
 
 
 ADAPTED = [name for name, variant in VARIANTS.items() if variant.is_adapted]
+# More devices than KV heads; experts.
+BY_FOUR = ("qwen2", "qwen3-moe")
 
 
-@pytest.mark.parametrize("shards", [pytest.param(2, marks=LONG), 4])
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize(
+    ("name", "shards"),
+    [
+        *((name, 2) for name in ADAPTED),
+        *((name, 4) for name in BY_FOUR),
+        *beyond(0, [(name, 4) for name in ADAPTED if name not in BY_FOUR]),
+    ],
+)
 def test_every_adapter_in_one_batch(name: str, shards: int, tmp_path: Path) -> None:
     folder = tmp_path / "base"
     served = Served(name, folder, None, partial(ShardedDriver, shards=shards), shards)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.server.engine.group.leader import GroupLost
+from tests.grids import beyond
 from tests.server.model.adapter_zoo import with_zoo
 from tests.server.model.driver import Stream, generate, step
 from tests.server.model.families.parity import GREEDY, Served, assert_parity, prompt
@@ -21,7 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", beyond(1, [2, 4]))
 def test_every_adapter_in_one_batch(shards: int, tmp_path: Path) -> None:
     make = partial(GroupDriver, shards=shards, meeting=tmp_path / "meeting")
     served = Served("llama3", tmp_path / "base", None, make, shards)
@@ -29,7 +30,7 @@ def test_every_adapter_in_one_batch(shards: int, tmp_path: Path) -> None:
     served.driver.close()
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", beyond(1, [2, 4]))
 def test_dora_after_a_reload(shards: int, tmp_path: Path) -> None:
     """Lengths are added up between steps; slots change hands while a neighbour runs."""
     make = partial(GroupDriver, shards=shards, meeting=tmp_path / "meeting")

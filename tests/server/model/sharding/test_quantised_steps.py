@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import beyond
 from tests.server.model.adapter_zoo import with_zoo
 from tests.server.model.driver import Driver
 from tests.server.model.families.parity import GREEDY
@@ -18,7 +19,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
 ]
 # Of each layout, and with sorted inputs.
-ROWS = [("awq", 2), ("gptq-order", 2), ("gptq-order", 4), ("nf4-nested", 4), ("fp8-block", 4)]
+ROWS = beyond(
+    2, [("awq", 2), ("gptq-order", 2), ("gptq-order", 4), ("nf4-nested", 4), ("fp8-block", 4)]
+)
 ADAPTERS = ("rank3_rslora", "rank64_everything")
 
 

@@ -67,6 +67,7 @@ def test_hundreds_of_decodes(pair: Pair) -> None:
     assert len({tuple(output) for output in found}) > 3
 
 
+@pytest.mark.exhaustive
 def test_prompts_that_fill_a_step_whose_graph_is_larger(pair: Pair) -> None:
     pair.graphs.clear()
     outputs(pair, [210] * 5, [0, -1, 1, 0, 1], 2)

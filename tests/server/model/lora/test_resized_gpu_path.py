@@ -12,6 +12,7 @@ import pytest
 from peft import LoraConfig
 
 from loraplex.server.protocol import SamplingParams
+from tests.grids import sparse
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.gpu_pair import Pair, assert_same, small_pair
 from tests.server.model.hub_models import VOCAB, add_adapter, make_model
@@ -107,9 +108,12 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("allowed", [None, [*range(0, 90, 3), *NEW]])
 @pytest.mark.parametrize(
-    "slots", [[LARGER, BASE, NEW_ROWS, PLAIN], [BASE, LARGER, PLAIN, NEW_ROWS]]
+    ("allowed", "slots"),
+    sparse(
+        [None, [*range(0, 90, 3), *NEW]],
+        [[LARGER, BASE, NEW_ROWS, PLAIN], [BASE, LARGER, PLAIN, NEW_ROWS]],
+    ),
 )
 def test_every_rule_with_new_ids(pair: Pair, slots: list[int], allowed: list[int] | None) -> None:
     """New ids in prompts, drafts and draws, beside rows that have none."""

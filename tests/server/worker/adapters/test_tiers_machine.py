@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -12,10 +13,12 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from loraplex.server.protocol import GenerateRequest, OrderAction
 from tests.certifying.certificates import CertifyOptions, certified_output
+from tests.grids import beyond
 from tests.server.engine.harness import limits, make_request
 from tests.server.invariants import check_arena
 from tests.server.worker.slabs import EXTENT
@@ -382,5 +385,8 @@ class TiersMachine(RuleBasedStateMachine):
             assert self.may_not_come(request.adapter or "", last.message or ""), last
 
 
-TiersMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
-TestTiers = TiersMachine.TestCase
+@pytest.mark.parametrize("examples", beyond(1, [60, 400]))
+def test_tiers(examples: int) -> None:
+    run_state_machine_as_test(
+        TiersMachine, settings=settings(max_examples=examples, stateful_step_count=50)
+    )

@@ -4,6 +4,7 @@ Runs on the event loop; long texts, templates and grammars have threads and proc
 """
 
 import secrets
+from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -11,7 +12,6 @@ import msgspec
 from loraplex.adapters.grammar.limits import GrammarLimits
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.router.call import GenerationCall, VectorCall
-from loraplex.router.generation.activation import adapter_from
 from loraplex.router.generation.answer_ends import AnswerEnds
 from loraplex.router.generation.answer_parts import AnswerParts, PartsOfAnswers
 from loraplex.router.generation.answer_shape import AnswerShapes
@@ -40,6 +40,20 @@ from loraplex.router.tools.registry import DEFAULT
 from loraplex.server.protocol import SamplingParams, VectorParams
 
 _SEED_BITS = 53  # what JSON numbers carry without loss everywhere
+
+
+def adapter_from(prompt_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
+    """The first token of the last occurrence of `invocation`, as in PEFT; None = there is none, and
+    the adapter acts on no token. Of an adapter without one 0."""
+    if not invocation:
+        return 0
+    ids, sought = array("q", prompt_ids), array("q", invocation)
+    text, end = ids.tobytes(), len(ids) * ids.itemsize
+    while (at := text.rfind(sought.tobytes(), 0, end)) >= 0:
+        if at % ids.itemsize == 0:
+            return at // ids.itemsize
+        end = at + len(sought) * ids.itemsize - 1
+    return None
 
 
 class PromptTask(msgspec.Struct, frozen=True):

@@ -1,6 +1,8 @@
 """Keys, quotas and usage of this router: the parts, built from its options, and run."""
 
 import contextlib
+import hmac
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +20,26 @@ from loraplex.router.tenancy.audit import Audit
 from loraplex.router.tenancy.keyring import Keyring
 from loraplex.router.tenancy.keys import NOBODY, Caller
 from loraplex.router.tenancy.metering import Metering
-from loraplex.router.tenancy.vouchers import VOUCHER_SCHEME, Vouchers
+
+VOUCHER_SCHEME = "Batch"
+
+
+class Vouchers:
+    """Values of the header `Authorization` that nobody else can make."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_urlsafe(32)
+
+    def header(self, tenant: str, key_id: str) -> str:
+        return f"{VOUCHER_SCHEME} {self._secret}:{tenant}:{key_id}"
+
+    def read(self, given: str) -> tuple[str, str] | None:
+        """The tenant and the key's id; None = it is not from here."""
+        secret, _, who = given.partition(":")
+        if not hmac.compare_digest(secret.encode("utf-8", "replace"), self._secret.encode()):
+            return None
+        tenant, _, key_id = who.partition(":")
+        return tenant, key_id
 
 
 class ExposureError(Exception):

@@ -5,7 +5,10 @@ It lasts as long as its WebSocket. Reconnecting and model cards are `worker_clie
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import struct
+import termios
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Literal
@@ -18,17 +21,17 @@ from loraplex.router.names.served import Origin
 from loraplex.router.policy.placement.liveness import Hearing, Liveness
 from loraplex.router.policy.placement.workers import WorkerView
 from loraplex.router.workers.loads import ConnectionLoads, ConnectionOrders, ProtocolFault
-from loraplex.router.workers.pictures import WorkerPictures
-from loraplex.router.workers.unsent import unsent_bytes
 from loraplex.server.protocol import (
     MAX_FRAME_BYTES,
     Abort,
     AdapterPins,
+    AdapterPlace,
     AdapterPrefetch,
     AdapterReport,
     AdapterState,
     ErrorCode,
     GenerateRequest,
+    Inspect,
     OrderAction,
     RouterFrame,
     StepEvents,
@@ -48,6 +51,53 @@ _PROBE_INTERVAL_S = 0.5
 Sink = Callable[[TokenEvent], None]
 SequenceKey = tuple[str, int, int]
 Tier = Literal["none", "device", "loading", "fetched", "absent"]
+
+
+def unsent_bytes(transport: asyncio.WriteTransport) -> int:
+    """In this process's buffers and in the kernel's (unacknowledged; tcp(7), SIOCOUTQ)."""
+    socket = None if transport.is_closing() else transport.get_extra_info("socket")
+    if socket is None:
+        return 0
+    (kernel,) = struct.unpack("i", fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)))
+    return transport.get_write_buffer_size() + int(kernel)
+
+
+class WorkerPictures:
+    """Pictures of the worker behind one connection.
+
+    `send` puts a frame on the wire; it may raise what ends a connection. places: of the newest
+    picture that had any; the same tuple for as long as nothing changes.
+    """
+
+    def __init__(self, send: Callable[[Inspect], None]) -> None:
+        self.latest: WorkerPicture | None = None
+        self.places: tuple[AdapterPlace, ...] = ()
+        self._send = send
+        self._awaited: asyncio.Future[None] | None = None
+        self._asked = 0
+
+    async def look(self) -> None:
+        """Until a picture has come; callers at once share it. Raises what `fail` was given."""
+        if self._awaited is None:
+            known = 0 if self.latest is None else self.latest.version
+            self._asked += 1
+            self._send(Inspect(f"p{self._asked}", known))
+            self._awaited = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._awaited)
+
+    def on_picture(self, picture: WorkerPicture) -> None:
+        self.latest = picture
+        if picture.places is not None:
+            self.places = picture.places
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None and not awaited.done():
+            awaited.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None and not awaited.done():
+            awaited.set_exception(error)
+            awaited.exception()  # whoever waited may have left: it counts as seen
 
 
 class WorkerLost(Exception):

@@ -15,7 +15,6 @@ import msgspec
 
 from loraplex.router.policy.placement.placement import PlacementRequest
 from loraplex.router.policy.queue.cost import OUTPUT_PRICE, PROMPT_PRICE, Bill, Flow, OutputEstimate
-from loraplex.router.policy.queue.drain import DrainRate
 from loraplex.router.policy.queue.fairness import Account, FairOrder
 from loraplex.router.policy.queue.queue_limits import Promise, QueueCapacity, QueueFull, QueueLimits
 from loraplex.router.policy.queue.shares import TenantShares
@@ -29,6 +28,38 @@ _IDLE_TENANTS = 64
 # A flow's lead over its tenant's other flows decays by a factor of e in so many seconds of waiting.
 # So no flow waits long for one expensive sequence of the past.
 _AGEING_S = 5.0
+
+
+_WINDOW_S = 10.0
+_SHORTEST_S, _LONGEST_S = 1.0, 60.0
+
+
+class DrainRate:
+    """Departures a second: an exponentially weighted count over about ten seconds."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._at = 0.0
+
+    def departed(self, now: float) -> None:
+        self._decay(now)
+        self._weight += 1.0
+
+    def per_second(self, now: float) -> float:
+        self._decay(now)
+        return self._weight / _WINDOW_S
+
+    def retry_after_s(self, waiting: int, now: float) -> float:
+        """Until half of those who wait will have gone, so that who comes back then finds room."""
+        rate = self.per_second(now)
+        if rate <= 0.0:
+            return _LONGEST_S / 2 if waiting else _SHORTEST_S
+        return min(max(waiting / 2 / rate, _SHORTEST_S), _LONGEST_S)
+
+    def _decay(self, now: float) -> None:
+        if now > self._at:
+            self._weight *= math.exp((self._at - now) / _WINDOW_S)
+            self._at = now
 
 
 class Waiting(msgspec.Struct, Generic[T], frozen=True, eq=False):

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from loraplex.server.engine.executor import AdapterCopy
 from loraplex.server.engine.memory.residency import AdapterArena
 from loraplex.server.engine.messages import AdapterSettled
-from loraplex.server.engine.scheduling.drain import Drain, renew_drain
 from loraplex.server.engine.scheduling.sequence import (
     BY_PRECEDENCE,
     Precedence,
@@ -27,6 +26,43 @@ _LAST = Precedence(1 << 62, 0)
 # An adapter without waiters that found no room is not tried again for this long while others wait.
 _STAND_BACK_S = 1.0
 _PINNED = "the adapter is pinned"
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """`digests` take no sequence that comes after `precedence`, until `beneficiary` has room."""
+
+    beneficiary: str
+    precedence: Precedence
+    digests: frozenset[str]
+
+
+def renew_drain(
+    drain: Drain | None,
+    arena: AdapterArena,
+    digest: str,
+    runs: tuple[int, ...],
+    precedence: Precedence,
+    running: Iterable[Sequence],
+) -> Drain:
+    """Choose adapters whose eviction makes room for `digest`, soonest done first.
+
+    drain: the choice so far; it is kept while it still makes enough room.
+    """
+    kept = drain.digests if drain is not None and drain.beneficiary == digest else frozenset()
+    if kept and arena.would_fit(runs, kept):
+        return Drain(digest, precedence, kept)
+    remaining: dict[str, int] = {}
+    for sequence in running:
+        if sequence.adapter is not None:
+            longest = max(remaining.get(sequence.adapter, 0), sequence.remaining)
+            remaining[sequence.adapter] = longest
+    chosen: set[str] = set()
+    for candidate in sorted(remaining, key=lambda d: (remaining[d], d)):
+        if arena.would_fit(runs, chosen):
+            break
+        chosen.add(candidate)
+    return Drain(digest, precedence, frozenset(chosen))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,20 @@ from torch.nn import functional
 from loraplex.server.kernels.attention.decode_work import WorkLayout
 from loraplex.server.kernels.attention.rope_append import rope_append
 from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
-from loraplex.server.kernels.attention.rotation import QkNorm
+from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
 from loraplex.server.kernels.launch.configs import KernelConfigs, load_configs
+from loraplex.server.kernels.moe.choose import assign_experts
+from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
+from loraplex.server.kernels.moe.grouped import GroupedShape, grouped_product, grouped_shape
+from loraplex.server.kernels.moe.row_lora import MOST_ROWS, add_row_lora, gated_row_lora
+from loraplex.server.kernels.moe.tiles import ExpertTiles
 from loraplex.server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
-from loraplex.server.kernels.pointwise.gated import gated
+from loraplex.server.kernels.pointwise.gated import GatedActivation, gated
 from loraplex.server.kernels.pointwise.gated_lora import gated_lora
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.kernels.pointwise.sum_norm import sum_norm
 from loraplex.server.model.devices.group import DeviceSum
-from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.lora import AdapterTable, Reach
 from loraplex.server.model.lora.own_rows import (
@@ -33,7 +38,6 @@ from loraplex.server.model.lora.sites import LayerSites, Site
 from loraplex.server.model.ops.attention_cuda import Attention, PagedAttention
 from loraplex.server.model.ops.cache_pages import cache_pages
 from loraplex.server.model.ops.device_lora import DeviceLora, LoraBatches
-from loraplex.server.model.ops.experts_cuda import Experts
 from loraplex.server.model.ops.lora_linear import (
     ByExperts,
     Deferred,
@@ -48,9 +52,143 @@ from loraplex.server.model.ops.lora_linear import (
 from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, Consumers, SummedSites
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.products import Products
-from loraplex.server.model.ops.rotations import Rotations
-from loraplex.server.model.spec.model_spec import Activation, ModelSpec
+from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
+from loraplex.server.model.spec.model_spec import (
+    Activation,
+    AttentionSpec,
+    ModelSpec,
+    PositionScale,
+    RopeSpec,
+)
 from loraplex.server.model.weights import Norm
+
+
+class Rotations:
+    """Layers that rotate alike share their tables. Where the model has long factors, every table
+    has them below, from row `max_context` on."""
+
+    def __init__(self, model: ModelSpec, max_context: int, device: torch.device) -> None:
+        self._positions = torch.arange(max_context, device=device)
+        self._first_long = None if model.short_context is None else max_context
+        kinds = {_kind(layer.attention) for layer in model.layers}
+        made = {kind: self._rotation(model.head_dim, *kind) for kind in kinds}
+        self._by_layer = tuple(made[_kind(layer.attention)] for layer in model.layers)
+
+    def __getitem__(self, layer: int) -> Rotation:
+        return self._by_layer[layer]
+
+    @property
+    def has_long(self) -> bool:
+        """Whether rows of the tables may be others than positions."""
+        return self._first_long is not None
+
+    def turns(
+        self, positions: torch.Tensor, rows: torch.Tensor, long_rows: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Rows of the tables, int64 `[tokens]`; None = the positions. positions, rows: of tokens;
+        long_rows: see `StepLayout`."""
+        if self._first_long is None:
+            return None
+        return positions + long_rows[rows] * self._first_long
+
+    def _rotation(
+        self, head_dim: int, rope: RopeSpec | None, q_scale: PositionScale | None
+    ) -> Rotation:
+        forms = (False,) if self._first_long is None else (False, True)
+        cos_sin = torch.cat([self._cos_sin(head_dim, rope, long=long) for long in forms])
+        scale = None if q_scale is None else self._scale(q_scale).repeat(len(forms))
+        return Rotation(cos_sin, rope is not None and rope.interleaved, scale)
+
+    def _cos_sin(self, head_dim: int, rope: RopeSpec | None, *, long: bool) -> torch.Tensor:
+        """float32 `[positions, 2 n]`."""
+        positions = self._positions
+        if rope is None:
+            return torch.empty(len(positions), 0, device=positions.device)
+        long = long and bool(rope.long_factors)
+        inv_freq = inverse_frequencies(rope, head_dim, positions.device, long=long)
+        angles = cos_sin(positions, inv_freq, rope.attention_factor)
+        return torch.cat(angles, dim=-1).squeeze(1)
+
+    def _scale(self, scale: PositionScale) -> torch.Tensor:
+        """float32 `[positions]`."""
+        return 1.0 + scale.beta * (1.0 + self._positions // scale.context).log()
+
+
+def _kind(attention: AttentionSpec) -> tuple[RopeSpec | None, PositionScale | None]:
+    return attention.rope, attention.q_scale
+
+
+class Experts:
+    """For any layer. A captured step stays valid for any choice, and for any adapters."""
+
+    def __init__(self, configs: KernelConfigs, products: Products, table: AdapterTable) -> None:
+        self._products, self._table = products, table.device_table
+        self._early = configs.programmatic_launch
+
+    def run(
+        self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: LayerSites
+    ) -> ByExperts:
+        """As `Ops.moe`."""
+        spec = weights.spec
+        logits = self._products.linear(x, weights.router)
+        shape = grouped_shape(len(x), spec.top_k, spec.experts)
+        tiles, shares = assign_experts(
+            logits,
+            spec.top_k,
+            shape.tile_rows,
+            of_chosen=spec.rule != "softmax_top_k",
+            rounded=not spec.wide_weights,
+            programmatic_launch=self._early,
+        )
+        cut, activation = (tiles, shape), spec.activation
+        if lora is None or not lora.expert_sites:
+            inner = self._product(x, weights.gate_up, cut, activation)
+            return ByExperts(self._product(inner, weights.down, cut), shares)
+        of_gate_up, of_down = self._lora_at(sites.gate_up, lora), self._lora_at(sites.down, lora)
+        inner = self._gated_adapted(x, weights.gate_up, cut, of_gate_up, activation)
+        return ByExperts(self._adapted(inner, weights.down, cut, of_down), shares)
+
+    def _lora_at(self, site: Site, lora: DeviceLora) -> ExpertLora:
+        return ExpertLora(self._table, site.number, site.out_features, lora.slots)
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        linear: ExpertsLinear,
+        cut: tuple[ExpertTiles, GroupedShape],
+        activation: GatedActivation | None = None,
+    ) -> torch.Tensor:
+        return grouped_product(
+            x, linear.weight, linear.bias, *cut, activation, programmatic_launch=self._early
+        )
+
+    def _gated_adapted(
+        self,
+        x: torch.Tensor,
+        linear: ExpertsLinear,
+        cut: tuple[ExpertTiles, GroupedShape],
+        lora: ExpertLora,
+        activation: GatedActivation,
+    ) -> torch.Tensor:
+        """The activation of the product of gate and up with its LoRA."""
+        y, early = self._product(x, linear, cut), self._early
+        if len(y) <= MOST_ROWS:
+            return gated_row_lora(x, y, cut[0], lora, activation, programmatic_launch=early)
+        add_expert_lora(x, y, cut[0], lora, programmatic_launch=early)
+        return gated(y, None, activation, programmatic_launch=early)
+
+    def _adapted(
+        self,
+        x: torch.Tensor,
+        linear: ExpertsLinear,
+        cut: tuple[ExpertTiles, GroupedShape],
+        lora: ExpertLora,
+    ) -> torch.Tensor:
+        """The product with its LoRA."""
+        y = self._product(x, linear, cut)
+        add = add_row_lora if len(y) <= MOST_ROWS else add_expert_lora
+        add(x, y, cut[0], lora, programmatic_launch=self._early)
+        return y
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from peft.tuners.lora.variants import calculate_alora_offsets
 
-from loraplex.router.generation.activation import adapter_from
+from loraplex.router.generation.tokenise import adapter_from
 
 IDS = st.one_of(st.integers(0, 2), st.integers(0, 1 << 40))
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET, UnsetType
 
-from loraplex.router.text.pieces import PIECE_BYTES, in_pieces
+from loraplex.router.text.turn_taking import PIECE_BYTES, in_pieces
 
 
 class Inner(msgspec.Struct, rename={"b": "be"}):

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from loraplex.router.workers.unsent import unsent_bytes
+from loraplex.router.workers.session import unsent_bytes
 from tests.router.serving import poll
 
 

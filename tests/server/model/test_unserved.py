@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 from loraplex.launcher.__main__ import main
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError
 from loraplex.server.model.checkpoint.tensor_table import check_folder
-from loraplex.server.model.families import missing_parts
+from loraplex.server.model.families import refusals
 from loraplex.server.model.families.registry import architectures, read_model
 from tests.server.model.families.test_readers import LLAMA
 from tests.server.model.hub_models import make_model, save_model
@@ -112,7 +112,7 @@ def test_every_other_type_of_transformers_gets_one_sentence() -> None:
 
 def test_rows_of_missing_parts_are_of_types_that_there_are() -> None:
     known = {*CONFIG_MAPPING.keys(), *OF_OTHER_CODE}
-    for part, patterns in missing_parts.BY_TYPE.items():
+    for part, patterns in refusals.BY_TYPE.items():
         for pattern in patterns:
             assert fnmatch.filter(known, pattern), f"{part}: {pattern}"
 

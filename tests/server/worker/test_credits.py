@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.server.worker.credits import share_credits
+from loraplex.server.worker.sequences import share_credits
 
 IN_FLIGHT = st.dictionaries(st.integers(0, 50), st.integers(0, 300), min_size=1, max_size=8)
 

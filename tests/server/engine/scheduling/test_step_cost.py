@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.server.engine.scheduling.step_cost import StepCost
+from loraplex.server.engine.scheduling.prompt_shares import StepCost
 
 SECONDS = st.floats(0.0, 10.0)
 # Prompt tokens of a step, the first one's place in its prompt, and the step's time.

@@ -168,7 +168,7 @@ def test_the_same_in_graphs(
 ) -> None:
     """With prompts and decodes in a step, and adapters of any ranks. The end of the last layer is
     of the tokens that somebody needs."""
-    from loraplex.server.model.graphs.end_graphs import EndGraphs
+    from loraplex.server.model.graphs.token_graphs import EndGraphs
 
     ended, upload = set[int](), EndGraphs._upload
 

@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
-from loraplex.server.model.ops.experts_torch import route
+from loraplex.server.model.ops.ops_torch import route
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from tests.server.model.hub_models import SIZES
 

@@ -16,7 +16,7 @@ from loraplex.launcher.demo import adapter_paths, model_path
 from tests.certifying.certificates import CertifyOptions, certified_output
 from tests.chaos.processes import Process
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 RETRY_S = 0.05
 DIGEST_HEADER = "x-loraplex-adapter-digest"
 

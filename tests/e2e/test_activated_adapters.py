@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
 from tests.e2e.serving import Serving, start_serving
+from tests.grids import beyond
 from tests.server.model.families.parity import TOLERANCE, prompt
 from tests.server.model.hub_models import VOCAB, make_model, save_model
 
@@ -48,7 +49,7 @@ def oracle_of(family: str) -> PeftModel:
     return model.eval()
 
 
-@pytest.fixture(scope="module", params=["llama3", "qwen2", "gemma3"])
+@pytest.fixture(scope="module", params=beyond(1, ["llama3", "qwen2", "gemma3"]))
 def beside(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Beside]:

@@ -120,7 +120,7 @@ def switches(order: list[str]) -> int:
     return sum(one != other for one, other in pairwise(order))
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_killed_twice_and_every_line_is_answered_once(tmp_path: Path, count: int) -> None:
     adapters = make_adapters(tmp_path / "adapters")
     options = ["--adapter-root", str(tmp_path / "adapters")]

@@ -63,7 +63,10 @@ def save_adapter(family: str, folder: Path, options: dict[str, Any], seed: int) 
 
 @pytest.fixture(
     scope="module",
-    params=[("llama-biases-tied", 1), ("gemma3", 1), ("llama-biases-tied", 2)],
+    params=[
+        *[("llama-biases-tied", 1), ("llama-biases-tied", 2)],
+        pytest.param(("gemma3", 1), marks=pytest.mark.exhaustive),
+    ],
     ids=lambda row: f"{row[0]}-{row[1]}",
 )
 def beside(

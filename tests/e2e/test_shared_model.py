@@ -16,7 +16,7 @@ from tests.e2e.test_mixed_batch import bodies, generate
 from tests.e2e.under_load import TIMEOUT_S, assert_same_answers, client, under_load
 from tests.engines import engines_below
 
-KILLS = 3
+KILLS = 2  # each process once
 
 
 @pytest.fixture(scope="module")

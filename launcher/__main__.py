@@ -323,10 +323,7 @@ def _key(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    for field in ("api_key", "admin_key"):
-        if f"{field}_file" in arguments:
-            file = getattr(arguments, f"{field}_file")
-            setattr(arguments, field, config.secret_value(field, file, environ))
+    bench_commands.read_keys(arguments, environ)
     run: Callable[[argparse.Namespace], None] = arguments.run
     try:
         run(arguments)

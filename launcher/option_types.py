@@ -33,7 +33,7 @@ def whole(low: int, high: int = _MOST) -> Callable[[str], int]:
 
 
 def wholes(low: int, high: int = _MOST) -> Callable[[str], tuple[int, ...]]:
-    """Several, with commas between."""
+    """Whole numbers within bounds, with commas between."""
     return worded(lambda text: tuple(_whole(part, low, high) for part in text.split(",")))
 
 
@@ -43,7 +43,7 @@ def number(low: float, high: float = _MOST) -> Callable[[str], float]:
 
 
 def above(low: float) -> Callable[[str], float]:
-    """A number that is more than this."""
+    """A number above a bound."""
 
     def read(text: str) -> float:
         value = _float(text)
@@ -55,7 +55,7 @@ def above(low: float) -> Callable[[str], float]:
 
 
 def rate(text: str) -> float:
-    """Of arrivals, a second; `inf` = all at once."""
+    """Reads arrivals a second; `inf` = all at once."""
     value = _float(text)
     if not (_SLOWEST <= value <= _FASTEST or value == math.inf):
         bounds = f"{_SLOWEST:g} to {_FASTEST:g} or inf"
@@ -86,7 +86,7 @@ def _whole(text: str, low: int, high: int) -> int:
 
 
 def _float(text: str) -> float:
-    """NaN, which is in no range, for what is none."""
+    """Reads a number; NaN, which is in no range, where the text is none."""
     try:
         return float(text)
     except ValueError:

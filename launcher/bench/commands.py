@@ -1,95 +1,360 @@
-"""`loraplex bench …`: the commands' options and output."""
+"""`loraplex bench …`: the options of `serve`, `decode` and `prefill`, and their runs."""
 
 import argparse
 import asyncio
-import json
-from dataclasses import asdict
+import math
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from loraplex.launcher.bench.drafts.command import add_drafts
-from loraplex.launcher.bench.engine.commands import add_engine_commands
-from loraplex.launcher.bench.engine.local_commands import add_local_commands
-from loraplex.launcher.bench.load.commands import add_load_commands
-from loraplex.launcher.bench.output import print_fields
-from loraplex.launcher.bench.simulation.command import add_fairness, add_placement
+import msgspec
+import uvloop
+
+from loraplex.launcher.bench.errors import BenchError
+from loraplex.launcher.bench.load.target import PATHS, Target, model_of
+from loraplex.launcher.bench.load.workload import Lengths, Workload
+from loraplex.launcher.bench.output import print_points
 from loraplex.launcher.command_line import Parser
-from loraplex.launcher.option_types import above, number, whole
+from loraplex.launcher.config import secret_value
+from loraplex.launcher.option_types import (
+    above,
+    burstiness,
+    lora_ranks,
+    number,
+    rate,
+    shown,
+    whole,
+    wholes,
+    worded,
+)
+from loraplex.launcher.options import OptionError
+from loraplex.launcher.router_client import server_url
+from loraplex.server.engine.admission import bad_sampling
+from loraplex.server.protocol import SamplingParams
 
+if TYPE_CHECKING:
+    from loraplex.launcher.bench.engine.grid import Grid
+
+T = TypeVar("T")
 ABOUT = """\
-Measure. `decode`, `prefill`, `vectors` and `throughput` run the engine in this process on random
-weights; `vectors` reads prompts for vectors, by turns with the same prompts for prefill;
-`lora-kernels` times LoRA alone and over the base, `prompt-attention` one layer's attention of
-prompts, `masks` what grammars cost the host; `placement` compares placement policies on simulated
-fleets, `fairness` floods them; `router` measures a router before a worker without an engine;
-`overload` asks a fleet of processes for more than it can do; `serve` loads a running server,
-`streams` watches steady streams while adapters are loaded beside them, `adapters` registers, loads
-and unloads many, and `make-model` writes a model and adapters to do that with. `cold-adapters`
-times adapters from their folder to host memory, `adapter-copies` from there to the device. `drafts`
-replays answers over real texts: how many tokens a step gives.
+Measure. `serve` loads a running server. `decode` and `prefill` run the engine in this process on
+random weights, over a grid of batches and adapters.
 
-  loraplex bench decode --config llama-3.1-8b --dummy-weights --batch 1,8,32 --adapters 0,1,8
-  loraplex bench placement --adapters 512,1024,4096 --shape zipf --shape drift
   loraplex bench serve --url http://127.0.0.1:8080 --adapter a --adapter b --rate 20
-  loraplex bench make-model --config llama-3.1-8b --model DIR --adapters-in DIR --adapters 400
+  loraplex bench decode --config llama-3.1-8b --dummy-weights --batch 1,8,32 --adapters 0,1,8
+
+`python -m tools.bench` has the others, in a checkout.
 """
+DTYPES = ("bfloat16", "float16", "float32")
+_STEP_TOKENS = 8192
 
 
 def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
-    """The actions of `bench`; each sets `run` to a function of the parsed arguments."""
-    add_engine_commands(actions)
-    add_placement(actions.add_parser("placement", help="placement policies on simulated fleets"))
-    add_fairness(actions.add_parser("fairness", help="a flooding tenant on simulated fleets"))
-    router = actions.add_parser("router", help="CPU time and latency of a router")
-    router.add_argument("--streams", type=whole(1), default=256)
-    router.add_argument("--tokens", type=whole(1), default=128, help="of each stream")
-    router.add_argument("--requests", type=whole(1), default=4000, help="that are not streamed")
-    router.add_argument("--burst", type=whole(1), default=1000, help="streams asked for at once")
-    router.set_defaults(run=run_router)
-    _add_overload(actions.add_parser("overload", help="a fleet asked for more than it can do"))
-    add_drafts(actions.add_parser("drafts", help="drafts of answers, replayed over texts"))
-    add_load_commands(actions)
-    add_local_commands(actions)
+    """Adds the actions of `bench`; each sets `run` to a function of the parsed arguments."""
+    decode = actions.add_parser("decode", help="time of a decode step")
+    add_grid(decode, batches=(1, 8, 32), prompt_tokens=128)
+    _add_decode(decode)
+    decode.set_defaults(run=run_decode)
+    prefill = actions.add_parser("prefill", help="prompt tokens a second")
+    add_grid(prefill, batches=(4, 16), prompt_tokens=2048)
+    add_step_tokens(prefill)
+    prefill.set_defaults(run=run_prefill)
+    serve = actions.add_parser("serve", help="load on a running server")
+    add_server(serve)
+    add_callers(serve)
+    add_folders(serve)
+    _add_load(serve)
+    serve.set_defaults(run=run_serve)
     for parser in actions.choices.values():
         parser.add_argument("--json", action="store_true", help="one JSON object a line")
 
 
-def run_router(arguments: argparse.Namespace) -> None:
-    from loraplex.launcher.bench.load.router_cost import measure
+def read_keys(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Sets the keys that the command's requests show. Raises OptionError."""
+    for field in ("api_key", "admin_key"):
+        if f"{field}_file" in arguments:
+            file = getattr(arguments, f"{field}_file")
+            setattr(arguments, field, secret_value(field, file, environ))
 
-    sizes = (arguments.streams, arguments.tokens, arguments.requests, arguments.burst)
-    cost = asyncio.run(measure(*sizes))
-    print_fields(cost, arguments.json, "10.2f")
+
+# ---- a running server
 
 
-def _add_overload(parser: Parser) -> None:
+def add_server(parser: Parser) -> None:
+    """Adds the server's address."""
     parser.add_argument(
-        "--times", action="append", type=above(0), help="of what it can do; default: 2, 10"
+        "--url", type=worded(server_url), required=True, help="of the server: http://127.0.0.1:8080"
     )
-    parser.add_argument("--workers", type=whole(1), default=2)
-    parser.add_argument("--rows", type=whole(1), default=16, help="sequences at once of a worker")
-    parser.add_argument("--tokens", type=whole(1), default=16, help="of each answer")
-    parser.add_argument("--step-ms", type=above(0), default=50.0, help="of a decode step")
-    parser.add_argument("--queue-s", type=above(0), default=1.0, help="of work that may wait")
-    parser.add_argument("--seconds", type=number(2), default=10.0, help="of overload")
-    parser.add_argument("--slo-ttft-ms", type=above(0), default=2000.0, help="of a good answer")
-    parser.add_argument("--recovery-s", type=above(0), default=10.0, help="until all is as before")
-    parser.set_defaults(run=run_overload)
 
 
-def run_overload(arguments: argparse.Namespace) -> None:
-    import uvloop
-
-    from loraplex.launcher.bench.load.overload import OverloadScene, measure, table
-
-    times = arguments.times or [2.0, 10.0]
-    scene = OverloadScene(
-        workers=arguments.workers,
-        rows=arguments.rows,
-        tokens=arguments.tokens,
-        step_s=arguments.step_ms / 1e3,
-        queue_s=arguments.queue_s,
-        seconds=arguments.seconds,
-        slo_s=arguments.slo_ttft_ms / 1e3,
-        recovery_s=arguments.recovery_s,
+def add_callers(parser: Parser) -> None:
+    """Adds options of the requests that callers send."""
+    parser.add_argument(
+        "--api",
+        choices=[*PATHS],
+        default="completions",
+        help="OpenAI's completions (prompts are token ids), its chat, or LoRAX's generate_stream "
+        "(both: texts of about so many tokens) [completions]",
     )
-    result = uvloop.run(measure(scene, times))  # the generator's CPU time is taken from the fleet
-    print(json.dumps(asdict(result)) if arguments.json else table(result))
+    parser.add_argument(
+        "--base-model",
+        default="",
+        metavar="NAME",
+        help="what `model` says for the base [as GET /v1/models says, else base]",
+    )
+    parser.add_argument(
+        "--extra",
+        type=worded(_extra),
+        default={},
+        metavar="JSON",
+        help="fields of each body (LoRAX: parameters) over the bench's own; null leaves one out, "
+        "such as '{\"ignore_eos\": null}' for a server that does not know it",
+    )
+    parser.add_argument(
+        "--api-key-file", metavar="PATH", help="file with a caller's key [LORAPLEX_API_KEY]"
+    )
+    parser.add_argument(
+        "--registered", action="store_true", help="adapters are registered by their names"
+    )
+
+
+def _extra(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        raise ValueError(f"expected a JSON object, got {shown(text)}") from None
+
+
+def add_folders(parser: Parser, required: bool = False, count: int = 0) -> None:
+    """Adds the choice of adapters among folders. count: how many by default, 0 = all."""
+    parser.add_argument(
+        "--adapters-in",
+        type=Path,
+        metavar="DIR",
+        required=required,
+        help="adapter folders in it, by name: `local:NAME` for a server with --adapter-root DIR",
+    )
+    parser.add_argument("--first", type=whole(0), default=0, help="from this one of them")
+    parser.add_argument(
+        "--count", type=whole(0), default=count, help=f"so many of them (0 = all) [{count}]"
+    )
+
+
+def _add_load(parser: Parser) -> None:
+    parser.add_argument("--adapter", action="append", default=[], help="most popular first")
+    parser.add_argument("--base-too", action="store_true", help="requests without adapter as well")
+    parser.add_argument("--requests", type=whole(1), default=200)
+    parser.add_argument(
+        "--zipf", type=number(0), default=1.0, help="exponent of adapter popularity"
+    )
+    for name, default in (
+        ("prompt", "lognormal(5.0,0.8) in 16..1024"),
+        ("output", "lognormal(4.8,0.7) in 8..512"),
+    ):
+        length = worded(Lengths.parse)
+        parser.add_argument(f"--{name}", type=length, default=default, help=f"tokens [{default}]")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--rate", type=rate, default=math.inf, help="requests a second [inf: all at once]"
+    )
+    parser.add_argument("--burstiness", type=burstiness, default=1.0, help="1 = Poisson arrivals")
+    parser.add_argument(
+        "--concurrency", type=whole(1), help="callers of a closed loop [none: an open loop]"
+    )
+    parser.add_argument("--processes", type=whole(1), default=1, help="that send")
+    parser.add_argument("--slo-ttft-ms", type=above(0), help="goodput: time to the first token")
+    parser.add_argument("--slo-itl-ms", type=above(0), help="goodput: mean gap between tokens")
+
+
+def target_of(arguments: argparse.Namespace) -> Target:
+    """Reads the server and its keys from the arguments. Raises OptionError."""
+    given = vars(arguments)
+    keys = {name: given.get(name, "") for name in ("api_key", "admin_key")}
+    if not all(key.isascii() for key in keys.values()):
+        raise OptionError("keys must be ASCII, as they are sent in a header")
+    callers = {name: given[name] for name in ("api", "extra") if name in given}
+    return Target(arguments.url, given.get("base_model", ""), **callers, **keys)
+
+
+def names_in(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Lists the names of the chosen adapter folders. Raises BenchError."""
+    if arguments.adapters_in is None:
+        return ()
+    folder, first, count = arguments.adapters_in, arguments.first, arguments.count
+    found = sorted(path.parent.name for path in folder.glob("*/adapter_config.json"))
+    names = tuple(found[first : first + count if count else None])
+    if not names or (count and len(names) < count):
+        raise BenchError(f"{folder} has {len(found)} adapters, too few for this")
+    return names
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine on uvloop, to its result."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def run_serve(arguments: argparse.Namespace) -> None:
+    """Raises OptionError, BenchError."""
+    from loraplex.launcher.bench.load.serve import run_load
+    from loraplex.launcher.bench.report import Slo, summarise, table, why_none
+
+    made = (model_of(name, arguments.registered) for name in names_in(arguments))
+    adapters: tuple[str | None, ...] = (*arguments.adapter, *made)
+    if arguments.base_too or not adapters:
+        adapters = (*adapters, None)
+    concurrency, processes = arguments.concurrency, arguments.processes
+    if concurrency is not None and concurrency < processes:
+        raise OptionError("--processes must be at most --concurrency")
+    workload = Workload(
+        requests=arguments.requests,
+        adapters=adapters,
+        zipf=arguments.zipf,
+        prompt=arguments.prompt,
+        output=arguments.output,
+        rate=arguments.rate,
+        burstiness=arguments.burstiness,
+        seed=arguments.seed,
+    )
+    outcomes = run_async(run_load(target_of(arguments), workload, concurrency, processes))
+    failure = why_none(outcomes)
+    if failure is not None:
+        raise BenchError(failure)
+    slo = Slo(_seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms))
+    summary = summarise(outcomes, slo)
+    print(msgspec.json.encode(summary).decode() if arguments.json else table(summary), flush=True)
+    if summary["failed"]:
+        raise BenchError(f"{summary['failed']} of {len(outcomes)} requests failed")
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+# ---- the engine in this process
+
+
+def add_config(parser: Parser) -> None:
+    """Adds the model's shape."""
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="FOLDER",
+        help="folder with a config.json, or a known model (llama-3.1-8b, gemma-2-9b)",
+    )
+
+
+def add_grid(parser: Parser, batches: tuple[int, ...], prompt_tokens: int) -> None:
+    """Adds the options of a grid. batches, prompt_tokens: the defaults."""
+    add_config(parser)
+    parser.add_argument(
+        "--dummy-weights", action="store_true", required=True, help="random weights (the only kind)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--batch", type=wholes(1), metavar="N,…", default=batches)
+    parser.add_argument("--adapters", type=wholes(0), metavar="N,…", default=(0, 1))
+    parser.add_argument("--rank", type=lora_ranks, metavar="N,…", default=(16,))
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help="[auto]")
+    parser.add_argument("--adapt-experts", action="store_true", help="adapters change experts too")
+    parser.add_argument("--dora", action="store_true", help="adapters are DoRA's")
+    parser.add_argument("--own-heads", type=whole(0), default=0, help="adapters that have one [0]")
+    parser.add_argument("--tp", type=whole(1), default=1, help="devices that share the model [1]")
+    parser.add_argument("--prompt-tokens", type=whole(1), default=prompt_tokens)
+    parser.add_argument(
+        "--sampling",
+        default="{}",
+        metavar="JSON",
+        help='how tokens are chosen, such as \'{"temperature": 0.8, "top_p": 0.95}\' (default:'
+        " greedily)",
+    )
+
+
+def _add_decode(parser: Parser) -> None:
+    parser.add_argument("--output-tokens", type=whole(1), default=144)
+    parser.add_argument(
+        "--constrained",
+        type=wholes(0),
+        metavar="N,…",
+        default=(0,),
+        help="sequences of --batch that write JSON of a schema each, all different [0]",
+    )
+    parser.add_argument(
+        "--draft",
+        type=wholes(0, 16),
+        metavar="N,…",
+        default=(0,),
+        help="tokens of a draft that each sequence checks in each step, all wrong [0]",
+    )
+
+
+def add_step_tokens(parser: Parser) -> None:
+    """Adds the most tokens of a step."""
+    parser.add_argument(
+        "--step-tokens",
+        type=whole(1),
+        default=_STEP_TOKENS,
+        help=f"most of a step [{_STEP_TOKENS}]",
+    )
+
+
+def grid_of(arguments: argparse.Namespace) -> "Grid":
+    """Reads a grid from the arguments. Raises OptionError, BenchError."""
+    from loraplex.launcher.bench.engine.grid import Grid
+    from loraplex.launcher.bench.engine.offline import MadeForm, check_device, model_folder
+
+    check_device(arguments.device)
+    grid = Grid(
+        folder=model_folder(arguments.config),
+        device=arguments.device,
+        dtype=arguments.dtype,
+        batches=arguments.batch,
+        adapters=arguments.adapters,
+        ranks=arguments.rank,
+        prompt_tokens=arguments.prompt_tokens,
+        output_tokens=getattr(arguments, "output_tokens", 1),
+        step_tokens=getattr(arguments, "step_tokens", _STEP_TOKENS),
+        sampling=_sampling(arguments.sampling),
+        constrained=getattr(arguments, "constrained", (0,)),
+        drafts=getattr(arguments, "draft", (0,)),
+        form=MadeForm(arguments.adapt_experts, arguments.dora, arguments.own_heads),
+        kv_dtype=arguments.kv_dtype,
+        shards=arguments.tp,
+    )
+    if min(grid.constrained) > max(grid.batches):
+        raise OptionError("no --batch is as large as one of --constrained")
+    if not any(grid.points()):
+        raise OptionError("no --batch is as large as one of --adapters")
+    return grid
+
+
+def _sampling(text: str) -> SamplingParams:
+    """Reads parameters, greedy where the text says nothing else. Raises OptionError."""
+    try:
+        given = msgspec.json.decode(text, type=dict[str, Any])
+        unknown = given.keys() - set(SamplingParams.__struct_fields__)
+        if unknown:
+            raise OptionError(f"--sampling: {', '.join(sorted(unknown))}: not known")
+        untyped = SamplingParams(**{"temperature": 0.0, **given})
+        params = msgspec.convert(msgspec.to_builtins(untyped), SamplingParams)  # checks types
+    except msgspec.MsgspecError as error:
+        raise OptionError(f"--sampling: {error}") from error
+    if problem := bad_sampling(params):
+        raise OptionError(f"--sampling: {problem}")
+    return params
+
+
+def run_decode(arguments: argparse.Namespace) -> None:
+    """Raises OptionError, BenchError."""
+    from loraplex.launcher.bench.engine.grid import SHORT_OUTPUT, decode
+
+    if arguments.output_tokens <= SHORT_OUTPUT:
+        raise OptionError(f"--output-tokens must be more than {SHORT_OUTPUT}")
+    print_points(decode(grid_of(arguments)), arguments.json)
+
+
+def run_prefill(arguments: argparse.Namespace) -> None:
+    """Raises OptionError, BenchError."""
+    from loraplex.launcher.bench.engine.grid import prefill
+
+    print_points(prefill(grid_of(arguments)), arguments.json)

@@ -1,13 +1,13 @@
 """Output of benchmarks: for a person, or one JSON object a line."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 
-def print_points(points: Iterable[Any], as_json: bool, table: Callable[[list[Any]], str]) -> None:
-    """points: dataclasses; as JSON each is printed as soon as it is there."""
+def print_points(points: Iterable[Any], as_json: bool) -> None:
+    """Prints dataclasses, as JSON each as soon as it is there, else a table of all."""
     results = []
     for point in points:
         results.append(point)
@@ -17,8 +17,17 @@ def print_points(points: Iterable[Any], as_json: bool, table: Callable[[list[Any
         print(table(results))
 
 
-def print_fields(result: Any, as_json: bool, spec: str = "") -> None:
-    """result: a dataclass; a line each for a person. spec: how its values are formatted there."""
-    values = asdict(result)
-    lines = (f"{name:20} {value:{spec}}" for name, value in values.items())
-    print(json.dumps(values) if as_json else "\n".join(lines))
+def table(results: Sequence[Any]) -> str:
+    """Makes a column of each field; results: dataclasses of one kind."""
+    if not results:
+        return "nothing to measure"
+    head = list(asdict(results[0]))
+    rows = [[_cell(value) for value in asdict(result).values()] for result in results]
+    widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
+    return "\n".join("".join(map(str.rjust, line, widths)) for line in (head, *rows))
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return "-" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""From the times of single requests to percentiles and rates. Pure."""
+"""Percentiles and rates, from the times of single requests. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(slots=True)
 class Outcome:
-    """What one request met. Times are seconds on one monotonic clock.
+    """Fate of one request. Times are seconds on one monotonic clock.
 
     first_use: no earlier request of the run named its adapter. token_s: when each event with text
     came; one may bring several tokens. prompt_tokens, output_tokens: as the server counted them,
@@ -37,8 +37,8 @@ class Outcome:
 
     @property
     def missed(self) -> bool | None:
-        """Whether it waited for its adapter, or is taken to have where the server does not say;
-        None = it has none."""
+        """Says whether the request waited for its adapter; None = it has none. Where the server is
+        silent, the first use counts as a wait."""
         if self.adapter is None:
             return None
         return self.first_use if self.start is None else self.start == "cold"
@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between events."""
+        """Gaps between events."""
         return [b - a for a, b in zip(self.token_s, self.token_s[1:], strict=False)]
 
     @property
@@ -105,7 +105,7 @@ class Slo:
 
 
 def first_errors(outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """What was said of the first failure of each kind."""
+    """Finds the words of the first failure of each kind."""
     found: dict[str, str] = {}
     for outcome in outcomes:
         if outcome.error is not None:
@@ -114,7 +114,7 @@ def first_errors(outcomes: Sequence[Outcome]) -> dict[str, str]:
 
 
 def why_none(outcomes: Sequence[Outcome]) -> str | None:
-    """One sentence if no request was answered, else None."""
+    """Returns a sentence if no request was answered, else None."""
     if any(outcome.error is None for outcome in outcomes):
         return None
     first = outcomes[0]
@@ -122,8 +122,8 @@ def why_none(outcomes: Sequence[Outcome]) -> str | None:
 
 
 def summarise(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, object]:
-    """One JSON object of a run; `hit` and `miss` say whether it waited for its adapter; requests of
-    the base are neither."""
+    """Makes one JSON object of a run. `hit` and `miss`: whether a request waited for its adapter;
+    requests of the base are neither."""
     done = [outcome for outcome in outcomes if outcome.error is None]
     start = min((outcome.sent_s for outcome in outcomes), default=0.0)
     seconds = max((outcome.end_s for outcome in outcomes), default=0.0) - start
@@ -148,7 +148,7 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, object]:
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """The same for a person."""
+    """Writes a summary for a person."""
     lines = [
         f"{summary['completed']} requests in {summary['seconds']} s, {summary['failed']} failed"
         f" {summary['errors'] or ''}".rstrip(),

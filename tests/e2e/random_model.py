@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from loraplex.launcher.bench.engine.made_model import Maker
 from loraplex.launcher.bench.engine.offline import SHIPPED
 from tests.e2e.serving import Serving, start_serving
+from tools.bench.make_model import Maker
 
 CONTEXT = 16_384
 MODELS = ("base", "one", "two")  # the base and its adapters

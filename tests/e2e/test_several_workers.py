@@ -13,7 +13,6 @@ import httpx
 import psutil
 import pytest
 
-from loraplex.launcher.bench.engine.made_model import Maker
 from loraplex.launcher.bench.engine.offline import SHIPPED
 from loraplex.launcher.bench.load.serve import run_load
 from loraplex.launcher.bench.load.target import Target, model_of
@@ -23,6 +22,7 @@ from tests.e2e.serving import Serving, start_serving
 from tests.e2e.test_mixed_batch import bodies
 from tests.e2e.under_load import TIMEOUT_S, assert_same_answers, under_load
 from tests.ports import free_port
+from tools.bench.make_model import Maker
 
 KILLS = 2  # each worker once
 NAMES = ("worker-0", "worker-1")

@@ -5,9 +5,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,19 +15,18 @@ from loraplex.adapters.grammar.limits import GrammarLimits
 from loraplex.adapters.grammar.vocabulary import make_vocabulary
 from loraplex.launcher.__main__ import main
 from loraplex.launcher.bench.engine import grid as grids
-from loraplex.launcher.bench.engine import lora_kernels as kernels
 from loraplex.launcher.bench.engine.grid import (
     COPY_BYTES,
     MATRIX,
     Grid,
     adapter_bytes,
     copy_bandwidth,
+    endless_json,
     engine_for,
     matrix_parameters,
     matrix_rate,
     step_bytes,
 )
-from loraplex.launcher.bench.engine.made_schemas import endless_json
 from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
 from loraplex.launcher.bench.engine.offline import (
     SHIPPED,
@@ -41,20 +38,12 @@ from loraplex.launcher.bench.engine.offline import (
     model_folder,
     shared_base,
 )
-from loraplex.launcher.bench.engine.throughput import (
-    MeasuredEngine,
-    MeasuredRun,
-    adapters_of,
-    measure,
-)
-from loraplex.launcher.bench.load.workload import Call, Lengths, Workload
 from loraplex.launcher.known_models import served_families
 from loraplex.server.engine.executor import Masks
-from loraplex.server.engine.messages import EngineStats, SequenceEvent, StepOutput, StepWork
+from loraplex.server.engine.messages import StepOutput
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.sampling.results import StepTicket
-from loraplex.server.protocol import TokenEvent
 
 TINY = {
     "vocab_size": 64,
@@ -154,14 +143,6 @@ def test_rows_write_what_their_grammars_let_through(
         assert matcher.try_consume_tokens(written[key]) == 20
 
 
-def test_masks_of_grammars(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["bench", "masks", "--vocabulary", "600", "--schemas", "9", "--threads", "2", "--json"])
-    (times,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert times["schemas"] == 9
-    assert 0 < times["compile_ms"] < times["new_schema_ms"] <= times["new_schema_most_ms"]
-    assert 0 < times["all_rows_ms"] <= times["all_rows_p99_ms"]
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -213,9 +194,6 @@ def test_a_broken_configuration(tiny: Path, capsys: pytest.CaptureFixture[str]) 
     [
         ("decode", "--dummy-weights"),
         ("prefill", "--dummy-weights"),
-        ("throughput", "--dummy-weights"),
-        ("adapter-copies",),
-        ("make-model", "--device", "cuda", "--model", "/nowhere/made"),
     ],
 )
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
@@ -264,136 +242,6 @@ def test_prefill(
         assert tokens == pytest.approx(step_tokens, rel=0.01)
     words = ("--output-tokens", "9")
     assert "unrecognized" in refusal(capsys, 2, "prefill", "--config", str(tiny), *words)
-
-
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_vectors_beside_prefill(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pooling: str
-) -> None:
-    """The same prompts by turns; nothing is generated for vectors."""
-    ran: list[Load] = []
-    run = OfflineEngine.run
-
-    def noted(engine: OfflineEngine, load: Load) -> float:
-        ran.append(load)
-        return run(engine, load)
-
-    monkeypatch.setattr(OfflineEngine, "run", noted)
-    load = ("--batch", "2", "--adapters", "0,2", "--rank", "4", "--prompt-tokens", "40")
-    options = (*load, "--pooling", pooling, "--step-tokens", "24")
-    points = bench(capsys, "vectors", "--config", str(tiny), *options)
-    assert [(p["B"], p["D"], p["r"]) for p in points] == [(2, 0, 0), (2, 2, 4)]
-    for point in points:
-        ratio = point["vector_tokens_per_s"] / point["prefill_tokens_per_s"]
-        assert point["ratio"] == pytest.approx(ratio, rel=0.01, abs=0.002)
-        assert point["vectors_per_s"] == pytest.approx(point["vector_tokens_per_s"] / 40, rel=0.05)
-    timed = [each for each in ran if each.prompt_tokens == 40]
-    assert [each.vector is not None for each in timed] == [False, True] * (len(timed) // 2)
-    assert {each.vector.pooling for each in timed if each.vector is not None} == {pooling}
-
-
-OUTPUT = Lengths.parse("uniform(3,20)")
-
-
-@pytest.mark.parametrize(
-    ("named", "room", "max_running", "step_tokens"),
-    [(0, None, 64, 512), (9, 20, 1, 512), (30, 4, 8, 512), (9, None, 64, 8)],
-)
-def test_throughput(
-    tiny: Path, named: int, room: int | None, max_running: int, step_tokens: int
-) -> None:
-    adapters, prompt = adapters_of(4, named), Lengths.parse("uniform(5,40)")
-    workload = Workload(60, adapters, 1.0, prompt, OUTPUT, token_ids=(0, 64), seed=3)
-    calls = workload.calls()
-    run = measure(
-        MeasuredEngine(tiny, "cpu", "float32", 4, room, max_running, step_tokens), workload
-    )
-    assert [(o.adapter, o.prompt_tokens, o.output_tokens) for o in run.outcomes] == [
-        (call.adapter, len(call.prompt), call.output_tokens) for call in calls
-    ]
-    assert all(len(outcome.token_s) <= outcome.output_tokens for outcome in run.outcomes)
-    summary = run.summary()
-    outputs = sum(call.output_tokens for call in calls)
-    computed = sum(len(call.prompt) + call.output_tokens - 1 for call in calls)
-    assert summary["steps"] >= max(outputs / max_running, computed / step_tokens)
-    misses = [outcome.missed for outcome in run.outcomes]
-    assert (misses.count(True) > 10) == (named > (room or named))
-    assert misses.count(None) == (0 if named else 60)
-
-
-def test_a_run_adds_up_what_steps_show() -> None:
-    run = MeasuredRun([Call(0, 0.0, "a", [1, 2], 3)])
-    for step, token_ids in ((1, (5,)), (2, (6, 7))):
-        event = TokenEvent("0", 0, 0, 0, token_ids, load_s=0.5 if step == 1 else None)
-        work = StepWork(1, 1, 1, (1.0 * step, 2.0, 3.0, 4.0, 5.0))
-        events = (SequenceEvent(0, event),)
-        run.note(StepOutput(step, events, EngineStats(), 0.1, 1, work))
-    run.note(StepOutput(2, (), EngineStats(), 0.0, 0))
-    summary = run.summary()
-    assert summary["steps"] == 2
-    assert summary["loop_s"] == {
-        "plan": 3.0,
-        "launch": 4.0,
-        "wait": 6.0,
-        "commit": 8.0,
-        "masks": 10.0,
-    }
-    assert summary["miss"]["itl_ms"]["p50"] >= 0
-    assert run.outcomes[0].output_tokens == 3
-
-
-def test_throughput_as_json(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--adapters", "3", "--requests", "5", "--prompt", "9", "--output", "4")
-    (run,) = bench(capsys, "throughput", "--config", str(tiny), *words)
-    assert (run["completed"], run["hit"]["requests"], run["miss"]["requests"]) == (5, 5, 0)
-
-
-def test_throughput_of_more_than_the_context(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--prompt", "500", "--output", "13", "--requests", "1")
-    told = refusal(capsys, 1, "throughput", "--config", str(tiny), *words)
-    assert told == "loraplex: 513 tokens of a prompt and its output, a context of 512\n"
-
-
-def lora_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every graph takes a millisecond; adapters of rank 64 find no room."""
-
-    def adapters(ranks: list[int]) -> SimpleNamespace:
-        if max(ranks) == 64:
-            raise torch.OutOfMemoryError
-        return SimpleNamespace(count=len(ranks))
-
-    step = Mock(spec=kernels.TimedStep, few=None)
-    monkeypatch.setattr(kernels, "Adapters", adapters)
-    monkeypatch.setattr(kernels, "copy_bandwidth", lambda _: 4e12)
-    monkeypatch.setattr(kernels, "_steps", lambda batches: dict.fromkeys(batches, step))
-    monkeypatch.setattr(kernels, "graph_ms", lambda *_: 1.0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-
-def test_adapters_without_room_leave_the_others_of_lora_kernels(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lora_kernels_on_a_gpu(monkeypatch)
-    main(["bench", "lora-kernels", "--json"])
-    points = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(points) == len(kernels.POINTS) * len(kernels.RANKS)
-    assert {(p["r"], p["added_ms"]) for p in points if p["r"] != "mix"} == {(16, 0.0), (64, None)}
-    assert {p["added_ms"] for p in points if p["r"] == "mix"} == {0.0, None}
-    main(["bench", "lora-kernels", "--rank", "64"])
-    assert capsys.readouterr().out.count("no room") == 2 * len(kernels.POINTS)
-
-
-def test_lora_kernels_without_room_for_the_products(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lora_kernels_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(kernels, "_steps", Mock(side_effect=torch.OutOfMemoryError))
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "lora-kernels"])
-    assert ended.value.code == 1
-    assert capsys.readouterr().err.startswith("loraplex: bench lora-kernels needs a GPU with")
 
 
 def test_rates_of_a_cpu_are_quick_to_measure() -> None:

@@ -74,7 +74,6 @@ def check_bare(python: Path, folder: Path) -> None:
             batch,
             ["info", str(MODEL)],
             ["bench", "decode", "--config", "llama-3.1-8b", "--dummy-weights"],
-            ["bench", "drafts", "--tokenizer", "tokenizer.json"],
         ],
         "router": [["router", "--worker", "ws://127.0.0.1:9"], ["adapter", "check", str(POLITE)]],
         "server": [["worker", str(MODEL)]],

@@ -16,7 +16,7 @@ from loraplex.launcher.__main__ import main
         ("adapter lsit", "loraplex adapter [-h]", "; did you mean list?"),
         ("adapter list --urll x", "loraplex adapter list", "; did you mean --url?"),
         ("bench serve --url http://x --conccurency 1", "loraplex bench", "did you mean --concurr"),
-        ("bench fairness --colour", "loraplex bench fairness", None),
+        ("bench decode --colour", "loraplex bench decode", None),
         ("serve model other", "loraplex serve", None),
     ],
 )

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loraplex.launcher.bench.engine.random_packed import random_packed
-from loraplex.launcher.bench.engine.random_weights import STD, random_weights
+from loraplex.launcher.bench.engine.random_weights import STD, random_packed, random_weights
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.linear.quantised import matrix_of
 from loraplex.server.model.quantisation.forms import packed_bytes

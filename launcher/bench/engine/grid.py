@@ -1,17 +1,19 @@
-"""`loraplex bench decode`, `prefill` and `vectors`: the offline engine over a grid of loads."""
+"""`loraplex bench decode` and `prefill`: the offline engine over a grid of loads."""
 
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype
-from loraplex.launcher.bench.engine.made_schemas import endless_json
 from loraplex.launcher.bench.engine.offline import (
     GREEDY,
     PLAIN,
@@ -22,9 +24,10 @@ from loraplex.launcher.bench.engine.offline import (
     adapted_modules,
     token_bytes,
 )
-from loraplex.launcher.bench.engine.step_times import StepTimes
 from loraplex.launcher.bench.errors import BenchError
 from loraplex.server.config import KvDtype
+from loraplex.server.engine.loop import Phase
+from loraplex.server.engine.messages import StepOutput
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.devices.sharding import sharded
 from loraplex.server.model.lora.arena_weights import DTYPES
@@ -32,23 +35,51 @@ from loraplex.server.model.ops.memory import weights_bytes
 from loraplex.server.model.spec.base_spec import base_spec
 from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec
-from loraplex.server.protocol import Pooling, SamplingParams, VectorParams
+from loraplex.server.protocol import SamplingParams
 
-# Of the shorter of the two runs whose difference is a step's time.
+T = TypeVar("T")
+
+# Tokens of the shorter of the two runs whose difference is a step's time.
 SHORT_OUTPUT = 16
-_PREFILL_ROUNDS = 4
+PREFILL_ROUNDS = 4
 # Large enough to keep a device busy; a CPU may take seconds for a product of 1,024 in float16.
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 MATRIX = {"cuda": 8192, "cpu": 256}
 _REPEATS = 10
 
 
+class Point(NamedTuple):
+    """Sequences at once, their distinct adapters, and the adapters' rank (0 without any)."""
+
+    batch: int
+    adapters: int
+    rank: int
+
+
+def drive(
+    points: Iterable[Point],
+    bring: Callable[[int, int], object],
+    measure: Callable[[Point], Iterable[T]],
+) -> Iterator[T]:
+    """Measures each point of a grid. bring: gets the adapters of a point, as a number and a rank,
+    before the first point that has them."""
+    brought = set()
+    for point in points:
+        key = (point.adapters, point.rank)
+        if point.adapters and key not in brought:
+            brought.add(key)
+            bring(point.adapters, point.rank)
+        yield from measure(point)
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """batches x adapters x ranks; a point with more adapters than sequences is left out.
+    """Combines batches, adapters and ranks; no point has more adapters than sequences.
+
     step_tokens: the most of a step. constrained: for each point, sequences that write JSON of a
     schema each, all different; more than there are sequences are left out. drafts: for each point,
-    tokens of every sequence's draft. form: of adapters. shards: devices that share the model."""
+    tokens of every sequence's draft. form: of adapters. shards: devices that share the model.
+    """
 
     folder: Path
     device: Literal["cpu", "cuda"]
@@ -68,7 +99,7 @@ class Grid:
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
-        """Tokens of decode steps."""
+        """Lists the tokens of decode steps."""
         return tuple(sorted({b * (1 + draft) for b in self.batches for draft in self.drafts}))
 
     @property
@@ -76,23 +107,26 @@ class Grid:
         """The part of one device."""
         return sharded(read_config(self.folder), self.shards)
 
-    def points(self) -> Iterator[tuple[int, int, int]]:
-        for lora_rank in self.ranks:
-            for batch in self.batches:
-                for distinct in self.adapters:
-                    if distinct <= batch and (distinct or lora_rank == self.ranks[0]):
-                        yield batch, distinct, lora_rank
+    def points(self) -> Iterator[Point]:
+        """Yields rank by rank; the base comes with the first."""
+        for lora_rank, batch, distinct in product(self.ranks, self.batches, self.adapters):
+            if distinct <= batch and (distinct or lora_rank == self.ranks[0]):
+                yield Point(batch, distinct, lora_rank if distinct else 0)
+
+    def load(self, point: Point) -> Load:
+        """Makes the load of a point, with one token of output each."""
+        return Load(*point, self.prompt_tokens, 1, self.sampling)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One point: sequences, distinct adapters, their rank (0 without), sequences with a schema,
-    tokens of each sequence's draft. All of these are wrong, so a step gives a sequence one token.
+    """Times of one point, in milliseconds. B, D, r: the point. C: sequences with a schema. draft:
+    tokens of each sequence's draft; all are wrong, so a step gives a sequence one token.
 
-    Milliseconds: step_ms: of a step on average; median_ms, p90_ms: of single ones. masks_ms: for
-    which the engine's thread waits for masks in a step, median. schema_ms: from a schema never seen
-    to its first mask, median. floor_ms: of reading a step's bytes (weights, adapters, keys and
-    values) at the bandwidth of this run, each device its part.
+    step_ms: of a step on average; median_ms, p90_ms: of single ones. masks_ms: the wait of the
+    engine's thread for masks in a step, median. schema_ms: from a schema never seen to its first
+    mask, median. floor_ms: of reading a step's bytes (weights, adapters, keys and values) at the
+    bandwidth of this run, each device its part.
     """
 
     B: int
@@ -121,23 +155,11 @@ class PrefillRate:
     matrix_share: float
 
 
-@dataclass(frozen=True, slots=True)
-class VectorRate:
-    """Tokens a second of prompts that are read for vectors, and of the same prompts with one token
-    of output each, by turns in one run; ratio: of the former to the latter."""
-
-    B: int
-    D: int
-    r: int
-    vectors_per_s: float
-    vector_tokens_per_s: float
-    prefill_tokens_per_s: float
-    ratio: float
-
-
 def engine_for(grid: Grid) -> OfflineEngine:
-    """An engine with room for the grid's largest point. Raises BenchError, CheckpointError, and
-    ConfigError where the device's memory is too small."""
+    """Starts an engine with room for the grid's largest point.
+
+    Raises BenchError, CheckpointError, and ConfigError where the device's memory is too small.
+    """
     model = read_config(grid.folder)
     tokens = grid.prompt_tokens + grid.output_tokens
     if tokens > model.max_context:
@@ -147,7 +169,7 @@ def engine_for(grid: Grid) -> OfflineEngine:
         )
     most = max(grid.batches)
     sizes = EngineSizes(
-        adapters=max(distinct for _, distinct, _ in grid.points()),
+        adapters=max(point.adapters for point in grid.points()),
         lora_rank=max(grid.ranks),
         tokens=tokens,
         cached=most,
@@ -163,35 +185,72 @@ def engine_for(grid: Grid) -> OfflineEngine:
     return OfflineEngine(grid.folder, config, grid.step_sizes, grid.form)
 
 
+class StepTimes:
+    """Times of the steps in which all `batch` sequences decode, from the report of each step.
+
+    tokens: of such a step.
+    """
+
+    def __init__(self, batch: int, tokens: int) -> None:
+        self._batch, self._tokens = batch, tokens
+        self._last: float | None = None
+        self._steps: list[float] = []
+        self._masks: list[float] = []
+        self._compiled: list[float] = []
+
+    def __call__(self, output: StepOutput) -> None:
+        now = time.perf_counter()
+        self._compiled += [grammar.seconds for grammar in output.compiled]
+        work = output.work
+        if work is None:
+            return
+        if work.sequences != self._batch or output.num_tokens != self._tokens:
+            self._last = None
+            return
+        if self._last is not None:
+            self._steps.append(now - self._last)
+            self._masks.append(work.phases_s[Phase.MASKS])
+        self._last = now
+
+    def seconds(self) -> tuple[float, float, float, float]:
+        """Returns the median and p90 from one step's results to the next one's, and the medians of
+        the wait for masks in a step and of the time from a new grammar to its first mask."""
+        return (
+            _percentile(self._steps, 50),
+            _percentile(self._steps, 90),
+            _percentile(self._masks, 50),
+            _percentile(self._compiled, 50),
+        )
+
+
+def _percentile(values: list[float], percent: float) -> float:
+    return float(np.percentile(values, percent)) if values else 0.0
+
+
 def decode(grid: Grid) -> Iterator[StepTime]:
-    """A step's time is the difference of two output lengths over the tokens between: prefill
-    cancels out."""
-    engine = engine_for(grid)
-    bandwidth = copy_bandwidth(grid.device)
-    rng, seen = Random(0), set()
-    if any(grid.constrained):  # starts all that tries grammars out
-        for _ in range(engine.config.grammar.threads):
-            engine.run(Load(1, 0, 1, 1, 1, grammars=(endless_json(rng),)))
-    for batch, distinct, lora_rank in grid.points():
-        if distinct and (distinct, lora_rank) not in seen:
-            seen.add((distinct, lora_rank))
-            engine.load_adapters(distinct, lora_rank)
-        point = (batch, distinct, lora_rank)
-        floor = step_bytes(grid, point) / bandwidth
-        shown = (batch, distinct, lora_rank if distinct else 0)
-        for constrained, draft in product(grid.constrained, grid.drafts):
-            if constrained <= batch:
+    """Times decode steps. A step's time is the difference of two output lengths over the tokens
+    between: prefill cancels out."""
+    rng = Random(0)
+    with closing(engine_for(grid)) as engine:
+        bandwidth = copy_bandwidth(grid.device)
+
+        def measure(point: Point) -> Iterator[StepTime]:
+            floor = step_bytes(grid, point) / bandwidth
+            for constrained, draft in product(grid.constrained, grid.drafts):
+                if constrained > point.batch:
+                    continue
                 grammars = tuple(endless_json(rng) for _ in range(constrained))
-                load = Load(*point, grid.prompt_tokens, 1, grid.sampling, grammars)
-                load = replace(load, draft_tokens=draft)
+                load = replace(grid.load(point), grammars=grammars, draft_tokens=draft)
                 times = (*_step_times(engine, load, grid.output_tokens), floor)
-                yield StepTime(*shown, constrained, draft, *(round(1e3 * t, 3) for t in times))
-    engine.close()
+                yield StepTime(*point, constrained, draft, *(round(1e3 * t, 3) for t in times))
+
+        if any(grid.constrained):  # starts all that tries grammars out
+            for _ in range(engine.config.grammar.threads):
+                engine.run(Load(1, 0, 1, 1, 1, grammars=(endless_json(rng),)))
+        yield from drive(grid.points(), engine.load_adapters, measure)
 
 
-def _step_times(
-    engine: OfflineEngine, load: Load, output_tokens: int
-) -> tuple[float, float, float, float, float]:
+def _step_times(engine: OfflineEngine, load: Load, output_tokens: int) -> tuple[float, ...]:
     """Seconds, as in a StepTime, without the floor."""
     times = StepTimes(load.requests, load.requests * (1 + load.draft_tokens))
 
@@ -200,66 +259,76 @@ def _step_times(
 
     seconds(4)
     short, long = seconds(SHORT_OUTPUT), seconds(output_tokens)
-    mean = (long - short) / (output_tokens - SHORT_OUTPUT)
-    return mean, times.step_s(50), times.step_s(90), times.masks_s(), times.new_grammar_s()
+    return (long - short) / (output_tokens - SHORT_OUTPUT), *times.seconds()
 
 
 def prefill(grid: Grid) -> Iterator[PrefillRate]:
-    """Prompts alone: one token of output each."""
-    model = read_config(grid.folder)
-    engine = engine_for(grid)
-    rate = matrix_rate(grid.device, DTYPES[grid.dtype])
-    flops = 2 * matrix_parameters(model)
-    for batch, distinct, lora_rank in grid.points():
-        if distinct:
-            engine.load_adapters(distinct, lora_rank)
-        load = Load(batch, distinct, lora_rank, grid.prompt_tokens, 1, grid.sampling)
-        engine.run(load)
-        seconds = sum(engine.run(load) for _ in range(_PREFILL_ROUNDS))
-        tokens = _PREFILL_ROUNDS * batch * grid.prompt_tokens
-        steps = _PREFILL_ROUNDS * -(-batch * grid.prompt_tokens // grid.step_tokens)
-        yield PrefillRate(
-            B=batch,
-            D=distinct,
-            r=lora_rank if distinct else 0,
-            tokens_per_s=round(tokens / seconds, 1),
-            step_ms=round(1e3 * seconds / steps, 3),
-            matrix_share=round(tokens * flops / seconds / rate, 3),
-        )
-    engine.close()
+    """Times prompts alone: one token of output each."""
+    flops = 2 * matrix_parameters(read_config(grid.folder))
+    with closing(engine_for(grid)) as engine:
+        rate = matrix_rate(grid.device, DTYPES[grid.dtype])
 
-
-def vectors(grid: Grid, pooling: Pooling) -> Iterator[VectorRate]:
-    """As `prefill`, beside prompts that are read for vectors."""
-    engine = engine_for(grid)
-    for batch, distinct, lora_rank in grid.points():
-        if distinct:
-            engine.load_adapters(distinct, lora_rank)
-        prompts = Load(batch, distinct, lora_rank, grid.prompt_tokens, 1, grid.sampling)
-        read = replace(prompts, vector=VectorParams(pooling=pooling))
-        for load in (prompts, read):
+        def measure(point: Point) -> Iterator[PrefillRate]:
+            load = grid.load(point)
             engine.run(load)
-        rounds = [(engine.run(prompts), engine.run(read)) for _ in range(_PREFILL_ROUNDS)]
-        prefill_s, vector_s = map(sum, zip(*rounds, strict=True))
-        count = _PREFILL_ROUNDS * batch
-        tokens = count * grid.prompt_tokens
-        yield VectorRate(
-            B=batch,
-            D=distinct,
-            r=lora_rank if distinct else 0,
-            vectors_per_s=round(count / vector_s, 1),
-            vector_tokens_per_s=round(tokens / vector_s, 1),
-            prefill_tokens_per_s=round(tokens / prefill_s, 1),
-            ratio=round(prefill_s / vector_s, 3),
-        )
-    engine.close()
+            seconds = sum(engine.run(load) for _ in range(PREFILL_ROUNDS))
+            tokens = point.batch * grid.prompt_tokens
+            steps = PREFILL_ROUNDS * -(-tokens // grid.step_tokens)
+            per_s = PREFILL_ROUNDS * tokens / seconds
+            step_ms, share = 1e3 * seconds / steps, per_s * flops / rate
+            yield PrefillRate(*point, round(per_s, 1), round(step_ms, 3), round(share, 3))
+
+        yield from drive(grid.points(), engine.load_adapters, measure)
+
+
+# ---- schemas
+
+# Their number lets no answer of a benchmark end before its length.
+_MOST_OBJECTS = 900
+_KINDS: tuple[Callable[[Random], dict[str, Any]], ...] = (
+    lambda rng: {"type": "string", "maxLength": rng.randint(4, 30)},
+    lambda rng: {"type": "integer", "minimum": 0, "maximum": rng.randint(9, 10**6)},
+    lambda rng: {"enum": [f"{_word(rng)}" for _ in range(rng.randint(2, 12))]},
+    lambda rng: {"type": "boolean"},
+    lambda rng: {"type": "string", "format": rng.choice(("date", "uuid", "email"))},
+    lambda rng: {"type": "array", "items": {"type": "number"}, "maxItems": rng.randint(1, 5)},
+)
+
+
+def endless_json(rng: Random) -> str:
+    """Writes a grammar of objects of one made-up schema, each after a `>`."""
+    schema = json.dumps(_schema(rng))
+    return f'start: one{{{_MOST_OBJECTS}}}\none: ">" %json {schema}\n'
+
+
+def _schema(rng: Random) -> dict[str, Any]:
+    """Draws an object of a few properties of any kind, one of them an object."""
+    properties = {_word(rng): rng.choice(_KINDS)(rng) for _ in range(rng.randint(3, 8))}
+    inner = {_word(rng): rng.choice(_KINDS)(rng) for _ in range(3)}
+    properties[_word(rng)] = _object(inner)
+    return _object(properties)
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    required = list(properties)
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+def _word(rng: Random) -> str:
+    return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz_", k=rng.randint(3, 12)))
 
 
 # ---- bytes and ceilings
 
 
 def adapter_bytes(grid: Grid, lora_rank: int, rows: int) -> float:
-    """Of its matrices that so many of its tokens read, without what extents leave free."""
+    """Counts the bytes of an adapter's matrices that `rows` of its tokens read, without the free
+    room of extents."""
     model = grid.model
     base = base_spec(model, "0" * 64, ("base",))
     modules = adapted_modules(base, experts=grid.form.experts).values()
@@ -272,7 +341,7 @@ def adapter_bytes(grid: Grid, lora_rank: int, rows: int) -> float:
 
 
 def matrix_parameters(model: ModelSpec, rows: int = 1) -> float:
-    """Weights of the layers' matrices that some tokens are multiplied with."""
+    """Counts weights of the layers' matrices that `rows` tokens are multiplied with."""
     return sum(
         linear.out_features * linear.in_features * _read(layer, linear.experts, rows)
         for layer in model.layers
@@ -281,21 +350,21 @@ def matrix_parameters(model: ModelSpec, rows: int = 1) -> float:
 
 
 def matrix_bytes(model: ModelSpec, rows: int, dtype: SlabDtype) -> float:
-    """Of `matrix_parameters`, as they are stored on the device."""
+    """Counts the bytes of `matrix_parameters`, as the device stores them."""
     quantised = weights_bytes(model, dtype, packed=True) - weights_bytes(model, dtype, packed=False)
     return matrix_parameters(model, rows) * ITEM_BYTES[dtype] + quantised
 
 
 def _read(layer: LayerSpec, experts: int, rows: int) -> float:
-    """Matrices, of as many as there are experts, that so many tokens read, where each expert is as
-    likely as another."""
+    """Counts the matrices, among as many as there are experts, that `rows` tokens read, where each
+    expert is as likely as another."""
     if experts == 1 or not isinstance(layer.mlp, MoeSpec):
         return 1
     return experts * (1 - (1 - layer.mlp.top_k / experts) ** rows)
 
 
 def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
-    """Read by one decode step in the middle of the measured stretch."""
+    """Counts the bytes that one decode step reads in the middle of the measured stretch."""
     batch, distinct, lora_rank = point
     model = grid.model
     weights = matrix_bytes(model, batch, grid.dtype)
@@ -307,13 +376,13 @@ def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
 
 
 def _seen(model: ModelSpec, context: float) -> float:
-    """Tokens of a context that a layer reads, on average."""
+    """Counts tokens of a context that a layer reads, on average."""
     seen = [context if window is None else min(context, window) for window in model.windows]
     return sum(seen) / len(seen)
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes read and written a second by a copy within the device's memory, uint8."""
+    """Measures bytes read and written a second by a copy within the device's memory, uint8."""
     nbytes = COPY_BYTES[device]
     source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
@@ -321,14 +390,14 @@ def copy_bandwidth(device: str) -> float:
 
 
 def matrix_rate(device: str, dtype: torch.dtype) -> float:
-    """Operations a second of a large product `[n, n] @ [n, n]` of random numbers in `dtype`."""
+    """Measures operations a second of a large product `[n, n] @ [n, n]` of random numbers."""
     n = MATRIX[device]
     a, b = (torch.randn((n, n), device=device).to(dtype) for _ in "ab")
     return 2 * n**3 / _seconds(lambda: a @ b, device)
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
-    """Mean of several calls, back to back."""
+    """Measures the mean of several calls, back to back."""
 
     def wait() -> None:
         if device == "cuda":
@@ -341,14 +410,3 @@ def _seconds(run: Callable[[], object], device: str) -> float:
         run()
     wait()
     return (time.perf_counter() - started) / _REPEATS
-
-
-def table(results: Sequence[StepTime | PrefillRate | VectorRate]) -> str:
-    """For a person."""
-    if not results:
-        return "nothing to measure"
-    rows = [asdict(result) for result in results]
-    widths = {name: max(15, len(name) + 2) for name in rows[0]}
-    lines = ["".join(f"{name:>{width}}" for name, width in widths.items())]
-    lines += ["".join(f"{row[name]:>{width}}" for name, width in widths.items()) for row in rows]
-    return "\n".join(lines)

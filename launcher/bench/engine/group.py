@@ -27,7 +27,7 @@ _MODULE = "loraplex.launcher.bench.engine.group"
 
 
 def random_arena(config: EngineConfig) -> memoryview:
-    """The host arena, full of numbers of N(0, STD^2) in the run's dtype."""
+    """Makes the host arena, full of numbers of N(0, STD^2) in the run's dtype."""
     dtype = DTYPES[config.dtype]
     arena = torch.empty(config.host_arena_bytes // dtype.itemsize, dtype=dtype)
     arena.normal_(std=STD)
@@ -37,8 +37,8 @@ def random_arena(config: EngineConfig) -> memoryview:
 def make_executor(
     config: EngineConfig, batches: Sequence[int] | None, undo: ExitStack
 ) -> Executor[Any]:
-    """With random weights. batches: of decode graphs; None = a server's. undo: ends the processes
-    that this starts."""
+    """Starts an executor with random weights. batches: of decode graphs; None = a server's. undo:
+    ends the processes that this starts."""
     arena = random_arena(config)
     if config.shards == 1:
         return TorchExecutor(config, arena, weights=random_weights, graph_batches=batches)

@@ -11,8 +11,8 @@ _SPACE = "Ġ"  # how byte-level vocabularies spell a space before a word
 
 
 def tokenizer_json(vocab_size: int, special: Sequence[int]) -> str:
-    """A `tokenizer.json`: every byte that the vocabulary has room for, then made-up words, so that
-    every id has a text. special: ids that have none."""
+    """Writes a `tokenizer.json`: every byte that the vocabulary has room for, then made-up
+    words, so that every id has a text. special: ids that have none."""
     words = itertools.chain(BYTE_OF_CHAR, _words())
     vocab: dict[str, int] = {}
     for token_id in range(vocab_size):

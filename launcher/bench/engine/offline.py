@@ -23,7 +23,6 @@ from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.adapters.slab.layout import make_layout
 from loraplex.adapters.violations import Findings
 from loraplex.launcher.bench.engine.group import make_executor
-from loraplex.launcher.bench.engine.made_drafts import FixedDrafting
 from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
 from loraplex.launcher.bench.errors import BenchError
 from loraplex.launcher.known_models import served_families
@@ -40,6 +39,8 @@ from loraplex.server.engine.messages import (
     Submit,
     ToEngine,
 )
+from loraplex.server.engine.scheduling import sequence as rows
+from loraplex.server.engine.scheduling.drafting import Drafting
 from loraplex.server.engine.scheduling.scheduler import Scheduler
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.model.checkpoint.checkpoint import read_config
@@ -60,10 +61,11 @@ ADAPTER_SLOTS = 256  # as many as a server has
 Note = Callable[[StepOutput], None]
 _IDLE_S = 1e-4
 _SPARE_KV = 64 << 20
+_DRAFTED = 1  # the token of every draft
 
 
 def model_folder(text: str) -> Path:
-    """A folder with a config.json, or the name of one that ships with the project, or of a family's
+    """Finds the folder of a config.json: a path, a name that ships with the project, or a family's
     known model (`gemma-2-9b`)."""
     path = Path(text)
     if path.is_dir():
@@ -76,7 +78,7 @@ def model_folder(text: str) -> Path:
 
 @cache
 def _folder_of_known(example: str) -> "TemporaryDirectory[str]":
-    """With a config.json, for as long as the process runs."""
+    """Makes a folder with a config.json, for as long as the process runs."""
     known = {known.example.lower(): known for known in served_families().values()}[example]
     folder = TemporaryDirectory()
     Path(folder.name, CONFIG_FILE).write_bytes(msgspec.json.encode(known.config))
@@ -90,13 +92,13 @@ def require_cuda(advice: str) -> None:
 
 
 def check_device(device: str) -> None:
-    """Of a command with `--device`. Raises BenchError."""
+    """Raises BenchError where a command's `--device` is not there."""
     if device == "cuda":
         require_cuda("--device cpu needs none")
 
 
 class MadeForm(NamedTuple):
-    """What made-up adapters are beside LoRA of all layers. experts: they change experts too. dora:
+    """Form of made-up adapters, beyond LoRA of all layers. experts: they change experts too. dora:
     they scale the base's outputs. own_heads: how many of them have a head of their own."""
 
     experts: bool = False
@@ -108,8 +110,8 @@ PLAIN = MadeForm()
 
 
 def adapted_modules(base: BaseSpec, *, experts: bool = False) -> dict[str, ModuleShape]:
-    """What made-up adapters change: in every layer the projections of all tokens, and experts where
-    that is asked for."""
+    """Lists the modules that made-up adapters change: the projections of all tokens in every layer,
+    and experts where that is asked for."""
     modules = base.layer_modules.items()
     return {name: of for name, of in modules if experts or not of.is_of_experts}
 
@@ -117,8 +119,8 @@ def adapted_modules(base: BaseSpec, *, experts: bool = False) -> dict[str, Modul
 def lora_layout(
     base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype, form: MadeForm = PLAIN
 ) -> SlabLayout:
-    """An adapter of one rank on all of `adapted_modules`, with a head of its own where the form has
-    any."""
+    """Lays out an adapter of one rank on all of `adapted_modules`, with a head of its own where the
+    form has any."""
     modules_of = adapted_modules(base, experts=form.experts)
     names = sorted(modules_of)
     peft: dict[str, Any] = {
@@ -146,12 +148,12 @@ def lora_layout(
 
 
 def shared_base(model: ModelSpec, shards: int) -> BaseSpec:
-    """What adapters see of the whole model, which so many devices share."""
+    """Describes the whole model, which `shards` devices share, to adapters."""
     return msgspec.structs.replace(base_spec(model, "0" * 64, ("base",)), shards=shards)
 
 
 def token_bytes(model: ModelSpec, dtype: SlabDtype, kv_dtype: KvDtype = "auto") -> int:
-    """Keys and values of one token."""
+    """Counts the bytes of keys and values of one token."""
     return model.num_layers * layer_token_bytes(model, dtype, kv_dtype)
 
 
@@ -234,34 +236,26 @@ class Load:
 
 
 def adapter_digest(rank: int, number: int) -> str:
-    """Of the made-up adapters of a rank."""
+    """Names a made-up adapter of a rank."""
     return f"{rank}-{number}".rjust(64, "0")
 
 
-def submit(
-    number: int,
-    adapter: str | None,
-    prompt: list[int],
-    output_tokens: int,
-    sampling: SamplingParams = GREEDY,
-    seed: int = 0,
-    salt: str = "",
-) -> Submit:
-    """A request for exactly so many tokens, where no grammar ends before. adapter: a digest."""
-    sampling = msgspec.structs.replace(
-        sampling, max_tokens=output_tokens, ignore_eos=not sampling.grammar
-    )
-    request = GenerateRequest(
-        str(number), 0, 0, adapter, prompt, [], sampling, seed, salt=salt, drafts=""
-    )
-    return Submit(number, request)
-
-
 def _vocabulary(folder: Path, vocab_size: int, ends: tuple[int, ...]) -> Vocabulary:
-    """Of a made-up tokenizer where the folder has none."""
+    """Reads the folder's vocabulary, or makes one up where it has none."""
     if (folder / "tokenizer.json").is_file():
         return read_vocabulary(folder, vocab_size, ends)
     return make_vocabulary(tokenizer_json(vocab_size, ends), vocab_size, ends)
+
+
+class FixedDrafting(Drafting):
+    """Gives every sequence a draft of `draft_tokens` in each of its decodes, as far as a step has
+    room. Next to no token of it is right."""
+
+    def __init__(self, draft_tokens: int) -> None:
+        super().__init__(draft_tokens, max_bytes=0)
+
+    def _worth(self, sequence: rows.Sequence, most: int, least: float) -> list[int]:
+        return [_DRAFTED] * min(most, self._max_draft)
 
 
 class OfflineEngine:
@@ -305,41 +299,40 @@ class OfflineEngine:
         gc.unfreeze()
 
     def run(self, load: Load, note: Note = lambda _: None) -> float:
-        """Seconds from the first request to the last token. note: as of `serve`. Raises BenchError
-        for errors."""
+        """Returns the seconds from the first request to the last token. note: gets each step's
+        report. Raises BenchError for errors."""
         self._runs += 1
         self._scheduler.drafting = FixedDrafting(load.draft_tokens)
         requests = [self._request(load, i) for i in range(load.requests)]
         started = time.perf_counter()
-        self.serve(requests, load.rank, note)
-        return time.perf_counter() - started
-
-    def serve(self, requests: Sequence[Submit], rank: int, note: Note = lambda _: None) -> None:
-        """All at once, until the last token. rank: of their adapters. note: receives each step's
-        report. Raises BenchError for errors."""
-        channel = _Calls(requests, lambda digest: self._staged(digest, rank), note)
+        channel = _Calls(requests, lambda digest: self._staged(digest, load.rank), note)
         depth = 2 if self.config.device == "cuda" else 1
         EngineLoop(self.executor, self._scheduler, channel, depth, self._constraints).run()
+        return time.perf_counter() - started
 
     def load_adapters(self, count: int, rank: int) -> float:
-        """Bring adapters to the device; seconds."""
+        """Brings adapters to the device; returns the seconds."""
         return self.run(Load(count, count, rank, 1, 1)) if count else 0.0
 
     def _request(self, load: Load, number: int) -> Submit:
+        """Makes a request for exactly so many tokens, where no grammar ends before."""
         adapter = adapter_digest(load.rank, number % load.adapters) if load.adapters else None
         seed = 7919 * self._runs + number
         step = 1 + seed % 97
         prompt = [(seed + step * i) % (self.vocab_size - 1) for i in range(load.prompt_tokens)]
+        held = number < len(load.grammars)
+        grammar = load.grammars[number] if held else load.sampling.grammar
+        sampling = msgspec.structs.replace(
+            load.sampling,
+            max_tokens=load.output_tokens if load.vector is None else 0,
+            grammar=grammar,
+            ignore_eos=not grammar,
+        )
         salt = str(self._runs)
-        sampling = load.sampling
-        if number < len(load.grammars):
-            sampling = msgspec.structs.replace(sampling, grammar=load.grammars[number])
-        made = submit(number, adapter, prompt, load.output_tokens, sampling, seed, salt)
-        if load.vector is None:
-            return made
-        sampling = msgspec.structs.replace(made.request.sampling, max_tokens=0)
-        replaced = msgspec.structs.replace(made.request, sampling=sampling, vector=load.vector)
-        return msgspec.structs.replace(made, request=replaced)
+        request = GenerateRequest(
+            str(number), 0, 0, adapter, prompt, [], sampling, seed, salt=salt, drafts=""
+        )
+        return Submit(number, msgspec.structs.replace(request, vector=load.vector))
 
     def _staged(self, digest: str, rank: int) -> SlabStaged:
         first = {adapter_digest(rank, number) for number in range(self._form.own_heads)}

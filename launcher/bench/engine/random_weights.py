@@ -1,16 +1,30 @@
-"""A model's tensors with random numbers, made on its device."""
+"""A model's tensors with random numbers, made on its device, quantised ones in their layouts."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
-from loraplex.launcher.bench.engine.random_packed import random_mxfp4, random_packed
 from loraplex.launcher.bench.errors import BenchError
+from loraplex.server.model.checkpoint.area import whole
+from loraplex.server.model.checkpoint.mxfp4 import SCALE_BIAS
+from loraplex.server.model.checkpoint.mxfp4 import grouped as grouped_mxfp4
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
 from loraplex.server.model.linear.linear import Linear
-from loraplex.server.model.linear.packed import PackedWeight
+from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
+from loraplex.server.model.linear.quantise import NF4
 from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
+from loraplex.server.model.quantisation.forms import (
+    FOUR_BIT_BLOCK,
+    AwqForm,
+    EightBitForm,
+    FourBitForm,
+    GptqForm,
+    PackedForm,
+    RowwiseForm,
+    WeightForm,
+)
 from loraplex.server.model.quantisation.quantisation import Quantisation
 from loraplex.server.model.spec.model_spec import (
     LayerSpec,
@@ -19,15 +33,17 @@ from loraplex.server.model.spec.model_spec import (
     NormSpec,
     layer_path,
 )
-from loraplex.server.model.spec.moe_spec import MoeSpec
+from loraplex.server.model.spec.moe_spec import MXFP4_BLOCK, MoeSpec
 from loraplex.server.model.weights import LayerWeights, MlpWeights, ModelWeights, Norm
 
 STD = 0.02
+_STD_OF_CODES = 2.9  # of E2M1, each code as likely as another
+_ROWS = 2048  # that are drawn at once
 
 
 def random_weights(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Every tensor of `dtype` on `device`, in the shapes of `model`: matrices of N(0, 0.02^2),
-    biases of zeros, norms of ones. Matrices of layers are quantised as `model` says."""
+    """Makes every tensor of `model` in `dtype` on `device`: matrices of N(0, 0.02^2), biases of
+    zeros, norms of ones. Matrices of layers are quantised as `model` says."""
     make = _RandomWeights(dtype, device, model.quantisation)
     embed = make.matrix(model.embedding.num_rows, model.hidden_size)
     head = DenseLinear(embed) if model.head.tied else make.linear(model.head.linear)
@@ -112,3 +128,69 @@ class _RandomWeights:
 
     def _ones(self, *shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=self.dtype, device=self.device)
+
+
+def random_packed(
+    form: WeightForm, shape: tuple[int, int], std: float, device: torch.device
+) -> PackedWeight:
+    """Makes a matrix of a form. shape: `[out, in]`. std: of its values, about."""
+    match form:
+        case EightBitForm(numbers="fp8"):
+            return _fp8(form, shape, std, device)
+        case EightBitForm() | RowwiseForm():
+            return _codes(8, None, shape, std, device)
+        case FourBitForm():
+            weight = _codes(4, FOUR_BIT_BLOCK, shape, std, device)
+            table = torch.tensor(NF4, device=device)
+            scales = torch.full_like(weight.scales, 2 * std, dtype=torch.float32)
+            return replace(weight, scales=scales, zeros=0, table=table)
+        case AwqForm(group):
+            return _codes(4, group, shape, std, device, zeros=True)
+        case GptqForm(bits, group):
+            return _codes(bits, group, shape, std, device, zeros=True)
+        case PackedForm(bits, _, group, asymmetric):
+            return _codes(bits, group, shape, std, device, zeros=asymmetric)
+
+
+def random_mxfp4(shape: tuple[int, int], std: float, device: torch.device) -> PackedWeight:
+    """Makes a matrix in MXFP4; parameters as of `random_packed`."""
+    blocks = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=device).random_()
+    scales = torch.empty(shape[0], shape[1] // MXFP4_BLOCK, dtype=torch.uint8, device=device)
+    return grouped_mxfp4(blocks, scales.fill_(_exponent(std)), whole(shape)).weight
+
+
+def _exponent(std: float) -> int:
+    """Finds the exponent whose power of two gives random codes about this deviation."""
+    return SCALE_BIAS + round(math.log2(std / _STD_OF_CODES))
+
+
+def _fp8(form: EightBitForm, shape: tuple[int, int], std: float, device: torch.device) -> Fp8Weight:
+    rows, columns = {"tensor": shape, "channel": (1, shape[1])}.get(form.scales, form.block)
+    numbers = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    for first in range(0, shape[0], _ROWS):
+        part = numbers[first : first + _ROWS]
+        part.copy_(torch.randn(part.shape, device=device))
+    blocks = (-(-shape[0] // rows), -(-shape[1] // columns))
+    return Fp8Weight(numbers, torch.full(blocks, std, device=device), (rows, columns))
+
+
+def _codes(
+    bits: int,
+    group: int | None,
+    shape: tuple[int, int],
+    std: float,
+    device: torch.device,
+    *,
+    zeros: bool = False,
+) -> GroupedWeight:
+    """Draws codes, each as likely as another."""
+    outputs, inputs = shape
+    size = group or inputs
+    groups = (outputs, -(-inputs // size))
+    middle = 1 << bits - 1
+    codes = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8, device=device)
+    scales = torch.full(groups, std * 12**0.5 / (2 * middle), dtype=torch.float16, device=device)
+    least: torch.Tensor | int = middle
+    if zeros:
+        least = torch.full(groups, middle, dtype=torch.uint8, device=device)
+    return GroupedWeight(codes.random_(), inputs, bits, size, scales, least)

@@ -1,8 +1,9 @@
-"""Events of an answer, of OpenAI's APIs or LoRAX's, to times, counts and faults. Pure.
+"""Bytes of an answer, of OpenAI's APIs or LoRAX's, to events, times, counts and faults. Pure.
 
 Servers differ: only what is needed is read, and what cannot be is this one answer's fault.
 """
 
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -10,7 +11,43 @@ from msgspec import Meta
 
 from loraplex.launcher.refusals import UNREADABLE, error_text, one_line
 
+_LINE_END = re.compile(rb"\r\n|\r|\n")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _Count = Annotated[int, Meta(ge=0)] | None
+
+
+class EventReader:
+    """Server-sent events of one stream, out of bytes as they come, by the WHATWG's rules. Names and
+    ids of events, and comments, mean nothing to a benchmark."""
+
+    def __init__(self) -> None:
+        self._rest = b""  # of a line without its end
+        self._data: list[bytes] = []  # of an event without its end
+        self._after_cr = False
+        self._is_first_line = True
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Returns the data of each event that this piece completes; one without data is none."""
+        if not piece:
+            return []
+        if self._after_cr:  # its line has ended already
+            piece = piece.removeprefix(b"\n")
+        self._after_cr = piece.endswith(b"\r")
+        *lines, self._rest = _LINE_END.split(self._rest + piece)
+        return [event for event in map(self._line, lines) if event]
+
+    def _line(self, line: bytes) -> bytes:
+        """Returns the data of the event that the line ends, else nothing."""
+        if self._is_first_line:
+            self._is_first_line = False
+            line = line.removeprefix(_BYTE_ORDER_MARK)
+        if not line:
+            event, self._data = b"\n".join(self._data), []
+            return event
+        name, _, value = line.partition(b":")  # a comment has no name
+        if name == b"data":
+            self._data.append(value.removeprefix(b" "))
+        return b""
 
 
 class _Usage(msgspec.Struct):
@@ -58,7 +95,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class StreamedAnswer:
-    """What the events of one answer contained.
+    """Content of the events of one answer.
 
     has_ended: the server said that this is all. fault: what kind of failure, and its text.
     prompt_tokens, output_tokens: as the server counted them. filled: it ended at the length that
@@ -76,7 +113,7 @@ class StreamedAnswer:
 
     @property
     def token_s(self) -> list[float]:
-        """When each event with text came; of an answer without any text, each event of its
+        """Times at which events with text came; of an answer without any text, all events of its
         choices."""
         return self._text_s or self._silent_s
 
@@ -85,7 +122,7 @@ class StreamedAnswer:
         return bool(self._text_s)
 
     def take(self, data: bytes, now: float) -> None:
-        """The next event. now: seconds."""
+        """Takes the next event. now: seconds."""
         if data.strip() == b"[DONE]":
             self.has_ended = True
             return

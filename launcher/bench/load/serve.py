@@ -1,4 +1,4 @@
-"""Load on any server with one of OpenAI's APIs or LoRAX's, and what its clients see."""
+"""Load on any server with one of OpenAI's APIs or LoRAX's, and the answers of its clients."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import httptools
 import httpx
 import msgspec
+import uvloop
 
 from loraplex.launcher.bench.errors import BenchError
 from loraplex.launcher.bench.load.stream_client import StreamProtocol, post_stream
@@ -25,7 +26,7 @@ _LIST_S = 10.0  # of models
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """One process's part: every `parts`-th call, from `part` on. concurrency: callers of a closed
+    """Every `parts`-th call, from `part` on, for one process. concurrency: callers of a closed
     loop. start_s: on the monotonic clock; None = at once."""
 
     target: Target
@@ -48,7 +49,7 @@ class _Models(msgspec.Struct):
 
 
 async def with_base_model(target: Target) -> Target:
-    """With the base's name as the server lists it; `base` where no list says. LoRAX needs none."""
+    """Adds the base's name as the server lists it; `base` where no list says. LoRAX needs none."""
     if target.base_model or target.api == "lorax":
         return target
     name = "base"
@@ -93,7 +94,8 @@ async def send(target: Target, call: Call, outcome: Outcome) -> None:
 
 
 async def run_job(job: LoadPart) -> list[Outcome]:
-    """Open loop: each call leaves at its time. Closed loop: `concurrency` callers, back to back."""
+    """Sends the calls of one process. Open loop: each call leaves at its time. Closed loop:
+    `concurrency` callers, back to back."""
     seen: set[str | None] = set()
     share: list[tuple[Call, Outcome]] = []
     for call in job.workload.calls():
@@ -147,7 +149,7 @@ async def _in_process(job: LoadPart) -> list[Outcome]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "loraplex.launcher.bench.load.load_process",
+        "loraplex.launcher.bench.load.serve",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -160,3 +162,15 @@ async def _in_process(job: LoadPart) -> list[Outcome]:
     if process.returncode:
         raise BenchError(f"a process of the load left with code {process.returncode}")
     return msgspec.msgpack.decode(output, type=list[Outcome])
+
+
+def main() -> None:
+    """Runs one process of a load: a `LoadPart` on stdin, its outcomes on stdout, as msgpack."""
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=LoadPart)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        outcomes = runner.run(run_job(job))
+    sys.stdout.buffer.write(msgspec.msgpack.encode(outcomes))
+
+
+if __name__ == "__main__":
+    main()

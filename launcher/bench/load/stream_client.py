@@ -13,12 +13,11 @@ from urllib.parse import urlsplit
 import httptools
 
 from loraplex.adapters.common.authorities import trusted_context
-from loraplex.launcher.bench.load.answers import StreamedAnswer
-from loraplex.launcher.bench.load.sse import EventReader
+from loraplex.launcher.bench.load.answers import EventReader, StreamedAnswer
 from loraplex.launcher.refusals import retry_after_s
 
 START_HEADER = b"x-loraplex-start"
-# Of a body that has no events: enough for what it says.
+# Kept of a body that has no events: enough for its message.
 _HEAD_BYTES = 16 << 10
 
 
@@ -75,7 +74,7 @@ class StreamProtocol(asyncio.Protocol):
         self.finish(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """An end for an answer that says no length, if it was all that the server had to say."""
+        """Ends an answer without a length; an early close is an error."""
         is_said = self.answer.has_ended or self.answer.fault or self.status not in (0, 200)
         if exc is None and not is_said:
             exc = ConnectionResetError("closed before the answer ended")
@@ -91,14 +90,14 @@ class StreamProtocol(asyncio.Protocol):
         self.transport.close()
 
     def abandon(self) -> None:
-        """The client leaves before the end; `done` fails, and nobody needs to look."""
+        """Leaves before the end; `done` fails, and nobody needs to look."""
         self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.transport.close()
 
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """One for all connections: making one takes longer than a token."""
+    """Makes one context for all connections: that takes longer than a token."""
     return trusted_context()
 
 

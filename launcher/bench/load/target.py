@@ -63,7 +63,7 @@ class Target:
 
 
 def model_of(name: str, registered: bool) -> str:
-    """What requests call the adapter in the folder of this name: `registered` by it, or not."""
+    """Names the adapter of a folder in requests. registered: under the folder's name."""
     return name if registered else f"local:{name}"
 
 

@@ -104,7 +104,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What to draw calls from. adapters may hold None for the base; the first is the most popular.
+    """Distribution of calls. adapters may hold None for the base; the first is the most popular.
 
     token_ids: range that prompt tokens are drawn from.
     """

@@ -224,11 +224,13 @@ def _batches(ground: _Ground, dispatcher: Dispatcher) -> BatchDesk | None:
 
 
 def _responses(ground: _Ground, answerer: Answerer) -> ResponseDesk | None:
-    folder, limits = ground.config.files_dir, ground.config.responses
-    if folder is None or not limits.keep_s:
+    config, shelf = ground.config, ground.sharing.shelf
+    if shelf is None and config.files_dir is not None:
+        shelf = DiskShelf(FileStore(config.files_dir.expanduser()))
+    if shelf is None or not config.responses.keep_s:
         return None
-    shelf = DiskShelf(FileStore(folder.expanduser()), limits)
-    return ResponseDesk(shelf, limits, answerer, time.time)
+    limits, stop_s = config.responses, config.drain_timeout_s
+    return ResponseDesk(shelf, limits, answerer, ground.base, stop_s, time.time)
 
 
 def _watch(

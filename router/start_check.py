@@ -123,8 +123,10 @@ def _check_void(config: RouterConfig) -> None:
     several_or_tls = config.router_processes > 1 or config.tls_cert is not None
     if config.uds is not None and several_or_tls:
         raise RouterConfigError("--uds is one router's, without --tls-cert")
-    if config.responses.keep_s and config.files_dir is None:
-        raise RouterConfigError("--responses-keep-s: answers are stored in --files-dir; give one")
+    if config.responses.keep_s and not config.redis and config.files_dir is None:
+        raise RouterConfigError(
+            "--responses-keep-s: answers are stored in --redis or --files-dir; give one of them"
+        )
     own = config.max_tenant_queue
     if own is not None and own > config.max_queue:
         raise RouterConfigError(

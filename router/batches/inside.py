@@ -25,8 +25,8 @@ class InsideDoor:
 
     app: ASGIApp
 
-    async def ask(self, path: str, body: bytes, authorization: str) -> InsideAnswer:
-        """authorization: the header."""
+    async def ask(self, path: str, body: bytes, authorization: str, **state: Any) -> InsideAnswer:
+        """authorization: the header; "" = without one. state: for the route, in `request.state`."""
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Message] = []
 
@@ -38,7 +38,8 @@ class InsideDoor:
         async def send(message: Message) -> None:
             sent.append(message)
 
-        await self.app(_scope(path, len(body), authorization), receive, send)
+        scope = _scope(path, len(body), authorization)
+        await self.app({**scope, "state": state}, receive, send)
         return _answer(sent)
 
 

@@ -1,6 +1,10 @@
-"""Values of tenants below `--files-dir`: tenants/<tenant>/responses/<name>. Names sort by age."""
+"""Values of tenants below `--files-dir`, in tenants/<tenant>/responses/<name>.
+
+Routers may share the folder: whoever replaces a value holds tenants/<tenant>/responses.lock.
+"""
 
 import contextlib
+import fcntl
 import time
 
 from loraplex.router.files.disk import TEMPORARY, names_in, off_loop, read_if_there, write_whole
@@ -9,39 +13,41 @@ from loraplex.router.policy.batch_limits import ResponsesLimits
 
 
 class DiskShelf:
-    """b"" is no value. least: the first name that may stay. Routers may share the folder. Raises
-    RequestError (unavailable) of the disk."""
+    """A Shelf. Raises RequestError (unavailable) of the disk."""
 
-    def __init__(self, files: FileStore, limits: ResponsesLimits) -> None:
+    def __init__(self, files: FileStore) -> None:
         self._files = files
-        self._limits = limits
 
     async def shelved(self, tenant: str, name: str) -> bytes:
         path = self._files.folder(tenant, "responses") / name
         return await off_loop(read_if_there, path) or b""
 
-    async def shelve(self, tenant: str, name: str, value: bytes, least: str) -> None:
-        """The oldest make room for it; it stays in any case."""
+    async def shelve(
+        self, tenant: str, name: str, old: bytes, new: bytes, limits: ResponsesLimits, least: str
+    ) -> bool:
         path = self._files.folder(tenant, "responses") / name
 
-        def work() -> None:
+        def replace() -> bool:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, value)
-            self._trim(tenant, least, name)
+            with path.parent.with_suffix(".lock").open("wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if (read_if_there(path) or b"") != old:
+                    return False
+                if new:
+                    write_whole(path, new)
+                else:
+                    path.unlink(missing_ok=True)
+            self._trim(tenant, limits, least, name)
+            return True
 
-        await off_loop(work)
+        return await off_loop(replace)
 
-    async def remove(self, tenant: str, name: str) -> None:
-        await off_loop((self._files.folder(tenant, "responses") / name).unlink, missing_ok=True)
-
-    def sweep(self, least: str) -> None:
-        """Raises OSError."""
+    def sweep(self, limits: ResponsesLimits, least: str) -> None:
         for tenant in self._files.tenants():
-            self._trim(tenant, least)
+            self._trim(tenant, limits, least)
 
-    def _trim(self, tenant: str, least: str, stays: str = "") -> None:
-        folder, limits = self._files.folder(tenant, "responses"), self._limits
-        count = nbytes = 0
+    def _trim(self, tenant: str, limits: ResponsesLimits, least: str, stays: str = "") -> None:
+        folder, count, nbytes = self._files.folder(tenant, "responses"), 0, 0
         for name in sorted(names_in(folder), reverse=True):
             path = folder / name
             with contextlib.suppress(FileNotFoundError):

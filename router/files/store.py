@@ -4,7 +4,7 @@ tenants/<tenant>/files/<id>.json     what is known of a file; it is there once t
                       /<id>.jsonl    the content
                       /<id>.part     an upload under way
 tenants/<tenant>/batches/            see `loraplex.router.batches.folder`
-                /responses/          see `loraplex.router.files.disk_shelf`
+                /responses/, .lock   see `loraplex.router.files.disk_shelf`
 """
 
 import contextlib

@@ -52,8 +52,8 @@ class ResponsesLimits:
         default=0,
         metadata={
             "max": MOST_EXPIRY_S,
-            "help": "seconds for which answers of /v1/responses are stored, in --files-dir"
-            " (0 = they are not)",
+            "help": "seconds for which answers of /v1/responses are stored: in --redis, else in"
+            " --files-dir (0 = they are not)",
         },
     )
     tenant_bytes: int = field(

@@ -1,21 +1,24 @@
-"""Stored answers: kept, followed, shown and deleted, for their tenant alone."""
+"""Stored answers, for their tenant alone: kept, followed, shown, deleted, made in background."""
 
 import asyncio
 import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import convert
 from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.router.api.request.body import require
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.responses import request as responses
+from loraplex.router.api.responses.answer import Answer
 from loraplex.router.api.responses.input import InputItem
 from loraplex.router.api.responses.stored import (
     StoredResponse,
@@ -24,7 +27,9 @@ from loraplex.router.api.responses.stored import (
     unpack,
     unstored,
 )
-from loraplex.router.call import RequestError
+from loraplex.router.background import Background
+from loraplex.router.batches.inside import InsideDoor
+from loraplex.router.call import AnswerHead, RequestError
 from loraplex.router.files.disk import off_loop
 from loraplex.router.files.disk_shelf import DiskShelf
 from loraplex.router.files.stored_file import RESPONSE_ID, is_id, new_id
@@ -34,21 +39,32 @@ from loraplex.router.http.idempotency import with_body
 from loraplex.router.http.long_answer import LongAnswer
 from loraplex.router.http.sse import EventStream
 from loraplex.router.policy.batch_limits import ResponsesLimits
+from loraplex.router.shared.store import Shelf, StoreDown
+from loraplex.router.tenancy.keys import Caller
+from loraplex.router.workers.base_model import BaseModel
 
 logger = logging.getLogger(__name__)
 
+# So often a router says that it works on an answer. After the lease it is taken for dead.
+_BEAT_S = 5.0
+_LEASE_S = 20.0
 _SWEEP_S = 60.0
+_MAX_RUNNING = 256
+_MAX_OF_TENANT = 64
+_TRIES = 4
+_DOWN = (RequestError, StoreDown)
 
 
 class _Ask(msgspec.Struct, frozen=True):
-    """What a body says of storing."""
+    """Fields of a body that concern storing."""
 
     store: bool | None = None
+    background: bool | None = None
     previous_response_id: str | None = None
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Of an answer that may be stored. earlier: items of the conversation. body: its request's."""
+    """Where an answer may be stored. earlier: items of the conversation. body: the request's."""
 
     tenant: str
     name: str
@@ -56,18 +72,26 @@ class _Place(msgspec.Struct, frozen=True):
     body: bytes
 
     def parse(self, body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
-        items = msgspec.convert(self.earlier, list[InputItem])
-        return responses.parse(body, limits, bearer, self.name.removeprefix(RESPONSE_ID), items)
+        name, items = self.name.removeprefix(RESPONSE_ID), convert(self.earlier, list[InputItem])
+        return responses.parse(body, limits, bearer, name, items)
+
+    def stored(self, answer: dict[str, Any], alive_until: float = 0.0) -> StoredResponse:
+        return StoredResponse(answer, self.earlier + own_items(self.body, self.name), alive_until)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class ResponseDesk:
-    """clock: Unix seconds."""
+    """stop_s: seconds that answers in the background have when the router stops. clock: Unix
+    seconds. door: the way in of their requests. works: their tasks, by tenant and id."""
 
-    shelf: DiskShelf
+    shelf: Shelf
     limits: ResponsesLimits
     answerer: Answerer
+    base: BaseModel
+    stop_s: float
     clock: Callable[[], float]
+    door: InsideDoor = field(default_factory=InsideDoor)
+    works: dict[tuple[str, str], asyncio.Task[None]] = field(default_factory=dict)
 
     @property
     def _least(self) -> str:
@@ -75,14 +99,20 @@ class ResponseDesk:
         return new_id(RESPONSE_ID, self.clock() - self.limits.keep_s, "")
 
     async def answer(self, request: Request) -> Response:
-        """What is posted to the route. Raises RequestError, ClientGone."""
-        caller = await self.answerer.tenancy.identify(request.headers.get("authorization"))
+        """Answers a request to the route. Raises RequestError, ClientGone."""
+        inside: _Place | None = getattr(request.state, "place", None)
+        if inside is not None:
+            return await self.answerer.answer(request, inside.parse)
+        authorization = request.headers.get("authorization")
+        caller = await self.answerer.tenancy.identify(authorization)
         body = await read_json_body(request, self.answerer.body_limits)
         request = with_body(request, body)
         if caller.is_batch:  # thousands of lines would take the place of all else
             return await self.answerer.answer(request, responses.parse)
         ask = _ask_of(body)
-        place = await self._place(caller.tenant, body, ask.previous_response_id)
+        place = await self._place_of(caller.tenant, body, ask.previous_response_id)
+        if ask.background:
+            return await self._begin(caller, place, authorization or "")
         response = await self.answerer.answer(request, place.parse)
         if ask.store is False:
             return response
@@ -94,29 +124,46 @@ class ResponseDesk:
         return response
 
     async def get(self, tenant: str, name: str, param: str | None = None) -> StoredResponse:
-        """Raises RequestError (response_not_found), also for one that has expired."""
-        is_name = is_id(RESPONSE_ID, name) and name >= self._least
-        blob = await self.shelf.shelved(tenant, name) if is_name else b""
-        if not blob:
-            raise RequestError("response_not_found", f"no response {name[:80]!r}", param=param)
-        return await off_loop(unpack, blob)
+        """Raises RequestError (response_not_found), also for one that has expired; StoreDown."""
+        return (await self._read(tenant, name, param))[1]
 
     async def delete(self, tenant: str, name: str) -> None:
-        await self.get(tenant, name)
-        await self.shelf.remove(tenant, name)
+        while not await self._swap(tenant, name, (await self._read(tenant, name))[0], b""):
+            pass  # its router gave a sign of life in between
+        self._stop(tenant, name)
 
-    async def sweep(self) -> None:
-        """Until cancelled."""
-        while True:
-            with contextlib.suppress(RequestError):
-                await off_loop(self.shelf.sweep, self._least)
-            await asyncio.sleep(_SWEEP_S)
+    async def cancel(self, tenant: str, name: str) -> StoredResponse:
+        """Returns the answer as it is then. One that is over stays so. Raises RequestError."""
+        blob, stored = await self._read(tenant, name)
+        require(stored.answer["background"], "only answers in the background end early", "id")
+        if not stored.alive_until:
+            return stored
+        cancelled = stored.over("cancelled")
+        if not await self._swap(tenant, name, blob, cancelled.pack()):
+            return await self.cancel(tenant, name)
+        self._stop(tenant, name)
+        return cancelled
 
-    async def _place(self, tenant: str, body: bytes, previous: str | None) -> _Place:
+    @asynccontextmanager
+    async def running(self, background: Background) -> AsyncIterator[None]:
+        """Sweeps while inside. At the end answers in the background have `stop_s`."""
+        async with background.running(self._sweep()):
+            yield
+        works = set(self.works.values())
+        if works:
+            await asyncio.wait(works, timeout=self.stop_s)
+        for work in works:
+            work.cancel()
+        await asyncio.gather(*works, return_exceptions=True)
+
+    # One answer
+
+    async def _place_of(self, tenant: str, body: bytes, previous: str | None) -> _Place:
         """Raises RequestError."""
         earlier: list[dict[str, Any]] = []
         if previous is not None:
             stored = await self.get(tenant, previous, "previous_response_id")
+            require(not stored.alive_until, "it is not over yet", "previous_response_id")
             earlier = stored.items + stored.answer["output"]
             nbytes, most = len(msgspec.json.encode(earlier)), self.answerer.body_limits.max_bytes
             too_long = f"the conversation has {nbytes} bytes, and may have {most}"
@@ -126,12 +173,11 @@ class ResponseDesk:
 
     async def _kept(self, place: _Place, answer: dict[str, Any], said: bytes) -> bytes:
         """said: as it is to be sent; it comes back, and says whether it was stored."""
-        stored = StoredResponse(answer, place.earlier + own_items(place.body, place.name))
         try:
-            blob = await off_loop(stored.pack)
-            await self.shelf.shelve(place.tenant, place.name, blob, self._least)
-        except RequestError as error:
-            logger.warning("response %s is not stored: %s", place.name, error.message)
+            blob = await off_loop(place.stored(answer).pack)
+            await self._swap(place.tenant, place.name, b"", blob)
+        except _DOWN as error:
+            logger.warning("response %s is not stored: %s", place.name, error)
             return unstored(said)
         return said
 
@@ -140,6 +186,94 @@ class ResponseDesk:
         async for piece in rest:
             answer = answer_in(piece)
             yield piece if answer is None else await self._kept(place, answer, piece)
+
+    # In the background
+
+    async def _begin(self, caller: Caller, place: _Place, authorization: str) -> Response:
+        """Stores an open answer, and starts work on it. Raises RequestError."""
+        of_tenant = sum(tenant == place.tenant for tenant, _ in self.works)
+        if len(self.works) >= _MAX_RUNNING or of_tenant >= _MAX_OF_TENANT:
+            raise RequestError("overloaded", "too many answers in the background; let some end")
+        model, limits = self.base.require_for(caller), self.base.limits
+        asked = await model.turns.parsed(place.body, lambda b: place.parse(b, limits, None))
+        self.answerer.dispatcher.authorise(asked.call, caller, place.name)
+        choice, now = asked.call.adapter, self.clock()
+        name = model.card.names[0] if choice is None else choice.adapter_id
+        head = AnswerHead(place.name, int(now), name, None, None, 0)
+        begun = msgspec.to_builtins(Answer(head, asked.options).response("in_progress", []))
+        stored = place.stored(begun, now + _LEASE_S)
+        await self._swap(place.tenant, place.name, b"", await off_loop(stored.pack))
+        work = asyncio.create_task(self._work(place, stored, authorization))
+        self.works[place.tenant, place.name] = work
+        work.add_done_callback(lambda _: self.works.pop((place.tenant, place.name), None))
+        return Response(msgspec.json.encode(begun), media_type="application/json")
+
+    async def _work(self, place: _Place, stored: StoredResponse, authorization: str) -> None:
+        """Answers as a request of the same caller, and stores how that ends."""
+        asking = asyncio.ensure_future(
+            self.door.ask("/v1/responses", place.body, authorization, place=place)
+        )
+        try:
+            while not (await asyncio.wait((asking,), timeout=_BEAT_S))[0]:
+                alive = msgspec.structs.replace(stored, alive_until=self.clock() + _LEASE_S)
+                with contextlib.suppress(*_DOWN):
+                    if not await self._advance(place, alive):
+                        return
+            over = stored.answered(asking.result().status, asking.result().content)
+            for _ in range(_TRIES):
+                with contextlib.suppress(*_DOWN):
+                    await self._advance(place, over)
+                    return
+                await asyncio.sleep(_BEAT_S)
+        except asyncio.CancelledError:
+            with contextlib.suppress(*_DOWN):
+                await self._advance(place, stored.over("failed", "the router was stopped"))
+            raise
+        finally:
+            asking.cancel()
+
+    async def _advance(self, place: _Place, stored: StoredResponse) -> bool:
+        """Stores what an open answer is now. False = a router cancelled or deleted it. Raises as a
+        shelf."""
+        new = await off_loop(stored.pack)
+        while blob := await self.shelf.shelved(place.tenant, place.name):
+            if not unpack(blob).alive_until:
+                break
+            if await self._swap(place.tenant, place.name, blob, new):
+                return True
+        return False
+
+    def _stop(self, tenant: str, name: str) -> None:
+        work = self.works.get((tenant, name))
+        if work is not None:
+            work.cancel()
+
+    # The shelf
+
+    async def _read(
+        self, tenant: str, name: str, param: str | None = None
+    ) -> tuple[bytes, StoredResponse]:
+        """Raises RequestError, StoreDown."""
+        is_name = is_id(RESPONSE_ID, name) and name >= self._least
+        blob = await self.shelf.shelved(tenant, name) if is_name else b""
+        if not blob:
+            raise RequestError("response_not_found", f"no response {name[:80]!r}", param=param)
+        stored = await off_loop(unpack, blob)
+        if 0 < stored.alive_until <= self.clock():
+            over = stored.over("failed", "the router that worked on it has died").pack()
+            await self._swap(tenant, name, blob, over)
+            return await self._read(tenant, name, param)
+        return blob, stored
+
+    async def _swap(self, tenant: str, name: str, old: bytes, new: bytes) -> bool:
+        return await self.shelf.shelve(tenant, name, old, new, self.limits, self._least)
+
+    async def _sweep(self) -> None:
+        """Runs until cancelled. Redis forgets by itself."""
+        while isinstance(self.shelf, DiskShelf):
+            with contextlib.suppress(RequestError):
+                await off_loop(self.shelf.sweep, self.limits, self._least)
+            await asyncio.sleep(_SWEEP_S)
 
 
 def _ask_of(body: bytes) -> _Ask:

@@ -1,7 +1,7 @@
 """The router's HTTP face: which path is answered by what."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,6 +32,7 @@ from loraplex.router.routes.sglang import SglangRoutes
 from loraplex.router.routes.tokenize import TokenizeRoutes
 from loraplex.router.routes.vectors import VectorRoutes
 from loraplex.router.service import Service
+from loraplex.router.shared.store import StoreDown
 from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.telemetry.metrics import GENERATION_PATHS
 from loraplex.router.telemetry.request_log import RequestLog
@@ -57,7 +58,7 @@ def build_app(service: Service) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         background, desk = service.background, service.responses
-        stored = background.running(*([] if desk is None else [desk.sweep()]))
+        stored = nullcontext() if desk is None else desk.running(background)
         async with service.run(), running_batches(service.batches, background), stored:
             yield
 
@@ -75,6 +76,8 @@ def build_app(service: Service) -> ASGIApp:
     )
     if service.batches is not None:
         service.batches.door.app = edge
+    if service.responses is not None:
+        service.responses.door.app = edge
     return edge
 
 
@@ -86,6 +89,7 @@ def _starlette(
         lifespan=lifespan,
         exception_handlers={
             RequestError: errors.on_request_error,
+            StoreDown: errors.on_store_down,
             HTTPException: errors.on_http_error,
             ClientGone: errors.on_client_gone,
             Exception: errors.on_unforeseen_error,
@@ -120,6 +124,7 @@ def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
         _post("/v1/chat/completions/batch", routes.chat_batch),
         _post("/v1/responses", responses.create),
         Route("/v1/responses/{id}", responses.one, methods=["GET", "DELETE"]),
+        _post("/v1/responses/{id}/cancel", responses.cancel),
         _get("/v1/responses/{id}/input_items", responses.items),
         _post("/v1/messages", with_api_key(routes.messages)),
         _post("/v2/chat", routes.chat_of_cohere),
@@ -271,6 +276,10 @@ class _Errors:
         if error.cause == "body_timeout":
             answer.headers["connection"] = "close"
         return Response(answer.body, answer.status, answer.headers)
+
+    async def on_store_down(self, request: Request, error: Exception) -> Response:
+        message = "what routers share cannot be reached now; try again soon"
+        return await self.on_request_error(request, RequestError("unavailable", message))
 
     async def on_http_error(self, request: Request, error: Exception) -> Response:
         """What Starlette's router found: no such path, or another method."""

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from redis.exceptions import NoScriptError
 
+from loraplex.router.policy.batch_limits import ResponsesLimits
 from loraplex.router.policy.quota import REASONS, Ask, Standing, Subject, Verdict
 from loraplex.router.shared.redis_link import RedisLink
 from loraplex.router.shared.store import (
@@ -39,11 +40,11 @@ class _Script:
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-_NAMES = ("admit", "settle", "renew", "put", "swap", "count", "lease", "leased")
+_NAMES = ("admit", "settle", "renew", "put", "swap", "count", "lease", "leased", "shelve")
 
 
 class RedisStore:
-    """A Store. prefix: of every key, so that fleets may share a Redis."""
+    """A Store and a Shelf. prefix: of every key, so that fleets may share a Redis."""
 
     def __init__(self, link: RedisLink, prefix: str) -> None:
         self.link = link
@@ -204,6 +205,18 @@ class RedisStore:
         for (key, lease_ms), leases_of_key in by_key.items():
             await self._run("renew", [key], lease_ms, *leases_of_key)
 
+    async def shelved(self, tenant: str, name: str) -> bytes:
+        values, _ = self._shelf(tenant)
+        found = await self.link.call(lambda: _wait(self._redis.hget(values, name)), PATIENCE_S)
+        return cast("bytes | None", found) or b""
+
+    async def shelve(
+        self, tenant: str, name: str, old: bytes, new: bytes, limits: ResponsesLimits, least: str
+    ) -> bool:
+        bounds = (limits.tenant_count, limits.tenant_bytes, least, _ms(limits.keep_s))
+        keys = self._shelf(tenant)
+        return bool(await self._run("shelve", keys, name, old, new, *bounds, least_s=PATIENCE_S))
+
     async def _run(
         self, name: str, keys: Sequence[str], *arguments: str | bytes | int, least_s: float = 0.0
     ) -> Any:
@@ -228,6 +241,10 @@ class RedisStore:
     def _group(self, group: str) -> list[str]:
         stem = f"{self._prefix}:{{group:{group}}}"
         return [f"{stem}:ends", f"{stem}:members"]
+
+    def _shelf(self, tenant: str) -> list[str]:
+        stem = f"{self._prefix}:{{shelf:{tenant}}}"
+        return [f"{stem}:values", f"{stem}:order"]
 
     def _accounts(self, ask: Ask) -> list[str]:
         stem = f"{self._prefix}:{{quota:{ask.tenant}}}"

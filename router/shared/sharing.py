@@ -9,7 +9,7 @@ from loraplex.router.background import Background
 from loraplex.router.config import RouterConfig
 from loraplex.router.shared.memory_store import MemoryStore
 from loraplex.router.shared.steady_clock import SteadyClock
-from loraplex.router.shared.store import Store
+from loraplex.router.shared.store import Shelf, Store
 
 if TYPE_CHECKING:
     from loraplex.router.shared.redis_link import RedisLink
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """link: None = this router is on its own."""
+    """link, shelf: None = this router is on its own."""
 
     store: Store
     link: "RedisLink | None" = None
+    shelf: Shelf | None = None
 
     @property
     def is_up(self) -> bool:
@@ -50,4 +51,5 @@ def make_sharing(config: RouterConfig) -> Sharing:
     link = RedisLink(
         config.redis, config.redis_timeout_s, config.redis_password or None, config.redis_prefix
     )
-    return Sharing(RedisStore(link, config.redis_prefix), link)
+    store = RedisStore(link, config.redis_prefix)
+    return Sharing(store, link, store)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from loraplex.router.policy.batch_limits import ResponsesLimits
 from loraplex.router.policy.quota import Ask, Verdict
 
 MAX_ROWS = 1 << 14
@@ -126,4 +127,18 @@ class Store(Protocol):
 
     async def renew(self, asks: Sequence[Ask]) -> None:
         """They still run."""
+        ...
+
+
+class Shelf(Protocol):
+    """Values of tenants, by names that sort by age. b"" is none. Every method raises StoreDown, or
+    RequestError of a disk."""
+
+    async def shelved(self, tenant: str, name: str) -> bytes: ...
+
+    async def shelve(
+        self, tenant: str, name: str, old: bytes, new: bytes, limits: ResponsesLimits, least: str
+    ) -> bool:
+        """Puts `new` in the place of `old`; False when that is not what is there. Others make room,
+        the oldest first, and those before `least`."""
         ...

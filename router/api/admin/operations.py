@@ -257,6 +257,7 @@ _RESPONSE = "/v1/responses/{id}"
 _RESPONSES = (
     _keyed(_RESPONSE, "A stored answer", ResponseObject),
     Operation(_RESPONSE, "delete", "Delete it", answers=(DeletedResponse,), key=True),
+    Operation(f"{_RESPONSE}/cancel", "post", "End it early", answers=(ResponseObject,), key=True),
     _keyed(f"{_RESPONSE}/input_items", "Its input", InputItemList, *_PAGE, "order"),
 )
 _BOTH: tuple[Method, ...] = ("get", "post")

@@ -19,7 +19,7 @@ from loraplex.router.api.responses.calls import (
 from loraplex.router.api.responses.logprobs import TextLogprobs
 from loraplex.router.call import AnswerHead, ChoiceResult, FinishReason, PromptInfo
 
-ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
@@ -103,6 +103,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool = True
     effort: str | None = None
     format: dict[str, Any] | None = None
+    background: bool = False
     previous: str | None = None
     store: bool = False
 
@@ -119,8 +120,7 @@ class ResponseTextForm(msgspec.Struct, frozen=True):
 
 
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer, or, in a stream, what there is of it. background, truncation: they cannot be
-    otherwise."""
+    """A whole answer, or, in a stream, what there is of it. truncation: it cannot be otherwise."""
 
     id: str
     object: Literal["response"] = "response"
@@ -142,7 +142,7 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool
     reasoning: ReasoningAsked
     text: ResponseTextForm
-    background: Literal[False] = False
+    background: bool = False
     previous_response_id: str | None = None
     store: bool = False
     top_logprobs: int = 0
@@ -195,6 +195,7 @@ class Answer(msgspec.Struct, frozen=True):
             parallel_tool_calls=asked.parallel_tool_calls,
             reasoning=ReasoningAsked(asked.effort),
             text=ResponseTextForm(asked.format or {"type": "text"}),
+            background=asked.background,
             previous_response_id=asked.previous,
             store=asked.store,
             top_logprobs=asked.logprobs or 0,

@@ -21,6 +21,7 @@ from loraplex.router.api.request.known_elsewhere import (
     Elsewhere,
     check_refused,
     check_unknown_parts,
+    unsupported,
 )
 from loraplex.router.api.request.shapes import check_ends, json_of
 from loraplex.router.api.request.tool_fields import for_template
@@ -91,7 +92,7 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     max_output_tokens: reasoning and calls included; absent = all that fits. metadata: the answer
     repeats it. include: the logprobs of the text, or what no answer has; top_logprobs goes with the
     former. chat_template_kwargs: an extension: further variables of the chat template. store: true
-    unless it is false, where answers are stored; previous_response_id: there alone.
+    unless it is false, where answers are stored; background, previous_response_id: there alone.
     """
 
     input: str | list[InputItem]
@@ -108,14 +109,15 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     text: TextFields | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     store: bool | None = None
+    background: bool | None = None
     previous_response_id: str | None = None
 
 
+_NOT_STORED = "answers are not stored here, as --responses-keep-s says"
 _SEND_ALL = "send all items as `input`"
 _FORM = Elsewhere((), "use `text.format`")
 # Fields that are not served, by what asks for nothing beside null.
 REFUSED = {
-    "background": Elsewhere((False,), "wait for the answer, or stream it"),
     "conversation": Elsewhere((), f"no conversations are stored: {_SEND_ALL}"),
     "prompt": Elsewhere((), "no prompts are stored: send `instructions` and `input`"),
     "context_management": Elsewhere(([],), "send the items that shall be read"),
@@ -129,8 +131,10 @@ REFUSED = {
     "max_completion_tokens": Elsewhere((), "use `max_output_tokens`"),
 }
 # The same where no answers are stored.
-_PREVIOUS = Elsewhere((), f"no answers are stored without --responses-keep-s: {_SEND_ALL}")
-REFUSED_UNSTORED = REFUSED | {"previous_response_id": _PREVIOUS}
+REFUSED_UNSTORED = REFUSED | {
+    "background": Elsewhere((False,), _NOT_STORED),
+    "previous_response_id": Elsewhere((), f"{_NOT_STORED}: {_SEND_ALL}"),
+}
 
 
 def parse(
@@ -148,6 +152,10 @@ def parse(
     read = {name: value for name, value in plain.items() if name not in refused}
     request = decode_shared(read, ResponsesBody, limits)
     _check_parts(plain, request)
+    if request.background:
+        require(request.store is not False, "needs `store`", "background")
+        if request.stream:
+            raise unsupported("stream", "an answer in the background is asked for until it is over")
     sampling = sampling_of(
         request, limits, max_tokens=request.max_output_tokens, logprobs=_logprobs(request, limits)
     )
@@ -273,6 +281,7 @@ def _asked(
         effort=call.template.effort,
         format=_repeated(_format(request)),
         store=stored is not None,
+        background=bool(request.background),
         previous=request.previous_response_id,
     )
 

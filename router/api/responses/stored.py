@@ -1,4 +1,4 @@
-"""Stored answers of `/v1/responses`: what is kept and continued. Pure."""
+"""Stored answers of `/v1/responses`: what is kept, continued and listed. Pure."""
 
 import zlib
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ import msgspec
 
 from loraplex.router.api.files.requests import ListQuery
 from loraplex.router.api.request.body import require
+from loraplex.router.api.responses.answer import ResponseFailure, ResponseStatus
 
 MAX_ITEMS_LISTED = 1000
 USUAL_ITEMS_LISTED = 20
@@ -32,10 +33,26 @@ class InputItemList(msgspec.Struct, frozen=True):
 
 class StoredResponse(msgspec.Struct, frozen=True):
     """answer: the response object. items: all that it was made from, so that it needs no earlier
-    answer."""
+    answer. alive_until: Unix seconds; if it is not over then, its router is dead; 0 = it is over.
+    """
 
     answer: dict[str, Any]
     items: list[dict[str, Any]]
+    alive_until: float = 0.0
+
+    def over(self, status: ResponseStatus, message: str | None = None) -> "StoredResponse":
+        """Returns it with its last status. message: why it failed."""
+        error = None if message is None else msgspec.to_builtins(ResponseFailure(message))
+        return StoredResponse(self.answer | {"status": status, "error": error}, self.items)
+
+    def answered(self, status: int, content: bytes) -> "StoredResponse":
+        """Returns how a request ended. content: a response object, or OpenAI's error for a status
+        other than 200."""
+        found = msgspec.json.decode(content or b'{"error": {"message": "internal error"}}')
+        if status != 200:
+            return self.over("failed", found["error"]["message"])
+        created = {"created_at": self.answer["created_at"]}
+        return StoredResponse(found | created, self.items)
 
     def pack(self) -> bytes:
         """Compressed: each holds its whole conversation."""

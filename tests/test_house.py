@@ -14,8 +14,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-WORKSHOP = ("deploy", "tools")  # not installed
-PACKAGES = ("adapters", "router", "server", "launcher", *WORKSHOP)
+PACKAGES = ("adapters", "router", "server", "launcher", "deploy", "tools")
 MAX_FILE_LINES = 600
 MAX_KERNEL_FILE_LINES = 900  # a kernel stands in one file with its launcher
 MAX_FUNCTION_LINES = 60
@@ -119,18 +118,6 @@ def test_imports_between_rooms_have_no_circle() -> None:
         others -= {room, "loraplex"}
     assert sum(map(len, arrows.values())) > 100
     TopologicalSorter(arrows).prepare()  # raises CycleError with the circle
-
-
-def test_the_product_imports_nothing_of_the_workshop() -> None:
-    for path in sources():
-        if path.relative_to(ROOT).parts[0] in WORKSHOP:
-            continue
-        for node in read(path).imports:
-            names = [alias.name for alias in node.names]
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            roots = {name.partition(".")[0] for name in names}
-            assert not roots & {*WORKSHOP, "tests"}, f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
 def test_a_class_name_means_one_thing() -> None:

@@ -33,7 +33,7 @@ API_KEY = Option("api_key", "api-key", "text", "a caller's key", default="", is_
 
 
 def encode_inline() -> None:
-    """Keeps the tokenizer off threads of its own: the router gives it one text at a time.
+    """Keep the tokenizer off threads of its own: the router gives it one text at a time.
 
     The library takes the setting from nowhere else.
     """
@@ -41,13 +41,13 @@ def encode_inline() -> None:
 
 
 def environment(moved: Mapping[str, str]) -> Mapping[str, str]:
-    """moved: variables to be set first, for this process and its children."""
+    """The environment. moved: variables to be set first, for this process and its children."""
     os.environ.update(moved)
     return dict(os.environ)
 
 
 def serve_options() -> tuple[Option, ...]:
-    """What `serve` takes: options of the router, of workers and its own; it sets the wiring.
+    """List what `serve` takes: options of the router, of workers and its own, but no wiring.
 
     Where both have an option, one value serves both, but for the address, which is the router's.
     """
@@ -60,13 +60,13 @@ def serve_options() -> tuple[Option, ...]:
 
 
 def batch_options() -> tuple[Option, ...]:
-    """What `batch` takes for a server of its own: those of `serve`, but for who may reach it."""
+    """List options of a server that `batch` starts: those of `serve`, but not who may reach it."""
     reach = {"host", "port", "uds", "tls_cert", "tls_key", "reuse_port", "auth", "keys_file"}
     return tuple(option for option in serve_options() if option.field not in reach)
 
 
 def info_options() -> tuple[Option, ...]:
-    """Those of a worker that say where a model is computed and how much memory it has."""
+    """List options of a worker that say where a model is computed and what memory it has."""
     names = {
         *GROUPS["Memory"],
         "revision",
@@ -92,7 +92,7 @@ def check_router(config: RouterConfig) -> None:
 
 
 def check_worker(config: WorkerConfig) -> None:
-    """Before a model is downloaded for nothing. Raises OptionError for sources and a Redis that
+    """Check options before a download. Raises OptionError for sources and a Redis that
     cannot be, AdapterError for what this installation lacks.
     """
     from loraplex.server.worker.adapters.adapter_store import sources_of
@@ -114,7 +114,7 @@ def check_worker(config: WorkerConfig) -> None:
 
 
 def _check_void(config: WorkerConfig) -> None:
-    """Options of which one makes another mean nothing. Raises OptionError."""
+    """Refuse an option that another one makes void. Raises OptionError."""
     if config.advertise and not config.redis:
         raise OptionError("--advertise is what routers find by --redis; there is none")
     share = next(option for option in WORKER_OPTIONS if option.field == "gpu_memory_utilization")
@@ -170,7 +170,7 @@ def _resolve_one(option: Option, arguments: Namespace, environ: Mapping[str, str
 
 
 def _secret(option: Option, arguments: Namespace, environ: Mapping[str, str]) -> str:
-    """From the environment or a file; never a flag, which any user of the machine could read."""
+    """A secret from the environment or a file; any user of the machine could read a flag."""
     flag: str | None = getattr(arguments, f"{option.field}_file", None)
     if flag is not None:
         return read_secret(flag, f"--{option.flag}-file")
@@ -231,7 +231,7 @@ def _one_line(secret: str, source: str) -> str:
 def child_environment(
     environ: Mapping[str, str], options: Iterable[Option], values: Mapping[str, Values]
 ) -> dict[str, str]:
-    """A child's options stand on its command line; its secrets are here, hidden from `ps`."""
+    """A child's environment, with its secrets; its other options stand on its command line."""
     kept = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
     hidden = {o.variable: str(values[o.field]) for o in options if o.is_secret and values[o.field]}
     return kept | hidden | {"PYTHONUNBUFFERED": "1"}

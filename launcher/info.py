@@ -35,7 +35,7 @@ class Ability(msgspec.Struct, frozen=True):
 
 
 class MachineFacts(msgspec.Struct, frozen=True):
-    """families: by `model_type`, the names that people know their models by."""
+    """The report. families: by `model_type`, the names that people know their models by."""
 
     loraplex: str
     python: str

@@ -1,4 +1,4 @@
-"""What people know the served families by, and one known model of each."""
+"""Names that people know the served families by, and one known model of each."""
 
 from functools import cache
 from pathlib import Path

@@ -26,7 +26,7 @@ THREADS = "OMP_NUM_THREADS"
 
 
 class LocalWorker:
-    """Its ports outlive its processes, so that a restarted one is found where the first was."""
+    """A worker, whose port outlives its processes: a restarted one is found there again."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class LocalWorker:
 async def until_ready(
     http: httpx.AsyncClient, url: str, heard: Callable[[dict[str, Any]], None] | None = None
 ) -> None:
-    """heard: is called with each answer before."""
+    """Wait until a worker is ready. heard: is called with each answer before."""
     while True:
         with contextlib.suppress(httpx.TransportError, ValueError):
             answer = await http.get(f"{url}/health/ready")
@@ -112,7 +112,7 @@ def local_workers(
 
 
 def watched_ports(plan: ServePlan) -> list[socket.socket]:
-    """Of --worker-metrics-port, one for each worker. Raises AddressError, OptionError."""
+    """Ports from --worker-metrics-port on, one a worker. Raises AddressError, OptionError."""
     first, router = plan.asked.worker_metrics_port, plan.router
     if not first:
         return []

@@ -1,4 +1,4 @@
-"""What a model needs of the devices that share it, by their number. Imports neither torch nor a
+"""Memory that a model needs of the devices that share it. Imports neither torch nor a
 kernel."""
 
 import dataclasses
@@ -36,7 +36,7 @@ _KV_SHARE = 0.1
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """On this machine. weights, kv_memory: bytes. kv_bytes: keys and values of one token.
+    """Needs on this machine. weights, kv_memory: bytes. kv_bytes: keys and values of one token.
 
     kv_tokens: of all sequences together, where these are short; long_tokens: where each has
     max_context tokens, since pages behind a window come free. max_context: tokens of one sequence.
@@ -54,7 +54,7 @@ class Needs(msgspec.Struct, frozen=True):
     problem: str | None = None
 
     def rows(self) -> list[tuple[str, str]]:
-        """For a person."""
+        """A sentence for a person."""
         rows = [
             ("weights", f"{self.weights / _GIB:.2f} GiB"),
             ("a token", f"{self.kv_bytes:,} bytes of keys and values"),
@@ -69,7 +69,7 @@ class Needs(msgspec.Struct, frozen=True):
 
 
 class ModelNeeds:
-    """Of a model, by the number of devices that share it. config: its `tp` means nothing here.
+    """A model's needs by the number of its devices. config: its `tp` means nothing here.
 
     `of` raises ConfigError, WorkerStartError.
     """
@@ -109,7 +109,7 @@ class ModelNeeds:
 def choose_groups(
     asked: AskedGroups, needs: ModelNeeds, gpus: Sequence[CudaDevice]
 ) -> WorkerGroups:
-    """What `loraplex serve` makes of this machine. gpus: those that it shows. Raises OptionError,
+    """Choose groups of this machine's GPUs for `serve`. gpus: those that show. Raises OptionError,
     ConfigError, WorkerStartError."""
     if needs.device.kind == "cpu":
         return undivided(asked, "the CPU")
@@ -152,7 +152,7 @@ def _needs(
 def _filled(
     model: ModelSpec, engine: EngineConfig, weights: int, device: ChosenDevice
 ) -> EngineConfig:
-    """With the device's memory divided, as if nothing else ran there. Raises ConfigError."""
+    """Divide the device's memory as if nothing else ran there. Raises ConfigError."""
     if device.kind == "cuda":
         total = device.memory_bytes
         return fill_device(model, engine, DeviceMemory(total, total, total - weights))

@@ -18,7 +18,7 @@ _RENAMED = {
 
 @dataclass(slots=True)
 class Moved:
-    """words: for our parser. notes: for a person. environ: to be set. api_keys: in clear."""
+    """A moved line. words: for the parser. notes: for a person. api_keys: in clear."""
 
     words: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Moved:
 
 
 def move(words: Sequence[str], own: Mapping[str, bool]) -> Moved:
-    """own: our flags, and whether a value follows. What nobody knows stays as it is. Raises
+    """Move a line. own: known flags, and whether a value follows. Unknown ones stay. Raises
     OptionError, with no API key."""
     moved, left = Moved(), list(words)
     while left:

@@ -107,7 +107,7 @@ def resolve_alias(text: str) -> tuple[str, tuple[Path, ...]]:
 
 
 def _linked_from(folder: Path) -> list[Path]:
-    """Where the files of a snapshot in a Hub cache lie (`models--…/snapshots/<commit>` has links
+    """The folder of a Hub cache's files (`models--…/snapshots/<commit>` has links
     to `models--…/blobs`)."""
     real = Path(os.path.realpath(folder))
     blobs = real.parents[1] / "blobs" if real.parent.name == "snapshots" else None

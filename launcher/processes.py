@@ -203,7 +203,7 @@ class ChildSupervisor:
         self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
 
     async def run(self) -> None:
-        """Until `stop` or `kill`. Raises ChildFailed."""
+        """Run the child until `stop` or `kill`. Raises ChildFailed."""
         while not self._stopping.is_set():
             started = time.monotonic()
             self._child = self._start(self._on_line)

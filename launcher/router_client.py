@@ -58,7 +58,7 @@ def is_http_url(url: str) -> bool:
 
 
 def server_url(text: str) -> str:
-    """As callers write it, with `/v1` or without. Raises ValueError."""
+    """A server's address, as callers write it, with `/v1` or without. Raises ValueError."""
     if not is_http_url(text):
         raise ValueError(f"expected {HTTP_URL}, got {text[:80]!r}")
     return text.rstrip("/").removesuffix("/v1").rstrip("/")

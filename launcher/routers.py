@@ -87,12 +87,12 @@ class Routers:
         return start_child(arguments, environ, on_line)
 
     async def run(self) -> bool:
-        """Until a signal. False when it was stopped at once. Raises ChildFailed."""
+        """Run until a signal. Returns False when stopped at once. Raises ChildFailed."""
         with self._held:
             return await run_services(self._services, self._announce, self._stop_all)
 
     async def _stop_all(self) -> None:
-        """Together: each finishes its own answers."""
+        """Stop all together: each finishes its own answers."""
         config = self._config
         limit_s = config.drain_delay_s + config.drain_timeout_s + STOP_MARGIN_S
         await asyncio.gather(*(service.stop(limit_s) for service in self._services))

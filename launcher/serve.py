@@ -8,7 +8,7 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import httpx
@@ -35,10 +35,10 @@ from loraplex.launcher.processes import (
     start_child,
     write_lines_as,
 )
-from loraplex.launcher.start_line import start_line
 from loraplex.launcher.until_signal import Supervised, run_services
 from loraplex.router.config import RouterConfig
 from loraplex.router.tenancy.tenancy import needs_keys
+from loraplex.server.engine.messages import StartProgress
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.quantised_at_load import quantised_at_load
 from loraplex.server.worker.address import open_listener
@@ -46,6 +46,8 @@ from loraplex.server.worker.process.device import choose_device, cuda_devices, t
 from loraplex.server.worker.process.model_source import check_model
 from loraplex.server.worker.process.sizing import choose_sizes
 from loraplex.server.worker.setup import host_bytes
+
+_BAR_WIDTH = 20
 
 
 def free_port(host: str, port: int) -> int:
@@ -94,7 +96,7 @@ class Serve:
         return start_child(["router", *render(ROUTER_OPTIONS, values)], environ, on_line)
 
     async def run(self, client: ServeClient | None = None) -> bool:
-        """Until a signal, or the client's end. False when it was stopped at once. Raises
+        """Run until a signal, or the client's end. Returns False when stopped at once. Raises
         ChildFailed."""
 
         async def announce() -> None:
@@ -143,7 +145,7 @@ class Serve:
         return httpx.AsyncClient(trust_env=False, timeout=5.0, verify=False, mounts=mounts)
 
     async def _show_start(self) -> None:
-        """On a terminal: how far the slowest worker is. In a log each worker speaks for itself."""
+        """Show the slowest worker's start on a terminal. In a log each worker speaks for itself."""
         begun = time.monotonic()
         while self._router.log_format == "text":
             waiting = [worker for worker in self.workers if not worker.service.was_ready.is_set()]
@@ -185,7 +187,7 @@ def checked_plan(values: Mapping[str, Values]) -> ServePlan:
 
 
 def _divided(chosen: ServePlan, model: ModelSpec) -> ServePlan:
-    """With the machine's GPUs and memory divided among workers. Raises as `checked_plan`."""
+    """Divide the machine's GPUs and memory among workers. Raises as `checked_plan`."""
     config, gpus = chosen.worker, cuda_devices()
     device = choose_device(config.device, gpus, torch_build())
     needs = ModelNeeds(config, quantised_at_load(model, config.quantize), device)
@@ -215,3 +217,20 @@ def serve(
 
 async def _run(chosen: ServePlan, environ: Mapping[str, str]) -> bool:
     return await Serve(chosen, environ).run()
+
+
+def start_line(waiting: Sequence[StartProgress], workers: int, seconds: float) -> str:
+    """How far the start is, as a line of a terminal.
+
+    waiting: workers that are not ready, of `workers`. seconds: since the start."""
+    if not waiting:
+        return f"starting the router, {seconds:.0f} s"
+    slowest = min(waiting, key=_share)
+    filled = round(_BAR_WIDTH * _share(slowest))
+    bar = f" [{'#' * filled}{'-' * (_BAR_WIDTH - filled)}]" if slowest.total else ""
+    ready = f", {workers - len(waiting)} of {workers} workers ready" if workers > 1 else ""
+    return f"{slowest}{bar}, {seconds:.0f} s{ready}"
+
+
+def _share(progress: StartProgress) -> float:
+    return min(progress.done / progress.total, 1.0) if progress.total else 0.0

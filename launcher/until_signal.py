@@ -11,7 +11,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervised(Protocol):
-    """What runs until it is stopped, or ends by itself."""
+    """A service that runs until it is stopped, or ends by itself."""
 
     async def run(self) -> None: ...
 
@@ -23,8 +23,8 @@ async def run_services(
     announce: Callable[[], Coroutine[Any, Any, None]],
     stop_all: Callable[[], Awaitable[None]],
 ) -> bool:
-    """Until a signal, or a service's end; then `stop_all`. A second signal kills at once, which
-    returns False.
+    """Run until a signal, or a service's end; then `stop_all`. A second signal kills at once, and
+    False is returned.
 
     announce: runs beside the services, and reports when they are ready. Raises ChildFailed.
     """

@@ -52,8 +52,8 @@ class AskedGroups:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroups:
-    """tp: GPUs of a worker; on a CPU its processes. gpus: of each worker, by their place among
-    those that are shown; () = the CPU, or the only GPU. why: for a person."""
+    """Groups of GPUs. tp: GPUs of a worker; on a CPU its processes. gpus: each worker's, by place
+    among those that are shown; () = the CPU, or the only GPU. why: for a person."""
 
     tp: int
     gpus: tuple[tuple[int, ...], ...]
@@ -69,12 +69,12 @@ class WorkerGroups:
         return self.workers > 1 or self.tp > 1 or any(self.gpus)
 
     def written(self) -> str:
-        """As options, with the reason."""
+        """The groups as options, with the reason."""
         return f"--workers {self.workers} --tp {self.tp}: {self.why}"
 
 
 def undivided(asked: AskedGroups, place: str) -> WorkerGroups:
-    """As asked, else one worker. place: where it computes, for a person."""
+    """The groups that are asked for, else one worker. place: where it computes, for a person."""
     workers, tp = asked.worker_count or 1, asked.tp or 1
     return WorkerGroups(tp, ((),) * workers, f"{_counted(workers, 'worker')} on {place}")
 

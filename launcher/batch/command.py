@@ -98,7 +98,7 @@ def _run_lines(
     journal: "Journal",
     until_over: Callable[["BatchJob"], Coroutine[Any, Any, bool]],
 ) -> "Progress":
-    """How far it came. until_over: False = it was stopped at once."""
+    """Run the open lines. until_over: returns False if it was stopped at once."""
     from loraplex.launcher.batch.job import BatchJob
     from loraplex.launcher.batch.progress import Progress
 
@@ -124,7 +124,7 @@ def _run_lines(
 
 
 def _files(arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """Of answers and of failed lines. Raises OptionError."""
+    """The files of answers and of failed lines. Raises OptionError."""
     out: Path = arguments.out
     errors: Path = arguments.errors or out.parent / f"{out.stem}.errors{out.suffix}"
     real = {Path(path).resolve() for path in (arguments.input, out, errors)}
@@ -149,7 +149,7 @@ def _plan(arguments: argparse.Namespace, api_key: str) -> "BatchPlan":
 
 
 def _check_void(arguments: argparse.Namespace) -> None:
-    """Options of a server that is not started. Raises OptionError."""
+    """Refuse options of a server that is not started. Raises OptionError."""
     given = [option for option in batch_options() if getattr(arguments, option.field, None)]
     if arguments.url and given:
         name = given[0].flag
@@ -157,7 +157,7 @@ def _check_void(arguments: argparse.Namespace) -> None:
 
 
 def _own_server(arguments: argparse.Namespace, environ: Mapping[str, str]) -> "Serve":
-    """On a port of its own, for this machine alone. Raises what `serve` raises."""
+    """A server on a port of its own, for this machine alone. Raises what `serve` raises."""
     from loraplex.launcher.plan import LOOPBACK
     from loraplex.launcher.serve import Serve, checked_plan
 
@@ -166,7 +166,7 @@ def _own_server(arguments: argparse.Namespace, environ: Mapping[str, str]) -> "S
 
 
 async def _until_over(url: str | None, server: "Serve | None", job: "BatchJob") -> bool:
-    """False = it was stopped at once. Raises ChildFailed."""
+    """Run the job to its end. False = it was stopped at once. Raises ChildFailed."""
     from loraplex.launcher.until_signal import run_services
 
     if server is not None:

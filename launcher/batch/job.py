@@ -8,26 +8,28 @@ from dataclasses import dataclass, field
 import httpx
 
 from loraplex.adapters.common.authorities import trusted_context
-from loraplex.launcher.batch.attempts import LineAttempts
 from loraplex.launcher.batch.progress import Progress
-from loraplex.launcher.refusals import error_text
+from loraplex.launcher.refusals import error_text, retry_after_s
 from loraplex.launcher.router_client import bearer
 from loraplex.router.http.client import http_client
 from loraplex.router.lines.errors import BatchError
 from loraplex.router.lines.gate import Gate
 from loraplex.router.lines.index import BatchInput
 from loraplex.router.lines.journal import Journal
-from loraplex.router.lines.lines import BadLine
+from loraplex.router.lines.lines import BadLine, BatchRequest
 from loraplex.router.lines.order import AdapterWindow, send_order
-from loraplex.router.lines.pace import SendPace
-from loraplex.router.lines.records import BatchFault, Outcome, record_id, record_of
+from loraplex.router.lines.pace import BUSY, TOO_LONG, SendPace, after_failure, pause_s
+from loraplex.router.lines.records import BatchFault, Outcome, record_id, record_of, response_of
 
 _CHECK_S = 30.0  # for the server's first answer
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """concurrency: lines in flight. adapters: that have lines in flight. retries: of a line."""
+    """Bounds of a run.
+
+    concurrency: lines in flight. adapters: those with lines in flight. retries: of a line.
+    """
 
     concurrency: int
     adapters: int
@@ -49,7 +51,7 @@ class BatchJob:
         self._window = AdapterWindow(plan.adapters)
         self._places = map(int, send_order(source.groups, journal.answered))
         self._gate = Gate(SendPace(plan.concurrency))
-        self._attempts = LineAttempts(self._gate, plan.retries, progress)
+        self._attempts = _LineAttempts(self._gate, plan.retries, progress)
         self._turn = asyncio.Lock()
         self._url = ""
         self._sending: asyncio.Task[None] | None = None
@@ -62,7 +64,7 @@ class BatchJob:
         self._gate.wake()
 
     async def run(self) -> None:
-        """Until every line has an answer, or `stop`, or what `failure` says."""
+        """Run until every line has an answer, until `stop`, or until `failure` is set."""
         self._over.clear()
         try:
             if await self._gate.until(lambda: self._url != ""):
@@ -77,7 +79,7 @@ class BatchJob:
         await self._over.wait()
 
     def kill(self) -> None:
-        """What is in flight is left without an answer."""
+        """Leave lines in flight without an answer."""
         self._gate.stop()
         if self._sending is not None:
             self._sending.cancel()
@@ -97,7 +99,7 @@ class BatchJob:
             ticker.cancel()
 
     def _client(self, trusted: ssl.SSLContext) -> httpx.AsyncClient:
-        """One a caller: for each request httpx looks through all connections of a client."""
+        """A client for one caller: httpx looks through all of a client's connections each time."""
         headers = bearer(self._plan.api_key)
         return http_client(self._plan.timeout_s, self._url, headers, trusted=trusted)
 
@@ -156,3 +158,74 @@ async def _check_server(http: httpx.AsyncClient) -> None:
         raise BatchError(f"no server answers at {http.base_url} ({why})") from error
     if answer.status_code == 401:
         raise BatchError(f"{http.base_url} refuses the key: {error_text(answer.content)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Another attempt may help. outcome: if it is the last. status: None = there was no answer."""
+
+    outcome: Outcome
+    why: str
+    status: int | None = None
+    asked_s: float | None = None
+
+
+class _LineAttempts:
+    """Attempts of all lines, which share a gate and a count of answers."""
+
+    def __init__(self, gate: Gate, retries: int, progress: Progress) -> None:
+        self._gate = gate
+        self._retries = retries
+        self._progress = progress
+        self._answers = 0
+
+    async def answer(self, http: httpx.AsyncClient, request: BatchRequest) -> Outcome | None:
+        """Send a line until it has an answer; None if the batch stops first. Raises BatchError."""
+        attempt, before = 0, self._answers
+        while await self._gate.enter():
+            attempt += 1
+            got = await self._post(http, request)
+            self._settle(got, attempt)
+            if not isinstance(got, _Failure):
+                return got
+            further = self._answers > before
+            verdict = after_failure(attempt, self._retries, got.status, further)
+            if verdict == "give up":
+                return got.outcome
+            if verdict == "end":
+                raise BatchError(f"{http.base_url} answers nobody any more: {got.why}")
+            await self._gate.pause(pause_s(attempt, got.asked_s))
+        return None
+
+    def _settle(self, got: Outcome | _Failure, attempt: int) -> None:
+        pace = self._gate.pace
+        if not isinstance(got, _Failure):
+            self._answers += 1
+            self._progress.note = ""
+            pace.answered()
+        else:
+            self._progress.note = f"waiting: {got.why}"
+            if got.status is None:
+                pace.lost()
+            else:
+                pace.busy(time.monotonic(), pause_s(attempt, got.asked_s))
+        self._gate.wake()
+
+    async def _post(self, http: httpx.AsyncClient, request: BatchRequest) -> Outcome | _Failure:
+        headers = {"content-type": "application/json"}
+        try:
+            answer = await http.post(request.path, content=request.body, headers=headers)
+        except httpx.ReadTimeout:
+            why = "no answer in time (--timeout-s)"
+            return _Failure(BatchFault("timeout", why), why, TOO_LONG)
+        except httpx.RequestError as error:
+            why = f"{type(error).__name__} {error}".strip()
+            return _Failure(BatchFault("connection_failed", f"no answer came: {why}"), why)
+        outcome = response_of(
+            answer.status_code, answer.headers.get("x-request-id"), answer.content
+        )
+        if answer.status_code not in BUSY:
+            return outcome
+        asked = retry_after_s(answer.headers.get("retry-after", ""), time.time())
+        why = f"{answer.status_code} {error_text(answer.content)}"
+        return _Failure(outcome, why, answer.status_code, asked)

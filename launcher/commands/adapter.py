@@ -1,6 +1,7 @@
 """`loraplex adapter check|pull|pack|convert`: what the worker does with an adapter, by hand."""
 
 import argparse
+import asyncio
 import contextlib
 import os
 import sys
@@ -12,10 +13,12 @@ from pathlib import Path
 from huggingface_hub import get_token
 
 from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.chat.conversation import MessageForm, TemplateFault
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.judge import Judged, judge_folder
-from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.manifest import AdapterManifest, AdapterTemplate
 from loraplex.adapters.peft.files import small_files, weight_files
+from loraplex.adapters.peft.special_tokens import USUAL_TOKENS
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.ref import (
     AdapterRef,
@@ -31,15 +34,20 @@ from loraplex.adapters.sources.base import Source
 from loraplex.adapters.sources.enabled import open_sources
 from loraplex.adapters.store.store import AdapterStore
 from loraplex.adapters.violations import Findings
-from loraplex.launcher.commands.adapter_ends import ends_of
 from loraplex.launcher.commands.adapter_report import Report
-from loraplex.launcher.commands.adapter_templates import template_forms
 from loraplex.launcher.convert.command import check_new_folder, convert
 from loraplex.launcher.convert.plan import Conversion
 from loraplex.launcher.demo import BASE_NAME, model_path
 from loraplex.launcher.options import OptionError
 from loraplex.launcher.plan import is_demo_model
+from loraplex.router.api.ends import EndToken, end_tokens
+from loraplex.router.call import RequestError
+from loraplex.router.generation.answer_ends import AnswerEnds
+from loraplex.router.text.adapter_models import AdapterModels
+from loraplex.router.text.model import TextModel
+from loraplex.router.text.template_sandbox import TemplateSandbox
 from loraplex.server.model.base_facts import read_base_spec
+from loraplex.server.model.card import model_card
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
 from loraplex.server.worker.process.model_source import ModelError, ModelFolder, find_model
 from loraplex.server.worker.process.sizing import choose_extent_bytes
@@ -84,22 +92,22 @@ def _carry_out(arguments: argparse.Namespace, cache_dir: Path) -> Report:
     manifest = store.admit(_ref(ref), get_token(), None, _say_stage)
     if action == "pack":
         _pack(store, manifest, base, arguments)
-    return Report(ref, manifest, templates=template_forms(manifest.template))
+    return Report(ref, manifest, templates=_template_forms(manifest.template))
 
 
 def _report_of(
     ref: str, judged: Judged, model: str | None, conversion: Conversion | None = None
 ) -> Report:
-    """model: the base's folder or name, if one was given."""
+    """Report an adapter that can be served. model: the base's folder or name, if given."""
     return Report(
         ref,
         judged.manifest,
         # Without a base there is nothing to compare the base's modules with.
         copies=[] if model else [module for module, _ in judged.tensors.base_copies],
-        templates=template_forms(judged.manifest.template),
+        templates=_template_forms(judged.manifest.template),
         trained_on=judged.tensors.naming.words,
         conversion=conversion,
-        ends=None if model is None else ends_of(_model_folder(model).path, judged.manifest),
+        ends=None if model is None else _ends_of(_model_folder(model).path, judged.manifest),
     )
 
 
@@ -111,7 +119,7 @@ def _report(arguments: argparse.Namespace, report: Report, code: int) -> int:
 
 
 def _check_out(path: Path) -> None:
-    """Before anything is fetched for it. Raises OptionError."""
+    """Refuse a place that cannot be written, before anything is fetched. Raises OptionError."""
     if os.path.isdir(path):
         raise OptionError(f"--out {path}: it is a folder; name a file")
     if not os.path.isdir(path.parent):
@@ -119,7 +127,7 @@ def _check_out(path: Path) -> None:
 
 
 def _base(arguments: argparse.Namespace) -> BaseSpec | None:
-    """By all names that a worker of this model knows it by. Raises OptionError."""
+    """The base, with all names that its worker gives it. Raises OptionError."""
     model, names = arguments.base, arguments.model_names
     if model is None:
         if names:
@@ -219,3 +227,41 @@ def _pack(
 
 def _say_stage(stage: str) -> None:
     sys.stderr.write(f"{stage} ...\n")
+
+
+def _ends_of(folder: Path, manifest: AdapterManifest) -> list[EndToken]:
+    """Tokens that end its answers and not the base's. Raises CheckpointError."""
+    card = model_card(folder, names=("base",), dtype="", device="", max_lora_rank=0)
+    base = TextModel(card)
+
+    async def find() -> list[EndToken]:
+        sandbox = TemplateSandbox(1)
+        try:
+            model = await AdapterModels().of(base, manifest)
+            return end_tokens(await AnswerEnds(sandbox).own(model, manifest), model.token_text)
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(find())
+
+
+def _template_forms(template: AdapterTemplate | None) -> dict[str, MessageForm | str]:
+    """How chat templates read messages, by name; a text says why a template cannot be used."""
+    return {} if template is None else asyncio.run(_forms(template))
+
+
+async def _forms(template: AdapterTemplate) -> dict[str, MessageForm | str]:
+    # Tokens that the adapter does not name are the base's, whatever their texts.
+    tokens: dict[str, str | None] = {name: f"<{name}>" for name in USUAL_TOKENS}
+    known = {name: text for name, text in (tokens | template.special_tokens).items() if text}
+    sandbox = TemplateSandbox(processes=1)
+    found: dict[str, MessageForm | str] = {}
+    try:
+        for name, source in template.sources.items():
+            try:
+                found[name] = await sandbox.form(source, known)
+            except (TemplateFault, RequestError) as error:
+                found[name] = str(error)
+    finally:
+        await sandbox.close()
+    return found

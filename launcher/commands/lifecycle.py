@@ -149,7 +149,7 @@ def _requests(
 
 
 def _check_rollout(arguments: argparse.Namespace) -> None:
-    """What would be left out must not look as if it were done. Raises OptionError."""
+    """Refuse options that would be left out in silence. Raises OptionError."""
     flags = [name for name in GUARDS if getattr(arguments, name) is not None]
     said = [f"--{name.replace('_', '-')}" for name in flags]
     if arguments.no_guards and said:

@@ -85,7 +85,7 @@ def convert(
     base_folder: Path | None,
     ties_head: bool | None,
 ) -> tuple["Judged", Conversion]:
-    """base_folder: of the base's weights. ties_head: as in `MlxOptions`.
+    """Carry out the command. base_folder: the base's weights. ties_head: as in `MlxOptions`.
 
     Raises AdapterError, OSError, OptionError.
     """

@@ -1,21 +1,28 @@
 """One folder to an adapter that can be served: read, planned, written, compared, judged."""
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.common.disk import sync_files, sync_path
 from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.judge import Judged, judge_folder
 from loraplex.adapters.peft.config import CONFIG_FILE, MAX_CONFIG_BYTES
 from loraplex.adapters.peft.files import SIDE_FILES, is_unsafe
-from loraplex.adapters.peft.validate import AdapterLimits
-from loraplex.adapters.safetensors.file import open_weights
-from loraplex.adapters.safetensors.header import TensorInfo
+from loraplex.adapters.peft.validate import WEIGHTS_FILE, AdapterLimits
+from loraplex.adapters.safetensors.file import WeightsFile, open_weights
+from loraplex.adapters.safetensors.floats import Raw
+from loraplex.adapters.safetensors.header import DTYPE_BYTES, TensorInfo
 from loraplex.launcher.convert.formats import (
     ADAPTER_FILES,
     Listing,
@@ -28,7 +35,6 @@ from loraplex.launcher.convert.methods import MethodOptions, convert_method, is_
 from loraplex.launcher.convert.mlx import MlxOptions, check_kind, is_mlx_config, plan_mlx
 from loraplex.launcher.convert.pickles import PickleLimits, read_pickle
 from loraplex.launcher.convert.plan import Conversion, ConversionPlan, Move, WrittenAdapter, refusal
-from loraplex.launcher.convert.result import publish, workplace, write_result
 
 _RAW_FILE = "raw.safetensors"
 _RESULT = "adapter"
@@ -37,7 +43,7 @@ _MAX_COPIED_BYTES = max(SIDE_FILES.values())
 
 
 class ConversionOptions(msgspec.Struct, frozen=True):
-    """weights: the file to take, where a folder has several."""
+    """Options of all formats. weights: the file to take, where a folder has several."""
 
     weights: str | None = None
     mlx: MlxOptions = MlxOptions()
@@ -52,7 +58,7 @@ def convert_folder(
     limits: AdapterLimits,
     options: ConversionOptions,
 ) -> tuple[Judged, Conversion]:
-    """Makes `out` of `source`, whole or not at all, and says what it did.
+    """Make `out` of `source`, whole or not at all, and say what was done.
 
     out: not there, or an empty folder. base: None = what depends on the base is not checked. Raises
     AdapterError, OSError.
@@ -60,7 +66,7 @@ def convert_folder(
     listing = _listing(source)
     weights = choose_weights(listing, options.weights)
     text, config = _config(source) if CONFIG_FILE in listing.files else (b"", {})
-    with workplace(out) as folder:
+    with _workplace(out) as folder:
         result = folder / _RESULT
         result.mkdir()
         file = _readable(source / weights, folder, options.pickles)
@@ -144,7 +150,7 @@ def _rewritten(
     """LoRA of mlx-lm or PEFT, with the same values. text: of `config`. weights: the file's name."""
     with open_weights(file) as opened:
         plan = _plan(config, text, weights, opened.tensors(), options)
-        write_result(plan, opened, result)
+        _write_result(plan, opened, result)
     return WrittenAdapter(plan.form, len(plan.moves), plan.notes)
 
 
@@ -173,7 +179,7 @@ def _refuse_mlx_options(options: MlxOptions) -> None:
 
 
 def _copy_tokenizer(source: Path, target: Path, listing: Listing) -> tuple[str, ...]:
-    """What serving reads beside the weights comes along, as it is."""
+    """Copy the other files that serving reads; returns their names."""
     names = sorted({*SIDE_FILES, *_OTHER_FILES} & set(listing.files))
     for name in names:
         with (source / name).open("rb") as file:
@@ -182,3 +188,87 @@ def _copy_tokenizer(source: Path, target: Path, listing: Listing) -> tuple[str, 
             raise refusal(f"{name} has more than {_MAX_COPIED_BYTES} bytes")
         (target / name).write_bytes(data)
     return tuple(names)
+
+
+@contextmanager
+def _workplace(out: Path) -> Iterator[Path]:
+    """A hidden folder beside `out`, which is gone afterwards, whatever happens."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_result(plan: ConversionPlan, weights: WeightsFile, folder: Path) -> None:
+    """The config and the weights, compared with the source value by value. Raises AdapterError."""
+    (folder / CONFIG_FILE).write_bytes(plan.config)
+    target = folder / WEIGHTS_FILE
+    with target.open("xb") as out:
+        header = _header(plan.moves)
+        out.write(len(header).to_bytes(8, "little") + header)
+        for move in plan.moves:
+            for piece in _pieces(weights, move):
+                out.write(piece)
+    _compare(plan.moves, weights, target)
+
+
+def publish(folder: Path, out: Path) -> None:
+    """Rename the finished folder to `out`, which is not there or empty. Raises OSError."""
+    sync_files(folder)
+    sync_path(folder)
+    folder.rename(out)
+    sync_path(out.parent)
+
+
+def _header(moves: Iterable[Move]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for move in moves:
+        end = position + move.source.nbytes
+        entries[move.name] = {
+            "dtype": move.source.dtype,
+            "shape": move.shape,
+            "data_offsets": (position, end),
+        }
+        position = end
+    text = json.dumps(entries).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def _pieces(weights: WeightsFile, move: Move) -> Iterator[memoryview]:
+    """The bytes of one new tensor."""
+    if not move.is_transposed:
+        for piece in weights.pieces(move.source.start, move.source.end):
+            yield piece.data
+        return
+    rows, columns = move.source.shape
+    values = weights.read(move.source).reshape(rows, columns, -1)
+    yield np.ascontiguousarray(values.transpose(1, 0, 2)).data.cast("B")
+
+
+def _compare(moves: Iterable[Move], weights: WeightsFile, target: Path) -> None:
+    """Compare each value of the file, bit by bit, with its source. Raises AdapterError."""
+    with open_weights(target) as written:
+        found = {tensor.name: tensor for tensor in written.tensors()}
+        for move in moves:
+            new, old = found.pop(move.name), move.source
+            same = new.shape == move.shape and new.dtype == old.dtype
+            if same and move.is_transposed:
+                a, b = (
+                    _bits(file.read(t), t.dtype) for file, t in ((written, new), (weights, old))
+                )
+                same = np.array_equal(a.reshape(new.shape).T, b.reshape(old.shape))
+            elif same:
+                pairs = zip(
+                    written.pieces(new.start, new.end),
+                    weights.pieces(old.start, old.end),
+                    strict=True,
+                )
+                same = all(np.array_equal(a, b) for a, b in pairs)
+            if not same:
+                raise AdapterError("unavailable", f"{move.name} was not written as it was read")
+
+
+def _bits(raw: Raw, dtype: str) -> np.ndarray[tuple[int, ...], np.dtype[np.unsignedinteger]]:
+    return raw.view(f"u{DTYPE_BYTES[dtype]}")

@@ -87,7 +87,7 @@ def is_weights(name: str) -> bool:
 
 
 def form_of(names: Sequence[str]) -> Form:
-    """What the tensors' names say. Raises AdapterError for what is not converted."""
+    """The format that the names show. Raises AdapterError for one that is not converted."""
     if not names:
         raise refusal("the weights file has no tensors")
     if any(map(_MLX_TENSOR.fullmatch, names)):
@@ -141,7 +141,7 @@ def _refuse_shards(files: Collection[str]) -> None:
 
 
 def _refuse_other_files(listing: Listing) -> NoReturn:
-    """For a folder without anything that may be an adapter's weights."""
+    """Refuse a folder without a file that may be an adapter's weights."""
     for name in sorted(listing.files):
         if name.lower().endswith((".gguf", ".ggla")) or name.startswith(_LLAMA):
             raise refusal(f"{shown(name)} is llama.cpp's format, which is not converted")

@@ -50,7 +50,7 @@ _MAX_WORDS = 300
 
 
 class MethodOptions(msgspec.Struct, frozen=True):
-    """What the user allows of a conversion to LoRA.
+    """Options of a conversion to LoRA.
 
     rank: of each module that has as much to say; None = the lowest that `max_error` allows.
     max_error: of each module's change, relative, Frobenius. base: the base's folder. initial: the

@@ -25,7 +25,7 @@ _READ_BY_MLX = frozenset({"rank", "scale", "dropout", "keys"})
 
 
 class MlxOptions(msgspec.Struct, frozen=True):
-    """What the files lack, or state wrongly.
+    """Facts that the files lack, or state wrongly.
 
     scale: what the product is multiplied with. base_name: of the base. ties_head: whether the
     base's head is its embedding; None = not known.
@@ -37,7 +37,7 @@ class MlxOptions(msgspec.Struct, frozen=True):
 
 
 class _Module(msgspec.Struct, frozen=True):
-    """a: `[in, rank]`, of an embedding `[vocabulary, rank]`. b: `[rank, out]`."""
+    """One module. a: `[in, rank]`, of an embedding `[vocabulary, rank]`. b: `[rank, out]`."""
 
     path: str
     a: TensorInfo
@@ -101,7 +101,7 @@ def plan_mlx(
 
 
 def _modules(tensors: Sequence[TensorInfo]) -> list[_Module]:
-    """In the order of the file, pairs that fit each other."""
+    """Find pairs that fit each other, in the order of the file."""
     sides: dict[str, dict[str, TensorInfo]] = {}
     for tensor in tensors:
         found = _SIDE.fullmatch(tensor.name)
@@ -149,7 +149,7 @@ def _check_keys(keys: object, modules: Sequence[_Module]) -> None:
 
 
 def _meant(path: str) -> str:
-    """What a model for text alone calls a module; mlx-lm has some within larger models."""
+    """A module's name in a model for text alone; mlx-lm has some within larger models."""
     return meant_by_any(path) or path
 
 
@@ -202,7 +202,7 @@ def _tied(modules: Sequence[_Module], ties_head: bool | None) -> list[_Module]:
 
 
 def _head_beside(embedding: str) -> str:
-    """What the model that calls its embedding so calls its head."""
+    """The head's name in the model whose embedding has this name."""
     for naming in NAMINGS:
         if naming.spelled(f"model.{_EMBEDDING}") == embedding:
             return naming.spelled(_HEAD) or _HEAD
@@ -218,7 +218,7 @@ def _moves(module: _Module) -> list[Move]:
 
 
 def _moves_of_head(path: str, embedding: _Module) -> list[Move]:
-    """As the head an embedding multiplies from the other side: its b is A, its a is B."""
+    """The head's pair: it multiplies from the other side, so that b is A and a is B."""
     return [
         Move(f"{PREFIX}{path}.lora_A.weight", embedding.b),
         Move(f"{PREFIX}{path}.lora_B.weight", embedding.a),

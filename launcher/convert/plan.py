@@ -36,8 +36,8 @@ class ConversionLoss(msgspec.Struct, frozen=True):
 
 
 class ConversionPlan(msgspec.Struct, frozen=True):
-    """form: of the source, for people. config: the bytes of `adapter_config.json`. notes: what a
-    reader should know besides."""
+    """A plan. form: of the source, for people. config: bytes of `adapter_config.json`. notes: what
+    a reader should know besides."""
 
     form: str
     config: bytes
@@ -56,7 +56,7 @@ class WrittenAdapter(msgspec.Struct, frozen=True):
 
 
 class Conversion(msgspec.Struct, frozen=True):
-    """What was done. weights: the file of `source` that was read. copied: files that came along.
+    """A conversion that was done. weights: the file that was read. copied: files that came along.
 
     scales: what serving multiplies the products with. notes: what a reader should know besides.
     fit: as of WrittenAdapter.
@@ -91,5 +91,5 @@ class Conversion(msgspec.Struct, frozen=True):
 
 
 def refusal(message: str) -> AdapterError:
-    """For what cannot be converted: one sentence that says why, and what to do."""
+    """The error for what cannot be converted: one sentence with the reason and the way out."""
     return AdapterError("invalid", message)

@@ -41,7 +41,7 @@ class UnpickleOrder(msgspec.Struct, frozen=True):
 
 
 class StateDictError(ValueError):
-    """What was saved is no plain set of tensors. str(): why, in words."""
+    """A saved value is no plain set of tensors. str(): why, in words."""
 
 
 def find_tensors(saved: object, is_tensor: Callable[[object], bool]) -> Mapping[str, Any]:

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.launcher.__main__ import main
 from loraplex.launcher.convert import convert as converting
-from loraplex.launcher.convert import result
 from tests.launcher.convert.folders import (
     BASE_NAME,
     HIDDEN,
@@ -313,8 +312,10 @@ def test_a_write_that_went_wrong_is_seen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     source = write_mlx(tmp_path / "mlx", layer_pairs(0))
-    pieces = result._pieces
-    monkeypatch.setattr(result, "_pieces", lambda *of: (bytes(len(piece)) for piece in pieces(*of)))
+    pieces = converting._pieces
+    monkeypatch.setattr(
+        converting, "_pieces", lambda *of: (bytes(len(piece)) for piece in pieces(*of))
+    )
     code, _, err = convert(capsys, source)
     assert code == 1
     assert "was not written as it was read" in err

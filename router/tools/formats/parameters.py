@@ -8,8 +8,7 @@ from loraplex.router.shape.schema.held import is_void
 
 _NOTES = {"title", "description", "$schema", "$id", "$comment", "examples", "default"}
 _NOTES |= {"deprecated", "readOnly", "writeOnly"}
-_DEFINITIONS = "$defs", "definitions"
-_SHARED = _DEFINITIONS
+_SHARED = "$defs", "definitions"
 _KNOWN = {"type", "properties", "required", "additionalProperties", *_SHARED, *_NOTES}
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef)": "(?!#/(?:\$defs|definitions)/)')
 

@@ -16,8 +16,6 @@ _KEY = re.compile(r"[A-Za-z0-9_]*")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _COMMA = '"," " "?'
 _S = r"[ \t\r\n]*"
-
-
 _PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in ('"', "'")}
 _WORD = re.compile(r"[-+.0-9A-Za-z]*")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
@@ -25,8 +23,8 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 _WORDS |= {word: word for word in _WORDS.values()}
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 _SIGNS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""}
-_DEEPEST = 64
 _SIGNS |= {sign: sign for sign in "\"'\\/"}
+_DEEPEST = 64
 
 
 def python_value(scan: Scan, depth: int = 0) -> Steps[str | None]:

@@ -17,7 +17,7 @@ from loraplex.router.shape.shape import (
 from loraplex.router.tools.compose import Frame, compose
 from loraplex.router.tools.formats.glm import GLM
 from loraplex.router.tools.formats.harmony import HARMONY
-from loraplex.router.tools.formats.hermes import HERMES
+from loraplex.router.tools.registry import HERMES
 from loraplex.router.tools.tools import Tool, ToolMode, Tools
 from loraplex.server.protocol import NamesOnce
 from tests.router.shape.test_rules import accepts

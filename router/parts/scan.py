@@ -30,7 +30,7 @@ class Scan:
         self._calls: list[CallDelta] = []
         self._count = 0
         self._wrote = False
-        self._gap = ""  # the space beside calls, if text follows them
+        self._gap = ""  # the space around calls, if text follows them
 
     # Parts
 

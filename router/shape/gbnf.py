@@ -1,7 +1,9 @@
 """GBNF, the grammars of llama.cpp and xgrammar, as rules in llguidance's Lark. Pure.
 
-Every literal and class of characters is a lexeme of its own, so that no greedy one hides what the
-grammar allows after it.
+Every literal and class of characters is a lexeme of its own. A greedy lexeme would hide what the
+grammar allows after it: llguidance's `gbnf_to_lark` folds rules so, and refuses `x=1` by the
+arithmetic grammar of llama.cpp. It also misreads `.`, `[+--]`, code points
+with leading zeros, and rules defined twice.
 """
 
 import re
@@ -28,7 +30,7 @@ _SHORT = {"n": "\n", "r": "\r", "t": "\t"}
 
 
 class GbnfError(ValueError):
-    """The text is no such grammar; str() says where and why."""
+    """The text is no GBNF grammar; str() says where and why."""
 
 
 class _Token(NamedTuple):
@@ -38,7 +40,7 @@ class _Token(NamedTuple):
 
 
 def gbnf_rules(source: str, writer: Lark) -> str:
-    """The expression of its rule `root`. Raises GbnfError."""
+    """Returns the expression of the rule `root`. Raises GbnfError."""
     return _Reader(source, writer).root()
 
 
@@ -149,7 +151,7 @@ class _Reader:
         return f"[{'^' if negated else ''}{''.join(parts)}]" if parts else "(?s:.)"
 
     def _characters(self, token: _Token) -> list[str]:
-        """Between the token's first character and its last one."""
+        """The characters between the first and the last of the token."""
         found = [_character(piece) for piece in _PIECE.findall(token.text[1:-1])]
         if not all(0 <= ord(c) < 0xD800 or ord(c) > 0xDFFF for c in found):
             _fail("half of a surrogate pair", self._source, token.at)

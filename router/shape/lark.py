@@ -1,7 +1,7 @@
 """A writer of grammars in llguidance's Lark. Pure.
 
-Rules have lower-case names, terminals upper-case ones; each name is used once. What methods
-return is an expression, for the body of another rule. Syntax: `docs/syntax.md` of llguidance.
+Rules have lower-case names, terminals upper-case ones; each name is used once. Methods
+return expressions for the bodies of other rules. Syntax: `docs/syntax.md` of llguidance.
 """
 
 import json
@@ -17,7 +17,7 @@ class Lark:
 
     special_ids: tokens that are no text, by their spelling; a literal that contains one of these
     spellings demands the token.
-    names_once: a check beside the grammar keeps names of JSON objects from coming again.
+    names_once: a check outside the grammar keeps names of JSON objects from coming again.
     has_free_names: the grammar lets some come again. names_run_out: some of these begin as only
     so many names do.
     """

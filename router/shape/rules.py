@@ -1,6 +1,6 @@
 """Each form of an answer as an expression of a grammar. Pure.
 
-What a form cannot say exactly is refused by the field that asked for it.
+A form that no grammar can say exactly is refused, with the field that asked for it.
 """
 
 import re
@@ -23,7 +23,7 @@ from loraplex.router.shape.shape import (
 )
 
 _OBJECT: dict[str, Any] = {"type": "object"}
-# `^` before a whole pattern and `$` after it say what holds anyway.
+# A pattern matches a whole text, so a `^` before it and a `$` after it add nothing.
 _END = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
 
 
@@ -78,7 +78,7 @@ def _grammar(shape: Grammar, writer: Lark) -> str:
 
 
 def _tags(shape: StructuralTag, writer: Lark) -> str:
-    """Free text has no trigger in it: where one stands, one of its tags does."""
+    """Free text holds no trigger: each trigger begins one of its tags."""
     triggers = [
         trigger
         for trigger in dict.fromkeys(shape.triggers)

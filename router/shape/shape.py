@@ -25,7 +25,7 @@ class AnyJson(msgspec.Struct, frozen=True):
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
-    """JSON text that the schema accepts. source: where in the body the schema stands is `param`.
+    """JSON text that the schema accepts.
 
     whitespace: pattern of what may stand between its parts; "" = nothing, None = the usual.
     """

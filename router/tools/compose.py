@@ -76,7 +76,7 @@ def compose(shape: Shape | None, frame: Frame = _TEXT) -> Composed:
 
 
 def _json_begins(shape: Shape | None, frame: Frame) -> tuple[str, ...]:
-    """As in NamesOnce; () = there is no JSON, or such as stands within other text."""
+    """Begins of JSON, as in NamesOnce. () = no JSON, or JSON within other text."""
     begins: tuple[str, ...] = ()
     match shape:
         case AnyJson() | JsonSchema():
@@ -98,7 +98,7 @@ def _json_begins(shape: Shape | None, frame: Frame) -> tuple[str, ...]:
 
 
 def _reasoning(reasoning: Reasoning, begun: bool, writer: Lark) -> str:
-    """Up to the answer. What the model has not begun, it may leave out."""
+    """The reasoning up to the answer. It may be left out where the prompt has not begun it."""
     inside = f"{free_text_before(writer, reasoning.closes[0])} {_NEWLINES}"
     if reasoning.turn:
         inside = f"{inside} {writer.literal(reasoning.turn)}"
@@ -127,7 +127,7 @@ def _text_of(shape: Shape, frame: Frame, writer: Lark) -> str:
 
 
 def _exact(tools: Tools, unbound: list[str]) -> Tools:
-    """With schemas that can be held to; any object where a call need not keep to one."""
+    """The tools with schemas that can be held to, or of any object for loose calls."""
     names = {tool.name for tool in tools.allowed}
     offered = tuple(
         _exact_tool(tool, keeps_schema(tools, tool), f"tools[{i}].function.parameters", unbound)

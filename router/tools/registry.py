@@ -103,14 +103,14 @@ _ALL: tuple[ToolFormat, ...] = (
 )
 FORMATS = {tool_format.name: tool_format for tool_format in _ALL}
 
-# Of the default text, and of calls that a grammar demands of any model.
+# The format of the default text, and of calls that a grammar demands of any model.
 DEFAULT: ToolFormat = HERMES
 
-# What other families write within <tool_call>.
+# Texts that other families write within <tool_call>.
 _OTHERS_IN_TAGS = "<function=", "<parameter=", "<arg_key>"
 
 
-# The first whose texts a template has, and lacks.
+# Formats with texts that their templates have, and lack. The first that fits counts.
 _SIGNS: tuple[tuple[ToolFormat, tuple[str, ...], tuple[str, ...]], ...] = (
     (QWEN3_CODER, ("<tool_call>", "<function=", "<parameter="), ()),
     (GLM, ("<tool_call>", "<arg_key>", "<arg_value>"), ()),

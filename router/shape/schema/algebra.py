@@ -46,7 +46,7 @@ _DEEPEST = 6
 
 
 class Algebra:
-    """forms: of values within. texts: answers what is asked about sets of texts."""
+    """forms: makes the forms of inner values. texts: answers questions about sets of texts."""
 
     def __init__(self, forms: Forms, texts: Texts) -> None:
         self._forms = forms
@@ -192,7 +192,7 @@ class Algebra:
 
 
 class Emptiness:
-    """values: those of a form."""
+    """Tells which forms are empty. values: gives the values of a form."""
 
     def __init__(self, values: Callable[[Form], JsonValues], algebra: Algebra) -> None:
         self._values = values
@@ -284,12 +284,12 @@ def _low(numbers: Numbers) -> tuple[Fraction | float, bool]:
 
 
 def _high(numbers: Numbers) -> tuple[Fraction | float, bool]:
-    """The second is whether the bound belongs to it."""
+    """Returns the upper bound, and whether the bound is one of the numbers."""
     return (math.inf if numbers.high is None else numbers.high), not numbers.high_is_open
 
 
 def has_number(numbers: Numbers) -> bool:
-    """Whether there is one."""
+    """Whether any number keeps to these limits."""
     if numbers.only is not None:
         return bool(numbers.only)
     low, high, step = numbers.low, numbers.high, step_of(numbers)

@@ -111,7 +111,7 @@ class Document:
             scope = (*scope, resource.uri)
         return spot._replace(resource=resource, scope=scope)
 
-    # Finding what has a name
+    # Names
 
     def _walk(self, spot: Spot, depth: int) -> None:
         schema = spot.schema
@@ -134,7 +134,7 @@ class Document:
             self._walk(spot._replace(resource=resource).at(*keys), depth + 1)
 
     def _resource(self, spot: Spot) -> Resource:
-        """Its own, where the schema begins one."""
+        """The resource that the schema begins, or else the one around it."""
         schema, resource = spot.schema, spot.resource
         draft = self._draft_of(spot) or resource.draft
         named = schema.get("id" if draft == 4 else "$id")
@@ -163,7 +163,7 @@ class Document:
 
 
 def parts_of(schema: dict[str, Any]) -> Iterator[tuple[str | int, ...]]:
-    """Where schemas stand in a schema."""
+    """Yields the keys under which a schema has other schemas."""
     for keyword in _ONE:
         if isinstance(schema.get(keyword), dict):
             yield (keyword,)

@@ -1,4 +1,4 @@
-"""Schemas as the grammars of answers read them: which can be held to, and how. Pure."""
+"""Tells which schemas a grammar can hold answers to, and writes those grammars. Pure."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ ONE_LINE = Spacing()
 LOOSE = Spacing(",", ":", r"( |\r?\n[ \t]{0,64})?")
 _MOST_DROPPED = 40
 _NAMING = frozenset(("$defs", "definitions", "$id", "id", "$anchor", "$dynamicAnchor", "$schema"))
-# What lets fewer values through the more it takes.
+# Keywords that let fewer values through the more their schemas accept.
 _NEGATIVE = ("not", "if")
 
 
@@ -38,7 +38,7 @@ def checked(schema: Schema, param: str) -> Schema:
 
 
 def as_far_as_held(schema: dict[str, Any], param: str) -> tuple[Schema, tuple[str, ...]]:
-    """The schema without what cannot be held to, and the places of that."""
+    """Returns the schema without the keywords that cannot be held to, and their places."""
     dropped: dict[tuple[str, str], None] = {}
     try:
         outer = _negatives(schema, param)

@@ -37,7 +37,7 @@ from loraplex.router.shape.texts.regex import (
 )
 
 _MOST_ALTERNATIVES = 20_000
-# Names that a pattern lets through are written out where they are so few.
+# Where a pattern lets at most so many names through, they are written out.
 _MOST_NAMES = 64
 _MOST_UNIQUE = 60
 
@@ -71,7 +71,7 @@ _Way = tuple[_Symbol, ...]
 
 
 class _Members(NamedTuple):
-    """Where the writing of an object stands. fewest, most: members so far, as far as they count.
+    """The state of writing an object. fewest, most: members so far, as far as they count.
     missing: of `some`, those that are still to come. has_free: the next free name may be no new
     one."""
 
@@ -266,7 +266,7 @@ class _Writer:
     # Objects
 
     def _fields(self, key: _Key, one: Objects) -> tuple[Objects, list[tuple[str, Field]]]:
-        """With the names of patterns that let few through written out."""
+        """The members, with the names written out that a narrow pattern lets through."""
         key = key._replace(state=())
         if key not in self._objects:
             fields = [(n, f) for n, f in one.fields.items() if f.required or f.form != NO_VALUE]
@@ -338,7 +338,7 @@ class _Writer:
     def _demanded(
         self, one: Objects, form: Form, missing: tuple[int, ...], here: list[int]
     ) -> Iterator[tuple[Form, tuple[int, ...]]]:
-        """A member with and without what `some` demands of it, and what is missing then."""
+        """Yields the member's form without and with each demand, and the demands left then."""
         yield form, missing
         for index in here:
             left = tuple(n for n in missing if n != index)
@@ -391,7 +391,7 @@ def _keys(way: Iterable[_Symbol]) -> Iterator[_Key]:
 
 
 def _ending(ways: Mapping[_Key, list[_Way]], *, loops_end: bool = False) -> set[_Key]:
-    """Rules that some text ends. loops_end: as if what leads back to itself ended, too."""
+    """The rules that can end. loops_end: rules that lead back to themselves count as ended."""
     users: dict[_Key, set[_Key]] = {key: set() for key in ways}
     for key, several in ways.items():
         for symbol in {one for way in several for one in _keys(way)}:

@@ -72,7 +72,7 @@ def number(numbers: Numbers) -> str:
 
 
 def few_numbers(numbers: Numbers, most: int) -> list[int | float] | None:
-    """All of them, if they are no more than that."""
+    """Lists the numbers if there are at most `most`, else None."""
     if numbers.only is not None:
         return [_plain_number(one) for one in sorted(numbers.only)]
     low, high, step = numbers.low, numbers.high, step_of(numbers)
@@ -90,7 +90,7 @@ def few_numbers(numbers: Numbers, most: int) -> list[int | float] | None:
 
 
 def _bounded(numbers: Numbers) -> dict[str, Any]:
-    """As llguidance reads it. Raises CannotHold."""
+    """The schema of the numbers for llguidance. Raises CannotHold."""
     low, high, step = numbers.low, numbers.high, step_of(numbers)
     said: dict[str, Any] = {"type": "integer" if numbers.whole else "number"}
     opened = numbers.low_is_open, numbers.high_is_open
@@ -155,7 +155,7 @@ def _is_plain(regex: Regex) -> bool:
 
 
 def _written(regex: Regex) -> str:
-    """A pattern in Rust's syntax of how texts stand between their quotes."""
+    """A pattern, in Rust's syntax, of the texts as JSON writes them between quotes."""
     match regex:
         case CharSet():
             return _ANY if regex == ANY_CHAR else _class(regex)

@@ -43,7 +43,7 @@ class SchemaReader(Protocol):
     def is_read(self, spot: Spot, keyword: str) -> bool: ...
 
 
-# What these raise is a ValueError with the keyword's fault, or a SchemaRefused.
+# The readers raise ValueError with the keyword's fault, or SchemaRefused.
 
 
 def constant_values(value: Any, form_of: Callable[[Any], Form]) -> JsonValues:
@@ -203,7 +203,7 @@ def objects(reader: SchemaReader, spot: Spot, _: str) -> JsonValues:
     return with_all_but(objects=(found,))
 
 
-# JsonValues of keywords
+# Values of keywords
 
 
 def _value(spot: Spot, keyword: str, read: Callable[[Any], Any]) -> Any:
@@ -235,7 +235,7 @@ def _exact(number: int | float) -> Fraction:
     return Fraction(Decimal(repr(number)))
 
 
-# Those that are read together, and what reads them.
+# Keywords that are read together, with their reader.
 GROUPS: tuple[tuple[tuple[str, ...], Callable[[SchemaReader, Spot, str], JsonValues]], ...] = (
     (("const",), const),
     (("enum",), enum),

@@ -28,7 +28,7 @@ BINDING = frozenset(
 )
 # Shorter words are too often like others.
 _LEAST_ALIKE = 6
-# Number of the drafts in `$schema`.
+# Numbers of the drafts that `$schema` names.
 DRAFTS = {
     "http://json-schema.org/draft-04/schema": 4,
     "http://json-schema.org/draft-06/schema": 6,
@@ -93,11 +93,11 @@ def _is_slip(word: str, meant: str) -> bool:
     return rest[1:] in (right, right[1:]) or rest in (right[1:], swapped)
 
 
-# What these raise is a ValueError that says what the value must be.
+# The functions below raise ValueError, which says what the value must be.
 
 
 def number(value: Any) -> int | float:
-    """A whole number comes as an int."""
+    """Returns the number, a whole one as an int."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("must be a number")
     if not math.isfinite(value) or abs(value) > MOST_NUMBER:
@@ -149,7 +149,7 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def types(value: Any) -> list[str]:
-    """Without `integer` beside `number`."""
+    """Returns the named types, without `integer` where `number` is named."""
     named = [value] if isinstance(value, str) else value
     if not isinstance(named, list) or not named or any(one not in TYPES for one in named):
         raise ValueError(f"must be one or several of {', '.join(TYPES)}")
@@ -157,7 +157,7 @@ def types(value: Any) -> list[str]:
 
 
 def constant(value: Any, depth: int = 0) -> Any:
-    """The same JSON value, whole numbers as ints."""
+    """Returns the same JSON value, with whole numbers as ints."""
     if depth > DEEPEST:
         raise ValueError(f"is nested more than {DEEPEST} deep")
     if value is None or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""From a JSON schema to the sets of values that it accepts. Pure."""
+"""Reads a JSON schema as the set of values that it accepts. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
@@ -119,7 +119,7 @@ class Reader:
             self._made.append(made)
         return self._forms[made]
 
-    # JsonValues
+    # Values
 
     def values(self, form: Form) -> JsonValues:
         if form not in self._values:
@@ -331,7 +331,7 @@ class Reader:
             found = self.algebra.met(found, join([lacking, self.algebra.met(present, then)]))
         return found
 
-    # What no other keyword has read
+    # Items and members that no other keyword has read
 
     def _unevaluated(self, spot: Spot, found: JsonValues) -> JsonValues:
         arrays, objects = found.arrays, found.objects
@@ -376,7 +376,7 @@ class Reader:
 
 
 class Tags:
-    """Finds the tags of one schema. follow: to what a `$ref` names, None where there is nothing."""
+    """Finds the tags of one schema. follow: gives the schema that a `$ref` names, or None."""
 
     def __init__(self, follow: Callable[[str], Any]) -> None:
         self._follow = follow
@@ -401,7 +401,7 @@ class Tags:
         return None if all(_requires(option, tag) for option in options) else tag
 
     def _leaves(self, options: list[Any]) -> Iterator[dict[str, Any] | None]:
-        """The objects that the options are, or are unions of; None for what is none."""
+        """Yields the objects among the options, with unions opened; None for any other option."""
         waiting = options[::-1]
         while waiting:
             option = waiting.pop()

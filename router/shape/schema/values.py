@@ -33,9 +33,11 @@ def exactly(regex: Regex) -> TextSet:
 
 
 class Numbers(msgspec.Struct, frozen=True):
-    """low, high: bounds, None = none; is_open: they are no numbers of it. step: numbers are its
-    multiples. whole: they are whole, or are not; None = either. only: these numbers, whatever the
-    rest says; None = all that keep to the rest."""
+    """low, high: bounds; None = none. low_is_open, high_is_open: the bound itself is left out.
+
+    step: all numbers are its multiples. whole: True = whole numbers, False = others, None = both.
+    only: a list of all the numbers, whatever the other fields say; None = no list.
+    """
 
     low: Fraction | None = None
     high: Fraction | None = None
@@ -47,7 +49,7 @@ class Numbers(msgspec.Struct, frozen=True):
 
 
 class Some(msgspec.Struct, frozen=True):
-    """So many items, from `start` on, are of the form. most: None = any number."""
+    """Demands `least` to `most` items of the form from `start` on. most: None = any number."""
 
     form: Form
     least: int
@@ -95,7 +97,7 @@ class Objects(msgspec.Struct, frozen=True):
 
 
 class JsonValues(msgspec.Struct, frozen=True):
-    """A union of these."""
+    """The union of its fields, each with the values of one JSON type."""
 
     null: bool = False
     booleans: frozenset[bool] = frozenset()
@@ -129,7 +131,7 @@ class CannotHold(ValueError):
 
 
 class Forms(Protocol):
-    """Gives forms to what is made of forms."""
+    """Makes forms of other forms."""
 
     def both(self, one: Form, other: Form) -> Form: ...
     def negated(self, one: Form) -> Form: ...
@@ -141,7 +143,7 @@ def of_types(types: Iterable[str]) -> JsonValues:
 
 
 def with_all_but(**part: Any) -> JsonValues:
-    """All values, but of these types only such."""
+    """All values, but for the given types only the given ones."""
     return msgspec.structs.replace(ALL, **part)
 
 
@@ -169,7 +171,7 @@ def item_of(arrays: Arrays, index: int) -> Form:
 
 
 def few(found: Iterable[Any]) -> tuple[Any, ...]:
-    """Each of them once. Raises CannotHold for more than can be worked with."""
+    """Returns each of them once. Raises CannotHold for more than can be worked with."""
     kept: list[Any] = []
     for one in found:
         if one not in kept:

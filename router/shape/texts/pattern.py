@@ -76,7 +76,7 @@ def texts_of(pattern: str, *, for_certain: bool) -> Regex:
     return _Placed(for_certain).whole(node)
 
 
-# All characters that have a meaning lie there.
+# The ranges hold every character that Unicode has given a meaning.
 _ASSIGNED = (range(0xD800), range(0xE000, 0x40000), range(0xE0000, 0xE0200))
 
 
@@ -208,7 +208,7 @@ class _Reader:
         return character
 
     def _repeated(self, node: _Node) -> _Node:
-        """With a quantifier, if one follows; lazy ones match the same texts."""
+        """The node with its quantifier, if one follows. Lazy ones match the same texts."""
         found = self._peek()
         if not found or found not in "*+?{":
             return node
@@ -339,7 +339,7 @@ _is_hex: Callable[[str], bool] = frozenset("0123456789abcdefABCDEF").issuperset
 
 
 def is_count(text: str) -> bool:
-    """Whether it spells a number that a pattern or a place in a list can have."""
+    """Whether the text spells a number that a pattern or a place in a list can have."""
     return text.isascii() and text.isdigit() and len(text) < 7
 
 

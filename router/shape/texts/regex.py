@@ -216,7 +216,7 @@ def _kinds(regex: Regex) -> list[Ranges]:
 
 
 def _lacks_few(regex: Regex) -> bool:
-    """Whether it is all texts but some."""
+    """Whether the set is known to have all texts but listed ones."""
     if isinstance(regex, Both):
         return all(map(_lacks_few, regex.parts))
     return isinstance(regex, Not) and isinstance(regex.part, Words)
@@ -283,7 +283,7 @@ class Texts:
         return after(regex, code)
 
     def is_empty(self, regex: Regex) -> bool:
-        """Whether it has no text."""
+        """Whether the set has no text."""
         if isinstance(regex, CharSet | Words) or _lacks_few(regex):
             return regex == NOTHING
         if regex not in self._empty:
@@ -302,7 +302,7 @@ class Texts:
         return True
 
     def listed(self, regex: Regex, most: int) -> list[str] | None:
-        """Its texts, if they are no more than that; None otherwise."""
+        """Lists the texts of a set that has at most `most`; None for a larger set."""
         if isinstance(regex, Words):
             return sorted(regex.texts) if len(regex.texts) <= most else None
         if _lacks_few(regex):

@@ -1,4 +1,4 @@
-"""Shared by the grammars of all formats. Pure."""
+"""Expressions that the grammars of all formats share. Pure."""
 
 from collections.abc import Sequence
 from typing import Any

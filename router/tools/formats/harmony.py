@@ -50,7 +50,7 @@ HARMONY = Harmony()
 
 
 def _headers(name: str) -> tuple[str, str]:
-    """As models write it, and as templates write it for earlier turns."""
+    """The header of a call by models, and by templates for earlier turns."""
     return (
         f"{CHANNEL}commentary {_TO}{name} {CONSTRAIN}json{MESSAGE}",
         f" {_TO}{name}{CHANNEL}commentary json{MESSAGE}",

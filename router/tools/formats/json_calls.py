@@ -20,7 +20,7 @@ _COLON = '":" " "?'
 _NAME_AND_QUOTE = f'"\\"name\\"" {_COLON} "\\""'
 _ID = f'"\\"id\\"" {_COLON} /"[A-Za-z0-9]{{9}}"/'
 _S = r"[ \t\r\n]*"
-# A call without marker: what `CallObject` reads as one begins like this.
+# The begin of a call without marker, as `CallObject` reads calls.
 _BARE_BEGIN = rf'/(?s:.*)\{{{_S}("type"{_S}:{_S}"function"{_S},{_S})?"name"{_S}:{_S}"/'
 
 

@@ -65,6 +65,11 @@ string ::= "\"" ([^"\\\x7F\x00-\x1F] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F]{4}))*
 number ::= "-"? [0-9]{1,3} ws
 ws ::= [ \t\n]*
 """
+SUM_GBNF = r"""
+root ::= (term "=" ws term "\n")+
+term ::= ([a-z] [a-z0-9_]* | [0-9]+) ws
+ws ::= [ \t\n]*
+"""
 TAGS = StructuralTag(
     (Tag("<f=a>", {"type": "integer"}, "</f>"), Tag("<g/>", {"type": "boolean"}, "")),
     ("<f", "<g", "<f="),
@@ -99,6 +104,7 @@ CASES: list[tuple[Shape, tuple[str, ...], tuple[str, ...]]] = [
         ("order",),
     ),
     (gbnf(JSON_GBNF), ('{"a": {"b":12 , "c":"\\u00ff\\""}}', "{ }"), ('{"a":1234}', '{"a":"\n"}')),
+    (gbnf(SUM_GBNF), ("x=1\n", "x1 = 22\ny=x\n"), ("x=1", "1x=1\n")),
     (gbnf('root ::= id "end" | "x" id\nid ::= [a-c]+ | [d-f]+'), ("abend", "xb", "fend"), ("end",)),
     (
         gbnf(r'root ::= . [^a-c\]] "\x41\u00e9\U0001F600\n"'),

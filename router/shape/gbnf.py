@@ -2,8 +2,11 @@
 
 Every literal and class of characters is a lexeme of its own. A greedy lexeme would hide what the
 grammar allows after it: llguidance's `gbnf_to_lark` folds rules so, and refuses `x=1` by the
-arithmetic grammar of llama.cpp. It also misreads `.`, `[+--]`, code points
-with leading zeros, and rules defined twice.
+arithmetic grammar of llama.cpp. It also misreads `.`, `[+--]`, code points with leading zeros, and
+rules defined twice.
+
+One gap is left: a literal hides a shorter one that begins it. So `("a" | "ab") "b"` accepts no
+`ab`.
 """
 
 import re

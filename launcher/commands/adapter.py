@@ -40,7 +40,7 @@ from loraplex.launcher.convert.plan import Conversion
 from loraplex.launcher.demo import BASE_NAME, model_path
 from loraplex.launcher.options import OptionError
 from loraplex.launcher.plan import is_demo_model
-from loraplex.router.api.ends import EndToken, end_tokens
+from loraplex.router.api.admin.adapters import EndToken, end_tokens
 from loraplex.router.call import RequestError
 from loraplex.router.generation.answer_ends import AnswerEnds
 from loraplex.router.text.adapter_models import AdapterModels

@@ -11,8 +11,7 @@ from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.peft.tensor_names import WHOLE
 from loraplex.launcher.convert.plan import Conversion
 from loraplex.launcher.router_client import as_json
-from loraplex.router.api.ends import EndToken
-from loraplex.router.api.partial import partial_of
+from loraplex.router.api.admin.adapters import EndToken, partial_of
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from loraplex.router.api.openai.completions import CompletionsBody
 from loraplex.router.api.request.body import only_one_of
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import unsupported
-from loraplex.router.api.vectors import classify, embeddings, pooling, rerank, score
+from loraplex.router.api.vectors import classify, embeddings, rerank, score
 
 ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 SESSION_HEADER = "x-amzn-sagemaker-session-id"
@@ -77,7 +77,7 @@ def _reader(
     if shape in ("queries", "text_1", "data_1"):
         return score.parse
     if plain.get("task") is not None:
-        return pooling.parse
+        return embeddings.parse_pooling
     if shape == "input" or (shape == "messages" and "text" not in limits.gives):
         return classify.parse_plain if "classes" in limits.gives else embeddings.parse
     return None

@@ -7,14 +7,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from loraplex.router.api.files.objects import (
+from loraplex.router.api.files_and_batches import (
     BatchList,
     BatchObject,
+    CreateBatchBody,
     DeletedFile,
     FileList,
     FileObject,
+    ListQuery,
+    page_of,
 )
-from loraplex.router.api.files.requests import CreateBatchBody, ListQuery, page_of
 from loraplex.router.background import Background
 from loraplex.router.batches.folder import BatchFolder
 from loraplex.router.batches.inside import InsideDoor

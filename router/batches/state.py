@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from loraplex.router.api.files.objects import (
+from loraplex.router.api.files_and_batches import (
     BatchErrors,
     BatchLineError,
     BatchObject,

@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from loraplex.router.api.files.objects import FileObject, FilePurpose
+from loraplex.router.api.files_and_batches import FileObject, FilePurpose
 from loraplex.router.call import RequestError
 
 FILE_ID = "file-"

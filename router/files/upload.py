@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from starlette.requests import Request
 
-from loraplex.router.api.files.requests import FORM_FIELDS, parse_form
+from loraplex.router.api.files_and_batches import FORM_FIELDS, parse_form
 from loraplex.router.api.request.body import require
 from loraplex.router.call import RequestError
 from loraplex.router.files.disk import off_loop

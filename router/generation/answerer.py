@@ -15,7 +15,7 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.router.api.lorax.answer import Timings, count_headers, head_headers
+from loraplex.router.api.lorax.generated import Timings, count_headers, head_headers
 from loraplex.router.api.request.formatter import Formatter
 from loraplex.router.call import (
     DIGEST_HEADER,

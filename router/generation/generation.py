@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 
-from loraplex.router.api.answers import completed
+from loraplex.router.api.wire import completed
 from loraplex.router.call import (
     DIGEST_HEADER,
     AnswerHead,

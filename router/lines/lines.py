@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from loraplex.router.api.admin.operations import OPERATIONS
+from loraplex.router.api.operations import OPERATIONS
 from loraplex.router.call import BASE_PLACEHOLDERS
 
 MAX_LINE_BYTES = 64 << 20

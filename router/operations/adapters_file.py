@@ -17,14 +17,13 @@ from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import AdapterRef, is_name
 from loraplex.router.api.admin.adapters import (
     Name,
+    Versions,
     check_name,
     format_named,
     parse_target,
     rollout_request,
 )
-from loraplex.router.api.admin.rollouts import Versions
-from loraplex.router.api.request.body import require
-from loraplex.router.api.request.field_faults import field_fault
+from loraplex.router.api.request.body import field_fault, require
 from loraplex.router.call import RequestError
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Registration, RegistrationRequest, RolloutRequest

@@ -7,11 +7,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from loraplex.adapters.ref import format_ref
+from loraplex.router.api.about import LoadedAdapters
 from loraplex.router.api.admin.adapters import (
     DEFAULT_WAIT_S,
+    AdapterHistory,
     AdapterList,
     AdapterObject,
     Deleted,
+    EndToken,
     LoadLoraBody,
     Refreshed,
     SagemakerAdapters,
@@ -19,26 +22,22 @@ from loraplex.router.api.admin.adapters import (
     SglangLoadBody,
     UnloadLoraBody,
     adapter_object,
+    change_objects,
     check_name,
     check_versions_alone,
+    end_tokens,
     format_named,
+    parse_digest,
     parse_register,
     parse_rollout,
     parse_target,
     parse_tenant,
     parse_unload,
+    partial_note,
+    rollout_object,
     rollout_request,
 )
-from loraplex.router.api.admin.rollouts import (
-    AdapterHistory,
-    change_objects,
-    parse_digest,
-    rollout_object,
-)
-from loraplex.router.api.ends import EndToken, end_tokens
-from loraplex.router.api.partial import partial_note
 from loraplex.router.api.request.body import decode_body, require
-from loraplex.router.api.sglang.info import LoadedAdapters
 from loraplex.router.call import RequestError, Secret
 from loraplex.router.http.body import BodyLimits, read_json_body
 from loraplex.router.http.edge import path_name

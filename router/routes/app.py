@@ -19,18 +19,14 @@ from loraplex.router.http.body import CLIENT_GONE_STATUS, ClientGone
 from loraplex.router.http.by_port import ByPort
 from loraplex.router.http.edge import Edge
 from loraplex.router.routes.adapters import AdapterRoutes
-from loraplex.router.routes.api_key import with_api_key
 from loraplex.router.routes.console import ConsoleRoutes
 from loraplex.router.routes.files import FileRoutes
-from loraplex.router.routes.fleet import FleetRoute
 from loraplex.router.routes.generate import GenerateRoutes
-from loraplex.router.routes.info import InfoRoutes
+from loraplex.router.routes.info import FleetRoute, InfoRoutes, SglangRoutes
 from loraplex.router.routes.keys import KeyRoutes, UsageRoutes
-from loraplex.router.routes.operator import Endpoint, OperatorRoutes
+from loraplex.router.routes.operator import Endpoint, OperatorRoutes, with_api_key
 from loraplex.router.routes.responses import ResponseRoutes
-from loraplex.router.routes.sglang import SglangRoutes
 from loraplex.router.routes.tokenize import TokenizeRoutes
-from loraplex.router.routes.vectors import VectorRoutes
 from loraplex.router.service import Service
 from loraplex.router.shared.store import StoreDown
 from loraplex.router.telemetry.caller_errors import CallerErrors
@@ -46,7 +42,6 @@ def build_app(service: Service) -> ASGIApp:
     errors = _Errors(service.errors)
     routes = [
         *_generation_routes(service, info),
-        *_vector_routes(service),
         *_adapter_routes(service),
         *_info_routes(service, info),
         *_sglang_routes(service, info),
@@ -129,12 +124,6 @@ def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
         _post("/v1/messages", with_api_key(routes.messages)),
         _post("/v2/chat", routes.chat_of_cohere),
         _post("/cohere/v2/chat", routes.chat_of_cohere),
-    ]
-
-
-def _vector_routes(service: Service) -> list[Route]:
-    routes = VectorRoutes(service)
-    return [
         _post("/v1/embeddings", routes.embeddings),
         _post("/embed", routes.embed),
         _post("/classify", routes.classify),

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from loraplex.router.api.files.requests import (
+from loraplex.router.api.files_and_batches import (
     MAX_BATCHES_LISTED,
     MAX_FILES_LISTED,
     USUAL_BATCHES_LISTED,

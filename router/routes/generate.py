@@ -1,21 +1,24 @@
-"""The routes that generate: each finds the shape of a body, and `Answerer` does the rest."""
+"""The routes that generate text or give numbers of texts: each finds the shape of a body, and
+`Answerer` does the rest."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from loraplex.router.api import sagemaker
-from loraplex.router.api.cohere import request as cohere
-from loraplex.router.api.load_report import LOAD_FORMAT, load_headers
+from loraplex.router.api import cohere_chat, sagemaker
+from loraplex.router.api.about import LOAD_FORMAT, load_headers
+from loraplex.router.api.errors import Dialect
 from loraplex.router.api.lorax import request as lorax
 from loraplex.router.api.messages import request as messages
-from loraplex.router.api.openai import chat as openai_chat
-from loraplex.router.api.openai import completions as openai_completions
+from loraplex.router.api.openai import chat, completions
 from loraplex.router.api.request.body import decode_plain
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.sglang import generate as sglang
 from loraplex.router.api.sglang import lmdeploy
-from loraplex.router.api.sglang import request as sglang
+from loraplex.router.api.vectors import classify, cohere, embed, embeddings, rerank, score
 from loraplex.router.generation.way_in import Parse
 from loraplex.router.http.sse import takes_events
 from loraplex.router.operations.compat_metrics import kv_usage, waiting
@@ -23,20 +26,34 @@ from loraplex.router.routes.info import InfoRoutes
 from loraplex.router.routes.operator import Endpoint
 from loraplex.router.service import Service
 
+PlainParse = Callable[[dict[str, Any], ApiLimits, str | None], ApiRequest]
+DialectOf = Callable[[dict[str, Any]], Dialect]
+
 
 class GenerateRoutes:
-    """Each endpoint answers one route."""
+    """Each endpoint answers one route. Errors have the shape of the body's API."""
 
     def __init__(self, service: Service, info: InfoRoutes) -> None:
         self._service = service
         self._info = info
+        self.generate = self._plain(_generate, _dialect_of_generate)
         self.generate_stream = self._fixed(partial(lorax.parse, route="/generate_stream"))
-        self.completions = self._with_load(self._fixed(openai_completions.parse))
-        self.chat = self._with_load(self._fixed(openai_chat.parse))
-        self.chat_batch = self._fixed(openai_chat.parse_batch)
+        self.completions = self._with_load(self._fixed(completions.parse))
+        self.chat = self._with_load(self._fixed(chat.parse))
+        self.chat_batch = self._fixed(chat.parse_batch)
         self.messages = self._fixed(messages.parse)
-        self.chat_of_cohere = self._fixed(cohere.parse)
+        self.chat_of_cohere = self._fixed(cohere_chat.parse)
         self._generate_or_stream = self._fixed(partial(lorax.parse, route="/"))
+        self.embeddings = self._plain(embeddings.parse)
+        self.embed = self._fixed(embed.parse)
+        self.classify = self._plain(classify.parse_plain, _dialect_of_classify)
+        self.classify_batch = self._fixed(classify.parse_batch)
+        self.pooling = self._plain(embeddings.parse_pooling)
+        self.embed_of_cohere = self._plain(cohere.parse)
+        self.score = self._plain(_score)
+        self.rerank = self._plain(partial(rerank.parse_plain, version=1), _dialect_of_rerank)
+        of_cohere = partial(rerank.parse_plain, version=2)
+        self.rerank_of_cohere = self._plain(of_cohere, _dialect_of_rerank)
 
     async def root(self, request: Request) -> Response:
         """LoRAX's: a health check, or a request whose body says whether it streams. A browser is
@@ -47,36 +64,34 @@ class GenerateRoutes:
             return RedirectResponse("console", 307)
         return await self._info.health(request)
 
-    async def generate(self, request: Request) -> Response:
-        """LoRAX's shape, or SGLang's or LMDeploy's, whose errors are as OpenAI's."""
-
-        def parse(body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
-            plain = decode_plain(body)
-            is_lmdeploys = lmdeploy.is_native(plain)
-            if not is_lmdeploys and not sglang.is_native(plain):
-                return lorax.parse_plain(plain, limits, bearer, route="/generate")
-            request.state.dialect = "openai"
-            native = lmdeploy.parse if is_lmdeploys else sglang.parse
-            return native(plain, limits, bearer)
-
-        return await self._answer(request, parse)
-
     async def invocations(self, request: Request) -> Response:
         """SageMaker's: the body says whose shape it has, and so its errors have."""
         adapter = request.headers.get(sagemaker.ADAPTER_HEADER)
         has_session = sagemaker.SESSION_HEADER in request.headers
         said = sagemaker.Invocation(adapter or None, takes_events(request), has_session)
 
-        def parse(body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
-            plain = decode_plain(body)
-            request.state.dialect = sagemaker.dialect_of(sagemaker.shape_of(plain))
+        def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
             return sagemaker.parse(plain, said, limits, bearer)
 
-        return await self._answer(request, parse)
+        return await self._plain(parse, _dialect_of_invocation)(request)
 
     def _fixed(self, parse: Parse) -> Endpoint:
         async def endpoint(request: Request) -> Response:
             return await self._answer(request, parse)
+
+        return endpoint
+
+    def _plain(self, parse: PlainParse, dialect_of: DialectOf | None = None) -> Endpoint:
+        """dialect_of: of a body; None = the route's own."""
+
+        async def endpoint(request: Request) -> Response:
+            def read(body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
+                plain = decode_plain(body)
+                if dialect_of is not None:
+                    request.state.dialect = dialect_of(plain)
+                return parse(plain, limits, bearer)
+
+            return await self._answer(request, read)
 
         return endpoint
 
@@ -96,9 +111,43 @@ class GenerateRoutes:
 
 
 async def answered(service: Service, request: Request, parse: Parse) -> Response:
-    """Once for each idempotency key."""
+    """Answers once for each idempotency key."""
 
     async def run(unread: Request) -> Response:
         return await service.answerer.answer(unread, parse)
 
     return await service.idempotency.answer(request, run)
+
+
+def _dialect_of_generate(plain: dict[str, Any]) -> Dialect:
+    """Raises RequestError for a mixture of shapes."""
+    is_native = lmdeploy.is_native(plain) or sglang.is_native(plain)
+    return "openai" if is_native else "lorax"
+
+
+def _generate(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
+    """Parses LoRAX's shape, SGLang's or LMDeploy's."""
+    if lmdeploy.is_native(plain):
+        return lmdeploy.parse(plain, limits, bearer)
+    if sglang.is_native(plain):
+        return sglang.parse(plain, limits, bearer)
+    return lorax.parse_plain(plain, limits, bearer, route="/generate")
+
+
+def _dialect_of_invocation(plain: dict[str, Any]) -> Dialect:
+    return sagemaker.dialect_of(sagemaker.shape_of(plain))
+
+
+def _dialect_of_classify(plain: dict[str, Any]) -> Dialect:
+    return "lorax" if classify.shape_of(plain) == "inputs" else "openai"
+
+
+def _dialect_of_rerank(plain: dict[str, Any]) -> Dialect:
+    return "lorax" if rerank.shape_of(plain) == "texts" else "openai"
+
+
+def _score(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
+    """Parses vLLM's shape or SGLang's."""
+    if plain.get("label_token_ids") is not None:
+        return score.parse_labels(plain, limits, bearer)
+    return score.parse(plain, limits, bearer)

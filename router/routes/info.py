@@ -1,5 +1,6 @@
-"""Routes about the router: health, models, info, version, metrics."""
+"""Routes about the router: health, models, info, version, metrics, the fleet, SGLang's."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -8,19 +9,34 @@ from starlette.responses import Response
 
 from loraplex.adapters.common.nearest import did_you_mean, one_edit_away
 from loraplex.adapters.ref import format_ref, shown_name
-from loraplex.router.api.ends import end_tokens
-from loraplex.router.api.openai.models import Health, Info, ModelList, ModelObject, VersionAnswer
+from loraplex.router.api.about import (
+    FleetState,
+    Health,
+    Info,
+    ModelList,
+    ModelObject,
+    VersionAnswer,
+    served_model,
+    served_settings,
+)
+from loraplex.router.api.admin.adapters import end_tokens
+from loraplex.router.api.admin.fleet import FleetObject
 from loraplex.router.api.openapi import Access, openapi_document
 from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.sglang.generate import aborted_by
 from loraplex.router.call import RequestError
+from loraplex.router.http.body import read_json_body
+from loraplex.router.http.sse import EventStream, takes_events, until_disconnect
 from loraplex.router.names.registration import Registration
-from loraplex.router.routes.admin_gate import AdminGate
+from loraplex.router.operations.fleet_watch import Changes, FleetWatch, next_look
+from loraplex.router.routes.operator import AdminGate
 from loraplex.router.service import Service
 from loraplex.router.tenancy.keys import Caller
 from loraplex.router.version import VERSION
 from loraplex.server.protocol import ModelCard
 
 _RETRY = {"retry-after": "2"}
+_NO_STORE = {"cache-control": "no-store"}
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -175,3 +191,68 @@ def _adapter_object(card: ModelCard, adapter: Registration, shows_paths: bool) -
     root = format_ref(adapter.ref) if shows_paths else shown_name(adapter.ref)
     parent = card.names[0]
     return ModelObject(adapter.name, card.created, "loraplex", root, parent, card.max_context)
+
+
+class FleetRoute:
+    """One of the operator's routes."""
+
+    def __init__(self, watch: FleetWatch) -> None:
+        self._watch = watch
+
+    async def fleet(self, request: Request) -> Response:
+        """With `Accept: text/event-stream` an event a second, until the client leaves."""
+        if not takes_events(request):
+            whole = await until_disconnect(request, self._watch.look())
+            return json_response(whole, headers=_NO_STORE)
+        leave = self._watch.enter()
+        try:
+            first = await until_disconnect(request, self._watch.look())
+        except BaseException:
+            leave()
+            raise
+        changes = Changes()
+        return EventStream(_event(changes.of(first)), self._follow(changes), leave, _NO_STORE)
+
+    async def _follow(self, changes: Changes) -> AsyncIterator[bytes]:
+        while await next_look(self._watch.closing):
+            yield _event(changes.of(await self._watch.look()))
+
+
+def _event(fleet: FleetObject) -> bytes:
+    return b"event: fleet\ndata: " + msgspec.json.encode(fleet) + b"\n\n"
+
+
+class SglangRoutes:
+    """Each method answers one route. None of them shows an adapter."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def model(self, request: Request) -> Response:
+        return json_response(served_model(self._service.base.require().card))
+
+    async def settings(self, request: Request) -> Response:
+        fleet = self._service.fleet
+        state = FleetState(
+            workers=len(fleet.clients),
+            workers_ready=sum(view.able for view in fleet.views),
+            max_running_requests=self._service.config.max_requests,
+        )
+        return json_response(served_settings(self._service.base.require().card, VERSION, state))
+
+    async def abort(self, request: Request) -> Response:
+        """An id that nothing has is no error: the answer may just have ended."""
+        service = self._service
+        caller = await service.tenancy.identify(request.headers.get("authorization"))
+        rid = aborted_by(await read_json_body(request, service.answerer.body_limits))
+        service.dispatcher.abort(caller.tenant, rid)
+        return Response()
+
+    async def flush(self, request: Request) -> Response:
+        """Nothing can be flushed: SGLang's answer to that is a 400, too."""
+        await self._service.tenancy.identify(request.headers.get("authorization"))
+        raise RequestError(
+            "unsupported",
+            "nothing was flushed: workers keep cached prefixes until others need the room; a new "
+            "`cache_salt` finds none of them",
+        )

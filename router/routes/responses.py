@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.router.api.files.requests import parse_list
+from loraplex.router.api.files_and_batches import parse_list
 from loraplex.router.api.request.body import check_no_fields, check_query
 from loraplex.router.api.responses import request as responses
 from loraplex.router.api.responses import stored

@@ -17,7 +17,7 @@ from datetime import datetime
 
 import msgspec
 
-from loraplex.router.api.request.field_faults import field_fault
+from loraplex.router.api.request.body import field_fault
 from loraplex.router.policy.quota import Limits
 from loraplex.router.tenancy.keys import (
     DEFAULT_TENANT,

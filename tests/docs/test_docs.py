@@ -12,16 +12,14 @@ import pytest
 
 from loraplex.adapters.peft.fields import HARMLESS, REFUSED, USED
 from loraplex.router.api.errors import Dialect, error_answer, status_of
-from loraplex.router.api.lorax.fields import SAID_HERE
-from loraplex.router.api.lorax.request import LoraxParameters
+from loraplex.router.api.lorax.request import SAID_HERE, LoraxParameters
 from loraplex.router.api.openai.chat import ChatBody
 from loraplex.router.api.openai.common import HARMLESS as HARMLESS_FIELDS
 from loraplex.router.api.openai.common import OpenAIBody
 from loraplex.router.api.openai.completions import CompletionsBody
 from loraplex.router.api.openapi import openapi_document
-from loraplex.router.api.request.aliases import ALIASES
-from loraplex.router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
-from loraplex.router.api.sglang.request import SglangBody, SglangSampling
+from loraplex.router.api.request.known_elsewhere import ALIASES, ELSEWHERE, Elsewhere
+from loraplex.router.api.sglang.generate import SglangBody, SglangSampling
 from loraplex.router.call import Cause, RequestError
 from tests.documented_codes import VIOLATION_CODES
 from tools.docs import benchmarks, families

@@ -1,32 +1,205 @@
 """Bodies and answers of the lifecycle routes, in loraplex's shape and in vLLM's. Pure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Literal, cast
 
 import msgspec
 from msgspec import Meta
 
 from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.ref import AdapterRef, RefSource, format_ref, name_fault, parse_ref
-from loraplex.router.api.admin.rollouts import (
-    ChangeObject,
-    RolloutBody,
-    RolloutObject,
-    VersionBody,
-    Versions,
-    change_objects,
-    rollout_object,
-)
-from loraplex.router.api.ends import EndToken
-from loraplex.router.api.partial import PartialObject, partial_object
-from loraplex.router.api.request.body import decode_body, require
-from loraplex.router.api.request.field_faults import field_fault
+from loraplex.router.api.request.body import decode_body, field_fault, require
 from loraplex.router.call import RequestError
 from loraplex.router.names.registration import Registration, RolloutRequest
-from loraplex.router.policy.rollout import Guards
+from loraplex.router.policy.guards import Measurements, Verdict, quantile
+from loraplex.router.policy.rollout import MAX_VERSIONS, Guards, VersionState, Weight
 from loraplex.router.tenancy.keys import Word
 from loraplex.router.tools.registry import FORMATS
 from loraplex.server.protocol import AdapterTiers, TierState
+
+
+class PartialObject(msgspec.Struct, frozen=True):
+    """Modules and layers that have weights, of those that the adapter's config targets.
+
+    layers: how many have some weights. message: the same in words.
+    """
+
+    modules: int
+    targeted_modules: int
+    layers: int
+    targeted_layers: int
+    message: str
+
+
+def partial_of(manifest: AdapterManifest) -> PartialObject | None:
+    """None: nothing is missing."""
+    coverage = manifest.partial
+    if coverage is None:
+        return None
+    return PartialObject(
+        modules=coverage.modules,
+        targeted_modules=coverage.targeted,
+        layers=coverage.num_layers,
+        targeted_layers=coverage.targeted_layers,
+        message=coverage.text,
+    )
+
+
+def partial_object(registration: Registration) -> PartialObject | None:
+    """Of what a name means; None also while that is not known."""
+    content = registration.content
+    return None if content is None else partial_of(content.manifest)
+
+
+def partial_note(registration: Registration) -> str:
+    """What a load's answer in plain text ends with; "" where nothing is missing."""
+    found = partial_object(registration)
+    return "" if found is None else f" It is {found.message}."
+
+
+class EndToken(msgspec.Struct, frozen=True):
+    """A token that ends an answer. token: its text."""
+
+    id: int
+    token: str
+
+
+def end_tokens(ids: Iterable[int], text_of: Callable[[int], str]) -> list[EndToken]:
+    """ids: as they are to be listed."""
+    return [EndToken(i, text_of(i)) for i in ids]
+
+
+class VersionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One version of a name, and its part of the requests."""
+
+    reference: Annotated[str, Meta(min_length=1)]
+    weight: Weight
+
+
+Versions = Annotated[list[VersionBody], Meta(min_length=1, max_length=MAX_VERSIONS + 1)]
+
+
+class RolloutBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All versions that shall be there. The present one's weight, unsaid, is what is left of 100.
+
+    guards: null = no version goes back by itself; unsaid = as they were, or the usual ones.
+    """
+
+    versions: Versions
+    guards: Guards | None | msgspec.UnsetType = msgspec.UNSET
+
+
+class DigestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """digest: of the version that is meant, or how it begins."""
+
+    digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{8,64}\Z")] | None = None
+
+
+class ChangeObject(msgspec.Struct, frozen=True):
+    """What a name meant from `since` (Unix seconds) on. ref: with its commit. before: a digest."""
+
+    digest: str
+    since: int
+    action: str
+    by: str
+    ref: str
+    before: str | None
+    note: str
+
+
+class VersionObject(msgspec.Struct, frozen=True):
+    """One version in a rollout. weight: wanted, live_weight: in force. why: why it went back.
+
+    resident_on: ids of workers.
+    """
+
+    reference: str
+    digest: str
+    weight: int
+    live_weight: int
+    state: str
+    why: str | None
+    resident_on: list[str]
+
+
+class MeasuredObject(msgspec.Struct, frozen=True):
+    """Requests of one version in the guards' window. Seconds; null = too few.
+
+    verdict: of the guards; null of what they do not judge.
+    """
+
+    digest: str
+    requests: int
+    failed: int
+    first_token_p95_s: float | None
+    token_p95_s: float | None
+    verdict: Verdict | None = None
+
+
+class RolloutObject(msgspec.Struct, frozen=True):
+    """versions: the old one first. measured: null where it was not asked for.
+
+    measured_by: all routers, or this one alone while there is no Redis.
+    """
+
+    id: str
+    versions: list[VersionObject]
+    guards: Guards | None
+    measured: list[MeasuredObject] | None = None
+    measured_by: Literal["all", "this_router"] | None = None
+
+
+class AdapterHistory(msgspec.Struct, frozen=True):
+    """Newest first. tenant: null = the fleet's name."""
+
+    id: str
+    tenant: str | None
+    data: list[ChangeObject]
+    object: Literal["list"] = "list"
+
+
+def parse_digest(body: bytes) -> str | None:
+    """Raises RequestError."""
+    return decode_body(body, DigestBody)[0].digest if body else None
+
+
+def change_objects(registration: Registration) -> list[ChangeObject]:
+    """Oldest first."""
+    return [
+        ChangeObject(c.digest, c.since, c.action, c.by, c.ref, c.before, c.note)
+        for c in registration.history
+    ]
+
+
+def rollout_object(
+    registration: Registration,
+    measured: Measurements | None = None,
+    resident: Callable[[str], list[str]] = lambda digest: [],
+) -> RolloutObject | None:
+    """resident: the workers that have a digest on their devices."""
+    rollout, content = registration.rollout, registration.content
+    if rollout is None or content is None:
+        return None
+    state: VersionState = "serving" if rollout.live else "idle"
+    old = (registration.ref, content.digest, rollout.weight, rollout.live, state, None)
+    rows = [(v.ref, v.digest, v.weight, v.live, v.state, v.why) for v in rollout.versions]
+    versions = [
+        VersionObject(format_ref(ref), digest, weight, live, state, why, resident(digest))
+        for ref, digest, weight, live, state, why in (old, *rows)
+    ]
+    if measured is None:
+        return RolloutObject(rollout.id, versions, rollout.guards)
+    tallies = [_measured(digest, measured) for digest in measured.versions]
+    by: Literal["all", "this_router"] = "all" if measured.of_all else "this_router"
+    return RolloutObject(rollout.id, versions, rollout.guards, tallies, by)
+
+
+def _measured(digest: str, measurements: Measurements) -> MeasuredObject:
+    measured, verdict = measurements.versions[digest], measurements.verdicts.get(digest)
+    first, token = quantile(measured.first_token), quantile(measured.token)
+    return MeasuredObject(digest, measured.requests, measured.failed, first, token, verdict)
+
 
 DEFAULT_WAIT_S = 30.0
 MAX_WAIT_S = 600.0

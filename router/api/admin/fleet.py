@@ -6,8 +6,12 @@ from typing import Literal
 import msgspec
 
 from loraplex.adapters.ref import format_ref
-from loraplex.router.api.admin.rollouts import RolloutObject, rollout_object
-from loraplex.router.api.partial import PartialObject, partial_object
+from loraplex.router.api.admin.adapters import (
+    PartialObject,
+    RolloutObject,
+    partial_object,
+    rollout_object,
+)
 from loraplex.router.call import VectorUse
 from loraplex.router.names.registration import Registration
 from loraplex.server.protocol import (

@@ -1,15 +1,25 @@
 """Ranges that several APIs share, as types; and which adapter a caller names. Pure."""
 
 from collections.abc import Collection, Sequence
+from hashlib import sha256
 from typing import Annotated, cast, get_args
 
+import msgspec
 from msgspec import Meta
 
 from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.merge.recipe import (
+    MAX_MEMBERS,
+    MAX_WEIGHT,
+    SIGN_METHODS,
+    STRATEGIES,
+    MergeStrategy,
+    SignMethod,
+)
 from loraplex.adapters.ref import RefSource, parse_ref
 from loraplex.router.api.request.body import require
 from loraplex.router.api.request.formatter import ApiLimits
-from loraplex.router.call import AdapterChoice, RequestError, Secret
+from loraplex.router.call import AdapterChoice, GenerationCall, MergedChoice, RequestError, Secret
 from loraplex.router.text.stop_patterns import compiled
 
 MAX_INT32 = 2**31 - 1
@@ -123,3 +133,200 @@ def credential(api_token: str | None, bearer: str | None) -> str | None:
     if api_token:
         return api_token
     return bearer if bearer and bearer.startswith(_HUB_TOKEN_PREFIX) else None
+
+
+def prompts_of(
+    given: str | list[str | int | list[int]], param: str, most: int
+) -> tuple[str | list[int], ...]:
+    """One kind only: texts, lists of ids, or the ids of a single prompt. Raises RequestError."""
+    if isinstance(given, str):
+        return (given,)
+    require(given, "expected at least one prompt", param)
+    ids = [item for item in given if isinstance(item, int)]
+    if ids:
+        require(len(ids) == len(given), "expected token ids only, or none", param)
+        return (ids,)
+    require(len(given) <= most, f"expected at most {most} prompts, got {len(given)}", param)
+    several = tuple(item for item in given if not isinstance(item, int))
+    texts = sum(isinstance(item, str) for item in several)
+    require(texts in (0, len(several)), "expected texts only, or lists of token ids only", param)
+    require(all(item or item == "" for item in several), "expected no empty list", param)
+    return several
+
+
+_FIELD = "merged_adapters"
+_IDS = f"{_FIELD}.ids"
+_WEIGHTS = f"{_FIELD}.weights"
+
+
+class MergedAdapters(msgspec.Struct, frozen=True):
+    """ids, weights: as many of the one as of the other. merge_strategy: linear by default.
+
+    density: needed for `ties` and `dare_*`. majority_sign_method: total by default.
+    """
+
+    ids: list[str]
+    weights: list[float] = []
+    merge_strategy: str | None = None
+    density: float | None = None
+    majority_sign_method: str | None = None
+
+
+def choose_merge(
+    given: MergedAdapters, source: str | None, token: str | None, limits: ApiLimits
+) -> MergedChoice:
+    """Raises RequestError."""
+    strategy = _one_of("merge_strategy", given.merge_strategy, STRATEGIES)
+    sign = _one_of("majority_sign_method", given.majority_sign_method, SIGN_METHODS)
+    _check_numbers(given, strategy)
+    return MergedChoice(
+        members=tuple(
+            _member(index, name, source, token, limits) for index, name in enumerate(given.ids)
+        ),
+        weights=tuple(given.weights),
+        strategy=cast(MergeStrategy, strategy),
+        density=1.0 if strategy == "linear" else given.density or 0.0,
+        majority_sign_method=cast(SignMethod, sign),
+    )
+
+
+def choose_scaled(adapter: AdapterChoice, scale: float) -> AdapterChoice:
+    """The adapter with what it adds multiplied. Raises RequestError."""
+    require(scale != 0, "0 is the base: leave the adapter out", "adapter_scale")
+    require(
+        abs(scale) <= MAX_WEIGHT,
+        f"expected a scale within +-{MAX_WEIGHT:g}, got {scale:g}",
+        "adapter_scale",
+    )
+    return msgspec.structs.replace(adapter, scale=scale)
+
+
+def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> str:
+    """The first of the known names is the default."""
+    chosen = known[0] if value is None else value
+    expected = ", ".join(known)
+    require(chosen in known, f"expected one of {expected}, got {chosen!r:.40}", f"{_FIELD}.{name}")
+    return chosen
+
+
+def _check_numbers(given: MergedAdapters, strategy: str) -> None:
+    count = len(given.ids)
+    require(1 <= count <= MAX_MEMBERS, f"expected 1 to {MAX_MEMBERS} adapters, got {count}", _IDS)
+    require(
+        len(given.weights) == count,
+        f"expected a weight for each of {count} ids, got {len(given.weights)}",
+        _WEIGHTS,
+    )
+    for weight in given.weights:
+        require(
+            abs(weight) <= MAX_WEIGHT,
+            f"expected weights within +-{MAX_WEIGHT:g}, got {weight:g}",
+            _WEIGHTS,
+        )
+    require(any(given.weights), "at least one weight must differ from 0", _WEIGHTS)
+    density = given.density or 0.0
+    require(
+        strategy == "linear" or 0 < density <= 1,
+        f"expected a density above 0 and at most 1 for {strategy!r}, got {density:g}",
+        f"{_FIELD}.density",
+    )
+
+
+def _member(
+    index: int, name: str, source: str | None, token: str | None, limits: ApiLimits
+) -> AdapterChoice:
+    param = f"{_IDS}[{index}]"
+    choice = choose_adapter(name, source, token, param, limits)
+    if choice is None:
+        message = f"`{param}`: expected an adapter, got the base model"
+        raise RequestError("invalid", message, param=param)
+    return choice
+
+
+class AdapterFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be said of an adapter beside its name; each may be null.
+
+    merged_adapters: instead of an adapter. adapter_scale: of what the adapter adds.
+    """
+
+    adapter_source: str | None = None
+    merged_adapters: MergedAdapters | None = None
+    adapter_scale: float | None = None
+    api_token: str | None = None
+
+
+class GenerationFields(AdapterFields, frozen=True, kw_only=True):
+    """Each may be null. priority: how far behind the key's own the request stands. drafts: false =
+    the answer has none, which is never another answer."""
+
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    min_p: UnitInterval | None = None
+    typical_p: Probability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    min_tokens: NonNegative | None = None
+    stop_token_ids: list[NonNegative] | None = None
+    ignore_eos_token: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    drafts: bool | None = None
+
+
+def adapter_named(
+    fields: AdapterFields,
+    name: str | None,
+    param: str,
+    limits: ApiLimits,
+    bearer: str | None,
+    needs: str,
+) -> AdapterChoice | MergedChoice | None:
+    """The adapter that field `param` names, or the default one, or those to be merged; None for the
+    base. needs: what the fields that say more of an adapter lack beside the base. Raises
+    RequestError."""
+    token, source = credential(fields.api_token, bearer), fields.adapter_source
+    merged, scale = fields.merged_adapters, fields.adapter_scale
+    if merged is not None:
+        base = not name or name in limits.base_names
+        require(base, f"it and the adapter in `{param}` cannot both be given", "merged_adapters")
+        require(scale is None, "`merged_adapters.weights` are the scales", "adapter_scale")
+        return choose_merge(merged, source, token, limits)
+    adapter = choose_adapter(name or limits.default_adapter, source, token, param, limits)
+    for extra in ("adapter_source", "api_token", "adapter_scale"):
+        require(adapter or not getattr(fields, extra), needs, extra)
+    return adapter if adapter is None or scale is None else choose_scaled(adapter, scale)
+
+
+def check_counts(fields: GenerationFields, max_tokens: int | None, limits: ApiLimits) -> None:
+    """max_tokens: to generate; None = all that fit. Raises RequestError."""
+    for name, given, most in (
+        ("logit_bias", fields.logit_bias, limits.max_logit_bias),
+        ("stop_token_ids", fields.stop_token_ids, limits.max_stop_token_ids),
+    ):
+        size = len(given or ())
+        require(size <= most, f"expected at most {most} entries, got {size}", name)
+    least = fields.min_tokens or 0
+    require(
+        max_tokens is None or least <= max_tokens,
+        f"expected at most the {max_tokens} tokens to generate, got {least}",
+        "min_tokens",
+    )
+
+
+def with_fields(call: GenerationCall, fields: GenerationFields) -> GenerationCall:
+    """The call, and what the fields say beside its sampling."""
+    return msgspec.structs.replace(
+        call,
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        cache_salt=salt_of(fields.cache_salt),
+        priority=fields.priority or 0,
+        drafts=fields.drafts is not False,
+    )
+
+
+def salt_of(cache_salt: str | None) -> str:
+    """Its SHA-256: a salt may be a secret, and has the length of one on the wire."""
+    return sha256(cache_salt.encode()).hexdigest() if cache_salt else ""

@@ -6,8 +6,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET
 
-from loraplex.router.api.answers import completed
-from loraplex.router.api.openai.chat_answer import ChatTokenLogprob
+from loraplex.router.api.openai.chat import ChatTokenLogprob
 from loraplex.router.api.responses.calls import (
     Called,
     CallItem,
@@ -17,6 +16,7 @@ from loraplex.router.api.responses.calls import (
     ShellCallItem,
 )
 from loraplex.router.api.responses.logprobs import TextLogprobs
+from loraplex.router.api.wire import completed
 from loraplex.router.call import AnswerHead, ChoiceResult, FinishReason, PromptInfo
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]

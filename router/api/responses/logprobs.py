@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Sequence
 
-from loraplex.router.api.answers import finite
-from loraplex.router.api.openai.chat_answer import ChatTokenLogprob, TopLogprob, bytes_of
+from loraplex.router.api.openai.chat import ChatTokenLogprob, TopLogprob, bytes_of
+from loraplex.router.api.wire import finite
 from loraplex.router.call import TextToken
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from loraplex.router.api.files.requests import ListQuery
+from loraplex.router.api.files_and_batches import ListQuery
 from loraplex.router.api.request.body import require
 from loraplex.router.api.responses.answer import ResponseFailure, ResponseStatus
 

@@ -7,8 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from loraplex.router.api.answers import HeldSpace, encode, named_sse
-from loraplex.router.api.openai.chat_answer import ChatTokenLogprob
+from loraplex.router.api.openai.chat import ChatTokenLogprob
 from loraplex.router.api.responses.answer import (
     Answer,
     Asked,
@@ -31,6 +30,7 @@ from loraplex.router.api.responses.calls import (
     ItemStatus,
 )
 from loraplex.router.api.responses.logprobs import TextLogprobs
+from loraplex.router.api.wire import HeldSpace, encode, named_sse
 from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TextEvent
 from loraplex.router.parts.parts import CallDelta
 

@@ -6,24 +6,26 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from loraplex.router.api.answers import sse
 from loraplex.router.api.openai import completions
 from loraplex.router.api.openai.common import SharedBody
 from loraplex.router.api.openai.completions import CompletionsBody
-from loraplex.router.api.request.aliases import typed_by_aliases
 from loraplex.router.api.request.body import only_one_of, require
 from loraplex.router.api.request.fields import NonNegative
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
-from loraplex.router.api.sglang.answer import (
+from loraplex.router.api.request.known_elsewhere import typed_by_aliases
+from loraplex.router.api.sglang.generate import (
+    DEFAULT_MAX_TOKENS,
     AbortFinish,
     LengthFinish,
+    SglangBody,
     SglangFormatter,
     SglangOptions,
+    StartLen,
     StopFinish,
     TokenScore,
     so_far,
 )
-from loraplex.router.api.sglang.request import DEFAULT_MAX_TOKENS, SglangBody, StartLen
+from loraplex.router.api.wire import sse
 from loraplex.router.call import RequestError, TextEvent
 
 SHAPES = ("prompt", "input_ids")

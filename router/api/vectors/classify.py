@@ -7,17 +7,19 @@ import msgspec
 from msgspec import Meta
 
 from loraplex.router.api.request.body import decode_plain, only_one_of, require, typed
+from loraplex.router.api.request.fields import adapter_named
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
-from loraplex.router.api.request.generation_fields import adapter_named
 from loraplex.router.api.request.known_elsewhere import check_unknown_parts
 from loraplex.router.api.vectors.embed import EmbedParameters
-from loraplex.router.api.vectors.fields import InputBody, input_call, read_body
-from loraplex.router.api.vectors.whole import (
+from loraplex.router.api.vectors.fields import (
     MAX_INPUTS,
     READ_ALONE,
+    InputBody,
     VectorUsage,
     WholeFormatter,
     WrittenAs,
+    input_call,
+    read_body,
     usage_of,
 )
 from loraplex.router.call import AnswerHead, ChoiceResult, GenerationCall, PromptInfo, VectorCall

@@ -12,12 +12,14 @@ from loraplex.router.api.request.chat_messages import ContentPart, text_part
 from loraplex.router.api.request.fields import Positive
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import Elsewhere, check_refused
-from loraplex.router.api.vectors.fields import ReadBody, call_of, read_body
-from loraplex.router.api.vectors.whole import (
+from loraplex.router.api.vectors.fields import (
     MAX_INPUTS,
+    ReadBody,
     WholeFormatter,
     WrittenAs,
+    call_of,
     packed,
+    read_body,
     usage_of,
 )
 from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall

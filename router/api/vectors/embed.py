@@ -6,12 +6,16 @@ from typing import Any, Literal
 import msgspec
 
 from loraplex.router.api.request.body import decode_plain, require, typed
-from loraplex.router.api.request.fields import NonNegative, Positive
+from loraplex.router.api.request.fields import (
+    AdapterFields,
+    NonNegative,
+    Positive,
+    adapter_named,
+    prompts_of,
+)
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
-from loraplex.router.api.request.generation_fields import AdapterFields, adapter_named
 from loraplex.router.api.request.known_elsewhere import check_unknown_parts
-from loraplex.router.api.request.prompts import prompts_of
-from loraplex.router.api.vectors.whole import MAX_INPUTS, READ_ALONE, WholeFormatter
+from loraplex.router.api.vectors.fields import MAX_INPUTS, READ_ALONE, WholeFormatter
 from loraplex.router.call import AnswerHead, ChoiceResult, GenerationCall, PromptInfo, VectorCall
 
 EmbedShape = Literal["lorax", "tei"]

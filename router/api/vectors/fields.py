@@ -1,5 +1,8 @@
 """Fields that bodies about prompts have in common, and their checks. Pure."""
 
+import base64
+import struct
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -7,16 +10,79 @@ import msgspec
 from loraplex.router.api.openai.chat import ChatBody
 from loraplex.router.api.openai.chat import request_of as chat_request
 from loraplex.router.api.openai.common import HARMLESS, Truncation, adapter_by
-from loraplex.router.api.request.aliases import typed_by_aliases
 from loraplex.router.api.request.body import only_one_of, require
 from loraplex.router.api.request.chat_messages import Message
-from loraplex.router.api.request.fields import CacheSalt, NonNegative, Priority, RequestId
-from loraplex.router.api.request.formatter import ApiLimits
-from loraplex.router.api.request.generation_fields import AdapterFields, salt_of
-from loraplex.router.api.request.known_elsewhere import unsupported
-from loraplex.router.api.request.prompts import prompts_of
-from loraplex.router.api.vectors.whole import MAX_INPUTS, READ_ALONE
-from loraplex.router.call import Api, GenerationCall, VectorCall
+from loraplex.router.api.request.fields import (
+    AdapterFields,
+    CacheSalt,
+    NonNegative,
+    Priority,
+    RequestId,
+    prompts_of,
+    salt_of,
+)
+from loraplex.router.api.request.formatter import ApiLimits, Formatter
+from loraplex.router.api.request.known_elsewhere import typed_by_aliases, unsupported
+from loraplex.router.call import (
+    AnswerHead,
+    Api,
+    GenerationCall,
+    PromptInfo,
+    RequestError,
+    TextEvent,
+    VectorCall,
+)
+from loraplex.server.protocol import SamplingParams
+
+# Of a call whose prompts are read, and nothing more.
+READ_ALONE = SamplingParams(temperature=0.0, max_tokens=0)
+# Texts of one request, as OpenAI has it.
+MAX_INPUTS = 2048
+Encoding = Literal["float", "base64"]
+
+
+class WholeFormatter(Formatter):
+    """Of answers that are sent when they are complete."""
+
+    def prompt(self, info: PromptInfo) -> bytes:
+        return b""
+
+    def chunk(self, event: TextEvent) -> bytes:
+        return b""
+
+    def end(self) -> bytes:
+        return b""
+
+    def error(self, error: RequestError) -> bytes:
+        return b""
+
+
+class WrittenAs(msgspec.Struct, frozen=True):
+    """How a request wants its answer. id: the caller's own, in place of the request's."""
+
+    id: str | None = None
+    encoding: Encoding = "float"
+
+    def id_of(self, prefix: str, head: AnswerHead) -> str:
+        return f"{prefix}-{self.id or head.request_id}"
+
+    def vector(self, numbers: Sequence[float]) -> Sequence[float] | str:
+        return numbers if self.encoding == "float" else packed(numbers)
+
+
+def packed(numbers: Sequence[float]) -> str:
+    """Base64 of little-endian float32."""
+    return base64.b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode()
+
+
+class VectorUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+def usage_of(prompts: Sequence[PromptInfo]) -> VectorUsage:
+    tokens = sum(prompt.num_tokens for prompt in prompts)
+    return VectorUsage(tokens, tokens)
 
 
 class ReadBody(AdapterFields, frozen=True, kw_only=True):

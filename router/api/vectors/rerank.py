@@ -10,12 +10,15 @@ from loraplex.router.api.request.body import only_one_of, typed
 from loraplex.router.api.request.fields import NonNegative
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import check_unknown_parts, unsupported
-from loraplex.router.api.vectors.fields import ReadBody, ScoredBody, call_of, read_body
-from loraplex.router.api.vectors.whole import (
+from loraplex.router.api.vectors.fields import (
     MAX_INPUTS,
+    ReadBody,
+    ScoredBody,
     VectorUsage,
     WholeFormatter,
     WrittenAs,
+    call_of,
+    read_body,
     usage_of,
 )
 from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall

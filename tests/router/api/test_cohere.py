@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loraplex.router.api.cohere.request import parse
+from loraplex.router.api.cohere_chat import parse
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.call import GenerationCall, RequestError, TextEvent
 from loraplex.router.parts.parts import CallDelta, ToolCall

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from loraplex.router.api.admin.operations import OPERATIONS
-from loraplex.router.api.request.field_faults import field_fault
+from loraplex.router.api.operations import OPERATIONS
+from loraplex.router.api.request.body import field_fault
 from loraplex.router.operations.adapters_file import FileEntry
 from loraplex.router.tenancy.keys_file import KeysFile
 

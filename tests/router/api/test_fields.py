@@ -12,8 +12,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from loraplex.router.api.errors import dialect_of_path, error_answer
 from loraplex.router.api.lorax import request as lorax
-from loraplex.router.api.lorax.fields import HARMLESS as HARMLESS_BESIDE
-from loraplex.router.api.lorax.fields import SAID_HERE
+from loraplex.router.api.lorax.request import HARMLESS as HARMLESS_BESIDE
+from loraplex.router.api.lorax.request import SAID_HERE
 from loraplex.router.api.openai import chat as openai_chat
 from loraplex.router.api.openai import completions as openai_completions
 from loraplex.router.api.openai.common import HARMLESS, OpenAIBody

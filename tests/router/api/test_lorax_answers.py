@@ -9,7 +9,7 @@ from huggingface_hub import TextGenerationOutput, TextGenerationStreamOutput
 
 from loraplex.router.api.errors import error_answer
 from loraplex.router.api.lorax import request as lorax
-from loraplex.router.api.lorax.answer import Timings, count_headers, head_headers
+from loraplex.router.api.lorax.generated import Timings, count_headers, head_headers
 from loraplex.router.api.request.formatter import ApiLimits, Formatter
 from loraplex.router.call import RequestError, TextEvent
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result

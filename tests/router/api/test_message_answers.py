@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.router.api.messages.answer import MessageObject
-from loraplex.router.api.messages.stream import MessageEvent, MessageFormatter
+from loraplex.router.api.messages.blocks import MessageEvent, MessageFormatter, MessageObject
 from loraplex.router.call import ChoiceResult, FinishReason, RequestError, TextEvent
 from loraplex.router.parts.parts import CallDelta, ToolCall
 from tests.router.api.answers import HEAD, PROMPT

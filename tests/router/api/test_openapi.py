@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from loraplex.router.api.admin.operations import OPERATIONS, Operation
 from loraplex.router.api.errors import error_object
 from loraplex.router.api.messages import request as messages
 from loraplex.router.api.openai import chat as openai_chat
 from loraplex.router.api.openapi import Access, openapi_document
+from loraplex.router.api.operations import OPERATIONS, Operation
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.call import RequestError
 from loraplex.router.policy.batch_limits import ResponsesLimits

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.router.api.about import FleetState, served_model, served_settings
 from loraplex.router.api.request.formatter import ApiLimits, Formatter
-from loraplex.router.api.sglang.info import FleetState, served_model, served_settings
-from loraplex.router.api.sglang.request import is_native, parse
+from loraplex.router.api.sglang.generate import is_native, parse
 from loraplex.router.call import AdapterChoice, GenerationCall, RequestError, TopToken
 from loraplex.router.shape.shape import JsonSchema, Regex
 from loraplex.server.protocol import SamplingParams

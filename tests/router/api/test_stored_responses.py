@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.router.api.files.requests import ListQuery
+from loraplex.router.api.files_and_batches import ListQuery
 from loraplex.router.api.responses.stored import (
     StoredResponse,
     answer_in,

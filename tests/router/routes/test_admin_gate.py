@@ -4,7 +4,7 @@ import pytest
 
 from loraplex.router.call import RequestError
 from loraplex.router.config import RouterConfig
-from loraplex.router.routes.admin_gate import AdminGate
+from loraplex.router.routes.operator import AdminGate
 
 
 @pytest.mark.parametrize(

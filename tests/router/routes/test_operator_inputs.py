@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 
-from loraplex.router.api.admin.operations import OPERATIONS, Operation
+from loraplex.router.api.operations import OPERATIONS, Operation
 from tests.router.serving import Running
 
 OPERATORS = [one for one in OPERATIONS if one.admin or one.path.startswith("/v1/usage")]

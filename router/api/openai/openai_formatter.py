@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from loraplex.router.api.answers import completed, finite, sse, sse_error
+from loraplex.router.api.wire import completed, finite, sse, sse_error
 from loraplex.router.call import (
     AnswerHead,
     ChoiceResult,

@@ -4,13 +4,27 @@ from typing import Any, Literal
 
 import msgspec
 
+from loraplex.router.api.about import (
+    Health,
+    Info,
+    LoadedAdapters,
+    ModelList,
+    ModelObject,
+    ServedModel,
+    ServedSettings,
+    VersionAnswer,
+)
 from loraplex.router.api.admin.adapters import (
+    AdapterHistory,
     AdapterList,
     AdapterObject,
     Deleted,
+    DigestBody,
     LoadLoraBody,
     Refreshed,
     RegisterBody,
+    RolloutBody,
+    RolloutObject,
     SagemakerAdapters,
     SagemakerBody,
     SglangLoadBody,
@@ -30,41 +44,29 @@ from loraplex.router.api.admin.keys import (
     RotateKeyBody,
     UsageList,
 )
-from loraplex.router.api.admin.rollouts import (
-    AdapterHistory,
-    DigestBody,
-    RolloutBody,
-    RolloutObject,
-)
-from loraplex.router.api.cohere.answer import CohereChat, CohereEvent
-from loraplex.router.api.cohere.request import CohereChatBody
+from loraplex.router.api.cohere_chat import CohereChat, CohereChatBody, CohereEvent
 from loraplex.router.api.errors import Dialect, dialect_of_path
-from loraplex.router.api.files.objects import (
+from loraplex.router.api.files_and_batches import (
     BatchList,
     BatchObject,
+    CreateBatchBody,
     DeletedFile,
     FileList,
     FileObject,
+    UploadForm,
 )
-from loraplex.router.api.files.requests import CreateBatchBody, UploadForm
-from loraplex.router.api.lorax.answer import GenerateAnswer, StreamAnswer
+from loraplex.router.api.lorax.generated import GenerateAnswer, StreamAnswer
 from loraplex.router.api.lorax.request import LoraxBody
-from loraplex.router.api.messages.answer import MessageObject
+from loraplex.router.api.messages.blocks import MessageEvent, MessageObject
 from loraplex.router.api.messages.request import CountTokensBody, MessagesBody, TokenCount
-from loraplex.router.api.messages.stream import MessageEvent
-from loraplex.router.api.openai.chat import BatchChatBody, ChatBody
-from loraplex.router.api.openai.chat_answer import ChatChunk, ChatCompletion
-from loraplex.router.api.openai.completions import CompletionsBody
-from loraplex.router.api.openai.completions_answer import Completion
-from loraplex.router.api.openai.models import Health, Info, ModelList, ModelObject, VersionAnswer
+from loraplex.router.api.openai.chat import BatchChatBody, ChatBody, ChatChunk, ChatCompletion
+from loraplex.router.api.openai.completions import Completion, CompletionsBody
 from loraplex.router.api.responses.answer import ResponseObject
 from loraplex.router.api.responses.request import ResponsesBody
 from loraplex.router.api.responses.stored import DeletedResponse, InputItemList
 from loraplex.router.api.responses.stream import ResponseEvent
-from loraplex.router.api.sglang.answer import SglangAnswer
-from loraplex.router.api.sglang.info import LoadedAdapters, ServedModel, ServedSettings
+from loraplex.router.api.sglang.generate import AbortBody, SglangAnswer, SglangBody
 from loraplex.router.api.sglang.lmdeploy import LmdeployAnswer, LmdeployBody
-from loraplex.router.api.sglang.request import AbortBody, SglangBody
 from loraplex.router.api.tokenize import (
     DetokenizeBody,
     DetokenizedText,
@@ -84,11 +86,14 @@ from loraplex.router.api.vectors.classify import (
 )
 from loraplex.router.api.vectors.cohere import CohereEmbedBody, CohereEmbeddings
 from loraplex.router.api.vectors.embed import EmbedBody, LoraxEmbedding
-from loraplex.router.api.vectors.embeddings import EmbeddingList, EmbeddingsBody
-from loraplex.router.api.vectors.label_scores import LabelScoreBody, LabelScores
-from loraplex.router.api.vectors.pooling import PoolingBody, PoolingList
+from loraplex.router.api.vectors.embeddings import (
+    EmbeddingList,
+    EmbeddingsBody,
+    PoolingBody,
+    PoolingList,
+)
 from loraplex.router.api.vectors.rerank import RerankAnswer, RerankBody, TeiRank, TeiRerankBody
-from loraplex.router.api.vectors.score import ScoreBody, ScoreList
+from loraplex.router.api.vectors.score import LabelScoreBody, LabelScores, ScoreBody, ScoreList
 
 Method = Literal["get", "post", "patch", "delete"]
 

@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from loraplex.router.api.answers import best_first, completed, encode, finite, sse, sse_error
+from loraplex.router.api.wire import best_first, completed, encode, finite, sse, sse_error
 from loraplex.router.call import (
     AnswerHead,
     ChoiceResult,

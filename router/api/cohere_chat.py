@@ -1,7 +1,7 @@
 """Cohere's `/v2/chat`: a body becomes that of OpenAI's chat. Pure."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -23,7 +23,7 @@ from loraplex.router.api.openai.common import SharedBody, decode_shared, typed_o
 from loraplex.router.api.request.body import decode_plain
 from loraplex.router.api.request.fields import NonNegative, Positive, Probability, StopString
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
-from loraplex.router.api.request.known_elsewhere import Elsewhere, check_refused
+from loraplex.router.api.request.known_elsewhere import Elsewhere, without_refused
 from loraplex.router.api.request.tool_fields import OfferedTools
 from loraplex.router.api.wire import finite, named_sse
 from loraplex.router.call import ChoiceResult, PromptInfo, RequestError, TextEvent, TextToken
@@ -163,6 +163,8 @@ class CohereChatBody(SharedBody, frozen=True, kw_only=True):
     """messages: Cohere's. Their `tool_plan` and parts of type `thinking` are reasoning, documents
     among tools' results texts. safety_mode: a variable of the chat template."""
 
+    refused: ClassVar = REFUSED
+
     messages: list[dict[str, Any]]
     tools: OfferedTools | None = None
     tool_choice: Literal["REQUIRED", "NONE"] | None = None
@@ -184,9 +186,7 @@ _NAMES = {name: name for name in CohereChatBody.__struct_fields__} | {
 
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Raises RequestError."""
-    plain = decode_plain(body)
-    check_refused(plain, REFUSED)
-    plain = {name: value for name, value in plain.items() if name not in REFUSED}
+    plain = without_refused(decode_plain(body), REFUSED)
     request = decode_shared(plain, CohereChatBody, limits)
     asked = {_NAMES.get(name, name): value for name, value in plain.items()}
     mode = asked.pop("safety_mode", None)

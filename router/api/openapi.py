@@ -3,35 +3,28 @@
 It is of one router: which keys are asked for and what a body may ask for depend on options.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from loraplex.adapters.chat.conversation import REASONING
-from loraplex.adapters.merge.recipe import MAX_MEMBERS, MAX_WEIGHT, SIGN_METHODS, STRATEGIES
 from loraplex.router.api.admin.keys import MAX_LISTED
-from loraplex.router.api.cohere_chat import REFUSED as REFUSED_OF_COHERE
 from loraplex.router.api.errors import AnthropicError, Dialect, LoraxError, OpenAIError, error_table
 from loraplex.router.api.files_and_batches import MAX_FILES_LISTED
-from loraplex.router.api.lorax.request import HARMLESS as HARMLESS_BESIDE
-from loraplex.router.api.messages.request import REFUSED as REFUSED_OF_MESSAGES
 from loraplex.router.api.messages.request import REFUSED_OF_TOOL
 from loraplex.router.api.openai.chat import OF_ONE
-from loraplex.router.api.openai.common import HARMLESS, WHOLE_AT_MINUS_ONE
+from loraplex.router.api.openai.common import WHOLE_AT_MINUS_ONE, SharedBody
 from loraplex.router.api.operations import OPERATIONS, Operation
-from loraplex.router.api.request.fields import SOURCES
+from loraplex.router.api.request.fields import BOUNDS
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.api.request.known_elsewhere import ELSEWHERE, Elsewhere, aliases_of
-from loraplex.router.api.responses.request import REFUSED, REFUSED_UNSTORED
-from loraplex.router.api.sglang.generate import HARMLESS as HARMLESS_OF_SGLANG
-from loraplex.router.api.sglang.lmdeploy import HARMLESS as HARMLESS_OF_LMDEPLOY
+from loraplex.router.api.responses.request import UNSTORED, ResponsesBody
+from loraplex.router.api.sglang.generate import SglangBody
 from loraplex.router.api.sglang.lmdeploy import SHAPES as SHAPES_OF_LMDEPLOY
-from loraplex.router.api.vectors.cohere import REFUSED as REFUSED_OF_EMBED
 from loraplex.router.api.vectors.cohere import SHAPES as COHERE_SHAPES
-from loraplex.router.api.vectors.fields import MAX_INPUTS, READ
+from loraplex.router.api.vectors.fields import MAX_INPUTS, READ, ReadBody
 from loraplex.router.api.vectors.score import SIDES
-from loraplex.router.tools.registry import FORMATS
 
 Schema = dict[str, Any]
 
@@ -82,7 +75,7 @@ def openapi_document(
         types += [*operation.requests, *operation.answers, *operation.events]
     found = msgspec.json.schema_components(types, ref_template=_REF)
     schemas, components = msgspec.json.decode(msgspec.json.encode(found))  # defaults are tuples
-    say_limits(components, limits)
+    _say_limits(components, limits)
     # Hashable keys: list[X] is equal to itself, not identical.
     schema_of = {repr(kind): schema for kind, schema in zip(types, schemas, strict=True)}
     paths: dict[str, dict[str, Any]] = {}
@@ -210,116 +203,73 @@ def _operation_id(operation: Operation) -> str:
     return "_".join([operation.method, *(words or ["root"])])
 
 
-# Unknown fields are refused unless they are null.
-_CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "LoraxParameters") + (
-    *("ResponsesBody", "ResponseStreamOptions", "ReasoningFields", "TextFields", "TextFormat"),
-    *("MessagesBody", "CountTokensBody", "MessageMetadata", "ThinkingFields", "OutputFields"),
-    *("SglangBody", "SglangSampling", "LmdeployBody", "AbortBody"),
-    *("EmbedBody", "EmbedParameters", "LoraxClassifyBody", "LoraxClassifyBatchBody"),
-    *("TeiRerankBody", "CohereChatBody"),
+# Parts of bodies whose unknown fields are refused unless they are null; so are all bodies'.
+_CLOSED = (
+    *("StreamOptions", "LoraxParameters", "SglangSampling", "EmbedParameters"),
+    *("ResponseStreamOptions", "ReasoningFields", "TextFields", "TextFormat"),
+    *("MessageMetadata", "ThinkingFields", "OutputFields"),
 )
-# Of prompts that are read for numbers.
-_INPUT_BODIES = ("EmbeddingsBody", "ClassifyBody", "PoolingBody")
-_READ_BODIES = (*_INPUT_BODIES, "ScoreBody", "LabelScoreBody", "RerankBody", "CohereEmbedBody")
-_MESSAGES_BODIES = ("MessagesBody", "CountTokensBody")
-_OPENAI_BODIES = (
-    "ChatBody",
-    "BatchChatBody",
-    "TokenizeChatBody",
-    "TokenizePromptBody",
-    "CompletionsBody",
-)
-_BY_ALIASES = ("ResponsesBody", "SglangBody", "LmdeployBody", "CohereChatBody")
-_SIZED = (
-    *(*_OPENAI_BODIES, *_MESSAGES_BODIES),
-    *("LoraxParameters", "ResponsesBody", "SglangSampling", "LmdeployBody", "CohereChatBody"),
-)
-# JSON Schema's bound of a field of one type, and the limit that it is.
-_BOUNDS = {
-    "n": ("integer", "maximum", "max_n"),
-    "best_of": ("integer", "maximum", "max_n"),
-    "logprobs": ("integer", "maximum", "max_logprobs"),
-    "top_logprobs": ("integer", "maximum", "max_logprobs"),
-    "prompt_logprobs": ("integer", "maximum", "max_logprobs"),
-    "logprob_token_ids": ("array", "maxItems", "max_logprobs"),
-    "return_k_alternatives": ("integer", "maximum", "max_logprobs"),
-    "top_n_tokens": ("integer", "maximum", "max_logprobs"),
-    "top_logprobs_num": ("integer", "maximum", "max_logprobs"),
-    "stop": ("array", "maxItems", "max_stop_sequences"),
-    "stop_regex": ("array", "maxItems", "max_stop_sequences"),
-    "stop_sequences": ("array", "maxItems", "max_stop_sequences"),
-    "stop_token_ids": ("array", "maxItems", "max_stop_token_ids"),
-    "logit_bias": ("object", "maxProperties", "max_logit_bias"),
-    "messages": ("array", "maxItems", "max_messages"),
-    "input": ("array", "maxItems", "max_messages"),
-}
-# Bodies that give a name, and their field for it.
-_NAMED = (
-    ("RegisterBody", "name"),
-    ("LoadLoraBody", "lora_name"),
-    ("SglangLoadBody", "lora_name"),
-    ("SagemakerBody", "name"),
-)
-_OFF: Schema = {"enum": [None, False]}
-_UNSERVED: dict[str, Schema] = {
-    "watermark": _OFF,
-    "apply_chat_template": _OFF,
-}
 _BYTES: Schema = {"type": "string", "contentMediaType": "application/octet-stream"}
 _NO: Schema = {"type": "null"}
 _TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _TOKEN_KEY: Schema = {"pattern": "^(0|[1-9][0-9]{0,9})$"}
 
 
-def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
-    """components: schemas by name, of msgspec; changed in place."""
+def _say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
+    """Add what structs cannot state: options' bounds, names, fields that pass.
+
+    components: schemas by name, of msgspec; changed in place.
+    """
     for node in _nodes(components):
         if isinstance(node.get("pattern"), str):  # Python's end of a text; ECMA 262 has no \\Z
             node["pattern"] = node["pattern"].replace(r"\Z", "$")
-    for name in (*_CLOSED, *_OPENAI_BODIES, *_READ_BODIES):
-        components[name]["additionalProperties"] = {"type": "null"}
+        if {"enum", "anyOf"} <= node.keys():  # the values say the type, too
+            del node["anyOf"], node["default"]
+    for name in _CLOSED:
+        components[name]["additionalProperties"] = _NO
     components["UploadForm"]["properties"]["file"] = _BYTES
-    for name in _SIZED:
-        _say_sizes(components[name]["properties"], limits)
-    for name in (*_OPENAI_BODIES, *_READ_BODIES):
-        _say_fields(components[name]["properties"])
+    for name in ("LoraxParameters", "SglangSampling"):
+        _say_bounds(components[name]["properties"], limits)
+    sampling = components["SglangSampling"]
+    sampling["properties"] = _neutral(ELSEWHERE) | sampling["properties"]
+    for kind in {kind for operation in OPERATIONS for kind in operation.requests}:
+        _say_body(components[kind.__name__], kind, limits)
     _say_reads(components)
-    labels = components["LabelScoreBody"]["properties"]["label_token_ids"]
-    labels["maxItems"] = limits.max_logprobs
-    refused = REFUSED if limits.stores_responses else REFUSED_UNSTORED
-    _say_refused(components["ResponsesBody"]["properties"], refused)
-    _say_refused(components["CohereChatBody"]["properties"], REFUSED_OF_COHERE)
-    for name in _MESSAGES_BODIES:
-        _say_refused(components[name]["properties"], REFUSED_OF_MESSAGES)
-    _say_sglang(components["SglangBody"], components["SglangSampling"], limits)
-    _say_lmdeploy(components["LmdeployBody"])
-    components["LoraxBody"]["properties"] |= {field: {} for field in HARMLESS_BESIDE}
-    components["LoraxParameters"]["properties"] |= _UNSERVED
-    _bound(components["LoraxParameters"]["properties"]["seed"], "integer", maximum=2**64 - 1)
-    word = "[A-Za-z0-9][A-Za-z0-9._-]*"
-    for name, field in _NAMED:
-        components[name]["properties"][field] |= {"pattern": f"^{word}(/{word})?$"}
-    formats = {"enum": [None, "auto", *FORMATS]}
-    components["RegisterBody"]["properties"]["tool_format"] = formats
+    _say_generate(components, limits)
     components["CompletionsBody"]["properties"]["prompt"] = _prompts(limits.max_prompts)
-    _say_merges(components["MergedAdapters"]["properties"])
     part = components["ContentPart"]
-    part["properties"] = {"type": {"const": "text"}, "text": {"type": "string"}}
+    part["properties"] = {"type": {"const": "text"}, "text": _TEXT}
     part["required"] = ["type", "text"]
-    tool = components["OfferedTool"]
-    function = next(kind for kind in tool["properties"]["function"]["anyOf"] if "$ref" in kind)
-    tool |= {"properties": {"type": {"const": "function"}, "function": function}}
-    tool["required"] = ["type", "function"]
-    _say_flat_tool(components["FlatTool"])
-    _say_messages(components, limits)
+    _say_tools(components)
     components["Message"] = _message(components["Message"])
     several = components["BatchChatBody"]["properties"]
     several["messages"]["items"] |= {"minItems": 1, "maxItems": limits.max_messages}
     several["messages"]["maxItems"] = limits.max_prompts
-    several |= {name: {"enum": [None, *field.neutral]} for name, field in OF_ONE.items()}
-    for name in (*_OPENAI_BODIES, *_READ_BODIES, *_MESSAGES_BODIES, *_BY_ALIASES):
-        properties = components[name]["properties"]
-        properties |= {alias: properties[own] for alias, own in aliases_of(properties).items()}
+    several |= _neutral(OF_ONE)
+
+
+def _say_body(body: Schema, kind: type[msgspec.Struct], limits: ApiLimits) -> None:
+    """Say options' bounds, and which fields pass unread."""
+    body.setdefault("additionalProperties", _NO)
+    properties: dict[str, Schema] = body["properties"]
+    _say_bounds(properties, limits)
+    harmless: frozenset[str] = getattr(kind, "harmless", frozenset())
+    unread: dict[str, Schema] = dict.fromkeys(harmless, {})
+    if "metadata" in unread:
+        unread["metadata"] = {"type": ["object", "null"]}
+    if issubclass(kind, SharedBody | ReadBody | SglangBody):
+        unread = _neutral(ELSEWHERE) | unread
+    for name, schema in unread.items():
+        properties.setdefault(name, schema)
+    properties |= _neutral(getattr(kind, "refused", {}))
+    if kind is ResponsesBody and not limits.stores_responses:
+        properties |= _neutral(UNSTORED)
+    properties |= {alias: properties[own] for alias, own in aliases_of(properties).items()}
+
+
+def _neutral(fields: Mapping[str, Elsewhere]) -> dict[str, Schema]:
+    """Only the values that ask for nothing."""
+    return {name: {"enum": [None, *field.neutral]} for name, field in fields.items()}
 
 
 def _message(message: Schema) -> Schema:
@@ -349,116 +299,67 @@ def _message(message: Schema) -> Schema:
     }
 
 
-def _say_merges(properties: dict[str, Schema]) -> None:
-    _bound(properties["ids"], "array", minItems=1, maxItems=MAX_MEMBERS)
-    _bound(properties["weights"], "array", minItems=1, maxItems=MAX_MEMBERS)
-    weight: Schema = {"type": "number", "minimum": -MAX_WEIGHT, "maximum": MAX_WEIGHT}
-    properties["weights"]["items"] = weight
-    properties["merge_strategy"] = {"enum": [None, *STRATEGIES]}
-    properties["majority_sign_method"] = {"enum": [None, *SIGN_METHODS]}
-
-
-def _say_sizes(properties: dict[str, Schema], limits: ApiLimits) -> None:
+def _say_bounds(properties: dict[str, Schema], limits: ApiLimits) -> None:
     if limits.vocab_size <= limits.max_logprobs:
         for field in WHOLE_AT_MINUS_ONE:
             _bound(properties.get(field, {}), "integer", minimum=-1)
-    for field, (kind, bound, limit) in _BOUNDS.items():
-        _bound(properties.get(field, {}), kind, **{bound: getattr(limits, limit)})
+    for field, bound in BOUNDS.items():
+        schema, most = properties.get(field, {}), getattr(limits, bound.most)
+        least = {"minItems": bound.least} if bound.least else {}
+        if bound.things:
+            _bound(schema, "array", maxItems=most, **least)
+            _bound(schema, "object", maxProperties=most)
+        else:
+            _bound(schema, "integer", maximum=most)
+        if bound.longest:
+            longest = getattr(limits, bound.longest)
+            _bound(schema, "string", minLength=1, maxLength=longest)
+            for kind in _alternatives(schema):
+                _bound(kind.get("items", {}), "string", maxLength=longest)
     _bound(properties.get("logit_bias", {}), "object", propertyNames=_TOKEN_KEY)
-    if "adapter_source" in properties:
-        properties["adapter_source"] = {"enum": [None, "", *SOURCES]}
-    stop = properties["stop"]
-    _bound(stop, "string", minLength=1, maxLength=limits.max_stop_chars)
-    for schema in _alternatives(stop):
-        _bound(schema.get("items", {}), "string", maxLength=limits.max_stop_chars)
 
 
-def _say_sglang(body: Schema, sampling: Schema, limits: ApiLimits) -> None:
-    """A body has one text, or several; or ids in its place."""
-    properties = body["properties"]
-    properties |= {field: {} for field in HARMLESS_OF_SGLANG}
-    for known in (properties, sampling["properties"]):
-        _say_elsewhere(known)
-    _bound(properties["top_logprobs_num"], "integer", maximum=limits.max_logprobs)
+def _say_generate(components: dict[str, Schema], limits: ApiLimits) -> None:
+    """Say that SGLang's body has one text, or several; or ids in its place. LMDeploy's has one."""
     text, several, ids, lists = _prompts(limits.max_prompts)["anyOf"]
-    body["anyOf"] = [
+    components["SglangBody"]["anyOf"] = [
         {
-            "required": ["text"],
-            "properties": {"text": {"anyOf": [text, several]}, "input_ids": _NO},
-        },
-        {
-            "required": ["input_ids"],
-            "properties": {"input_ids": {"anyOf": [ids, lists]}, "text": _NO},
-        },
+            "required": [name],
+            "properties": {name: {"anyOf": kinds}, other: _NO},
+        }
+        for name, other, kinds in (
+            ("text", "input_ids", [text, several]),
+            ("input_ids", "text", [ids, lists]),
+        )
     ]
+    components["LmdeployBody"]["allOf"] = [_only_one(SHAPES_OF_LMDEPLOY)]
+    components["LoraxBody"]["properties"]["options"] = {}
 
 
-def _say_lmdeploy(body: Schema) -> None:
-    properties = body["properties"]
-    properties |= {field: {} for field in HARMLESS_OF_LMDEPLOY}
-    _say_elsewhere(properties)
-    _bound(properties["input_ids"], "array", minItems=1)
-    body["allOf"] = [_only_one(SHAPES_OF_LMDEPLOY)]
-
-
-def _say_elsewhere(properties: dict[str, Schema]) -> None:
-    for field, elsewhere in ELSEWHERE.items():  # what asks for nothing passes
-        properties.setdefault(field, {"enum": [None, *elsewhere.neutral]})
-
-
-def _say_fields(properties: dict[str, Schema]) -> None:
-    properties |= {field: {} for field in HARMLESS}
-    _say_elsewhere(properties)
-    properties["metadata"] = {"type": ["object", "null"]}
-    _bound(properties.get("messages", {}), "array", minItems=1)
-
-
-def _say_flat_tool(tool: Schema) -> None:
+def _say_tools(components: dict[str, Schema]) -> None:
+    """Say what tools may not ask for."""
+    tool = components["OfferedTool"]
+    function = next(kind for kind in tool["properties"]["function"]["anyOf"] if "$ref" in kind)
+    tool |= {"properties": {"type": {"const": "function"}, "function": function}}
+    tool["required"] = ["type", "function"]
+    tool = components["FlatTool"]
     properties = tool["properties"]
     names = [kind for kind in properties["name"]["anyOf"] if kind.get("type") == "string"]
     properties |= {"type": {"const": "function"}, "name": names[0], "tools": _NO}
     tool["required"] = ["type", "name"]
-
-
-def _say_messages(components: dict[str, Schema], limits: ApiLimits) -> None:
-    """Sizes, and what tools may not ask for."""
-    _bound(components["Turn"]["properties"]["content"], "array", minItems=1)
-    for name in _MESSAGES_BODIES:
-        for schema in _alternatives(components[name]["properties"]["stop_sequences"]):
-            _bound(schema.get("items", {}), "string", maxLength=limits.max_stop_chars)
     tool = components["InputTool"]
     tool["properties"] |= {"type": {"enum": [None, "custom"]}, "input_schema": {"type": "object"}}
-    tool["properties"] |= {
-        name: {"enum": [None, *field.neutral]} for name, field in REFUSED_OF_TOOL.items()
-    }
+    tool["properties"] |= _neutral(REFUSED_OF_TOOL)
     tool["required"] = ["name", "input_schema"]
 
 
-def _say_refused(properties: dict[str, Schema], refused: dict[str, Elsewhere]) -> None:
-    """refused: of the route's own fields."""
-    own = dict(properties)
-    _say_fields(properties)
-    properties |= own
-    properties |= {name: {"enum": [None, *field.neutral]} for name, field in refused.items()}
-
-
 def _say_reads(components: dict[str, Schema]) -> None:
-    """One side of each pair, by one name; and where a body has one text or several."""
-    for name in _INPUT_BODIES:
+    """Say one side of each pair, by one name; and where a body has one text or several."""
+    for name in ("EmbeddingsBody", "ClassifyBody", "PoolingBody"):
         components[name]["properties"]["input"] = _prompts(MAX_INPUTS)
         components[name]["allOf"] = [_only_one(READ)]
     components["EmbedBody"]["properties"]["inputs"] = _prompts(MAX_INPUTS)
-    components["EmbedInput"]["properties"]["content"]["minItems"] = 1
-    cohere = components["CohereEmbedBody"]
-    _say_refused(cohere["properties"], REFUSED_OF_EMBED)
-    for name in COHERE_SHAPES:
-        _bound(cohere["properties"][name], "array", minItems=1, maxItems=MAX_INPUTS)
-    cohere["allOf"] = [_only_one(COHERE_SHAPES)]
-    for name in (*_READ_BODIES, "EmbedParameters"):
-        components[name]["properties"]["adapter_source"] = {"enum": [None, "", *SOURCES]}
-    for name in ("EmbedBody", "LoraxClassifyBody", "LoraxClassifyBatchBody"):
-        components[name]["properties"]["stream"] = _OFF
-    components["RerankBody"]["properties"]["rank_fields"] = {"enum": [None, [], ["text"]]}
+    components["CohereEmbedBody"]["allOf"] = [_only_one(COHERE_SHAPES)]
     components["ScoreBody"]["allOf"] = [_only_one(names) for names in SIDES]
 
 

@@ -205,6 +205,8 @@ DEFAULT_WAIT_S = 30.0
 MAX_WAIT_S = 600.0
 
 Name = Annotated[str, Meta(min_length=1, max_length=96)]
+_WORD = "[A-Za-z0-9][A-Za-z0-9._-]*"
+NewName = Annotated[Name, Meta(extra_json_schema={"pattern": f"^{_WORD}(/{_WORD})?$"})]
 
 
 class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -216,7 +218,7 @@ class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     absent = unchanged, for a registered name.
     """
 
-    name: Name
+    name: NewName
     ref: str | None = None
     source: Literal["hub", "local", "s3", "https", "modelscope"] | None = None
     id: str | None = None
@@ -227,7 +229,9 @@ class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: Versions | None = None
     guards: Guards | None | msgspec.UnsetType = msgspec.UNSET
     tenant: Word | None = None
-    tool_format: str | None = None
+    tool_format: Annotated[
+        str | None, Meta(extra_json_schema={"enum": [None, "auto", *FORMATS]})
+    ] = None
 
 
 class UnloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -243,7 +247,7 @@ class LoadLoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant: an extension; whose name it is.
     """
 
-    lora_name: Name
+    lora_name: NewName
     lora_path: Annotated[str, Meta(min_length=1)]
     load_inplace: bool = False
     base_model_name: str | None = None
@@ -254,7 +258,7 @@ class LoadLoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SglangLoadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """SGLang's. pinned: it stays on the device. lora_id: changes nothing. tenant: as above."""
 
-    lora_name: Name
+    lora_name: NewName
     lora_path: Annotated[str, Meta(min_length=1)]
     pinned: bool = False
     lora_id: str | None = None
@@ -265,7 +269,7 @@ class SagemakerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """SageMaker's. src: a folder, or a reference. preload: false = it is loaded when it is first
     asked for. pin: it stays on the device. tenant: as above."""
 
-    name: Name
+    name: NewName
     src: Annotated[str, Meta(min_length=1)]
     preload: bool = True
     pin: bool = False

@@ -12,11 +12,11 @@ from loraplex.router.api.request.body import decode_plain, require, typed
 from loraplex.router.api.request.fields import (
     GenerationFields,
     NonNegative,
+    Off,
     Positive,
     StopString,
     adapter_named,
     check_counts,
-    check_stops,
     temperature_of,
     with_fields,
 )
@@ -161,13 +161,13 @@ class LoraxParameters(GenerationFields, frozen=True, kw_only=True):
     return_full_text: bool | None = None
     stop: list[StopString] | None = None
     truncate: Positive | None = None
-    watermark: bool | None = None
+    watermark: Off = None
     details: bool | None = None
     decoder_input_details: bool | None = None
     return_k_alternatives: Positive | None = None
     top_n_tokens: NonNegative | None = None
-    apply_chat_template: bool | None = None
-    seed: Annotated[int, Meta(ge=0)] | None = None
+    apply_chat_template: Off = None
+    seed: Annotated[int, Meta(ge=0, extra_json_schema={"maximum": 2**64 - 1})] | None = None
     response_format: dict[str, Any] | None = None
     grammar: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
@@ -199,7 +199,7 @@ def parse_plain(
     _refuse_unsupported(given)
     stream = _streams(request, route)
     best_of = given.best_of or 1
-    _check_best_of(given, best_of, stream, limits)
+    _check_best_of(given, best_of, stream)
     details = _details_wanted(given, stream)
     call = GenerationCall(
         api="lorax",
@@ -210,7 +210,7 @@ def parse_plain(
         max_tokens=given.max_new_tokens,
         n=best_of,
         best_of=best_of,
-        stop=check_stops(given.stop or [], limits),
+        stop=tuple(given.stop or ()),
         include_stop=True,
         stream=stream,
         seed=given.seed,
@@ -271,9 +271,7 @@ def _refuse_unsupported(given: LoraxParameters) -> None:
             raise RequestError("unsupported", f"`{name}` is not supported yet", param=name)
 
 
-def _check_best_of(given: LoraxParameters, best_of: int, stream: bool, limits: ApiLimits) -> None:
-    most = limits.max_n
-    require(best_of <= most, f"expected at most {most}, got {best_of}", "best_of")
+def _check_best_of(given: LoraxParameters, best_of: int, stream: bool) -> None:
     if best_of > 1:
         require(not stream, "several sequences are not available when streaming", "best_of")
         require(_is_sampling(given), "several sequences need sampling: set `do_sample`", "best_of")
@@ -293,7 +291,7 @@ def _is_sampling(given: LoraxParameters) -> bool:
 
 def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool) -> SamplingParams:
     check_counts(given, given.max_new_tokens, limits)
-    seed, alternatives = given.seed, _alternatives(given, limits)
+    seed, alternatives = given.seed, max(getattr(given, name) or 0 for name in _LIKELY)
     require(seed is None or seed < 2**64, "expected a 64-bit unsigned integer", "seed")
     temperature = 1.0 if given.temperature is None else given.temperature
     advised = limits.sampling_defaults
@@ -314,15 +312,6 @@ def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool)
         logprobs=alternatives if with_logprobs or alternatives else None,
         prompt_logprobs=0 if given.decoder_input_details else None,
     )
-
-
-def _alternatives(given: LoraxParameters, limits: ApiLimits) -> int:
-    """How many of the likeliest tokens are wanted, by either name. Raises RequestError."""
-    most = limits.max_logprobs
-    wanted = [getattr(given, name) or 0 for name in _LIKELY]
-    for name, count in zip(_LIKELY, wanted, strict=True):
-        require(count <= most, f"expected at most {most}, got {count}", name)
-    return max(wanted)
 
 
 def _adapter(

@@ -1,6 +1,6 @@
 """Anthropic's `/v1/messages`: request bodies and answers. Pure."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -17,13 +17,14 @@ from loraplex.router.api.openai.common import (
 )
 from loraplex.router.api.request.body import decode_plain, require
 from loraplex.router.api.request.chat_messages import ContentPart
-from loraplex.router.api.request.fields import Positive, StopString, check_stops
+from loraplex.router.api.request.fields import BOUNDS, Positive, StopString
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import (
     Elsewhere,
     check_refused,
     check_unknown_parts,
     unsupported,
+    without_refused,
 )
 from loraplex.router.api.request.shapes import json_of
 from loraplex.router.api.request.tool_fields import (
@@ -139,12 +140,39 @@ class OutputFields(msgspec.Struct, frozen=True):
     format: OutputFormat | None = None
 
 
+_FORM = Elsewhere((), "use `output_config.format`")
+_HAS_END = Elsewhere((False,), "answers end where the model ends them")
+_KEEPS_ALL: tuple[dict[str, Any], ...] = (
+    {},
+    {"edits": []},
+    {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+)
+# Fields that are not served, by what asks for nothing beside null.
+REFUSED = {
+    "stop": Elsewhere(([], ""), "use `stop_sequences`"),
+    "user": Elsewhere((), "use `metadata.user_id`"),
+    "ignore_eos": _HAS_END,
+    "ignore_eos_token": _HAS_END,
+    "container": Elsewhere((), "tools run where the caller runs them"),
+    "mcp_servers": Elsewhere(([],), "tools run where the caller runs them"),
+    "context_management": Elsewhere(_KEEPS_ALL, "send the messages that shall be read"),
+    "diagnostics": Elsewhere(({},), "`usage` holds what is known"),
+    "inference_geo": Elsewhere((), "where a request runs is the router's choice"),
+    "speed": Elsewhere(("standard",), "all requests run at one speed"),
+    "reasoning_effort": Elsewhere((), "use `output_config.effort`"),
+    **dict.fromkeys(("output_format", "response_format", "structured_outputs"), _FORM),
+    **dict.fromkeys(("json_schema", "guided_json", "guided_json_object"), _FORM),
+}
+
+
 class MessagesBody(SharedBody, frozen=True, kw_only=True):
     """messages: if the last is the assistant's, the answer goes on from there. max_tokens:
     reasoning and calls included. cache_control: of no effect, what is cached is found by itself.
 
     chat_template_kwargs: an extension: further variables of the chat template.
     """
+
+    refused: ClassVar = REFUSED
 
     messages: list[Turn]
     max_tokens: Positive
@@ -169,29 +197,6 @@ class TokenCount(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
-_FORM = Elsewhere((), "use `output_config.format`")
-_HAS_END = Elsewhere((False,), "answers end where the model ends them")
-_KEEPS_ALL: tuple[dict[str, Any], ...] = (
-    {},
-    {"edits": []},
-    {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-)
-# Fields that are not served, by what asks for nothing beside null.
-REFUSED = {
-    "stop": Elsewhere(([], ""), "use `stop_sequences`"),
-    "user": Elsewhere((), "use `metadata.user_id`"),
-    "ignore_eos": _HAS_END,
-    "ignore_eos_token": _HAS_END,
-    "container": Elsewhere((), "tools run where the caller runs them"),
-    "mcp_servers": Elsewhere(([],), "tools run where the caller runs them"),
-    "context_management": Elsewhere(_KEEPS_ALL, "send the messages that shall be read"),
-    "diagnostics": Elsewhere(({},), "`usage` holds what is known"),
-    "inference_geo": Elsewhere((), "where a request runs is the router's choice"),
-    "speed": Elsewhere(("standard",), "all requests run at one speed"),
-    "reasoning_effort": Elsewhere((), "use `output_config.effort`"),
-    **dict.fromkeys(("output_format", "response_format", "structured_outputs"), _FORM),
-    **dict.fromkeys(("json_schema", "guided_json", "guided_json_object"), _FORM),
-}
 # By it clients know that the same request without a thread is served.
 _UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 _PARTS: dict[str, type[msgspec.Struct]] = {
@@ -216,8 +221,7 @@ def parse_count(body: bytes, limits: ApiLimits, bearer: str | None) -> Generatio
 def _request(body: bytes, kind: type[B], limits: ApiLimits, bearer: str | None) -> ApiRequest:
     plain = decode_plain(body)
     request = _decode(plain, kind, limits)
-    most, got = limits.max_messages, len(request.messages)
-    require(0 < got <= most, f"expected 1 to {most} messages, got {got}", "messages")
+    BOUNDS["messages"].check(request.messages, "messages", limits)
     tools = input_tools_of(request.tools, request.tool_choice, plain.get("tools"))
     call = GenerationCall(
         api="messages",
@@ -235,19 +239,18 @@ def _request(body: bytes, kind: type[B], limits: ApiLimits, bearer: str | None) 
     )
     call = msgspec.structs.replace(
         with_shared(call, request, limits),
-        stop=check_stops(request.stop_sequences or [], limits, "stop_sequences"),
+        stop=tuple(request.stop_sequences or ()),
         user=None if request.metadata is None else request.metadata.user_id,
     )
     return ApiRequest(call, MessageFormatter, request.request_id)
 
 
 def _decode(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:
-    check_refused(plain, REFUSED)
+    read = without_refused(plain, REFUSED)
     if plain.get("thread") is not None:
         refusal = unsupported("thread", "no conversations are stored: send all messages")
         refusal.details = _UNTHREADED
         raise refusal
-    read = {name: value for name, value in plain.items() if name not in REFUSED}
     request = decode_shared(read, kind, limits)
     for name, part in _PARTS.items():
         check_unknown_parts(plain.get(name) or {}, part.__struct_fields__, f"{name}.")

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from loraplex.router.api.request.body import require
 from loraplex.router.api.request.chat_messages import (
@@ -49,7 +50,7 @@ class InputBlock(msgspec.Struct, frozen=True):
 
 class Turn(msgspec.Struct, frozen=True):
     role: Speaker
-    content: str | list[InputBlock]
+    content: str | Annotated[list[InputBlock], Meta(extra_json_schema={"minItems": 1})]
 
 
 class _Placed(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ from loraplex.router.api.openai.openai_formatter import (
 )
 from loraplex.router.api.request.body import decode_plain, require
 from loraplex.router.api.request.chat_messages import Message, to_template
-from loraplex.router.api.request.fields import NonNegative, Positive, ThinkingTokens
+from loraplex.router.api.request.fields import BOUNDS, NonNegative, Positive, ThinkingTokens
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import Elsewhere, check_refused
 from loraplex.router.api.request.tool_fields import OfferedTools, ToolChoice, for_template, tools_of
@@ -396,7 +396,7 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiR
         request,
         limits,
         max_tokens=request.max_tokens,
-        logprobs=_logprobs_asked(request, limits),
+        logprobs=_logprobs_asked(request),
         prompt_logprobs=request.prompt_logprobs,
     )
     tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
@@ -434,10 +434,8 @@ def _conversations(request: ChatBody, limits: ApiLimits) -> list[list[dict[str, 
     given = [("messages", request.messages)]
     if isinstance(request, BatchChatBody):
         given = [(f"messages[{i}]", messages) for i, messages in enumerate(request.messages)]
-    most = limits.max_messages
     for where, messages in given:
-        got = len(messages)
-        require(0 < got <= most, f"expected 1 to {most} messages, got {got}", where)
+        BOUNDS["messages"].check(messages, where, limits)
     return [to_template(messages, where) for where, messages in given]
 
 
@@ -476,9 +474,7 @@ def _template_options(request: ChatBody, tools: Tools | None) -> TemplateOptions
     )
 
 
-def _logprobs_asked(request: ChatBody, limits: ApiLimits) -> int | None:
+def _logprobs_asked(request: ChatBody) -> int | None:
     top = request.top_logprobs
     require(not top or request.logprobs, "needs `logprobs` to be true", "top_logprobs")
-    most = limits.max_logprobs
-    require((top or 0) <= most, f"expected at most {most}, got {top}", "top_logprobs")
     return (top or 0) if request.logprobs else None

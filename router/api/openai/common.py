@@ -1,6 +1,7 @@
 """Shared by the bodies of OpenAI's routes: fields and their checks. Pure."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,13 +19,14 @@ from loraplex.router.api.request.fields import (
     adapter_named,
     check_counts,
     check_patterns,
-    check_stops,
     temperature_of,
+    texts_of,
     with_fields,
     within_base,
 )
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.api.request.known_elsewhere import (
+    Elsewhere,
     check_unknown_parts,
     same,
     typed_by_aliases,
@@ -73,6 +75,9 @@ class SharedBody(GenerationFields, frozen=True, kw_only=True):
     model: an adapter's alias or reference, or the base's name, or both with a colon between; absent
     = the base.
     """
+
+    harmless: ClassVar = HARMLESS
+    refused: ClassVar[Mapping[str, Elsewhere]] = {}
 
     model: str | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -130,7 +135,7 @@ def decode_shared(plain: dict[str, Any], kind: type[S], limits: ApiLimits) -> S:
 
     Raises RequestError.
     """
-    return typed_by_aliases(_bounded(plain, limits), kind, HARMLESS)
+    return typed_by_aliases(_bounded(plain, limits), kind)
 
 
 def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:
@@ -151,8 +156,6 @@ def typed_openai(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:
         "stream_options",
     )
     require(isinstance(plain.get("metadata"), dict | None), "expected an object", "metadata")
-    most, n = limits.max_n, request.n or 1
-    require(n <= most, f"expected at most {most}, got {n}", "n")
     return request
 
 
@@ -187,7 +190,7 @@ def adapter_by(
 
 def with_shared(call: GenerationCall, request: SharedBody, limits: ApiLimits) -> GenerationCall:
     """The call, and what bodies of all routes say alike. Raises RequestError."""
-    stop, seed, cut = request.stop, request.seed, request.truncate_prompt_tokens
+    seed, cut = request.seed, request.truncate_prompt_tokens
     require(cut != 0, "expected at least 1, or -1 for all that fit", "truncate_prompt_tokens")
     require(
         cut is not None or request.truncation_side is None,
@@ -196,7 +199,7 @@ def with_shared(call: GenerationCall, request: SharedBody, limits: ApiLimits) ->
     )
     return msgspec.structs.replace(
         with_fields(call, request),
-        stop=check_stops([stop] if isinstance(stop, str) else stop or [], limits),
+        stop=texts_of(request.stop),
         include_stop=bool(request.include_stop_str_in_output),
         stream=bool(request.stream),
         # OpenAI's seeds are signed; the generator's are their 64 bits.
@@ -241,9 +244,6 @@ def sampling_of(
 ) -> SamplingParams:
     """What the request says, else the model's own defaults, else OpenAI's. Raises RequestError."""
     check_counts(request, max_tokens, limits)
-    for name, asked in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
-        most = limits.max_logprobs
-        require((asked or 0) <= most, f"expected at most {most}, got {asked}", name)
 
     def chosen(name: str, default: float) -> float:
         value: float | None = getattr(request, name)
@@ -295,13 +295,8 @@ def with_shape(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> 
     check_ends(shape, call.sampling.ignore_eos, ignores)
     allowed, words = request.allowed_token_ids, request.bad_words or []
     require(allowed is None or allowed, "leaves no token", "allowed_token_ids")
-    most = limits.max_bad_words
-    require(len(words) <= most, f"expected at most {most}, got {len(words)}", "bad_words")
-    longest = max(map(len, words), default=0)
-    most = limits.max_stop_chars
-    require(longest <= most, f"expected at most {most} characters, got {longest}", "bad_words")
     sampling = msgspec.structs.replace(
-        _listing(call.sampling, request, limits),
+        _listing(call.sampling, request),
         allowed_token_ids=tuple(sorted({*(allowed or ())})),
     )
     return msgspec.structs.replace(
@@ -309,19 +304,17 @@ def with_shape(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> 
         shape=shape,
         bad_words=tuple(words),
         sampling=sampling,
-        stop_regex=check_patterns(request.stop_regex or (), limits),
+        stop_regex=check_patterns(request.stop_regex, "stop_regex"),
     )
 
 
-def _listing(sampling: SamplingParams, body: OpenAIBody, limits: ApiLimits) -> SamplingParams:
+def _listing(sampling: SamplingParams, body: OpenAIBody) -> SamplingParams:
     """Tokens that are listed take the place of the likeliest, as vLLM has it. Raises
     RequestError."""
-    listed, most = body.logprob_token_ids or (), limits.max_logprobs
+    listed = body.logprob_token_ids or ()
     if not listed:
         return sampling
     require(sampling.logprobs is not None, "needs `logprobs`", "logprob_token_ids")
-    size = f"expected at most {most} ids, got {len(listed)}"
-    require(len(listed) <= most, size, "logprob_token_ids")
     return msgspec.structs.replace(sampling, logprobs=0, logprob_token_ids=tuple(listed))
 
 

@@ -222,7 +222,7 @@ def request_of(request: CompletionsBody, limits: ApiLimits, bearer: str | None) 
     prompts = prompts_of(request.prompt, "prompt", limits.max_prompts)
     n = request.n or 1
     best_of = n if request.best_of is None else request.best_of
-    _check_best_of(n, best_of, bool(request.stream), limits)
+    _check_best_of(n, best_of, bool(request.stream))
     max_tokens = request.max_tokens
     if max_tokens is None and "max_tokens" not in limits.sampling_defaults:
         max_tokens = DEFAULT_MAX_TOKENS
@@ -256,8 +256,6 @@ def _prompt_logprobs(request: CompletionsBody) -> int | None:
     return max((n for n in (request.prompt_logprobs, echoed) if n is not None), default=None)
 
 
-def _check_best_of(n: int, best_of: int, stream: bool, limits: ApiLimits) -> None:
-    most = limits.max_n
-    require(best_of <= most, f"expected at most {most}, got {best_of}", "best_of")
+def _check_best_of(n: int, best_of: int, stream: bool) -> None:
     require(best_of >= n, f"expected at least `n`, got {best_of}", "best_of")
     require(not stream or best_of == n, "must equal `n` when streaming", "best_of")

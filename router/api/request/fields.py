@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from hashlib import sha256
-from typing import Annotated, cast, get_args
+from typing import Annotated, Any, NamedTuple, cast, get_args
 
 import msgspec
 from msgspec import Meta
@@ -47,6 +47,8 @@ CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 SOURCES = ("hub", "local", "s3", "https", "modelscope")
+# Only what asks for nothing: the feature is not served.
+Off = Annotated[bool | None, Meta(extra_json_schema={"enum": [None, False]})]
 _HUB_TOKEN_PREFIX = "hf_"
 
 
@@ -54,23 +56,75 @@ def temperature_of(value: float) -> float:
     return 0.0 if value < LEAST_TEMPERATURE else value
 
 
-def check_stops(stops: list[str], limits: ApiLimits, param: str = "stop") -> tuple[str, ...]:
-    most = limits.max_stop_sequences
-    require(len(stops) <= most, f"expected at most {most} stop strings, got {len(stops)}", param)
-    for stop in stops:
-        require(
-            0 < len(stop) <= limits.max_stop_chars,
-            f"expected stop strings of 1 to {limits.max_stop_chars} characters, got {len(stop)}",
-            param,
-        )
-    return tuple(stops)
+class Bound(NamedTuple):
+    """A bound that options set. things: entries of a list or map; "" = the field is a number.
+
+    most, longest: fields of ApiLimits; of the number or the entries, and of each text. least:
+    entries.
+    """
+
+    most: str
+    things: str = ""
+    least: int = 0
+    longest: str = ""
+
+    def check(self, value: Any, param: str, limits: ApiLimits) -> None:
+        """Raises RequestError."""
+        most: int = getattr(limits, self.most)
+        if not self.things:
+            require((value or 0) <= most, f"expected at most {most}, got {value}", param)
+        elif isinstance(value, list | dict):
+            expected = f"{self.least} to {most}" if self.least else f"at most {most}"
+            message = f"expected {expected} {self.things}, got {len(value)}"
+            require(self.least <= len(value) <= most, message, param)
+        if self.longest:
+            longest: int = getattr(limits, self.longest)
+            for text in texts_of(value):
+                size = f"{self.things} of 1 to {longest} characters, got {len(text)}"
+                require(0 < len(text) <= longest, f"expected {size}", param)
 
 
-def check_patterns(given: str | Sequence[str], limits: ApiLimits) -> tuple[str, ...]:
-    """Check the patterns of `stop_regex`. Raises RequestError."""
-    patterns = (given,) if isinstance(given, str) else tuple(given)
-    most, param = limits.max_stop_sequences, "stop_regex"
-    require(len(patterns) <= most, f"expected at most {most} patterns, got {len(patterns)}", param)
+_LOGPROBS = Bound("max_logprobs")
+_LOGPROB_IDS = Bound("max_logprobs", "ids")
+_STOPS = Bound("max_stop_sequences", "stop strings", longest="max_stop_chars")
+# By field: what `check_bounds` checks, and what `/openapi.json` says.
+BOUNDS = {
+    "n": Bound("max_n"),
+    "best_of": Bound("max_n"),
+    "logprobs": _LOGPROBS,
+    "top_logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "return_k_alternatives": _LOGPROBS,
+    "top_n_tokens": _LOGPROBS,
+    "top_logprobs_num": _LOGPROBS,
+    "logprob_token_ids": _LOGPROB_IDS,
+    "label_token_ids": _LOGPROB_IDS,
+    "stop": _STOPS,
+    "stop_sequences": _STOPS,
+    "stop_regex": Bound("max_stop_sequences", "patterns"),
+    "stop_token_ids": Bound("max_stop_token_ids", "entries"),
+    "logit_bias": Bound("max_logit_bias", "entries"),
+    "bad_words": Bound("max_bad_words", "words", longest="max_stop_chars"),
+    "messages": Bound("max_messages", "messages", least=1),
+    "input": Bound("max_messages", "items"),
+}
+
+
+def check_bounds(body: msgspec.Struct, limits: ApiLimits) -> None:
+    """Raises RequestError."""
+    for name in body.__struct_fields__:
+        if name in BOUNDS:
+            BOUNDS[name].check(getattr(body, name), name, limits)
+
+
+def texts_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """A field that may hold one text or several."""
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
+def check_patterns(given: str | Sequence[str] | None, param: str) -> tuple[str, ...]:
+    """Raises RequestError."""
+    patterns = texts_of(given)
     for pattern in patterns:
         size = f"expected patterns of 1 to {MAX_PATTERN} characters, got {len(pattern)}"
         require(0 < len(pattern) <= MAX_PATTERN, size, param)
@@ -159,17 +213,27 @@ _IDS = f"{_FIELD}.ids"
 _WEIGHTS = f"{_FIELD}.weights"
 
 
+def _one(known: Collection[str]) -> dict[str, Any]:
+    return {"enum": [None, *known]}
+
+
+_MEMBERS = Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_MEMBERS})
+_MergeWeight = Annotated[
+    float, Meta(extra_json_schema={"minimum": -MAX_WEIGHT, "maximum": MAX_WEIGHT})
+]
+
+
 class MergedAdapters(msgspec.Struct, frozen=True):
     """ids, weights: as many of the one as of the other. merge_strategy: linear by default.
 
     density: needed for `ties` and `dare_*`. majority_sign_method: total by default.
     """
 
-    ids: list[str]
-    weights: list[float] = []
-    merge_strategy: str | None = None
+    ids: Annotated[list[str], _MEMBERS]
+    weights: Annotated[list[_MergeWeight], _MEMBERS] = []
+    merge_strategy: Annotated[str | None, Meta(extra_json_schema=_one(STRATEGIES))] = None
     density: float | None = None
-    majority_sign_method: str | None = None
+    majority_sign_method: Annotated[str | None, Meta(extra_json_schema=_one(SIGN_METHODS))] = None
 
 
 def choose_merge(
@@ -249,7 +313,9 @@ class AdapterFields(msgspec.Struct, frozen=True, kw_only=True):
     merged_adapters: instead of an adapter. adapter_scale: of what the adapter adds.
     """
 
-    adapter_source: str | None = None
+    adapter_source: Annotated[
+        str | None, Meta(extra_json_schema={"enum": [None, "", *SOURCES]})
+    ] = None
     merged_adapters: MergedAdapters | None = None
     adapter_scale: float | None = None
     api_token: str | None = None
@@ -302,12 +368,7 @@ def adapter_named(
 
 def check_counts(fields: GenerationFields, max_tokens: int | None, limits: ApiLimits) -> None:
     """max_tokens: to generate; None = all that fit. Raises RequestError."""
-    for name, given, most in (
-        ("logit_bias", fields.logit_bias, limits.max_logit_bias),
-        ("stop_token_ids", fields.stop_token_ids, limits.max_stop_token_ids),
-    ):
-        size = len(given or ())
-        require(size <= most, f"expected at most {most} entries, got {size}", name)
+    check_bounds(fields, limits)
     least = fields.min_tokens or 0
     require(
         max_tokens is None or least <= max_tokens,

@@ -4,8 +4,8 @@ The servers are vLLM, SGLang, TGI, LoRAX and OpenAI itself. A value that asks fo
 """
 
 import difflib
-from collections.abc import Collection, Iterable
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -149,12 +149,18 @@ def check_unknown(plain: dict[str, Any], known: Collection[str], harmless: Colle
             raise unsupported(name, field.hint)
 
 
-def check_refused(parts: dict[str, Any], refused: dict[str, Elsewhere], where: str = "") -> None:
-    """Of a route's own fields that are not served. where: of what they are a part. Raises
+def check_refused(parts: dict[str, Any], refused: Mapping[str, Elsewhere], where: str = "") -> None:
+    """Checks a route's own fields that are not served. where: of what they are a part. Raises
     RequestError."""
     for name, field in refused.items():
         if not field.asks_for_nothing(parts.get(name)):
             raise unsupported(f"{where}{name}", field.hint)
+
+
+def without_refused(plain: dict[str, Any], refused: Mapping[str, Elsewhere]) -> dict[str, Any]:
+    """The fields that a route serves. Raises RequestError for others that ask for something."""
+    check_refused(plain, refused)
+    return {name: value for name, value in plain.items() if name not in refused}
 
 
 def check_unknown_parts(parts: dict[str, Any], known: Collection[str], where: str) -> None:
@@ -203,6 +209,14 @@ ALIASES = {
     "no_stop_trim": "include_stop_str_in_output",
 }
 
+
+class Body(Protocol):
+    """A body's struct. harmless: fields that change nothing, whatever they say."""
+
+    harmless: ClassVar[frozenset[str]]
+    __struct_fields__: ClassVar[tuple[str, ...]]
+
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -211,9 +225,9 @@ def aliases_of(fields: Collection[str]) -> dict[str, str]:
     return {name: own for name, own in ALIASES.items() if own in fields and name not in fields}
 
 
-def typed_by_aliases(plain: dict[str, Any], kind: type[T], harmless: Collection[str]) -> T:
-    """The typed body. harmless: fields that change nothing. Other unknown fields are refused unless
-    they ask for nothing, and so are two names that say different things. Raises RequestError."""
+def typed_by_aliases(plain: dict[str, Any], kind: type[T]) -> T:
+    """The typed body. Fields that are neither known nor `kind.harmless` are refused unless they ask
+    for nothing, and so are two names that say different things. Raises RequestError."""
     aliases = aliases_of(kind.__struct_fields__)
     found = {name: value for name, value in plain.items() if name not in aliases}
     spelled: dict[str, str] = {}
@@ -224,7 +238,7 @@ def typed_by_aliases(plain: dict[str, Any], kind: type[T], harmless: Collection[
         require(not said or same(value, first), message, name)
         if value is not None and first is None:
             found[own], spelled[own] = value, name
-    check_unknown(found, kind.__struct_fields__, harmless)
+    check_unknown(found, kind.__struct_fields__, kind.harmless)
     try:
         return typed(found, kind)
     except RequestError as error:

@@ -1,7 +1,7 @@
 """OpenAI's `/v1/responses`: request bodies. Pure."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, to_builtins
@@ -19,9 +19,9 @@ from loraplex.router.api.request.fields import NonNegative, Positive
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import (
     Elsewhere,
-    check_refused,
     check_unknown_parts,
     unsupported,
+    without_refused,
 )
 from loraplex.router.api.request.shapes import check_ends, json_of
 from loraplex.router.api.request.tool_fields import for_template
@@ -86,6 +86,30 @@ class TextFields(msgspec.Struct, frozen=True):
     verbosity: Verbosity | None = None
 
 
+_NOT_STORED = "answers are not stored here, as --responses-keep-s says"
+_SEND_ALL = "send all items as `input`"
+_FORM = Elsewhere((), "use `text.format`")
+# Fields that are not served, by what asks for nothing beside null.
+REFUSED = {
+    "conversation": Elsewhere((), f"no conversations are stored: {_SEND_ALL}"),
+    "prompt": Elsewhere((), "no prompts are stored: send `instructions` and `input`"),
+    "context_management": Elsewhere(([],), "send the items that shall be read"),
+    "truncation": Elsewhere(("disabled",), "`truncate_prompt_tokens` cuts a prompt"),
+    "max_tool_calls": Elsewhere((), "it bounds calls of hosted tools, of which there are none"),
+    **dict.fromkeys(("response_format", "structured_outputs", "json_schema"), _FORM),
+    **dict.fromkeys(("guided_json", "guided_json_object"), _FORM),
+    "reasoning_effort": Elsewhere((), "use `reasoning.effort`"),
+    "messages": Elsewhere((), "use `input`"),
+    "max_tokens": Elsewhere((), "use `max_output_tokens`"),
+    "max_completion_tokens": Elsewhere((), "use `max_output_tokens`"),
+}
+# The same where no answers are stored.
+UNSTORED = {
+    "background": Elsewhere((False,), _NOT_STORED),
+    "previous_response_id": Elsewhere((), f"{_NOT_STORED}: {_SEND_ALL}"),
+}
+
+
 class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     """input: a text of the user's, or items. instructions: the system's message before them.
 
@@ -94,6 +118,8 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     former. chat_template_kwargs: an extension: further variables of the chat template. store: true
     unless it is false, where answers are stored; background, previous_response_id: there alone.
     """
+
+    refused: ClassVar = REFUSED
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -113,30 +139,6 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     previous_response_id: str | None = None
 
 
-_NOT_STORED = "answers are not stored here, as --responses-keep-s says"
-_SEND_ALL = "send all items as `input`"
-_FORM = Elsewhere((), "use `text.format`")
-# Fields that are not served, by what asks for nothing beside null.
-REFUSED = {
-    "conversation": Elsewhere((), f"no conversations are stored: {_SEND_ALL}"),
-    "prompt": Elsewhere((), "no prompts are stored: send `instructions` and `input`"),
-    "context_management": Elsewhere(([],), "send the items that shall be read"),
-    "truncation": Elsewhere(("disabled",), "`truncate_prompt_tokens` cuts a prompt"),
-    "max_tool_calls": Elsewhere((), "it bounds calls of hosted tools, of which there are none"),
-    **dict.fromkeys(("response_format", "structured_outputs", "json_schema"), _FORM),
-    **dict.fromkeys(("guided_json", "guided_json_object"), _FORM),
-    "reasoning_effort": Elsewhere((), "use `reasoning.effort`"),
-    "messages": Elsewhere((), "use `input`"),
-    "max_tokens": Elsewhere((), "use `max_output_tokens`"),
-    "max_completion_tokens": Elsewhere((), "use `max_output_tokens`"),
-}
-# The same where no answers are stored.
-REFUSED_UNSTORED = REFUSED | {
-    "background": Elsewhere((False,), _NOT_STORED),
-    "previous_response_id": Elsewhere((), f"{_NOT_STORED}: {_SEND_ALL}"),
-}
-
-
 def parse(
     body: bytes,
     limits: ApiLimits,
@@ -147,9 +149,7 @@ def parse(
     """name: of an answer that may be stored, its id behind the prefix. earlier: all items of its
     conversation before the request's own. Raises RequestError."""
     plain = decode_plain(body)
-    refused = REFUSED_UNSTORED if name is None else REFUSED
-    check_refused(plain, refused)
-    read = {name: value for name, value in plain.items() if name not in refused}
+    read = without_refused(plain, REFUSED if name is not None else REFUSED | UNSTORED)
     request = decode_shared(read, ResponsesBody, limits)
     _check_parts(plain, request)
     if request.background:
@@ -157,7 +157,7 @@ def parse(
         if request.stream:
             raise unsupported("stream", "an answer in the background is asked for until it is over")
     sampling = sampling_of(
-        request, limits, max_tokens=request.max_output_tokens, logprobs=_logprobs(request, limits)
+        request, limits, max_tokens=request.max_output_tokens, logprobs=_logprobs(request)
     )
     offered = placed_tools(request.tools)
     tools = flat_tools_of(offered, request.tool_choice, request.parallel_tool_calls)
@@ -179,11 +179,9 @@ def parse(
     return ApiRequest(with_shared(call, request, limits), ResponseFormatter, asked)
 
 
-def _logprobs(request: ResponsesBody, limits: ApiLimits) -> int | None:
+def _logprobs(request: ResponsesBody) -> int | None:
     """Raises RequestError."""
     is_wanted, top = _LOGPROBS in (request.include or ()), request.top_logprobs or 0
-    most = limits.max_logprobs
-    require(top <= most, f"expected at most {most}, got {top}", "top_logprobs")
     require(is_wanted or not top, f"needs {_LOGPROBS!r} in `include`", "top_logprobs")
     return top if is_wanted else None
 

@@ -1,7 +1,7 @@
 """SGLang's shape of `/generate`: a body becomes that of a completion. Pure."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -252,8 +252,6 @@ def _finish(known: _SoFar) -> StopFinish | LengthFinish | AbortFinish | None:
 
 DEFAULT_MAX_TOKENS = 128
 _TEXTS = ("text", "input_ids")
-# They change nothing about the answer, whatever they say.
-HARMLESS = ("log_metrics", "no_logs", "stream_options", "conversation_id", "routing_key")
 T = TypeVar("T")
 # -1 = of no token of the prompt.
 StartLen = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
@@ -316,6 +314,11 @@ class SglangBody(msgspec.Struct, frozen=True, kw_only=True):
     whose logprobs are wanted at each place, or a list of them for each prompt.
     """
 
+    # They change nothing about the answer, whatever they say.
+    harmless: ClassVar = frozenset(
+        ("log_metrics", "no_logs", "stream_options", "conversation_id", "routing_key")
+    )
+
     text: str | list[str] | None = None
     input_ids: list[NonNegative | list[NonNegative]] | None = None
     sampling_params: SglangSampling | list[SglangSampling] | None = None
@@ -355,16 +358,14 @@ def is_native(plain: Mapping[str, Any]) -> bool:
 def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
     """Raises RequestError."""
     _check_fields(plain)
-    body = typed_by_aliases(plain, SglangBody, HARMLESS)
+    body = typed_by_aliases(plain, SglangBody)
     field = only_one_of(plain, _TEXTS)
     prompt = body.text if field == "text" else body.input_ids
     assert prompt is not None
     count = _num_prompts(prompt)
     sampling = _alike(body.sampling_params, count, "sampling_params") or SglangSampling()
-    n, most = sampling.n or 1, limits.max_n
-    require(n <= most, f"expected at most {most}, got {n}", "sampling_params.n")
     scored = bool(_alike(body.return_logprob, count, "return_logprob"))
-    options = _options(body, prompt, n, scored)
+    options = _options(body, prompt, sampling.n or 1, scored)
     try:
         asked = completions.request_of(_completion(body, sampling, prompt, options), limits, bearer)
     except RequestError as error:

@@ -1,7 +1,7 @@
 """LMDeploy's shape of `/generate`: events hold new text alone. Pure."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -29,16 +29,17 @@ from loraplex.router.api.wire import sse
 from loraplex.router.call import RequestError, TextEvent
 
 SHAPES = ("prompt", "input_ids")
-# They change nothing: answers keep no state.
-HARMLESS = ("session_id",)
 
 
 class LmdeployBody(SharedBody, frozen=True, kw_only=True):
     """prompt, input_ids: one of both. logprob_start_len: of the prompt's tokens, the first with a
     logprob."""
 
+    # It changes nothing: answers keep no state.
+    harmless: ClassVar = frozenset(("session_id",))
+
     prompt: Annotated[str, Meta(min_length=1)] | None = None
-    input_ids: list[NonNegative] | None = None
+    input_ids: Annotated[list[NonNegative], Meta(extra_json_schema={"minItems": 1})] | None = None
     max_tokens: NonNegative | None = None
     return_logprob: bool | None = None
     top_logprobs_num: NonNegative | None = None
@@ -79,7 +80,7 @@ def is_native(plain: Mapping[str, Any]) -> bool:
 
 def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
     """Raises RequestError."""
-    body = typed_by_aliases(plain, LmdeployBody, HARMLESS)
+    body = typed_by_aliases(plain, LmdeployBody)
     field = only_one_of(plain, SHAPES)
     top = (body.top_logprobs_num or 0) if body.return_logprob else None
     require(top is not None or not body.top_logprobs_num, "needs `return_logprob`", _TOP)

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from loraplex.router.api.request.body import decode_plain, only_one_of, require, typed
-from loraplex.router.api.request.fields import adapter_named
+from loraplex.router.api.request.fields import Off, adapter_named
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import check_unknown_parts
 from loraplex.router.api.vectors.embed import EmbedParameters
@@ -41,7 +41,7 @@ class LoraxClassifyBody(msgspec.Struct, frozen=True):
 
     inputs: Text
     parameters: EmbedParameters | None = None
-    stream: bool | None = None
+    stream: Off = None
 
 
 class LoraxClassifyBatchBody(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class LoraxClassifyBatchBody(msgspec.Struct, frozen=True):
 
     inputs: Annotated[list[Text], Meta(min_length=1, max_length=MAX_INPUTS)]
     parameters: EmbedParameters | None = None
-    stream: bool | None = None
+    stream: Off = None
 
 
 class ClassObject(msgspec.Struct, frozen=True):

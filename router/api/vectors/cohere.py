@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from itertools import starmap
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from loraplex.router.api.request.body import only_one_of, require
 from loraplex.router.api.request.chat_messages import ContentPart, text_part
@@ -38,10 +39,13 @@ REFUSED = {
 }
 
 
+_TEXTS = Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS})
+
+
 class EmbedInput(msgspec.Struct, frozen=True):
     """content: texts, which are read as one, with a line end between."""
 
-    content: list[ContentPart]
+    content: Annotated[list[ContentPart], Meta(extra_json_schema={"minItems": 1})]
 
 
 class CohereEmbedBody(ReadBody, frozen=True, kw_only=True):
@@ -51,8 +55,10 @@ class CohereEmbedBody(ReadBody, frozen=True, kw_only=True):
     is cut off; `NONE` = it is refused. max_tokens: of each text.
     """
 
-    texts: list[str] | None = None
-    inputs: list[EmbedInput] | None = None
+    refused: ClassVar = REFUSED
+
+    texts: Annotated[list[str], _TEXTS] | None = None
+    inputs: Annotated[list[EmbedInput], _TEXTS] | None = None
     images: list[str] | None = None
     input_type: str | None = None
     embedding_types: list[EmbeddingType] | None = None

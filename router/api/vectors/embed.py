@@ -9,6 +9,7 @@ from loraplex.router.api.request.body import decode_plain, require, typed
 from loraplex.router.api.request.fields import (
     AdapterFields,
     NonNegative,
+    Off,
     Positive,
     adapter_named,
     prompts_of,
@@ -41,7 +42,7 @@ class EmbedBody(msgspec.Struct, frozen=True):
 
     inputs: str | list[str | NonNegative | list[NonNegative]]
     parameters: EmbedParameters | None = None
-    stream: bool | None = None
+    stream: Off = None
     truncate: bool | None = None
     truncation_direction: Literal["Left", "Right"] | None = None
     prompt_name: str | None = None

@@ -3,7 +3,7 @@
 import base64
 import struct
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -92,6 +92,8 @@ class ReadBody(AdapterFields, frozen=True, kw_only=True):
     models read none. request_id: of the answer's id.
     """
 
+    harmless: ClassVar = HARMLESS
+
     model: str | None = None
     user: str | None = None
     truncate_prompt_tokens: Truncation | None = None
@@ -148,7 +150,7 @@ def read_body(plain: dict[str, Any], kind: type[R]) -> R:
         if "input" in known and name not in known and plain.get(name):
             raise unsupported(name, "use `input`")
     require(isinstance(plain.get("metadata"), dict | None), "expected an object", "metadata")
-    return typed_by_aliases(plain, kind, HARMLESS)
+    return typed_by_aliases(plain, kind)
 
 
 def input_call(

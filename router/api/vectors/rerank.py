@@ -46,7 +46,9 @@ class RerankBody(ScoredBody, frozen=True, kw_only=True):
     return_documents: bool | None = None
     max_tokens_per_doc: NonNegative | None = None
     instruction: str | None = None
-    rank_fields: list[str] | None = None
+    rank_fields: Annotated[
+        list[str] | None, Meta(extra_json_schema={"enum": [None, [], ["text"]]})
+    ] = None
 
 
 class TeiRerankBody(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from loraplex.router.api.request.fields import (
     StopString,
     adapter_named,
     check_counts,
-    temperature_of,
+    sampling_params,
     with_fields,
 )
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
@@ -142,6 +142,8 @@ def _repeats(parameters: dict[str, Any], name: str, value: Any) -> bool:
 Route = Literal["/", "/generate", "/generate_stream"]
 # LoRAX's name of one thing, and TGI's.
 _LIKELY = ("return_k_alternatives", "top_n_tokens")
+# What LoRAX's routes take of the model's advice: of draws they have LoRAX's own defaults.
+_ADVISED = ("repetition_penalty", "min_tokens")
 
 
 class LoraxParameters(GenerationFields, frozen=True, kw_only=True):
@@ -294,21 +296,12 @@ def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool)
     seed, alternatives = given.seed, max(getattr(given, name) or 0 for name in _LIKELY)
     require(seed is None or seed < 2**64, "expected a 64-bit unsigned integer", "seed")
     temperature = 1.0 if given.temperature is None else given.temperature
-    advised = limits.sampling_defaults
-    least = advised.get("min_tokens", 0) if given.min_tokens is None else given.min_tokens
-    return SamplingParams(
-        temperature=temperature_of(temperature) if _is_sampling(given) else 0.0,
-        top_k=max(0, given.top_k or 0),
-        top_p=given.top_p or 1.0,
-        min_p=given.min_p or 0.0,
-        typical_p=given.typical_p or 1.0,
-        repetition_penalty=given.repetition_penalty or advised.get("repetition_penalty", 1.0),
-        frequency_penalty=given.frequency_penalty or 0.0,
-        presence_penalty=given.presence_penalty or 0.0,
-        min_tokens=int(least),
+    advised = limits.sampling_defaults.items()
+    return sampling_params(
+        given,
+        {name: value for name, value in advised if name in _ADVISED},
+        temperature=temperature if _is_sampling(given) else 0.0,
         ignore_eos=bool(given.ignore_eos_token),
-        stop_token_ids=tuple(given.stop_token_ids or ()),
-        logit_bias=given.logit_bias or {},
         logprobs=alternatives if with_logprobs or alternatives else None,
         prompt_logprobs=0 if given.decoder_input_details else None,
     )

@@ -19,7 +19,7 @@ from loraplex.router.api.request.fields import (
     adapter_named,
     check_counts,
     check_patterns,
-    temperature_of,
+    sampling_params,
     texts_of,
     with_fields,
     within_base,
@@ -244,24 +244,12 @@ def sampling_of(
 ) -> SamplingParams:
     """What the request says, else the model's own defaults, else OpenAI's. Raises RequestError."""
     check_counts(request, max_tokens, limits)
-
-    def chosen(name: str, default: float) -> float:
-        value: float | None = getattr(request, name)
-        return limits.sampling_defaults.get(name, default) if value is None else value
-
-    return SamplingParams(
-        temperature=temperature_of(chosen("temperature", 1.0)),
-        top_k=max(0, int(chosen("top_k", 0))),
-        top_p=chosen("top_p", 1.0),
-        min_p=chosen("min_p", 0.0),
-        typical_p=chosen("typical_p", 1.0),
-        repetition_penalty=chosen("repetition_penalty", 1.0),
-        frequency_penalty=request.frequency_penalty or 0.0,
-        presence_penalty=request.presence_penalty or 0.0,
-        min_tokens=int(chosen("min_tokens", 0)),
+    said = request.temperature
+    return sampling_params(
+        request,
+        limits.sampling_defaults,
+        temperature=limits.sampling_defaults.get("temperature", 1.0) if said is None else said,
         ignore_eos=bool(request.ignore_eos or request.ignore_eos_token),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        logit_bias=request.logit_bias or {},
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )

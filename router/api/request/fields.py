@@ -1,6 +1,6 @@
 """Ranges that several APIs share, as types; and which adapter a caller names. Pure."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
 from typing import Annotated, Any, NamedTuple, cast, get_args
 
@@ -21,6 +21,7 @@ from loraplex.router.api.request.body import require
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.call import AdapterChoice, GenerationCall, MergedChoice, RequestError, Secret
 from loraplex.router.text.stop_patterns import compiled
+from loraplex.server.protocol import SamplingParams
 
 MAX_INT32 = 2**31 - 1
 # Characters of a pattern.
@@ -50,10 +51,6 @@ SOURCES = ("hub", "local", "s3", "https", "modelscope")
 # Only what asks for nothing: the feature is not served.
 Off = Annotated[bool | None, Meta(extra_json_schema={"enum": [None, False]})]
 _HUB_TOKEN_PREFIX = "hf_"
-
-
-def temperature_of(value: float) -> float:
-    return 0.0 if value < LEAST_TEMPERATURE else value
 
 
 class Bound(NamedTuple):
@@ -374,6 +371,32 @@ def check_counts(fields: GenerationFields, max_tokens: int | None, limits: ApiLi
         max_tokens is None or least <= max_tokens,
         f"expected at most the {max_tokens} tokens to generate, got {least}",
         "min_tokens",
+    )
+
+
+_DRAWN = tuple({*GenerationFields.__struct_fields__} & {*SamplingParams.__struct_fields__})
+
+
+def sampling_params(
+    fields: GenerationFields,
+    advised: Mapping[str, float],
+    *,
+    temperature: float,
+    ignore_eos: bool,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """Takes what the fields say of a draw, else the model's advice, else what changes nothing."""
+    said = {name: getattr(fields, name) for name in _DRAWN}
+    found = {name: advised.get(name) if value is None else value for name, value in said.items()}
+    drawn: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    whole = {name: max(0, int(drawn.get(name, 0))) for name in ("top_k", "min_tokens")}
+    return SamplingParams(
+        **drawn | whole | {"stop_token_ids": tuple(fields.stop_token_ids or ())},
+        temperature=0.0 if temperature < LEAST_TEMPERATURE else temperature,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

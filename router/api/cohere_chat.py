@@ -7,19 +7,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from loraplex.router.api.messages.blocks import (
-    Block,
-    InputPiece,
     MessageFormatter,
     StopReason,
-    TextPiece,
-    ThinkingBlock,
-    ThinkingPiece,
-    ToolUseBlock,
 )
 from loraplex.router.api.messages.blocks import stop_reason_of as reason_of
 from loraplex.router.api.openai import chat
 from loraplex.router.api.openai.chat import ChatBody
 from loraplex.router.api.openai.common import SharedBody, decode_shared, typed_openai
+from loraplex.router.api.part_stream import PartKind, PartStatus
 from loraplex.router.api.request.body import decode_plain
 from loraplex.router.api.request.fields import NonNegative, Positive, Probability, StopString
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
@@ -27,6 +22,7 @@ from loraplex.router.api.request.known_elsewhere import Elsewhere, without_refus
 from loraplex.router.api.request.tool_fields import OfferedTools
 from loraplex.router.api.wire import finite, named_sse
 from loraplex.router.call import ChoiceResult, PromptInfo, RequestError, TextEvent, TextToken
+from loraplex.router.parts.parts import CallDelta
 
 CohereFinish = Literal["COMPLETE", "MAX_TOKENS", "STOP_SEQUENCE", "TOOL_CALL"]
 _FINISH = dict(zip(get_args(StopReason), get_args(CohereFinish), strict=True))
@@ -97,32 +93,29 @@ class CohereFormatter(MessageFormatter):
         delta = {"finish_reason": reason, **more}
         return _event("message-end", id=self._head.request_id, delta=delta)
 
-    def _begin(self, block: Block) -> bytes:
-        data = self._close()
-        self._open = type(block)
-        if isinstance(block, ToolUseBlock):
-            call = {"tool_calls": _call(block.id, block.name, "")}
-            return data + _event("tool-call-start", call, index=self._num_calls)
-        if isinstance(block, ThinkingBlock):
-            return data
+    def _begun(self, kind: PartKind, call: CallDelta | None) -> bytes:
+        if call is not None:
+            begun = {"tool_calls": _call(call.id or "", call.name or "", "")}
+            return _event("tool-call-start", begun, index=self._num_calls)
+        if kind == "reasoning":
+            return b""
         part = {"content": {"type": "text", "text": ""}}
-        return data + _event("content-start", part, index=self._num_blocks)
+        return _event("content-start", part, index=self._num_blocks)
 
-    def _delta(self, piece: TextPiece | ThinkingPiece | InputPiece) -> bytes:
-        if isinstance(piece, InputPiece):
-            call = {"tool_calls": {"function": {"arguments": piece.partial_json}}}
+    def _grown(self, kind: PartKind, piece: str) -> bytes:
+        if kind == "call":
+            call = {"tool_calls": {"function": {"arguments": piece}}}
             return _event("tool-call-delta", call, index=self._num_calls)
-        if isinstance(piece, ThinkingPiece):
-            return _event("tool-plan-delta", {"tool_plan": piece.thinking})
+        if kind == "reasoning":
+            return _event("tool-plan-delta", {"tool_plan": piece})
         logprobs = _logprobs(self._tokens) if self._tokens else UNSET
-        part = {"content": {"text": piece.text}}
+        part = {"content": {"text": piece}}
         return _event("content-delta", part, index=self._num_blocks, logprobs=logprobs)
 
-    def _close(self) -> bytes:
-        was, self._open = self._open, None
-        if was in (None, ThinkingBlock):
+    def _ended(self, kind: PartKind, status: PartStatus) -> bytes:
+        if kind == "reasoning":
             return b""
-        if was is ToolUseBlock:
+        if kind == "call":
             self._num_calls += 1
             return _event("tool-call-end", index=self._num_calls - 1)
         self._num_blocks += 1

@@ -46,24 +46,6 @@ def finite(logprob: float | None) -> float:
     return logprob
 
 
-class HeldSpace:
-    """White space with which no part of an answer begins unless something follows it."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, str] = {}
-
-    def begin(self, kind: str, piece: str) -> str:
-        """What a part of this kind begins with; "" = it does not begin yet."""
-        piece = self.pop(kind) + piece
-        if piece.strip():
-            return piece
-        self._held[kind] = piece
-        return ""
-
-    def pop(self, kind: str) -> str:
-        return self._held.pop(kind, "")
-
-
 def best_first(results: Sequence[ChoiceResult]) -> list[ChoiceResult]:
     """By mean log-probability of a token; equals stay in order."""
     return sorted(results, key=_badness)

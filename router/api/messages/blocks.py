@@ -7,7 +7,8 @@ import msgspec
 
 from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
 from loraplex.router.api.errors import error_object
-from loraplex.router.api.wire import HeldSpace, completed, encode, named_sse
+from loraplex.router.api.part_stream import PartKind, PartStatus, PartStream
+from loraplex.router.api.wire import completed, encode, named_sse
 from loraplex.router.call import (
     AnswerHead,
     ChoiceResult,
@@ -193,19 +194,15 @@ MessageEvent = (
 )
 
 
-class MessageFormatter:
-    """A Formatter. The blocks of a stream come one after another, each wholly before the next."""
+class MessageFormatter(PartStream):
+    """A Formatter."""
 
     def __init__(self, head: AnswerHead, own_id: str | None) -> None:
+        super().__init__()
         self._head = head
         self._own_id = own_id
         self._prompt: PromptInfo | None = None
-        self._num_tokens = 0
-        self._num_reasoning = 0
         self._num_blocks = 0
-        # The type of the block that is being written.
-        self._open: type[Block] | None = None
-        self._held = HeldSpace()
         self._has_calls = False
         self._end: MessageEnd | None = None
 
@@ -221,11 +218,8 @@ class MessageFormatter:
 
     def chunk(self, event: TextEvent) -> bytes:
         """Raises RequestError (incomplete)."""
-        self._num_tokens += event.num_tokens
-        self._num_reasoning += event.num_reasoning
-        data = self._add_text(ThinkingBlock, event.reasoning)
-        data += self._add_text(TextBlock, event.text)
-        data += b"".join(map(self._add_call, event.calls))
+        data = self._go_on(event)
+        self._has_calls = self._has_calls or bool(event.calls)
         if event.finish is not None:
             reason = stop_reason_of(event.finish, event.matched, self._has_calls)
             self._end = MessageEnd(reason, stop_sequence_of(event.matched))
@@ -234,9 +228,9 @@ class MessageFormatter:
     def end(self) -> bytes:
         assert self._prompt is not None
         assert self._end is not None
-        data, blanks = self._close(), self._held.pop(TextBlock.__name__)
+        data, blanks = self._close(), self._held.get("text")
         if blanks and not self._num_blocks:
-            data += self._begin(TextBlock("")) + self._delta(TextPiece(blanks)) + self._close()
+            data += self._begin("text") + self._grown("text", blanks) + self._close()
         usage = usage_of(self._prompt, self._num_tokens, self._num_reasoning)
         data += _written(MessageDelta(self._end, usage))
         return data + _written(MessageStop())
@@ -244,40 +238,25 @@ class MessageFormatter:
     def error(self, error: RequestError) -> bytes:
         return named_sse("error", error_object(error, "anthropic", self._head.request_id))
 
-    def _add_text(self, kind: type[TextBlock | ThinkingBlock], piece: str) -> bytes:
-        if not piece:
-            return b""
-        data = b""
-        if self._open is not kind:
-            piece = self._held.begin(kind.__name__, piece)
-            if not piece:
-                return b""
-            data = self._begin(kind(""))
-        return data + self._delta(TextPiece(piece) if kind is TextBlock else ThinkingPiece(piece))
+    def _begun(self, kind: PartKind, call: CallDelta | None) -> bytes:
+        block: Block = ThinkingBlock("") if kind == "reasoning" else TextBlock("")
+        if call is not None:
+            block = ToolUseBlock(call.id or "", call.name or "")
+        return _written(BlockStart(self._num_blocks, block))
 
-    def _add_call(self, delta: CallDelta) -> bytes:
-        data = b""
-        if delta.name is not None:
-            self._has_calls = True
-            data = self._begin(ToolUseBlock(delta.id or "", delta.name))
-        return data + (self._delta(InputPiece(delta.arguments)) if delta.arguments else b"")
+    def _grown(self, kind: PartKind, piece: str) -> bytes:
+        return _written(BlockDelta(self._num_blocks, _PIECES[kind](piece)))
 
-    def _begin(self, block: Block) -> bytes:
-        """After the end of the block before."""
-        data = self._close()
-        self._open = type(block)
-        return data + _written(BlockStart(self._num_blocks, block))
-
-    def _delta(self, piece: TextPiece | ThinkingPiece | InputPiece) -> bytes:
-        return _written(BlockDelta(self._num_blocks, piece))
-
-    def _close(self) -> bytes:
-        """Ends the block that is being written, if there is one."""
-        if self._open is None:
-            return b""
-        self._open = None
+    def _ended(self, kind: PartKind, status: PartStatus) -> bytes:
         self._num_blocks += 1
         return _written(BlockStop(self._num_blocks - 1))
+
+
+_PIECES: dict[PartKind, type[TextPiece | ThinkingPiece | InputPiece]] = {
+    "reasoning": ThinkingPiece,
+    "text": TextPiece,
+    "call": InputPiece,
+}
 
 
 def _written(event: MessageEvent) -> bytes:

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from loraplex.router.api.openai.chat import ChatTokenLogprob
+from loraplex.router.api.part_stream import PartKind, PartStatus, PartStream
 from loraplex.router.api.responses.answer import (
     Answer,
     Asked,
@@ -23,16 +24,17 @@ from loraplex.router.api.responses.answer import (
     usage_of,
 )
 from loraplex.router.api.responses.calls import (
-    AnyCallItem,
     Called,
     CallItem,
     CustomCallItem,
     ItemStatus,
 )
 from loraplex.router.api.responses.logprobs import TextLogprobs
-from loraplex.router.api.wire import HeldSpace, encode, named_sse
+from loraplex.router.api.wire import encode, named_sse
 from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TextEvent
 from loraplex.router.parts.parts import CallDelta
+
+_PREFIXES: dict[PartKind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
 class ResponseEvent(msgspec.Struct, frozen=True):
@@ -54,64 +56,50 @@ class ResponseEvent(msgspec.Struct, frozen=True):
     logprobs: tuple[ChatTokenLogprob, ...] | UnsetType = UNSET
 
 
-class _Text:
-    """An item that is being written. kind: also of its id."""
+class _Item:
+    """An item that is being written. called: of a call. id: of the item."""
 
-    def __init__(self, kind: Literal["msg", "rs"], item_id: str) -> None:
+    def __init__(self, kind: PartKind, item_id: str, called: Called | None) -> None:
         self.kind = kind
         self.id = item_id
+        self.called = called
         self.pieces: list[str] = []
         self.logprobs: list[ChatTokenLogprob] = []
-        self.event = "output_text" if kind == "msg" else "reasoning_text"
+        self.event = "output_text" if kind == "text" else "reasoning_text"
 
     def place(self, logprobs: Sequence[ChatTokenLogprob]) -> dict[str, Any]:
-        """What its events say beside its id. logprobs: of the event's text."""
-        more = {"logprobs": tuple(logprobs)} if self.kind == "msg" else {}
+        """What the events of a text say beside its id. logprobs: of the event's text."""
+        more = {"logprobs": tuple(logprobs)} if self.kind == "text" else {}
         return {"content_index": 0, **more}
 
     def part(self) -> OutputText | ReasoningText:
         text = "".join(self.pieces)
-        if self.kind == "rs":
+        if self.kind == "reasoning":
             return ReasoningText(text)
         return OutputText(text, logprobs=tuple(self.logprobs))
 
     def item(self, status: ItemStatus) -> Item:
-        part = None if status == "in_progress" else self.part()
-        if self.kind == "msg":
-            texts = [part] if isinstance(part, OutputText) else []
-            return MessageItem(self.id, status, texts)
-        return ReasoningItem(self.id, status, [part] if isinstance(part, ReasoningText) else [])
+        if self.called is not None:
+            return self.called.item(status, "".join(self.pieces))
+        parts: list[Any] = [] if status == "in_progress" else [self.part()]
+        if self.kind == "text":
+            return MessageItem(self.id, status, parts)
+        return ReasoningItem(self.id, status, parts)
 
 
-class _Call:
-    """A call that is being written."""
-
-    kind = "fc"
-
-    def __init__(self, called: Called) -> None:
-        self.id = called.id
-        self.called = called
-        self.pieces: list[str] = []
-
-    def item(self, status: ItemStatus) -> AnyCallItem:
-        return self.called.item(status, "".join(self.pieces))
-
-
-class ResponseFormatter:
-    """A Formatter. The items of a stream come one after another, each wholly before the next."""
+class ResponseFormatter(PartStream):
+    """A Formatter."""
 
     def __init__(self, head: AnswerHead, asked: Asked) -> None:
+        super().__init__()
         self._answer = Answer(head, asked)
         self._prompts: list[PromptInfo] = []
-        self._num_tokens = 0
-        self._num_reasoning = 0
         self._num_events = 0
         self._output: list[Item] = []
-        self._kinds = Counter[str]()
-        self._open: _Text | _Call | None = None
-        self._held = HeldSpace()
+        self._kinds = Counter[PartKind]()
+        self._item: _Item | None = None
         self._logprobs = TextLogprobs(asked.logprobs)
-        self._status: Literal["completed", "incomplete"] = "completed"
+        self._status: PartStatus = "completed"
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
         """Raises RequestError (incomplete)."""
@@ -125,26 +113,23 @@ class ResponseFormatter:
 
     def chunk(self, event: TextEvent) -> bytes:
         """Raises RequestError (incomplete)."""
-        self._num_tokens += event.num_tokens
-        self._num_reasoning += event.num_reasoning
         self._logprobs.add(event.tokens, event.num_reasoning)
-        data = self._add_text("rs", event.reasoning) + self._add_text("msg", event.text)
-        data += b"".join(map(self._add_call, event.calls))
+        data = self._go_on(event)
         if event.finish is not None:
             self._status = status_of(event.finish)
         return data
 
     def end(self) -> bytes:
         data = b""
-        if self._open is None and not self._output:
-            data = self._begin_text("msg") + self._add_text("msg", self._held.pop("msg"))
+        if self._item is None and not self._output:
+            data = self._begin("text") + self._add_text("text", self._held.pop("text", ""))
         data += self._close(self._status)
         response = self._answer.response(self._status, self._output, self._usage())
         return data + self._event(f"response.{self._status}", response=response)
 
     def error(self, error: RequestError) -> bytes:
-        """What there is of the answer, and that it failed."""
-        output = self._output + ([] if self._open is None else [self._open.item("incomplete")])
+        """Sends what there is of the answer, and that it failed."""
+        output = self._output + ([] if self._item is None else [self._item.item("incomplete")])
         failure = ResponseFailure(error.message)
         response = self._answer.response("failed", output, self._usage(), failure)
         return self._event("response.failed", response=response)
@@ -152,83 +137,55 @@ class ResponseFormatter:
     def _usage(self) -> ResponseUsage:
         return usage_of(self._prompts, self._num_tokens, self._num_reasoning)
 
-    def _add_text(self, kind: Literal["msg", "rs"], piece: str) -> bytes:
-        if not piece:
-            return b""
-        data, item = b"", self._open
-        if item is None or item.kind != kind:
-            piece = self._held.begin(kind, piece)
-            if not piece:
-                return b""
-            data = self._close() + self._begin_text(kind)
-        return data + self._grow(piece)
+    def _begun(self, kind: PartKind, call: CallDelta | None) -> bytes:
+        earlier = self._kinds[kind]
+        self._kinds[kind] += 1
+        called = None
+        if call is not None:
+            called = self._answer.called(earlier, call.id or "", call.name or "")
+        item = self._item = _Item(kind, self._answer.item_id(_PREFIXES[kind], earlier), called)
+        index, begun = len(self._output), item.item("in_progress")
+        data = self._event("response.output_item.added", output_index=index, item=begun)
+        if call is not None:
+            return data
+        part = "response.content_part.added"
+        return data + self._of_item(part, content_index=0, part=item.part())
 
-    def _add_call(self, delta: CallDelta) -> bytes:
-        data = b""
-        if delta.name is not None:
-            data = self._close()
-            self._kinds["fc"] += 1
-            earlier = self._kinds["fc"] - 1
-            data += self._begin(_Call(self._answer.called(earlier, delta.id or "", delta.name)))
-        return data + (self._grow(delta.arguments) if delta.arguments else b"")
-
-    def _begin_text(self, kind: Literal["msg", "rs"]) -> bytes:
-        item = _Text(kind, self._new_id(kind))
-        data = self._begin(item)
-        return data + self._of_item(
-            "response.content_part.added", content_index=0, part=item.part()
-        )
-
-    def _begin(self, item: _Text | _Call) -> bytes:
-        self._open = item
-        index = len(self._output)
-        return self._event(
-            "response.output_item.added", output_index=index, item=item.item("in_progress")
-        )
-
-    def _grow(self, piece: str) -> bytes:
-        item = self._open
+    def _grown(self, kind: PartKind, piece: str) -> bytes:
+        item = self._item
         assert item is not None
         item.pieces.append(piece)
-        if isinstance(item, _Call):
+        if item.called is not None:
             event = "response.function_call_arguments.delta"
             return b"" if item.called.kind else self._of_item(event, delta=piece)
-        read = self._logprobs.take(piece) if item.kind == "msg" else ()
+        read = self._logprobs.take(piece) if kind == "text" else ()
         item.logprobs += read
         return self._of_item(f"response.{item.event}.delta", delta=piece, **item.place(read))
 
-    def _close(self, status: ItemStatus = "completed") -> bytes:
-        """Ends the item that is being written, if there is one."""
-        item = self._open
-        if item is None:
-            return b""
-        whole = item.item(status)
+    def _ended(self, kind: PartKind, status: PartStatus) -> bytes:
+        item = self._item
+        assert item is not None
+        whole, data = item.item(status), b""
         if isinstance(whole, CallItem):
-            kind = "response.function_call_arguments.done"
-            data = self._of_item(kind, name=whole.name, arguments=whole.arguments)
+            event = "response.function_call_arguments.done"
+            data = self._of_item(event, name=whole.name, arguments=whole.arguments)
         elif isinstance(whole, CustomCallItem):  # its text is known when its JSON is whole
-            kind, text = "response.custom_tool_call_input", whole.input
-            data = self._of_item(f"{kind}.delta", delta=text) if text else b""
-            data += self._of_item(f"{kind}.done", input=text)
-        elif isinstance(item, _Call):
-            data = b""
-        else:
+            event, text = "response.custom_tool_call_input", whole.input
+            data = self._of_item(f"{event}.delta", delta=text) if text else b""
+            data += self._of_item(f"{event}.done", input=text)
+        elif item.called is None:
             part = item.part()
             place = item.place(item.logprobs)
             data = self._of_item(f"response.{item.event}.done", text=part.text, **place)
             data += self._of_item("response.content_part.done", content_index=0, part=part)
         data += self._event("response.output_item.done", output_index=len(self._output), item=whole)
         self._output.append(whole)
-        self._open = None
+        self._item = None
         return data
 
-    def _new_id(self, kind: str) -> str:
-        self._kinds[kind] += 1
-        return self._answer.item_id(kind, self._kinds[kind] - 1)
-
     def _of_item(self, kind: str, **fields: Any) -> bytes:
-        assert self._open is not None
-        return self._event(kind, item_id=self._open.id, output_index=len(self._output), **fields)
+        assert self._item is not None
+        return self._event(kind, item_id=self._item.id, output_index=len(self._output), **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = ResponseEvent(kind, self._num_events, **fields)

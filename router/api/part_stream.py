@@ -1,4 +1,4 @@
-"""The parts of a streamed answer, one after another: for Anthropic's, OpenAI's and Cohere's. Pure."""
+"""The parts of a streamed answer, one after another. Pure."""
 
 from abc import ABC, abstractmethod
 from typing import Literal

@@ -18,7 +18,8 @@ MAX_VECTOR_TOKEN_IDS = 64
 MAX_BAD_WORD_TOKENS = 128
 # A bias beyond float32 would be infinite on the device, and the adapter would get the blame.
 _LARGEST_BIAS = 1e6
-# Prompt logprobs travel in one event, which must fit a frame.
+# Prompt logprobs travel in one event, which must fit the worker's frame of 16 MiB: a value takes 15
+# bytes, and a token 24.
 MAX_PROMPT_LOGPROBS = 400_000
 _INT32_MAX = 2**31 - 1
 

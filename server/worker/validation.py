@@ -1,6 +1,5 @@
-"""What the worker checks of a router's frames: what it uses itself (names, and the digest, which
-becomes a path) and what must fit into a frame. Ids and sampling values are checked in the engine,
-beside the code that uses them. Pure.
+"""Checks of a router's frames: what the worker uses itself (names, and the digest, which becomes a
+path). The engine checks ids, sampling values and the size of answers (`engine/admission.py`). Pure.
 """
 
 import re
@@ -10,7 +9,6 @@ from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.merge.recipe import recipe_problem
 from loraplex.adapters.ref import AdapterRef, check_token
 from loraplex.server.protocol import (
-    MAX_FRAME_BYTES,
     Abort,
     AdapterLoad,
     AdapterMerge,
@@ -29,8 +27,6 @@ MAX_PRIORITY = 1 << 20
 MAX_DIGESTS = 1 << 14
 _UINT64 = 1 << 64
 _INT31 = 1 << 31
-# Of an encoded (id, logprob) pair: 5 bytes of id, 9 of float64, 1 of array header.
-_PAIR_BYTES = 15
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -114,7 +110,7 @@ def check_request(request: GenerateRequest, max_context: int) -> FrameRefusal | 
             f" at most {max_context}"
         )
         return FrameRefusal("context_length", message)
-    problem = _check_envelope(request) or _check_answer_size(request)
+    problem = _check_envelope(request)
     return FrameRefusal("invalid_request", problem) if problem else None
 
 
@@ -129,19 +125,4 @@ def _check_envelope(request: GenerateRequest) -> str | None:
         return f"salt must have at most {MAX_SALT_LENGTH} characters"
     if len(request.tenant) > MAX_ID_LENGTH:
         return f"tenant must have at most {MAX_ID_LENGTH} characters"
-    return None
-
-
-def _check_answer_size(request: GenerateRequest) -> str | None:
-    """All logprobs of a prompt travel in one event, which must fit into a frame."""
-    top = request.sampling.prompt_logprobs
-    if top is None:
-        return None
-    each = max(top, 0) + 2 + len(request.sampling.logprob_token_ids)
-    fitting = MAX_FRAME_BYTES // 2 // (each * _PAIR_BYTES)
-    if len(request.prompt_ids) > fitting:
-        return (
-            f"prompt_logprobs={top} fit for prompts of at most {fitting} tokens, "
-            f"got {len(request.prompt_ids)}"
-        )
     return None

@@ -174,10 +174,9 @@ def request(
     seed: int = 0,
     salt: str = "",
     prompt: int = 1,
-    prompt_logprobs: int | None = None,
     tenant: str = "",
 ) -> GenerateRequest:
-    sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
+    sampling = SamplingParams()
     prompt_ids = [1] * prompt
     return GenerateRequest(
         "r", 0, 0, adapter, prompt_ids, [], sampling, seed, salt=salt, tenant=tenant
@@ -193,7 +192,6 @@ def request(
         (request(seed=1 << 64), "seed"),
         (request(salt="x" * 1000), "salt"),
         (request(tenant="x" * 1000), "tenant"),
-        (request(prompt=200_000, prompt_logprobs=20), "prompt_logprobs"),
     ],
 )
 def test_requests_that_are_refused(bad: GenerateRequest, says: str) -> None:

@@ -22,7 +22,7 @@ from loraplex.router.api.vectors.fields import (
     read_body,
     usage_of,
 )
-from loraplex.router.call import AnswerHead, ChoiceResult, GenerationCall, PromptInfo, VectorCall
+from loraplex.router.call import ChoiceResult, GenerationCall, PromptInfo, VectorCall
 
 ClassifyShape = Literal["input", "inputs", "messages"]
 _SHAPES: tuple[ClassifyShape, ...] = ("input", "inputs", "messages")
@@ -126,16 +126,12 @@ def _of_lorax(
 
 
 class ClassifyFormatter(WholeFormatter):
-    def __init__(self, head: AnswerHead, options: WrittenAs) -> None:
-        self._head, self._options = head, options
-
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         head = self._head
         data = [self._object(result) for result in results]
-        answer = ClassList(
+        return ClassList(
             self._options.id_of("classify", head), head.created, head.model, data, usage_of(prompts)
         )
-        return answer
 
     def _object(self, result: ChoiceResult) -> ClassObject:
         probs, labels = result.vector, self._head.labels
@@ -144,14 +140,11 @@ class ClassifyFormatter(WholeFormatter):
 
 
 class LoraxClassifyFormatter(WholeFormatter):
-    """A list for each text, the likeliest class first."""
-
-    def __init__(self, head: AnswerHead, is_batch: bool) -> None:
-        self._labels, self._is_batch = head.labels, is_batch
+    """Writes a list for each text, the likeliest class first. options: several texts were sent."""
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         lists = [
-            sorted(map(LabelScore, self._labels, result.vector), key=lambda one: -one.score)
+            sorted(map(LabelScore, self._head.labels, result.vector), key=lambda one: -one.score)
             for result in results
         ]
-        return lists if self._is_batch else lists[0]
+        return lists if self._options else lists[0]

@@ -23,7 +23,7 @@ from loraplex.router.api.vectors.fields import (
     read_body,
     usage_of,
 )
-from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
+from loraplex.router.call import ChoiceResult, PromptInfo, VectorCall
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 SHAPES = ("texts", "inputs")
@@ -117,9 +117,6 @@ def _text(index: int, given: EmbedInput) -> str:
 
 
 class CohereEmbedFormatter(WholeFormatter):
-    def __init__(self, head: AnswerHead, options: EmbedOptions) -> None:
-        self._head, self._options = head, options
-
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         tokens = {"input_tokens": usage_of(prompts).prompt_tokens}
         return CohereEmbeddings(

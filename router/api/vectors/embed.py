@@ -17,7 +17,7 @@ from loraplex.router.api.request.fields import (
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import check_unknown_parts
 from loraplex.router.api.vectors.fields import MAX_INPUTS, READ_ALONE, WholeFormatter
-from loraplex.router.call import AnswerHead, ChoiceResult, GenerationCall, PromptInfo, VectorCall
+from loraplex.router.call import ChoiceResult, GenerationCall, PromptInfo, VectorCall
 
 EmbedShape = Literal["lorax", "tei"]
 # Fields that LoRAX's client always sends, be it as null: without them the answer is TEI's.
@@ -94,9 +94,6 @@ def _normalises(request: EmbedBody, shape: EmbedShape) -> bool | None:
 
 
 class EmbedFormatter(WholeFormatter):
-    def __init__(self, head: AnswerHead, shape: EmbedShape) -> None:
-        self._shape = shape
-
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         vectors = [result.vector for result in results]
-        return LoraxEmbedding(vectors[0]) if self._shape == "lorax" else vectors
+        return LoraxEmbedding(vectors[0]) if self._options == "lorax" else vectors

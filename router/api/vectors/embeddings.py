@@ -20,7 +20,7 @@ from loraplex.router.api.vectors.fields import (
     read_body,
     usage_of,
 )
-from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
+from loraplex.router.call import ChoiceResult, PromptInfo, VectorCall
 
 PromptText = Annotated[str, Meta(max_length=1 << 14)]
 
@@ -75,9 +75,6 @@ class EmbeddingsFormatter(WholeFormatter):
     prefix: str = "embd"
     one: Callable[..., Any] = EmbeddingObject
     several: Callable[..., Any] = EmbeddingList
-
-    def __init__(self, head: AnswerHead, options: WrittenAs) -> None:
-        self._head, self._options = head, options
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         head, options = self._head, self._options

@@ -42,7 +42,11 @@ Encoding = Literal["float", "base64"]
 
 
 class WholeFormatter(Formatter):
-    """Of answers that are sent when they are complete."""
+    """Writes answers that are sent when they are complete. options: as the subclass reads them."""
+
+    def __init__(self, head: AnswerHead, options: Any) -> None:
+        self._head = head
+        self._options = options
 
     def prompt(self, info: PromptInfo) -> bytes:
         return b""

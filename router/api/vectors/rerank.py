@@ -21,7 +21,7 @@ from loraplex.router.api.vectors.fields import (
     read_body,
     usage_of,
 )
-from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, VectorCall
+from loraplex.router.call import ChoiceResult, PromptInfo, VectorCall
 
 RerankShape = Literal["documents", "texts"]
 _SHAPES: tuple[RerankShape, ...] = ("documents", "texts")
@@ -155,9 +155,6 @@ def _of_tei(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> Api
 
 
 class RerankFormatter(WholeFormatter):
-    def __init__(self, head: AnswerHead, options: RerankOptions) -> None:
-        self._head, self._options = head, options
-
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         options, usage = self._options, usage_of(prompts)
         ranked = [
@@ -171,19 +168,15 @@ class RerankFormatter(WholeFormatter):
         meta = RerankMeta(
             RerankVersionMeta(str(options.version)), RerankTokens(usage.prompt_tokens)
         )
-        answer = RerankAnswer(
+        return RerankAnswer(
             options.written.id_of("rerank", self._head), self._head.model, ranked, usage, meta
         )
-        return answer
 
 
 class TeiRerankFormatter(WholeFormatter):
-    def __init__(self, head: AnswerHead, texts: tuple[str, ...]) -> None:
-        self._texts = texts
-
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         return [
-            TeiRank(index, score, self._texts[index] if self._texts else UNSET)
+            TeiRank(index, score, self._options[index] if self._options else UNSET)
             for index, score in _ranked(results)
         ]
 

@@ -24,7 +24,6 @@ from loraplex.router.api.vectors.fields import (
     usage_of,
 )
 from loraplex.router.call import (
-    AnswerHead,
     ChoiceResult,
     PromptInfo,
     RequestError,
@@ -93,16 +92,12 @@ def _texts(plain: dict[str, Any], request: ScoreBody, names: tuple[str, ...]) ->
 
 
 class ScoreFormatter(WholeFormatter):
-    def __init__(self, head: AnswerHead, options: WrittenAs) -> None:
-        self._head, self._options = head, options
-
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         head = self._head
         data = [ScoreObject(result.prompt_index, result.vector[0]) for result in results]
-        answer = ScoreList(
+        return ScoreList(
             self._options.id_of("score", head), head.created, head.model, data, usage_of(prompts)
         )
-        return answer
 
 
 _NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}
@@ -171,18 +166,15 @@ def _prompts(request: LabelScoreBody) -> list[Any]:
 
 
 class LabelScoreFormatter(WholeFormatter):
-    """softened: the temperature of the softmax; None = there is none."""
-
-    def __init__(self, head: AnswerHead, softened: float | None) -> None:
-        self._head, self._softened = head, softened
+    """options: the temperature of the softmax; None = there is none."""
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         scores = [self._scores(result.tokens[0].listed) for result in results]
         return LabelScores(scores, self._head.model, usage_of(prompts))
 
     def _scores(self, labels: Sequence[TopToken]) -> list[float]:
-        if self._softened is None:
+        if self._options is None:
             return [math.exp(label.logprob) for label in labels]
         most = max(label.logprob for label in labels)
-        parts = [math.exp((label.logprob - most) / self._softened) for label in labels]
+        parts = [math.exp((label.logprob - most) / self._options) for label in labels]
         return [part / sum(parts) for part in parts]

@@ -88,7 +88,7 @@ class FleetState(msgspec.Struct, frozen=True):
 
 
 class ServedSettings(msgspec.Struct, frozen=True):
-    """Of SGLang's settings those that mean something here."""
+    """SGLang's settings, as far as they mean something here."""
 
     model_path: str
     tokenizer_path: str

@@ -1,6 +1,6 @@
 """Cohere's `/v2/chat`: a body becomes that of OpenAI's chat. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
@@ -156,7 +156,7 @@ class CohereChatBody(SharedBody, frozen=True, kw_only=True):
     """messages: Cohere's. Their `tool_plan` and parts of type `thinking` are reasoning, documents
     among tools' results texts. safety_mode: a variable of the chat template."""
 
-    refused: ClassVar = REFUSED
+    refused: ClassVar[Mapping[str, Elsewhere]] = REFUSED
 
     messages: list[dict[str, Any]]
     tools: OfferedTools | None = None

@@ -102,7 +102,7 @@ _ANTHROPIC_TYPES = {
 _NO_RETRY: frozenset[Cause] = frozenset(
     ("quarantined", "conflict", "idempotency_conflict", "not_served")
 )
-# What opens the door (RFC 9110 section 11.6.1).
+# The credentials that are asked for (RFC 9110 section 11.6.1).
 _CHALLENGE = {"www-authenticate": "Bearer"}
 # Causes for which a Retry-After is sent even when nobody knew how long.
 _RETRY_AFTER_S: dict[Cause, float] = {"overloaded": 1.0, "rate_limited": 1.0, "unavailable": 2.0}
@@ -195,7 +195,7 @@ def dialect_of_path(path: str) -> Dialect:
 
 
 def from_adapter_error(error: AdapterError, param: str | None = None) -> RequestError:
-    """What a catalog, source or worker said of an adapter."""
+    """The error of a catalog, source or worker about an adapter, for the caller."""
     return RequestError(
         _OF_ADAPTER[error.code],
         error.message,
@@ -206,7 +206,7 @@ def from_adapter_error(error: AdapterError, param: str | None = None) -> Request
 
 
 def from_engine_error(code: ErrorCode, message: str) -> RequestError:
-    """What a worker said of a sequence."""
+    """The error of a worker about a sequence, for the caller."""
     return RequestError(_OF_ENGINE[code], message)
 
 
@@ -263,7 +263,7 @@ def error_table(dialect: Dialect) -> dict[int, tuple[str, ...]]:
 
 
 def _name(row: _Row, cause: Cause, dialect: Dialect) -> str:
-    """What a program tells errors apart by."""
+    """The name by which a program tells errors apart."""
     if dialect == "lorax":
         return row.error_type
     if dialect == "anthropic":

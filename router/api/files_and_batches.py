@@ -1,4 +1,4 @@
-"""What callers ask of `/v1/files` and `/v1/batches`: bodies, form fields and queries. Pure."""
+"""OpenAI's `/v1/files` and `/v1/batches`: bodies, form fields, queries and answers. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence

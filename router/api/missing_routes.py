@@ -27,7 +27,7 @@ _NOT_SERVED = {
 
 
 def hint(path: str) -> str | None:
-    """What the answer to a request for it says; None for a path that nobody has."""
+    """The hint in the answer to a request for it; None for a path that nobody has."""
     wanted = path.rstrip("/")
     if wanted in _NOT_SERVED:
         return f"this server has no {_NOT_SERVED[wanted]}"

@@ -14,16 +14,15 @@ from loraplex.router.api.errors import AnthropicError, Dialect, LoraxError, Open
 from loraplex.router.api.files_and_batches import MAX_FILES_LISTED
 from loraplex.router.api.messages.request import REFUSED_OF_TOOL
 from loraplex.router.api.openai.chat import OF_ONE
-from loraplex.router.api.openai.common import WHOLE_AT_MINUS_ONE, SharedBody
+from loraplex.router.api.openai.common import WHOLE_AT_MINUS_ONE
 from loraplex.router.api.operations import OPERATIONS, Operation
 from loraplex.router.api.request.fields import BOUNDS
 from loraplex.router.api.request.formatter import ApiLimits
-from loraplex.router.api.request.known_elsewhere import ELSEWHERE, Elsewhere, aliases_of
+from loraplex.router.api.request.known_elsewhere import ELSEWHERE, Body, Elsewhere, aliases_of
 from loraplex.router.api.responses.request import UNSTORED, ResponsesBody
-from loraplex.router.api.sglang.generate import SglangBody
 from loraplex.router.api.sglang.lmdeploy import SHAPES as SHAPES_OF_LMDEPLOY
 from loraplex.router.api.vectors.cohere import SHAPES as COHERE_SHAPES
-from loraplex.router.api.vectors.fields import MAX_INPUTS, READ, ReadBody
+from loraplex.router.api.vectors.fields import MAX_INPUTS, READ
 from loraplex.router.api.vectors.score import SIDES
 
 Schema = dict[str, Any]
@@ -253,15 +252,15 @@ def _say_body(body: Schema, kind: type[msgspec.Struct], limits: ApiLimits) -> No
     body.setdefault("additionalProperties", _NO)
     properties: dict[str, Schema] = body["properties"]
     _say_bounds(properties, limits)
-    harmless: frozenset[str] = getattr(kind, "harmless", frozenset())
-    unread: dict[str, Schema] = dict.fromkeys(harmless, {})
+    body_of = kind if issubclass(kind, Body) else Body
+    unread: dict[str, Schema] = dict.fromkeys(body_of.harmless, {})
     if "metadata" in unread:
         unread["metadata"] = {"type": ["object", "null"]}
-    if issubclass(kind, SharedBody | ReadBody | SglangBody):
+    if issubclass(kind, Body):
         unread = _neutral(ELSEWHERE) | unread
     for name, schema in unread.items():
         properties.setdefault(name, schema)
-    properties |= _neutral(getattr(kind, "refused", {}))
+    properties |= _neutral(body_of.refused)
     if kind is ResponsesBody and not limits.stores_responses:
         properties |= _neutral(UNSTORED)
     properties |= {alias: properties[own] for alias, own in aliases_of(properties).items()}
@@ -273,7 +272,7 @@ def _neutral(fields: Mapping[str, Elsewhere]) -> dict[str, Schema]:
 
 
 def _message(message: Schema) -> Schema:
-    """Only the assistant may call tools, and have no content beside them."""
+    """Says that only the assistant may call tools, and have no content with them."""
     properties = message["properties"]
     spoken = [kind for kind in properties["content"]["anyOf"] if kind.get("type") != "null"]
     for kind in spoken:
@@ -383,7 +382,7 @@ def _prompts(most: int) -> Schema:
 
 
 def _bound(schema: Schema, kind: str, **bounds: Any) -> None:
-    """Of the alternative of this type, if there is one."""
+    """Bounds the alternative of this type, if there is one."""
     for alternative in _alternatives(schema):
         if alternative.get("type") == kind:
             alternative |= bounds

@@ -156,7 +156,7 @@ def _admin(
 def _post(
     path: str, summary: str, request: Any, answer: Any = None, event: Any = None, done: bool = False
 ) -> Operation:
-    """What callers post."""
+    """A route that callers post to."""
     return Operation(
         path,
         "post",
@@ -169,7 +169,7 @@ def _post(
 
 
 def _keyed(path: str, summary: str, answer: Any, *query: str) -> Operation:
-    """What any caller with a key may read."""
+    """A route that any caller with a key may read."""
     return Operation(path, "get", summary, answers=(answer,), key=True, query=query)
 
 

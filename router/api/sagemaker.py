@@ -26,7 +26,7 @@ _NO_SESSION = "answers keep no state: send the whole conversation, whose prefix 
 
 
 class Invocation(msgspec.Struct, frozen=True):
-    """What the headers say. adapter: the one that SageMaker's header names. streams: the caller
+    """The headers. adapter: the one that SageMaker's header names. streams: the caller
     takes events. has_session: SageMaker's header names one."""
 
     adapter: str | None = None
@@ -71,7 +71,7 @@ def parse(
 def _reader(
     shape: Shape, plain: dict[str, Any], limits: ApiLimits
 ) -> Callable[[dict[str, Any], ApiLimits, str | None], ApiRequest] | None:
-    """Of texts that are read for numbers; None where an answer is wanted."""
+    """The parser of a body whose texts are read for numbers; None where an answer is wanted."""
     if shape == "query":
         return partial(rerank.parse_plain, version=1)
     if shape in ("queries", "text_1", "data_1"):

@@ -133,7 +133,7 @@ class AdapterRoutes:
         return await self._answer(await self._rollouts.promote(name, digest, who(request)))
 
     async def rollback(self, request: Request) -> Response:
-        """Of a rollout, while one has shares; else to what the name meant before."""
+        """Ends a rollout, while one has shares; else goes back to the name's meaning before."""
         name = _named(request)
         digest = parse_digest(await read_json_body(request, self._body_limits))
         return await self._answer(await self._rollouts.back(name, digest, who(request)))

@@ -254,7 +254,7 @@ def _post(path: str, endpoint: Endpoint) -> Route:
 
 
 class _Errors:
-    """What ends a request before its first byte, as an answer."""
+    """Answers of requests that end before their first byte."""
 
     def __init__(self, errors: CallerErrors) -> None:
         self._errors = errors
@@ -271,7 +271,7 @@ class _Errors:
         return await self.on_request_error(request, RequestError("unavailable", message))
 
     async def on_http_error(self, request: Request, error: Exception) -> Response:
-        """What Starlette's router found: no such path, or another method."""
+        """Answers what Starlette's router found: no such path, or another method."""
         assert isinstance(error, HTTPException)
         cause = _CAUSES.get(error.status_code, "invalid")
         path = request.scope["path"]

@@ -1,4 +1,4 @@
-"""The console: static files beside this module, served with a strict content security policy.
+"""The console: static files next to this module, served with a strict content security policy.
 
 They hold no data; what the page shows it asks of the API, with the keys that its user types.
 """

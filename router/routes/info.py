@@ -73,7 +73,7 @@ class InfoRoutes:
         return Response(body, headers={"content-type": content_type})
 
     async def metrics_of_port(self, request: Request) -> Response:
-        """Of the process, if the port is its alone: of others it knows nothing."""
+        """Metrics of the process, if the port is its alone: it knows nothing of others."""
         count = self._service.config.router_processes
         if count > 1:
             raise RequestError(
@@ -174,7 +174,7 @@ class InfoRoutes:
         return [one for one in self._adapters(caller) if not one.is_broken]
 
     async def _names_for_anyone(self, request: Request) -> list[str]:
-        """Who shows no good key sees the model and the limits, and no adapter."""
+        """Names of adapters. A caller without a good key sees the model and the limits alone."""
         try:
             return [one.name for one in self._good(await self._caller(request))]
         except RequestError:

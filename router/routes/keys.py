@@ -86,7 +86,7 @@ class KeyRoutes:
 
 
 class UsageRoutes:
-    """What was used: a tenant's own with any of its keys, all with the admin key."""
+    """Usage: a tenant's own with any of its keys, all with the admin key."""
 
     def __init__(self, service: Service, operator: OperatorRoutes) -> None:
         self._tenancy = service.tenancy
@@ -130,7 +130,7 @@ class UsageRoutes:
             raise _no_store() from None
 
     async def _tenants(self, request: Request, first: int, last: int) -> list[str]:
-        """Those whose use of these days the caller may see. Raises RequestError, StoreDown."""
+        """Tenants whose use of these days the caller may see. Raises RequestError, StoreDown."""
         asked = parse_tenant(request.query_params)
         try:
             self._operator.check(request)

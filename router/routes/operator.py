@@ -91,7 +91,7 @@ def _digest(key: str) -> bytes:
 
 
 def who(request: Request) -> str:
-    """Who asks, as far as is known, for people."""
+    """The caller, as far as is known, for people."""
     return "api" if request.client is None else f"api {request.client.host}"
 
 

@@ -81,7 +81,7 @@ class TokenizeRoutes:
         return LongAnswer(await model.turns.written(len(ids), answer))
 
     async def _render(self, request: Request, parse: Parse[ApiRequest], prefix: str) -> Response:
-        """vLLM's: what a generation would run, beside the body's own words."""
+        """Answers as vLLM: the prompt and sampling of a generation, and the body's own words."""
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
         call = (await self._parsed(request, caller, body, parse)).call
@@ -132,7 +132,7 @@ class TokenizeRoutes:
 
 
 def _uncut(call: GenerationCall) -> GenerationCall:
-    """Of any length, unless it asks to be cut: what is counted may have to be shortened."""
+    """The call with a prompt of any length, unless it asks to be cut: counting must not refuse."""
     return call if call.truncate else msgspec.structs.replace(call, truncate=MAX_INT32)
 
 

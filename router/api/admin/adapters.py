@@ -47,13 +47,13 @@ def partial_of(manifest: AdapterManifest) -> PartialObject | None:
 
 
 def partial_object(registration: Registration) -> PartialObject | None:
-    """Of what a name means; None also while that is not known."""
+    """Reports on what a name means; None also while that is not known."""
     content = registration.content
     return None if content is None else partial_of(content.manifest)
 
 
 def partial_note(registration: Registration) -> str:
-    """What a load's answer in plain text ends with; "" where nothing is missing."""
+    """The end of a load's answer in plain text; "" where nothing is missing."""
     found = partial_object(registration)
     return "" if found is None else f" It is {found.message}."
 
@@ -97,7 +97,7 @@ class DigestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChangeObject(msgspec.Struct, frozen=True):
-    """What a name meant from `since` (Unix seconds) on. ref: with its commit. before: a digest."""
+    """A name's meaning from `since` (Unix seconds) on. ref: has its commit. before: a digest."""
 
     digest: str
     since: int
@@ -312,7 +312,7 @@ class AdapterObject(msgspec.Struct, frozen=True):
 
     tenant: whose name it is; null = the fleet's. tool_format: what its registration says of it.
     partial: null = every module that its config targets has weights.
-    ends: tokens that end its answers, beside the base's; null = not looked for yet.
+    ends: tokens that end its answers, in addition to the base's; null = not looked for yet.
     resident_on, loading_on: ids of workers. running: requests of this router. last_used: Unix
     seconds. history: oldest first.
     """
@@ -380,7 +380,7 @@ def parse_register(body: bytes, default_source: str) -> tuple[RegisterBody, Adap
 
 
 def _target(request: RegisterBody, default_source: str) -> AdapterRef:
-    """What a registration names. Raises RequestError."""
+    """Finds the reference that a registration names. Raises RequestError."""
     parts = (request.source, request.id, request.revision)
     if request.versions is not None:
         is_alone = (request.ref, *parts) == (None,) * 4
@@ -397,7 +397,7 @@ def _target(request: RegisterBody, default_source: str) -> AdapterRef:
 
 
 def check_versions_alone(request: RegisterBody) -> None:
-    """Of a name that is registered. Raises RequestError."""
+    """Checks a registered name's body for what only new names take. Raises RequestError."""
     others = {
         "pin": request.pin,
         "token": request.token is not None,
@@ -444,7 +444,7 @@ def format_named(name: str | None) -> str | None:
 
 
 def parse_tenant(query: Mapping[str, str]) -> str | None:
-    """Whose name is meant, by the query; None = it does not say. Raises RequestError."""
+    """Reads the tenant from the query; None = none is said. Raises RequestError."""
     tenant = query.get("tenant")
     if tenant:
         try:
@@ -456,7 +456,7 @@ def parse_tenant(query: Mapping[str, str]) -> str | None:
 
 
 def parse_target(text: str, param: str, default_source: str) -> AdapterRef:
-    """What a name shall mean; a path is a folder. Raises RequestError."""
+    """Parses the reference that a name shall mean; a path is a folder. Raises RequestError."""
     if text.startswith("/"):
         text = f"local:{text}"
     try:

@@ -1,4 +1,4 @@
-"""What `GET /v1/fleet` shows: workers, their arenas, adapters, the queue, recent errors. Pure."""
+"""`GET /v1/fleet`: workers, their arenas, adapters, the queue, recent errors. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal

@@ -42,7 +42,7 @@ class CreateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChangeKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is absent stays. expires_at: null = never. priority: null = the tenant's."""
+    """Absent fields stay. expires_at: null = never. priority: null = the tenant's."""
 
     label: Label | UnsetType = UNSET
     models: list[ModelPattern] | UnsetType = UNSET

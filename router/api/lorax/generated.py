@@ -264,7 +264,7 @@ def finish_reason(finish: FinishReason) -> LoraxFinish:
 def head_headers(
     head: AnswerHead, base_name: str, compute_type: str, adapter_source: str | None
 ) -> dict[str, str]:
-    """What LoRAX says of every answer, streams included, before the first token."""
+    """LoRAX's headers of every answer, streams included, before the first token."""
     headers = {"x-compute-type": compute_type, "x-model-id": base_name}
     if head.adapter_id is not None:
         headers["x-adapter-id"] = head.adapter_id
@@ -275,7 +275,7 @@ def head_headers(
 def count_headers(
     prompts: Sequence[PromptInfo], results: Sequence[ChoiceResult], timings: Timings
 ) -> dict[str, str]:
-    """What LoRAX adds when the whole answer is known. Times are milliseconds."""
+    """LoRAX's headers once the whole answer is known. Times are milliseconds."""
     prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
     generated = sum(result.generated_tokens for result in results)
     headers = {

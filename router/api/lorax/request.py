@@ -55,9 +55,9 @@ SAID_HERE = {
     "truncate_prompt_tokens": "truncate",
 }
 _LEAST = ("min_new_tokens", "min_tokens")
-# What stands in their bodies where `inputs` and `parameters` stand here.
+# Other servers' names of `inputs` and `parameters`.
 _SAID_BESIDE = {"prompt": "inputs", "text": "inputs", "sampling_params": "parameters"}
-# Of names that are known here or on OpenAI's routes: values that ask for nothing, beside the empty.
+# Values that ask for nothing, of names known here or on OpenAI's routes; empty ones do, too.
 _NEUTRAL: dict[str, Any] = {
     "n": 1,
     **dict.fromkeys(("min_p", "min_tokens", "min_new_tokens", "priority", "top_n_tokens"), 0),
@@ -142,7 +142,7 @@ def _repeats(parameters: dict[str, Any], name: str, value: Any) -> bool:
 Route = Literal["/", "/generate", "/generate_stream"]
 # LoRAX's name of one thing, and TGI's.
 _LIKELY = ("return_k_alternatives", "top_n_tokens")
-# What LoRAX's routes take of the model's advice: of draws they have LoRAX's own defaults.
+# The model's advice that LoRAX's routes take: draws have LoRAX's own defaults.
 _ADVISED = ("repetition_penalty", "min_tokens")
 
 

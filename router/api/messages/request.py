@@ -1,5 +1,6 @@
 """Anthropic's `/v1/messages`: request bodies and answers. Pure."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -74,7 +75,7 @@ class NoChoice(msgspec.Struct, frozen=True, tag_field="type", tag="none"):
 InputTools = Annotated[list[InputTool], Meta(max_length=MAX_TOOLS)]
 MessageToolChoice = AutoChoice | AnyChoice | NamedChoice | NoChoice
 
-# Fields of a tool that would change what the model sees, by what asks for nothing beside null.
+# Fields of a tool that would change what the model sees, by the values that ask for nothing.
 REFUSED_OF_TOOL = {
     "input_examples": Elsewhere(([],), "say so in `description`"),
     "allowed_callers": Elsewhere(([], ["direct"]), "the model alone calls tools"),
@@ -86,7 +87,7 @@ def input_tools_of(
     choice: MessageToolChoice | None,
     plain: list[dict[str, Any]] | None,
 ) -> Tools | None:
-    """What the model may call; None = nothing. plain: the tools as they came. Raises
+    """Finds the tools that the model may call; None = none. plain: the tools as they came. Raises
     RequestError."""
     for i, fields in enumerate(plain or ()):
         check_refused(fields, REFUSED_OF_TOOL, f"tools[{i}].")
@@ -120,7 +121,7 @@ class MessageMetadata(msgspec.Struct, frozen=True):
 
 class ThinkingFields(msgspec.Struct, frozen=True):
     """disabled, enabled: templates with such a switch turn reasoning off or on. adaptive: as the
-    model likes. budget_tokens: beside enabled, at most so many. display: `summarized` is none:
+    model likes. budget_tokens: with enabled, at most so many. display: `summarized` is none:
     answers have the reasoning itself."""
 
     type: Literal["disabled", "adaptive", "enabled"]
@@ -147,7 +148,7 @@ _KEEPS_ALL: tuple[dict[str, Any], ...] = (
     {"edits": []},
     {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
 )
-# Fields that are not served, by what asks for nothing beside null.
+# Fields that are not served, by the values that ask for nothing; null does, too.
 REFUSED = {
     "stop": Elsewhere(([], ""), "use `stop_sequences`"),
     "user": Elsewhere((), "use `metadata.user_id`"),
@@ -172,7 +173,7 @@ class MessagesBody(SharedBody, frozen=True, kw_only=True):
     chat_template_kwargs: an extension: further variables of the chat template.
     """
 
-    refused: ClassVar = REFUSED
+    refused: ClassVar[Mapping[str, Elsewhere]] = REFUSED
 
     messages: list[Turn]
     max_tokens: Positive
@@ -188,7 +189,7 @@ class MessagesBody(SharedBody, frozen=True, kw_only=True):
 
 
 class CountTokensBody(MessagesBody, frozen=True, kw_only=True):
-    """What would be sent to `/v1/messages`. What is not of the prompt is of no effect."""
+    """A body of `/v1/messages`. Fields that do not change the prompt have no effect."""
 
     max_tokens: Positive | None = None  # type: ignore[assignment]  # where an answer needs one
 
@@ -214,7 +215,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
 
 
 def parse_count(body: bytes, limits: ApiLimits, bearer: str | None) -> GenerationCall:
-    """What a generation would run. Raises RequestError."""
+    """The call that a generation would run. Raises RequestError."""
     return _request(body, CountTokensBody, limits, bearer).call
 
 

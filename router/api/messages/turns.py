@@ -61,7 +61,7 @@ class _Placed(msgspec.Struct, frozen=True):
     where: str
 
 
-# Who may say what.
+# Blocks that one speaker alone may send.
 _SPEAKERS: dict[str, Speaker] = {
     "thinking": "assistant",
     "redacted_thinking": "assistant",

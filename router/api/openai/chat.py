@@ -79,7 +79,7 @@ class AnswerCall(msgspec.Struct, frozen=True):
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
-    """content: null beside calls without text. reasoning_content: the older name of `reasoning`."""
+    """content: null with calls and no text. reasoning_content: the older name of `reasoning`."""
 
     role: Literal["assistant"]
     content: str | None
@@ -213,7 +213,7 @@ class ChatFormatter(OpenAIFormatter):
         return data
 
     def _reasoning_now(self, event: TextEvent) -> str:
-        """What of the reasoning the event's chunk carries."""
+        """The reasoning that the event's chunk carries."""
         sent = self._options.reasoning
         if sent == "streamed":
             return event.reasoning
@@ -294,7 +294,7 @@ class ChatFormatter(OpenAIFormatter):
     def _logprobs(self, tokens: Sequence[TextToken]) -> ChoiceLogprobs | None:
         if self._options.logprobs is None:
             return None
-        # Those that are part of the message: special ones are where they are written.
+        # Tokens that are part of the message: special ones are where they are written.
         every = self._options.tokens_as_ids
         return ChoiceLogprobs([self._token(t) for t in tokens if every or not t.special or t.text])
 
@@ -365,7 +365,7 @@ class BatchChatBody(ChatBody, frozen=True, kw_only=True):
     messages: list[list[Message]]  # type: ignore[assignment]  # where a chat has one
 
 
-# What one conversation alone has, by what asks for nothing beside null.
+# Fields that one conversation alone may use, by the values that ask for nothing.
 OF_ONE = {
     "stream": Elsewhere((False,), "answers of several conversations are whole"),
     "n": Elsewhere((1,), "each conversation has one choice"),
@@ -446,7 +446,7 @@ def _reasoning_sent(request: ChatBody) -> ReasoningSent:
 
 
 def _text_of(last: Message) -> str:
-    """What vLLM's `echo` puts before the answer: the last message, if the assistant began it."""
+    """The text that vLLM's `echo` puts before the answer: the last message, if the assistant's."""
     if last.role != "assistant":
         return ""
     content = last.content

@@ -1,6 +1,5 @@
 """Shared by the bodies of OpenAI's routes: fields and their checks. Pure."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -26,7 +25,6 @@ from loraplex.router.api.request.fields import (
 )
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.api.request.known_elsewhere import (
-    Elsewhere,
     check_unknown_parts,
     same,
     typed_by_aliases,
@@ -62,7 +60,7 @@ Truncation = Annotated[int, Meta(ge=-1, le=MAX_INT32, extra_json_schema={"not": 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     """include_usage: one more chunk, with the counts, before `[DONE]`. continuous_usage_stats
-    (vLLM's): beside it, the counts so far in each chunk."""
+    (vLLM's): the counts so far in each chunk, as well."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -76,8 +74,7 @@ class SharedBody(GenerationFields, frozen=True, kw_only=True):
     = the base.
     """
 
-    harmless: ClassVar = HARMLESS
-    refused: ClassVar[Mapping[str, Elsewhere]] = {}
+    harmless: ClassVar[frozenset[str]] = HARMLESS
 
     model: str | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -173,8 +170,8 @@ def adapter_by(
     limits: ApiLimits,
     bearer: str | None,
 ) -> AdapterChoice | MergedChoice | None:
-    """By `model`, SGLang's `base:adapter` too, or by `lora_path` or `merged_adapters` beside the
-    base's name. path: of `lora_path`.
+    """The adapter named by `model`, SGLang's `base:adapter` too, or by `lora_path` or
+    `merged_adapters` with the base's name. path: `lora_path`.
 
     Raises RequestError.
     """
@@ -242,7 +239,7 @@ def sampling_of(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """What the request says, else the model's own defaults, else OpenAI's. Raises RequestError."""
+    """The request's sampling, else the model's defaults, else OpenAI's. Raises RequestError."""
     check_counts(request, max_tokens, limits)
     said = request.temperature
     return sampling_params(
@@ -307,7 +304,7 @@ def _listing(sampling: SamplingParams, body: OpenAIBody) -> SamplingParams:
 
 
 def _asked(body: OpenAIBody) -> Shape | None:
-    """What all of them ask for together. Raises RequestError, for two that differ, too."""
+    """The form that all fields ask for together. Raises RequestError, for two that differ, too."""
     spaces = whitespace_of(body.guided_whitespace_pattern, "guided_whitespace_pattern")
     guided = [
         json_of(body.guided_json, "guided_json", spaces),

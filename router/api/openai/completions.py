@@ -251,7 +251,7 @@ def request_of(request: CompletionsBody, limits: ApiLimits, bearer: str | None) 
 
 
 def _prompt_logprobs(request: CompletionsBody) -> int | None:
-    """Alternatives beside the prompt's tokens: asked for, or those of an echoed prompt."""
+    """Alternatives to the prompt's tokens: asked for, or those of an echoed prompt."""
     echoed = request.logprobs if request.echo else None
     return max((n for n in (request.prompt_logprobs, echoed) if n is not None), default=None)
 

@@ -20,7 +20,7 @@ from loraplex.router.call import (
 )
 
 OpenAIFinish = Literal["stop", "length", "tool_calls"]
-# What becomes of an answer's reasoning: sent as it comes, or at once when it is over, or left out.
+# The way of an answer's reasoning: sent as it comes, or at once when it is over, or left out.
 ReasoningSent = Literal["streamed", "whole", "never"]
 # Which chunks of a stream carry the counts.
 UsageIn = Literal["none", "last", "each"]
@@ -30,7 +30,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a request wants its answer.
 
     logprobs, prompt_logprobs: alternatives a token; None = neither token nor alternatives.
-    token_ids: send the ids beside the text. tokens_as_ids: name tokens `token_id:ID`, and list
+    token_ids: send the ids with the text. tokens_as_ids: name tokens `token_id:ID`, and list
     those that are no part of a message, too. id: the caller's own, in place of the request's.
     named_call: the caller named the tool to call, so that a call is what ends an answer.
     echoes_prompt: each prompt's text stands before its answers' (completions). echoed: what stands
@@ -50,7 +50,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     echoed: str = ""
 
     def name(self, token_id: int, text: str) -> str:
-        """Of a token, in logprobs."""
+        """The name of a token, in logprobs."""
         return f"token_id:{token_id}" if self.tokens_as_ids else text
 
     def ids(self, token_ids: Sequence[int]) -> list[int] | None:
@@ -87,7 +87,7 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
-# Of each token of a prompt, by id: itself and the likeliest; null for the first.
+# For each token of a prompt, by id: itself and the likeliest; null for the first.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
@@ -126,7 +126,7 @@ class OpenAIFormatter(ABC):
         return _usage(self._prompts, self._num_tokens, self._num_reasoning)
 
     def _usage_of(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Usage:
-        """Of a whole answer."""
+        """The counts of a whole answer."""
         num_tokens = sum(result.generated_tokens for result in results)
         return _usage(prompts, num_tokens, sum(result.reasoning_tokens for result in results))
 

@@ -16,7 +16,7 @@ from loraplex.adapters.common.strict_json import (
 )
 from loraplex.router.call import RequestError
 
-# What is cheap to send must not be dear to walk: arrays, objects and keys; values of any kind.
+# Limits of what is cheap to send and dear to walk: arrays, objects and keys; values of any kind.
 MAX_PARTS = 1 << 16
 MAX_VALUES = 1 << 18
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -126,7 +126,7 @@ def _field_error(error: msgspec.ValidationError, kind: Any) -> RequestError:
     return RequestError("invalid", str(fault), param=fault.field or None)
 
 
-# Of a value that a message quotes.
+# Characters of a value that a message quotes.
 _MOST_SHOWN = 80
 _PLACE = re.compile(r"(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
 _STEP = re.compile(r"(\w+)|\[[^\]]*\]")
@@ -167,7 +167,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _words(what: str) -> str:
-    """msgspec's own, as they go on behind a field's name."""
+    """msgspec's own words, as they go on behind a field's name."""
     return _PATTERN.sub(r"of the form \g<form>", what[:1].lower() + what[1:])
 
 
@@ -192,7 +192,7 @@ def _fields_at(kind: Any, path: str) -> list[str]:
 
 
 def _types_at(kind: Any, path: str) -> list[inspect.Type]:
-    """What may stand at a place such as `versions[0].weight`."""
+    """The types that may stand at a place such as `versions[0].weight`."""
     types = list(_alternatives(_type_info(kind)))
     for step in _STEP.finditer(path):
         types = [found for one in types for found in _inside(one, step[1])]

@@ -12,7 +12,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """Of the kinds that OpenAI has, `text` alone is served."""
+    """A part of a message. OpenAI has further types; `text` alone is served."""
 
     type: str
     text: str | None = None
@@ -32,7 +32,7 @@ class MessageToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """content may be null only beside the assistant's tool calls, reasoning or refusal.
+    """content may be null only with the assistant's tool calls, reasoning or refusal.
 
     reasoning_content, reasoning, thinking: one thing by the names that servers have for it.
     function_call, and a result of the role `function`: one call, as OpenAI had it before tools.
@@ -86,8 +86,8 @@ def _with_tool_calls(messages: list[Message], where: str) -> list[Message]:
     for i, message in enumerate(messages):
         call = message.function_call
         if call is not None:
-            beside = "goes with no `tool_calls`"
-            require(not message.tool_calls, beside, f"{where}[{i}].function_call")
+            why = "goes with no `tool_calls`"
+            require(not message.tool_calls, why, f"{where}[{i}].function_call")
             call_id = f"call{i:05}"
             calls = [MessageToolCall(call, call_id)]
             message = msgspec.structs.replace(message, tool_calls=calls, function_call=None)

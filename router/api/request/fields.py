@@ -19,6 +19,7 @@ from loraplex.adapters.merge.recipe import (
 from loraplex.adapters.ref import RefSource, parse_ref
 from loraplex.router.api.request.body import require
 from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.request.known_elsewhere import Body
 from loraplex.router.call import AdapterChoice, GenerationCall, MergedChoice, RequestError, Secret
 from loraplex.router.text.stop_patterns import compiled
 from loraplex.server.protocol import SamplingParams
@@ -304,8 +305,8 @@ def _member(
     return choice
 
 
-class AdapterFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be said of an adapter beside its name; each may be null.
+class AdapterFields(Body, frozen=True, kw_only=True):
+    """Fields about an adapter, its name apart; each may be null.
 
     merged_adapters: instead of an adapter. adapter_scale: of what the adapter adds.
     """
@@ -348,7 +349,7 @@ def adapter_named(
     needs: str,
 ) -> AdapterChoice | MergedChoice | None:
     """The adapter that field `param` names, or the default one, or those to be merged; None for the
-    base. needs: what the fields that say more of an adapter lack beside the base. Raises
+    base. needs: the error of fields that need an adapter, where the base is named. Raises
     RequestError."""
     token, source = credential(fields.api_token, bearer), fields.adapter_source
     merged, scale = fields.merged_adapters, fields.adapter_scale
@@ -401,7 +402,7 @@ def sampling_params(
 
 
 def with_fields(call: GenerationCall, fields: GenerationFields) -> GenerationCall:
-    """The call, and what the fields say beside its sampling."""
+    """The call with all fields that are no sampling."""
     return msgspec.structs.replace(
         call,
         skip_special_tokens=fields.skip_special_tokens is not False,

@@ -1,4 +1,4 @@
-"""What every API's module makes: a parsed request, and the formatter of its answer. Pure."""
+"""The products of every API's module: a parsed request, and the formatter of its answer. Pure."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from loraplex.server.protocol import Gift
 
 
 class ApiLimits(msgspec.Struct, frozen=True):
-    """What a body may ask for, and the names that mean the base.
+    """Limits of a body, and the names that mean the base.
 
     default_adapter: of a body that names neither an adapter nor the base; "" = the base.
     sampling_defaults: the model's own. LoRAX routes, which have LoRAX's defaults of a draw, take
@@ -74,7 +74,7 @@ class Formatter(Protocol):
     """
 
     def prompt(self, info: PromptInfo) -> bytes:
-        """Of a stream: once a prompt, before the first chunk of its choices."""
+        """Called once a prompt in a stream, before the first chunk of its choices."""
         ...
 
     def chunk(self, event: TextEvent) -> bytes: ...

@@ -5,7 +5,7 @@ The servers are vLLM, SGLang, TGI, LoRAX and OpenAI itself. A value that asks fo
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -48,12 +48,12 @@ _BESIDE = "its fields stand in the body itself"
 
 
 def _row(names: str, hint: str = "", *neutral: Any) -> dict[str, Elsewhere]:
-    """names: with spaces between. neutral: beside what is empty."""
+    """names: with spaces between. neutral: in addition to what is empty."""
     return dict.fromkeys(names.split(), Elsewhere((*_EMPTY, *neutral), hint))
 
 
 def _only(names: str, hint: str, *neutral: Any) -> dict[str, Elsewhere]:
-    """Of fields where false or an empty value asks for something."""
+    """The same for fields where false or an empty value asks for something."""
     return dict.fromkeys(names.split(), Elsewhere(neutral, hint))
 
 
@@ -89,7 +89,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("watermark watermarking"),
     **_row("stop_sequences", "use `stop`"),
     **_row("max_output_tokens", "use `max_tokens`"),
-    # What is reported of tokens
+    # Reports on tokens
     **_row("token_ids_logprob", "use `logprob_token_ids`"),
     **_row("logprob_token_ids stop_regex", _COMPLETIONS),
     **_row("top_logprobs top_n_tokens return_k_alternatives", "use `logprobs`", 0),
@@ -104,7 +104,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("routed_experts_start_len routed_experts_prompt_start", "experts are not reported", 0),
     **_only("detokenize", "answers are texts; `return_token_ids` adds ids", True),
     **_row("stream_interval", "the tokens of a step are one chunk", 1),
-    # Who asks, and where it runs
+    # The caller, and the place where it runs
     **_row("skip_reading_prefix_cache", "`cache_salt` keeps apart what is cached"),
     **_row("custom_labels", "metrics are by adapter"),
     **_row("kv_transfer_params ec_transfer_params session_params", _NO_CHOICE),
@@ -164,7 +164,7 @@ def without_refused(plain: dict[str, Any], refused: Mapping[str, Elsewhere]) -> 
 
 
 def check_unknown_parts(parts: dict[str, Any], known: Collection[str], where: str) -> None:
-    """Of an object inside the body. where: its name, with a dot. Raises RequestError."""
+    """Checks an object inside the body. where: its name, with a dot. Raises RequestError."""
     for name, value in parts.items():
         if value is not None and name not in known:
             raise unrecognised(name, known, where)
@@ -180,7 +180,7 @@ def unsupported(name: str, hint: str) -> RequestError:
 
 
 def unrecognised(name: str, known: Iterable[str], where: str = "") -> RequestError:
-    """Of a field that nobody knows, with the one that may be meant. where: of what it is a part."""
+    """The error of a field that nobody knows, with the one that may be meant. where: its parent."""
     shown = f"{where}{name}"[:_SHOWN]
     likely = nearest(name, known)
     meant = f"; did you mean `{where}{likely}`?" if likely else ""
@@ -210,14 +210,15 @@ ALIASES = {
 }
 
 
-class Body(Protocol):
-    """A body's struct. harmless: fields that change nothing, whatever they say."""
+class Body(msgspec.Struct, frozen=True):
+    """harmless: fields that change nothing, whatever they say. refused: fields of the route's API
+    that are not served."""
 
-    harmless: ClassVar[frozenset[str]]
-    __struct_fields__: ClassVar[tuple[str, ...]]
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, Elsewhere]] = {}
 
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=Body)
 
 
 def aliases_of(fields: Collection[str]) -> dict[str, str]:

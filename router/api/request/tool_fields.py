@@ -25,7 +25,7 @@ class OfferedFunction(msgspec.Struct, frozen=True):
 
 
 class OfferedTool(msgspec.Struct, frozen=True):
-    """Of the kinds that OpenAI has, `function` alone is served."""
+    """A tool. OpenAI has further types; `function` alone is served."""
 
     type: str
     function: OfferedFunction | None = None
@@ -63,8 +63,8 @@ _MODES: dict[str, ToolMode] = {mode: mode for mode in get_args(ToolMode)}
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """What a `tool_choice` says. names: that may be called, each with the field that says so; none
-    = all. named: the caller named one."""
+    """The meaning of a `tool_choice`. names: tools that may be called, each with its field; () =
+    all. named: the caller named one."""
 
     mode: ToolMode = "auto"
     names: tuple[tuple[str, str], ...] = ()
@@ -74,7 +74,7 @@ class Chosen(msgspec.Struct, frozen=True):
 def tools_of(
     offered: list[OfferedTool] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> Tools | None:
-    """What the model may call; None = nothing, so that its prompt has no tools either.
+    """Finds the tools that the model may call; None = none, so that its prompt has none either.
 
     Raises RequestError.
     """

@@ -1,6 +1,6 @@
 """OpenAI's `/v1/responses`: request bodies. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -119,7 +119,7 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     unless it is false, where answers are stored; background, previous_response_id: there alone.
     """
 
-    refused: ClassVar = REFUSED
+    refused: ClassVar[Mapping[str, Elsewhere]] = REFUSED
 
     input: str | list[InputItem]
     instructions: str | None = None

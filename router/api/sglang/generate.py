@@ -26,6 +26,7 @@ from loraplex.router.api.request.fields import (
 )
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import (
+    Body,
     check_unknown,
     check_unknown_parts,
     typed_by_aliases,
@@ -117,7 +118,7 @@ class SglangAnswer(msgspec.Struct, frozen=True):
 
 
 class _SoFar(msgspec.Struct):
-    """What a choice has generated."""
+    """The text and tokens of a choice so far."""
 
     text: str = ""
     ids: list[int] = []
@@ -217,7 +218,7 @@ class SglangFormatter:
         return TokenScore(value, token.token_id, self._text(token.token))
 
     def _scores(self, token: TextToken, others: Sequence[TopToken]) -> list[TokenScore] | None:
-        """others: that are shown beside the token."""
+        """others: tokens that are shown with this one."""
         if token.logprob is None:
             return None
         return [
@@ -306,7 +307,7 @@ def aborted_by(body: bytes) -> str | None:
     return None if asked.abort_all else asked.rid
 
 
-class SglangBody(msgspec.Struct, frozen=True, kw_only=True):
+class SglangBody(Body, frozen=True, kw_only=True):
     """text, input_ids: one of both; a list of texts, or of lists of ids, is several prompts.
 
     Of a list of values for several prompts, all are the same: one adapter and one way to draw.
@@ -315,7 +316,7 @@ class SglangBody(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     # They change nothing about the answer, whatever they say.
-    harmless: ClassVar = frozenset(
+    harmless: ClassVar[frozenset[str]] = frozenset(
         ("log_metrics", "no_logs", "stream_options", "conversation_id", "routing_key")
     )
 
@@ -334,7 +335,7 @@ class SglangBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: CacheSalt | None = None
 
 
-# What a completion calls them.
+# A completion's names of the fields.
 _NAMES = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
@@ -430,7 +431,7 @@ def _options(body: SglangBody, prompt: str | list[Any], n: int, scored: bool) ->
 
 
 def _listed(given: list[Any], count: int | None) -> list[int]:
-    """Of each prompt the same; one list is for all. Raises RequestError."""
+    """The ids that all prompts share; one list is for all. Raises RequestError."""
     if any(isinstance(one, list) for one in given):
         return _alike(given, count, "token_ids_logprob") or []
     return given

@@ -36,7 +36,7 @@ class LmdeployBody(SharedBody, frozen=True, kw_only=True):
     logprob."""
 
     # It changes nothing: answers keep no state.
-    harmless: ClassVar = frozenset(("session_id",))
+    harmless: ClassVar[frozenset[str]] = frozenset(("session_id",))
 
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     input_ids: Annotated[list[NonNegative], Meta(extra_json_schema={"minItems": 1})] | None = None

@@ -53,7 +53,7 @@ class LoraxClassifyBatchBody(msgspec.Struct, frozen=True):
 
 
 class ClassObject(msgspec.Struct, frozen=True):
-    """Of one text. label: the likeliest. probs: of all classes, in the model's order."""
+    """A text's classes. label: the likeliest. probs: of all classes, in the model's order."""
 
     index: int
     label: str

@@ -1,6 +1,6 @@
 """Cohere's `/v2/embed`: vectors of texts, in several kinds of numbers. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import starmap
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,7 +27,7 @@ from loraplex.router.call import ChoiceResult, PromptInfo, VectorCall
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 SHAPES = ("texts", "inputs")
-# What the model's files may call the prompt of a kind of texts, the likeliest first.
+# Names that the model's files may have for the prompt of a kind of texts, the likeliest first.
 _PROMPTS = {
     "search_query": ("search_query", "query"),
     "search_document": ("search_document", "document", "passage"),
@@ -55,7 +55,7 @@ class CohereEmbedBody(ReadBody, frozen=True, kw_only=True):
     is cut off; `NONE` = it is refused. max_tokens: of each text.
     """
 
-    refused: ClassVar = REFUSED
+    refused: ClassVar[Mapping[str, Elsewhere]] = REFUSED
 
     texts: Annotated[list[str], _TEXTS] | None = None
     inputs: Annotated[list[EmbedInput], _TEXTS] | None = None

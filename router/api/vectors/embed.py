@@ -22,7 +22,7 @@ from loraplex.router.call import ChoiceResult, GenerationCall, PromptInfo, Vecto
 EmbedShape = Literal["lorax", "tei"]
 # Fields that LoRAX's client always sends, be it as null: without them the answer is TEI's.
 _OF_LORAX = ("parameters", "stream")
-# Fields that LoRAX's body has not: beside one of them the answer is TEI's.
+# Fields that LoRAX's body lacks: with one of them the answer is TEI's.
 _OF_TEI = ("truncate", "truncation_direction", "prompt_name", "normalize", "dimensions")
 
 

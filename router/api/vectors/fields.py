@@ -34,7 +34,7 @@ from loraplex.router.call import (
 )
 from loraplex.server.protocol import SamplingParams
 
-# Of a call whose prompts are read, and nothing more.
+# The sampling of a call that only reads its prompts.
 READ_ALONE = SamplingParams(temperature=0.0, max_tokens=0)
 # Texts of one request, as OpenAI has it.
 MAX_INPUTS = 2048
@@ -96,7 +96,7 @@ class ReadBody(AdapterFields, frozen=True, kw_only=True):
     models read none. request_id: of the answer's id.
     """
 
-    harmless: ClassVar = HARMLESS
+    harmless: ClassVar[frozenset[str]] = HARMLESS
 
     model: str | None = None
     user: str | None = None
@@ -160,7 +160,7 @@ def read_body(plain: dict[str, Any], kind: type[R]) -> R:
 def input_call(
     api: Api, request: InputBody, vector: VectorCall, limits: ApiLimits, bearer: str | None
 ) -> GenerationCall:
-    """Of `input` or `messages`. Raises RequestError."""
+    """Makes the call of a body with `input` or `messages`. Raises RequestError."""
     only_one_of(msgspec.structs.asdict(request), READ)
     if request.input is not None:
         prompts = prompts_of(request.input, "input", MAX_INPUTS)

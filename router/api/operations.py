@@ -61,7 +61,7 @@ from loraplex.router.api.messages.blocks import MessageEvent, MessageObject
 from loraplex.router.api.messages.request import CountTokensBody, MessagesBody, TokenCount
 from loraplex.router.api.openai.chat import BatchChatBody, ChatBody, ChatChunk, ChatCompletion
 from loraplex.router.api.openai.completions import Completion, CompletionsBody
-from loraplex.router.api.responses.answer import ResponseObject
+from loraplex.router.api.responses.items import ResponseObject
 from loraplex.router.api.responses.request import ResponsesBody
 from loraplex.router.api.responses.stored import DeletedResponse, InputItemList
 from loraplex.router.api.responses.stream import ResponseEvent

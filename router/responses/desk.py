@@ -18,8 +18,8 @@ from starlette.responses import Response
 from loraplex.router.api.request.body import require
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.responses import request as responses
-from loraplex.router.api.responses.answer import Answer
-from loraplex.router.api.responses.input import InputItem
+from loraplex.router.api.responses.input_items import InputItem
+from loraplex.router.api.responses.items import Answer
 from loraplex.router.api.responses.stored import (
     StoredResponse,
     answer_in,

@@ -8,7 +8,7 @@ import msgspec
 
 from loraplex.router.api.files_and_batches import ListQuery
 from loraplex.router.api.request.body import require
-from loraplex.router.api.responses.answer import ResponseFailure, ResponseStatus
+from loraplex.router.api.responses.items import ResponseFailure, ResponseStatus
 
 MAX_ITEMS_LISTED = 1000
 USUAL_ITEMS_LISTED = 20

@@ -9,10 +9,14 @@ from msgspec import UNSET, UnsetType
 
 from loraplex.router.api.openai.chat import ChatTokenLogprob
 from loraplex.router.api.part_stream import PartKind, PartStatus, PartStream
-from loraplex.router.api.responses.answer import (
+from loraplex.router.api.responses.items import (
     Answer,
     Asked,
+    Called,
+    CallItem,
+    CustomCallItem,
     Item,
+    ItemStatus,
     MessageItem,
     OutputText,
     ReasoningItem,
@@ -20,16 +24,10 @@ from loraplex.router.api.responses.answer import (
     ResponseFailure,
     ResponseObject,
     ResponseUsage,
+    TextLogprobs,
     status_of,
     usage_of,
 )
-from loraplex.router.api.responses.calls import (
-    Called,
-    CallItem,
-    CustomCallItem,
-    ItemStatus,
-)
-from loraplex.router.api.responses.logprobs import TextLogprobs
 from loraplex.router.api.wire import encode, named_sse
 from loraplex.router.call import AnswerHead, ChoiceResult, PromptInfo, RequestError, TextEvent
 from loraplex.router.parts.parts import CallDelta
@@ -68,7 +66,7 @@ class _Item:
         self.event = "output_text" if kind == "text" else "reasoning_text"
 
     def place(self, logprobs: Sequence[ChatTokenLogprob]) -> dict[str, Any]:
-        """What the events of a text say beside its id. logprobs: of the event's text."""
+        """Fields of a text's events, its id apart. logprobs: of the event's text."""
         more = {"logprobs": tuple(logprobs)} if self.kind == "text" else {}
         return {"content_index": 0, **more}
 

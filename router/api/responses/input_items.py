@@ -15,7 +15,7 @@ from loraplex.router.api.request.chat_messages import (
     to_template,
 )
 from loraplex.router.api.request.known_elsewhere import unsupported
-from loraplex.router.api.responses.calls import SHELL, custom_arguments, shell_arguments
+from loraplex.router.api.responses.items import SHELL, custom_arguments, shell_arguments
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _REFERENCE = "send the item itself"
@@ -117,7 +117,7 @@ def _call(item: InputItem, kind: str, where: str) -> MessageToolCall:
 
 
 def _call_id(item: InputItem, kind: str, where: str) -> str:
-    """Those of the shell may have it as their `id` alone."""
+    """Calls of the shell may have it as their `id` alone."""
     found = item.call_id
     if found is None and kind.startswith(SHELL):
         found = item.id

@@ -1,4 +1,4 @@
-"""Answers about the router: models, info, health, version. Pure."""
+"""Answers about the router: models, info, health, version, load; SGLang's as well. Pure."""
 
 import json
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Cohere's `/v2/chat`: a body becomes that of OpenAI's chat. Pure."""
+"""Cohere's `/v2/chat`: a body becomes that of OpenAI's chat; answers, whole and in events. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args

@@ -1,4 +1,4 @@
-"""The API's operations: what each takes, answers and wants of its caller. Pure."""
+"""The API's operations: bodies, answers and the key of each. Pure."""
 
 from typing import Any, Literal
 

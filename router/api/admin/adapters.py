@@ -1,4 +1,5 @@
-"""Bodies and answers of the lifecycle routes, in loraplex's shape and in vLLM's. Pure."""
+"""Bodies and answers of the lifecycle routes, rollouts included, in the shapes of loraplex, vLLM,
+SGLang and SageMaker. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Literal, cast

@@ -1,4 +1,5 @@
-"""LoRAX's `/`, `/generate` and `/generate_stream`: request bodies. Pure."""
+"""LoRAX's `/`, `/generate` and `/generate_stream`: request bodies, and fields that are not read.
+Pure."""
 
 from collections.abc import Collection
 from typing import Annotated, Any, Literal

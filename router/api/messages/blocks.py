@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages`: the events of an answer. Pure."""
+"""Anthropic's `/v1/messages`: answers of blocks, whole and in events. Pure."""
 
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages`: request bodies and answers. Pure."""
+"""Anthropic's `/v1/messages`: request bodies and their tools. Pure."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar

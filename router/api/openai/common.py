@@ -1,4 +1,4 @@
-"""Shared by the bodies of OpenAI's routes: fields and their checks. Pure."""
+"""Shared by the bodies of OpenAI's routes: fields, their checks, the form of an answer. Pure."""
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 

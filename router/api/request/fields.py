@@ -1,4 +1,5 @@
-"""Ranges that several APIs share, as types; and which adapter a caller names. Pure."""
+"""Fields that several APIs share: types with their ranges, bounds that options set, the adapter and
+the sampling that they ask for. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256

@@ -197,7 +197,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-# By names that other servers have: what bodies here call the same.
+# Other servers' names of fields -> their names here.
 ALIASES = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",

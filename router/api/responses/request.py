@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`: request bodies. Pure."""
+"""OpenAI's `/v1/responses`: request bodies and their tools. Pure."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

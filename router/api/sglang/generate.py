@@ -1,4 +1,4 @@
-"""SGLang's shape of `/generate`: a body becomes that of a completion. Pure."""
+"""SGLang's shape of `/generate`: a body becomes that of a completion; answers. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/embeddings`: request bodies and answers. Pure."""
+"""OpenAI's `/v1/embeddings` and vLLM's `/pooling`: bodies and answers. Pure."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""Fields that bodies about prompts have in common, and their checks. Pure."""
+"""Shared by the routes that read texts: fields and their checks, and whole answers. Pure."""
 
 import base64
 import struct

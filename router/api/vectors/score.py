@@ -1,4 +1,5 @@
-"""`/score` and `/v1/score`, as vLLM has them: how well documents fit queries. Pure."""
+"""`/score` and `/v1/score`: how well documents fit queries (vLLM), and how likely tokens follow
+items (SGLang). Pure."""
 
 import math
 from collections.abc import Sequence

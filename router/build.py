@@ -20,9 +20,9 @@ from loraplex.router.call import Secret
 from loraplex.router.config import RouterConfig, RouterConfigError
 from loraplex.router.files.disk_shelf import DiskShelf
 from loraplex.router.files.store import FileStore
-from loraplex.router.generation.answer_parts import AnswerParts
 from loraplex.router.generation.answerer import Answerer
 from loraplex.router.generation.dispatcher import Dispatcher, DispatchLimits
+from loraplex.router.generation.division import AnswerParts
 from loraplex.router.generation.sequence import Retries
 from loraplex.router.generation.tokenise import Tokeniser
 from loraplex.router.http.body import BodyLimits

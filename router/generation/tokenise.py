@@ -12,9 +12,9 @@ import msgspec
 from loraplex.adapters.grammar.limits import GrammarLimits
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.router.call import GenerationCall, VectorCall
-from loraplex.router.generation.answer_ends import AnswerEnds
-from loraplex.router.generation.answer_parts import AnswerParts, PartsOfAnswers
-from loraplex.router.generation.answer_shape import AnswerShapes
+from loraplex.router.generation.division import AnswerParts, PartsOfAnswers
+from loraplex.router.generation.ends import AnswerEnds
+from loraplex.router.generation.held_shapes import AnswerShapes
 from loraplex.router.generation.pair_prompts import pair_prompts
 from loraplex.router.generation.prompts import (
     Prompt,

@@ -16,7 +16,7 @@ from loraplex.adapters.grammar.compile import GrammarError
 from loraplex.adapters.grammar.limits import GrammarLimits
 from loraplex.adapters.grammar.vocabulary import VocabularyError, read_tokens
 from loraplex.router.call import GenerationCall, RequestError
-from loraplex.router.generation.answer_parts import PartsOfAnswers
+from loraplex.router.generation.division import PartsOfAnswers
 from loraplex.router.parts.reasoning import Reasoning
 from loraplex.router.shape.shape import JsonSchema, Shape, ShapeRefused, StructuralTag
 from loraplex.router.text.model import TextModel

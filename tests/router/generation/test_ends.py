@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from loraplex.adapters.chat.turn_end import PROBES
 from loraplex.adapters.manifest import AdapterManifest
-from loraplex.router.generation.answer_ends import AnswerEnds
+from loraplex.router.generation.ends import AnswerEnds
 from loraplex.router.text.model import TextModel
 from loraplex.router.text.template_sandbox import TemplateSandbox
 from loraplex.server.protocol import AdapterLoad, GenerateRequest, ModelCard

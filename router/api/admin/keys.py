@@ -167,18 +167,7 @@ def parse_count(query: Mapping[str, str], name: str = "limit", default: int = 10
 
 
 def key_object(key: ApiKey) -> KeyObject:
-    return KeyObject(
-        id=key.id,
-        tenant=key.tenant,
-        label=key.label,
-        models=list(key.models),
-        limits=key.limits,
-        expires_at=key.expires_at,
-        blocked=key.blocked,
-        created_at=key.created_at,
-        origin=key.origin,
-        priority=key.priority,
-    )
+    return msgspec.convert(key, KeyObject, from_attributes=True)
 
 
 def _models(models: list[str] | None) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ from loraplex.launcher.options import OptionError
 from loraplex.launcher.plan import is_demo_model
 from loraplex.router.api.admin.adapters import EndToken, end_tokens
 from loraplex.router.call import RequestError
-from loraplex.router.generation.answer_ends import AnswerEnds
+from loraplex.router.generation.ends import AnswerEnds
 from loraplex.router.text.adapter_models import AdapterModels
 from loraplex.router.text.model import TextModel
 from loraplex.router.text.template_sandbox import TemplateSandbox

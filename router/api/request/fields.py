@@ -71,7 +71,8 @@ class Bound(NamedTuple):
         """Raises RequestError."""
         most: int = getattr(limits, self.most)
         if not self.things:
-            require((value or 0) <= most, f"expected at most {most}, got {value}", param)
+            number = 0 if isinstance(value, bool | None) else value  # a chat's `logprobs` is a bool
+            require(number <= most, f"expected at most {most}, got {number}", param)
         elif isinstance(value, list | dict):
             expected = f"{self.least} to {most}" if self.least else f"at most {most}"
             message = f"expected {expected} {self.things}, got {len(value)}"

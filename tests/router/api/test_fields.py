@@ -480,6 +480,12 @@ def test_listed_tokens_take_the_place_of_the_likeliest(path: str) -> None:
     assert (most.cause, most.param) == ("invalid", "logprob_token_ids")
 
 
+def test_a_chats_logprobs_are_no_number() -> None:
+    body = b'{"model": "", "messages": [{"role": "user", "content": "x"}], "logprobs": true}'
+    limits = msgspec.structs.replace(LIMITS, max_logprobs=0)
+    assert openai_chat.parse(body, limits).call.sampling.logprobs == 0
+
+
 def test_tokens_as_ids() -> None:
     asked = {"return_tokens_as_token_ids": True}
     choice = whole(COMPLETIONS, logprobs=1, echo=True, **asked)["choices"][0]["logprobs"]

@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 from loraplex.router.api.errors import error_object
 from loraplex.router.api.messages import request as messages
 from loraplex.router.api.openai import chat as openai_chat
+from loraplex.router.api.openai import completions
 from loraplex.router.api.openapi import Access, openapi_document
 from loraplex.router.api.operations import OPERATIONS, Operation
 from loraplex.router.api.request.formatter import ApiLimits
@@ -236,3 +237,46 @@ def test_events_of_streams_are_described() -> None:
     error = error_object(RequestError("incomplete", "it broke off"), "openai")
     assert one.is_valid(json.loads(msgspec.json.encode(error)))
     assert not one.is_valid({"error": "a text"})
+
+
+TOO_MUCH: dict[str, list[tuple[str, Any]]] = {
+    "ChatBody": [
+        ("n", 4),
+        ("top_logprobs", 3),
+        ("prompt_logprobs", 3),
+        ("logprob_token_ids", [1, 2, 3]),
+        ("stop", ["a", "b", "c"]),
+        ("stop", "abcdef"),
+        ("stop", ["abcdef"]),
+        ("stop_regex", ["a", "b", "c"]),
+        ("stop_token_ids", [1, 2, 3]),
+        ("logit_bias", {"1": 1, "2": 1, "3": 1}),
+        ("bad_words", ["a", "b", "c"]),
+        ("bad_words", ["abcdef"]),
+    ],
+    "CompletionsBody": [("best_of", 4), ("logprobs", 3)],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [(name, *case) for name, cases in TOO_MUCH.items() for case in cases],
+)
+def test_options_bounds_are_checked_and_described(name: str, field: str, value: Any) -> None:
+    limits = ApiLimits(
+        max_n=3,
+        max_logprobs=2,
+        max_stop_sequences=2,
+        max_stop_chars=5,
+        max_stop_token_ids=2,
+        max_logit_bias=2,
+        max_bad_words=2,
+    )
+    chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
+    body = {"model": "", field: value} | (chat if name == "ChatBody" else {"prompt": "x"})
+    validator = schema_of(openapi_document("1", limits=limits), "components", "schemas", name)
+    assert not validator.is_valid(body)
+    parse = openai_chat.parse if name == "ChatBody" else completions.parse
+    with pytest.raises(RequestError) as caught:
+        parse(json.dumps(body).encode(), limits)
+    assert caught.value.param == field

@@ -7,12 +7,11 @@ import re
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from loraplex.adapters.common.timed_pattern import PatternBudget, PatternError, TimedPattern
 from loraplex.adapters.peft.config import PeftConfig
-from loraplex.adapters.peft.module_pattern import Budget, ModulePattern
-from loraplex.adapters.peft.pattern_syntax import PatternError, parse_pattern
 from loraplex.adapters.violations import Findings, invalid, shown
 
-# Plain names cannot make `re` backtrack, so they need no automaton.
+# Plain names cannot make `re` backtrack, so they need no timeout.
 _PLAIN = re.compile(r"\^?[A-Za-z0-9_.]{1,512}")
 _PLAIN_LAYER = re.compile(r"[A-Za-z0-9_.]{1,64}")
 _ALL_LINEAR = "all-linear"
@@ -111,7 +110,7 @@ class _Overrides(Generic[_Value]):
                 plain = re.compile(rf"(.*\.)?({pattern})$")
                 self._matchers.append((plain.match, value))
                 continue
-            compiled = compiler.compile(pattern, key, rf"(.*\.)?({pattern})")
+            compiled = compiler.compile(pattern, key, r"(.*\.)?(", ")")
             if compiled is not None:
                 self._matchers.append((compiled, value))
 
@@ -123,18 +122,20 @@ class _Overrides(Generic[_Value]):
 
 
 class _Compiler:
-    """All patterns of a config share one budget, which bounds the time that matching takes."""
+    """Compiles the patterns of a config, which share one budget."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
-        self._budget = Budget()
+        self._budget = PatternBudget()
 
-    def compile(self, pattern: str, key: str, whole: str | None = None) -> _Matches | None:
-        """Matches `whole`, once `pattern` within it is known to be well-formed itself."""
+    def compile(self, pattern: str, key: str, before: str = "", after: str = "") -> _Matches | None:
+        """Returns None, and adds to the findings, when the pattern is refused.
+
+        before, after: what PEFT puts around the pattern.
+        """
         place = f"{key}: pattern {shown(pattern)}"
         try:
-            parse_pattern(pattern)
-            compiled = ModulePattern(pattern if whole is None else whole, self._budget)
+            compiled = TimedPattern(pattern, self._budget, before, after)
         except PatternError as error:
             self._findings.add("bad_pattern", key, f"{place}: {error}")
             return None

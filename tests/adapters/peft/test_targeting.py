@@ -10,8 +10,8 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
+from loraplex.adapters.common.timed_pattern import PatternBudget
 from loraplex.adapters.peft.config import parse_config
-from loraplex.adapters.peft.module_pattern import Budget
 from loraplex.adapters.peft.targeting import Targeting
 from loraplex.adapters.violations import Findings
 from tests.adapters.refusals import violation_codes
@@ -92,10 +92,11 @@ def test_overrides_match_as_in_peft_in_the_order_of_the_file(patterns: list[str]
 def test_a_pattern_that_takes_too_long_is_refused(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraplex.adapters.peft.targeting.Budget", lambda: Budget(steps=200))
+    hasty = PatternBudget(cpu_s=0.001)
+    monkeypatch.setattr("loraplex.adapters.peft.targeting.PatternBudget", lambda: hasty)
     ours = targeting(**config)
     codes = violation_codes(
-        lambda: [(ours.targets(path, False), ours.lora_rank(path)) for path in 9 * PATHS]
+        lambda: [(ours.targets(path, False), ours.lora_rank(path)) for path in 999 * PATHS]
     )
     assert codes == {"bad_pattern"}
 

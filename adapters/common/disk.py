@@ -14,6 +14,7 @@ from pathlib import Path
 
 from loraplex.adapters.errors import AdapterError
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 log = logging.getLogger(__name__)
 
 _RETRY_S = 30.0
@@ -226,3 +227,12 @@ def sync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def boot_id() -> str:
+    """What a machine wrote in another run may never have reached its disk. "" where the system does
+    not say."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""

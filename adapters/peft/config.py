@@ -13,14 +13,16 @@ import msgspec
 from loraplex.adapters.classes import HEAD_OF_CLASSES
 from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
 from loraplex.adapters.peft.fields import (
+    CONVERT,
     HARMLESS,
     INIT_FROM_ZERO,
     INIT_RANDOM,
     REFUSED,
     UNUSED_VALUES,
     USED,
+    takes_from_base,
+    way_out,
 )
-from loraplex.adapters.peft.methods import CONVERT, takes_from_base, way_out
 from loraplex.adapters.violations import Findings, shown
 
 CONFIG_FILE = "adapter_config.json"

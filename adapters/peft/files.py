@@ -1,14 +1,16 @@
 """Which files of a source make an adapter, judged by name and size before any is fetched. Pure."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.classes import OwnClasses, activation_said, labels_said, pad_said
+from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
 from loraplex.adapters.errors import AdapterError
-from loraplex.adapters.peft.classes_file import CLASSES_FILE, MAX_CLASSES_BYTES
 from loraplex.adapters.peft.config import CONFIG_FILE, MAX_CONFIG_BYTES
 from loraplex.adapters.peft.tokenizer_files import TOKENIZER_FILES
 from loraplex.adapters.peft.validate import AdapterLimits
-from loraplex.adapters.run_folders import did_you_mean
-from loraplex.adapters.safetensors.header import WEIGHTS_FILE
+from loraplex.adapters.safetensors.header import WEIGHTS_FILE, TensorInfo
 from loraplex.adapters.safetensors.weights_index import (
     INDEX_FILES,
     MAX_INDEX_BYTES,
@@ -19,6 +21,10 @@ from loraplex.adapters.safetensors.weights_index import (
 )
 from loraplex.adapters.violations import Findings, invalid
 
+MAX_NAMED = 4
+_STEP = re.compile(r"checkpoint-(?P<step>[0-9]{1,12})")
+CLASSES_FILE = "config.json"
+MAX_CLASSES_BYTES = 1 << 20
 # Of mlx-lm's format. It is not read.
 MLX_FILE = "adapters.safetensors"
 # Largest accepted size of each file that may stand beside config and weights.
@@ -140,3 +146,60 @@ def check_bytes(total: int, limits: AdapterLimits) -> None:
 def fetched_bytes(listing: Mapping[str, int]) -> int:
     fetched = {CONFIG_FILE, *SIDE_FILES, index_file(listing), *weight_files(listing)}
     return sum(size for name, size in listing.items() if name in fetched)
+
+
+def read_classes(
+    data: bytes | None, head: TensorInfo, base: BaseSpec, findings: Findings
+) -> OwnClasses:
+    """data: the file, if it is there. head: `[labels, hidden]`."""
+    count = head.shape[0]
+    if data is None:
+        return OwnClasses(count)
+
+    def refuse(words: str) -> None:
+        findings.add("bad_value", CLASSES_FILE, f"{CLASSES_FILE}: {words}")
+
+    try:
+        config = decode_object(data)
+    except StrictJsonError as error:
+        findings.add("bad_config", CLASSES_FILE, f"{CLASSES_FILE} is {error}")
+        return OwnClasses(count)
+    labels = labels_said(config, refuse)
+    if labels and len(labels) != count:
+        words = f"id2label names {len(labels)} labels; {head.name} has {count}"
+        findings.add("labels_mismatch", CLASSES_FILE, f"{CLASSES_FILE}: {words}")
+    vocab_size = None if base.is_inferred else base.vocab_size
+    return OwnClasses(count, labels, activation_said(config, refuse), pad_said(config, vocab_size))
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether a trainer names a checkpoint so."""
+    return _STEP.fullmatch(name) is not None
+
+
+def newest_first(names: Iterable[str]) -> list[str]:
+    """Checkpoints by falling step, then all others by name."""
+    return sorted(names, key=lambda name: (-_step(name), name))
+
+
+def did_you_mean(place: str, names: Sequence[str]) -> str:
+    """What ends a refusal of `place`, whose folders of these names are adapters; "" for none."""
+    meant = [_joined(place.rstrip("/"), name) for name in newest_first(names)[:MAX_NAMED]]
+    if not meant:
+        return ""
+    more = len(names) - len(meant)
+    rest = f" (and {more} more)" if more else ""
+    return f"; did you mean {' or '.join(meant)}{rest}?"
+
+
+def _joined(place: str, name: str) -> str:
+    beside = name.removeprefix("../")
+    if beside == name:
+        return f"{place}/{name}"
+    start = max(place.rfind("/"), place.rfind(":")) + 1
+    return f"{place[:start]}{beside}"
+
+
+def _step(name: str) -> int:
+    found = _STEP.fullmatch(name.rpartition("/")[2])
+    return int(found["step"]) if found else -1

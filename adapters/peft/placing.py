@@ -1,8 +1,11 @@
 """Puts the tensors of an adapter into the base's modules, or says why they do not fit. Pure."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
-from loraplex.adapters.base import BaseModule, BaseSpec, base_modules
+from loraplex.adapters.base import BaseModule, BaseSpec, ExpertWeight, base_modules, layer_path
 from loraplex.adapters.coverage import Site
 from loraplex.adapters.peft.lora_tensors import (
     ExpertPair,
@@ -13,21 +16,210 @@ from loraplex.adapters.peft.lora_tensors import (
     OwnTable,
     StackedLora,
 )
-from loraplex.adapters.peft.own_head import place_head
-from loraplex.adapters.peft.own_norms import place_norms
-from loraplex.adapters.peft.own_tables import TablePlacer
-from loraplex.adapters.peft.pairs import Pair, PairChecks
+from loraplex.adapters.peft.own_weights import TablePlacer, place_head, place_norms
 from loraplex.adapters.peft.sorted_tensors import SortedTensors
-from loraplex.adapters.peft.stacked import (
-    StackedPlace,
+from loraplex.adapters.peft.targeting import (
+    INNER,
+    Targeting,
+    expert_path,
     holders,
-    is_swapped,
-    stacked_loras,
-    stacked_places,
+    stacked_weights,
+    targeted_paths,
 )
-from loraplex.adapters.peft.targeted import expert_path, targeted_paths
-from loraplex.adapters.peft.targeting import Targeting
+from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from loraplex.adapters.violations import Findings
+
+# Side -> tensor.
+Pair = Mapping[str, TensorInfo]
+
+
+# As what each side is stored.
+_STORED = {"A": "lora_A", "B": "lora_B", "M": "lora_magnitude_vector", "b": "lora_B.bias"}
+
+
+class Fit(NamedTuple):
+    """A pair that is as it should be."""
+
+    lora_rank: int
+    scale: float
+
+
+class PairChecks:
+    """What is wrong is added to `findings`."""
+
+    def __init__(self, matcher: Targeting, max_lora_rank: int, findings: Findings) -> None:
+        self._matcher = matcher
+        self._max_lora_rank = max_lora_rank
+        self._findings = findings
+
+    def fit(
+        self, path: str, key: str, pair: Pair, inputs: int, outputs: int, experts: int = 1
+    ) -> Fit | None:
+        """None when something is wrong.
+
+        path: in the base. key: what patterns see. inputs, outputs: of A and B. experts: how many
+        share the pair, each with a rank of its own.
+        """
+        if not self._is_whole(pair):
+            return None
+        before = len(self._findings)
+        lora_rank = self._matcher.lora_rank(key)
+        if lora_rank > self._max_lora_rank:
+            message = f"{path}: rank {lora_rank}; at most {self._max_lora_rank} is served"
+            self._findings.add("rank_too_large", path, message)
+        rows = lora_rank * experts
+        said = f"rank {lora_rank}" + (f" of {experts} experts" if experts > 1 else "")
+        self._check(pair["A"], (rows, inputs), said, axis=0)
+        self._check(pair["B"], (outputs, rows), said, axis=1)
+        for side in ("M", "b"):
+            if side in pair:
+                self.check_outputs(pair[side], outputs)
+        if len(self._findings) != before:
+            return None
+        return Fit(lora_rank, self._matcher.config.scale(lora_rank, self._matcher.lora_alpha(key)))
+
+    def _is_whole(self, pair: Pair) -> bool:
+        """Whether the tensors are those that the config speaks of."""
+        config = self._matcher.config
+        switches = {"M": ("use_dora", config.use_dora), "b": ("lora_bias", config.lora_bias)}
+        needed = ["A", "B", *(side for side, (_, is_on) in switches.items() if is_on)]
+        lacking = [_STORED[side] for side in needed if side not in pair]
+        first = next(iter(pair.values()))
+        if lacking:
+            message = f"{first.name} has no {' and no '.join(lacking)} beside it"
+            self._findings.add("lone_tensor", first.name, message)
+        surplus = [side for side in switches if side in pair and side not in needed]
+        for side in surplus:
+            name, key = pair[side].name, switches[side][0]
+            message = f"{name}: the config does not switch {key} on"
+            self._findings.add("unknown_tensor", name, message)
+        return not lacking and not surplus
+
+    def check_outputs(self, tensor: TensorInfo, outputs: int) -> None:
+        """Of a tensor with a number for each output."""
+        self._check_dtype(tensor)
+        if tensor.shape != (outputs,):
+            message = f"{tensor.name}: expected {[outputs]}, got {list(tensor.shape)}"
+            self._findings.add("shape_mismatch", tensor.name, message)
+
+    def _check_dtype(self, tensor: TensorInfo) -> None:
+        if tensor.dtype not in FLOAT_DTYPES:
+            expected = f"expected one of {sorted(FLOAT_DTYPES)}"
+            message = f"{tensor.name}: dtype {tensor.dtype}, {expected}"
+            self._findings.add("unsupported_dtype", tensor.name, message)
+
+    def _check(self, tensor: TensorInfo, expected: tuple[int, int], said: str, axis: int) -> None:
+        """said: the config's rank, in words. axis: the dimension that is the rank."""
+        name, found = tensor.name, self._findings
+        self._check_dtype(tensor)
+        if tensor.shape == expected:
+            return
+        shapes = f"expected {list(expected)}, got {list(tensor.shape)}"
+        if len(tensor.shape) == 2 and tensor.shape[1 - axis] == expected[1 - axis]:
+            found.add("rank_mismatch", name, f"{name}: the config says {said}: {shapes}")
+        else:
+            found.add("shape_mismatch", name, f"{name}: {shapes}")
+
+
+_RELEASE = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+# From here on A reads what a weight reads, however the weight is stored.
+_BY_MEANING = (0, 19, 1)
+
+
+class StackedPlace(NamedTuple):
+    """Where the LoRA of one tensor of all experts is saved.
+
+    path: of the tensor, in the base. saved: of the module that PEFT saves it as. inputs, outputs:
+    of one expert.
+    """
+
+    layer: int
+    weight: ExpertWeight
+    path: str
+    saved: str
+    experts: int
+    inputs: int
+    outputs: int
+
+    def fits(self, pair: Pair, is_swapped: bool) -> bool:
+        """Whether the sizes that are no rank are as they should be."""
+        a, b = pair["A"].shape, pair["B"].shape
+        sizes = (self.outputs, self.inputs) if is_swapped else (self.inputs, self.outputs)
+        return len(a) == len(b) == 2 and (a[1], b[0]) == sizes
+
+
+def stacked_places(base: BaseSpec, targeted: Mapping[str, str]) -> Iterator[StackedPlace]:
+    """Of the tensors that the config targets. targeted: their paths, among others."""
+    for layer in range(base.num_layers):
+        wanted = [
+            weight
+            for weight in stacked_weights(base, layer)
+            if layer_path(layer, weight.path) in targeted
+        ]
+        for holder, held in groupby(wanted, key=lambda weight: weight.holder):
+            for depth, weight in enumerate(reversed(list(held))):
+                parts = [base.layer_modules[name] for name in weight.parts]
+                yield StackedPlace(
+                    layer=layer,
+                    weight=weight,
+                    path=layer_path(layer, weight.path),
+                    saved=layer_path(layer, holder) + INNER * depth,
+                    experts=parts[0].experts,
+                    inputs=parts[0].in_features,
+                    outputs=sum(part.out_features for part in parts),
+                )
+
+
+def is_swapped(found: Sequence[tuple[StackedPlace, Pair]], peft_version: str) -> bool | None:
+    """Whether A and B of all these have changed roles; None = it cannot be known.
+
+    PEFT has taken the sizes of a tensor in the order in which they are stored. Shapes say so, but
+    for tensors that are square; these are as the others are, or as PEFT's version says.
+    """
+    whole = [(place, pair) for place, pair in found if pair.keys() == {"A", "B"}]
+    ways = {(place.fits(pair, False), place.fits(pair, True)) for place, pair in whole}
+    if (True, False) in ways:
+        return False
+    if (False, True) in ways:
+        return True
+    if (True, True) in ways:
+        return _swapped_by(peft_version, is_transposed=found[0][0].weight.transposed)
+    return False
+
+
+def _swapped_by(peft_version: str, is_transposed: bool) -> bool | None:
+    """What a release of PEFT made of square tensors. Of transposed ones a later release asks the
+    model whether they are, which only transformers 5 answers: then it is not known."""
+    release = _RELEASE.fullmatch(peft_version)
+    if release is None:
+        return None
+    version = tuple(map(int, release.groups()))
+    if not is_transposed:
+        return version < _BY_MEANING
+    return False if version < (0, 19, 0) else None
+
+
+def stacked_loras(
+    base: BaseSpec, place: StackedPlace, pair: Pair, fit: Fit, swapped: bool
+) -> Iterator[StackedLora]:
+    """One for each module that the tensor holds rows of."""
+    names = place.weight.parts
+    for index, name in enumerate(names):
+        count = base.layer_modules[name].out_features
+        rows = range(index * count, (index + 1) * count)
+        if place.weight.interleaved:
+            rows = range(index, len(names) * count, len(names))
+        yield StackedLora(
+            layer=place.layer,
+            module=name,
+            lora_rank=fit.lora_rank,
+            scale=fit.scale,
+            a=pair["A"],
+            b=pair["B"],
+            rows=rows,
+            is_swapped=swapped,
+            has_others=len(names) > 1,
+        )
 
 
 class ModulePlacer:

@@ -7,8 +7,7 @@ import msgspec
 
 from loraplex.adapters.base import ANY_EXPERT, BaseModule, BaseSpec, base_modules
 from loraplex.adapters.classes import HEAD_OF_CLASSES
-from loraplex.adapters.peft.stacked import holders
-from loraplex.adapters.peft.targeted import router_paths
+from loraplex.adapters.peft.targeting import holders, router_paths
 from loraplex.adapters.peft.tensor_names import (
     Naming,
     Spelling,

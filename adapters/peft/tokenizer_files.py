@@ -6,7 +6,7 @@ if it has the same tokens otherwise. Trainers save it with every adapter; most o
 nothing new.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -15,10 +15,88 @@ from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.chat.conversation import DEFAULT_TEMPLATE, TEMPLATE_FILE
 from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
 from loraplex.adapters.manifest import AdapterTemplate, AdapterText, OwnToken
-from loraplex.adapters.peft.added_tokens import AddedTokens, listed_token
-from loraplex.adapters.peft.own_ends import GENERATION_FILE, MAX_GENERATION_BYTES, own_ends
-from loraplex.adapters.peft.special_tokens import special_tokens
 from loraplex.adapters.violations import Findings, shown
+
+_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# In the order in which transformers adds those that a tokenizer does not have.
+USUAL_TOKENS = tuple(f"{kind}_token" for kind in _KINDS)
+GENERATION_FILE = "generation_config.json"
+MAX_GENERATION_BYTES = 1 << 20
+MAX_ENDS = 64
+MAX_ADDED_TOKENS = 4096
+MAX_ADDED_BYTES = 128 << 10
+
+
+def listed_token(token_id: int, entry: object) -> OwnToken:
+    """An entry of `added_tokens_decoder`. One that is no token has no text."""
+    fields: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
+    content = fields.get("content")
+    flags = ("special", "lstrip", "rstrip", "single_word", "normalized")
+    return OwnToken(
+        token_id,
+        content if isinstance(content, str) else "",
+        **{name: fields.get(name) is True for name in flags},
+    )
+
+
+class AddedTokens:
+    """Collects them from files, the one that says most of a token first."""
+
+    def __init__(self, base: BaseSpec, findings: Findings) -> None:
+        self._base, self._findings = base, findings
+        self._found: dict[int, OwnToken] = {}
+        self._by_text: dict[str, int] = {}
+
+    def read(self, name: str, tokens: Iterable[OwnToken], *, may_add: bool = True) -> None:
+        """name: of the file. may_add: whether its tokens are added ones. Each must be the base's or
+        a new one, by its id and, where the base's are known, by its text."""
+        known, size = self._base.tokens, self._base.num_tokens
+        wrong: list[tuple[int, str]] = []
+        beyond: list[int] = []
+        for token in tokens:
+            there = known.get(token.content) if known else None
+            if there == token.id if known else token.id < size or not size:
+                continue
+            if known and may_add and there is None and size <= token.id < self._base.most_ids:
+                if not self._take(token):
+                    wrong.append((token.id, token.content))
+            elif token.id >= size and there is None:
+                beyond.append(token.id)
+            else:
+                wrong.append((token.id, token.content))
+        if beyond:
+            self._refuse(name, sorted(set(beyond)))
+        elif wrong:
+            message = f"{name} has other tokens than the base: {shown(sorted(wrong)[:4])}"
+            self._findings.add("other_tokenizer", name, message)
+
+    def _take(self, token: OwnToken) -> bool:
+        """Whether it is new, or said before."""
+        before = self._found.setdefault(token.id, token)
+        same_id = self._by_text.setdefault(token.content, token.id)
+        return bool(token.content) and before.content == token.content and same_id == token.id
+
+    def _refuse(self, name: str, ids: list[int]) -> None:
+        size, most = self._base.num_tokens, self._base.most_ids
+        served = f"; ids {size} to {most - 1} are served"
+        message = f"{name} adds tokens to the base's {size}: ids {shown(ids[:8])}{served}"
+        self._findings.add("added_tokens", name, message)
+
+    def all(self) -> tuple[OwnToken, ...]:
+        """By id. Raises nothing: what is wrong with all together is added to the findings."""
+        found = tuple(token for _, token in sorted(self._found.items()))
+        size, where = self._base.num_tokens, "tokenizer.json"
+        if found and [token.id for token in found] != [*range(size, size + len(found))]:
+            ids = shown([token.id for token in found][:8])
+            message = f"added tokens have the ids {ids}, and not those from {size} on without a gap"
+            self._findings.add("added_tokens", where, message)
+        nbytes = sum(len(token.content.encode("utf-8", "replace")) for token in found)
+        if len(found) > MAX_ADDED_TOKENS or nbytes > MAX_ADDED_BYTES:
+            most = f"at most {MAX_ADDED_TOKENS} of {MAX_ADDED_BYTES} bytes together are served"
+            message = f"{len(found)} tokens of {nbytes} bytes are added; {most}"
+            self._findings.add("added_tokens", where, message)
+        return found
+
 
 MAX_TEMPLATE_BYTES = 128 << 10
 MAX_SPECIAL_TOKENS_BYTES = 16 << 10
@@ -173,11 +251,6 @@ def _chat_templates(
     return found
 
 
-def _well_formed(text: str) -> str:
-    """JSON can hold lone surrogates; frames cannot."""
-    return text.encode("utf-8", "replace").decode()
-
-
 def _special_tokens(config: Mapping[str, Any], findings: Findings) -> dict[str, str | None]:
     try:
         tokens = special_tokens(config)
@@ -188,3 +261,80 @@ def _special_tokens(config: Mapping[str, Any], findings: Findings) -> dict[str, 
         message = f"the special tokens have more than {MAX_SPECIAL_TOKENS_BYTES} bytes"
         findings.add("bad_tokenizer_file", "tokenizer_config.json", message)
     return tokens
+
+
+def own_ends(
+    generation: bytes | None, settings: Mapping[str, Any], base: BaseSpec, findings: Findings
+) -> tuple[int, ...]:
+    """Ids that end an answer of the adapter and are no ends of the base, ascending.
+
+    generation: `generation_config.json`, of which `eos_token_id` alone is read. settings:
+    `tokenizer_config.json`, of which `eos_token` is; a text that is no token of the base ends
+    nothing. An inferred base has no known ends to compare with.
+    """
+    named = _of_generation(generation, base, findings)
+    text = end_token_of(settings)
+    if text is not None and base.tokens and text in base.tokens:
+        named.add(base.tokens[text])
+    own = sorted(named.difference(base.eos_token_ids))
+    if len(own) > MAX_ENDS:
+        message = f"{len(own)} tokens are named as ends of an answer; at most {MAX_ENDS} may be"
+        findings.add("bad_generation_config", GENERATION_FILE, message)
+    return () if base.is_inferred else tuple(own)
+
+
+def end_token_of(settings: Mapping[str, Any]) -> str | None:
+    """The text of `eos_token`, if the file names one that can be read."""
+    named = {name: settings[name] for name in ("eos_token",) if name in settings}
+    try:
+        return special_tokens(named).get("eos_token") or None
+    except ValueError:
+        return None
+
+
+def _of_generation(data: bytes | None, base: BaseSpec, findings: Findings) -> set[int]:
+    if data is None:
+        return set()
+    try:
+        value = decode_object(data).get("eos_token_id")
+    except StrictJsonError as error:
+        findings.add("bad_generation_config", GENERATION_FILE, f"{GENERATION_FILE} is {error}")
+        return set()
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    most = base.most_ids if base.vocab_size else 1 << 31  # of an inferred base it may be unknown
+    if all(type(i) is int and 0 <= i < most for i in ids):
+        return set(ids)
+    message = f"eos_token_id: expected ids from 0 to {most - 1}, got {shown(value)}"
+    findings.add("bad_generation_config", GENERATION_FILE, message)
+    return set()
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str | None]:
+    """By name, what the file says: the token's text, or None for no such token.
+
+    Raises ValueError for a token that is neither text nor an object with `content`.
+    """
+    named = {
+        key: value
+        for key, value in settings.items()
+        if key in USUAL_TOKENS or (key.endswith("_token") and isinstance(value, str))
+    }
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, dict):  # a list has no names
+        named |= extra
+    return {_well_formed(name): _text(name, value) for name, value in named.items()}
+
+
+def _text(name: str, value: object) -> str | None:
+    if isinstance(value, dict):  # an AddedToken
+        value = value.get("content", value)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return _well_formed(value)
+    raise ValueError(f"special token {shown(name)}: expected text, got {shown(value)}")
+
+
+def _well_formed(text: str) -> str:
+    """JSON can hold lone surrogates; frames cannot."""
+    return text.encode("utf-8", "replace").decode()

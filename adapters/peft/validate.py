@@ -4,28 +4,61 @@ The result holds what PEFT would have loaded. Where PEFT drops a tensor with a w
 the base, the adapter is refused by name.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from loraplex.adapters.base import BaseSpec
-from loraplex.adapters.base_names import names_base, normal_name
 from loraplex.adapters.classes import HEAD_OF_CLASSES
 from loraplex.adapters.manifest import SlabDtype
 from loraplex.adapters.peft.config import MAX_RANK, PeftConfig
 from loraplex.adapters.peft.lora_tensors import LoraTensors
-from loraplex.adapters.peft.own_head import check_head, own_head
-from loraplex.adapters.peft.own_norms import check_norms, saved_norms
-from loraplex.adapters.peft.own_tables import check_tables, whole_tables
+from loraplex.adapters.peft.own_weights import (
+    check_head,
+    check_norms,
+    check_tables,
+    own_head,
+    saved_norms,
+    whole_tables,
+)
 from loraplex.adapters.peft.placing import ModulePlacer
 from loraplex.adapters.peft.sorted_tensors import sort_tensors
-from loraplex.adapters.peft.targeted import check_parameters, targeted_paths
-from loraplex.adapters.peft.targeting import Targeting
+from loraplex.adapters.peft.targeting import Targeting, check_parameters, targeted_paths
 from loraplex.adapters.peft.tensor_names import NAMINGS, parse_tensor_name
 from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from loraplex.adapters.safetensors.header import WEIGHTS_FILE as WEIGHTS_FILE
 from loraplex.adapters.violations import Findings, shown
 
+# How Hugging Face's cache names the folder of `owner/name`.
+_HUB_CACHE = re.compile(r"(?:^|/)models--(?:[^/]+--)?(?P<name>[^/]+?)(?=/|$)")
+_HUB_ID = re.compile(r"[^/\\]+/[^/\\]+")
+# ModelScope's cache writes a dot so.
+_CACHED_DOT = "___"
+# Words, numbers with what follows them (`8b`), and sizes: `3.8b` is not `3-8b`.
+_PARTS = re.compile(r"[0-9]+\.[0-9]+[bm](?![^\W_])|[0-9][^\W_]*|[^\W_0-9]+")
+
+# Marks of a copy of the same weights, as `_PARTS` splits them.
+_MARKS = (
+    # Who quantised it, or with what.
+    r"unsloth|bnb|bitsandbytes|awq|gptq|gptqmodel|autoawq|autogptq|auto-?round|hqq|marlin|exl-[23]",
+    r"torchao|quantized",
+    # Bits and number formats.
+    r"[2-8]-?bits?|(?:16|32)-?bits?|int-[2-8]|w-[0-9]{1,2}a[0-9]{1,2}|[0-9]{2,3}g|g-[0-9]{2,3}",
+    r"(?:nf|fp|nvfp|mxfp)-[48](?:-(?:dynamic|static|block|kv))?|(?:bf|f|fp|float|bfloat)-(?:16|32)",
+    # File formats, and how the weights are cut into files.
+    r"gguf|ggml|mlx|hf|safetensors",
+    r"(?:(?:re)?sharded|(?:small-)?shards)(?:-(?:bf|f|fp)-(?:16|32))?(?:-(?:max-)?[0-9]+(?:gb)?)?",
+    # Where a copy is meant to be loaded, and that it is one.
+    r"(?:for-|free-|google-)?colab|copy|mirror|ungated",
+)
+_MARKED = re.compile(rf"(?:-(?:{'|'.join(_MARKS)}))+$")
+_OPTIONAL_MAKER = re.compile(r"^(?:meta-)+(?=llama-)")
+# What says nothing of a model's family: numbers, sizes, commits, folders of any training.
+_NO_NAME = re.compile(
+    r"|[0-9].*|[0-9a-f-]{40,}|snapshots?|checkpoints?(?:-[0-9]+)?|main|master|final|latest|outputs?"
+    r"|merged|transformers|pytorch|default"
+)
 MAX_ADAPTER_BYTES = 4 << 30
 MAX_LORA_RANK = 256
 MAX_TABLE_BYTES = 2 << 30
@@ -219,3 +252,34 @@ def _check_rank(
     if lowest <= MAX_RANK:
         message = f"rank {lowest} or more everywhere; at most {limits.max_lora_rank} is served"
         findings.add("rank_too_large", "r", message)
+
+
+def names_base(name: str, known: Iterable[str]) -> bool:
+    """Whether a config's `base_model_name_or_path` means the base that has the names `known`.
+
+    A config that names none leaves it to the shapes.
+    """
+    if not name:
+        return True
+    names, wanted = set(known), normal_name(name)
+    return name in names or (bool(wanted) and any(wanted in _spellings(each) for each in names))
+
+
+def normal_name(name: str) -> str:
+    """The model's own name within an id or path, without what copies of one model differ in.
+
+    Empty when the last component says nothing of a model: `1`, `8b-chat`, a commit, `checkpoint`.
+    """
+    path = name.strip().replace("\\", "/").rstrip("/")
+    cached = _HUB_CACHE.search(path)
+    own = cached["name"] if cached else path.rpartition("/")[2]
+    text = own.partition("@")[0].casefold().replace(_CACHED_DOT, ".")
+    found = _OPTIONAL_MAKER.sub("", _MARKED.sub("", "-".join(_PARTS.findall(text))))
+    return "" if _NO_NAME.fullmatch(found) else found
+
+
+def _spellings(known: str) -> Iterator[str]:
+    """Of `owner/name` also what tools make of it for a folder: `owner_name`, `owner--name`."""
+    yield normal_name(known)
+    if _HUB_ID.fullmatch(known):
+        yield normal_name(known.replace("/", "_"))

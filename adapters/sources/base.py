@@ -1,10 +1,14 @@
-"""The protocol of a source of adapters. Blocking: callers run it in threads."""
+"""Shared by sources without commits: files pinned by their tags, and servers' refusals."""
 
-from collections.abc import Sequence
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from loraplex.adapters.ref import AdapterRef, RefSource
+from loraplex.adapters.errors import AdapterChanged, AdapterError
+from loraplex.adapters.ref import AdapterRef, RefSource, pin_of, shown_name
 
 # What enables a source that is not enabled by itself.
 ENABLING_OPTIONS: dict[RefSource, str] = {
@@ -41,3 +45,82 @@ class Source(Protocol):
         After a failure, what had come may lie in `folder` under another name, for the next call.
         """
         ...
+
+
+MAX_KNOWN = 4096
+RETRY_S = 1.0
+_MAX_RETRY_S = 300.0
+
+
+class RemoteFile(NamedTuple):
+    """tag: what the server says changes whenever the content does (an ETag)."""
+
+    tag: str
+    size: int
+
+
+class PinnedFiles:
+    """Pins references by a digest over names, tags and sizes, and remembers what they hold.
+
+    A listing that is remembered cannot be stale: its digest is the revision. Thread-safe.
+    list_now: asks the server; raises AdapterError.
+    """
+
+    def __init__(self, list_now: Callable[[AdapterRef], Mapping[str, RemoteFile]]) -> None:
+        self._list_now = list_now
+        self._lock = threading.Lock()
+        self._known: OrderedDict[AdapterRef, Mapping[str, RemoteFile]] = OrderedDict()
+
+    def resolve(self, ref: AdapterRef) -> AdapterRef:
+        """Always asks. Raises AdapterChanged when `ref` has a revision that is not there now."""
+        return self._resolve(ref)[0]
+
+    def files(self, ref: AdapterRef) -> Mapping[str, RemoteFile]:
+        """Of a pinned reference."""
+        with self._lock:
+            known = self._known.get(ref)
+        return self._resolve(ref)[1] if known is None else known
+
+    def _resolve(self, ref: AdapterRef) -> tuple[AdapterRef, Mapping[str, RemoteFile]]:
+        files = self._list_now(ref)
+        pin, fingerprint = pin_of(ref), _fingerprint(files)
+        pinned = AdapterRef(ref.source, ref.name, pin.of(fingerprint))
+        if pin.fingerprint not in (None, fingerprint):
+            raise changed(ref)
+        with self._lock:
+            self._known[pinned] = files
+            self._known.move_to_end(pinned)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        return pinned, files
+
+
+def _fingerprint(files: Mapping[str, RemoteFile]) -> str:
+    parts = sorted(f"{name}\0{file.tag}\0{file.size}" for name, file in files.items())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
+
+
+def changed(ref: AdapterRef) -> AdapterChanged:
+    name = shown_name(ref)
+    return AdapterChanged("unavailable", f"{name} has changed; try again", (), RETRY_S)
+
+
+def unreachable(ref: AdapterRef) -> AdapterError:
+    message = f"{shown_name(ref)} cannot be reached or read now"
+    return AdapterError("unavailable", message, (), RETRY_S)
+
+
+def refused(ref: AdapterRef, status: int, retry_after: str | None) -> AdapterError:
+    """From a status other than 2xx. Only the operator's credentials are at stake, so 401 is a 403.
+
+    retry_after: the header; only seconds are understood.
+    """
+    name = shown_name(ref)
+    if status in (401, 403):
+        return AdapterError("forbidden", f"{name}: the server's access is refused (HTTP {status})")
+    if 300 <= status < 500 and status not in (408, 425, 429):
+        return AdapterError("not_found", f"{name} is not to be had (HTTP {status})")
+    seconds = retry_after or ""
+    delay = float(seconds) if seconds.isascii() and seconds.isdigit() else RETRY_S
+    message = f"{name} cannot be served now (HTTP {status})"
+    return AdapterError("unavailable", message, (), min(delay, _MAX_RETRY_S))

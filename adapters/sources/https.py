@@ -28,8 +28,8 @@ from loraplex.adapters.safetensors.weights_index import (
     MAX_SHARDS,
     parse_index,
 )
+from loraplex.adapters.sources.base import PinnedFiles, RemoteFile, changed, refused, unreachable
 from loraplex.adapters.sources.partial import Stream, fetch_resumable, range_start
-from loraplex.adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
 from loraplex.adapters.violations import Findings, invalid
 
 DEFAULT_TIMEOUT_S = 10.0

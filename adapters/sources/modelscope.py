@@ -19,8 +19,8 @@ from loraplex.adapters.common.authorities import trusted_context
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.peft.files import is_relevant
 from loraplex.adapters.ref import MODELSCOPE_ENDPOINT, AdapterRef, pin_of, shown_name
+from loraplex.adapters.sources.base import PinnedFiles, RemoteFile, changed, refused, unreachable
 from loraplex.adapters.sources.partial import Stream, fetch_resumable, range_start
-from loraplex.adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
 from loraplex.adapters.violations import invalid
 
 DEFAULT_TIMEOUT_S = 10.0

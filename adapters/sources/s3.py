@@ -31,8 +31,8 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.peft.files import is_relevant
 from loraplex.adapters.ref import AdapterRef, shown_name
+from loraplex.adapters.sources.base import PinnedFiles, RemoteFile, changed, refused, unreachable
 from loraplex.adapters.sources.partial import Stream, fetch_resumable, partial_path
-from loraplex.adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
 from loraplex.adapters.violations import invalid
 
 DEFAULT_TIMEOUT_S = 10.0

@@ -5,18 +5,32 @@ processes may share a root. Blocking and thread-safe; who may use which adapter 
 """
 
 import hashlib
+import itertools
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from loraplex.adapters.base import BaseSpec
-from loraplex.adapters.common.disk import disk_errors
+from loraplex.adapters.common.disk import (
+    disk_errors,
+    entries_of,
+    entry_bytes,
+    free_bytes,
+    mark_used,
+    publish_file,
+    release,
+    stored_bytes,
+    tell_of_disk,
+)
 from loraplex.adapters.common.recent import Recent
 from loraplex.adapters.common.retries import RetryPolicy
 from loraplex.adapters.common.single_flight import SingleFlight
@@ -24,7 +38,7 @@ from loraplex.adapters.content_check import ContentCheck, DigestCheck, SealCheck
 from loraplex.adapters.coverage import Coverage
 from loraplex.adapters.errors import AdapterChanged, AdapterError
 from loraplex.adapters.judge import Judged, check_small, is_intact, judge_folder, rejudge
-from loraplex.adapters.manifest import AdapterManifest, SlabDtype, SlabLayout
+from loraplex.adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype, SlabLayout
 from loraplex.adapters.merge.job import MergeJob, write_ends, write_job
 from loraplex.adapters.merge.plan import merged_coverage, plan_merge
 from loraplex.adapters.merge.recipe import MergeRecipe
@@ -40,18 +54,27 @@ from loraplex.adapters.ref import (
     shown_place,
 )
 from loraplex.adapters.safetensors.file import WeightsFile, join_files, open_weights
-from loraplex.adapters.slab.file import SlabSource
+from loraplex.adapters.slab.file import SlabError, SlabFile, SlabSource, write_slab_file
 from loraplex.adapters.slab.layout import make_layout
-from loraplex.adapters.slab.unpacked import Unpacked
+from loraplex.adapters.slab.pack import Unpacked
 from loraplex.adapters.sources.base import ENABLING_OPTIONS, Source
 from loraplex.adapters.sources.partial import partial_bytes
-from loraplex.adapters.store.content import Contents, merged_member, present
-from loraplex.adapters.store.quota import Quota
-from loraplex.adapters.store.references import Known, References
-from loraplex.adapters.store.slabs import Slabs
-from loraplex.adapters.store.unfinished import remove_stale, resumable_folder, unfinished_folder
+from loraplex.adapters.store.content import (
+    Contents,
+    merged_member,
+    present,
+    remove_stale,
+    resumable_folder,
+    unfinished_folder,
+)
 from loraplex.adapters.violations import Findings, invalid
 
+# Of the disk, that content leaves to others.
+HEADROOM_BYTES = 64 << 20
+MAX_SIZES = 1 << 17
+_RETRY_S = 30.0
+MAX_REFERENCES = 65_536
+_TRIM_EVERY = 1024
 log = logging.getLogger(__name__)
 
 FetchPhase = Literal["fetching", "checking"]
@@ -386,3 +409,156 @@ class AdapterStore:
 def _is_commit(ref: AdapterRef) -> bool:
     """Of the Hub, where whoever pins has been authorised. Other sources allow at each resolve."""
     return ref.source == "hub" and is_pinned(ref)
+
+
+class Known(msgspec.Struct, frozen=True):
+    """nbytes: of all files that were published with this content; other places of the same content
+    may have others beside it. 0 = remembered before that was kept."""
+
+    ref: AdapterRef
+    digest: str
+    nbytes: int = 0
+
+
+class References:
+    """A file each in `folder`, some 65,536 at most; those that were put in first go. Thread-safe.
+
+    Nothing waits for the disk: what a crash takes away is looked up again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._added = itertools.count()
+
+    def find(self, ref: AdapterRef) -> Known | None:
+        """Raises OSError."""
+        try:
+            known = msgspec.json.decode(self._file(ref).read_bytes(), type=Known)
+        except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return known if known.ref == ref else None
+
+    def remember(self, known: Known, folder: Path) -> None:
+        """folder: a folder of the caller's own beside this one. Raises OSError."""
+        ref, written = known.ref, folder / "ref.json"
+        written.write_bytes(msgspec.json.encode(known))
+        written.chmod(0o444)
+        written.rename(self._file(ref))
+        if next(self._added) % _TRIM_EVERY == 0:
+            self._trim()
+
+    def _trim(self) -> None:
+        entries = entries_of(self._folder)
+        if len(entries) <= MAX_REFERENCES:
+            return
+        with suppress(FileNotFoundError):  # another process does the same
+            entries.sort(key=lambda entry: entry.stat().st_mtime)
+            for old in entries[: len(entries) - MAX_REFERENCES]:
+                Path(old.path).unlink(missing_ok=True)
+
+    def _file(self, ref: AdapterRef) -> Path:
+        name = hashlib.sha256(format_ref(ref).encode()).hexdigest()
+        return self._folder / f"{name}.json"
+
+
+class Quota:
+    """`max_bytes` for what lies in `folders`, and never more than the disk has. Thread-safe.
+
+    What another holds (`loraplex.adapters.common.disk.hold`) stays, even if the quota is exceeded
+    for a while.
+    spare: what lies there is not counted, and goes first when the disk has no room.
+    """
+
+    def __init__(self, max_bytes: int, folders: Sequence[Path], spare: Path) -> None:
+        self.max_bytes = max_bytes
+        self._folders = tuple(folders)
+        self._spare = (spare,)
+        self._lock = threading.Lock()
+        self._expected = 0
+        self._sizes: dict[tuple[str, int], int] = {}
+
+    def check(self, nbytes: int) -> None:
+        """Raises AdapterError when the disk has no room for `nbytes`, whatever were removed."""
+        shortage = self._shortage(nbytes)
+        if shortage > 0 and shortage > stored_bytes(self._folders + self._spare):
+            tell_of_disk(self._folders[0], f"{shortage} bytes more would have to be free", "full")
+            message = "the disk of the adapter store has no room for this adapter"
+            raise AdapterError("unavailable", message, (), _RETRY_S)
+
+    @contextmanager
+    def room(self, nbytes: int) -> Iterator[None]:
+        """Made for what is written while inside; several who write count together."""
+        # One at a time: two who saw the same content would both remove what one of them needs.
+        with self._lock:
+            release(self._shortage(nbytes), self._spare)
+            excess = (
+                stored_bytes(self._folders, self._size) + self._expected + nbytes - self.max_bytes
+            )
+            release(max(excess, self._shortage(nbytes)), self._folders, self._size)
+            self._expected += nbytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._expected -= nbytes
+
+    def _size(self, entry: os.DirEntry[str]) -> int:
+        """What is stored never changes: it is measured once, as there may be thousands."""
+        key = entry.path, entry.inode()
+        size = self._sizes.get(key)
+        if size is None:
+            if len(self._sizes) >= MAX_SIZES:
+                self._sizes.clear()
+            size = self._sizes[key] = entry_bytes(entry)
+        return size
+
+    def _shortage(self, nbytes: int) -> int:
+        return nbytes + HEADROOM_BYTES - free_bytes(self._folders[0])
+
+
+class Slabs:
+    """folder: of the files. unfinished: for those that are being written."""
+
+    def __init__(self, folder: Path, unfinished: Path, base: BaseSpec, quota: Quota) -> None:
+        self._folder = folder
+        self._unfinished = unfinished
+        self._base = base
+        self._quota = quota
+
+    def open(self, digest: str, dtype: SlabDtype, extent_bytes: int) -> SlabFile | None:
+        """The file of this adapter, a finished one if there is one; the caller closes it. Raises
+        OSError."""
+        for is_finished in (True, False):
+            path = self._path(digest, dtype, extent_bytes, is_finished)
+            with suppress(FileNotFoundError, SlabError):
+                slab = SlabFile(path)
+                mark_used(path)
+                return slab
+        return None
+
+    def keep(
+        self,
+        layout: SlabLayout,
+        arena: memoryview,
+        first_extents: Sequence[int],
+        stopped: Callable[[], bool],
+    ) -> bool:
+        """As `AdapterStore.save_slab`. Raises OSError, AdapterError."""
+        path = self._path(layout.digest, layout.dtype, layout.extent_bytes, layout.is_finished)
+        with suppress(FileNotFoundError, SlabError):
+            SlabFile(path).close()
+            return True
+        self._quota.check(layout.nbytes)
+        with self._quota.room(layout.nbytes), unfinished_folder(self._unfinished) as folder:
+            written = folder / "slab"
+            if not write_slab_file(written, layout, arena, first_extents, stopped):
+                return False
+            publish_file(written, path)
+            return True
+
+    def _path(self, digest: str, dtype: SlabDtype, extent_bytes: int, is_finished: bool) -> Path:
+        """What is finished depends on how the base's weights were loaded."""
+        parts = [digest, dtype, str(extent_bytes), f"of{self._base.shards}"]
+        if is_finished:
+            parts.append(f"finished_{self._base.quantize or 'as_stored'}")
+        return self._folder / f"{'-'.join(parts)}-v{LAYOUT_VERSION}.slab"

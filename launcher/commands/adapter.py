@@ -18,7 +18,7 @@ from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.judge import Judged, judge_folder
 from loraplex.adapters.manifest import AdapterManifest, AdapterTemplate
 from loraplex.adapters.peft.files import small_files, weight_files
-from loraplex.adapters.peft.special_tokens import USUAL_TOKENS
+from loraplex.adapters.peft.tokenizer_files import USUAL_TOKENS
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.ref import (
     AdapterRef,

@@ -10,9 +10,8 @@ from typing import NoReturn
 import msgspec
 
 from loraplex.adapters.peft.config import CONFIG_FILE
-from loraplex.adapters.peft.files import MLX_FILE, is_unsafe
+from loraplex.adapters.peft.files import MLX_FILE, did_you_mean, is_unsafe
 from loraplex.adapters.peft.validate import WEIGHTS_FILE
-from loraplex.adapters.run_folders import did_you_mean
 from loraplex.adapters.violations import shown
 from loraplex.launcher.convert.plan import Form, refusal
 

@@ -20,8 +20,7 @@ import numpy.typing as npt
 from loraplex.adapters.common import extras
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.peft.config import CONFIG_FILE, parse_config
-from loraplex.adapters.peft.fields import HARMLESS
-from loraplex.adapters.peft.methods import CONVERTED, takes_from_base, way_out
+from loraplex.adapters.peft.fields import CONVERTED, HARMLESS, takes_from_base, way_out
 from loraplex.adapters.peft.validate import MAX_LORA_RANK
 from loraplex.adapters.safetensors.header import WEIGHTS_FILE
 from loraplex.adapters.violations import Findings, shown

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters.base_names import names_base, normal_name
+from loraplex.adapters.peft.validate import names_base, normal_name
 
 # A base's names -> names that mean it.
 SAME: dict[tuple[str, ...], tuple[str, ...]] = {

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.peft.files import did_you_mean, newest_first
 from loraplex.adapters.ref import AdapterRef
-from loraplex.adapters.run_folders import did_you_mean, newest_first
 from loraplex.adapters.sources.hub import HubSource
 from loraplex.adapters.sources.local import LocalSource
 from loraplex.adapters.store.store import AdapterStore

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
-from loraplex.adapters.run_folders import newest_first
+from loraplex.adapters.peft.files import newest_first
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

@@ -12,7 +12,7 @@ from loraplex.adapters.chat.conversation import (
     listed_templates,
 )
 from loraplex.adapters.chat.template import ChatTemplate
-from loraplex.adapters.peft.special_tokens import special_tokens
+from loraplex.adapters.peft.tokenizer_files import special_tokens
 from loraplex.server.model.checkpoint.checkpoint import read_optional_json, read_text
 from loraplex.server.model.tokenizer.base_tokenizer import special_token_settings
 

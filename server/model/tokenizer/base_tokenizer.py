@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Tokenizer
 
-from loraplex.adapters.peft.special_tokens import USUAL_TOKENS, special_tokens
+from loraplex.adapters.peft.tokenizer_files import USUAL_TOKENS, special_tokens
 from loraplex.server.model.checkpoint.checkpoint import (
     CheckpointError,
     read_optional_json,

@@ -6,8 +6,12 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from loraplex.adapters.grammar.token_bytes import UnknownBytes, token_bytes
-from loraplex.adapters.grammar.vocabulary import VocabularyError, make_vocabulary
+from loraplex.adapters.grammar.vocabulary import (
+    UnknownBytes,
+    VocabularyError,
+    make_vocabulary,
+    token_bytes,
+)
 from loraplex.router.text.text_decoder import make_decoder
 from tests.vocabularies import VOCABULARIES, byte_vocabulary, load
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from loraplex.adapters.merge.low_rank import EXACT_SIDE, Matrix, factorise
+from loraplex.adapters.merge.job import EXACT_SIDE, Matrix, factorise
 
 RANK = 12
 

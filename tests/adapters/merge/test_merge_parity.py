@@ -14,8 +14,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loraplex.adapters.judge import judge_folder
-from loraplex.adapters.merge.delta import RandomKeeper, draw_seed
-from loraplex.adapters.merge.job import MergeJob, run_job, write_job
+from loraplex.adapters.merge.job import MergeJob, RandomKeeper, draw_seed, run_job, write_job
 from loraplex.adapters.merge.plan import plan_merge
 from loraplex.adapters.merge.recipe import MergeMember, MergeRecipe, make_recipe
 from loraplex.adapters.peft.validate import AdapterLimits

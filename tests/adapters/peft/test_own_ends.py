@@ -9,7 +9,7 @@ import pytest
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.judge import is_intact, judge_folder
-from loraplex.adapters.peft.own_ends import own_ends
+from loraplex.adapters.peft.tokenizer_files import own_ends
 from loraplex.adapters.violations import Findings
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal

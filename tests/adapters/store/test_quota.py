@@ -9,7 +9,7 @@ import pytest
 
 from loraplex.adapters.common.disk import entry_bytes
 from loraplex.adapters.errors import AdapterError
-from loraplex.adapters.store.quota import Quota
+from loraplex.adapters.store.store import Quota
 
 
 def put(folder: Path, name: str, nbytes: int, used: int = 0) -> None:
@@ -38,7 +38,7 @@ def test_what_is_stored_is_measured_once(
         measured.append(entry.name)
         return entry_bytes(entry)
 
-    monkeypatch.setattr("loraplex.adapters.store.quota.entry_bytes", counted)
+    monkeypatch.setattr("loraplex.adapters.store.store.entry_bytes", counted)
     content, slabs, staging = folders
     quota = Quota(1000, (content, slabs), staging)
     for number in range(20):

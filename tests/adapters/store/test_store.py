@@ -26,9 +26,8 @@ from loraplex.adapters.slab.file import SlabGarbled
 from loraplex.adapters.slab.layout import make_layout
 from loraplex.adapters.slab.memory import one_after_another
 from loraplex.adapters.sources.local import LocalSource
-from loraplex.adapters.store.quota import HEADROOM_BYTES
-from loraplex.adapters.store.store import AdapterStore
-from loraplex.adapters.store.unfinished import unfinished_folder
+from loraplex.adapters.store.content import unfinished_folder
+from loraplex.adapters.store.store import HEADROOM_BYTES, AdapterStore
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal, refused_as, violation_codes
 from tests.slab_files import read_layout, read_payload, save_slab, slab_path
@@ -372,7 +371,7 @@ def test_a_deleted_cache_folder_is_made_again(hub: FakeHub, tmp_path: Path) -> N
 def test_too_little_room_is_known_before_the_fetch(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraplex.adapters.store.quota.free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr("loraplex.adapters.store.store.free_bytes", lambda folder: 1 << 20)
     error = refusal(lambda: store_of(hub, tmp_path).admit(PINNED, None))
     assert error is not None
     assert error.code == "unavailable"
@@ -557,7 +556,7 @@ def test_nobody_waits_for_the_disk_and_a_crash_is_survived(
     there; what had is used."""
     boot = tmp_path / "boot"
     boot.write_text("first")
-    monkeypatch.setattr("loraplex.adapters.common.boot._BOOT_ID", boot)
+    monkeypatch.setattr("loraplex.adapters.common.disk._BOOT_ID", boot)
     synced: list[int] = []
     monkeypatch.setattr("loraplex.adapters.common.disk.os.fsync", synced.append)
     later = Later()
@@ -798,7 +797,7 @@ def test_a_full_disk_is_the_oldest_adapters_loss(
     newer = write_adapter(hub.folder, BASE, seed=1)
     size = (newer / WEIGHTS).stat().st_size
     monkeypatch.setattr(
-        "loraplex.adapters.store.quota.free_bytes",
+        "loraplex.adapters.store.store.free_bytes",
         lambda folder: HEADROOM_BYTES + size - sum(1 for _ in content.iterdir()) * size // 2,
     )
     fresh = store.admit(AdapterRef("hub", "org/a", "b" * 40), None).digest

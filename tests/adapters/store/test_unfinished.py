@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapters.errors import AdapterChanged, AdapterError
-from loraplex.adapters.store.unfinished import (
+from loraplex.adapters.store.content import (
     KEPT_S,
     MAX_KEPT,
     remove_stale,
@@ -73,7 +73,7 @@ def test_another_boot_does_not_trust_what_lies_there(
     break_off(tmp_path, "a", passing())
     boot = tmp_path / "boot-id"
     boot.write_text("another")
-    monkeypatch.setattr("loraplex.adapters.common.boot._BOOT_ID", boot)
+    monkeypatch.setattr("loraplex.adapters.common.disk._BOOT_ID", boot)
     with resumable_folder(tmp_path, "a") as folder:
         assert list(folder.iterdir()) == []
 
@@ -92,7 +92,7 @@ def test_few_are_kept_and_not_for_long(tmp_path: Path) -> None:
 
 
 def test_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loraplex.adapters.store.unfinished.MAX_KEPT_BYTES", 6)
+    monkeypatch.setattr("loraplex.adapters.store.content.MAX_KEPT_BYTES", 6)
     first = break_off(tmp_path, "a", passing())
     os.utime(first, (time.time() - 9, time.time() - 9))
     second = break_off(tmp_path, "b", passing())

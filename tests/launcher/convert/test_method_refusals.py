@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.peft.config import parse_config
-from loraplex.adapters.peft.methods import CONVERTED, way_out
+from loraplex.adapters.peft.fields import CONVERTED, way_out
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.violations import Findings
 from loraplex.launcher.convert.convert import ConversionOptions, convert_folder

@@ -13,8 +13,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 
 from loraplex.adapters.grammar.compile import GrammarError, compile_grammar
 from loraplex.adapters.grammar.limits import GrammarLimits
-from loraplex.adapters.grammar.token_bytes import token_bytes
-from loraplex.adapters.grammar.vocabulary import make_vocabulary
+from loraplex.adapters.grammar.vocabulary import make_vocabulary, token_bytes
 from loraplex.router.shape.schema.keywords import SchemaRefused
 from tests.router.shape.made_schemas import HARD, SCHEMAS
 from tests.router.shape.matching import source

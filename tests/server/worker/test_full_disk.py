@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.adapters.store.quota import HEADROOM_BYTES
+from loraplex.adapters.store.store import HEADROOM_BYTES
 from loraplex.server import protocol
 from tests.adapter_folders import write_adapter
 from tests.certifying.certificates import CertifyOptions, certified_output

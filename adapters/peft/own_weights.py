@@ -4,15 +4,18 @@ Source: PEFT 0.21, `modules_to_save`, `trainable_token_indices`, `ensure_weight_
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 import msgspec
 
-from loraplex.adapters.base import BaseSpec
-from loraplex.adapters.peft.config import PeftConfig
-from loraplex.adapters.peft.lora_tensors import OwnTable
+from loraplex.adapters.base import BaseNorm, BaseSpec
+from loraplex.adapters.classes import HEAD_OF_CLASSES, MOST_LABELS
+from loraplex.adapters.peft.config import SEQ_CLS, PeftConfig, is_norm
+from loraplex.adapters.peft.lora_tensors import OwnNorm, OwnTable
 from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from loraplex.adapters.violations import Findings, shown
 
+HEAD_OF_TEXT = "lm_head"
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
@@ -182,3 +185,95 @@ class TablePlacer:
         if tensor.shape != shape:
             message = f"{name}: expected {list(shape)}, got {list(tensor.shape)}"
             self._findings.add("shape_mismatch", name, message)
+
+
+def own_head(config: PeftConfig) -> Literal["none", "perhaps", "surely"]:
+    """Whether the file has a score head."""
+    if HEAD_OF_CLASSES in config.modules_to_save:
+        return "surely"
+    return "perhaps" if config.task_type == SEQ_CLS else "none"
+
+
+def check_head(config: PeftConfig, findings: Findings) -> None:
+    """Before there are tensors."""
+    if own_head(config) != "surely":
+        return
+    if config.alora_invocation_tokens:
+        message = f"modules_to_save: {HEAD_OF_CLASSES} not with alora_invocation_tokens"
+        findings.add("unsupported_feature", "modules_to_save", message)
+    trained = (*config.modules_to_save, *(name for name, _ in config.trainable_token_indices))
+    if HEAD_OF_TEXT in trained:
+        message = f"{HEAD_OF_CLASSES} and {HEAD_OF_TEXT}: one adapter has one head"
+        findings.add("unsupported_feature", "modules_to_save", message)
+
+
+def place_head(
+    config: PeftConfig, tensor: TensorInfo | None, base: BaseSpec, findings: Findings
+) -> TensorInfo | None:
+    """tensor: what the file has of it. What is wrong with it is added to `findings`."""
+    if tensor is None:
+        if own_head(config) == "surely":
+            message = f"modules_to_save has {HEAD_OF_CLASSES}, and the file has no weights of it"
+            findings.add("missing_tensor", HEAD_OF_CLASSES, message)
+        return None
+    name = tensor.name
+    if tensor.dtype not in FLOAT_DTYPES:
+        message = f"{name}: dtype {tensor.dtype}, expected one of {sorted(FLOAT_DTYPES)}"
+        findings.add("unsupported_dtype", name, message)
+    labels = tensor.shape[0] if len(tensor.shape) == 2 else 0
+    if not 0 < labels <= MOST_LABELS or tensor.shape[1] != base.hidden_size:
+        expected = f"1 to {MOST_LABELS} labels of {base.hidden_size} numbers each"
+        message = f"{name}: expected {expected}, got {list(tensor.shape)}"
+        findings.add("shape_mismatch", name, message)
+    elif base.num_classes not in (0, labels):
+        message = f"{name}: {labels} labels; the base model has {base.num_classes}"
+        findings.add("shape_mismatch", name, message)
+    return tensor
+
+
+def saved_norms(config: PeftConfig, base: BaseSpec) -> tuple[BaseNorm, ...]:
+    """Those that the config names."""
+    names = tuple(filter(is_norm, config.modules_to_save))
+    return tuple(norm for norm in base.norms if names and norm.path.endswith(names))
+
+
+def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
+    """Before there are tensors."""
+    names = [name for name in config.modules_to_save if is_norm(name)]
+    if names and config.alora_invocation_tokens:
+        message = "modules_to_save: norms not with alora_invocation_tokens, since they act on all"
+        findings.add("unsupported_feature", "modules_to_save", message)
+    for name in names:
+        if any(norm.path.endswith(name) for norm in base.norms):
+            continue
+        holder = "file" if base.is_inferred else "base model"
+        code = "missing_tensor" if base.is_inferred else "unsupported_feature"
+        message = f"modules_to_save: the {holder} has no norm {shown(name)}"
+        findings.add(code, "modules_to_save", message)
+    unserved = {norm.name for norm in saved_norms(config, base) if not norm.is_served}
+    for name in sorted(unserved):
+        message = (
+            f"modules_to_save: {name} is not served, only norms before attention, before the MLP "
+            "and at the end are; merge the adapter into its base, or train it without"
+        )
+        findings.add("unsupported_feature", "modules_to_save", message)
+
+
+def place_norms(
+    config: PeftConfig, tensors: Mapping[str, TensorInfo], base: BaseSpec, findings: Findings
+) -> Iterator[OwnNorm]:
+    """tensors: by the norm's path. What is wrong is added to `findings`."""
+    for norm in saved_norms(config, base):
+        tensor = tensors.get(norm.path)
+        if tensor is None:
+            message = f"modules_to_save has {norm.path}, and the file has no weights of it"
+            findings.add("missing_tensor", norm.path, message)
+            continue
+        name = tensor.name
+        if tensor.dtype not in FLOAT_DTYPES:
+            message = f"{name}: dtype {tensor.dtype}, expected one of {sorted(FLOAT_DTYPES)}"
+            findings.add("unsupported_dtype", name, message)
+        if tensor.shape != (norm.size,):
+            message = f"{name}: expected [{norm.size}], got {list(tensor.shape)}"
+            findings.add("shape_mismatch", name, message)
+        yield OwnNorm(norm.name, norm.place, tensor)

@@ -62,12 +62,12 @@ class ModuleShape(msgspec.Struct, frozen=True):
 
     @property
     def shared(self) -> tuple[Span, ...]:
-        """What `sharding` shares out."""
+        """Returns the features that `sharding` shares out."""
         features = self.in_features if self.sharding == "row" else self.out_features
         return self.spans or (Span(features),)
 
     def of_shard(self, count: int) -> "ModuleShape":
-        """What each of so many devices has."""
+        """Returns the part that each of `count` devices has."""
         if self.sharding == "none" or count == 1:
             return self
         width, spans = total_width(self.shared, count), ()
@@ -108,9 +108,12 @@ class ExpertWeight(msgspec.Struct, frozen=True):
 
 
 class BaseNorm(msgspec.Struct, frozen=True):
-    """A norm of the base. path: its whole name. size: numbers of its weight. place: 2 * layer of
-    the norm before attention, 2 * layer + 1 of that before the MLP, 2 * layers of that at the end;
-    -1 = another, which adapters may not change."""
+    """A norm of the base.
+
+    path: its whole name. size: numbers of its weight.
+    place: 2 * layer before attention, 2 * layer + 1 before the MLP, 2 * layers at the end.
+        -1 = another place; adapters may not change that norm.
+    """
 
     path: str
     size: int
@@ -143,10 +146,10 @@ def layer_path(layer: int, path: str) -> str:
 
 
 class BaseSpec(msgspec.Struct, frozen=True):
-    """What adapters are validated against.
+    """Describes the base model that adapters are validated against.
 
     digest: identity of the base (sha256 hex); "" = it was inferred from an adapter's tensors.
-    names: what it is called; `loraplex.adapters.peft.validate` says which other names mean the same.
+    names: what it is called; `names_base` says which other names mean the same.
     layer_modules: short name (`q_proj`, …; see `module_name`) -> shape; the same in every layer
         that has the module.
     model_modules: `embed_tokens` (in = vocabulary, out = hidden) and `lm_head` -> shape.
@@ -192,13 +195,12 @@ class BaseSpec(msgspec.Struct, frozen=True):
 
     @property
     def most_ids(self) -> int:
-        """Of any adapter: those of the base's tables, and new ones where the base is known."""
+        """The most ids of an adapter: the base's rows, and new ids where the base is known."""
         return self.vocab_size + (0 if self.is_inferred else MAX_NEW_IDS)
 
     @property
     def num_tokens(self) -> int:
-        """Ids below it are its tokenizer's; the tables may have more rows. One that was inferred
-        may have no known vocabulary: 0."""
+        """The number of the tokenizer's ids; the tables may have more rows. 0 = not known."""
         return max(self.tokens.values()) + 1 if self.tokens else self.vocab_size
 
     def of_site(self, kind: SiteKind, projection: int) -> ModuleShape:
@@ -218,7 +220,7 @@ class BaseModule(msgspec.Struct, frozen=True):
 
 
 def base_modules(base: BaseSpec) -> Iterator[BaseModule]:
-    """By layer, then those outside the layers."""
+    """Yields all modules: those of each layer, then those outside the layers."""
     for layer in range(base.num_layers):
         for name, shape in base.layer_modules.items():
             if shape.is_in(layer):

@@ -1,4 +1,4 @@
-"""How vocabularies spell bytes: `<0xNN>`, or stand-in characters; and words. Pure."""
+"""Reads how vocabularies spell bytes: `<0xNN>`, or stand-in characters. Cleans up words. Pure."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What a classifier's scores mean, as a model's `config.json` says it. Pure."""
+"""Reads the meaning of a classifier's scores from a model's `config.json`. Pure."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -16,9 +16,11 @@ _IDENTITY, _SIGMOID = "Identity", "Sigmoid"
 
 
 class ClassForm(msgspec.Struct, frozen=True):
-    """What a classifier scores: a number for each label, from the last norm's output of the last
-    token that is no padding. activation: what makes probabilities of scores. pad_token_id: None =
-    no token is padding."""
+    """Describes a classifier: a score for each label, from the last token that is no padding.
+
+    Scores come from the output of the last norm. activation: makes probabilities of scores.
+    pad_token_id: None = no token is padding.
+    """
 
     labels: tuple[str, ...]
     activation: ScoreActivation
@@ -26,8 +28,8 @@ class ClassForm(msgspec.Struct, frozen=True):
 
 
 class OwnClasses(msgspec.Struct, frozen=True):
-    """What an adapter's own head scores. count: of labels. labels: () = they have no names.
-    activation, pad_token_id: None = nothing is said."""
+    """Describes an adapter's own head. count: of labels. labels: () = they have no names.
+    activation, pad_token_id: None = the adapter's files do not say."""
 
     count: int
     labels: tuple[str, ...] = ()
@@ -35,7 +37,7 @@ class OwnClasses(msgspec.Struct, frozen=True):
     pad_token_id: int | None = None
 
     def over(self, base: ClassForm | None, pad_token_id: int | None) -> ClassForm:
-        """What it does not say is the base's, or usual. base: None = the base is no classifier."""
+        """Fills gaps from the base, or with the usual. base: None = the base is no classifier."""
         labels = self.labels or (base.labels if base else unnamed(self.count))
         usual = base.activation if base else usual_activation(self.count)
         pad = pad_token_id if self.pad_token_id is None else self.pad_token_id
@@ -43,7 +45,7 @@ class OwnClasses(msgspec.Struct, frozen=True):
 
 
 def unnamed(count: int) -> tuple[str, ...]:
-    """As transformers calls labels without names."""
+    """Names labels as transformers names those without names."""
     return tuple(f"LABEL_{i}" for i in range(count))
 
 
@@ -52,7 +54,7 @@ def usual_activation(count: int) -> ScoreActivation:
 
 
 def labels_said(config: Mapping[str, Any], refuse: Callable[[str], object]) -> tuple[str, ...]:
-    """Those of `id2label`; () = it names none, or what is wrong with them was refused."""
+    """Reads the labels of `id2label`. () = there are none, or they were refused."""
     table = config.get("id2label") or {}
     if not isinstance(table, Mapping):
         refuse(f"id2label must be a table, got {shown(table)}")
@@ -72,7 +74,7 @@ def labels_said(config: Mapping[str, Any], refuse: Callable[[str], object]) -> t
 def activation_said(
     config: Mapping[str, Any], refuse: Callable[[str], object]
 ) -> ScoreActivation | None:
-    """As sentence-transformers was told, else as transformers' kind of problem says."""
+    """Reads sentence-transformers' setting, else follows transformers' `problem_type`."""
     table = config.get("sentence_transformers") or {}
     if not isinstance(table, Mapping):
         refuse(f"sentence_transformers must be a table, got {shown(table)}")

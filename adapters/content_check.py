@@ -19,9 +19,10 @@ _MASK = (1 << 64) - 1
 
 
 class ContentDigest:
-    """sha256 over the used config, the default chat template, its special tokens, the adapter's own
-    ends of an answer, its other templates, what its score head scores, its added tokens and the
-    weights file. Each but the last comes with its length.
+    """sha256 over an adapter's config, its texts and its weights file.
+
+    The texts are the default chat template, special tokens, ends of an answer, other templates,
+    classes and added tokens. Each part but the weights comes with its length.
     """
 
     def __init__(self, config: PeftConfig, text: AdapterText) -> None:
@@ -45,7 +46,7 @@ class ContentDigest:
 
 
 def _order(part: object) -> Literal["sorted"] | None:
-    """Of what is encoded: a table's is no part of what it says."""
+    """Chooses the order of keys: the order of a table carries no meaning."""
     return "sorted" if isinstance(part, dict) else None
 
 
@@ -56,7 +57,7 @@ class Fingerprint:
         self.value = 0
 
     def update(self, piece: Raw) -> None:
-        """The same pieces in the same order make the same value."""
+        """Adds the next piece. The same pieces in the same order make the same value."""
         words = len(piece) // 8
         total = int(np.add.reduce(piece[: 8 * words].view("<u8")))
         total += int.from_bytes(piece[8 * words :].tobytes(), "little")
@@ -64,8 +65,10 @@ class Fingerprint:
 
 
 class Seal(NamedTuple):
-    """Of weights whose digest this process has computed: their file, and the fingerprint of their
-    LoRA tensors in the file's order."""
+    """Recognises weights whose digest this process has computed.
+
+    identity: of their file. fingerprint: of their LoRA tensors, in the file's order.
+    """
 
     identity: tuple[int, ...]
     fingerprint: int
@@ -75,18 +78,18 @@ class ContentCheck(Protocol):
     """Sees what is read of a weights file, in the file's order."""
 
     def before(self, position: int) -> None:
-        """What is read next begins here."""
+        """Announces that the next piece begins at `position`."""
         ...
 
     def update(self, piece: Raw) -> None: ...
 
     def holds(self) -> bool:
-        """Nothing more is read: whether it was what it should have been."""
+        """Whether all that was read is as expected. Nothing may be read afterwards."""
         ...
 
 
 class SealCheck:
-    """By the seal. The file must be the one that it was made of."""
+    """Checks by the seal. The file must be the one that the seal was made of."""
 
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
@@ -103,7 +106,7 @@ class SealCheck:
 
 
 class DigestCheck:
-    """By the digest of the whole file: what is not read otherwise is read here."""
+    """Checks by the digest of the whole file, and reads what nobody else reads."""
 
     def __init__(
         self,

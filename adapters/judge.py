@@ -107,8 +107,7 @@ def judge_folder(
 def check_small(
     small: Mapping[str, bytes], base: BaseSpec, limits: AdapterLimits, findings: Findings
 ) -> tuple[Targeting | None, AdapterText]:
-    """What can be checked before the weights come: the targets, and the files about text.
-
+    """Checks targets and the files about text, before the weights come.
     small: name -> bytes of the files other than the weights.
     """
     data = small.get(CONFIG_FILE)
@@ -151,7 +150,7 @@ def is_intact(folder: Path, adapter: LoraTensors, manifest: AdapterManifest) -> 
 
 
 def _listing(folder: Path, findings: Findings) -> tuple[dict[str, int], set[str]]:
-    """Name -> bytes of the relevant files; and those that are not to be opened, with 0 bytes."""
+    """Lists the relevant files with their bytes, and names those that must not be opened."""
     if not folder.is_dir():
         raise AdapterError("not_found", f"{folder} is not a folder")
     listing: dict[str, int] = {}
@@ -200,10 +199,10 @@ def _header(weights: Weights, findings: Findings) -> tuple[TensorInfo, ...] | No
 
 
 class _Reading:
-    """One pass over the weights file: each piece is checked and hashed while a core has it at hand.
+    """One pass over the weights file: each piece is checked and hashed while it is in a cache.
 
-    adapter: None when the config cannot say what the tensors are. digest: None = it is known
-    already that there will be none. room: of which values must fit the dtype.
+    adapter: None when the config cannot say what the tensors are. digest: None = the adapter is
+    refused already. room: its dtype must hold all values.
     """
 
     def __init__(
@@ -292,7 +291,7 @@ def _changed(adapter: LoraTensors) -> set[str]:
 def _check_tokens(
     adapter: LoraTensors, text: AdapterText, base: BaseSpec, findings: Findings
 ) -> None:
-    """Each of its tokens needs a row of its tables, and each end must be one of its ids."""
+    """Checks that added tokens have rows in the tables, and that ends are known ids."""
     size, added = adapter.table_size(base.vocab_size) or base.vocab_size, text.added_tokens
     if added and added[-1].id >= size:
         message = f"token {added[-1].id} is added, and the tables have {size} rows"

@@ -28,7 +28,7 @@ class AdapterTemplate(msgspec.Struct, frozen=True):
 
     @property
     def sources(self) -> dict[str, str]:
-        """All of them by name."""
+        """All templates by name."""
         default = {} if self.source is None else {DEFAULT_TEMPLATE: self.source}
         return default | self.named
 
@@ -47,8 +47,7 @@ class OwnToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class AdapterText(NamedTuple):
-    """What an adapter says of its text, beside its weights.
-
+    """Everything but weights: an adapter's templates, ends, classes and tokens.
     end_token_ids: ids that end its answers beside the base's, as its files name them, ascending.
     classes: what its score head scores; None = it has none.
     added_tokens: those of its tokenizer beside the base's, by id without a gap.
@@ -107,13 +106,13 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
         return self.coverage if self.coverage is not None and self.coverage.is_partial else None
 
     def with_coverage(self, coverage: Coverage) -> "AdapterManifest":
-        """For one that was judged before it was kept; what is known already stays."""
+        """Adds the coverage to an older manifest that has none."""
         if self.coverage is not None:
             return self
         return msgspec.structs.replace(self, coverage=coverage)
 
     def of_merge(self, digest: str, coverage: Coverage) -> "AdapterManifest":
-        """What a merge has made. digest: of its recipe. coverage: of its members together."""
+        """Turns this into a merge's manifest. digest: of its recipe. coverage: of all members."""
         return msgspec.structs.replace(
             self, digest=digest, content_digest=self.digest, coverage=coverage
         )
@@ -238,7 +237,7 @@ class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def shard_nbytes(self) -> int:
-        """Of one part."""
+        """Bytes of one part."""
         return sum(self.runs) * self.extent_bytes
 
     @property
@@ -247,5 +246,5 @@ class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def all_runs(self) -> tuple[int, ...]:
-        """Of all parts."""
+        """The runs of all parts, in order."""
         return self.runs * self.shards

@@ -1,4 +1,4 @@
-"""Finds adapters near a folder that is none: the checkpoints of a run, in it or beside it."""
+"""Finds adapters near a folder that is none: the checkpoints of a run, inside or next to it."""
 
 import os
 from collections.abc import Callable
@@ -12,8 +12,10 @@ MAX_ENTRIES = 10_000
 
 
 def adapters_near(folder: Path, *, may_look_beside: bool = True) -> list[str]:
-    """Names of the folders in it that are adapters; else of the checkpoints beside it, as
-    `../checkpoint-…`. Links are not followed. None where they cannot be read."""
+    """Names adapters in a folder, else checkpoints next to it as `../checkpoint-…`.
+
+    Links are not followed. Folders that cannot be read hold none.
+    """
     found = _adapters_in(folder, lambda name: True)
     if found or not may_look_beside:
         return found

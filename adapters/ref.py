@@ -93,7 +93,7 @@ def format_ref(ref: AdapterRef) -> str:
 
 
 def local_name(path: str) -> str:
-    """How a reference names this folder."""
+    """Spells a folder as the name of a `local` reference."""
     return quote(path, safe="/._+=,~-", errors="surrogateescape")
 
 
@@ -110,16 +110,13 @@ def hub_place(name: str) -> tuple[str, str]:
 
 
 def shown_name(ref: AdapterRef) -> str:
-    """The reference as an answer may show it: where a folder lies is the operator's business.
-
-    A caller who used a registered name never learns the path, bucket or host behind it.
-    """
+    """Shortens a reference for answers: callers never learn a path, bucket or host."""
     is_public = ref.source in ("hub", "modelscope", "alias")
     return format_ref(ref) if is_public else ref.name.rpartition("/")[2]
 
 
 def shown_place(ref: AdapterRef) -> str:
-    """What a folder in it is named after, as an answer may show it: without a commit or a path."""
+    """Shortens the place of a folder for answers: without a commit or a path."""
     if ref.source == "local":
         return f"local:{'.../' if '/' in ref.name else ''}{shown_name(ref)}"
     return format_ref(msgspec.structs.replace(ref, revision=None))
@@ -165,7 +162,7 @@ def is_pinned(ref: AdapterRef) -> bool:
 
 
 class Pin(msgspec.Struct, frozen=True):
-    """What a revision says. label: a branch, tag or commit of ModelScope; "" elsewhere.
+    """A revision's parts. label: a branch, tag or commit of ModelScope; "" elsewhere.
     fingerprint: of the content, None = any."""
 
     label: str
@@ -224,12 +221,12 @@ def _is_revision(source: RefSource, text: str) -> bool:
 
 
 def _safe_path(text: str) -> bool:
-    """No empty, `.` or `..` part, and no `..` within one either (a Git rule, too)."""
+    """Whether no part is empty or `.`, and none has `..` in it, as Git also demands."""
     return ".." not in text and all(part not in ("", ".") for part in text.split("/"))
 
 
 def _fault(source: RefSource, name: str) -> str:
-    """What keeps it from being a name of this source."""
+    """Explains why this is no name of the source."""
     bucket, _, prefix = name.partition("/")
     if source == "s3" and bucket:
         if not is_bucket(bucket):

@@ -1,4 +1,4 @@
-"""How several devices share a model: which features of a module each of them has. Pure.
+"""Divides the features of a model's modules between several devices. Pure.
 
 A *shard* is one device's part of the model. All shards have the same shapes.
 """
@@ -17,7 +17,7 @@ _ROUNDED = 8
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `count`."""
+    """One of `count` shards."""
 
     index: int = 0
     count: int = 1
@@ -53,7 +53,7 @@ class Span(msgspec.Struct, frozen=True):
         return -(-self.features // (count * _ROUNDED)) * _ROUNDED
 
     def piece(self, shard: Shard) -> slice:
-        """Which of its features a shard has."""
+        """Finds the features that a shard has."""
         if self.unit > 1:
             heads = heads_of(self.units, shard)
             return slice(heads.start * self.unit, heads.stop * self.unit)
@@ -63,8 +63,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 def heads_of(heads: int, shard: Shard) -> slice:
-    """Which of so many heads a shard has. Heads that are fewer than shards are repeated: shards
-    that share a head are neighbours."""
+    """Finds a shard's heads. Fewer heads than shards are repeated, among neighbouring shards."""
     each = max(1, heads // shard.count)
     begin = shard.index * heads // shard.count
     return slice(begin, begin + each)
@@ -78,7 +77,7 @@ class Piece(NamedTuple):
 
 
 def pieces(spans: Sequence[Span], shard: Shard) -> tuple[Piece, ...]:
-    """Of what lies one after the other."""
+    """Finds a shard's piece of each span, where spans lie one after the other."""
     found = []
     source = target = 0
     for span in spans:

@@ -1,4 +1,4 @@
-"""Which rows of an embedding and a head each of several shards has. Pure.
+"""Divides the rows of an embedding and a head between several shards. Pure.
 
 A shard has the rows of neighbouring tokens of the base. *New ids* lie behind the base's tables.
 They are shared out apart, as if there were as many as there may be. So an id's shard does not
@@ -12,8 +12,8 @@ from loraplex.adapters.sharding import Piece, Shard, Span, pieces
 
 
 def tokens_of_shard(vocab: int, shard: Shard) -> tuple[Piece, Piece]:
-    """Ids of the base, which has `vocab`, and new ones, as the shard counts them. New ids have the
-    same place on all shards."""
+    """Finds a shard's ids of the base, which has `vocab`, and its new ids, as it counts them.
+    New ids have the same place on all shards."""
     base, new = pieces((Span(vocab), Span(MAX_NEW_IDS)), shard)
     return base, new
 
@@ -24,7 +24,7 @@ def new_ids_width(count: int) -> int:
 
 
 def ids_of_shard(ids: Sequence[int], vocab: int, shard: Shard) -> tuple[int, ...]:
-    """Those of some tokens whose rows a shard has, as the shard counts them."""
+    """Finds the tokens whose rows a shard has, as the shard counts them."""
     return tuple(token for _, token in _rows(ids, vocab, shard))
 
 
@@ -50,13 +50,15 @@ def _rows(ids: Sequence[int], vocab: int, shard: Shard) -> Iterator[tuple[int, i
 
 
 def most_rows(ids: Sequence[int], vocab: int, count: int) -> int:
-    """As many as the shard with the most rows of these tokens has, at least 1."""
+    """Counts these tokens' rows in the shard that has the most, at least 1."""
     return max(1, *(len(rows_of_shard(ids, vocab, Shard(i, count))) for i in range(count)))
 
 
 def pieces_of_table(size: int, vocab: int, shard: Shard) -> tuple[Piece, ...]:
-    """Rows of a table of `size` rows that a shard has, and the place of each among its rows, which
-    is the token's as the shard counts it."""
+    """Finds a shard's rows of a table of `size` rows, and their places among its own.
+
+    A row's place is its token, as the shard counts it.
+    """
     if shard.count == 1:
         return (Piece(slice(0, size), slice(0, size)),)
     found = []
@@ -69,7 +71,7 @@ def pieces_of_table(size: int, vocab: int, shard: Shard) -> tuple[Piece, ...]:
 
 
 def rows_of_each(size: int, vocab: int, count: int) -> int:
-    """Rows of each shard, of such a table: what the first has, which has the most. Between the
-    base's and those of new ids some may be unused."""
+    """Counts the rows that each shard keeps for a table: as many as the first, which has most.
+    Some between the base's rows and those of new ids may be unused."""
     rows: int = pieces_of_table(size, vocab, Shard(0, count))[-1].target.stop
     return rows

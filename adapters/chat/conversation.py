@@ -51,7 +51,7 @@ class TemplateFault(Exception):
 
 
 class MessageForm(msgspec.Struct, frozen=True):
-    """In which form a template reads messages; where it does not care, as transformers gives them.
+    """The form in which a template reads messages. The default is transformers' form.
 
     lists: roles whose content may be a list of parts; elsewhere the texts are joined by line
     breaks. only_lists: roles whose content may not be text; a text becomes one part.
@@ -70,7 +70,7 @@ class MessageForm(msgspec.Struct, frozen=True):
     reasoning: str | None = None
 
     def __str__(self) -> str:
-        """In words, for a person."""
+        """Describes the form in words for a person."""
         content = "text"
         if self.lists:
             content += f", or lists of parts ({', '.join(self.lists)})"
@@ -84,7 +84,7 @@ class MessageForm(msgspec.Struct, frozen=True):
 
 
 class TemplateOptions(msgspec.Struct, frozen=True):
-    """What a caller says of how its messages are rendered.
+    """A caller's wishes for the rendering of its messages.
 
     continue_final_message: the prompt ends within the last message, right after its text.
     documents, tools: None = none. template: a name of the template list; None = by transformers'
@@ -128,9 +128,9 @@ def shaped(messages: Collection[Mapping[str, Any]], form: MessageForm) -> list[M
 
 
 def listed_templates(value: object) -> dict[str, str]:
-    """By name, of a `chat_template` in JSON: one source, a list of {name, template}, or an object.
+    """Reads templates by name from a `chat_template` in JSON; other values are left out.
 
-    What is none of these is left out.
+    The value is one source, a list of {name, template}, or an object.
     """
     if isinstance(value, str):
         return {DEFAULT_TEMPLATE: value}
@@ -196,7 +196,7 @@ def read_hints(options: TemplateOptions, read: Collection[str]) -> Hints:
 
 
 def _hints(options: TemplateOptions) -> dict[str, dict[str, Any]]:
-    """By field of a chat, the variables that pass it to a template."""
+    """Lists for each field of a chat the variables that pass it to a template."""
     effort, found = options.effort, dict[str, dict[str, Any]]()
     if effort is not None:
         off = dict.fromkeys(_SWITCHES, False) if effort == "none" else {}

@@ -1,5 +1,7 @@
-"""How a chat template reads messages, found out by small conversations whose texts are sought in
-what it writes. Pure."""
+"""Finds out how a chat template reads messages. Pure.
+
+Small conversations are rendered, and their texts are sought in the result.
+"""
 
 import itertools
 import re
@@ -74,7 +76,7 @@ class _Probe:
         self._render = render
 
     def content_of(self, role: str, form: MessageForm) -> MessageForm:
-        """With what is known of the content of `role`: text, lists of parts, or both."""
+        """Adds how `role` takes content: text, lists of parts, or both."""
         wrapped = replace(form, only_lists=(*form.only_lists, role))
         if self.reads(role, _PARTS, replace(form, lists=(*form.lists, role))):
             form = replace(form, lists=(*form.lists, role))
@@ -84,7 +86,7 @@ class _Probe:
         return wrapped
 
     def calls(self, form: MessageForm) -> MessageForm:
-        """With what is known of tool calls: the form of arguments, what null content is."""
+        """Adds how tool calls are read: the form of arguments, and of null content."""
         for variables, conversation in itertools.product(_WITH_TOOLS, _around_call(None)):
             for candidate in _call_forms(form):
                 if self._shows_call(conversation, candidate, variables):
@@ -92,7 +94,7 @@ class _Probe:
         return self._without_calls(form)
 
     def developer(self, form: MessageForm, literals: Collection[str]) -> MessageForm:
-        """Where the role is known by its name; a template that writes any role knows none."""
+        """Adds whether the template knows the role `developer` by its name."""
         if "developer" not in literals:
             return form
         known = self.content_of("developer", replace(form, developer=True))
@@ -137,12 +139,12 @@ class _Probe:
     def _empty_text(
         self, conversation: list[Message], form: MessageForm, variables: dict[str, Any]
     ) -> MessageForm:
-        """With whether a call beside an empty text is written, too."""
+        """Adds whether a call with an empty text is written, too."""
         empty = [{**message, "content": message["content"] or ""} for message in conversation]
         return replace(form, empty_text=self._shows_call(empty, form, variables))
 
     def _without_calls(self, form: MessageForm) -> MessageForm:
-        """The template writes no call; null content beside one must not break it."""
+        """Finds a form whose null content does not break a template that writes no calls."""
         for conversation in _around_call(None):
             for candidate in _call_forms(form):
                 text = self._render(shaped(conversation, candidate), {})
@@ -157,7 +159,7 @@ class _Probe:
         form: MessageForm,
         variables: dict[str, Any],
     ) -> bool:
-        """Whether null content is written as a word: more often than beside a text."""
+        """Whether null content is written as a word: more often than with a text."""
         full = [{**message, "content": message["content"] or _FIRST} for message in conversation]
         beside_text = self._render(shaped(full, form), variables) or ""
         return len(_NONE.findall(text)) > len(_NONE.findall(beside_text))
@@ -178,7 +180,7 @@ def _around(role: str, content: Any) -> Iterator[list[Message]]:
 
 
 def _around_call(result: Any) -> Iterator[list[Message]]:
-    """Conversations with a tool call beside null content. result: None = any."""
+    """Yields conversations with a tool call and null content. result: None = any."""
     call: Message = {"role": "assistant", "content": None, "tool_calls": _CALLS}
     answer: Message = {
         "role": "tool",
@@ -209,7 +211,7 @@ def _around_reasoning() -> Iterator[tuple[list[Message], dict[str, Any]]]:
 
 
 def _call_forms(form: MessageForm) -> Iterator[MessageForm]:
-    """In the order in which they are tried: as transformers' newest version has it first."""
+    """Yields forms in the order of trial, that of the newest transformers first."""
     contents: tuple[NoContent, ...] = ("absent", "null", "empty", "part")
     for arguments in ("object", "text"):
         for content in contents:

@@ -101,7 +101,7 @@ class ChatTemplate:
 
     @cached_property
     def form(self) -> MessageForm:
-        """How the template reads messages."""
+        """The form in which the template reads messages."""
         return find_form(self._probe, self._literals)
 
     @cached_property
@@ -165,7 +165,7 @@ class ChatTemplate:
         return frozenset(text for text in constants | attributes if isinstance(text, str))
 
     def _probe(self, messages: list[Message], variables: dict[str, Any]) -> str | None:
-        """What the template writes, or None where it fails. variables: `tools`, too."""
+        """Renders the template; None = it fails. variables: `tools`, too."""
         try:
             return self._write(messages, TemplateOptions(variables=variables))
         except TemplateFault:
@@ -209,7 +209,7 @@ def _open_end(messages: list[Message]) -> str:
 
 
 def _cut_at_end(prompt: str, final: str) -> str:
-    """As transformers cuts it: where the template trims the final text, so does the prompt."""
+    """Cuts the prompt as transformers does, trimmed where the template trims the final text."""
     end = prompt.rfind(_END.strip())
     if end < 0 or final.strip() not in prompt:
         raise _not_continued("the chat template does not write the final message's text as it is")

@@ -130,8 +130,8 @@ class Hold:
 
 
 def hold(path: Path) -> Hold:
-    """Of a file or folder; it waits for a removal that has begun. Of one that is replaced
-    meanwhile, it holds the other. Raises OSError."""
+    """Holds a file or folder, after any removal that has begun. A replacement at `path` is held
+    instead. Raises OSError."""
     while True:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -145,7 +145,7 @@ def hold(path: Path) -> Hold:
 
 
 def remove_held(held: Hold, path: Path) -> None:
-    """Once nobody else holds it; not what has taken its place at `path` since. Raises OSError."""
+    """Removes `path` once nobody else holds it; a replacement stays. Raises OSError."""
     # Gives the shared lock up first, so that two who hold it do not wait for each other.
     fcntl.flock(held.fd, fcntl.LOCK_EX)
     with suppress(FileNotFoundError):
@@ -154,7 +154,7 @@ def remove_held(held: Hold, path: Path) -> None:
 
 
 def entry_bytes(entry: os.DirEntry[str]) -> int:
-    """Of a file, or of all files in a folder. Raises OSError."""
+    """Adds up the bytes of a file, or of all files in a folder. Raises OSError."""
     if entry.is_dir():
         return sum(map(entry_bytes, entries_of(Path(entry.path))))
     return entry.stat().st_size
@@ -164,7 +164,7 @@ Size = Callable[[os.DirEntry[str]], int]
 
 
 def stored_bytes(folders: Iterable[Path], size: Size = entry_bytes) -> int:
-    """Of all entries together."""
+    """Adds up the bytes of all entries in these folders."""
     total = 0
     for folder in folders:
         for entry in entries_of(folder):
@@ -230,8 +230,10 @@ def sync_path(path: Path) -> None:
 
 
 def boot_id() -> str:
-    """What a machine wrote in another run may never have reached its disk. "" where the system does
-    not say."""
+    """The id of the machine's current boot, or "" where the system does not say.
+
+    Data written in an earlier boot may never have reached the disk.
+    """
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

@@ -21,7 +21,7 @@ _QUIET = (
 class JsonFormatter(logging.Formatter):
     """One object a line. request_id: of the request in hand where the line is written, or None.
 
-    A record's `facts` are fields of their own, beside the first word of its text.
+    A record's `facts` become fields. Its message is then the first word of its text.
     """
 
     def __init__(self, request_id: Callable[[], str | None]) -> None:
@@ -54,7 +54,7 @@ def log_to_stderr(
     request_id: Callable[[], str | None] = lambda: None,
     text: str = _TEXT,
 ) -> None:
-    """From now on, for this process. text: how lines for people look."""
+    """Sends this process' log to stderr. text: the format of lines for people."""
     handler = logging.StreamHandler(sys.stderr)
     if written == "json":
         handler.setFormatter(JsonFormatter(request_id))

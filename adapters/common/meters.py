@@ -133,7 +133,7 @@ class Meters(Collector):
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition and its content type. accept: the request's header.
 
-        Exemplars are in OpenMetrics alone, and that is written for those who ask for it.
+        Only OpenMetrics has exemplars. It is written for scrapers that ask for it.
         """
         # Else a `:` in a name would be written as `_` there.
         accept = accept.replace("openmetrics-text", "openmetrics-text;escaping=allow-utf-8")
@@ -146,7 +146,7 @@ class Meters(Collector):
 
 
 def _begun(metric: M, labels: Labels) -> M:
-    """With every series that is known beforehand: a rate needs a zero to rise from."""
+    """Creates every series that is known beforehand: a rate needs a zero to rise from."""
     if labels and all(labels.values()):
         for values in product(*labels.values()):
             metric.labels(*values)

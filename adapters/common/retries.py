@@ -32,7 +32,7 @@ class RetryPolicy:
     def run(
         self, work: Callable[[], _Result], progress: Callable[[], int] = _no_progress
     ) -> _Result:
-        """What `work()` returns. progress: a number that grows when an attempt got further.
+        """Calls `work` until it succeeds. progress: grows when an attempt got further.
 
         Raises the last AdapterError; those that are not `unavailable`, and AdapterChanged, at once.
         """

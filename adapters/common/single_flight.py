@@ -44,7 +44,7 @@ class SingleFlight(Generic[_Key, _Result]):
         self._failures: OrderedDict[_Key, _Failure] = OrderedDict()
 
     def run(self, key: _Key, credential: str, work: Callable[[], _Result]) -> _Result:
-        """What `work()` returns or raises, for this caller or for another with the same key.
+        """Calls `work`, or waits for another caller's call with the same key.
 
         credential: a hash of what opens the key. Errors other than AdapterError reach the caller
         whose work it was; those who wait get `unavailable`.

@@ -22,7 +22,7 @@ class _Duplicates(ValueError):
 
 
 class _Constant(ValueError):
-    """What Python would read, and JSON does not have."""
+    """A constant that Python would read, and JSON does not have."""
 
 
 def decode_object(data: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def decode_object(data: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
 
 
 def outside_strings(data: bytes) -> bytes:
-    """What of a JSON text lies outside of its strings, which may hold any number of commas."""
+    """Cuts the strings out of a JSON text: they may hold any number of commas."""
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     return b"".join(unescaped.split(b'"')[::2])
 

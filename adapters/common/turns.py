@@ -15,11 +15,11 @@ class LineFull(Exception):
 
 
 class Room(NamedTuple):
-    """How much of one kind of work runs at once, in a unit of the kind's own.
+    """Bounds the work of one kind that runs at once, in a unit of the kind's own.
 
-    size: in all; what is larger counts as that. of_one: of one tenant, and of all batches together.
-    Less than `size` keeps room for who comes next. One piece of work begins whatever its size.
-    line: how many pieces wait in one line.
+    size: of all work; a larger piece counts as `size`. of_one: of one tenant, and of all batches
+    together; below `size` it keeps room for others. A tenant's only piece may be larger.
+    line: pieces that wait in one line.
     """
 
     size: int
@@ -57,14 +57,14 @@ class Turns(Generic[W]):
         self._running: dict[str, set[WorkTurn[W]]] = {kind: set() for kind in rooms}
 
     def join(self, turn: WorkTurn[W]) -> None:
-        """Wait at the end of its line. Raises LineFull."""
+        """Puts a turn at the end of its line. Raises LineFull."""
         line = self._lines[turn.kind].setdefault(_line_of(turn), {})
         if len(line) >= self._rooms[turn.kind].line:
             raise LineFull
         line[turn] = None
 
     def begin(self) -> list[WorkTurn[W]]:
-        """Let work begin whose turn it is. The work runs from now on, until it leaves."""
+        """Begins all work whose turn it is. The work runs from now on, until it leaves."""
         begun = []
         for kind, lines in self._lines.items():
             while (turn := self._next(kind)) is not None:
@@ -77,7 +77,7 @@ class Turns(Generic[W]):
         return begun
 
     def leave(self, turn: WorkTurn[W]) -> None:
-        """It is over, or waits no more."""
+        """Ends a turn's work, or its wait."""
         self._running[turn.kind].discard(turn)
         lines = self._lines[turn.kind]
         line = lines.get(_line_of(turn), {})

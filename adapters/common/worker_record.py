@@ -1,4 +1,4 @@
-"""How a worker announces its address to routers, through a store that both can write to. Pure.
+"""Announces a worker's address to routers, through a store that both can write to. Pure.
 
 The record is signed with the secret that opens workers. So write access to the store alone cannot
 make a router send that secret to a stranger.
@@ -32,7 +32,7 @@ def signed(record: WorkerRecord, secret: str) -> bytes:
 
 
 def verified(data: bytes, secret: str) -> WorkerRecord | None:
-    """None for what no worker with this secret wrote, or what names no address."""
+    """Reads a record; None = no worker with this secret wrote it, or it has no address."""
     if len(data) > MAX_RECORD_BYTES:
         return None
     try:

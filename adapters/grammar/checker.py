@@ -63,6 +63,6 @@ class GrammarChecker:
             raise GrammarError(problem)
 
     def close(self) -> None:
-        """End the processes; whoever waits for one hears that it is lost."""
+        """Ends the processes. Callers that wait for one hear that it is lost."""
         for helper in self._all:
             helper.stop()

@@ -1,4 +1,4 @@
-"""From a grammar's text to a matcher that holds an answer to it."""
+"""Compiles a grammar's text to a matcher that holds an answer to it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +44,7 @@ def check_source(grammar: str, limits: GrammarLimits) -> None:
 
 
 def _nesting(grammar: str) -> int:
-    """How deep brackets lie in brackets. Strings within double quotes do not count."""
+    """Measures the depth of brackets. Strings within double quotes do not count."""
     depth = deepest = 0
     quoted = escaped = False
     for character in grammar:

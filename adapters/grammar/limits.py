@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Of routers and workers: fields are their options `--grammar-…`.
+    """Limits of routers and workers. Fields are their options `--grammar-…`.
 
     source_bytes: of the text. nesting: brackets within brackets, of JSON in the text, too.
     compile_s: processor time of compiling it. memory_bytes: for compiling it.
@@ -22,7 +22,7 @@ class GrammarLimits:
 
 @dataclass(frozen=True, slots=True)
 class ServedGrammarLimits(GrammarLimits):
-    """Of a worker, which also keeps compiled grammars and fills masks.
+    """Limits of a worker, which also keeps compiled grammars and fills masks.
 
     mask_s: processor time for one mask; a sequence that needs more ends, and its grammar is refused
     while the cache remembers it. threads: grammars compiled at once. cache_entries, cache_bytes: of

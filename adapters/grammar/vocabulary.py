@@ -33,7 +33,7 @@ class Vocabulary(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of the model, which is that of masks."""
+        """The size of the model's vocabulary, and of masks."""
         return len(self.tokens.by_id)
 
     @property
@@ -51,7 +51,7 @@ class Vocabulary(NamedTuple):
 
 
 class _TokenList:
-    """What LLTokenizer asks of a tokenizer."""
+    """A tokenizer with the attributes that LLTokenizer reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -68,7 +68,7 @@ class _TokenList:
 
 
 def make_vocabulary(tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
-    """As `read_tokens` and `vocabulary_of`, which take about a second for 128k tokens."""
+    """Calls `read_tokens` and `vocabulary_of`, which take about a second for 128k tokens."""
     return vocabulary_of(read_tokens(tokenizer_json, vocab_size, end_ids))
 
 
@@ -135,7 +135,7 @@ def token_bytes(tokenizer_json: str, vocab_size: int) -> TokenBytes:
 
 
 def _spelled(model: dict[str, Any]) -> list[tuple[int, str]]:
-    """Ids and tokens. A Unigram model lists its tokens; all others name the id of each."""
+    """Yields ids and tokens. A Unigram model lists its tokens; others name the id of each."""
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         return [(token_id, token) for token, token_id in vocabulary.items()]
@@ -153,7 +153,7 @@ def _flat(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _reader(parts: list[dict[str, Any]]) -> Callable[[str], bytes]:
-    """What gives the bytes of a token that follows others."""
+    """Chooses the function from a token that follows others to its bytes."""
     changes: list[Change] = []
     ending: Callable[[str], bytes] = str.encode
     fused = False

@@ -220,7 +220,7 @@ def _read(pipe: IO[bytes], size: int, until: float) -> bytes:
 
 
 def _wait(pipe: IO[bytes], event: int, until: float) -> None:
-    """By `poll`, which takes a process' thousandth file, too. Raises TimeoutError."""
+    """Waits by `poll`, which also takes file numbers above 1024. Raises TimeoutError."""
     poll = select.poll()
     poll.register(pipe, event)
     left_s = until - time.monotonic()

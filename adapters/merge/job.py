@@ -1,7 +1,6 @@
 """Carries out a merge in a folder of its own, which holds the job and its members' files.
 
-It writes the merged adapter's config and weights, one module at a time; what the result is worth is
-judged elsewhere.
+The merged adapter's config and weights are written one module at a time, and judged elsewhere.
 """
 
 import hashlib
@@ -45,7 +44,7 @@ _Make = Callable[[MergedModule], tuple[Matrix, Matrix]]
 
 
 class MergeJob(msgspec.Struct, frozen=True):
-    """What to merge. The members' files lie in the folders `0`, `1`, …"""
+    """A merge to carry out. The members' files lie in the folders `0`, `1`, …"""
 
     recipe: MergeRecipe
     base: BaseSpec

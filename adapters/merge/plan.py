@@ -1,6 +1,6 @@
-"""From a recipe and its members' tensors to the merged adapter's modules and config. Pure.
+"""Plans a merged adapter's modules and config from its recipe and members. Pure.
 
-What cannot be merged is refused here, before any weight is read.
+Members that cannot be merged are refused here, before any weight is read.
 """
 
 from collections import Counter, defaultdict
@@ -18,7 +18,7 @@ from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.slab.layout import room_problem
 from loraplex.adapters.violations import Findings
 
-# Of one module's delta, which `ties` and `dare_*` need in full: 1 GiB of float32.
+# The largest delta of a module that `ties` and `dare_*` compute in full: 1 GiB of float32.
 MAX_DENSE_VALUES = 1 << 28
 _ITEM_BYTES = 4
 
@@ -84,15 +84,14 @@ class MergePlan(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Of its weights file, but for the header."""
+        """Bytes of its weights file without the header."""
         return sum(module.nbytes for module in self.modules)
 
 
 def plan_merge(
     recipe: MergeRecipe, members: Sequence[LoraTensors], base: BaseSpec, limits: AdapterLimits
 ) -> MergePlan:
-    """All that is known from the members' headers: a result that could not be served is refused.
-
+    """Plans a merge from the members' headers, and refuses a result that could not be served.
     members: parallel to `recipe.members`. Raises AdapterError `invalid`, `too_large`.
     """
     sites = _sites(recipe, members)
@@ -135,7 +134,7 @@ def merged_config(modules: Sequence[MergedModule], base: BaseSpec) -> dict[str, 
 
 
 def merged_coverage(members: Sequence[LoraTensors]) -> Coverage:
-    """What a member targets and no member has weights of is missing from their merge."""
+    """Counts a merge's modules; missing ones are targeted, and no member has their weights."""
     present = {site for member in members for site in member.sites}
     missing = {site for member in members for site in member.missing}
     return coverage_of(present, missing - present)
@@ -254,7 +253,7 @@ def _patterns(
 
 
 def _targets(modules: Sequence[MergedModule], base: BaseSpec) -> set[str]:
-    """Names of modules that are merged in every layer, and paths of the others."""
+    """Lists targets: short names where every layer is merged, else whole paths."""
     counts = Counter(module.module for module in modules)
     return {
         module.module

@@ -96,7 +96,7 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     task_type: str = ""
 
     def scale(self, lora_rank: int, lora_alpha: float) -> float:
-        """What `B A x` is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA."""
+        """Returns the factor of `B A x`: alpha / r, or alpha / sqrt(r) for rsLoRA."""
         return lora_alpha / (math.sqrt(lora_rank) if self.use_rslora else lora_rank)
 
 

@@ -1,4 +1,4 @@
-"""Every key of PEFT's LoraConfig, and of what trainers add, by what it means for serving. Pure.
+"""Lists the keys of PEFT's LoraConfig and of trainers, and PEFT's other methods. Pure.
 
 *Used*: part of the maths that is served. *Harmless*: no part of the result once trained. *Refused*:
 changes the maths in a way that is not implemented, unless it has one of the values listed. A key in
@@ -124,7 +124,7 @@ UNUSED_VALUES: tuple[object, ...] = (None, False, 0, "", [], {})
 
 
 def way_out(peft_type: object) -> str:
-    """What to do with an adapter whose `peft_type` is not LORA."""
+    """Advises what to do with an adapter whose `peft_type` is not LORA."""
     if not isinstance(peft_type, str):
         return "PEFT writes the method's name there"
     if peft_type in CONVERTED:

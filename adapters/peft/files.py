@@ -1,4 +1,4 @@
-"""Which files of a source make an adapter, judged by name and size before any is fetched. Pure."""
+"""Chooses the files that make an adapter, by name and size, before any is fetched. Pure."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ MAX_NAMED = 4
 _STEP = re.compile(r"checkpoint-(?P<step>[0-9]{1,12})")
 CLASSES_FILE = "config.json"
 MAX_CLASSES_BYTES = 1 << 20
-# Of mlx-lm's format. It is not read.
+# The weights in mlx-lm's format, which is not read.
 MLX_FILE = "adapters.safetensors"
 # Largest accepted size of each file that may stand beside config and weights.
 SIDE_FILES: dict[str, int] = {**TOKENIZER_FILES, CLASSES_FILE: MAX_CLASSES_BYTES}
@@ -45,7 +45,7 @@ def is_relevant(name: str) -> bool:
 
 
 def weight_files(names: Iterable[str]) -> tuple[str, ...]:
-    """Those that hold the weights, of the files that are there; several only beside an index.
+    """Lists the files that hold the weights; several count only with an index.
 
     PEFT reads the one file; transformers, too, where there is one.
     """
@@ -151,7 +151,7 @@ def fetched_bytes(listing: Mapping[str, int]) -> int:
 def read_classes(
     data: bytes | None, head: TensorInfo, base: BaseSpec, findings: Findings
 ) -> OwnClasses:
-    """data: the file, if it is there. head: `[labels, hidden]`."""
+    """Reads label names from the model's `config.json`. head: `[labels, hidden]`."""
     count = head.shape[0]
     if data is None:
         return OwnClasses(count)
@@ -178,12 +178,12 @@ def is_checkpoint(name: str) -> bool:
 
 
 def newest_first(names: Iterable[str]) -> list[str]:
-    """Checkpoints by falling step, then all others by name."""
+    """Sorts checkpoints by falling step, then all others by name."""
     return sorted(names, key=lambda name: (-_step(name), name))
 
 
 def did_you_mean(place: str, names: Sequence[str]) -> str:
-    """What ends a refusal of `place`, whose folders of these names are adapters; "" for none."""
+    """Ends a refusal of `place` with the adapters in it. names: of their folders."""
     meant = [_joined(place.rstrip("/"), name) for name in newest_first(names)[:MAX_NAMED]]
     if not meant:
         return ""

@@ -59,7 +59,7 @@ def infer_base(trained_for: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
 
 
 def _norms(named: Iterable[tuple[str | None, tuple[int, ...]]]) -> Iterator[BaseNorm]:
-    """Which of them are served, a known base says."""
+    """Yields the norms of the file; only a known base says which are served."""
     found = {path: shape[0] for path, shape in named if path and is_norm(path) and len(shape) == 1}
     for place, (path, size) in enumerate(found.items()):
         yield BaseNorm(path, size, place)

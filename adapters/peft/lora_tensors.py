@@ -30,7 +30,7 @@ class PlacedLora(msgspec.Struct, frozen=True):
 
     @property
     def vectors(self) -> int:
-        """Which numbers it has for each output: MAGNITUDES, B_BIAS or none."""
+        """Bits for the numbers of each output: MAGNITUDES, B_BIAS or none."""
         return 0
 
     @property
@@ -60,7 +60,7 @@ class ModuleLora(PlacedLora, frozen=True, gc=False):
 
 
 class OwnBias(msgspec.Struct, frozen=True, gc=False):
-    """What the adapter has in place of the bias of a module of the base; `[out_features]`."""
+    """A bias that replaces that of a module of the base; `[out_features]`."""
 
     layer: int
     module: str
@@ -78,8 +78,10 @@ class ExpertPair(msgspec.Struct, frozen=True, gc=False):
 
 
 class ExpertsLora(PlacedLora, frozen=True):
-    """LoRA of a module of each expert, a pair of tensors for each. Experts without a pair stay as
-    the base has them. lora_rank: the largest of any. scale: the largest of any by magnitude."""
+    """LoRA of a module of each expert, with a pair of tensors for each.
+
+    Experts without a pair stay as in the base. lora_rank, scale: the largest, by magnitude.
+    """
 
     pairs: tuple[ExpertPair, ...]
 
@@ -93,9 +95,9 @@ class ExpertsLora(PlacedLora, frozen=True):
 
 
 class StackedLora(PlacedLora, frozen=True):
-    """LoRA of the rows that one module has of a tensor of all experts (`ExpertWeight`), one pair
-    for all of that tensor, as PEFT's `ParamWrapper` saves it.
+    """LoRA of one module's rows in a tensor of all experts (`ExpertWeight`).
 
+    PEFT's `ParamWrapper` saves one pair for the whole tensor.
     a: `[experts * lora_rank, in]`, experts outermost. b: `[out, lora_rank * experts]`, experts
     innermost. rows: of `out`, those of this module.
     is_swapped: a reads what should be written and b writes what should be read:
@@ -119,9 +121,11 @@ class StackedLora(PlacedLora, frozen=True):
 
 
 class OwnTable(msgspec.Struct, frozen=True):
-    """Rows that the adapter has in place of those of `embed_tokens` or `lm_head` (module). tensor:
-    `[rows, hidden]`. ids: the token of each row; () = all tokens of the adapter's vocabulary.
-    trained: of a whole table, rows in place of some of it, `[len(trained_ids), hidden]`."""
+    """Rows that replace those of `embed_tokens` or `lm_head` (module).
+
+    tensor: `[rows, hidden]`. ids: the token of each row; () = the adapter's whole vocabulary.
+    trained: rows that replace some of a whole table, `[len(trained_ids), hidden]`.
+    """
 
     module: str
     tensor: TensorInfo
@@ -131,8 +135,7 @@ class OwnTable(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Tokens of the adapter's vocabulary, as far as this table says: of trained rows alone one
-        more than the last."""
+        """Tokens of the adapter's vocabulary; for trained rows alone, the last id plus one."""
         return max(self.ids) + 1 if self.ids else self.tensor.shape[0]
 
     @property
@@ -141,8 +144,8 @@ class OwnTable(msgspec.Struct, frozen=True):
 
 
 class OwnNorm(msgspec.Struct, frozen=True, gc=False):
-    """The weight that the adapter has in place of that of a norm. module: its short name. place: as
-    of `BaseNorm`. tensor: `[size]`."""
+    """A weight that replaces that of a norm. module: its short name. place: as in `BaseNorm`.
+    tensor: `[size]`."""
 
     module: str
     place: int
@@ -171,8 +174,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     norms: tuple[OwnNorm, ...] = ()
 
     def table_size(self, vocab_size: int) -> int:
-        """Of its vocabulary, where its tables have more or fewer rows than the base's `vocab_size`;
-        else 0."""
+        """Tokens of its vocabulary, where its tables have other sizes than the base's; else 0."""
         sizes = {t.size for t in self.tables if not t.ids or t.size > vocab_size}
         return min(sizes - {vocab_size}, default=0)
 
@@ -194,7 +196,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Each once: modules may share them."""
+        """All tensors, each once: modules may share them."""
         found = {tensor.name: tensor for module in self.modules for tensor in module.tensors}
         others: tuple[OwnBias | OwnNorm, ...] = (*self.biases, *self.norms)
         found |= {each.tensor.name: each.tensor for each in others}

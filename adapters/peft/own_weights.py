@@ -1,6 +1,9 @@
-"""Rows of the embedding and the head that an adapter has in place of the base's. Pure.
+"""Checks weights that an adapter has instead of the base's: tables, a score head, norms. Pure.
 
-Source: PEFT 0.21, `modules_to_save`, `trainable_token_indices`, `ensure_weight_tying`.
+Tables are the embedding and the head. Sources: PEFT 0.21, `modules_to_save` (ends of modules'
+names: `norm` means every norm), `trainable_token_indices`, `ensure_weight_tying`, and
+`PeftModelForSequenceClassification`, which saves `score`, or `classifier` in other models;
+transformers' `…ForSequenceClassification`, which has no other head.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,31 +18,46 @@ from loraplex.adapters.peft.lora_tensors import OwnNorm, OwnTable
 from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from loraplex.adapters.violations import Findings, shown
 
-HEAD_OF_TEXT = "lm_head"
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
+def check_dtype(tensor: TensorInfo, findings: Findings) -> None:
+    """Adds a finding unless the tensor holds floats."""
+    if tensor.dtype not in FLOAT_DTYPES:
+        expected = f"expected one of {sorted(FLOAT_DTYPES)}"
+        message = f"{tensor.name}: dtype {tensor.dtype}, {expected}"
+        findings.add("unsupported_dtype", tensor.name, message)
+
+
+def check_floats(tensor: TensorInfo, shape: tuple[int, ...], findings: Findings) -> None:
+    """Adds findings unless the tensor holds floats in this shape."""
+    check_dtype(tensor, findings)
+    if tensor.shape != shape:
+        message = f"{tensor.name}: expected {list(shape)}, got {list(tensor.shape)}"
+        findings.add("shape_mismatch", tensor.name, message)
+
+
 def whole_tables(config: PeftConfig, base: BaseSpec) -> frozenset[str]:
-    """Short names of the modules that the adapter has whole."""
+    """Lists short names of the tables that the adapter has whole."""
     names = {name.rpartition(".")[2] for name in config.modules_to_save}
     saved = frozenset(names & {EMBEDDING, HEAD})
     return frozenset((EMBEDDING, HEAD)) if saved and _is_tied(config, base) else saved
 
 
 def _is_tied(config: PeftConfig, base: BaseSpec) -> bool:
-    """Whether what is trained of one table is the other's, too."""
+    """Whether both tables are trained as one."""
     return base.is_tied and config.ensure_weight_tying
 
 
 def _trained_ids(config: PeftConfig) -> dict[str, tuple[int, ...]]:
-    """By short name."""
+    """Reads the trained token ids of each table, by its short name."""
     return {name.rpartition(".")[2]: ids for name, ids in config.trainable_token_indices}
 
 
 def check_tables(
     config: PeftConfig, targeted: frozenset[str], base: BaseSpec, findings: Findings
 ) -> None:
-    """Before there are tensors. targeted: whole names of modules."""
+    """Checks what the config says of tables. targeted: whole names of modules."""
     whole, rows = whole_tables(config, base), _trained_ids(config)
 
     def refuse(key: str, words: str) -> None:
@@ -89,7 +107,7 @@ class TablePlacer:
         return tables
 
     def _joined(self, whole: OwnTable, rows: OwnTable | None) -> OwnTable:
-        """A resized table is saved whole beside its trained rows."""
+        """Joins a resized table with its trained rows, which PEFT saves apart."""
         if rows is None:
             return whole
         size = whole.size
@@ -99,7 +117,7 @@ class TablePlacer:
         return msgspec.structs.replace(whole, trained=rows.tensor, trained_ids=rows.ids)
 
     def _check_new(self, tables: tuple[OwnTable, ...]) -> None:
-        """Of ids behind the base's tables both tables have rows, or PEFT would take random ones."""
+        """Checks that both tables have rows of all new ids: PEFT would take random ones."""
         base, of_module = self._base, {table.module: table for table in tables}
         size = max((table.size for table in tables), default=0)
         new = range(base.vocab_size, min(size, base.most_ids))  # others are refused already
@@ -140,8 +158,10 @@ class TablePlacer:
             yield OwnTable(name, found[name], ())
 
     def _check_resized(self) -> None:
-        """Of tables of another size than the base's. PEFT saves them as the training has resized
-        them, whatever the config says."""
+        """Checks tables of another size than the base's.
+
+        PEFT saves them as the training has resized them, whatever the config says.
+        """
         modules = self._base.model_modules.values()
         for key, is_there in (
             ("alora_invocation_tokens", self._config.alora_invocation_tokens),
@@ -151,10 +171,7 @@ class TablePlacer:
                 words = "beside resized tables is not supported; train without resizing"
                 self._findings.add("unsupported_feature", key, f"{key} {words}")
         for table in self._tables.values():
-            if table.dtype not in FLOAT_DTYPES:
-                expected = f"expected one of {sorted(FLOAT_DTYPES)}"
-                message = f"{table.name}: dtype {table.dtype}, {expected}"
-                self._findings.add("unsupported_dtype", table.name, message)
+            check_dtype(table, self._findings)
 
     def _trained(self) -> Iterator[OwnTable]:
         ids_of = _trained_ids(self._config)
@@ -172,19 +189,9 @@ class TablePlacer:
                 self._findings.add("missing_tensor", name, message)
                 continue
             tensor, ids = self._rows[name], ids_of[name]
-            self._check(tensor, (len(ids), self._base.hidden_size))
+            check_floats(tensor, (len(ids), self._base.hidden_size), self._findings)
             for each in (EMBEDDING, HEAD) if follows else (name,):
                 yield OwnTable(each, tensor, ids)
-
-    def _check(self, tensor: TensorInfo, shape: tuple[int, int]) -> None:
-        name = tensor.name
-        if tensor.dtype not in FLOAT_DTYPES:
-            expected = f"expected one of {sorted(FLOAT_DTYPES)}"
-            message = f"{name}: dtype {tensor.dtype}, {expected}"
-            self._findings.add("unsupported_dtype", name, message)
-        if tensor.shape != shape:
-            message = f"{name}: expected {list(shape)}, got {list(tensor.shape)}"
-            self._findings.add("shape_mismatch", name, message)
 
 
 def own_head(config: PeftConfig) -> Literal["none", "perhaps", "surely"]:
@@ -195,31 +202,29 @@ def own_head(config: PeftConfig) -> Literal["none", "perhaps", "surely"]:
 
 
 def check_head(config: PeftConfig, findings: Findings) -> None:
-    """Before there are tensors."""
+    """Checks what the config says of a score head."""
     if own_head(config) != "surely":
         return
     if config.alora_invocation_tokens:
         message = f"modules_to_save: {HEAD_OF_CLASSES} not with alora_invocation_tokens"
         findings.add("unsupported_feature", "modules_to_save", message)
     trained = (*config.modules_to_save, *(name for name, _ in config.trainable_token_indices))
-    if HEAD_OF_TEXT in trained:
-        message = f"{HEAD_OF_CLASSES} and {HEAD_OF_TEXT}: one adapter has one head"
+    if HEAD in trained:
+        message = f"{HEAD_OF_CLASSES} and {HEAD}: one adapter has one head"
         findings.add("unsupported_feature", "modules_to_save", message)
 
 
 def place_head(
     config: PeftConfig, tensor: TensorInfo | None, base: BaseSpec, findings: Findings
 ) -> TensorInfo | None:
-    """tensor: what the file has of it. What is wrong with it is added to `findings`."""
+    """Checks the score head. tensor: None = the file has none."""
     if tensor is None:
         if own_head(config) == "surely":
             message = f"modules_to_save has {HEAD_OF_CLASSES}, and the file has no weights of it"
             findings.add("missing_tensor", HEAD_OF_CLASSES, message)
         return None
     name = tensor.name
-    if tensor.dtype not in FLOAT_DTYPES:
-        message = f"{name}: dtype {tensor.dtype}, expected one of {sorted(FLOAT_DTYPES)}"
-        findings.add("unsupported_dtype", name, message)
+    check_dtype(tensor, findings)
     labels = tensor.shape[0] if len(tensor.shape) == 2 else 0
     if not 0 < labels <= MOST_LABELS or tensor.shape[1] != base.hidden_size:
         expected = f"1 to {MOST_LABELS} labels of {base.hidden_size} numbers each"
@@ -232,13 +237,13 @@ def place_head(
 
 
 def saved_norms(config: PeftConfig, base: BaseSpec) -> tuple[BaseNorm, ...]:
-    """Those that the config names."""
+    """Lists the base's norms that the config names."""
     names = tuple(filter(is_norm, config.modules_to_save))
     return tuple(norm for norm in base.norms if names and norm.path.endswith(names))
 
 
 def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
-    """Before there are tensors."""
+    """Checks what the config says of norms."""
     names = [name for name in config.modules_to_save if is_norm(name)]
     if names and config.alora_invocation_tokens:
         message = "modules_to_save: norms not with alora_invocation_tokens, since they act on all"
@@ -262,18 +267,12 @@ def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
 def place_norms(
     config: PeftConfig, tensors: Mapping[str, TensorInfo], base: BaseSpec, findings: Findings
 ) -> Iterator[OwnNorm]:
-    """tensors: by the norm's path. What is wrong is added to `findings`."""
+    """Yields the adapter's norms, checked. tensors: by the norm's path."""
     for norm in saved_norms(config, base):
         tensor = tensors.get(norm.path)
         if tensor is None:
             message = f"modules_to_save has {norm.path}, and the file has no weights of it"
             findings.add("missing_tensor", norm.path, message)
             continue
-        name = tensor.name
-        if tensor.dtype not in FLOAT_DTYPES:
-            message = f"{name}: dtype {tensor.dtype}, expected one of {sorted(FLOAT_DTYPES)}"
-            findings.add("unsupported_dtype", name, message)
-        if tensor.shape != (norm.size,):
-            message = f"{name}: expected [{norm.size}], got {list(tensor.shape)}"
-            findings.add("shape_mismatch", name, message)
+        check_floats(tensor, (norm.size,), findings)
         yield OwnNorm(norm.name, norm.place, tensor)

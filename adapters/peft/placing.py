@@ -1,4 +1,8 @@
-"""Puts the tensors of an adapter into the base's modules, or says why they do not fit. Pure."""
+"""Puts the tensors of an adapter into the base's modules, or says why they do not fit. Pure.
+
+Source for tensors of all experts (`target_parameters`): PEFT 0.17 to 0.21, `ParamWrapper` and
+`_inject_parameters`.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +20,13 @@ from loraplex.adapters.peft.lora_tensors import (
     OwnTable,
     StackedLora,
 )
-from loraplex.adapters.peft.own_weights import TablePlacer, place_head, place_norms
+from loraplex.adapters.peft.own_weights import (
+    TablePlacer,
+    check_dtype,
+    check_floats,
+    place_head,
+    place_norms,
+)
 from loraplex.adapters.peft.sorted_tensors import SortedTensors
 from loraplex.adapters.peft.targeting import (
     INNER,
@@ -26,26 +36,26 @@ from loraplex.adapters.peft.targeting import (
     stacked_weights,
     targeted_paths,
 )
-from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
+from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.adapters.violations import Findings
 
 # Side -> tensor.
 Pair = Mapping[str, TensorInfo]
 
 
-# As what each side is stored.
+# Stored names of each side.
 _STORED = {"A": "lora_A", "B": "lora_B", "M": "lora_magnitude_vector", "b": "lora_B.bias"}
 
 
 class Fit(NamedTuple):
-    """A pair that is as it should be."""
+    """Rank and scale of a pair that is correct."""
 
     lora_rank: int
     scale: float
 
 
 class PairChecks:
-    """What is wrong is added to `findings`."""
+    """Checks pairs of A and B, and adds to `findings`."""
 
     def __init__(self, matcher: Targeting, max_lora_rank: int, findings: Findings) -> None:
         self._matcher = matcher
@@ -55,8 +65,7 @@ class PairChecks:
     def fit(
         self, path: str, key: str, pair: Pair, inputs: int, outputs: int, experts: int = 1
     ) -> Fit | None:
-        """None when something is wrong.
-
+        """Checks one pair; None = something is wrong.
         path: in the base. key: what patterns see. inputs, outputs: of A and B. experts: how many
         share the pair, each with a rank of its own.
         """
@@ -73,7 +82,7 @@ class PairChecks:
         self._check(pair["B"], (outputs, rows), said, axis=1)
         for side in ("M", "b"):
             if side in pair:
-                self.check_outputs(pair[side], outputs)
+                check_floats(pair[side], (outputs,), self._findings)
         if len(self._findings) != before:
             return None
         return Fit(lora_rank, self._matcher.config.scale(lora_rank, self._matcher.lora_alpha(key)))
@@ -95,23 +104,10 @@ class PairChecks:
             self._findings.add("unknown_tensor", name, message)
         return not lacking and not surplus
 
-    def check_outputs(self, tensor: TensorInfo, outputs: int) -> None:
-        """Of a tensor with a number for each output."""
-        self._check_dtype(tensor)
-        if tensor.shape != (outputs,):
-            message = f"{tensor.name}: expected {[outputs]}, got {list(tensor.shape)}"
-            self._findings.add("shape_mismatch", tensor.name, message)
-
-    def _check_dtype(self, tensor: TensorInfo) -> None:
-        if tensor.dtype not in FLOAT_DTYPES:
-            expected = f"expected one of {sorted(FLOAT_DTYPES)}"
-            message = f"{tensor.name}: dtype {tensor.dtype}, {expected}"
-            self._findings.add("unsupported_dtype", tensor.name, message)
-
     def _check(self, tensor: TensorInfo, expected: tuple[int, int], said: str, axis: int) -> None:
         """said: the config's rank, in words. axis: the dimension that is the rank."""
         name, found = tensor.name, self._findings
-        self._check_dtype(tensor)
+        check_dtype(tensor, found)
         if tensor.shape == expected:
             return
         shapes = f"expected {list(expected)}, got {list(tensor.shape)}"
@@ -127,7 +123,7 @@ _BY_MEANING = (0, 19, 1)
 
 
 class StackedPlace(NamedTuple):
-    """Where the LoRA of one tensor of all experts is saved.
+    """The place where the LoRA of one tensor of all experts is saved.
 
     path: of the tensor, in the base. saved: of the module that PEFT saves it as. inputs, outputs:
     of one expert.
@@ -149,7 +145,7 @@ class StackedPlace(NamedTuple):
 
 
 def stacked_places(base: BaseSpec, targeted: Mapping[str, str]) -> Iterator[StackedPlace]:
-    """Of the tensors that the config targets. targeted: their paths, among others."""
+    """Yields the places of targeted tensors. targeted: their paths, among others."""
     for layer in range(base.num_layers):
         wanted = [
             weight
@@ -188,8 +184,10 @@ def is_swapped(found: Sequence[tuple[StackedPlace, Pair]], peft_version: str) ->
 
 
 def _swapped_by(peft_version: str, is_transposed: bool) -> bool | None:
-    """What a release of PEFT made of square tensors. Of transposed ones a later release asks the
-    model whether they are, which only transformers 5 answers: then it is not known."""
+    """Whether a release of PEFT swapped A and B of square tensors; None = not known.
+
+    Later releases ask the model about transposed tensors, and only transformers 5 answers.
+    """
     release = _RELEASE.fullmatch(peft_version)
     if release is None:
         return None
@@ -202,7 +200,7 @@ def _swapped_by(peft_version: str, is_transposed: bool) -> bool | None:
 def stacked_loras(
     base: BaseSpec, place: StackedPlace, pair: Pair, fit: Fit, swapped: bool
 ) -> Iterator[StackedLora]:
-    """One for each module that the tensor holds rows of."""
+    """Yields a LoRA for each module that the tensor holds rows of."""
     names = place.weight.parts
     for index, name in enumerate(names):
         count = base.layer_modules[name].out_features
@@ -223,7 +221,7 @@ def stacked_loras(
 
 
 class ModulePlacer:
-    """What is wrong is added to `findings`."""
+    """Places all tensors of an adapter, and adds to `findings`."""
 
     def __init__(
         self,
@@ -273,7 +271,7 @@ class ModulePlacer:
         return TablePlacer(config, found.tables, found.rows, self._base, self._findings).place()
 
     def _biases(self) -> Iterator[OwnBias]:
-        """In place of the base's."""
+        """Yields biases that replace the base's."""
         for module in base_modules(self._base):
             if module.path not in self._found.biases:
                 continue
@@ -283,7 +281,7 @@ class ModulePlacer:
                 code, words = problem
                 self._findings.add(code, tensor.name, f"{tensor.name}: {words}")
                 continue
-            self._checks.check_outputs(tensor, module.shape.out_features)
+            check_floats(tensor, (module.shape.out_features,), self._findings)
             yield OwnBias(module.layer, module.name, tensor)
 
     def _bias_problem(self, module: BaseModule, *, is_wrapped: bool) -> tuple[str, str] | None:
@@ -318,7 +316,7 @@ class ModulePlacer:
         return ModuleLora(module.layer, module.name, *fit, a, b, lengths, bias)
 
     def _experts(self, module: BaseModule) -> ExpertsLora | None:
-        """Of a model in which each expert has modules of its own."""
+        """Joins the LoRA of all experts, where each expert has modules."""
         found: dict[int, ModuleLora] = {}
         for expert in range(module.shape.experts):
             path = expert_path(module.path, expert)
@@ -345,7 +343,7 @@ class ModulePlacer:
         return self._found.has_experts
 
     def _stacked(self) -> Sequence[StackedLora]:
-        """Of a model in which one tensor holds all experts."""
+        """Lists the LoRA of experts, where one tensor holds all of them."""
         pairs, loras = self._found.pairs, list[StackedLora]()
         places = list(stacked_places(self._base, self._targeted))
         there = [(place, pairs[place.saved]) for place in places if place.saved in pairs]

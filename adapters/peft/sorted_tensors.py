@@ -49,8 +49,11 @@ def sort_tensors(
     findings: Findings,
     own: frozenset[str] = frozenset(),
 ) -> SortedTensors:
-    """What does not belong to the base is added to `findings`. own: short names of tables that the
-    adapter has whole, and paths of norms; and the score head, if it may be there."""
+    """Finds the module of each tensor; tensors of no module are added to `findings`.
+
+    own: tables, norms and the score head that the adapter may have whole. Tables go by short
+    names, norms by paths.
+    """
     named = [(tensor, parse_tensor_name(tensor.name)) for tensor in tensors]
     spelling = spelling_of(name for _, name in named if name is not None)
     sorter = _Sorter(spelling, base, findings, own)
@@ -125,8 +128,10 @@ class _Sorter:
             self._add_side(tensor, name, path)
 
     def _is_beside_own(self, name: TensorName) -> bool:
-        """Of a table in `modules_to_save` PEFT also writes the base's own, and the table again,
-        where it saves resized tables. It loads neither."""
+        """Whether this is a second copy of a table in `modules_to_save`.
+
+        PEFT also writes the base's table, and resized tables twice. It loads neither copy.
+        """
         head, _, last = name.path.rpartition(".")
         path = meant_by_any(head) if last in _BESIDE_OWN else None
         return path in self._table and self._table[path].name in self._own
@@ -254,8 +259,7 @@ def _expert_of(path: str) -> tuple[str, int]:
 def _is_comparable(
     module: BaseModule, tensor: TensorInfo, base: BaseSpec, findings: Findings
 ) -> bool:
-    """Whether a table saved beside the adapter can be compared with the base's own, here or where
-    the base is known."""
+    """Whether a saved table can be compared with the base's, here or where the base is known."""
     known = base.is_inferred or base.embedding_digests.get(module.name)
     if tensor.dtype not in FLOAT_DTYPES or not known:
         message = (

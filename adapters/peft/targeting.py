@@ -1,4 +1,4 @@
-"""Which modules a config targets, and with which rank and alpha: PEFT's matching rules. Pure.
+"""Finds the modules that a config targets, with their rank and alpha, by PEFT's rules. Pure.
 
 Source: PEFT 0.21, `check_target_module_exists` and `get_pattern_key`.
 """
@@ -157,7 +157,7 @@ class _Compiler:
 
 
 def _layer_expressions(config: PeftConfig, findings: Findings) -> list[re.Pattern[str]]:
-    """How a layer's index is found in a path."""
+    """Compiles the expressions that find a layer's index in a path."""
     if not config.layers_pattern:
         return [re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")]
     expressions = []
@@ -193,8 +193,10 @@ def stacked_weights(base: BaseSpec, layer: int) -> Iterator[ExpertWeight]:
 
 
 def targeted_paths(matcher: Targeting, base: BaseSpec, naming: Naming) -> dict[str, str]:
-    """Path in the base of each module and tensor of experts that the config targets -> what
-    patterns of rank and alpha see: its name in the trained model."""
+    """Maps each targeted module or tensor of experts to its name in the trained model.
+
+    Keys are paths in the base. Patterns of rank and alpha are matched with the names.
+    """
     head = base.model_modules.get("lm_head")
     head_path = None if head is None else head.path
     targeted = {}
@@ -243,7 +245,7 @@ def router_paths(base: BaseSpec) -> Iterator[str]:
 
 
 def _names_any(name: str, paths: set[str]) -> bool:
-    """Whether it is the end of a path, however a model is called that the base lies in."""
+    """Whether `name` is the end of a path, as any kind of model spells it."""
     last = name.rpartition(".")[2]
     return any(
         spelled == name or spelled.endswith(f".{name}")
@@ -261,7 +263,7 @@ def _stacked_paths(base: BaseSpec) -> Iterator[str]:
 
 
 def holders(base: BaseSpec) -> Iterator[str]:
-    """Names of modules as which LoRA on tensors of all experts may be saved."""
+    """Yields the modules under whose names PEFT may save LoRA on tensors of all experts."""
     for layer in range(base.num_layers):
         weights = list(stacked_weights(base, layer))
         for holder, held in groupby(weights, key=lambda weight: weight.holder):

@@ -83,10 +83,10 @@ class TensorName(msgspec.Struct, frozen=True):
 
 
 class Naming(msgspec.Struct, frozen=True):
-    """How a model calls the modules of the decoder in it.
+    """A model's names for the modules of its decoder.
 
-    words: which model that is, for people. body, head: what comes before `layers.…`, and before
-    `lm_head` or `score`; head: None = it has neither.
+    words: describes the model for people. body: the text before `layers.…`.
+    head: the text before `lm_head` or `score`; None = the model has neither.
     """
 
     words: str
@@ -94,7 +94,7 @@ class Naming(msgspec.Struct, frozen=True):
     head: str | None
 
     def spelled(self, path: str) -> str | None:
-        """What the trained model calls a module of the base; None = it has no such module."""
+        """Spells a module of the base as the trained model does; None = it has no such module."""
         if path.startswith(_BODY):
             return self.body + path.removeprefix(_BODY)
         return None if self.head is None else self.head + path
@@ -123,7 +123,7 @@ NAMINGS = (
 
 
 class Spelling(msgspec.Struct, frozen=True):
-    """What all tensors of an adapter have in common."""
+    """The spelling that all tensors of an adapter have in common."""
 
     naming: Naming
     has_prefix: bool
@@ -138,7 +138,7 @@ class Spelling(msgspec.Struct, frozen=True):
 
 
 def parse_tensor_name(name: str) -> TensorName | None:
-    """What a name says, however it is spelled; None when it is neither LoRA nor a weight."""
+    """Reads a name in any spelling; None = it is neither LoRA nor a weight."""
     plain = _WRAPPERS.sub("", name)
     lora = _LORA.fullmatch(plain)
     # `lora_B.bias` is no adapter's name.

@@ -1,9 +1,8 @@
-"""Tokenizer files beside an adapter. A chat template is taken, with its special tokens, and so are
-the tokens that end answers and those that are added. Pure.
+"""Reads an adapter's tokenizer files: chat templates, ends of answers, added tokens. Pure.
 
-Text is tokenised with the base's tokenizer and these tokens, so an adapter may bring its own only
-if it has the same tokens otherwise. Trainers save it with every adapter; most of these files say
-nothing new.
+Text is tokenised with the base's tokenizer and the added tokens. So all other tokens must be the
+base's. Trainers save a tokenizer with every adapter; most of these files say nothing new. The
+tokens that close a template's turn are found where templates are rendered.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,10 +24,21 @@ MAX_GENERATION_BYTES = 1 << 20
 MAX_ENDS = 64
 MAX_ADDED_TOKENS = 4096
 MAX_ADDED_BYTES = 128 << 10
+MAX_TEMPLATE_BYTES = 128 << 10
+MAX_SPECIAL_TOKENS_BYTES = 16 << 10
+MAX_TOKENIZER_ITEMS = 1_000_000
+# Largest accepted size of each file that is looked at.
+TOKENIZER_FILES: dict[str, int] = {
+    "added_tokens.json": 4 << 20,
+    TEMPLATE_FILE: MAX_TEMPLATE_BYTES,
+    GENERATION_FILE: MAX_GENERATION_BYTES,
+    "tokenizer.json": 64 << 20,
+    "tokenizer_config.json": 8 << 20,
+}
 
 
 def listed_token(token_id: int, entry: object) -> OwnToken:
-    """An entry of `added_tokens_decoder`. One that is no token has no text."""
+    """Reads an entry of `added_tokens_decoder`; a malformed one has no text."""
     fields: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
     content = fields.get("content")
     flags = ("special", "lstrip", "rstrip", "single_word", "normalized")
@@ -40,7 +50,10 @@ def listed_token(token_id: int, entry: object) -> OwnToken:
 
 
 class AddedTokens:
-    """Collects them from files, the one that says most of a token first."""
+    """Collects added tokens from files, from the most detailed file first.
+
+    Each new token has the next free id behind the base's. Other ids are another tokenizer's.
+    """
 
     def __init__(self, base: BaseSpec, findings: Findings) -> None:
         self._base, self._findings = base, findings
@@ -48,8 +61,11 @@ class AddedTokens:
         self._by_text: dict[str, int] = {}
 
     def read(self, name: str, tokens: Iterable[OwnToken], *, may_add: bool = True) -> None:
-        """name: of the file. may_add: whether its tokens are added ones. Each must be the base's or
-        a new one, by its id and, where the base's are known, by its text."""
+        """Checks the tokens of one file: each must be the base's, or a new one.
+
+        name: of the file. may_add: whether the file may add tokens. Texts are compared where the
+        base's are known, else ids alone.
+        """
         known, size = self._base.tokens, self._base.num_tokens
         wrong: list[tuple[int, str]] = []
         beyond: list[int] = []
@@ -71,7 +87,7 @@ class AddedTokens:
             self._findings.add("other_tokenizer", name, message)
 
     def _take(self, token: OwnToken) -> bool:
-        """Whether it is new, or said before."""
+        """Adds a token. Whether it is new, or agrees with an earlier file."""
         before = self._found.setdefault(token.id, token)
         same_id = self._by_text.setdefault(token.content, token.id)
         return bool(token.content) and before.content == token.content and same_id == token.id
@@ -83,7 +99,7 @@ class AddedTokens:
         self._findings.add("added_tokens", name, message)
 
     def all(self) -> tuple[OwnToken, ...]:
-        """By id. Raises nothing: what is wrong with all together is added to the findings."""
+        """Lists all added tokens by id, and checks that they have no gap and are not too many."""
         found = tuple(token for _, token in sorted(self._found.items()))
         size, where = self._base.num_tokens, "tokenizer.json"
         if found and [token.id for token in found] != [*range(size, size + len(found))]:
@@ -96,19 +112,6 @@ class AddedTokens:
             message = f"{len(found)} tokens of {nbytes} bytes are added; {most}"
             self._findings.add("added_tokens", where, message)
         return found
-
-
-MAX_TEMPLATE_BYTES = 128 << 10
-MAX_SPECIAL_TOKENS_BYTES = 16 << 10
-MAX_TOKENIZER_ITEMS = 1_000_000
-# Largest accepted size of each file that is looked at.
-TOKENIZER_FILES: dict[str, int] = {
-    "added_tokens.json": 4 << 20,
-    TEMPLATE_FILE: MAX_TEMPLATE_BYTES,
-    GENERATION_FILE: MAX_GENERATION_BYTES,
-    "tokenizer.json": 64 << 20,
-    "tokenizer_config.json": 8 << 20,
-}
 
 
 class _ListedToken(msgspec.Struct):
@@ -213,7 +216,7 @@ def _read_tokenizer(data: bytes, base: BaseSpec, found: AddedTokens, findings: F
 def _check_named(
     source: str, special: Mapping[str, str | None], base: BaseSpec, findings: Findings
 ) -> None:
-    """What the template writes are tokens."""
+    """Checks that the special tokens in a template are the base's tokens."""
     new = {
         text
         for name, text in special.items()
@@ -227,7 +230,7 @@ def _check_named(
 def _chat_templates(
     jinja: bytes | None, config: Mapping[str, Any], findings: Findings
 ) -> dict[str, str]:
-    """By name. `chat_template.jinja` comes before the config's, of which there may be several."""
+    """Reads templates by name; `chat_template.jinja` replaces those of the config."""
     if jinja is not None:
         try:
             return {DEFAULT_TEMPLATE: jinja.decode("utf-8")}
@@ -266,7 +269,7 @@ def _special_tokens(config: Mapping[str, Any], findings: Findings) -> dict[str, 
 def own_ends(
     generation: bytes | None, settings: Mapping[str, Any], base: BaseSpec, findings: Findings
 ) -> tuple[int, ...]:
-    """Ids that end an answer of the adapter and are no ends of the base, ascending.
+    """Lists ids that end an adapter's answer and are no ends of the base, ascending.
 
     generation: `generation_config.json`, of which `eos_token_id` alone is read. settings:
     `tokenizer_config.json`, of which `eos_token` is; a text that is no token of the base ends
@@ -310,7 +313,7 @@ def _of_generation(data: bytes | None, base: BaseSpec, findings: Findings) -> se
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str | None]:
-    """By name, what the file says: the token's text, or None for no such token.
+    """Reads each special token's text by its name; None = there is no such token.
 
     Raises ValueError for a token that is neither text nor an object with `content`.
     """

@@ -116,7 +116,7 @@ def place_tensors(
     limits: AdapterLimits,
     findings: Findings,
 ) -> LoraTensors | None:
-    """As `validate`. matcher: of a config that was checked; None = it cannot be read."""
+    """Places tensors, as `validate` does. matcher: of a checked config; None = none is readable."""
     before = len(findings)
     own = frozenset[str]() if matcher is None else whole_modules(matcher.config, base)
     found = sort_tensors(tensors, base, findings, own)
@@ -172,7 +172,7 @@ def check_config(
 
 
 def _check_outputs(matcher: Targeting, base: BaseSpec, findings: Findings) -> None:
-    """What PEFT refuses to load, or cannot keep to the tokens of activated LoRA."""
+    """Refuses what PEFT does not load, or cannot confine to the tokens of activated LoRA."""
     config, embed = matcher.config, base.model_modules.get("embed_tokens")
     paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
     on_experts = any(".experts." in path for path in paths)
@@ -237,7 +237,7 @@ def is_of_outputs(tensor: TensorInfo) -> bool:
 
 
 def _all_targeted(matcher: Targeting, base: BaseSpec) -> Iterator[dict[str, str]]:
-    """By every naming; lazily, as the first is enough for most adapters."""
+    """Yields targets under every naming, lazily: the first is enough for most adapters."""
     return (targeted_paths(matcher, base, naming) for naming in NAMINGS)
 
 
@@ -279,7 +279,7 @@ def normal_name(name: str) -> str:
 
 
 def _spellings(known: str) -> Iterator[str]:
-    """Of `owner/name` also what tools make of it for a folder: `owner_name`, `owner--name`."""
+    """Yields a name's normal forms; tools spell folders of `owner/name` as `owner_name`."""
     yield normal_name(known)
     if _HUB_ID.fullmatch(known):
         yield normal_name(known.replace("/", "_"))

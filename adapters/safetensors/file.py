@@ -38,7 +38,7 @@ class Weights(ABC):
 
     @abstractmethod
     def identity(self) -> tuple[int, ...]:
-        """Of the files as they are now; not of their names."""
+        """Identifies the files as they are now, whatever their names."""
 
     def tensors(self) -> tuple[TensorInfo, ...]:
         """Raises AdapterError `invalid` with every violation of the format."""

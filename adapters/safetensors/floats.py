@@ -1,4 +1,4 @@
-"""Numbers as safetensors stores them, to numbers as a slab stores them: exact, or rounded once."""
+"""Converts numbers from safetensors' form to a slab's: exact, or rounded once."""
 
 import hashlib
 from collections.abc import Iterable
@@ -30,8 +30,8 @@ _NOT_FINITE: dict[str, tuple[int, int]] = {
     "F32": (4, 0x7F80_0000),
     "F64": (8, 0x47EF_FFFF_F000_0000),
 }
-# Of the smallest that becomes infinite in a slab, by what is stored; F64 is rounded to float32
-# before. What is not here cannot.
+# The bits of the smallest stored value that becomes infinite in a slab; F64 is rounded to float32
+# first. Other pairs never overflow.
 _TOO_LARGE: dict[tuple[str, SlabDtype], int] = {
     ("F32", "bfloat16"): 0x7F7F_8000,
     ("F32", "float16"): 0x477F_F000,
@@ -94,9 +94,9 @@ def convert(raw: Raw, dtype: str, slab: SlabDtype) -> npt.NDArray[Any]:
 
 
 def convert_into(raw: Raw, dtype: str, out: Raw, slab: SlabDtype) -> None:
-    """The same, written to `out`, the bytes that the slab has for them.
+    """Converts into `out`, the slab's own bytes.
 
-    Quick for pieces that a core's cache holds: beside them little memory is touched.
+    It is quick for pieces that a core's cache holds: it touches little other memory.
     """
     if dtype == "F32" and slab == "bfloat16":
         bits = raw.view("<u4")
@@ -124,7 +124,7 @@ def _look_up(raw: Raw, dtype: str, out: Raw, slab: SlabDtype) -> None:
 
 @cache
 def _table(dtype: str, slab: SlabDtype) -> npt.NDArray[Any]:
-    """What any two stored bytes are in the slab."""
+    """Converts any two stored bytes."""
     every = np.arange(1 << 16, dtype="<u2").view(np.uint8)
     with np.errstate(all="ignore"):
         converted = convert(every, dtype, slab)

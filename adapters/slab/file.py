@@ -108,7 +108,7 @@ class SlabFile:
         return True
 
     def copy_runs(self, arena: memoryview, first_extents: Sequence[int]) -> None:
-        """As `SlabSource`; without parsing anything. Raises SlabGarbled too."""
+        """Copies runs as `SlabSource` does, and parses nothing. Raises SlabGarbled too."""
         found = Fingerprint()
         for offset, run in SlabMemory(self.layout, arena, first_extents).runs():
             _read_exactly(self._hold.fd, run, self._payload + offset)

@@ -1,4 +1,4 @@
-"""Where each tensor of a validated adapter lies in its slab. Pure arithmetic; moves no bytes."""
+"""Computes the place of each tensor of a validated adapter in its slab. Pure arithmetic."""
 
 import math
 from collections import deque
@@ -26,8 +26,10 @@ _OPEN_EXTENTS = 16
 
 
 class PlacedMatrix(msgspec.Struct, frozen=True):
-    """One matrix of the slab, or one of each expert. offset: bytes from the slab's start. shape: as
-    stored, row-major."""
+    """One matrix of the slab, or one of each expert.
+
+    offset: bytes from the slab's start. shape: as stored, row-major.
+    """
 
     offset: int
     shape: tuple[int, ...]
@@ -35,7 +37,7 @@ class PlacedMatrix(msgspec.Struct, frozen=True):
 
 
 class RankedModule(Protocol):
-    """Of a module's LoRA what its place in a slab depends on; as in `ModuleLora`.
+    """The properties of a module's LoRA that decide its place in a slab; as in `ModuleLora`.
 
     shares_a: the site's other modules have the same A, and the same rank.
     """
@@ -157,8 +159,7 @@ def b_matrices(
 
 
 def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
-    """What a site has for each output, `[2, outputs]` or more in float32; None = nothing. Of one
-    shard."""
+    """Places a site's vectors of one shard: float32, `[2, outputs]` or more; None = no vectors."""
     if not site.vectors:
         return None
     shape = (num_vectors(site.vectors), sum(widths_of(site.kind, base)))
@@ -180,7 +181,7 @@ def table_rows(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatri
 
 
 def head_rows(head: OwnHead, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
-    """Of a classifier, `[labels, hidden]`. Each shard has it whole."""
+    """Places a score head, `[labels, hidden]`. Each shard has the whole head."""
     shape = (head.labels, base.hidden_size)
     return PlacedMatrix(head.offset, shape, math.prod(shape) * item_bytes)
 
@@ -212,7 +213,7 @@ def _matrix(
 
 
 def _site_order(base: BaseSpec) -> Iterator[tuple[int, SiteKind]]:
-    """In the order a step computes them, so that the first layers can be used first."""
+    """Yields sites in a step's order, so that the first layers can be used first."""
     yield -1, MODEL_SITES[0]
     of_layer = [kind for kind in base.sites if kind not in MODEL_SITES]
     for layer in range(base.num_layers):

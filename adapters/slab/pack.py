@@ -1,8 +1,7 @@
-"""Packs an adapter's weights in one pass over the file. Each piece is checked against what was
-judged, converted, and written to its place in the slab.
+"""Packs an adapter's weights into a slab, in one pass over the file.
 
-Beside the slab's own memory it takes that of a few pieces (`PIECE_BYTES` of
-`loraplex.adapters.safetensors.file`), and of a row of a tensor.
+Each piece is checked against the judged content, converted, and written to its place. Packing
+takes the memory of a few pieces (`PIECE_BYTES`) and of one row of a tensor.
 """
 
 import math
@@ -51,16 +50,17 @@ from loraplex.adapters.slab.memory import SlabMemory
 from loraplex.adapters.token_rows import pieces_of_table, rows_of_shard
 from loraplex.adapters.violations import Findings
 
-# Of a slab, whatever its dtype.
+# Numbers of a slab, whatever its dtype.
 Numbers = npt.NDArray[np.unsignedinteger]
 _Lora = ModuleLora | ExpertsLora | StackedLora
 
 
 class SlabTarget(NamedTuple):
-    """Some numbers of a tensor, and their place. rows: which rows of the tensor. columns: which
-    columns. place: of each number, indexed by row first, then in the order of the columns, in one
-    dimension or several. factor: what the numbers are multiplied with. is_wide: they are float32,
-    whatever the slab's dtype."""
+    """Some numbers of a tensor, and their place in the slab.
+
+    place: indexed by row, then by column in one dimension or several. rows, columns: of the tensor.
+    factor: multiplies the numbers. is_wide: they are float32, whatever the slab's dtype.
+    """
 
     tensor: TensorInfo
     place: Numbers
@@ -90,7 +90,7 @@ class SlabTarget(NamedTuple):
 
 
 class Region(NamedTuple):
-    """One matrix of the slab, or one of each expert, and what goes there."""
+    """One matrix of the slab, or one of each expert, and the tensors for it."""
 
     offset: int
     numbers: Numbers
@@ -101,7 +101,7 @@ class Region(NamedTuple):
         return self.numbers.nbytes
 
     def prepare(self) -> None:
-        """Zeros where nothing may be written: experts of a smaller rank, or without LoRA."""
+        """Clears the region if some of it stays empty: experts of a smaller rank, or without."""
         if sum(target.place.size for target in self.targets) < self.numbers.size:
             self.numbers[...] = 0
 
@@ -251,8 +251,10 @@ def _side_by_side(
 
 
 def _table_rows(table: OwnTable, begin: int, end: int) -> Iterator[tuple[TensorInfo, range]]:
-    """Where the rows of tokens from begin up to end are, in their order: in the whole table, or
-    among trained rows apart."""
+    """Yields the rows of tokens from `begin` up to `end`, in order.
+
+    They lie in the whole table, or in the trained rows.
+    """
     if table.trained is not None:
         places = {token: place for place, token in enumerate(table.trained_ids)}
         for run in _runs(sorted(token for token in places if begin <= token < end)):
@@ -266,7 +268,7 @@ def _table_rows(table: OwnTable, begin: int, end: int) -> Iterator[tuple[TensorI
 
 
 def _runs(places: Sequence[int]) -> Iterator[range]:
-    """Those that follow each other."""
+    """Yields runs of places that follow each other."""
     first = 0
     for end in range(1, len(places) + 1):
         if end == len(places) or places[end] != places[end - 1] + 1:
@@ -277,8 +279,10 @@ def _runs(places: Sequence[int]) -> Iterator[range]:
 def _of_outputs(
     lora: _Lora | None, own_bias: TensorInfo | None, adds: bool
 ) -> tuple[TensorInfo | None, ...]:
-    """What goes into each row of a projection's vectors. adds: of devices that sum their products
-    one adds biases."""
+    """Lists the tensors of a projection's vectors, by row.
+
+    adds: whether this device adds biases; where devices sum their products, only one does.
+    """
     if not isinstance(lora, ModuleLora):
         return (None, own_bias if adds else None)
     return (lora.magnitude, own_bias, lora.bias) if adds else (lora.magnitude,)
@@ -429,7 +433,7 @@ class _Packer:
 
 
 def _pieces(tensor: TensorInfo) -> Iterator[tuple[int, int]]:
-    """Where they begin in the file, and their bytes."""
+    """Yields the position of each piece in the file, and its bytes."""
     for position in range(tensor.start, tensor.end, PIECE_BYTES):
         yield position, min(PIECE_BYTES, tensor.end - position)
 

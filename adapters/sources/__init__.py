@@ -1,1 +1,1 @@
-"""Where adapters come from. A source lists and fetches files; which ones is not its decision."""
+"""Sources of adapters. A source lists and fetches files; callers choose which."""

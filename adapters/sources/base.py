@@ -25,17 +25,17 @@ class Source(Protocol):
     """
 
     def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
-        """The same adapter with its revision pinned: proof that this caller may read it now."""
+        """Pins the reference's revision: proof that this caller may read it now."""
         ...
 
     def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
-        """Name -> bytes of the files at the top of a pinned adapter."""
+        """Lists the files at the top of a pinned adapter, with their bytes."""
         ...
 
     def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
-        """Names of folders in a pinned reference that are adapters, for one that is none; bounded.
+        """Names some adapters in a pinned folder that is none itself. Best effort.
 
-        A name may begin with `../`. Best effort: none where that is unknown.
+        A name may begin with `../`.
         """
         ...
 
@@ -72,11 +72,11 @@ class PinnedFiles:
         self._known: OrderedDict[AdapterRef, Mapping[str, RemoteFile]] = OrderedDict()
 
     def resolve(self, ref: AdapterRef) -> AdapterRef:
-        """Always asks. Raises AdapterChanged when `ref` has a revision that is not there now."""
+        """Asks the server. Raises AdapterChanged when the revision of `ref` is gone."""
         return self._resolve(ref)[0]
 
     def files(self, ref: AdapterRef) -> Mapping[str, RemoteFile]:
-        """Of a pinned reference."""
+        """Lists the files of a pinned reference."""
         with self._lock:
             known = self._known.get(ref)
         return self._resolve(ref)[1] if known is None else known
@@ -111,8 +111,7 @@ def unreachable(ref: AdapterRef) -> AdapterError:
 
 
 def refused(ref: AdapterRef, status: int, retry_after: str | None) -> AdapterError:
-    """From a status other than 2xx. Only the operator's credentials are at stake, so 401 is a 403.
-
+    """Makes an error of a status other than 2xx. 401 means that the operator's access is refused.
     retry_after: the header; only seconds are understood.
     """
     name = shown_name(ref)

@@ -23,8 +23,7 @@ def open_sources(
     modelscope_owners: Sequence[str] = (),
     modelscope_endpoint: str = MODELSCOPE_ENDPOINT,
 ) -> dict[RefSource, Source]:
-    """No bucket, no S3; no host, no HTTPS; no owner, no ModelScope.
-
+    """Opens the enabled sources. S3, HTTPS and ModelScope need a bucket, host or owner each.
     Raises AdapterError for an option that cannot hold.
     """
     for owner in hub_owners:

@@ -117,7 +117,7 @@ class HttpsSource:
         return files
 
     def _heads(self, ref: AdapterRef, names: Iterable[str]) -> dict[str, RemoteFile]:
-        """Those of the files that are there."""
+        """Asks for the named files; returns those that exist."""
         files = {}
         for name in names:
             with self._request("HEAD", ref, name, {}) as answer:
@@ -171,7 +171,7 @@ class HttpsSource:
     def _send(
         self, method: str, ref: AdapterRef, name: str, headers: Mapping[str, str]
     ) -> httpx.Response:
-        """From the first address that can be connected to. Raises httpx.HTTPError."""
+        """Sends to the first address that accepts a connection. Raises httpx.HTTPError."""
         host, port, path = _place(ref)
         addresses = self._addresses(ref, host, port)
         for number, address in enumerate(addresses, 1):

@@ -70,7 +70,7 @@ class HubSource:
         return pinned
 
     def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
-        """Those right in the folder that the reference names, or at the repository's top."""
+        """Lists files in the folder that the reference names, or at the repository's top."""
         found = self._beneath(ref, token, sizes=True)
         if not found and hub_place(ref.name)[1]:
             raise AdapterError("not_found", f"{format_ref(ref)}: the repository has no such folder")
@@ -92,7 +92,7 @@ class HubSource:
         ]
 
     def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
-        """By plain HTTP, which can go on where it broke, in another process too."""
+        """Fetches by plain HTTP, which can resume, in another process too."""
         self._check_owner(ref)
         with _hub_errors(ref, has_token=token is not None):
             found = self._metadata(ref, token, name)
@@ -127,7 +127,7 @@ class HubSource:
             )
 
     def _metadata(self, ref: AdapterRef, token: str | None, name: str) -> HfFileMetadata:
-        """Where a file lies for this caller, and its size."""
+        """Finds a file's address for this caller, and its size."""
         repository, folder = hub_place(ref.name)
         url = hf_hub_url(
             repository,
@@ -188,7 +188,7 @@ def _hub_errors(ref: AdapterRef, has_token: bool) -> Iterator[None]:
 
 
 def _refusal(name: str, error: Exception, has_token: bool) -> AdapterError:
-    """What the Hub answered, or that it did not."""
+    """Makes an AdapterError of the Hub's answer, or of its silence."""
     if isinstance(error, LocalEntryNotFoundError):
         cause = error.__cause__
         return _http_error(name, cause) if isinstance(cause, HfHubHTTPError) else _unreachable(name)

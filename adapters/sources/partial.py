@@ -1,5 +1,4 @@
-"""Downloads that resume where they broke off. Received bytes lie beside the file until it is
-whole."""
+"""Resumes downloads. Received bytes lie in a `.partial` file until all have come."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -27,7 +26,7 @@ Open = Callable[[int], AbstractContextManager[Stream]]
 
 
 def range_start(status: int, content_range: str | None) -> int:
-    """Where the body of an HTTP answer begins in the file."""
+    """Reads the place in the file where the body of an HTTP answer begins."""
     match = _RANGE.fullmatch(content_range or "")
     return int(match[1]) if match and status == 206 else 0
 
@@ -37,7 +36,7 @@ def partial_path(target: Path) -> Path:
 
 
 def partial_bytes(target: Path) -> int:
-    """How much of a file is there: a measure of progress."""
+    """Counts the bytes of a file that have come: a measure of progress."""
     for path in (target, partial_path(target)):
         if path.exists():
             return path.stat().st_size

@@ -143,7 +143,7 @@ class S3Source:
                 yield Stream(start, body.iter_chunks(_CHUNK_BYTES))
 
     def _client(self) -> Any:
-        """One for all threads; made at the first use, and again after one without credentials."""
+        """Returns one client for all threads, made anew after one without credentials."""
         with self._lock:
             if self._made is None:
                 # At DEBUG it writes what it signs, session tokens included.

@@ -139,7 +139,7 @@ class Contents:
             self._syncing.submit(self._sync, digest)
 
     def _sync(self, digest: str) -> None:
-        """Safe on the disk, then named so."""
+        """Makes content safe on the disk, and then gives its manifest the final name."""
         folder = self._folder / digest
         try:
             with closing(hold(folder)):
@@ -154,15 +154,15 @@ class Contents:
 
 
 def present(manifest: AdapterManifest | None, digest: str) -> AdapterManifest:
-    """What `Contents.held` gave. Raises AdapterError when that is nothing."""
+    """Returns the manifest. Raises AdapterError `not_found` when it is None."""
     if manifest is None:
         raise AdapterError("not_found", f"adapter {digest[:12]} is not in the store")
     return manifest
 
 
 def merged_member(manifest: AdapterManifest | None, digest: str) -> AdapterManifest:
-    """As `present`; what is not here any more can be fetched again. Raises `invalid` for one that
-    is not merged."""
+    """Returns a member's manifest. Raises AdapterError `unavailable` when it is gone, since it can
+    be fetched again, and `invalid` when it cannot be merged."""
     if manifest is None:
         message = f"adapter {digest[:12]} is not in the store any more; try again"
         raise AdapterError("unavailable", message, (), 1.0)
@@ -186,8 +186,7 @@ def unfinished_folder(parent: Path) -> Iterator[Path]:
 
 @contextmanager
 def resumable_folder(parent: Path, key: str) -> Iterator[Path]:
-    """As `unfinished_folder`, with what an earlier download for `key` left.
-
+    """Opens a private folder that keeps what an earlier download for `key` left.
     key: names the content exactly. The folder is left when AdapterError `unavailable` ends it, and
     when the process dies. A caller who finds it in use gets a fresh one.
     """
@@ -229,7 +228,7 @@ def remove_stale(parent: Path) -> None:
 
 
 def _new_folder(parent: Path) -> tuple[Path, int]:
-    """Another process may take the folder for a stale one before it is locked; then once more."""
+    """Makes a locked folder. A process may remove it before the lock: then it is made again."""
     for _ in range(_ATTEMPTS):
         folder = Path(tempfile.mkdtemp(dir=parent))
         lock = _lock(folder)
@@ -252,7 +251,7 @@ def _take(folder: Path) -> int | None:
 
 
 def _lock(folder: Path) -> int | None:
-    """None when it is another's, or was removed or replaced meanwhile."""
+    """Locks a folder; None = another holds it, or it was removed or replaced meanwhile."""
     with suppress(FileNotFoundError):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -266,7 +265,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _remove(path: Path) -> None:
-    """Unless somebody has it locked."""
+    """Removes a file or folder unless somebody has it locked. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

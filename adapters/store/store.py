@@ -69,7 +69,7 @@ from loraplex.adapters.store.content import (
 )
 from loraplex.adapters.violations import Findings, invalid
 
-# Of the disk, that content leaves to others.
+# Content leaves this much of the disk to others.
 HEADROOM_BYTES = 64 << 20
 MAX_SIZES = 1 << 17
 _RETRY_S = 30.0
@@ -166,7 +166,7 @@ class AdapterStore:
         return manifest
 
     def recall(self, ref: AdapterRef) -> AdapterManifest | None:
-        """What `admit` would say, if all of it is here: quick, without any network."""
+        """Returns what `admit` would, if all of it is here: quick, without any network."""
         source = self._sources.get(ref.source)
         if source is None or not (_is_commit(ref) or ref.source == "local"):
             return None
@@ -183,7 +183,7 @@ class AdapterStore:
         return self._merges.run(recipe.digest, "", lambda: self._merge(recipe, run))
 
     def manifest(self, digest: str) -> AdapterManifest:
-        """Of an admitted adapter."""
+        """Reads the manifest of an admitted adapter."""
         with disk_errors(self._home), self._contents.held(digest) as manifest:
             return present(manifest, digest)
 
@@ -333,7 +333,7 @@ class AdapterStore:
         return total
 
     def _make_folders(self) -> None:
-        """Before anything is written: somebody may have deleted them. Raises OSError."""
+        """Makes folders before each write: somebody may have deleted them. Raises OSError."""
         for folder in self._folders:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -349,17 +349,17 @@ class AdapterStore:
         self._allowed.put(judged.manifest.digest, judged.tensors.coverage)
 
     def _recall(self, ref: AdapterRef) -> AdapterManifest | None:
-        """What is known of a pinned reference, if it is not too large by the limits of today."""
+        """Finds a pinned reference's manifest, if its files keep to the limits of today."""
         known = self._references.find(ref)
         if known is None or known.nbytes > self._limits.max_bytes:
             return None
         return self._known(known.digest)
 
     def _known(self, digest: str) -> AdapterManifest | None:
-        """Of stored content, judged again under the limits of today, once.
+        """Reads a stored manifest, once its content keeps to the limits of today.
 
-        What is refused is given up: the disk may have changed it, so that what is published is
-        judged instead. If the limits were changed, they refuse that too.
+        Refused content is given up, and the published files are fetched and judged again: the
+        disk may have changed the stored ones.
         """
         with self._contents.held(digest) as manifest:
             if manifest is None:
@@ -407,13 +407,16 @@ class AdapterStore:
 
 
 def _is_commit(ref: AdapterRef) -> bool:
-    """Of the Hub, where whoever pins has been authorised. Other sources allow at each resolve."""
+    """Whether this is a commit of the Hub: its callers were authorised when it was pinned."""
     return ref.source == "hub" and is_pinned(ref)
 
 
 class Known(msgspec.Struct, frozen=True):
-    """nbytes: of all files that were published with this content; other places of the same content
-    may have others beside it. 0 = remembered before that was kept."""
+    """A pinned reference's digest.
+
+    nbytes: of all files at this place; the same content may have other files elsewhere. 0 = the
+    entry is older than this number.
+    """
 
     ref: AdapterRef
     digest: str
@@ -431,7 +434,7 @@ class References:
         self._added = itertools.count()
 
     def find(self, ref: AdapterRef) -> Known | None:
-        """Raises OSError."""
+        """Looks up the digest of a pinned reference. Raises OSError."""
         try:
             known = msgspec.json.decode(self._file(ref).read_bytes(), type=Known)
         except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
@@ -439,7 +442,7 @@ class References:
         return known if known.ref == ref else None
 
     def remember(self, known: Known, folder: Path) -> None:
-        """folder: a folder of the caller's own beside this one. Raises OSError."""
+        """Writes an entry. folder: the caller's own, on the same disk. Raises OSError."""
         ref, written = known.ref, folder / "ref.json"
         written.write_bytes(msgspec.json.encode(known))
         written.chmod(0o444)
@@ -487,7 +490,7 @@ class Quota:
 
     @contextmanager
     def room(self, nbytes: int) -> Iterator[None]:
-        """Made for what is written while inside; several who write count together."""
+        """Makes room for what is written while inside; concurrent writers count together."""
         # One at a time: two who saw the same content would both remove what one of them needs.
         with self._lock:
             release(self._shortage(nbytes), self._spare)
@@ -503,7 +506,7 @@ class Quota:
                 self._expected -= nbytes
 
     def _size(self, entry: os.DirEntry[str]) -> int:
-        """What is stored never changes: it is measured once, as there may be thousands."""
+        """Measures an entry once: there may be thousands, and stored content never changes."""
         key = entry.path, entry.inode()
         size = self._sizes.get(key)
         if size is None:
@@ -543,7 +546,7 @@ class Slabs:
         first_extents: Sequence[int],
         stopped: Callable[[], bool],
     ) -> bool:
-        """As `AdapterStore.save_slab`. Raises OSError, AdapterError."""
+        """Writes a slab file, as `AdapterStore.save_slab`. Raises OSError, AdapterError."""
         path = self._path(layout.digest, layout.dtype, layout.extent_bytes, layout.is_finished)
         with suppress(FileNotFoundError, SlabError):
             SlabFile(path).close()
@@ -557,7 +560,7 @@ class Slabs:
             return True
 
     def _path(self, digest: str, dtype: SlabDtype, extent_bytes: int, is_finished: bool) -> Path:
-        """What is finished depends on how the base's weights were loaded."""
+        """Names a slab file. A finished one depends on how the base's weights were loaded."""
         parts = [digest, dtype, str(extent_bytes), f"of{self._base.shards}"]
         if is_finished:
             parts.append(f"finished_{self._base.quantize or 'as_stored'}")

@@ -1,15 +1,20 @@
-"""Shared by sources without commits: files pinned by their tags, and servers' refusals."""
+"""The protocol of a source of adapters, and the base of sources without commits."""
 
 import hashlib
-import threading
-from collections import OrderedDict
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from loraplex.adapters.common.recent import Recent
 from loraplex.adapters.errors import AdapterChanged, AdapterError
 from loraplex.adapters.ref import AdapterRef, RefSource, pin_of, shown_name
+from loraplex.adapters.sources.partial import Stream, fetch_resumable
 
+MAX_KNOWN = 4096
+RETRY_S = 1.0
+_MAX_RETRY_S = 300.0
 # What enables a source that is not enabled by itself.
 ENABLING_OPTIONS: dict[RefSource, str] = {
     "s3": "--s3-bucket",
@@ -19,7 +24,9 @@ ENABLING_OPTIONS: dict[RefSource, str] = {
 
 
 class Source(Protocol):
-    """Every method raises AdapterError, and nothing else, when the source refuses or fails.
+    """Lists and fetches adapters. Blocking: callers run it in threads.
+
+    Every method raises AdapterError, and nothing else, when the source refuses or fails.
 
     token: the caller's credential, or None; used for this call only.
     """
@@ -47,11 +54,6 @@ class Source(Protocol):
         ...
 
 
-MAX_KNOWN = 4096
-RETRY_S = 1.0
-_MAX_RETRY_S = 300.0
-
-
 class RemoteFile(NamedTuple):
     """tag: what the server says changes whenever the content does (an ETag)."""
 
@@ -59,39 +61,65 @@ class RemoteFile(NamedTuple):
     size: int
 
 
-class PinnedFiles:
-    """Pins references by a digest over names, tags and sizes, and remembers what they hold.
+class PinnedSource(ABC):
+    """A source without commits. It pins references by a digest over names, tags and sizes.
 
-    A listing that is remembered cannot be stale: its digest is the revision. Thread-safe.
-    list_now: asks the server; raises AdapterError.
+    Listings are remembered by their digest, so they cannot be stale. Thread-safe. The abstract
+    methods raise AdapterError. clock: seconds, monotonic.
     """
 
-    def __init__(self, list_now: Callable[[AdapterRef], Mapping[str, RemoteFile]]) -> None:
-        self._list_now = list_now
-        self._lock = threading.Lock()
-        self._known: OrderedDict[AdapterRef, Mapping[str, RemoteFile]] = OrderedDict()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._known: Recent[AdapterRef, Mapping[str, RemoteFile]] = Recent(MAX_KNOWN)
 
-    def resolve(self, ref: AdapterRef) -> AdapterRef:
+    @abstractmethod
+    def _check(self, ref: AdapterRef) -> object:
+        """Refuses references that the operator does not allow."""
+
+    @abstractmethod
+    def _list(self, ref: AdapterRef) -> Mapping[str, RemoteFile]:
+        """Asks the server for the files of a reference."""
+
+    @abstractmethod
+    def _open(
+        self, ref: AdapterRef, name: str, file: RemoteFile, offset: int
+    ) -> AbstractContextManager[Stream]:
+        """Opens a file that was listed, from `offset` on."""
+
+    def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
         """Asks the server. Raises AdapterChanged when the revision of `ref` is gone."""
-        return self._resolve(ref)[0]
+        self._check(ref)
+        return self._pin(ref)[0]
 
-    def files(self, ref: AdapterRef) -> Mapping[str, RemoteFile]:
+    def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
+        return {name: file.size for name, file in self._files(ref).items()}
+
+    def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
+        return ()
+
+    def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
+        self._fetch(ref, name, self._files(ref)[name], folder / name)
+
+    def _fetch(self, ref: AdapterRef, name: str, file: RemoteFile, target: Path) -> None:
+        fetch_resumable(
+            target, file.size, lambda offset: self._open(ref, name, file, offset), self._clock
+        )
+
+    def _files(self, ref: AdapterRef) -> Mapping[str, RemoteFile]:
         """Lists the files of a pinned reference."""
-        with self._lock:
-            known = self._known.get(ref)
-        return self._resolve(ref)[1] if known is None else known
+        self._check(ref)
+        known = self._known.get(ref)
+        return self._pin(ref)[1] if known is None else known
 
-    def _resolve(self, ref: AdapterRef) -> tuple[AdapterRef, Mapping[str, RemoteFile]]:
-        files = self._list_now(ref)
+    def _pin(self, ref: AdapterRef) -> tuple[AdapterRef, Mapping[str, RemoteFile]]:
+        files = self._list(ref)
+        if not files:
+            raise AdapterError("not_found", f"{shown_name(ref)} holds no adapter")
         pin, fingerprint = pin_of(ref), _fingerprint(files)
         pinned = AdapterRef(ref.source, ref.name, pin.of(fingerprint))
         if pin.fingerprint not in (None, fingerprint):
             raise changed(ref)
-        with self._lock:
-            self._known[pinned] = files
-            self._known.move_to_end(pinned)
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
+        self._known.put(pinned, files)
         return pinned, files
 
 

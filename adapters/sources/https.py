@@ -28,8 +28,8 @@ from loraplex.adapters.safetensors.weights_index import (
     MAX_SHARDS,
     parse_index,
 )
-from loraplex.adapters.sources.base import PinnedFiles, RemoteFile, changed, refused, unreachable
-from loraplex.adapters.sources.partial import Stream, fetch_resumable, range_start
+from loraplex.adapters.sources.base import PinnedSource, RemoteFile, changed, refused, unreachable
+from loraplex.adapters.sources.partial import Stream, range_start
 from loraplex.adapters.violations import Findings, invalid
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -50,7 +50,7 @@ def look_up(host: str, port: int) -> Sequence[str]:
     return [str(entry[4][0]) for entry in found]
 
 
-class HttpsSource:
+class HttpsSource(PinnedSource):
     """hosts: `host` = port 443 at public addresses; `host:port` = that port, at any address.
 
     timeout_s: to connect, and between two reads. certificates: None = the system's and certifi's.
@@ -64,9 +64,9 @@ class HttpsSource:
         lookup: Lookup = look_up,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(clock)
         self._hosts = dict(map(_allowed, hosts))
         self._lookup = lookup
-        self._clock = clock
         self._client = httpx.Client(
             verify=certificates or trusted_context(),
             timeout=timeout_s,
@@ -76,31 +76,8 @@ class HttpsSource:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             headers={"accept-encoding": "identity", "user-agent": "loraplex"},
         )
-        self._pinned = PinnedFiles(self._list)
 
-    def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
-        """Pinned by a digest over the names, ETags (or Last-Modified) and sizes of its files."""
-        self._check_host(ref)
-        return self._pinned.resolve(ref)
-
-    def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
-        self._check_host(ref)
-        return {name: file.size for name, file in self._pinned.files(ref).items()}
-
-    def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
-        return ()
-
-    def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
-        self._check_host(ref)
-        file = self._pinned.files(ref)[name]
-        fetch_resumable(
-            folder / name,
-            file.size,
-            lambda offset: self._open(ref, name, file, offset),
-            self._clock,
-        )
-
-    def _check_host(self, ref: AdapterRef) -> bool:
+    def _check(self, ref: AdapterRef) -> bool:
         """Whether the host may have a private address."""
         place = _place(ref)[:2]
         if place not in self._hosts:
@@ -112,8 +89,6 @@ class HttpsSource:
         files = self._heads(ref, _FILES)
         if WEIGHTS_FILE not in files:
             files |= self._shards(ref)
-        if not files:
-            raise AdapterError("not_found", f"{shown_name(ref)} holds no adapter")
         return files
 
     def _heads(self, ref: AdapterRef, names: Iterable[str]) -> dict[str, RemoteFile]:
@@ -122,7 +97,7 @@ class HttpsSource:
         for name in names:
             with self._request("HEAD", ref, name, {}) as answer:
                 if answer.status_code not in (404, 410):
-                    _check(answer, ref)
+                    _check_answer(answer, ref)
                     files[name] = _remote_file(answer, name)
         return files
 
@@ -138,9 +113,7 @@ class HttpsSource:
     def _read(self, ref: AdapterRef, name: str, file: RemoteFile) -> bytes:
         with tempfile.TemporaryDirectory(prefix="loraplex-index-") as folder:
             target = Path(folder) / name
-            fetch_resumable(
-                target, file.size, lambda offset: self._open(ref, name, file, offset), self._clock
-            )
+            self._fetch(ref, name, file, target)
             return target.read_bytes()
 
     @contextmanager
@@ -152,7 +125,7 @@ class HttpsSource:
         with self._request("GET", ref, name, headers) as answer:
             if answer.status_code in (404, 410, 412, 416):
                 raise changed(ref)
-            _check(answer, ref)
+            _check_answer(answer, ref)
             if _tag(answer) != file.tag:
                 raise changed(ref)
             start = range_start(answer.status_code, answer.headers.get("content-range"))
@@ -195,7 +168,7 @@ class HttpsSource:
             addresses = self._lookup(host, port)
         except (OSError, UnicodeError):
             raise unreachable(ref) from None
-        if not self._check_host(ref) and not all(map(_is_public, addresses)):
+        if not self._check(ref) and not all(map(_is_public, addresses)):
             message = f"{shown_name(ref)}: its host has a private address (--https-host HOST:PORT)"
             raise AdapterError("forbidden", message)
         return addresses[:MAX_ADDRESSES]
@@ -226,7 +199,7 @@ def _is_public(text: str) -> bool:
     return address.is_global and not address.is_multicast
 
 
-def _check(answer: httpx.Response, ref: AdapterRef) -> None:
+def _check_answer(answer: httpx.Response, ref: AdapterRef) -> None:
     """Raises AdapterError unless it is a plain answer."""
     if answer.is_redirect:
         raise AdapterError("not_found", f"{shown_name(ref)} is a redirect, which is not followed")

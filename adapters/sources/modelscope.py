@@ -19,8 +19,8 @@ from loraplex.adapters.common.authorities import trusted_context
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.peft.files import is_relevant
 from loraplex.adapters.ref import MODELSCOPE_ENDPOINT, AdapterRef, pin_of, shown_name
-from loraplex.adapters.sources.base import PinnedFiles, RemoteFile, changed, refused, unreachable
-from loraplex.adapters.sources.partial import Stream, fetch_resumable, range_start
+from loraplex.adapters.sources.base import PinnedSource, RemoteFile, changed, refused, unreachable
+from loraplex.adapters.sources.partial import Stream, range_start
 from loraplex.adapters.violations import invalid
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -58,7 +58,7 @@ class _Listing(msgspec.Struct, rename="pascal"):
 _read_listing = msgspec.json.Decoder(_Listing).decode
 
 
-class ModelScopeSource:
+class ModelScopeSource(PinnedSource):
     """owners: those allowed; `*` = all. endpoint: of the hub. timeout_s: to connect, and between
     two reads."""
 
@@ -69,9 +69,9 @@ class ModelScopeSource:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(clock)
         self._owners = frozenset(owners)
         self._api = httpx.URL(endpoint.rstrip("/") + "/api/v1/models/")
-        self._clock = clock
         self._client = httpx.Client(
             verify=trusted_context(),
             timeout=timeout_s,
@@ -79,31 +79,14 @@ class ModelScopeSource:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             headers={"accept-encoding": "identity", "user-agent": "loraplex"},
         )
-        self._pinned = PinnedFiles(self._list)
 
-    def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
-        """Pinned by a digest over the names, hashes and sizes of the revision's files."""
-        self._check_owner(ref)
-        return self._pinned.resolve(ref)
-
-    def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
-        self._check_owner(ref)
-        return {name: file.size for name, file in self._pinned.files(ref).items()}
-
-    def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
-        return ()
-
-    def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
-        self._check_owner(ref)
-        file, target = self._pinned.files(ref)[name], folder / name
-        fetch_resumable(
-            target, file.size, lambda offset: self._open(ref, name, file, offset), self._clock
-        )
+    def _fetch(self, ref: AdapterRef, name: str, file: RemoteFile, target: Path) -> None:
+        super()._fetch(ref, name, file, target)
         if _SHA256.fullmatch(file.tag) and _sha256_of(target) != file.tag:
             target.unlink()
             raise changed(ref)
 
-    def _check_owner(self, ref: AdapterRef) -> None:
+    def _check(self, ref: AdapterRef) -> None:
         owner = ref.name.partition("/")[0]
         if "*" not in self._owners and owner not in self._owners:
             message = f"adapters of {owner!r} are not allowed here (--modelscope-owner)"
@@ -124,8 +107,6 @@ class ModelScopeSource:
             for entry in entries
             if entry.type in _CONTENT and is_relevant(entry.path)
         }
-        if not files:
-            raise AdapterError("not_found", f"{shown_name(ref)} holds no adapter")
         return files
 
     @contextmanager

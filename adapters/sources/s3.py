@@ -31,8 +31,8 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.peft.files import is_relevant
 from loraplex.adapters.ref import AdapterRef, shown_name
-from loraplex.adapters.sources.base import PinnedFiles, RemoteFile, changed, refused, unreachable
-from loraplex.adapters.sources.partial import Stream, fetch_resumable, partial_path
+from loraplex.adapters.sources.base import PinnedSource, RemoteFile, changed, refused, unreachable
+from loraplex.adapters.sources.partial import Stream, partial_path
 from loraplex.adapters.violations import invalid
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -53,7 +53,7 @@ _PASSING = frozenset({"RequestTimeout", "RequestTimeTooSkewed", "SlowDown", "Thr
 _OF_REGION = frozenset({"PermanentRedirect", "AuthorizationHeaderMalformed"})
 
 
-class S3Source:
+class S3Source(PinnedSource):
     """buckets: those that may be read, all others are refused. endpoint: None = boto3's own.
 
     timeout_s: to connect, and between two reads.
@@ -66,38 +66,21 @@ class S3Source:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(clock)
         self._buckets = frozenset(buckets)
         self._endpoint = endpoint
         self._timeout_s = timeout_s
-        self._clock = clock
         self._lock = threading.Lock()
         self._made: Any = None
-        self._pinned = PinnedFiles(self._list)
 
-    def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
-        """Pinned by a digest over the names, ETags and sizes of its files."""
-        self._check_bucket(ref)
-        return self._pinned.resolve(ref)
-
-    def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
-        self._check_bucket(ref)
-        return {name: file.size for name, file in self._pinned.files(ref).items()}
-
-    def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
-        return ()
-
-    def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
-        self._check_bucket(ref)
-        file, target = self._pinned.files(ref)[name], folder / name
+    def _fetch(self, ref: AdapterRef, name: str, file: RemoteFile, target: Path) -> None:
         try:
-            fetch_resumable(
-                target, file.size, lambda offset: self._open(ref, name, file, offset), self._clock
-            )
+            super()._fetch(ref, name, file, target)
         except FlexibleChecksumError:
             partial_path(target).unlink()
             raise unreachable(ref) from None
 
-    def _check_bucket(self, ref: AdapterRef) -> None:
+    def _check(self, ref: AdapterRef) -> None:
         if _place(ref)[0] not in self._buckets:
             message = (
                 f"{shown_name(ref)}: adapters of its bucket are not allowed here (--s3-bucket)"
@@ -124,8 +107,6 @@ class S3Source:
                     message = f"the prefix has more than {MAX_PAGES * _PAGE_ENTRIES} entries"
                     raise invalid("too_many_files", shown_name(ref), message)
                 files.update(_relevant(page, folder, ref))
-        if not files:
-            raise AdapterError("not_found", f"{shown_name(ref)} holds no adapter")
         return files
 
     @contextmanager

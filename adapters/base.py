@@ -76,11 +76,11 @@ class ModuleShape(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, out_features=width, spans=spans)
 
     def inputs(self, shard: Shard) -> tuple[Piece, ...]:
-        """Which input features a device has."""
+        """Finds the input features that a device has."""
         return self._pieces("row", self.in_features, shard)
 
     def outputs(self, shard: Shard) -> tuple[Piece, ...]:
-        """Which output features a device has."""
+        """Finds the output features that a device has."""
         return self._pieces("column", self.out_features, shard)
 
     def _pieces(self, sharding: Sharding, features: int, shard: Shard) -> tuple[Piece, ...]:

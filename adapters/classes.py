@@ -45,7 +45,7 @@ class OwnClasses(msgspec.Struct, frozen=True):
 
 
 def unnamed(count: int) -> tuple[str, ...]:
-    """Names labels as transformers names those without names."""
+    """Makes transformers' names for labels without names."""
     return tuple(f"LABEL_{i}" for i in range(count))
 
 

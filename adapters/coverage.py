@@ -35,7 +35,7 @@ class Coverage(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_layers(self) -> int:
-        """How many layers have some weights."""
+        """The number of layers that have some weights."""
         return sum(last - first + 1 for first, last in self.layers)
 
     @property

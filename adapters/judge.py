@@ -108,6 +108,7 @@ def check_small(
     small: Mapping[str, bytes], base: BaseSpec, limits: AdapterLimits, findings: Findings
 ) -> tuple[Targeting | None, AdapterText]:
     """Checks targets and the files about text, before the weights come.
+
     small: name -> bytes of the files other than the weights.
     """
     data = small.get(CONFIG_FILE)

@@ -48,6 +48,7 @@ class OwnToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class AdapterText(NamedTuple):
     """Everything but weights: an adapter's templates, ends, classes and tokens.
+
     end_token_ids: ids that end its answers beside the base's, as its files name them, ascending.
     classes: what its score head scores; None = it has none.
     added_tokens: those of its tokenizer beside the base's, by id without a gap.
@@ -136,7 +137,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
 
 
 class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where one site's LoRA tensors lie. Offsets are bytes from the slab's start, 256-byte aligned.
+    """Places of one site's LoRA tensors. Offsets are bytes from the slab's start, 256-byte aligned.
 
     layer: 0-based, or -1 for `embed_tokens` and `lm_head`.
     ranks, scales, b_offsets: one entry per projection of the site (`BaseSpec.sites`);
@@ -181,15 +182,15 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class OwnHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a score head's rows lie, `[labels, hidden]`. offset: as in `SiteLayout`."""
+    """The place of a score head's rows, `[labels, hidden]`. offset: as in `SiteLayout`."""
 
     offset: int
     labels: int
 
 
 class OwnNorms(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where weights of norms lie, `[places, hidden]`. offset: as in `SiteLayout`. places: which
-    norms, as of `BaseNorm`."""
+    """The place of norms' weights, `[places, hidden]`. offset: as in `SiteLayout`.
+    places: of the norms, as in `BaseNorm`."""
 
     offset: int
     places: tuple[int, ...]

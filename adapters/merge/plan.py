@@ -92,6 +92,7 @@ def plan_merge(
     recipe: MergeRecipe, members: Sequence[LoraTensors], base: BaseSpec, limits: AdapterLimits
 ) -> MergePlan:
     """Plans a merge from the members' headers, and refuses a result that could not be served.
+
     members: parallel to `recipe.members`. Raises AdapterError `invalid`, `too_large`.
     """
     sites = _sites(recipe, members)

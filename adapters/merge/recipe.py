@@ -33,7 +33,7 @@ class MergeMember(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MergeRecipe(msgspec.Struct, frozen=True, array_like=True):
-    """How admitted adapters become one, on their true deltas; names mean what PEFT's do.
+    """A recipe that merges admitted adapters' true deltas; names mean what PEFT's do.
 
     density: share of a delta's values that `ties` and `dare_*` keep, in (0, 1].
     majority_sign_method: how `ties` and `dare_ties` elect each value's sign.

@@ -66,6 +66,7 @@ class PairChecks:
         self, path: str, key: str, pair: Pair, inputs: int, outputs: int, experts: int = 1
     ) -> Fit | None:
         """Checks one pair; None = something is wrong.
+
         path: in the base. key: what patterns see. inputs, outputs: of A and B. experts: how many
         share the pair, each with a rank of its own.
         """

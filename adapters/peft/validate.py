@@ -78,7 +78,7 @@ class SlabRoom(msgspec.Struct, frozen=True):
 
 
 class AdapterLimits(msgspec.Struct, frozen=True):
-    """What the operator allows.
+    """Limits that the operator sets.
 
     max_bytes: of one adapter's files. max_table_bytes: of an embedding or a head in it.
     max_store_bytes: of a store's content and slabs together.

@@ -140,6 +140,7 @@ def unreachable(ref: AdapterRef) -> AdapterError:
 
 def refused(ref: AdapterRef, status: int, retry_after: str | None) -> AdapterError:
     """Makes an error of a status other than 2xx. 401 means that the operator's access is refused.
+
     retry_after: the header; only seconds are understood.
     """
     name = shown_name(ref)

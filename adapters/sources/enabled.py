@@ -24,6 +24,7 @@ def open_sources(
     modelscope_endpoint: str = MODELSCOPE_ENDPOINT,
 ) -> dict[RefSource, Source]:
     """Opens the enabled sources. S3, HTTPS and ModelScope need a bucket, host or owner each.
+
     Raises AdapterError for an option that cannot hold.
     """
     for owner in hub_owners:

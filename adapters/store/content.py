@@ -54,7 +54,7 @@ class Contents:
     """Thread-safe, and so are several processes with one folder."""
 
     def __init__(self, folder: Path, syncing: Executor | None) -> None:
-        """syncing: where disks are waited for; None = by whoever brings content."""
+        """syncing: threads that wait for the disk; None = callers wait themselves."""
         self._folder = folder
         boot = boot_id()
         self._syncing = syncing if boot else None
@@ -108,13 +108,13 @@ class Contents:
             shutil.rmtree(self._folder / digest)
 
     def sync_all(self) -> None:
-        """What an earlier process left to be synced. Raises OSError."""
+        """Syncs what an earlier process left unsynced. Raises OSError."""
         for entry in entries_of(self._folder):
             if (self._folder / entry.name / self._fresh_manifest).exists():
                 self._sync_later(entry.name)
 
     def _manifest_files(self) -> tuple[str, str]:
-        """In this order: the first becomes the second."""
+        """Names the manifest before and after the content is synced."""
         return self._fresh_manifest, _MANIFEST_FILE
 
     def _manifest(self, digest: str) -> AdapterManifest | None:
@@ -187,6 +187,7 @@ def unfinished_folder(parent: Path) -> Iterator[Path]:
 @contextmanager
 def resumable_folder(parent: Path, key: str) -> Iterator[Path]:
     """Opens a private folder that keeps what an earlier download for `key` left.
+
     key: names the content exactly. The folder is left when AdapterError `unavailable` ends it, and
     when the process dies. A caller who finds it in use gets a fresh one.
     """

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from llguidance import LLMatcher
 
@@ -18,11 +18,11 @@ from loraplex.adapters.grammar.compile import GrammarError, GrammarTooCostly, co
 from loraplex.adapters.grammar.deep_threads import DeepThreads
 from loraplex.adapters.grammar.limits import ServedGrammarLimits
 from loraplex.adapters.grammar.vocabulary import Vocabulary, VocabularyError
-from loraplex.server.constraints.cache import BoundedCache
 from loraplex.server.constraints.names import NameTokens
 from loraplex.server.constraints.wishes import ConstraintWish
 from loraplex.server.engine.messages import GrammarCompiled, GrammarFault
 
+V = TypeVar("V")
 log = logging.getLogger(__name__)
 
 _KIND = "grammar"
@@ -40,7 +40,7 @@ class _Tools(NamedTuple):
 
 
 class _Compilation:
-    """turns: of those who wait for it, until it begins; by their sequences' keys."""
+    """A grammar to compile. turns: by key of each waiting sequence, until the work begins."""
 
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
@@ -130,7 +130,7 @@ class Compilations:
         return ended
 
     def _wait(self, compilation: _Compilation, wish: ConstraintWish) -> None:
-        """Each who waits has a turn of its own; the first that comes is for all of them."""
+        """Gives each waiting sequence a turn; the first turn that comes is for all of them."""
         turn = WorkTurn(_KIND, wish.tenant, wish.is_batch, 1, compilation)
         compilation.turns[wish.key] = turn
         self._waiting[wish.key] = compilation
@@ -157,7 +157,7 @@ class Compilations:
         job.add_done_callback(partial(self._done, turn))
 
     def _done(self, turn: WorkTurn[_Compilation], job: Compiled) -> None:
-        """In the thread that has done it, or, when all is closed, nowhere."""
+        """Ends a turn, in the thread that compiled. After closing nothing is ended."""
         if job.cancelled():
             return
         with self._changing:
@@ -208,3 +208,39 @@ def _may_succeed_now(compiled: Compiled) -> bool:
         return True
     error = compiled.exception()
     return error is not None and not isinstance(error, GrammarError | VocabularyError)
+
+
+class BoundedCache(Generic[V]):
+    """max_bytes: bound on the bytes of all keys in UTF-8."""
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._values: dict[str, V] = {}  # the last used last
+        self._bytes = 0
+
+    def get(self, key: str) -> V | None:
+        if key not in self._values:
+            return None
+        value = self._values[key] = self._values.pop(key)
+        return value
+
+    def put(self, key: str, value: V) -> None:
+        """Keep a value. A key of more than `max_bytes` is not kept."""
+        if key in self._values:
+            self._drop(key)
+        self._values[key] = value
+        self._bytes += _size(key)
+        while len(self._values) > self._max_entries or self._bytes > self._max_bytes:
+            self._drop(next(iter(self._values)))
+
+    def remove(self, key: str) -> None:
+        if key in self._values:
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        del self._values[key]
+        self._bytes -= _size(key)
+
+
+def _size(key: str) -> int:
+    return len(key.encode("utf-8", "surrogatepass"))

@@ -14,7 +14,7 @@ import numpy as np
 
 from loraplex.server.constraints.names import NameMatcher, Names
 from loraplex.server.constraints.rules import TokenRules, mask_words
-from loraplex.server.constraints.thinking import Thinking
+from loraplex.server.protocol import ThinkingBudget
 
 ConstraintState = Literal["open", "over", "failed"]
 
@@ -52,12 +52,12 @@ class Foresight(NamedTuple):
 
 NO_FORESIGHT = Foresight([], 0)
 _NEWEST = 0.5  # weight of the newest mask in a mean
-# Of a mask, or of a look at a draft. Where they cost more there are no drafts.
+# The cost of a mask, or of a look at a draft, above which there are no drafts.
 COSTLY_S = 0.002
 
 
 class Constraint:
-    """For one thread at a time.
+    """Holds one sequence to its grammar and rules. For one thread at a time.
 
     matcher: has taken nothing yet; None = no grammar. min_tokens: length of the output from which
     ends are allowed.
@@ -253,7 +253,7 @@ class Constraint:
                 self._fail("no token is left that the request allows")
 
     def _may_accept(self, own: np.ndarray) -> bool:
-        """By the mask of the grammar: asking the matcher costs more than most masks do."""
+        """Whether the output may end here, by the mask: asking the matcher costs more."""
         end = self._grammar_end
         return end is None or bool(int(own[end >> 5]) >> (end & 31) & 1)
 
@@ -317,3 +317,41 @@ def _check_kind(error: BaseException) -> None:
     """Raises what is no error of a matcher. Panics of llguidance are not Exceptions."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
+
+
+class Thinking:
+    """Bounds the reasoning of an output, token by token. A copy is cheap and independent."""
+
+    def __init__(self, budget: ThinkingBudget) -> None:
+        self._left = budget.tokens
+        # What begins the reasoning, and what ends it; () once that is there.
+        self._opens, self._closes = budget.opens, budget.closes
+        self._last: tuple[int, ...] = ()
+
+    @property
+    def _forced(self) -> int | None:
+        """The next token, where the reasoning must end."""
+        if self._opens or self._left > 0 or not self._closes:
+            return None
+        sizes = range(len(self._closes) - 1, 0, -1)
+        begun = next((n for n in sizes if self._last[-n:] == self._closes[:n]), 0)
+        return self._closes[begun]
+
+    def take(self, token_id: int, _matcher: object = None) -> bool:
+        """Whether another token had to come."""
+        forced = self._forced
+        sought = self._opens or self._closes
+        self._last = (*self._last, token_id)[-len(sought) :]
+        self._left -= not self._opens
+        if self._opens and self._last == sought:
+            self._opens, self._last = (), ()
+        elif self._last == sought:
+            self._closes = ()
+        return forced not in (None, token_id)
+
+    def forbid(self, mask: np.ndarray) -> None:
+        """Leave the token alone that must come in a mask, int32 `[words]`, if it allows it."""
+        forced = self._forced
+        if forced is not None and mask[forced >> 5] >> (forced & 31) & 1:
+            mask[:] = 0
+            mask.view(np.uint32)[forced >> 5] = 1 << (forced & 31)

@@ -7,10 +7,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Executor, Future, wait
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -29,11 +29,10 @@ from loraplex.server.constraints.constraint import (
     Constraint,
     Foresight,
     GrammarMatcher,
+    Thinking,
 )
 from loraplex.server.constraints.names import Names
 from loraplex.server.constraints.rules import TokenRules, mask_words, step_words
-from loraplex.server.constraints.shared_work import SharedWork
-from loraplex.server.constraints.thinking import Thinking
 from loraplex.server.constraints.wishes import (
     AsideWish,
     ConstraintNews,
@@ -44,10 +43,10 @@ from loraplex.server.constraints.wishes import (
 from loraplex.server.engine.admission import Refusal
 from loraplex.server.engine.messages import GrammarCompiled
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 R = TypeVar("R")
+log = logging.getLogger(__name__)
+
 
 _THREAD_S = 0.002  # of work, for each thread that does it
 # Masks that cost no more are filled together, by llguidance's threads. Each of those in Python
@@ -293,8 +292,10 @@ class Constraints:
         rows: np.ndarray,
         is_open: Callable[[], bool],
     ) -> None:
-        """As many masks as can be filled in time. So one that takes as long alone is filled once
-        more where it is the next token's, and its sequence ends there."""
+        """Fills as many masks of a draft as time allows.
+
+        A mask that takes too long alone is filled again as the next token's, and ends its sequence.
+        """
         until = time.thread_time() + self._limits.mask_s
         constraint.fill_ahead(draft, rows, lambda: is_open() and time.thread_time() <= until)
         constraint.costly |= time.thread_time() > until
@@ -305,7 +306,7 @@ class Constraints:
         self._finish(item)
 
     def _finish(self, item: "_Masks | ForesightWish") -> None:
-        """No thread is at its constraints any more."""
+        """Gives constraints back, which no thread uses any more."""
         for constraint in item.constraints:
             self._finished.put(constraint)
 
@@ -333,8 +334,10 @@ class Constraints:
                 self._finished.put(constraint)
 
     def _consume(self, matcher: GrammarMatcher, token_id: int) -> None:
-        """As `consume_token`, which keeps the interpreter for itself. Beside another matcher, here
-        one of no grammar, it lets other threads go on."""
+        """Gives a matcher a token without keeping the interpreter, as `consume_token` would.
+
+        llguidance lets other threads go on only for several matchers. So an idle one comes along.
+        """
         idle = self._compilations.tools.result().idle.deep_copy()
         pair = [(cast(LLMatcher, matcher), token_id), (idle, token_id)]
         self._matching.consume_token_par(pair)
@@ -416,7 +419,7 @@ def _foresee(wish: ForesightWish, _is_open: Callable[[], bool]) -> Foresight:
 
 
 def _begun(news: ConstraintNews, constraint: Constraint) -> ConstraintNews:
-    """With the first mask."""
+    """Refuses a grammar under which no answer can begin."""
     if constraint.state != "failed":
         return news
     problem = f"grammar: no answer can begin so: {constraint.problem}"
@@ -428,3 +431,74 @@ def _taken(items: "queue.SimpleQueue[T]") -> list[T]:
     while not items.empty():
         taken.append(items.get_nowait())
     return taken
+
+
+class SharedWork(Generic[T, R]):
+    """Work on several items by several threads, for which a step waits only so long.
+
+    An item that was taken before the work is closed is still done, in vain.
+    do: gets an item, and a function that says whether the work is still open. late: gets an item
+    that was done in vain, in its thread.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[T],
+        do: Callable[[T, Callable[[], bool]], R],
+        late: Callable[[T], None],
+    ) -> None:
+        self._items, self._do, self._late = items, do, late
+        self._places = iter(range(len(items)))  # threads share it
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._is_open = True
+        self._taken = set[int]()
+        self._results = dict[int, R]()
+        self._threads = list[Future[None]]()
+
+    def finish(
+        self, threads: Executor, few: int, many: int, wait_s: float
+    ) -> tuple[dict[int, R], set[int]]:
+        """Do the items by a few threads of a pool, and by many where these take long. Close the
+        work after `wait_s`. Returns results by place, and the places of items that are done in
+        vain. Raises what an item has raised."""
+        begun = 0
+        for count in (few, many):
+            more = range(begun, min(count, len(self._items)))
+            self._threads += [threads.submit(self._run) for _ in more]
+            begun = len(self._threads)
+            if not begun or self._over.wait(min(wait_s / 2, threading.TIMEOUT_MAX)):
+                break
+        with self._lock:
+            self._is_open = False
+        for thread in self._threads:
+            if thread.done():
+                thread.result()
+        return self._results, self._taken - self._results.keys()
+
+    def _run(self) -> None:
+        try:
+            for place in self._places:
+                if not self._take(place):
+                    return
+                result = self._do(self._items[place], lambda: self._is_open)
+                if not self._note(place, result):
+                    self._late(self._items[place])
+        except BaseException:
+            self._over.set()
+            raise
+
+    def _take(self, place: int) -> bool:
+        with self._lock:
+            if self._is_open:
+                self._taken.add(place)
+            return self._is_open
+
+    def _note(self, place: int, result: R) -> bool:
+        """Whether the result still counts."""
+        with self._lock:
+            if self._is_open:
+                self._results[place] = result
+                if len(self._results) == len(self._items):
+                    self._over.set()
+            return self._is_open

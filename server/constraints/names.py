@@ -1,4 +1,4 @@
-"""Names in the JSON of an output, each of which stands once in its object. Pure.
+"""Keeps each name in the JSON of an output from standing twice in its object. Pure.
 
 A grammar remembers no names. So masks lose the tokens that end a name which its object has, or
 that begin one as only such names begin.

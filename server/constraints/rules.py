@@ -69,7 +69,7 @@ class TokenRules:
 
     @property
     def memory(self) -> int:
-        """How many of the output's last tokens decide about the next one."""
+        """The number of last tokens that decide about the next one."""
         return max((len(word) for word in self.bad_words), default=1) - 1
 
     def allow_all(self, row: np.ndarray) -> None:

@@ -18,7 +18,6 @@ from loraplex.server.protocol.adapters import (
     OrderAction,
     TierState,
 )
-from loraplex.server.protocol.card import ClassForm, Gift, ModelCard, PairForm, VectorForm
 from loraplex.server.protocol.frames import (
     MAX_FRAME_BYTES,
     RouterFrame,
@@ -33,20 +32,27 @@ from loraplex.server.protocol.generation import (
     ErrorCode,
     Finish,
     GenerateRequest,
+    NamesOnce,
     Pooling,
+    SamplingParams,
     StepEvents,
+    ThinkingBudget,
     TokenEvent,
     TokenLogprob,
     VectorKind,
     VectorParams,
     acting,
 )
-from loraplex.server.protocol.sampling import NamesOnce, SamplingParams, ThinkingBudget
 from loraplex.server.protocol.workers import (
     PROTOCOL_VERSION,
     AdapterPlace,
+    ClassForm,
+    Gift,
     Inspect,
+    ModelCard,
+    PairForm,
     RouterHello,
+    VectorForm,
     WorkerHello,
     WorkerPicture,
     WorkerStatus,

@@ -24,7 +24,7 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True, tag="al"):
 
 
 class MemberSource(msgspec.Struct, frozen=True, array_like=True):
-    """Where a member of a merge comes from, if the worker lacks it. As in AdapterLoad."""
+    """The source of a merge's member, if the worker lacks it. Fields as in AdapterLoad."""
 
     ref: AdapterRef
     token: str | None = None
@@ -42,9 +42,9 @@ class AdapterMerge(msgspec.Struct, frozen=True, array_like=True, tag="am"):
 
 
 class AdapterPins(msgspec.Struct, frozen=True, array_like=True, tag="ap"):
-    """All that this router wants to stay on the device, until it says otherwise or leaves.
+    """The adapters that this router wants to stay on the device, until its next list or its end.
 
-    What is absent is loaded. The worker must have admitted them (AdapterLoad).
+    Absent ones are loaded. The worker must have admitted them (AdapterLoad).
     """
 
     digests: tuple[str, ...]
@@ -98,7 +98,7 @@ TierState = Literal["absent", "loading", "ready"]
 
 
 class AdapterTiers(msgspec.Struct, frozen=True, array_like=True):
-    """Where a worker has an adapter. slab_bytes: packed, 0 if not known.
+    """The places where a worker has an adapter. slab_bytes: packed, 0 if not known.
 
     load_s: its last way to the device. idle_s: since a sequence last named it.
     """

@@ -1,4 +1,4 @@
-"""All frames, and their encoding. Pure."""
+"""Encodes and decodes all frames. Pure."""
 
 import msgspec
 

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.server.constraints.cache import BoundedCache
+from loraplex.server.constraints.compilations import BoundedCache
 
 keys = st.sampled_from(["a", "bb", "ccc", "é", "dddd", "ee"])
 

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.server.constraints.constraint import Constraint
+from loraplex.server.constraints.constraint import Constraint, Thinking
 from loraplex.server.constraints.rules import mask_words
-from loraplex.server.constraints.thinking import Thinking
 from loraplex.server.constraints.wishes import ConstraintWish, MaskWish
 from loraplex.server.protocol import SamplingParams, ThinkingBudget
 from tests.server.constraints.grammar_harness import constraint_of

@@ -1,6 +1,9 @@
-"""Documents are in plain English: short sentences, and none of the words that hide a subject."""
+"""Documents, docstrings and comments are in plain English: short sentences, and a clear subject."""
 
+import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +21,14 @@ PAGES = sorted(
 )
 MOST_WORDS = 25
 BANNED = re.compile(r"\b(told|tells? (of|apart)|of ours|of before|takes? up(?! to))\b", re.I)
+# A docstring says what a thing is or does: with these words the thing itself is left out.
+BEGINNINGS = re.compile(r"(Of|What|Those|These|Who|Whose)\b")
+SOURCES = sorted(
+    path
+    for folder in ("router", "server", "adapters", "launcher", "loraplex", "tools", "deploy")
+    for path in (ROOT / folder).glob("*.py" if folder == "loraplex" else "**/*.py")
+)
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _FENCED = re.compile(r"^```.*?^```", re.M | re.S)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _CODE = re.compile(r"`[^`]+`")
@@ -61,6 +72,30 @@ def test_sentences_are_short(page: Path) -> None:
 def test_no_banned_words(page: Path) -> None:
     lines = _FENCED.sub("", page.read_text()).splitlines()
     assert [line for line in lines if BANNED.search(line)] == []
+
+
+def docstrings(text: str) -> list[str]:
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, _DOCUMENTED))
+    return [words for node in nodes if (words := ast.get_docstring(node)) is not None]
+
+
+def comments(text: str) -> list[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_and_comments_are_plain(path: Path) -> None:
+    text = path.read_text()
+    found = docstrings(text)
+    assert [words for words in found if BEGINNINGS.match(words)] == []
+    assert [words for words in (*found, *comments(text)) if BANNED.search(words)] == []
+
+
+def test_docstrings_without_a_subject_are_found() -> None:
+    text = 'class A:\n    """Of one process."""\n\n    def f(self): # as told\n        ...\n'
+    assert [bool(BEGINNINGS.match(words)) for words in docstrings(text)] == [True]
+    assert [bool(BANNED.search(words)) for words in comments(text)] == [True]
 
 
 def test_a_long_sentence_is_found() -> None:

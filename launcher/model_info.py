@@ -99,7 +99,7 @@ def _gives(model: ModelSpec) -> tuple[Gift, ...]:
 
 
 def describe(config: WorkerConfig) -> ModelFacts:
-    """Of a model of the Hub only small files are fetched.
+    """Facts about a model. Of a model on the Hub only small files are fetched.
 
     Raises ModelError, CheckpointError, ConfigError, DeviceError, WorkerStartError.
     """

@@ -157,8 +157,8 @@ class OpenAIError(msgspec.Struct, frozen=True):
 
 
 class AnthropicErrorDetail(msgspec.Struct, frozen=True):
-    """message: it names the field at fault, and has an adapter's violations. details: what clients
-    tell apart by program."""
+    """message: it names the field at fault, and has an adapter's violations. details: facts for
+    programs."""
 
     type: str
     message: str

@@ -122,7 +122,7 @@ def _adapter_of(body: _Body) -> str:
 
 
 def _rows_of(body: _Body) -> int:
-    """As far as it can be told without the route: a list of texts is a sequence for each."""
+    """As far as is known without the route: a list of texts is a sequence for each."""
     parameters = body.parameters if isinstance(body.parameters, dict) else {}
     counts = (body.n, body.best_of, parameters.get("best_of"))
     each = max((count for count in counts if type(count) is int), default=1)

@@ -32,7 +32,7 @@ class Tools(msgspec.Struct, frozen=True):
 
     @property
     def is_demanded(self) -> bool:
-        """Whether a grammar fixes what a call is, whatever the model was told."""
+        """Whether a grammar fixes the form of a call, whatever the prompt says."""
         return self.mode == "required" or any(tool.strict for tool in self.allowed)
 
     @property

@@ -139,7 +139,7 @@ class Names:
         return part == b"," and b'"' in (names or ())
 
     def _begin_name(self, matcher: NameMatcher, data: bytes) -> None:
-        """Of an object's next name, behind the last token's begin."""
+        """Note the begin of an object's next name, behind the last token's begin."""
         self._begin = None
         if self._open[-1]:
             self._begin = matcher.deep_copy()

@@ -206,7 +206,7 @@ def _firsts(regex: Regex) -> Iterator[CharSet]:
 
 
 def _kinds(regex: Regex) -> list[Ranges]:
-    """All characters in kinds that the regex does not tell apart at its begin."""
+    """All characters, in kinds that are one to the regex at its begin."""
     kinds: list[Ranges] = [_ALL]
     for one in set(_firsts(regex)):
         rest = other_chars(one).ranges

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from tests.tethered import tethered
+
 ROOT = Path(__file__).parents[1]
 PASSED = ROOT / ".cache" / "passed.json"
 TIME_S = 3600.0
@@ -114,7 +116,7 @@ def run(file: str, deadline: float) -> int | None:
         return None
     command = pytest_command("--durations=5", file)
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        tethered(*command), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
             printed, _ = process.communicate(timeout=left)

@@ -15,7 +15,9 @@ _NICENESS = 15
 
 
 def confine() -> None:
-    """Half of the CPUs (of which BLAS makes its threads), what others leave of them, no dumps."""
+    """Limits this process: half of the CPUs, `MAX_CPUS` at most, low priority, `MAX_MEMORY`, no
+    core dumps. BLAS makes a thread for each of these CPUs.
+    """
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cpus[-min(MAX_CPUS, max(1, len(cpus) // 2)) :])
     os.nice(_NICENESS)

@@ -117,7 +117,9 @@ class TablePlacer:
         return msgspec.structs.replace(whole, trained=rows.tensor, trained_ids=rows.ids)
 
     def _check_new(self, tables: tuple[OwnTable, ...]) -> None:
-        """Checks that both tables have rows of all new ids: PEFT would take random ones."""
+        """Adds a finding for each table without rows of new ids: PEFT would take random ones. Adds
+        another where ids are new and the head has a bias.
+        """
         base, of_module = self._base, {table.module: table for table in tables}
         size = max((table.size for table in tables), default=0)
         new = range(base.vocab_size, min(size, base.most_ids))  # others are refused already

@@ -85,8 +85,10 @@ class BatchFolder:
         return found
 
     def drop_open(self, batch_id: str, is_noted: bool, now: float) -> None:
-        """Remove the note of a batch that is over, or whose router died before the
-        batch was noted.
+        """Removes the note below `open/` of a batch that nobody runs any more.
+
+        is_noted: whether the batch's state is stored. Without it only a note older than `_MADE_S`
+        goes: its router may still be storing the state.
         """
         path = self._open / batch_id
         with contextlib.suppress(FileNotFoundError):

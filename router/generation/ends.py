@@ -18,7 +18,11 @@ _MAX_KEPT = 16_384
 
 
 class AnswerEnds:
-    """The base's are in its card; adapters' templates are rendered in the sandbox."""
+    """Finds the ids of tokens that end an answer: the base's, and an adapter's own.
+
+    The base's are in its card. The adapter's are in its manifest, or close the turns that its
+    templates render in the sandbox.
+    """
 
     def __init__(self, sandbox: TemplateSandbox) -> None:
         self._sandbox = sandbox

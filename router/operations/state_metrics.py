@@ -29,7 +29,9 @@ WORKER_STATES = ("ready", "starting", "draining", "disconnected")
 def watch_state(
     metrics: RouterMetrics, fleet: Fleet, catalog: Catalog, dispatcher: Dispatcher
 ) -> None:
-    """Called once, when the parts are built."""
+    """Registers the metrics of requests, queue, workers and adapters. Called once, when the parts
+    are built.
+    """
     meters, capacity = metrics.meters, fleet.queue.capacity
     meters.watch("requests_running", "Requests being answered", lambda: dispatcher.running)
     meters.watch("queue_sequences", "Sequences waiting for a worker", lambda: len(fleet.queue))
@@ -92,7 +94,9 @@ def _watch_adapters(metrics: RouterMetrics, aliases: Aliases) -> None:
 
 
 def watch_declared(metrics: RouterMetrics, aliases: Aliases, file: AdaptersFile | None) -> None:
-    """Called once, when the parts are built."""
+    """Registers the gauge of declared adapters that cannot be served. Called once, when the parts
+    are built.
+    """
 
     def broken() -> Iterator[Row]:
         yield ("option",), sum(one.is_broken and one.origin == "option" for one in aliases.all())
@@ -127,7 +131,9 @@ def _infos(aliases: Aliases, names: Iterable[OwnedName]) -> Iterator[Row]:
 
 
 def watch_sharing(metrics: RouterMetrics, sharing: Sharing, tenancy: Tenancy) -> None:
-    """Called once, when the parts are built."""
+    """Registers the metrics of Redis, routers that share quotas, refusals and keys. Called once,
+    when the parts are built.
+    """
     meters, admission = metrics.meters, tenancy.metering.admission
     meters.watch("redis_up", "Whether Redis answers, or none is shared", lambda: sharing.is_up)
     meters.watch("routers", "Live routers that share quotas", lambda: admission.routers)

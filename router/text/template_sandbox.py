@@ -53,7 +53,7 @@ class TemplateSandbox:
         options: TemplateOptions,
         turns: CallersTurns | None = None,
     ) -> str:
-        """The text alone. Raises as `written`."""
+        """Renders the prompt as `written` does, and returns its text alone. Raises as `written`."""
         return (await self.written(source, special_tokens, messages, options, turns)).text
 
     async def written(

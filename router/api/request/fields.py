@@ -68,7 +68,9 @@ class Bound(NamedTuple):
     longest: str = ""
 
     def check(self, value: Any, param: str, limits: ApiLimits) -> None:
-        """Raises RequestError."""
+        """Checks the value against this bound: the number, or how many entries and how long each
+        text is. Raises RequestError.
+        """
         most: int = getattr(limits, self.most)
         if not self.things:
             number = 0 if isinstance(value, bool | None) else value  # a chat's `logprobs` is a bool
@@ -111,7 +113,7 @@ BOUNDS = {
 
 
 def check_bounds(body: msgspec.Struct, limits: ApiLimits) -> None:
-    """Raises RequestError."""
+    """Checks each field of the body that has a bound in `BOUNDS`. Raises RequestError."""
     for name in body.__struct_fields__:
         if name in BOUNDS:
             BOUNDS[name].check(getattr(body, name), name, limits)
@@ -123,7 +125,9 @@ def texts_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def check_patterns(given: str | Sequence[str] | None, param: str) -> tuple[str, ...]:
-    """Raises RequestError."""
+    """Reads the field's patterns, and checks that each compiles and has an accepted length. Raises
+    RequestError.
+    """
     patterns = texts_of(given)
     for pattern in patterns:
         size = f"expected patterns of 1 to {MAX_PATTERN} characters, got {len(pattern)}"
@@ -239,7 +243,9 @@ class MergedAdapters(msgspec.Struct, frozen=True):
 def choose_merge(
     given: MergedAdapters, source: str | None, token: str | None, limits: ApiLimits
 ) -> MergedChoice:
-    """Raises RequestError."""
+    """Makes the choice of a merge, with its fields checked and its defaults filled in. Raises
+    RequestError.
+    """
     strategy = _one_of("merge_strategy", given.merge_strategy, STRATEGIES)
     sign = _one_of("majority_sign_method", given.majority_sign_method, SIGN_METHODS)
     _check_numbers(given, strategy)
@@ -255,7 +261,9 @@ def choose_merge(
 
 
 def choose_scaled(adapter: AdapterChoice, scale: float) -> AdapterChoice:
-    """The adapter with what it adds multiplied. Raises RequestError."""
+    """Returns the adapter with this scale, by which what it adds is multiplied. Raises RequestError
+    for 0, and for a scale beyond `MAX_WEIGHT`.
+    """
     require(scale != 0, "0 is the base: leave the adapter out", "adapter_scale")
     require(
         abs(scale) <= MAX_WEIGHT,

@@ -183,7 +183,9 @@ def unheld_forms(offered: list[PlacedTool]) -> tuple[str, ...]:
 
 
 def _tool(tool: OneTool, where: str) -> Tool:
-    """Raises RequestError."""
+    """Makes the tool of an entry: `local_shell`, a custom tool or a function. Raises
+    RequestError.
+    """
     if tool.type == SHELL:
         return Tool(SHELL, _SHELL_TEXT, _SHELL_SCHEMA, strict=True)
     if tool.type not in ("function", "custom"):
@@ -361,7 +363,9 @@ def parse(
 
 
 def _logprobs(request: ResponsesBody) -> int | None:
-    """Raises RequestError."""
+    """Reads how many likeliest tokens are reported at each place; None = no logprobs. Raises
+    RequestError.
+    """
     is_wanted, top = _LOGPROBS in (request.include or ()), request.top_logprobs or 0
     require(is_wanted or not top, f"needs {_LOGPROBS!r} in `include`", "top_logprobs")
     return top if is_wanted else None
@@ -391,7 +395,9 @@ def _messages(
 
 
 def _check_parts(plain: dict[str, Any], request: ResponsesBody) -> None:
-    """Raises RequestError."""
+    """Checks that the body's nested objects have no unknown fields, and that `stream_options` comes
+    with `stream`. Raises RequestError.
+    """
     for name, kind in _PARTS.items():
         outer, _, inner = name.partition(".")
         part = plain.get(outer) or {}
@@ -411,7 +417,7 @@ _PARTS: dict[str, type[msgspec.Struct]] = {
 
 
 def _shape(request: ResponsesBody) -> Shape | None:
-    """Raises RequestError."""
+    """Reads the JSON that the text's format asks for; None = plain text. Raises RequestError."""
     asked, where = _format(request), "text.format"
     if asked is None:
         return None

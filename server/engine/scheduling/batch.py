@@ -1,4 +1,6 @@
-"""A step that is being planned, and then in flight: its plan and its sequences. Pure."""
+"""Plans a step: gives its sequences slices, rows and pages within a budget. The batch is kept while
+the step is in flight. Pure.
+"""
 
 from collections import abc
 

@@ -91,7 +91,9 @@ class GrammarWaits:
             self._abandoned.append(key)
 
     def take_abandoned(self) -> list[int]:
-        """Keys since the last call."""
+        """Takes the keys of sequences that ended before their constraint was made. Each is returned
+        once.
+        """
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
 
@@ -386,7 +388,10 @@ class Scheduler:
                 return  # in order: small ones must not overtake a large one for ever
 
     def _has_row(self, sequence: Sequence) -> bool:
-        """A batch gives its row to who is waited for, once no step in flight needs it."""
+        """Whether a row is free for the sequence. With none free, the last running sequence is
+        preempted if it is a batch's and this one is not. Its row comes free once no step in
+        flight needs it.
+        """
         if not self.rows.free and sequence.takes_row_of_last(self._running):
             self._preempt(self._running[-1])
         return bool(self.rows.free)

@@ -226,9 +226,10 @@ def _part(
     TILE_ROWS: tl.constexpr,
     TOP_K: tl.constexpr,
 ) -> tuple[Any, Any, Any]:
-    """This program's part: expert int64; rows int64 `[16]`; their adapters int32 `[16]`.
+    """Finds this program's part of a tile: its expert int64, rows int64 `[16]`, slots of their
+    adapters int32 `[16]`.
 
-    -1 = no adapter, or no row.
+    A slot is -1 where there is no row, or the row has no adapter.
     """
     PARTS: tl.constexpr = TILE_ROWS // _ROWS
     tile_ptr = tiles_ptr + tl.program_id(0) // PARTS * 3

@@ -135,7 +135,11 @@ def refuse_other_attention(fields: Fields) -> None:
 
 
 def read_activation(fields: Fields, key: str, value: object) -> Activation:
-    """value: of the key, or what holds without the key."""
+    """Reads the activation that `value` names. An unknown one is refused (`Fields.refuse`), and
+    `silu` stands in.
+
+    value: the key's, or the default where the key is absent.
+    """
     activation = _ACTIVATIONS.get(str(value))
     if activation is None:
         fields.refuse(f"{key} must be one of {', '.join(_ACTIVATIONS)}, got {value!r}")

@@ -35,7 +35,9 @@ class DeviceSums:
         self._host.copy_(numbers, non_blocking=True)
 
     def offered(self) -> list[CopySums]:
-        """This device's numbers, each once. To be asked once what `begin` queued is over."""
+        """Returns this device's numbers for the copy that `begin` named, once; empty when there are
+        none to give. Call it only when what `begin` queued is over.
+        """
         if not self.are_awaited or self._is_offered:
             return []
         self._is_offered = True

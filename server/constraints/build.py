@@ -16,7 +16,9 @@ _MAX_MASK_THREADS = 8
 def make_constraints(
     config: ServedGrammarLimits, limits: ExecutorLimits, load: Callable[[], Vocabulary]
 ) -> Constraints:
-    """load: makes the model's vocabulary; where it has none, grammars are refused."""
+    """Make the worker's constraints. load: makes the model's vocabulary; where it has none,
+    grammars are refused.
+    """
 
     def begin() -> Vocabulary:
         start_problem(CHECKER)  # the log says it before the first request

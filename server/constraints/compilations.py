@@ -31,7 +31,7 @@ Compiled = Future[LLMatcher]
 
 
 class _Tools(NamedTuple):
-    """idle: takes no token."""
+    """Things that compile grammars for one model. idle: takes no token."""
 
     vocabulary: Vocabulary
     checker: GrammarChecker
@@ -50,7 +50,8 @@ class _Compilation:
 
 
 class Compilations:
-    """Called by one thread. Compiled grammars are kept by their texts.
+    """Compile grammars in threads, and keep the results. One thread calls it. Compiled grammars are
+    kept by their texts.
 
     load: makes the vocabulary, once, in a thread; raises VocabularyError where the model has none.
     """
@@ -211,7 +212,9 @@ def _may_succeed_now(compiled: Compiled) -> bool:
 
 
 class BoundedCache(Generic[V]):
-    """max_bytes: bound on the bytes of all keys in UTF-8."""
+    """Cache of a bounded number of values, by text; the longest unused goes first. max_bytes: bound
+    on the bytes of all keys in UTF-8.
+    """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes

@@ -223,7 +223,7 @@ class Constraint:
         return Foresight(self._permitted(forced[:most]), allowed)
 
     def give_up(self, problem: str) -> None:
-        """Fail: going on costs too much."""
+        """Fail the constraint, since going on costs too much."""
         if self.state == "open":
             self._fail(problem)
 
@@ -258,8 +258,8 @@ class Constraint:
         return end is None or bool(int(own[end >> 5]) >> (end & 31) & 1)
 
     def _permitted(self, token_ids: list[int]) -> list[int]:
-        """The first tokens to come that no rule but the grammar forbids, and that do not end the
-        output.
+        """Return the first tokens to come that no rule but the grammar forbids, and that do not end
+        the output.
         """
         rules, known, watches = self._rules, [*self._last], [*map(copy, self._watches)]
         count = len(known)
@@ -314,7 +314,9 @@ class Constraint:
 
 
 def _check_kind(error: BaseException) -> None:
-    """Raises what is no error of a matcher. Panics of llguidance are not Exceptions."""
+    """Raise `error` again unless it comes from a matcher. Panics of llguidance are not
+    Exceptions.
+    """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
 

@@ -55,8 +55,9 @@ _CHEAP_S = 0.001
 
 
 class _Mask(NamedTuple):
-    """place: of its wish. begin: of its rows in the step's memory. rows: of the mask, and of those
-    that follow a draft's tokens."""
+    """Request to fill the mask rows of one constraint. place: of its wish. begin: of its rows in
+    the step's memory. rows: of the mask, and of those that follow a draft's tokens.
+    """
 
     place: int
     constraint: Constraint
@@ -79,8 +80,8 @@ W = TypeVar("W", _Masks, ForesightWish)
 
 
 class Constraints:
-    """Called by the loop's thread. Other threads do what takes time. Its owner opens it, and
-    closes it.
+    """Hold the constraints of sequences, and fill their masks. The loop's thread calls it. Other
+    threads do what takes time. Its owner opens it, and closes it.
 
     load: makes the vocabulary, once, in a thread; raises VocabularyError where the model has none.
     eos: the worker's end tokens. mask_threads: number of threads that fill masks.
@@ -135,7 +136,7 @@ class Constraints:
             self._making.submit(self._answer, wish, None)
 
     def abandon(self, key: int) -> None:
-        """Nobody waits for this sequence's constraint any more."""
+        """Close the sequence's constraint: nobody waits for it any more."""
         self._compilations.abandon(key)
 
     def poll(self) -> list[ConstraintNews]:

@@ -197,7 +197,9 @@ class Names:
         return found
 
     def _ends_wrong(self, token_id: int) -> bool:
-        """See `take`. Within a string, tokens without a quote do not."""
+        """Say whether the token would end a name wrongly, see `take`. A token without a quote does
+        not, within a string.
+        """
         is_within = self._text and b'"' not in self._tokens.by_id[token_id]
         return not is_within and copy(self).take(token_id)
 

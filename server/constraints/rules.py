@@ -49,8 +49,9 @@ class TokenRules:
         vocab_size: int,
         of_base: int | None = None,
     ) -> "TokenRules":
-        """eos: the worker's end tokens. All ids are below `vocab_size`. of_base: ids of the base,
-        where these are fewer."""
+        """Make the rules of one request's sampling parameters. eos: the worker's end tokens. All
+        ids are below `vocab_size`. of_base: ids of the base, where these are fewer.
+        """
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ends |= {*eos, *sampling.end_token_ids}

@@ -9,8 +9,10 @@ from loraplex.server.protocol import SamplingParams
 
 
 class ConstraintWish(NamedTuple):
-    """key: of the sequence. accepted_ids: the known tokens of its output. vocab_size, tenant: as in
-    `GenerateRequest`. is_batch: nobody waits for its tokens."""
+    """Request to open the constraint of one sequence. key: of the sequence. accepted_ids: the known
+    tokens of its output. vocab_size, tenant: as in `GenerateRequest`. is_batch: nobody waits for
+    its tokens.
+    """
 
     key: int
     sampling: SamplingParams
@@ -50,7 +52,7 @@ class AsideWish(NamedTuple):
 
 
 class ForesightWish(NamedTuple):
-    """See `Constraint.foresee`."""
+    """Request to look ahead in a grammar along a draft. See `Constraint.foresee`."""
 
     constraint: Constraint
     draft: list[int]

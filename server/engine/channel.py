@@ -129,7 +129,7 @@ class WorkerChannel:
 
 
 def _encode_bounded(message: FromEngine) -> list[bytes]:
-    """One frame, or several if the events of a step are too large for one."""
+    """Encode events in one frame, or in several if a step's events are too large for one."""
     frame = encode(message)
     if len(frame) <= MAX_FRAME_BYTES or not isinstance(message, StepOutput):
         return [frame]

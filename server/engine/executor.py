@@ -160,8 +160,10 @@ class Executor(Protocol[T]):
         ...
 
     def mask_memory(self, count: int, words: int) -> np.ndarray:
-        """int32 `[count, words]` of undefined content. The caller fills it for the next `constrain`
-        and does not keep it. words: as of `loraplex.server.constraints.rules.step_words`."""
+        """Allocate memory for masks: int32 `[count, words]` of undefined content. The caller fills
+        it for the next `constrain` and does not keep it. words: as of
+        `loraplex.server.constraints.rules.step_words`.
+        """
         ...
 
     def constrain(self, ticket: T, masks: Masks) -> None:
@@ -170,12 +172,13 @@ class Executor(Protocol[T]):
         ...
 
     def collect(self, ticket: T) -> list[SliceResult]:
-        """Wait for the step; one result per slice, in order."""
+        """Wait for the step, and return one result per slice, in order."""
         ...
 
     def wait_idle(self) -> None:
-        """After a failure, wait until no launched step runs any more. Raises anything when the
-        device is lost for good."""
+        """Wait, after a failure, until no launched step runs any more. Raises anything when the
+        device is lost for good.
+        """
         ...
 
     def start_copy(self, copy: AdapterCopy) -> None:

@@ -11,14 +11,14 @@ class FrameError(Exception):
 
 
 def send_frame(sock: socket.socket, frame: bytes) -> None:
-    """Blocks until the frame is written. Raises FrameError, OSError."""
+    """Send a frame, and block until it is written. Raises FrameError, OSError."""
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} can be sent")
     sock.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
 
 
 def receive_frame(sock: socket.socket) -> bytes | None:
-    """Blocks for the next frame; None when the peer has closed. Raises FrameError, OSError."""
+    """Wait for the next frame; None when the peer has closed. Raises FrameError, OSError."""
     head = _receive_exactly(sock, _LENGTH_BYTES)
     if head is None:
         return None
@@ -32,7 +32,9 @@ def receive_frame(sock: socket.socket) -> bytes | None:
 
 
 def _receive_exactly(sock: socket.socket, count: int) -> bytes | None:
-    """None if the peer has closed before the first byte of a non-empty read."""
+    """Read exactly `count` bytes; None if the peer has closed before the first byte of a non-empty
+    read.
+    """
     buffer = bytearray(count)
     view, filled = memoryview(buffer), 0
     while filled < count:

@@ -58,8 +58,9 @@ class ExecutorLost(Exception):
 
 
 class _InFlight(NamedTuple, Generic[T]):
-    """planned, launched: times of that. constrained: places of slices whose draws wait for masks.
-    is_held: they still wait."""
+    """Step that was launched, and is not yet collected. planned, launched: times of that.
+    constrained: places of slices whose draws wait for masks. is_held: they still wait.
+    """
 
     plan: StepPlan
     ticket: T
@@ -85,7 +86,9 @@ class Phase(enum.IntEnum):
 
 
 class EngineLoop(Generic[T]):
-    """pipeline_depth: steps in flight at once; 2 lets the host plan while the device computes."""
+    """Run the engine's steps: receive frames, plan, launch, collect and send. pipeline_depth: steps
+    in flight at once; 2 lets the host plan while the device computes.
+    """
 
     def __init__(
         self,
@@ -118,7 +121,7 @@ class EngineLoop(Generic[T]):
         self._leaving = False
 
     def run(self) -> None:
-        """Until Shutdown. Raises WorkerGone, ExecutorLost."""
+        """Run steps until a Shutdown frame. Raises WorkerGone, ExecutorLost."""
         idle_s: float | None = 0.0
         self._leaving = False
         while self._receive(idle_s):
@@ -179,7 +182,7 @@ class EngineLoop(Generic[T]):
     # ---- steps
 
     def _turn(self) -> bool:
-        """One round; whether a step was launched or collected in it."""
+        """Run one round of the loop, and say whether a step was launched or collected in it."""
         with self._guarding_steps():
             self._wait_to_plan()
         self._note_copies()
@@ -276,7 +279,7 @@ class EngineLoop(Generic[T]):
         self._carry_out_loads()
 
     def _launch(self, plan: StepPlan, began: float) -> None:
-        """began: when planning began."""
+        """Launch a planned step, and note the times. began: when planning began."""
         planned = self._clock()
         self._aside_s = 0.0
         ticket = self._executor.launch(plan, self._meanwhile)

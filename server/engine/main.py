@@ -171,7 +171,7 @@ def _links(options: argparse.Namespace) -> list[socket.socket]:
 
 
 def _follow(options: argparse.Namespace, executor: Any) -> int:
-    """Until the first process has left."""
+    """Run the commands of the group's first process until it has left. Returns the exit status."""
     (link,) = _links(options)
     shorten_pauses()
     try:

@@ -92,7 +92,7 @@ class StartProgress(msgspec.Struct, frozen=True, array_like=True, tag="sp"):
     unit: str = ""
 
     def __str__(self) -> str:
-        """For a person."""
+        """Describe the progress for a person."""
         if not self.total:
             return self.stage
         done, total = (f"{round(number, 1):g}" for number in (self.done, self.total))
@@ -100,8 +100,9 @@ class StartProgress(msgspec.Struct, frozen=True, array_like=True, tag="sp"):
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="er"):
-    """All memory is allocated and warm. summary: lines for a person (memory split, back ends).
-    shards: devices that share the model; arena_bytes: of each."""
+    """Report that the engine is ready: all memory is allocated and warm. summary: lines for a
+    person (memory split, back ends). shards: devices that share the model; arena_bytes: of each.
+    """
 
     total_pages: int
     page_size: int

@@ -38,8 +38,10 @@ class PageGrant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ScaledSlot(msgspec.Struct, frozen=True, array_like=True):
-    """From this step on a slot of the device table has the weights of another one, of an adapter of
-    LoRA alone, with all scales multiplied by `scale`."""
+    """Order to make a scaled copy of an adapter. From this step on a slot of the device table has
+    the weights of another one, of an adapter of LoRA alone, with all scales multiplied by
+    `scale`.
+    """
 
     adapter_slot: int
     source_slot: int
@@ -98,7 +100,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_adapters(self) -> int:
-        """Distinct ones."""
+        """Number of distinct adapters in the step."""
         return len({s.adapter_slot for s in self.slices if s.adapter_slot >= 0})
 
     @property

@@ -52,7 +52,8 @@ _ALWAYS_IGNORED: dict[str, tuple[Any, ...]] = {
 
 
 class Advice(NamedTuple):
-    """defaults: by names of SamplingParams. suppressed: ids that are never drawn.
+    """Advice of a model's files on sampling. defaults: by names of SamplingParams. suppressed: ids
+    that are never drawn.
 
     remarks: a sentence on each thing in the file that is not followed.
     """
@@ -63,7 +64,9 @@ class Advice(NamedTuple):
 
 
 def read_advice(generation: Mapping[str, Any], vocab_size: int, max_context: int) -> Advice:
-    """generation: `generation_config.json`. Raises ValueError for what nothing can be drawn by."""
+    """Read the sampling defaults that a model comes with. generation: `generation_config.json`.
+    Raises ValueError for what nothing can be drawn by.
+    """
     samples = bool(generation.get("do_sample"))
     held = {**_ALWAYS, **(_SAMPLING if samples else {})}
     defaults = {

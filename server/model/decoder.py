@@ -37,7 +37,9 @@ class Embedded:
 
 
 class Decoder(Generic[P, L, Y]):
-    """spec: what differs between models, and nothing else does."""
+    """Decoder of any model that is served. spec: what differs between models, and nothing else
+    does.
+    """
 
     def __init__(
         self, spec: ModelSpec, weights: ModelWeights, sites: Sites, ops: Ops[P, L, Y]
@@ -57,9 +59,10 @@ class Decoder(Generic[P, L, Y]):
         wanted: Wanted[L] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """token_ids: int64 `[tokens]`, in the plan's order -> normed hidden states `[tokens,
-        hidden]`, or `[rows, hidden]` of those wanted. Writes the tokens' keys and values.
-        meanwhile: called in each layer."""
+        """Compute a step from token ids to hidden states. token_ids: int64 `[tokens]`, in the
+        plan's order -> normed hidden states `[tokens, hidden]`, or `[rows, hidden]` of those
+        wanted. Writes the tokens' keys and values. meanwhile: called in each layer.
+        """
         attended, hidden = self.up_to_end(token_ids, plan, lora, meanwhile)
         if wanted is not None:
             if not len(wanted.rows):
@@ -75,7 +78,9 @@ class Decoder(Generic[P, L, Y]):
         meanwhile: Callable[[], None] | None = None,
         embedded: Embedded | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward`, up to the last layer's attention: what it attended and hidden states."""
+        """Compute a step up to the last layer's attention. Returns its result, and the hidden
+        states.
+        """
         normed, hidden = self.begin(token_ids, lora, embedded)
         last = len(self.weights.layers) - 1
         for layer, weights in enumerate(self.weights.layers):
@@ -88,17 +93,19 @@ class Decoder(Generic[P, L, Y]):
         return attended, hidden
 
     def end(self, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None) -> torch.Tensor:
-        """From the last layer's attention to normed hidden states, of any tokens."""
+        """Compute from the last layer's attention to normed hidden states, of any tokens."""
         return self.after_attention(len(self.weights.layers) - 1, attended, hidden, lora)[0]
 
     def embed(self, token_ids: torch.Tensor, lora: L | None) -> torch.Tensor:
-        """`[tokens, hidden]`, without the model's factor."""
+        """Embed tokens, `[tokens, hidden]`, without the model's factor."""
         return self.ops.embed(token_ids, self.weights.embed, lora, self.sites.embed)
 
     def begin(
         self, token_ids: torch.Tensor, lora: L | None, embedded: Embedded | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Up to the first layer's product of q, k and v: normed and hidden states."""
+        """Compute up to the first layer's product of q, k and v. Returns normed and
+        hidden states.
+        """
         hidden = self.embed(token_ids, lora)
         if embedded is not None:
             hidden = torch.where(embedded.is_given, embedded.hidden, hidden)
@@ -112,7 +119,9 @@ class Decoder(Generic[P, L, Y]):
     def after_attention(
         self, layer: int, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From a layer's attention to the next layer's product of q, k and v, or the end."""
+        """Compute from a layer's attention to the next layer's product of q, k and v, or to the
+        end.
+        """
         ops, sites, layers = self.ops, self.sites.layers[layer], self.weights.layers
         weights, spec = layers[layer], self.spec.layers[layer]
         is_last = layer + 1 == len(layers)
@@ -131,7 +140,9 @@ class Decoder(Generic[P, L, Y]):
     def _with_own(
         self, normed: torch.Tensor, hidden: torch.Tensor, lora: L | None, place: int
     ) -> torch.Tensor:
-        """place: of the norm (`BaseNorm`)."""
+        """Norm again where adapters have a norm weight of their own. place: of the norm
+        (`BaseNorm`).
+        """
         if lora is not None:
             self.ops.norm_own(normed, hidden, lora, place)
         return normed
@@ -153,9 +164,10 @@ class Decoder(Generic[P, L, Y]):
         out: torch.Tensor | None = None,
         width: int | None = None,
     ) -> torch.Tensor:
-        """Some rows of `forward`'s result `[rows, hidden]` -> `[rows, vocab]`, in `out` where that
-        is given, or `[rows, width]`. lora: of them. width: as of `Ops.logits`; what lies behind the
-        base's ids means nothing in rows whose adapter has none there. Nothing else computes logits.
+        """Compute logits. Some rows of `forward`'s result `[rows, hidden]` -> `[rows, vocab]`, in
+        `out` where that is given, or `[rows, width]`. lora: of them. width: as of `Ops.logits`;
+        what lies behind the base's ids means nothing in rows whose adapter has none there.
+        Nothing else computes logits.
         """
         head, weight = self.spec.head, self.weights.lm_head
         logits = self.ops.logits(normed, weight, lora, self.sites.lm_head, out, width)

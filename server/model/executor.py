@@ -78,9 +78,11 @@ class TorchExecutor:
         graph_batches: Sequence[int] | None = None,
         report: Callable[[StartProgress], None] | None = None,
     ) -> None:
-        """group: devices that share the model; None = none do. weights: makes those of the device
-        otherwise than from the model's folder. graph_batches: padded batch sizes of decode graphs;
-        None = all that `config.max_running` needs. report: hears how far the start is."""
+        """Load the model, and make all that steps need. group: devices that share the model; None =
+        none do. weights: makes those of the device otherwise than from the model's folder.
+        graph_batches: padded batch sizes of decode graphs; None = all that `config.max_running`
+        needs. report: hears how far the start is.
+        """
         self.device = torch.device(config.device)
         group = group or Alone()
         if self.device.type == "cpu":
@@ -142,8 +144,10 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def constrain(self, ticket: StepTicket, masks: Masks) -> None:
-        """Where a mask allows nothing but ids that `min_tokens` suppresses, one of them is drawn.
-        Raises ValueError when no draw of the step waits, or a mask is for another slice."""
+        """Draw the tokens of a step that waited for masks. Where a mask allows nothing but ids that
+        `min_tokens` suppresses, one of them is drawn. Raises ValueError when no draw of the step
+        waits, or a mask is for another slice.
+        """
         held = ticket.held
         if held is None:
             raise ValueError("no draw of the step waits for masks")
@@ -184,21 +188,21 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def use_copy(self) -> None:
-        """See `GroupMember`."""
+        """Let steps use the oldest copy, as `GroupMember` says."""
         self._copies.use_oldest()
 
     @torch.inference_mode()
     def copies_over(self) -> list[CopyOver]:
-        """See `GroupMember`."""
+        """Return the copies that have ended, as `GroupMember` says."""
         return self._copies.over()
 
     def sums_offered(self) -> list[CopySums]:
-        """See `GroupMember`."""
+        """Return numbers that wait to be summed over processes, as `GroupMember` says."""
         return self._copies.sums_offered()
 
     @torch.inference_mode()
     def add_sums(self, sums: CopySums) -> None:
-        """See `GroupMember`."""
+        """Take numbers summed over processes, as `GroupMember` says."""
         self._copies.add_sums(sums)
 
     def close(self) -> None:
@@ -242,7 +246,9 @@ class TorchExecutor:
     def _compute(
         self, step: Step, captured: bool, meanwhile: Callable[[], None] | None
     ) -> StepTicket:
-        """captured: whether a graph computes it; else it is padded."""
+        """Launch the computing of a step up to its draws. captured: whether a graph computes it;
+        else it is padded.
+        """
         ops, sizes = self._decoder.ops, self._row_sizes
         token_ids = self._rows.tokens[step.layout.token_rows, step.layout.positions].long()
         scored = _scored(step, self._rows)
@@ -252,7 +258,7 @@ class TorchExecutor:
         normed = forward(token_ids, step.layout, step.token_slots, padded(wanted, sizes))
 
         def hidden_of(tokens: np.ndarray) -> torch.Tensor:
-            """And what pads them."""
+            """Return hidden states of the tokens, and what pads them."""
             if len(tokens) == len(wanted):
                 return normed
             places = padded(np.searchsorted(wanted, tokens), sizes)
@@ -293,7 +299,7 @@ class TorchExecutor:
         token_slots: np.ndarray,
         wanted: np.ndarray,
     ) -> torch.Tensor:
-        """As `TokenGraphs.forward`, of any step."""
+        """Compute the hidden states of any step, as `TokenGraphs.forward` does of some."""
         ops = self._decoder.ops
         of_wanted = Wanted(to_device(wanted, self.device), ops.lora(token_slots[wanted]))
         plan, lora = ops.plan(layout), ops.lora(token_slots)
@@ -340,7 +346,7 @@ class TorchExecutor:
 
 
 def _waiting(slices: Sequence[SeqSlice]) -> np.ndarray | None:
-    """Which draws wait for masks, bool `[slices]`; None = none does."""
+    """Mark draws that wait for masks, bool `[slices]`; None = none does."""
     if not any(piece.constrained for piece in slices):
         return None
     return np.array([piece.constrained for piece in slices])

@@ -52,8 +52,10 @@ def build_parts(
     device: torch.device,
     phases: StartPhases,
 ) -> Parts:
-    """load: of the device's part of the model; None = from the model's folder. phases: of the
-    start. Raises CheckpointError, ConfigError."""
+    """Load the model's part, and make all that its executor is built of. load: of the device's part
+    of the model; None = from the model's folder. phases: of the start. Raises CheckpointError,
+    ConfigError.
+    """
     folder = Path(config.model_path)
     whole = quantised_at_load(read_config(folder), config.quantize)
     if load is None:
@@ -64,7 +66,7 @@ def build_parts(
 
 
 def _require_fp8(capability: tuple[int, int]) -> None:
-    """Raises ConfigError."""
+    """Check that the GPU can keep an FP8 cache. Raises ConfigError where it cannot."""
     if capability < _FP8_CAPABILITY:
         needed, found = (".".join(map(str, each)) for each in (_FP8_CAPABILITY, capability))
         raise ConfigError(

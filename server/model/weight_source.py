@@ -59,7 +59,7 @@ class WeightSource:
             raise CheckpointError(f"cannot read the weights: {error}") from None
 
     def mapped(self, name: str) -> torch.Tensor:
-        """As it is stored, in the file's memory."""
+        """Return a tensor as it is stored, in the file's memory."""
         path, stored = self._stored[name]
         try:
             tensor: torch.Tensor = self._files[path].get_tensor(stored)
@@ -127,19 +127,25 @@ class WeightSource:
         return None if whole is None else matrix_of(whole)
 
     def fill(self, path: str, cut: Cut, weight: torch.Tensor) -> None:
-        """weight: `cut.shape`, which the matrix of the module at `path` is written to."""
+        """Write the device's part of a matrix. weight: `cut.shape`, which the matrix of the module
+        at `path` is written to.
+        """
         if path not in self._forms:
             cut.copy(self.mapped(f"{path}.weight"), weight)
         else:
             cut.dequantise(partial(self._unpacked, path, cut.whole), weight)
 
     def _packed_part(self, path: str, cut: Cut) -> PackedWeight | None:
-        """On the device; None where the part of a quantised matrix is none by itself."""
+        """Read the device's part of a quantised matrix to the device; None where the part is none
+        by itself.
+        """
         part = cut.packed(partial(self._unpacked, path, cut.whole))
         return None if part is None else part.to(self.device)
 
     def _unpacked(self, path: str, shape: tuple[int, int], area: Area) -> UnpackedArea:
-        """In the host's memory. shape: of the whole matrix, `[out, in]`. area: what is read."""
+        """Read part of a quantised matrix to the host's memory. shape: of the whole matrix, `[out,
+        in]`. area: what is read.
+        """
         stored = Stored(lambda suffix: self._optional(f"{path}.{suffix}"), shape, area)
         try:
             return unpack(self._forms[path], stored)

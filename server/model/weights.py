@@ -87,8 +87,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embed: `[vocab, hidden]`; the head's matrix is the same tensor when they are tied. score: a
-    classifier's head, `[classes, hidden]`."""
+    """Weights of the device's part of a model. embed: `[vocab, hidden]`; the head's matrix is the
+    same tensor when they are tied. score: a classifier's head, `[classes, hidden]`.
+    """
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]

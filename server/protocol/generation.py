@@ -146,7 +146,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
 
     @property
     def acting(self) -> str | None:
-        """See `acting`."""
+        """Digest under which the adapter acts, as the function `acting` makes it; None for the
+        base.
+        """
         return None if self.adapter is None else acting(self.adapter, self.adapter_scale)
 
 
@@ -165,7 +167,8 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="ab"):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """logprob: None only for a prompt's first token. top: (id, logprob), most likely first.
+    """Logprobs at one token. logprob: None only for a prompt's first token. top: (id, logprob),
+    most likely first.
 
     rank: of a prompt's token, 1 = no token of the vocabulary is likelier; None where not counted.
     listed: the logprobs of the request's `logprob_token_ids`, in their order.

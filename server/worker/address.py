@@ -15,7 +15,8 @@ class AddressError(CommandError):
 
 
 def check_exposure(host: str, secret: str) -> None:
-    """Anyone who reaches an open worker may use it: only this machine may, without a secret.
+    """Check that other machines can reach the worker only with a secret. Anyone who reaches an open
+    worker may use it: only this machine may, without a secret.
 
     Raises AddressError, also for a secret that no header can carry.
     """

@@ -26,7 +26,9 @@ class WorkerApp:
         self._next_number = 0
 
     def build(self, *watched_ports: int) -> ASGIApp:
-        """watched_ports: those with health and metrics alone."""
+        """Build the worker's HTTP application. watched_ports: those with health and
+        metrics alone.
+        """
         open_to_all = [
             Route("/health/live", self.live),
             Route("/health/ready", self.ready),

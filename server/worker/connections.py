@@ -50,14 +50,14 @@ class ConnectionFault(Exception):
 
 
 class FrameHandler(Protocol):
-    """Whom a connection serves. Methods are called on the event loop and must not block."""
+    """Handle the frames of connections. Methods are called on the event loop and must not block."""
 
     def hello(self) -> WorkerHello: ...
 
     def connected(self, connection: "RouterConnection") -> None: ...
 
     def router_frame(self, connection: "RouterConnection", frame: RouterFrame) -> None:
-        """Raises ConnectionFault."""
+        """Handle a frame of a router. Raises ConnectionFault."""
         ...
 
     def disconnected(self, connection: "RouterConnection") -> None: ...
@@ -84,7 +84,7 @@ class RouterConnection:
         self._filled.set()
 
     def send_events(self, step: int, events: Sequence[TokenEvent]) -> None:
-        """One frame for all events of a step, unless they do not fit into one."""
+        """Send events in one frame for all of a step, unless they do not fit into one."""
         frame = encode(StepEvents(step, tuple(events)))
         if len(frame) > MAX_FRAME_BYTES and len(events) > 1:
             for half in split_events(events):
@@ -100,12 +100,12 @@ class RouterConnection:
             self._overrun.set()
 
     async def flush(self, limit_s: float) -> None:
-        """Until all is sent, or limit_s is over."""
+        """Wait until all is sent, or limit_s is over."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._flushed.wait(), limit_s)
 
     async def serve(self) -> None:
-        """From the hello to the end of the connection."""
+        """Serve the connection from the hello to its end."""
         try:
             await self._greet()
             self._handler.connected(self)

@@ -15,7 +15,7 @@ MAX_PLACES = 4096
 
 
 class DevicePlaces:
-    """Where adapters lie on the device, as the engine reports each placement.
+    """Places of adapters on the device, as the engine reports each placement.
 
     What is overwritten is gone, so at most one adapter is remembered for each extent.
     """
@@ -46,7 +46,9 @@ class DevicePlaces:
 
 
 class Inspector:
-    """`picture` answers a router; the other methods hear of what happens."""
+    """Keep a picture of the worker for routers. `picture` answers a router; the other methods hear
+    of what happens.
+    """
 
     def __init__(self, tier: HostTier, orders: AdapterOrders) -> None:
         self._tier = tier

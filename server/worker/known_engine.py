@@ -23,7 +23,7 @@ class KnownEngine:
         return "loading" if digest in self.stats.loading else "absent"
 
     def to_engine(self, frame: ToEngine) -> None:
-        """To the present engine. Without one the frame is lost."""
+        """Send a frame to the present engine. Without one the frame is lost."""
         self._supervisor.send(frame)
 
     def started(self, ready: EngineReady) -> None:

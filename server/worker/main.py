@@ -86,7 +86,9 @@ def _server(prepared: Prepared, secret: str, sockets: Sequence[socket.socket]) -
 async def _serve(
     config: WorkerConfig, prepared: Prepared, sockets: list[socket.socket], url: str | None
 ) -> None:
-    """sockets: the first is for routers, the others for /metrics and /health alone."""
+    """Serve until a signal, or until the engine or the server ends. sockets: the first is for
+    routers, the others for /metrics and /health alone.
+    """
     worker, supervisor = prepared.worker, prepared.supervisor
     server = _server(prepared, config.secret, sockets)
     shorten_pauses()
@@ -132,7 +134,9 @@ def _raise_first(ended: Sequence[object]) -> None:
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """The first signal drains, the second ends the process at once (and the kernel its engine)."""
+    """Return an event that the first signal sets, to drain. The second signal ends the process at
+    once (and the kernel its engine).
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 

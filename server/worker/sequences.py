@@ -152,7 +152,7 @@ class SequenceTable:
         return routed
 
     def end_all(self, error: ErrorCode, message: str) -> ByConnection:
-        """Every live sequence ends in this error: its one terminal event, by connection."""
+        """End every live sequence in this error."""
         routed: ByConnection = {}
         for key in list(self._live):
             live = self._live[key]

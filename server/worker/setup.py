@@ -85,7 +85,9 @@ class Prepared:
 
 
 def prepare(config: WorkerConfig) -> Prepared:
-    """Blocks: it may download the model. Raises WorkerStartError, ModuleNotFoundError."""
+    """Find model and device, and make the worker. Blocks: it may download the model. Raises
+    WorkerStartError, ModuleNotFoundError.
+    """
     try:
         device = _device(config)
         model = find_model(config.model, config.revision)
@@ -122,7 +124,7 @@ def _vector_wishes(config: WorkerConfig) -> VectorWishes:
 
 
 def _cores() -> int:
-    """That this process may run on."""
+    """Number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
@@ -183,7 +185,7 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
 
 
 def _apart(card: ModelCard, kind: str) -> ModelCard:
-    """The same as the card of another model: routers never mix the answers of the two."""
+    """Return the card as that of another model: routers never mix the answers of the two."""
     digest = hashlib.sha256(f"{kind} {card.base_digest}".encode()).hexdigest()
     return msgspec.structs.replace(card, base_digest=digest)
 

@@ -17,7 +17,9 @@ class StartLog:
         self._said = ("", now - _INTERVAL_S)
 
     def line(self, progress: StartProgress, now: float) -> str | None:
-        """For the log: at each new stage, and again while one takes long; else None."""
+        """Return a line for the log at each new stage, and again while one takes long;
+        else None.
+        """
         self.progress = progress
         stage, at = self._said
         if now - self._begun < _QUIET_S:
@@ -28,5 +30,5 @@ class StartLog:
         return f"starting: {progress} ({now - self._begun:.0f} s so far)"
 
     def facts(self, now: float) -> dict[str, str | float]:
-        """For programs."""
+        """Return the progress and its seconds, for programs."""
         return msgspec.structs.asdict(self.progress) | {"seconds": round(now - self._begun, 1)}

@@ -47,14 +47,14 @@ def check_name(frame: GenerateRequest | Abort) -> str | None:
 
 
 def check_load_id(frame: AdapterLoad | AdapterMerge) -> str | None:
-    """The same for a frame that asks for an adapter."""
+    """Return what is wrong with a frame that asks for an adapter, or None."""
     if len(frame.load_id) > MAX_ID_LENGTH:
         return f"load_id must have at most {MAX_ID_LENGTH} characters"
     return None
 
 
 def check_digests(frame: AdapterPins | AdapterOrder | AdapterPrefetch) -> str | None:
-    """The same for frames about adapters that are here."""
+    """Return what is wrong with a frame about adapters that are here, or None."""
     if isinstance(frame, AdapterOrder) and len(frame.order_id) > MAX_ID_LENGTH:
         return f"order_id must have at most {MAX_ID_LENGTH} characters"
     if len(frame.digests) > MAX_DIGESTS:
@@ -65,7 +65,7 @@ def check_digests(frame: AdapterPins | AdapterOrder | AdapterPrefetch) -> str | 
 
 
 def check_inspect(frame: Inspect) -> str | None:
-    """The same for a look at the worker."""
+    """Return what is wrong with a request to look at the worker, or None."""
     if len(frame.order_id) > MAX_ID_LENGTH:
         return f"order_id must have at most {MAX_ID_LENGTH} characters"
     return None
@@ -82,7 +82,7 @@ def check_load(frame: AdapterLoad) -> AdapterError | None:
 
 
 def check_merge(frame: AdapterMerge) -> AdapterError | None:
-    """The same for a merge."""
+    """Return what is wrong with a merge, or None."""
     problem = recipe_problem(frame.recipe)
     if problem is None and len(frame.sources) != len(frame.recipe.members):
         problem = f"{len(frame.recipe.members)} members with {len(frame.sources)} sources"

@@ -141,7 +141,7 @@ class Worker:
         self._broadcast_status()  # to all: the others' credits are fewer from now on
 
     def disconnected(self, connection: RouterConnection) -> None:
-        """Nobody reads the rest: the engine stops it at once."""
+        """Drop the router, and stop at once what nobody reads any more."""
         self._connections.pop(connection.number, None)
         self._metrics.routers.set(len(self._connections))
         self._orders.disconnected(connection.number)
@@ -197,7 +197,7 @@ class Worker:
                 self._tier.prefetch(request.adapter)
 
     def _lookup(self, digest: str) -> LookupTier:
-        """Where a sequence finds its adapter."""
+        """Name the place where a sequence finds its adapter."""
         state = self._engine.device_state(digest)
         if state != "absent":
             return "device" if state == "ready" else "loading"
@@ -297,7 +297,9 @@ class Worker:
             self._staging.released(frame)
 
     def engine_lost(self, reason: str) -> None:
-        """Each of its sequences gets its one terminal event; routers try again elsewhere."""
+        """End each of the engine's sequences with one terminal event; routers try again
+        elsewhere.
+        """
         self._start = StartLog(time.monotonic())
         self._staging.engine_lost()
         self._engine.lost()
@@ -372,7 +374,7 @@ class Worker:
             await asyncio.sleep(STATUS_INTERVAL_S)
 
     async def watch_loop(self) -> None:
-        """For ever: how late the event loop is."""
+        """Measure for ever how late the event loop is."""
         await watch_loop_lag(self._metrics.loop_lag_s.observe)
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]:

@@ -15,7 +15,9 @@ _TRUST = [0.0, 0.4, 0.47, 0.58, 0.65, 0.7, 0.74, 0.8, 0.8, 0.8, 0.85, 0.85] + [0
 
 
 class DraftOwner(NamedTuple):
-    """adapter: its digest, "" for the base. A draft never leaves its owner."""
+    """Owner of answers that drafts are made of. adapter: its digest, "" for the base. A draft never
+    leaves its owner.
+    """
 
     adapter: str
     tenant: str
@@ -23,8 +25,9 @@ class DraftOwner(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """chances: of each token, given that those before it are right. is_forced: a grammar forces its
-    text."""
+    """Tokens proposed to follow a sequence. chances: of each token, given that those before it are
+    right. is_forced: a grammar forces its text.
+    """
 
     token_ids: list[int]
     chances: list[float]

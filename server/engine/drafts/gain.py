@@ -29,14 +29,15 @@ class Acceptance:
 
 
 class Patience:
-    """When a sequence looks for a draft again. Each look in vain doubles the wait, since looks take
-    the host's time."""
+    """Decide when a sequence looks for a draft again. Each look in vain doubles the wait, since
+    looks take the host's time.
+    """
 
     def __init__(self) -> None:
         self._wait = self._until = 0
 
     def is_over(self, tokens: int) -> bool:
-        """tokens: that are known of the sequence."""
+        """Say whether the sequence may look again. tokens: that are known of the sequence."""
         return tokens >= self._until
 
     def looked(self, tokens: int, *, found: bool) -> None:

@@ -42,7 +42,7 @@ class PromptPlaces:
         self._positions = array("i", (order + window).astype(np.int32).tobytes())
 
     def after(self, sought: int, most: int) -> list[Place]:
-        """The latest first."""
+        """Find places that follow the sought context, the latest first."""
         contexts, index = self._contexts, bisect_right(self._contexts, sought)
         found: list[Place] = []
         while index and len(found) < most and contexts[index - 1] == sought:
@@ -52,7 +52,9 @@ class PromptPlaces:
 
 
 class _Text(NamedTuple):
-    """before: of each position from `start` on, the place before it with the same context."""
+    """Tokens, and the earlier places with the same context. before: of each position from `start`
+    on, the place before it with the same context.
+    """
 
     tokens: list[int]
     start: int
@@ -109,7 +111,7 @@ class GrowingPlaces:
         return len(self._texts)
 
     def after(self, sought: int, most: int) -> list[Place]:
-        """The latest first."""
+        """Find places that follow the sought context, the latest first."""
         place = self._latest.get(sought, 0)
         found: list[Place] = []
         while place and len(found) < most:

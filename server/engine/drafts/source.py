@@ -25,7 +25,9 @@ _Answers = tuple[GrowingPlaces, ...]  # for each window
 
 
 class DraftSource:
-    """max_bytes: of the answers that it keeps, over all owners."""
+    """Keep answers, and propose drafts from them. max_bytes: of the answers that it keeps, over all
+    owners.
+    """
 
     TOKEN_BYTES = len(WINDOWS) * GrowingPlaces.BYTES
 
@@ -35,7 +37,9 @@ class DraftSource:
         self._kept: OrderedDict[DraftOwner, _Answers] = OrderedDict()  # the latest used last
 
     def open(self, owner: DraftOwner, token_ids: Sequence[int]) -> "Drafts":
-        """token_ids: the prompt, and what is known of the answer."""
+        """Open the drafts of one sequence. token_ids: the prompt, and what is known of
+        the answer.
+        """
         return Drafts(self, owner, token_ids)
 
     def drop(self, digest: str) -> None:
@@ -45,7 +49,7 @@ class DraftSource:
                 self._forget_oldest(owner)
 
     def answers(self, owner: DraftOwner) -> _Answers | None:
-        """For each window."""
+        """Return the answers kept of an owner, an index for each window; None without any."""
         found = self._kept.get(owner)
         if found is not None:
             self._kept.move_to_end(owner)
@@ -93,20 +97,22 @@ class Drafts:
         return len(self._tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """token_ids: accepted tokens of the answer."""
+        """Add new tokens to the sequence. token_ids: accepted tokens of the answer."""
         self._tokens.extend(token_ids)
         for places in self._answer:
             places.grow()
 
     def propose(self, most: int) -> Draft:
-        """At most `most` tokens that may follow what is known."""
+        """Propose at most `most` tokens that may follow the known ones."""
         for index, answer in enumerate(self._answer):
             if answer.end is not None and (places := self._places(index, answer.end)):
                 return self._draft(places, most)
         return NO_DRAFT
 
     def _places(self, index: int, sought: int) -> list[Place]:
-        """index: of the window."""
+        """Find places where the sought context occurred before, the sequence's own first. index: of
+        the window.
+        """
         found = self._answer[index].after(sought, VOTERS)
         if len(found) < VOTERS:
             found += self._prompt[index].after(sought, VOTERS - len(found))
@@ -115,7 +121,7 @@ class Drafts:
         return found
 
     def _draft(self, places: list[Place], most: int) -> Draft:
-        """From those places that follow the longest match."""
+        """Vote on a draft among those places that follow the longest match."""
         tail, longest = self._tokens[-LONGEST:], 1
         best = list[list[int]]()
         for place in places:

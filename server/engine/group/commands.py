@@ -29,7 +29,9 @@ class Constrain(msgspec.Struct, frozen=True, array_like=True, tag="co"):
         return len(self.bits) // (4 * len(self.slices))
 
     def masks(self, memory: np.ndarray) -> Masks:
-        """memory: of `Executor.mask_memory` for so many slices and words."""
+        """Write the bits to memory, and return the masks. memory: of `Executor.mask_memory` for so
+        many slices and words.
+        """
         memory[:] = np.frombuffer(self.bits, memory.dtype).reshape(memory.shape)
         return Masks(self.slices, memory)
 
@@ -64,12 +66,12 @@ def encode(message: Command | Answer) -> bytes:
 
 
 def decode_command(frame: bytes) -> Command:
-    """Raises msgspec.MsgspecError."""
+    """Decode one command of the leader. Raises msgspec.MsgspecError."""
     command: Command = _commands.decode(frame)
     return command
 
 
 def decode_answer(frame: bytes) -> Answer:
-    """Raises msgspec.MsgspecError."""
+    """Decode one answer of a follower. Raises msgspec.MsgspecError."""
     answer: Answer = _answers.decode(frame)
     return answer

@@ -25,7 +25,7 @@ _POLL_S = 0.001
 
 
 class Follower:
-    """link: stream socket to the leader."""
+    """Run the leader's commands in a process of a group. link: stream socket to the leader."""
 
     def __init__(self, executor: GroupMember[Any], link: socket.socket) -> None:
         self._executor, self._link = executor, link
@@ -34,8 +34,9 @@ class Follower:
         self._copying = 0
 
     def run(self) -> None:
-        """Until the leader has closed the link. A step whose leader is gone never ends: who has
-        started the processes kills them all. Raises whatever a step raises."""
+        """Execute commands until the leader has closed the link. A step whose leader is gone never
+        ends: who has started the processes kills them all. Raises whatever a step raises.
+        """
 
         def read() -> None:
             try:

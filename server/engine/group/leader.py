@@ -52,7 +52,9 @@ class GroupExecutor(Generic[T]):
     """
 
     def __init__(self, executor: GroupMember[T], links: Sequence[socket.socket]) -> None:
-        """links: stream sockets to the other processes."""
+        """Take the links, and start a thread that reads each. links: stream sockets to the other
+        processes.
+        """
         self._executor, self._links = executor, links
         self.limits, self.summary = executor.limits, executor.summary
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -120,8 +122,9 @@ class GroupExecutor(Generic[T]):
         self._executor.close()
 
     def _note(self, news: CopyOver) -> list[CopyOver]:
-        """One process's end of a copy; of the last one the end of all. Raises GroupLost where some
-        have the adapter and others do not."""
+        """Note that a copy has ended in one process; with the last one, return the end of all.
+        Raises GroupLost where some have the adapter and others do not.
+        """
         errors = self._over[news.digest]
         errors.append(news.error)
         self._check_sums(news.digest)
@@ -134,8 +137,9 @@ class GroupExecutor(Generic[T]):
         return [news]
 
     def _add(self, sums: CopySums) -> None:
-        """One process's numbers; with the last one's all go on. They are added up once for all.
-        Raises GroupLost."""
+        """Note one process's numbers; with the last one's, add them up once for all, and let all go
+        on. Raises GroupLost.
+        """
         offered = self._sums[sums.digest]
         offered.append(np.frombuffer(sums.numbers, np.float32))
         self._check_sums(sums.digest)
@@ -147,8 +151,9 @@ class GroupExecutor(Generic[T]):
         self._executor.add_sums(added)
 
     def _check_sums(self, digest: str) -> None:
-        """Raises GroupLost where a process waits for one that has failed, or offers other numbers
-        than the others."""
+        """Check that all processes agree on an adapter's numbers. Raises GroupLost where a process
+        waits for one that has failed, or offers other numbers than the others.
+        """
         offered = self._sums.get(digest, [])
         failed = [error for error in self._over.get(digest, []) if error is not None]
         if offered and failed:
@@ -157,7 +162,7 @@ class GroupExecutor(Generic[T]):
             raise GroupLost("processes of the group hold different adapters")
 
     def _tell(self, command: Command) -> None:
-        """Raises GroupLost."""
+        """Send a command to all other processes. Raises GroupLost."""
         frame = encode(command)
         try:
             for link in self._links:

@@ -13,7 +13,7 @@ class GroupMember(Executor[T], Protocol[T]):
         ...
 
     def copies_over(self) -> list[CopyOver]:
-        """As `poll_copies`, which lets no step use a copy."""
+        """Return the copies that have ended, as `poll_copies` does, and let no step use a copy."""
         ...
 
     def sums_offered(self) -> list[CopySums]:

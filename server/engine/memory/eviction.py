@@ -30,8 +30,9 @@ _FEW = 8
 
 
 class _Record:
-    """frequency: uses, each decayed up to `at`. weight: its log2, at least 0. density: log2 of
-    seconds an extent, smoothed; None = not measured."""
+    """Use and cost of one adapter, for its worth. frequency: uses, each decayed up to `at`. weight:
+    its log2, at least 0. density: log2 of seconds an extent, smoothed; None = not measured.
+    """
 
     __slots__ = ("at", "density", "frequency", "weight")
 
@@ -56,7 +57,7 @@ class Worth:
         self._usual: float | None = None  # density, smoothed over all loads
 
     def used(self, digest: str, num_held: int) -> None:
-        """One more use. num_held: adapters that the arena holds."""
+        """Count one more use of the adapter. num_held: adapters that the arena holds."""
         self._uses += 1
         record = self._record(digest)
         decay = math.exp2((record.at - self._uses) / _half_life(num_held))
@@ -65,8 +66,9 @@ class Worth:
         record.at = self._uses
 
     def loaded(self, digest: str, num_extents: int, load_s: float | None) -> None:
-        """It is here now. load_s: seconds that this load took, without waits for room; None = not
-        measured."""
+        """Note that the adapter has been loaded. load_s: seconds that this load took, without waits
+        for room; None = not measured.
+        """
         record = self._record(digest)
         if load_s is None:
             return
@@ -77,7 +79,9 @@ class Worth:
         self._usual = usual + (density - usual) / 16
 
     def cheapest_first(self, digests: Sequence[str], num_held: int) -> Iterator[str]:
-        """digests: least recently used first; of equal worth these go first."""
+        """Order adapters for eviction, the cheapest to lose first. digests: least recently used
+        first; of equal worth these go first.
+        """
         split = len(digests) - len(digests) // NEWEST_SHARE
         worth = self._worths(digests[:split], num_held).__getitem__
         for at in nsmallest(_FEW, range(split), key=worth):

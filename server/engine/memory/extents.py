@@ -41,7 +41,7 @@ def fit(space: bytearray, runs: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def each(spans: Iterable[Span]) -> Iterator[int]:
-    """Their extents."""
+    """Iterate over the extents in the spans."""
     return (x for first, length in spans for x in range(first, first + length))
 
 

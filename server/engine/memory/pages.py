@@ -125,7 +125,7 @@ class PagePool:
                 self._free.append(page)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """No further sequence may read the content of these held pages."""
+        """Forget what these held pages contain: no further sequence may read it."""
         for page in pages:
             digest = self._hash_of.pop(page, None)
             if digest is not None:

@@ -17,7 +17,8 @@ AdapterStage = Literal["absent", "loading", "ready"]
 
 
 class Placement(NamedTuple):
-    """Where an adapter lies. extents: the first extent of each of its runs, in the runs' order.
+    """Place of an adapter in the arena. extents: the first extent of each of its runs, in the runs'
+    order.
 
     evicted: digests that went to make room for it.
     """
@@ -86,7 +87,9 @@ class AdapterArena:
         return entry.placement if entry else None
 
     def spans(self, digest: str) -> tuple[Span, ...]:
-        """Where it lies, in as few rows of extents as there are, the lowest first."""
+        """Return the adapter's place in as few rows of extents as there are, the lowest first.
+        Empty if it has none.
+        """
         entry = self._entries.get(digest)
         return entry.spans if entry else ()
 
@@ -100,7 +103,7 @@ class AdapterArena:
         return tuple(d for d, e in self._entries.items() if e.ready)
 
     def take_resident(self) -> tuple[str, ...] | None:
-        """`ready` if it has changed since the last call, else None."""
+        """Return `ready` if it has changed since the last call, else None."""
         reported, self._reported_changes = self._reported_changes, self._changes
         return None if reported == self._changes else self.ready
 

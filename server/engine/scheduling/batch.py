@@ -14,8 +14,9 @@ _SEED_MASK = 2**63 - 1  # devices keep seeds as signed 64-bit
 
 
 class Batch:
-    """sequences: parallel to plan.slices. budget: tokens that the step still has room for. load:
-    known once it is planned."""
+    """Step that is being planned, slice by slice. sequences: parallel to plan.slices. budget:
+    tokens that the step still has room for. load: known once it is planned.
+    """
 
     load: StepLoad
 
@@ -27,8 +28,9 @@ class Batch:
         num_running: int,
         prompts: PromptShares,
     ) -> None:
-        """num_running: sequences for which the step keeps a token each before any draft, those that
-        may be admitted included."""
+        """Begin an empty step. num_running: sequences for which the step keeps a token each before
+        any draft, those that may be admitted included.
+        """
         self.plan = StepPlan(step, [], [], [], freed_rows, [])
         self.sequences: list[Sequence] = []
         self.budget = self._max_tokens = limits.max_step_tokens
@@ -62,7 +64,9 @@ class Batch:
                 self._grant(sequence, number, group.first, list(group.pages))
 
     def grant(self, sequence: Sequence, pages: list[list[int]]) -> None:
-        """pages: for each group, those that follow the ones it has; none = for no group."""
+        """Give the sequence further pages, and tell the step. pages: for each group, those that
+        follow the ones it has; none = for no group.
+        """
         for number, more in enumerate(pages):
             if more:
                 group = sequence.pages[number]

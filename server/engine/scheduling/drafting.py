@@ -24,7 +24,8 @@ _MOST_OWNERS = 4096  # whose acceptance is known; those that were seen last
 
 
 class Drafting:
-    """max_draft: tokens, 0 = there are no drafts. max_bytes: of the answers that are kept.
+    """Decide which sequences have drafts, and how long. max_draft: tokens, 0 = there are no drafts.
+    max_bytes: of the answers that are kept.
 
     drafted, accepted: tokens so far.
     """
@@ -41,7 +42,9 @@ class Drafting:
         self._asked = list[tuple[Sequence, Draft]]()
 
     def take_wishes(self) -> list[ForesightWish]:
-        """Before a plan: drafts that are to be looked at. `foreseen` takes the answers."""
+        """Return the drafts that grammars are to look at before a plan. `foreseen` takes the
+        answers.
+        """
         if not self._changed:
             return []
         changed, self._changed = self._changed, []
@@ -62,7 +65,9 @@ class Drafting:
             sequence.proposed = under_grammar(draft, allowed, forced)
 
     def begin_plan(self, running: list[Sequence], *, ahead: bool, room: int) -> None:
-        """ahead: whether a step is in flight. room: tokens of drafts in the step."""
+        """Begin the drafts of a step. ahead: whether a step is in flight. room: tokens of drafts in
+        the step.
+        """
         self._ahead = ahead
         self._all_hold = all(sequence.holds for sequence in running)
         self._tokens, self._has_room = len(running), room > 0
@@ -76,7 +81,7 @@ class Drafting:
         return self._max_draft if sequence.holds else 0
 
     def draft(self, sequence: Sequence, room: int) -> list[int]:
-        """For a slice that is being planned, of at most `room` tokens."""
+        """Return a draft of at most `room` tokens for a slice that is being planned."""
         if sequence.pending or sequence.request.drafts is None:
             return []
         least = _BESIDE_OTHERS if self._ahead else _ALONE
@@ -117,7 +122,7 @@ class Drafting:
         return sequence.drafts.propose(most)
 
     def _open(self, sequence: Sequence) -> Drafts:
-        """For its first look."""
+        """Open the sequence's drafts, for its first look."""
         owner = _owner(sequence)
         known = self._owners.setdefault(owner, Acceptance())
         self._owners.move_to_end(owner)
@@ -132,8 +137,9 @@ class Drafting:
         sequence.holds = bool(self._look(sequence, self._max_draft, least))
 
     def _look(self, sequence: Sequence, most: int, least: float) -> list[int]:
-        """As `_worth`, unless a look is likely to be in vain. What a grammar forces comes without
-        a look."""
+        """Return a draft as `_worth` does, or none where a look is likely to be in vain. What a
+        grammar forces comes without a look.
+        """
         known = sequence.num_tokens
         if sequence.constraint is not None:
             return self._worth(sequence, most, least)
@@ -144,7 +150,9 @@ class Drafting:
         return found
 
     def _worth(self, sequence: Sequence, most: int, least: float) -> list[int]:
-        """As much of a draft as pays; none where the step would give fewer tokens than `least`."""
+        """Return as much of a draft as pays; none where the step would give fewer tokens than
+        `least`.
+        """
         if sequence.constraint is None:
             draft = self._proposed(sequence, min(most, self._max_draft))
         else:

@@ -78,7 +78,7 @@ def _leading(
 
 
 def closed_event(sequence: Sequence, constraint: Constraint) -> SequenceEvent:
-    """Its terminal event, when the constraint allows no further token."""
+    """Return the sequence's terminal event, when the constraint allows no further token."""
     if constraint.state == "over":
         return token_event(sequence, finish="stop")
     problem = f"grammar: it cannot be kept to any further: {constraint.problem}"

@@ -151,7 +151,9 @@ class SequencePages:
         self._computes_next(sequence)
 
     def _leave_behind(self, group: GroupPages, first: int) -> None:
-        """Steps in flight compute later tokens, so they read no page before `first` either."""
+        """Release pages before `first`. Steps in flight compute later tokens, so they read no page
+        before `first` either.
+        """
         count = first - group.first
         if count > 0:
             self.pool.release(group.pages[:count])
@@ -165,7 +167,7 @@ class SequencePages:
         sequence.num_published = 0
 
     def forget(self, sequence: Sequence) -> None:
-        """No further sequence may read the content of its pages."""
+        """Forget what the sequence's pages contain: no further sequence may read it."""
         for group in sequence.pages:
             self.pool.forget(group.pages)
 

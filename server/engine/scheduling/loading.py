@@ -30,7 +30,9 @@ _PINNED = "the adapter is pinned"
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """`digests` take no sequence that comes after `precedence`, until `beneficiary` has room."""
+    """Order that frees room for an adapter. `digests` take no sequence that comes after
+    `precedence`, until `beneficiary` has room.
+    """
 
     beneficiary: str
     precedence: Precedence
@@ -84,7 +86,9 @@ class Loads(NamedTuple):
 
 
 class _Copying(NamedTuple):
-    """since: when the copy was decided. load_s: seconds of loading before it."""
+    """Times of a copy that is under way. since: when the copy was decided. load_s: seconds of
+    loading before it.
+    """
 
     since: float
     load_s: float
@@ -273,7 +277,9 @@ class AdapterLoads:
         self._condemned.setdefault(digest, []).append(order)
 
     def drop_condemned(self, sequences: Iterable[Sequence]) -> None:
-        """sequences: all unfinished ones."""
+        """Drop condemned adapters that no sequence needs any more. sequences: all
+        unfinished ones.
+        """
         if not self._condemned:
             return
         needed = {sequence.adapter for sequence in sequences}

@@ -17,7 +17,7 @@ _LATE = 2.0  # times the share: what is not there by then waits for a later step
 
 
 class MaskShare:
-    """threads: that fill masks of a step."""
+    """Share out the time that a step waits for masks. threads: that fill masks of a step."""
 
     def __init__(self) -> None:
         self.threads = 1
@@ -37,8 +37,10 @@ class MaskShare:
         return _LATE * self.share_s
 
     def begin_plan(self, running: abc.Iterable[Sequence], step_s: float) -> None:
-        """Each tenant has an equal part of what the step's masks may cost, and the rest of those
-        who need less. running: in order of precedence. step_s: of a step without prompts."""
+        """Share out the time for masks of a new plan. Each tenant has an equal part of what the
+        step's masks may cost, and the rest of those who need less. running: in order of
+        precedence. step_s: of a step without prompts.
+        """
         self._step_s = step_s
         self._left = self.threads * self.share_s
         self._aside.clear()
@@ -70,7 +72,9 @@ class MaskShare:
         return False
 
     def admits(self, sequence: Sequence) -> bool:
-        """The same of one that has no row yet."""
+        """Say whether the step can have the next token of a sequence that has no row yet, as
+        `takes` does.
+        """
         constraint = sequence.constraint
         if constraint is not None and not constraint.is_ready:
             if constraint.is_busy or _cost(constraint) > self._left:
@@ -87,7 +91,7 @@ class MaskShare:
         return 0 if constraint.is_late else min(room, int(self._left / constraint.mask_s))
 
     def add_draft(self, sequence: Sequence, draft: abc.Sized) -> None:
-        """Its masks are the step's."""
+        """Count the draft's masks to the step: the time that they take is no longer left."""
         if sequence.constraint is not None:
             self._left -= len(draft) * sequence.constraint.mask_s
 

@@ -108,7 +108,8 @@ class StepLoad(NamedTuple):
 
 
 class PromptShares:
-    """For each plan `begin`, then `most` and `take` for prompts in order of precedence, then `end`.
+    """Share steps out between prompts and streams. For each plan `begin`, then `most` and `take`
+    for prompts in order of precedence, then `end`.
 
     A prompt slice of one token costs what a decode costs. It is no prompt here.
     """
@@ -120,8 +121,9 @@ class PromptShares:
         self.begin((), has_live=False)
 
     def begin(self, streams: Iterable[str], *, has_live: bool) -> None:
-        """streams: tenants of those that have a token in each step, batches' excepted. has_live:
-        whether anything but batches runs or waits."""
+        """Begin the shares of a new plan. streams: tenants of those that have a token in each step,
+        batches' excepted. has_live: whether anything but batches runs or waits.
+        """
         self._streams, self._has_live = set(streams), has_live
         self._tokens = [0, 0]  # of others than batches, and of batches
         self._attended = 0.0
@@ -163,7 +165,9 @@ class PromptShares:
         return StepLoad(sum(self._tokens), self._attended, likely_s)
 
     def forgive(self) -> bool:
-        """Nobody else uses the device. Whether anybody stood back."""
+        """Forgive what payers owe, since nobody else uses the device. Returns whether anybody stood
+        back.
+        """
         owed, self._owed = self._owed, {}
         return bool(owed)
 

@@ -45,7 +45,9 @@ _LEFTOVERS = 1000
 
 
 class SequenceRows:
-    """free: nobody's. freed: given back since the last step, which still has to learn of it."""
+    """Rows that sequences take and give back. free: nobody's. freed: given back since the last
+    step, which still has to learn of it.
+    """
 
     def __init__(self, count: int) -> None:
         self.free = list(range(count - 1, -1, -1))
@@ -239,7 +241,7 @@ class Scheduler:
             self._fail(sequence, "adapter_unavailable", message)
 
     def take_events(self) -> list[SequenceEvent]:
-        """All events since the last call."""
+        """Return all events since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -310,7 +312,9 @@ class Scheduler:
         self.prompts.begin(tenants, has_live=live)
 
     def _add_prompts(self, batch: Batch, longer: list[Sequence]) -> None:
-        """longer: running sequences of whose prompts more than a token is to be computed."""
+        """Add the remaining prompts to the step, and admit waiting sequences. longer: running
+        sequences of whose prompts more than a token is to be computed.
+        """
         for sequence in (s for s in longer if s.can_run):
             self._admit(batch, sequence.precedence.priority)  # between two chunks: nothing is cut
             if batch.room(sequence) > 0 and self._grow(batch, sequence):

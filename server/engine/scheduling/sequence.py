@@ -47,7 +47,9 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 
 class Precedence(NamedTuple):
-    """Sequences of lower `priority` go first, then those of earlier arrival."""
+    """Place of a sequence in the order of service. Sequences of lower `priority` go first, then
+    those of earlier arrival.
+    """
 
     priority: int
     arrival: int
@@ -55,24 +57,22 @@ class Precedence(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """tokens: all known tokens, prompt first. limit: tokens that prompt and output can have.
+    """State of one sequence in the scheduler. tokens: all known tokens, prompt first. limit: tokens
+    that prompt and output can have.
 
     num_computed: tokens whose KV is computed, or being computed by steps in flight. It counts
-    drafts in flight, so no further step is planned before their result is known.
-    in_flight: launched steps, not yet collected, that contain this sequence.
-    pending: slices in flight that draw; each gives at least one token.
-    pages: of each group of layers.
-    leaving: the sequence is preempted as soon as no step in flight uses what it holds.
-    is_long: whether its keys and values are those of more tokens than
-    `ExecutorLimits.short_context`.
-    drafts: where its drafts come from, None = it has none. holds: no step contains it before the
-    result of the last one is known, since a draft will follow. expected: tokens of its latest draft
-    that are right by its chances. acceptance: how much of that came true. forced: the same of
-    drafts that its grammar forces. patience: until it looks for a draft again. proposed: where it
-    is constrained, what may follow the known tokens, None = that has not been looked at.
-    constraint: which tokens it may draw, None = all. The constraint has taken every known token of
-    the output. is_late: its slice in flight draws nothing, for want of a mask, and a later step
-    computes its last known token again.
+    drafts in flight, so no further step is planned before their result is known. in_flight:
+    launched steps, not yet collected, that contain this sequence. pending: slices in flight that
+    draw; each gives at least one token. pages: of each group of layers. leaving: the sequence is
+    preempted as soon as no step in flight uses what it holds. is_long: whether its keys and values
+    are those of more tokens than `ExecutorLimits.short_context`. drafts: where its drafts come
+    from, None = it has none. holds: no step contains it before the result of the last one is known,
+    since a draft will follow. expected: tokens of its latest draft that are right by its chances.
+    acceptance: how much of that came true. forced: the same of drafts that its grammar forces.
+    patience: until it looks for a draft again. proposed: where it is constrained, what may follow
+    the known tokens, None = that has not been looked at. constraint: which tokens it may draw, None
+    = all. The constraint has taken every known token of the output. is_late: its slice in flight
+    draws nothing, for want of a mask, and a later step computes its last known token again.
     """
 
     key: int
@@ -122,11 +122,13 @@ class Sequence:
 
     @property
     def is_background(self) -> bool:
-        """Nobody waits for its tokens."""
+        """Whether nobody waits for the sequence's tokens."""
         return self.precedence.priority >= BACKGROUND_PRIORITY
 
     def takes_row_of_last(self, running: "list[Sequence]") -> bool:
-        """The last one is a batch's, and this one is not. running: in order of precedence."""
+        """Say whether the sequence may take the row of the last running one. The last one is a
+        batch's, and this one is not. running: in order of precedence.
+        """
         return bool(running) and running[-1].is_background and not self.is_background
 
     @property
@@ -144,7 +146,9 @@ class Sequence:
         self.tokens += token_ids
 
     def rewind(self, num_computed: int) -> None:
-        """Only the first `num_computed` tokens have valid keys and values."""
+        """Keep only the first `num_computed` tokens as computed: the others' keys and values are
+        not valid.
+        """
         self.num_computed = min(self.num_computed, num_computed)
 
     @property
@@ -204,7 +208,9 @@ class Sequence:
         return vector
 
     def set_long(self, is_long: bool) -> None:
-        """Before it takes a row. Long sequences and others share no pages."""
+        """Set whether the sequence is long, before it takes a row. Long sequences and others share
+        no pages.
+        """
         if is_long != self.is_long:
             self.is_long = is_long
             self.hashes.clear()

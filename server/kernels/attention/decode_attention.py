@@ -42,7 +42,9 @@ class DecodeScratch:
     def __init__(
         self, batch: int, heads: int, head_dim: int, device: torch.device, rows: int = 0
     ) -> None:
-        """rows: of the product among which the sequences' are, if more."""
+        """Allocate scratch for batches of up to `batch` sequences. rows: of the product among which
+        the sequences' are, if more.
+        """
         items = max_items(batch)
         self.sums = torch.empty(items, heads, head_dim, dtype=torch.float32, device=device)
         self.weights = torch.empty(2 * items * heads, dtype=torch.float32, device=device)
@@ -51,10 +53,11 @@ class DecodeScratch:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatchView:
-    """Where a batch's sequences stand. rows: int32 `[batch]`, rows of the page table; positions:
-    int64 `[batch]` of the new tokens; page_table: int64 `[rows, pages a row]`. work: of each window
-    of the model. turns: int64 `[batch]`, rows of the rotation's tables, where these are not the
-    positions."""
+    """Places of a batch's sequences. rows: int32 `[batch]`, rows of the page table; positions:
+    int64 `[batch]` of the new tokens; page_table: int64 `[rows, pages a row]`. work: of each
+    window of the model. turns: int64 `[batch]`, rows of the rotation's tables, where these are
+    not the positions.
+    """
 
     rows: torch.Tensor
     positions: torch.Tensor
@@ -90,10 +93,12 @@ def decode_attention(
     *,
     programmatic_launch: bool,
 ) -> None:
-    """qkv: `[batch, (heads + 2 kv_heads) * head_dim]`, contiguous; pending: LoRA of it, computed
-    beside it. cache: features of k lie as `rotation.py` says. out: `[batch, heads, head_dim]`. One
-    kernel, two with a norm over all heads. Raises ValueError on a mismatch, and where scratch has
-    no room for the batch."""
+    """Compute attention of one new token a sequence, and write its keys and values to the cache.
+    qkv: `[batch, (heads + 2 kv_heads) * head_dim]`, contiguous; pending: LoRA of it, computed
+    beside it. cache: features of k lie as `rotation.py` says. out: `[batch, heads, head_dim]`.
+    One kernel, two with a norm over all heads. Raises ValueError on a mismatch, and where
+    scratch has no room for the batch.
+    """
     rule, work = cache.scored(scores.rule), batch.work[scores.window]
     if len(qkv) > len(scratch.done) or work.items.shape[1] > len(scratch.sums):
         raise ValueError(f"scratch is for {len(scratch.done)} sequences, the batch has {len(qkv)}")

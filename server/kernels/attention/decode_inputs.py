@@ -14,9 +14,10 @@ def gather_inputs(
     token_ids: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
-    """columns: int32 `[5 + 2 * groups, batch]`: a sequence's row, its position, its token (-1 =
-    `tokens[row, position]`), two that are not read; then of each group of layers a page granted in
-    this step, and its place in the row's page table (-1 = none).
+    """Gather the inputs of a decode step from the host's columns and the rows. columns: int32 `[5 +
+    2 * groups, batch]`: a sequence's row, its position, its token (-1 = `tokens[row,
+    position]`), two that are not read; then of each group of layers a page granted in this step,
+    and its place in the row's page table (-1 = none).
 
     Writes tokens and pages that came along to `tokens` (int32 `[rows, n]`) and `page_table` (int64
     `[groups, rows, n]`, contiguous), and what the step computes on to token_ids and positions,
@@ -43,7 +44,8 @@ def gather_inputs(
 def gather_pages(
     rows: torch.Tensor, kv_indptr: torch.Tensor, page_table: torch.Tensor, page_lists: torch.Tensor
 ) -> None:
-    """`page_lists[kv_indptr[i] : kv_indptr[i + 1]] = page_table[rows[i], : …]`, all on the device.
+    """Copy page numbers of rows to one list. `page_lists[kv_indptr[i] : kv_indptr[i + 1]] =
+    page_table[rows[i], : …]`, all on the device.
 
     rows: int64 `[n]`; kv_indptr, page_lists: int32; page_table: int64 `[rows, pages a row]`.
     """

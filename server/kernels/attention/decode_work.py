@@ -33,9 +33,11 @@ def max_items(batch: int) -> int:
 
 
 def cut_contexts(contexts: np.ndarray, items: np.ndarray, window: int | None = None) -> int:
-    """contexts: int `[batch]`, tokens of each sequence, its new one included; window: how many of
-    them it attends to, None = all. Fills items, int32 `[2, max_items(batch)]` as in DecodeItems,
-    and returns the tokens of a piece. First pieces begin at or before the first token seen."""
+    """Cut contexts into pieces of about equal work. contexts: int `[batch]`, tokens of each
+    sequence, its new one included; window: how many of them it attends to, None = all. Fills
+    items, int32 `[2, max_items(batch)]` as in DecodeItems, and returns the tokens of a piece.
+    First pieces begin at or before the first token seen.
+    """
     seen = contexts
     if window is not None:
         seen = contexts - np.maximum(contexts - window, 0) // PIECE_STEP.value * PIECE_STEP.value
@@ -51,18 +53,23 @@ def cut_contexts(contexts: np.ndarray, items: np.ndarray, window: int | None = N
 
 
 class WorkLayout:
-    """Where a batch's items lie in one int32 upload, the same on the host and on the device: for
-    each window of a model one set."""
+    """Layout of a batch's items in one int32 upload, the same on the host and on the device: one
+    set for each window of a model.
+    """
 
     def __init__(self, windows: tuple[int | None, ...], batch: int) -> None:
-        """windows: no two alike. batch: sequences, at most."""
+        """Lay out a set of items for each window. windows: no two alike. batch:
+        sequences, at most.
+        """
         self._windows, self._max_items = windows, max_items(batch)
         self._stride = 2 * self._max_items + 1
         self.length = len(windows) * self._stride
 
     def cut(self, contexts: np.ndarray, packed: np.ndarray, first: int = 0) -> None:
-        """packed: int32 `[length]`, filled. contexts: as of `cut_contexts`, perhaps none; their
-        sequences have numbers from `first` on."""
+        """Cut the contexts for each window, and write the items to `packed`. packed: int32
+        `[length]`, filled. contexts: as of `cut_contexts`, perhaps none; their sequences have
+        numbers from `first` on.
+        """
         for window, (items, piece) in zip(self._windows, self._parts(packed), strict=True):
             items[0] = -1
             if len(contexts):
@@ -70,7 +77,7 @@ class WorkLayout:
                 items[0, items[0] >= 0] += first
 
     def items(self, packed: torch.Tensor) -> tuple[DecodeItems, ...]:
-        """packed: int32 `[length]`. As many as windows."""
+        """Return views of packed, int32 `[length]`, as items for each window."""
         return tuple(DecodeItems(items, piece) for items, piece in self._parts(packed))
 
     def _parts(self, packed: T) -> list[tuple[T, T]]:

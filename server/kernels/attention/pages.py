@@ -13,8 +13,10 @@ _FP8_MOST = tl.constexpr(448.0)
 
 
 class CachePages(NamedTuple):
-    """k, v: `[pages, page_size, kv_heads, head_dim]`, contiguous, both of the queries' dtype, or
-    both FP8 (E4M3): then keys are `k * k_scale`, values `v * v_scale`."""
+    """Pages of one layer's keys and values. k, v: `[pages, page_size, kv_heads, head_dim]`,
+    contiguous, both of the queries' dtype, or both FP8 (E4M3): then keys are `k * k_scale`,
+    values `v * v_scale`.
+    """
 
     k: torch.Tensor
     v: torch.Tensor

@@ -23,8 +23,9 @@ _WIDEST_HEAD = 256
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """tokens: of a chunk, for which one program computes. block_m: their queries, with what pads
-    them; block_n: keys of a step of its loop."""
+    """Sizes of a tile, and launch parameters. tokens: of a chunk, for which one program computes.
+    block_m: their queries, with what pads them; block_n: keys of a step of its loop.
+    """
 
     tokens: int
     block_m: int
@@ -41,8 +42,9 @@ _SMALL = {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 3)}
 
 
 def tile_shape(group: int, head_dim: int, capability: tuple[int, int]) -> TileShape:
-    """group: query heads of a kv head. capability: of the device. Raises ValueError for a head size
-    above 256."""
+    """Choose the tile shape for a head size and a device. group: query heads of a kv head.
+    capability: of the device. Raises ValueError for a head size above 256.
+    """
     if head_dim > _WIDEST_HEAD:
         raise ValueError(f"head sizes are at most {_WIDEST_HEAD}, not {head_dim}")
     table = _LARGE if (9, 0) <= capability < (12, 0) else _SMALL
@@ -54,8 +56,9 @@ def tile_shape(group: int, head_dim: int, capability: tuple[int, int]) -> TileSh
 def cut_prompts(
     seq_rows: np.ndarray, starts: np.ndarray, num_new: np.ndarray, tokens: int
 ) -> np.ndarray:
-    """int32 `[tiles, 4]`: row of the page table, first token in the flat batch, its position, and
-    how many tokens of the at most `tokens` of a tile there are. Those with most keys come first.
+    """Cut prompts into tiles: int32 `[tiles, 4]`: row of the page table, first token in the flat
+    batch, its position, and how many tokens of the at most `tokens` of a tile there are. Those
+    with most keys come first.
 
     All int64 `[prompts]`: prompts compute tokens `start .. start + num_new`, one after the other in
     the flat batch.
@@ -84,12 +87,12 @@ def prompt_attention(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """q, out: `[tokens, heads, head_dim]`, contiguous; tokens of no tile are left as they are.
-    cache: with the prompts' own keys and values.
+    """Compute attention of prompts, tile by tile. q, out: `[tokens, heads, head_dim]`, contiguous;
+    tokens of no tile are left as they are. cache: with the prompts' own keys and values.
     page_table: int64 `[rows, pages a row]`. tiles: int32 `[tiles, 4]`, contiguous, as of
-    `cut_prompts`; a tile of no tokens computes nothing. sinks: float32 `[heads]`, a further score
-    of each softmax, neither scaled nor capped, that weighs no value; None = without. One kernel.
-    Raises ValueError where the shape is of other heads.
+    `cut_prompts`; a tile of no tokens computes nothing. sinks: float32 `[heads]`, a further
+    score of each softmax, neither scaled nor capped, that weighs no value; None = without. One
+    kernel. Raises ValueError where the shape is of other heads.
     """
     page_size, kv_heads, head_dim = cache.k.shape[1:]
     rule = cache.scored(rule)
@@ -199,8 +202,9 @@ class _Keys(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """Constants: from one key to the next, size of a head and of a page, keys of a step, and
-    whether scores are capped and seen through a window."""
+    """Form of the attention kernel. Constants: from one key to the next, size of a head and of a
+    page, keys of a step, and whether scores are capped and seen through a window.
+    """
 
     stride: Any
     head_dim: Any

@@ -201,8 +201,9 @@ def _rope_lora_kernel(
 
 
 class _Form(NamedTuple):
-    """Constants: heads of q and of k, pairs of a head; `Rotation.switches` and `norm_switch`;
-    planes of v, stages of the loop, precision of float32."""
+    """Form of the kernel. Constants: heads of q and of k, pairs of a head; `Rotation.switches` and
+    `norm_switch`; planes of v, stages of the loop, precision of float32.
+    """
 
     heads: Any
     kv_heads: Any

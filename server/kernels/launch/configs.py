@@ -24,10 +24,10 @@ _CPU_PROCESSORS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """max_registers: of a thread, None = the compiler's choice.
-    num_programs: the most programs that are launched: as many as can be on the device at once, so
-    that their work ends together; each loops over its share of it.
-    programmatic_launch: the device has programmatic dependent launch.
+    """Launch parameters that all kernels have. max_registers: of a thread, None = the compiler's
+    choice. num_programs: the most programs that are launched: as many as can be on the device at
+    once, so that their work ends together; each loops over its share of it. programmatic_launch:
+    the device has programmatic dependent launch.
     """
 
     num_warps: int
@@ -47,8 +47,8 @@ class _Limits:
 
 @dataclass(frozen=True, slots=True)
 class ShrinkConfig(_Limits):
-    """block_k: input features a step, a power of two; of up to 16 rows a half with 32 ranks, and a
-    quarter beyond, but in tiles of 32.
+    """Launch parameters of the shrink kernel. block_k: input features a step, a power of two; of up
+    to 16 rows a half with 32 ranks, and a quarter beyond, but in tiles of 32.
 
     max_split: the most programs that share one tile's input features.
     """
@@ -59,15 +59,18 @@ class ShrinkConfig(_Limits):
 
 @dataclass(frozen=True, slots=True)
 class ExpandConfig(_Limits):
-    """piece: output features a step at rank 16 (a half at 32, a quarter beyond); a power of two of
-    at least 64."""
+    """Launch parameters of the expand kernel. piece: output features a step at rank 16 (a half at
+    32, a quarter beyond); a power of two of at least 64.
+    """
 
     piece: int
 
 
 @dataclass(frozen=True, slots=True)
 class FusedConfig(_Limits):
-    """piece: as in ExpandConfig; max_pieces: the most pieces of one item."""
+    """Launch parameters of the fused kernel. piece: as in ExpandConfig; max_pieces: the most pieces
+    of one item.
+    """
 
     piece: int
     max_pieces: int
@@ -75,15 +78,19 @@ class FusedConfig(_Limits):
 
 @dataclass(frozen=True, slots=True)
 class RopeLoraConfig(_Limits):
-    """max_heads: the most heads of one item."""
+    """Launch parameters of the kernel that expands LoRA and rotates q and k. max_heads: the most
+    heads of one item.
+    """
 
     max_heads: int
 
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """block_n, block_k: output and input features of a step, powers of two; for more than one row
-    at least 16 output features. programmatic_launch: the device has it."""
+    """Launch parameters of the product of few rows. block_n, block_k: output and input features of
+    a step, powers of two; for more than one row at least 16 output features.
+    programmatic_launch: the device has it.
+    """
 
     block_n: int
     block_k: int
@@ -187,7 +194,9 @@ class KernelConfigs:
         return self._of_few(self._skinny, rows, SkinnyConfig)
 
     def packed(self, rows: int) -> tuple[PackedConfig, ...]:
-        """As `skinny`, of quantised weights. The last is good for most shapes."""
+        """Return launch parameters for products of quantised weights with so many rows. The last is
+        good for most shapes.
+        """
         return self._of_few(self._packed, rows, PackedConfig)
 
     def _of_few(self, entries: list[_Entry], rows: int, kind: type[_C]) -> tuple[_C, ...]:
@@ -224,7 +233,9 @@ class KernelConfigs:
         )
 
     def workspaces(self, phase: Phase, rows: int) -> dict[int, int]:
-        """For every `max_split` in batches of up to `rows`, the most rows of one that needs it."""
+        """Return, for every `max_split` in batches of up to `rows`, the most rows of a batch that
+        needs it.
+        """
         bounds = {rows, *(int(min(rows, entry.max_rows)) for entry in self._shrink)}
         return {self.max_split(phase, bound): bound for bound in sorted(bounds)}
 

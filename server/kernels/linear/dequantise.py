@@ -22,8 +22,9 @@ _BLOCK_N, _BLOCK_K = 32, 256
 
 
 def dequantise(matrix: PackedMatrix, out: torch.Tensor, *, programmatic_launch: bool) -> None:
-    """out: `[out, in]` of any dtype, contiguous; rounded once. One kernel. Raises ValueError on a
-    mismatch."""
+    """Write a quantised matrix out as plain numbers. out: `[out, in]` of any dtype, contiguous;
+    rounded once. One kernel. Raises ValueError on a mismatch.
+    """
     if out.shape != matrix.shape or not out.is_contiguous():
         raise ValueError(f"out is {list(out.shape)}, the matrix {list(matrix.shape)}")
     rows, features = out.shape

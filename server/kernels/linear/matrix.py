@@ -33,17 +33,17 @@ DENSE = Form(-1, 0, 1, 0, 0, False, False, False)
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """`[out, in]`, either FP8 numbers times scales, or codes: `table[code] * scale` or
-    `(code - zero) * scale`.
+    """Quantised matrix as the kernels read it: `[out, in]`, either FP8 numbers times scales, or
+    codes: `table[code] * scale` or `(code - zero) * scale`.
 
     numbers: uint8 `[out, bytes of a row]`, contiguous. Codes of 4 bits lie in runs of `run` inputs:
-    the first half of a run in the lower bits of its bytes, the second in the upper ones.
-    scales: `[ceil(out / rows), groups]`. in_features: of whole runs. bits: of a code; 0 = FP8.
-    group: inputs that share a scale, a power of two; 0 = all. rows: outputs that do. zeros: uint8,
-    as scales, or one for all. table: float32 `[16]`; split: the assembly of
-    `split.py`, of 4-bit codes. matrices: so many lie one below the other. order: int32 `[in]`,
-    the input that each column stands for. arrivals: int32 zeros, one for each 16 outputs, by which
-    programs that share inputs find the last of them.
+    the first half of a run in the lower bits of its bytes, the second in the upper ones. scales:
+    `[ceil(out / rows), groups]`. in_features: of whole runs. bits: of a code; 0 = FP8. group:
+    inputs that share a scale, a power of two; 0 = all. rows: outputs that do. zeros: uint8, as
+    scales, or one for all. table: float32 `[16]`; split: the assembly of `split.py`, of 4-bit
+    codes. matrices: so many lie one below the other. order: int32 `[in]`, the input that each
+    column stands for. arrivals: int32 zeros, one for each 16 outputs, by which programs that share
+    inputs find the last of them.
     """
 
     numbers: torch.Tensor
@@ -81,7 +81,7 @@ class PackedMatrix:
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
     def matrix(self, number: int) -> "PackedMatrix":
-        """One of the matrices. Its rows must be whole blocks of scales."""
+        """Return one of the matrices. Its rows must be whole blocks of scales."""
         outputs, blocks = (len(each) // self.matrices for each in (self.numbers, self.scales))
         of_blocks = slice(number * blocks, (number + 1) * blocks)
         zeros = self.zeros

@@ -20,7 +20,9 @@ _FP8_TO_HALF = tl.constexpr(256.0)
 
 
 class PackedBlocks(NamedTuple):
-    """As `skinny.Blocks`. parts: in so many the warps of a program share its input features out."""
+    """Constants of the kernel for quantised weights: those of `skinny.Blocks`, and parts. parts: in
+    so many the warps of a program share its input features out.
+    """
 
     rows: Any
     outputs: Any

@@ -23,7 +23,8 @@ def packed_product(
     out: torch.Tensor,
     config: PackedConfig,
 ) -> None:
-    """`out = x matrix^T + bias` for 1 to MAX_ROWS rows, summed in float32.
+    """Multiply few rows by a quantised matrix: `out = x matrix^T + bias` for 1 to MAX_ROWS rows,
+    summed in float32.
 
     x `[rows, in]`, out `[rows, out]`: any row stride; bias `[out]` or None; all of one dtype. One
     kernel; memory for sums where programs share input features. Products with one matrix must

@@ -24,7 +24,8 @@ def skinny_product(
     out: torch.Tensor,
     config: SkinnyConfig,
 ) -> None:
-    """`out = x weight^T + bias` for 1 to MAX_ROWS rows, summed in float32.
+    """Multiply few rows by a matrix: `out = x weight^T + bias` for 1 to MAX_ROWS rows, summed in
+    float32.
 
     x `[rows, in]`, out `[rows, out]`: any row stride; weight `[out, in]`, contiguous, which no
     kernel writes that may still run; bias `[out]` or None; all of one dtype. One kernel, no
@@ -83,7 +84,9 @@ def check_rows(
     out: torch.Tensor,
     most_rows: int,
 ) -> None:
-    """weight: its shape. Raises ValueError where the others do not fit it, and each other."""
+    """Check that the operands of a product fit. weight: its shape. Raises ValueError where the
+    others do not fit it, and each other.
+    """
     if not 1 <= len(x) <= most_rows:
         raise ValueError(f"{len(x)} rows, not 1 to {most_rows}")
     if x.dim() != 2 or (len(x), *weight) != (*out.shape, x.shape[1]):
@@ -142,8 +145,9 @@ def _skinny_kernel(
 
 
 class Blocks(NamedTuple):
-    """Constants: rows, output and input features of a step; whether all output and input features
-    that are read are real; stages of the loop, precision of float32."""
+    """Form of the product kernel. Constants: rows, output and input features of a step; whether all
+    output and input features that are read are real; stages of the loop, precision of float32.
+    """
 
     rows: Any
     outputs: Any

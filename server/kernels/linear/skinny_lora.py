@@ -65,8 +65,9 @@ def skinny_product_lora(
     config: SkinnyLoraConfig,
     lora: SkinnyLora,
 ) -> None:
-    """As `skinny_product`, and `out += scale * B (A x)`; a row without an adapter, and a projection
-    that its adapter leaves alone, as if LoRA were not there.
+    """Compute a product of few rows with LoRA in one kernel: `skinny_product`, and `out += scale *
+    B (A x)`; a row without an adapter, and a projection that its adapter leaves alone, as if
+    LoRA were not there.
 
     Table, slots and stack were complete when the kernel before this one began. Raises ValueError on
     a mismatch.

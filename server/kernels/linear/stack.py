@@ -53,12 +53,12 @@ class Stack:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """As kernels take them."""
+        """Tensors of the stack, in the order in which kernels take them."""
         of_eights, of_rows = (self.starts, self.ranks, self.left), (self.spans, self.scales)
         return (self.arrivals, *of_eights, *of_rows, self.counts)
 
     def check_fits(self, rows: int, num_sites: int) -> None:
-        """Raises ValueError for a batch, or a table, that it is not for."""
+        """Check that the stack is for such a batch and table. Raises ValueError where it is not."""
         if not 0 < rows <= self.rows or len(self.arrivals) != num_sites:
             of = f"{self.rows} rows and {len(self.arrivals)} sites"
             raise ValueError(f"a stack of {of}, {rows} rows and {num_sites} sites")
@@ -67,7 +67,9 @@ class Stack:
 def allocate_stack(
     rows: int, num_sites: int, dtype: torch.dtype, device: torch.device | str
 ) -> Stack:
-    """Not filled. Raises ValueError without rows or sites."""
+    """Allocate a stack for batches of up to `rows` rows; its content is undefined. Raises
+    ValueError without rows or sites.
+    """
     if rows < 1 or num_sites < 1:
         raise ValueError(f"expected at least one row and site, got {rows}, {num_sites}")
     eights = rows * EIGHTS_OF_ROW

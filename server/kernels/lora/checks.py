@@ -12,7 +12,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_rows(name: str, matrix: torch.Tensor, segments: Segments, workspace: Workspace) -> None:
-    """`matrix` holds the batch's rows, in a dtype that the kernels compute. Raises ValueError."""
+    """Check that `matrix` holds the batch's rows, in a dtype that the kernels compute. Raises
+    ValueError where it does not.
+    """
     if matrix.dim() != 2 or matrix.shape[0] != segments.rows:
         raise ValueError(f"{name} must be [{segments.rows}, features], got {list(matrix.shape)}")
     if matrix.stride(1) != 1 and matrix.shape[1] > 1:
@@ -35,7 +37,7 @@ def check_context(table: LoraTable, site: int, segments: Segments, workspace: Wo
 
 
 def check_whole_tiles(segments: Segments) -> None:
-    """Each tile is listed once. Raises ValueError."""
+    """Check that each tile is listed once. Raises ValueError where one is not."""
     if segments.max_parts > 1:
         raise ValueError(f"tiles are shared out in up to {segments.max_parts} parts")
 

@@ -50,7 +50,8 @@ def expand(
     accumulate: bool = True,
     after_gemm: bool = False,
 ) -> None:
-    """`y[order[p], slice_i] += scale_i * v[p, ranks_i] B_i^T` for each projection i.
+    """Add LoRA's second product to the base's output: `y[order[p], slice_i] += scale_i * v[p,
+    ranks_i] B_i^T` for each projection i.
 
     y: `[rows, sum(widths)]`, any row stride, in the adapters' dtype: the base's output, changed in
     place; widths: output features of the site's 1 to 3 projections, in order. Call it after the
@@ -58,9 +59,9 @@ def expand(
     float32; one kernel on the current stream, no allocation. Raises ValueError on a mismatch.
 
     accumulate: False writes instead of adding, for a delta that the kernel after the base's GEMM
-    adds (`PendingDelta`); both halves of LoRA can then run beside that GEMM.
-    after_gemm: what it reads was written by the kernel before it on this stream, or earlier; expand
-    starts while that one drains and waits for it in time (programmatic dependent launch).
+    adds (`PendingDelta`); both halves of LoRA can then run beside that GEMM. after_gemm: what it
+    reads was written by the kernel before it on this stream, or earlier; expand starts while that
+    one drains and waits for it in time (programmatic dependent launch).
     """
     check_rows("y", y, segments, workspace)
     check_context(table, site, segments, workspace)
@@ -140,8 +141,9 @@ def _expand_kernel(
 
 
 class _Form(NamedTuple):
-    """Constants: planes of v, columns of a piece at rank 16, stages of the loop, precision of
-    float32, and whether the product is added to y or takes its place."""
+    """Form of the expand kernel. Constants: planes of v, columns of a piece at rank 16, stages of
+    the loop, precision of float32, and whether the product is added to y or takes its place.
+    """
 
     max_split: Any
     piece: Any

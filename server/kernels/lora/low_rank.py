@@ -7,8 +7,9 @@ import triton.language as tl
 
 
 class Shrunk(NamedTuple):
-    """v: what shrink left for one tile. ptr: its first row and rank; splits: how many planes there
-    are; rows: how many the tile has."""
+    """Result of shrink for one tile. v: what shrink left for one tile. ptr: its first row and rank;
+    splits: how many planes there are; rows: how many the tile has.
+    """
 
     ptr: Any
     row_stride: Any

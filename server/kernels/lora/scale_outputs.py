@@ -10,7 +10,8 @@ _BLOCK = 1024
 
 
 def scale_outputs(y: torch.Tensor, slots: torch.Tensor, table: VectorTable, site: int) -> None:
-    """`y = factor * y + addend` in place, in rows whose adapter has these of the site.
+    """Apply adapters' factors and addends to the base's output: `y = factor * y + addend` in place,
+    in rows whose adapter has these of the site.
 
     y: `[rows, out_features]`, of the base alone, contiguous. slots: int32 `[rows]`, -1 = no
     adapter. In float32; one kernel, no allocation. Raises ValueError on a mismatch.

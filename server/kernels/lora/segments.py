@@ -46,7 +46,7 @@ class Segments:
 
     @property
     def routed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As kernels take them: order, tiles and their number."""
+        """Order, tiles and their number, as kernels take them."""
         return self.order, self.tiles, self.num_tiles
 
     @property

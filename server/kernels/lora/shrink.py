@@ -37,13 +37,14 @@ def shrink(
     *,
     after_input: bool = False,
 ) -> None:
-    """`v[p] = x[order[p]] A^T` for each sorted position p in a tile, A of its slot at `site`.
+    """Compute LoRA's first product: `v[p] = x[order[p]] A^T` for each sorted position p in a tile,
+    A of its slot at `site`.
 
     x: `[rows, in_features]`, any row stride, in the adapters' dtype. v is left in float32 as the
-    sum of `workspace.planes`: the fewer tiles the batch has, the more programs share a tile's
-    input features, one plane each; columns beyond an adapter's ranks and rows in no tile keep what
-    they had. Launches one kernel on the current stream and allocates nothing. Raises ValueError on
-    a mismatch.
+    sum of `workspace.planes`: the fewer tiles the batch has, the more programs share a tile's input
+    features, one plane each; columns beyond an adapter's ranks and rows in no tile keep what they
+    had. Launches one kernel on the current stream and allocates nothing. Raises ValueError on a
+    mismatch.
 
     after_input: x was written by the kernel before it on this stream, or earlier, and segments and
     table were complete when that one began: shrink finds its first weights' addresses while that
@@ -79,7 +80,8 @@ def shrink(
 def gather_embedding(
     token_ids: torch.Tensor, table: LoraTable, site: int, segments: Segments, workspace: Workspace
 ) -> None:
-    """`v[p] = A^T[token_ids[order[p]]]` for each sorted position p in a tile; then `expand`.
+    """Compute LoRA's first product for an embedding: `v[p] = A^T[token_ids[order[p]]]` for each
+    sorted position p in a tile; then `expand`.
 
     Shrink for `embed_tokens`, whose input is one-hot. token_ids: `[rows]` int32, each in the
     vocabulary; A^T: `[vocab, rank]` (adapters/manifest.py). One kernel, no allocation. Raises
@@ -172,8 +174,9 @@ def _shrink_kernel(
 
 
 class _Form(NamedTuple):
-    """Constants: input features, those of a step of many rows, warps, stages of the loop, precision
-    of float32."""
+    """Form of the shrink kernel. Constants: input features, those of a step of many rows, warps,
+    stages of the loop, precision of float32.
+    """
 
     inputs: Any
     step: Any
@@ -201,8 +204,9 @@ class _Record(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Some of the input features, begin .. end, for one tile of `length` rows and `ranks` of its
-    adapter's ranks; v: where the sums go."""
+    """Part of the input features, `begin` to `end`, for one tile of `length` rows and `ranks` of
+    its adapter's ranks. v: where the sums go.
+    """
 
     length: Any
     a_ptr: Any

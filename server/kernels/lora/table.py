@@ -21,7 +21,8 @@ WIDEST = FLOAT32_SCALES + MAX_PROJECTIONS
 
 
 class LoraTable:
-    """One 64-byte record for each (slot, site), slots outermost.
+    """Table of LoRA weights on the device. One 64-byte record for each (slot, site), slots
+    outermost.
 
     A record, by 8-byte words: 0 = address of the stacked A `[sum(ranks), in_features]`; 1-3 =
     addresses of B `[out_features, rank]`, one for each projection; 4-5 = int32 ranks of the
@@ -53,7 +54,9 @@ class LoraTable:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As kernels take them: the words, and as int32 and float32."""
+        """Tensors of the table as kernels take them: the words, and the same as int32
+        and float32.
+        """
         return self.words, self.ints, self.floats
 
     def write(
@@ -110,12 +113,14 @@ class LoraTable:
         self._records[slot] = 0
 
     def check_site(self, site: int) -> None:
-        """Raises ValueError for one that the table has not."""
+        """Check that the table has the site. Raises ValueError where it has not."""
         if not 0 <= site < self.num_sites:
             raise ValueError(f"site {site} is not in 0..{self.num_sites - 1}")
 
     def check_slots(self, num_slots: int) -> None:
-        """Raises ValueError where segments know more slots than the table."""
+        """Check that the table has so many slots. Raises ValueError where segments know more slots
+        than the table.
+        """
         if num_slots > self.num_slots:
             raise ValueError(f"segments of {num_slots} slots, a table of {self.num_slots}")
 
@@ -144,7 +149,7 @@ def _pack(
     scales: np.ndarray,
     a_ranks: np.ndarray,
 ) -> np.ndarray:
-    """int64 `[n, 8]`."""
+    """Pack records of the table, int64 `[n, 8]`."""
     projections = ranks.shape[1]
     for row in ranks[((ranks < 0) | (ranks > MAX_RANK)).any(axis=1)][:1].tolist():
         raise ValueError(f"ranks {row} are not all in 0..{MAX_RANK}")

@@ -7,8 +7,9 @@ from loraplex.server.kernels.lora.table import POINTER_ALIGNMENT
 
 
 class VectorTable:
-    """One address for each (slot, site), slots outermost: of float32 `[2, out_features]`, by which
-    a row of the base's product is multiplied, and what is then added. 0 = the adapter has none.
+    """Table of adapters' factors and addends for outputs. One address for each (slot, site), slots
+    outermost: of float32 `[2, out_features]`, by which a row of the base's product is
+    multiplied, and what is then added. 0 = the adapter has none.
 
     `write` and `clear` change the host's copy, and `upload` copies, as in `LoraTable`.
     """

@@ -32,7 +32,7 @@ class Workspace:
 
     @property
     def arguments(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """As kernels take them: planes, splits, and the strides of a plane's rows and of planes."""
+        """Planes, splits, and the strides of a plane's rows and of planes, as kernels take them."""
         return self.planes, self.splits, self.planes.stride(1), self.planes.stride(0)
 
     @property
@@ -47,8 +47,9 @@ def allocate_workspace(
     max_split: int,
     width: int = PLANE_WIDTH,
 ) -> Workspace:
-    """For batches of up to `rows` rows, configurations with `max_split` up to this one, and ranks
-    that add up to `width` at most."""
+    """Allocate a workspace for batches of up to `rows` rows. It is for configurations with
+    `max_split` up to this one, and ranks that add up to `width` at most.
+    """
     return Workspace(
         torch.zeros(max_split, rows, width, dtype=torch.float32, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),

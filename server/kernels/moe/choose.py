@@ -22,9 +22,11 @@ def assign_experts(
     rounded: bool,
     programmatic_launch: bool,
 ) -> tuple[ExpertTiles, torch.Tensor]:
-    """logits: `[tokens, experts]`, at least one token, contiguous -> tiles of the rows of those
-    that `choose_experts` gives, and their weights, float32 `[tokens, top_k]`. One kernel for a few
-    tokens, two for more; nothing waits for the device."""
+    """Choose each token's experts, and sort the rows into tiles. logits: `[tokens, experts]`, at
+    least one token, contiguous -> tiles of the rows of those that `choose_experts` gives, and
+    their weights, float32 `[tokens, top_k]`. One kernel for a few tokens, two for more; nothing
+    waits for the device.
+    """
     tokens, experts = logits.shape
     rule = {"of_chosen": of_chosen, "rounded": rounded}
     block_t, block_k = triton.next_power_of_2(tokens), triton.next_power_of_2(top_k)
@@ -71,8 +73,9 @@ def choose_experts(
     rounded: bool,
     programmatic_launch: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits: `[tokens, experts]`, contiguous -> experts int32 `[tokens, top_k]`, those of the
-    largest logits first, of equal ones that of the lowest number; and their weights, float32.
+    """Choose the `top_k` experts of each token. logits: `[tokens, experts]`, contiguous -> experts
+    int32 `[tokens, top_k]`, those of the largest logits first, of equal ones that of the lowest
+    number; and their weights, float32.
 
     A weight is the softmax's of all logits; of_chosen: of those of the chosen alone. rounded: to
     the logits' dtype. Logits that are not finite choose any experts. One kernel.

@@ -34,8 +34,9 @@ _BLOCK_N, _BLOCK_K = 128, 128
 
 @dataclass(frozen=True, slots=True)
 class ExpertLora:
-    """site: of experts, a number of the table. widths: output features of its projections. slots:
-    int32 `[tokens]`, -1 = no adapter."""
+    """LoRA at one site of experts, for a batch. site: of experts, a number of the table. widths:
+    output features of its projections. slots: int32 `[tokens]`, -1 = no adapter.
+    """
 
     table: LoraTable
     site: int
@@ -51,9 +52,10 @@ def add_expert_lora(
     *,
     programmatic_launch: bool,
 ) -> None:
-    """x: `[tokens, in]`, or `[rows, in]`; y: `[rows, sum(widths)]`, one or two projections side by
-    side; both contiguous, of the adapters' dtype. Adapters whose ranks are 0 at the site change
-    nothing. Raises ValueError on a mismatch."""
+    """Add LoRA to the outputs of a batch's experts. x: `[tokens, in]`, or `[rows, in]`; y: `[rows,
+    sum(widths)]`, one or two projections side by side; both contiguous, of the adapters' dtype.
+    Adapters whose ranks are 0 at the site change nothing. Raises ValueError on a mismatch.
+    """
     check_expert_lora(y, tiles, lora)
     rows, top_k, widths = len(tiles.order), tiles.top_k, lora.widths
     stride = len(widths) * MAX_RANK
@@ -94,7 +96,7 @@ def add_expert_lora(
 
 
 def check_expert_lora(y: torch.Tensor, tiles: ExpertTiles, lora: ExpertLora) -> None:
-    """Raises ValueError where they do not fit each other."""
+    """Check that outputs, tiles and LoRA fit each other. Raises ValueError where they do not."""
     rows, widths = len(tiles.order), lora.widths
     if (
         not 1 <= len(widths) <= 2

@@ -20,8 +20,10 @@ from loraplex.server.kernels.pointwise.gated import GatedActivation, activated
 
 @dataclass(frozen=True, slots=True)
 class GroupedShape:
-    """tile_rows: rows of a program, 16 at least; block_n, block_k: output features (of gate and up
-    each, where both are computed) and input features of a step."""
+    """Sizes of a tile of the grouped product. tile_rows: rows of a program, 16 at least; block_n,
+    block_k: output features (of gate and up each, where both are computed) and input features of
+    a step.
+    """
 
     tile_rows: int
     block_n: int
@@ -64,10 +66,12 @@ def grouped_product(
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
-    """x: `[tokens, in]`, or `[rows, in]`, contiguous; weight: `[experts, out, in]`, or as
-    many quantised matrices; bias: `[experts, out]` -> `[rows, out]`, float32 inside. activation: of
-    gate and up, the halves of what is `out`: `[rows, out / 2]`. tiles: of these rows and of the
-    shape's `tile_rows`. One kernel. Raises ValueError on a mismatch."""
+    """Multiply each row by the matrix of its expert. x: `[tokens, in]`, or `[rows, in]`,
+    contiguous; weight: `[experts, out, in]`, or as many quantised matrices; bias: `[experts,
+    out]` -> `[rows, out]`, float32 inside. activation: of gate and up, the halves of what is
+    `out`: `[rows, out / 2]`. tiles: of these rows and of the shape's `tile_rows`. One kernel.
+    Raises ValueError on a mismatch.
+    """
     rows, features = len(tiles.order), weight.shape[-1]
     out = weight.shape[-2]
     numbers, others, features_of_all = weight, (x,) * 4, out

@@ -39,7 +39,9 @@ def add_row_lora(
     *,
     programmatic_launch: bool,
 ) -> None:
-    """As `add_expert_lora` of one projection, in two kernels."""
+    """Add LoRA of one projection to the outputs of experts, as `add_expert_lora` does, in two
+    kernels.
+    """
     check_expert_lora(y, tiles, lora)
     if len(lora.widths) > 1:
         raise ValueError(f"more than one projection: {lora.widths}")
@@ -56,8 +58,10 @@ def gated_row_lora(
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
-    """As `add_expert_lora`, and the activation of y's halves, gate first -> `[rows, sum(widths) /
-    2]`. widths: of the halves, or of both in one. Two kernels; y stays as it is."""
+    """Add LoRA to gate and up of experts, as `add_expert_lora` does, and apply the activation to
+    y's halves, gate first -> `[rows, sum(widths) / 2]`. widths: of the halves, or of both in
+    one. Two kernels; y stays as it is.
+    """
     check_expert_lora(y, tiles, lora)
     if len(set(lora.widths)) > 1:
         raise ValueError(f"gate and up must be as wide as each other: {lora.widths}")
@@ -68,7 +72,7 @@ def gated_row_lora(
 
 
 def _shrink(x: torch.Tensor, tiles: ExpertTiles, lora: ExpertLora, *, PDL: bool) -> torch.Tensor:
-    """`A x` of each row, float32 `[rows, len(lora.widths) * MAX_RANK]`."""
+    """Compute `A x` of each row, float32 `[rows, len(lora.widths) * MAX_RANK]`."""
     rows, table = len(tiles.order), lora.table
     stride = len(lora.widths) * MAX_RANK
     bridge = torch.empty(rows, stride, dtype=torch.float32, device=x.device)

@@ -16,9 +16,10 @@ _MOST_ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """experts: int32 `[rows]`, of each row. order: int32 `[rows]`, rows by expert, those of one in
-    ascending order. tiles: int32 `[max_tiles, 3]`: expert, first position in `order`, and how many
-    of at most `tile_rows` rows there are, 0 = none: such tiles come last. top_k: rows of a token.
+    """Rows of a batch, sorted by expert and cut into tiles. experts: int32 `[rows]`, of each row.
+    order: int32 `[rows]`, rows by expert, those of one in ascending order. tiles: int32
+    `[max_tiles, 3]`: expert, first position in `order`, and how many of at most `tile_rows` rows
+    there are, 0 = none: such tiles come last. top_k: rows of a token.
     """
 
     experts: torch.Tensor
@@ -36,8 +37,10 @@ def max_tiles(rows: int, tile_rows: int, experts: int) -> int:
 def expert_tiles(
     chosen: torch.Tensor, experts: int, tile_rows: int, *, programmatic_launch: bool
 ) -> ExpertTiles:
-    """chosen: int32 `[tokens, top_k]`, at least one, contiguous; `experts` is how many there are.
-    The result is the same for the same choice; nothing waits for the device."""
+    """Sort rows by expert, and cut them into tiles. chosen: int32 `[tokens, top_k]`, at least one,
+    contiguous; `experts` is how many there are. The result is the same for the same choice;
+    nothing waits for the device.
+    """
     rows, device = chosen.numel(), chosen.device
     order = torch.empty(rows, dtype=torch.int32, device=device)
     most = max_tiles(rows, tile_rows, experts)

@@ -26,8 +26,9 @@ def add_norm(
     *,
     programmatic_launch: bool,
 ) -> None:
-    """`hidden += factor * post(y + delta)`, then `y = norm(hidden)`; the delta only of rows whose
-    adapter touches the site. Without post the sum is taken as it is; without norm y is not written.
+    """Add a product to the residual stream, and norm the sum: `hidden += factor * post(y + delta)`,
+    then `y = norm(hidden)`; the delta only of rows whose adapter touches the site. Without post
+    the sum is taken as it is; without norm y is not written.
 
     y, hidden, delta: `[rows, features]`, of one dtype, contiguous; weights of any. In float32; one
     kernel, no allocation. Raises ValueError on a mismatch.
@@ -48,8 +49,9 @@ def add_experts_norm(
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
-    """As `add_norm` with y = the weighted sum of what a row's experts give, and no delta -> the
-    normed rows, in a tensor of their own; without norm hidden itself.
+    """Sum the results of experts, add them to hidden, and norm the sum, as `add_norm` does with y =
+    the weighted sum of what a row's experts give, and no delta -> the normed rows, in a tensor
+    of their own; without norm hidden itself.
 
     results: `[rows * top_k, features]`, contiguous; weights: float32 `[rows, top_k]`. The sum is in
     the order of the weights, so a row's result does not depend on the batch. One kernel.
@@ -73,7 +75,7 @@ def rms_norm(hidden: torch.Tensor, norm: RmsNorm, *, programmatic_launch: bool) 
 
 
 def check_norms(y: torch.Tensor, hidden: torch.Tensor, *norms: RmsNorm | None) -> None:
-    """Raises ValueError."""
+    """Check that tensors and norms fit each other. Raises ValueError where they do not."""
     for name, other in (("y", y), ("hidden", hidden)):
         if other.shape != y.shape or other.dtype != y.dtype or not other.is_contiguous():
             raise ValueError(f"{name} is {other.dtype} {list(other.shape)}, y {list(y.shape)}")
@@ -93,7 +95,9 @@ def _launch(
     PDL: bool,
     **switches: bool,
 ) -> None:
-    """terms: what is added, in parts of these weights, and its delta."""
+    """Launch the kernel that adds and norms. terms: what is added, in parts of these weights, and
+    its delta.
+    """
     rows, features = out.shape
     if rows == 0:
         return

@@ -26,8 +26,10 @@ def gated(
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
-    """`[rows, 2 n]`, contiguous, gate first -> `[rows, n]`; pending: LoRA of it, of rows and halves
-    that their adapter touches. In float32; one kernel. Raises ValueError on a mismatch."""
+    """Apply the gated activation: `[rows, 2 n]`, contiguous, gate first -> `[rows, n]`; pending:
+    LoRA of it, of rows and halves that their adapter touches. In float32; one kernel. Raises
+    ValueError on a mismatch.
+    """
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
     if rows:

@@ -45,7 +45,8 @@ def gated_lora(
     activation: Activation,
     shrunk: Workspace | None = None,
 ) -> torch.Tensor:
-    """`[rows, n]`: `activation(g) * u`, `g, u = gate_up + scale * v B^T`, v of the site's `shrink`.
+    """Apply the gated activation to a product with LoRA, `[rows, n]`: `activation(g) * u`, `g, u =
+    gate_up + scale * v B^T`, v of the site's `shrink`.
 
     gate_up: `[rows, 2 n]`, contiguous, gate first, in the adapters' dtype; rows without an adapter
     are activated alone. Sums in float32; one kernel. Raises ValueError on a mismatch.
@@ -178,9 +179,10 @@ def _cut_columns(
 
 
 class _Form(NamedTuple):
-    """Constants: features of the result, planes of v, columns of a piece at rank 16, stages of the
-    loop, activation, precision of float32. down: columns of the next site's v, 0 = it is not
-    wanted; where it is, all ranks fit it."""
+    """Form of the kernel. Constants: features of the result, planes of v, columns of a piece at
+    rank 16, stages of the loop, activation, precision of float32. down: columns of the next
+    site's v, 0 = it is not wanted; where it is, all ranks fit it.
+    """
 
     inner: Any
     max_split: Any

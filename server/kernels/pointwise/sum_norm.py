@@ -31,8 +31,9 @@ def sum_norm(
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
-    """`hidden += factor * post(y + delta, summed over devices)` -> `norm(hidden)` in a tensor of
-    its own; without norm, hidden. As `add_norm` else.
+    """Sum products over devices, add them to the residual stream, and norm: `hidden += factor *
+    post(y + delta, summed over devices)` -> `norm(hidden)` in a tensor of its own; without norm,
+    hidden. As `add_norm` else.
 
     pending: of `terms.delta`; None = no device has a delta. All devices call it, each with its
     terms written by the kernels before on this stream. Programs of one row meet by flags, and none

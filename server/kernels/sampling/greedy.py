@@ -39,7 +39,7 @@ class GreedyScratch:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As kernels take them."""
+        """Tensors of the scratch, as kernels take them."""
         return self.best, self.ids
 
 
@@ -51,7 +51,8 @@ def greedy_append(
     sampled: torch.Tensor,
     scratch: GreedyScratch,
 ) -> None:
-    """`sampled[i]` = the lowest id of the largest logit, or -1 if any logit is not finite.
+    """Choose the most likely token of each row: `sampled[i]` = the lowest id of the largest logit,
+    or -1 if any logit is not finite.
 
     logits: `[n, vocab]`. rows, places: int32 `[n]`; the id (0 for -1) is also written to
     `tokens[rows[i], places[i]]` (int32) unless the place is -1. sampled: int32 `[n]`. Two kernels.

@@ -20,7 +20,7 @@ class Area(NamedTuple):
         return rows.stop - rows.start, columns.stop - columns.start
 
     def within(self, other: "Area") -> "Area":
-        """The same area as a part of another one, which holds it."""
+        """Return the same area as a part of another one, which holds it."""
         rows, columns = (
             slice(mine.start - outer.start, mine.stop - outer.start)
             for mine, outer in zip(self, other, strict=True)
@@ -29,7 +29,7 @@ class Area(NamedTuple):
 
 
 def whole(shape: tuple[int, int]) -> Area:
-    """All of a matrix `[out, in]`."""
+    """Return the area that is all of a matrix `[out, in]`."""
     outputs, inputs = shape
     return Area(slice(0, outputs), slice(0, inputs))
 
@@ -48,8 +48,9 @@ def units(part: slice, unit: int) -> slice:
 
 
 class UnpackedArea(NamedTuple):
-    """area: of the whole matrix, what weight holds: the smallest part of whole words, groups and
-    blocks around what was asked for."""
+    """Part of a quantised matrix, read from a checkpoint. area: of the whole matrix, what weight
+    holds: the smallest part of whole words, groups and blocks around what was asked for.
+    """
 
     weight: PackedWeight
     area: Area
@@ -84,7 +85,7 @@ class Stored:
         return self._get(suffix)
 
     def __getitem__(self, suffix: str) -> torch.Tensor:
-        """Raises ValueError where there is none."""
+        """Return the tensor with this suffix. Raises ValueError where there is none."""
         tensor = self._get(suffix)
         if tensor is None:
             raise ValueError(f"{suffix} is missing")

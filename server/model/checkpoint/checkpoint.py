@@ -43,7 +43,7 @@ class CheckpointError(CommandError):
 
 
 class UnservedError(CheckpointError):
-    """Its `config.json` is of a model that cannot be served. reason: without the folder's name."""
+    """Error of a `config.json` whose model cannot be served. reason: without the folder's name."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
@@ -71,7 +71,7 @@ class ModelFile:
 
 
 def stored_tensors(shards: Iterable[ModelFile]) -> dict[str, StoredTensor]:
-    """All of them, by name."""
+    """List all tensors of the shards, by name."""
     return {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
 
 

@@ -41,17 +41,19 @@ class Cut(NamedTuple):
                 yield source, Area(rows.target, self.columns.target)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """source: the whole matrix. target: `shape`, which is written where there is a source."""
+        """Copy the device's part of a matrix. source: the whole matrix. target: `shape`, which is
+        written where there is a source.
+        """
         for area, place in self.areas():
             target[place].copy_(source[area])
 
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """As `copy`, of one number for each row."""
+        """Copy the device's part of a vector with one number for each row."""
         for rows in self.rows:
             target[rows.target].copy_(source[rows.source])
 
     def dequantise(self, unpack: Callable[[Area], UnpackedArea], target: torch.Tensor) -> None:
-        """As `copy`, of a quantised matrix."""
+        """Dequantise the device's part of a matrix into target."""
         for area, place in self.areas():
             unpack(area).write(area, target[place])
 

@@ -10,8 +10,9 @@ from loraplex.server.model.spec.moe_spec import ExpertForm, ExpertStorage, MoeSp
 
 
 def as_stored(model: ModelSpec, names: Container[str]) -> ModelSpec:
-    """The same, with experts in the form that a checkpoint with these tensors holds. Where it holds
-    none, as the family says."""
+    """Return the model with experts in the form that a checkpoint with these tensors holds. Where
+    it holds none, as the family says.
+    """
     forms = chain.from_iterable(
         _forms(layer_path(index, linear.stored.path), linear.stored, names)
         for index, layer in enumerate(model.layers)

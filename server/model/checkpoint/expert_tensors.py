@@ -18,9 +18,11 @@ _Writer = Callable[[Cut, torch.Tensor], None]
 
 
 class ExpertTensors:
-    """cuts: what of each part the device has. mapped: a tensor of the checkpoint by its name,
-    relative to the layer. fill_matrix: writes the weight of the module at a path. What is copied is
-    one expert's part at a time: nothing holds all experts twice."""
+    """Read the weights of a layer's experts. cuts: what of each part the device has. mapped: a
+    tensor of the checkpoint by its name, relative to the layer. fill_matrix: writes the weight
+    of the module at a path. What is copied is one expert's part at a time: nothing holds all
+    experts twice.
+    """
 
     def __init__(
         self,
@@ -38,7 +40,9 @@ class ExpertTensors:
         self._fill_matrix = fill_matrix
 
     def fill(self, weight: torch.Tensor) -> torch.Tensor:
-        """weight: `[experts, out, in]` of the device, of any dtype. Returns it."""
+        """Write the weights of all experts. weight: `[experts, out, in]` of the device, of any
+        dtype. Returns it.
+        """
         for writers, rows in zip(self._writers(), weight, strict=True):
             targets = rows.split(self._heights)
             for write, cut, target in zip(writers, self._cuts, targets, strict=True):
@@ -60,7 +64,7 @@ class ExpertTensors:
         return whole if isinstance(whole, GroupedWeight) else None
 
     def fill_bias(self, bias: torch.Tensor) -> None:
-        """bias: `[experts, out]` of the device."""
+        """Write the biases of all experts. bias: `[experts, out]` of the device."""
         for row, target in zip(self._mapped(f"{self._stored.path}_bias"), bias, strict=True):
             for part, cut, rows in zip(
                 self._parts(row), self._cuts, target.split(self._heights), strict=True

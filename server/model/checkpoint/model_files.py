@@ -56,7 +56,9 @@ def files_of(folder: Path) -> list[str]:
 
 
 def without_config(names: Collection[str], place: str, trained_for: str = "") -> str:
-    """names: paths of all files. trained_for: of an adapter, what its config names as its base."""
+    """Say why a folder without `config.json` holds no model that can be served. names: paths of all
+    files. trained_for: of an adapter, what its config names as its base.
+    """
     if _ADAPTER_FILE in names:
         return _adapter(place, trained_for)
     if "model_index.json" in names:

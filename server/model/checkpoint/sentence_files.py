@@ -46,7 +46,9 @@ def pools_vectors(folder: Path) -> bool:
 
 
 def read_sentence_files(folder: Path) -> SentenceFiles | None:
-    """None: there are none. Raises ValueError, with the file's name."""
+    """Read the files that sentence-transformers adds to a model. None: there are none. Raises
+    ValueError, with the file's name.
+    """
     modules = _modules(folder)
     if not modules:
         return None
@@ -72,7 +74,7 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
 
 
 def _modules(folder: Path) -> list[_Module]:
-    """Raises ValueError."""
+    """Read the list of modules, empty without one. Raises ValueError for a malformed one."""
     listed = _read(folder / MODULES_FILE)
     if listed is None:
         return []
@@ -149,7 +151,7 @@ def _table(path: Path, name: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Any:
-    """None: there is no such file."""
+    """Read a JSON file; None without such a file. Raises ValueError where it cannot be read."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"{path.name}: larger than {_MAX_BYTES} bytes")

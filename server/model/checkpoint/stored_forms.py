@@ -46,7 +46,9 @@ def stored_forms(model: ModelSpec, stored: Mapping[str, StoredTensor]) -> Stored
 
 
 def _has_form(path: str, form: WeightForm, stored: Mapping[str, StoredTensor]) -> bool:
-    """Also where nothing is stored: then what the form needs is missing."""
+    """Say whether a matrix is to be read in the quantised form. So it is where nothing is stored:
+    then what the form needs is missing.
+    """
     marker = stored.get(f"{path}.{form.marker.suffix}")
     if marker is not None and marker.dtype in form.marker.dtypes:
         return True
@@ -55,7 +57,9 @@ def _has_form(path: str, form: WeightForm, stored: Mapping[str, StoredTensor]) -
 
 
 def _as_named(path: str, form: WeightForm, stored: Mapping[str, StoredTensor]) -> WeightForm:
-    """Some writers call every scale of FP8 inverse."""
+    """Return the form with the names that the checkpoint has: some writers call every scale of FP8
+    inverse.
+    """
     if isinstance(form, EightBitForm) and f"{path}.{INVERSE}" in stored:
         return replace(form, scale=INVERSE)
     return form

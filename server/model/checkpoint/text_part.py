@@ -26,8 +26,9 @@ _HEAD = re.compile(r"(?:language_model\.)?(?P<head>lm_head\..+)")
 
 
 def model_shards(folder: Path, model: ModelSpec) -> tuple[ModelFile, ...]:
-    """As `read_shards`, with the names of `ModelSpec.tensors`. Raises CheckpointError, also where
-    two tensors would have one name."""
+    """Read the headers of a model's shards, with the names of `ModelSpec.tensors`. Raises
+    CheckpointError, also where two tensors would have one name.
+    """
     shards = read_shards(folder)
     if not model.is_text_part and model.writes:
         return shards

@@ -33,8 +33,10 @@ _MOST = 1e30
 
 
 def unpack_four_bits(form: FourBitForm, stored: Stored) -> UnpackedArea:
-    """Blocks lie in the flat matrix. Where they do not end with its rows, a group is what rows and
-    blocks share. Where rows end within a byte, whole rows are read. Raises ValueError."""
+    """Read part of a matrix of 4-bit codes. Blocks lie in the flat matrix. Where they do not end
+    with its rows, a group is what rows and blocks share. Where rows end within a byte, whole
+    rows are read. Raises ValueError.
+    """
     outputs, inputs = stored.shape
     state = _state(stored[form.state], form.numbers, [outputs, inputs])
     block = _positive(state, "blocksize")
@@ -54,7 +56,9 @@ def unpack_four_bits(form: FourBitForm, stored: Stored) -> UnpackedArea:
 
 
 def _check_sizes(stored: Stored, found_bytes: int, block: int) -> None:
-    """Raises ValueError."""
+    """Check the sizes of packed numbers and their blocks. Raises ValueError where they
+    do not fit.
+    """
     outputs, inputs = stored.shape
     nbytes, blocks = -(-outputs * inputs // 2), -(-outputs * inputs // block)
     found = stored["weight.absmax"].numel()
@@ -66,7 +70,7 @@ def _check_sizes(stored: Stored, found_bytes: int, block: int) -> None:
 
 
 def _swapped(codes: torch.Tensor) -> torch.Tensor:
-    """The first of two lies in the upper bits, as it is stored."""
+    """Swap the two codes of each byte: the first of two lies in the upper bits, as it is stored."""
     return codes >> 4 | codes << 4
 
 
@@ -78,7 +82,7 @@ def _of_odd_rows(flat: torch.Tensor, inputs: int, rows: slice) -> torch.Tensor:
 
 
 def _blocks(area: Area, inputs: int, group: int, block: int) -> torch.Tensor:
-    """int64 `[rows, groups]`: the block of the flat matrix that each group lies in."""
+    """Return the block of the flat matrix that each group lies in, int64 `[rows, groups]`."""
     rows, columns = area
     of_rows = torch.arange(rows.start, rows.stop)[:, None] * inputs
     return (of_rows + torch.arange(columns.start, columns.stop, group)) // block
@@ -180,7 +184,9 @@ def _rowwise(stored: Stored) -> UnpackedArea:
 def _int8(
     numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, block: tuple[int, int]
 ) -> GroupedWeight:
-    """As codes, which are 128 more. scales: float32; zeros: int8; one for each block."""
+    """Turn int8 numbers into a weight of codes, which are 128 more. scales: float32; zeros: int8;
+    one for each block.
+    """
 
     def by_row(of_blocks: torch.Tensor) -> torch.Tensor:
         return of_blocks.repeat_interleave(block[0], dim=0)[:outputs].contiguous()
@@ -209,7 +215,7 @@ def _awq(form: AwqForm, stored: Stored) -> UnpackedArea:
 
 
 def _in_columns(words: torch.Tensor) -> torch.Tensor:
-    """int32 `[rows, n]` -> uint8 `[rows, 8 n]`, in AWQ's order of columns."""
+    """Unpack columns: int32 `[rows, n]` -> uint8 `[rows, 8 n]`, in AWQ's order of columns."""
     numbers = unpacked(_bytes(words), 4).view(*words.shape, 8)
     ordered = torch.empty_like(numbers)
     ordered[..., list(_AWQ_COLUMNS)] = numbers
@@ -217,9 +223,10 @@ def _in_columns(words: torch.Tensor) -> torch.Tensor:
 
 
 class _Inputs(NamedTuple):
-    """Which inputs are read, and how they share scales. groups: whose scales are read. group:
-    inputs of each. order: as of GroupedWeight. of_each: int64, the group of each input that is
-    read, where neighbours are of any; None = they lie by group, in that order."""
+    """Inputs that are read, and how they share scales. groups: whose scales are read. group: inputs
+    of each. order: as of GroupedWeight. of_each: int64, the group of each input that is read,
+    where neighbours are of any; None = they lie by group, in that order.
+    """
 
     columns: slice
     groups: slice
@@ -230,7 +237,9 @@ class _Inputs(NamedTuple):
     def weight(
         self, codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | int
     ) -> GroupedWeight:
-        """codes: in the order in which they are stored; scales, zeros: `[rows, groups]`."""
+        """Make the weight of the inputs that are read. codes: in the order in which they are
+        stored; scales, zeros: `[rows, groups]`.
+        """
         width, group = self.columns.stop - self.columns.start, self.group
         if self.order is not None:
             codes = packed(unpacked(codes, bits)[:, self.order], bits)
@@ -242,8 +251,10 @@ class _Inputs(NamedTuple):
 
 
 def _inputs(form: GptqForm | PackedForm, stored: Stored, index: str) -> _Inputs:
-    """index: the suffix of the tensor that has the group of each input. Some of the inputs that are
-    sorted by group are of any group, so that each becomes a group of its own."""
+    """Find the inputs that are read, and their groups. index: the suffix of the tensor that has the
+    group of each input. Some of the inputs that are sorted by group are of any group, so that
+    each becomes a group of its own.
+    """
     inputs, in_word = stored.shape[1], 32 // form.bits
     group, columns = form.group or inputs, stored.area.columns
     g_idx = stored.optional(index)
@@ -285,7 +296,7 @@ def _gptq(form: GptqForm, stored: Stored) -> UnpackedArea:
 
 
 def _of_rows(words: torch.Tensor, bits: int, rows: slice) -> torch.Tensor:
-    """int32 `[groups, words]`, each of neighbouring rows -> uint8 `[rows, groups]`."""
+    """Unpack rows: int32 `[groups, words]`, each of neighbouring rows -> uint8 `[rows, groups]`."""
     return unpacked(_bytes(words), bits)[:, : rows.stop - rows.start].T.contiguous()
 
 
@@ -310,5 +321,5 @@ def _pack_quantized(form: PackedForm, stored: Stored) -> UnpackedArea:
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
-    """int32 `[rows, n]` -> uint8 `[rows, 4 n]`, the lowest bits first."""
+    """View words as bytes: int32 `[rows, n]` -> uint8 `[rows, 4 n]`, the lowest bits first."""
     return words.contiguous().view(torch.uint8)

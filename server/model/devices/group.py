@@ -21,7 +21,9 @@ def term_rows(devices: int) -> int:
 
 
 class Group(Protocol):
-    """Each call is made by all devices, in the same order. shard: this one's part of the model."""
+    """Devices that share a model, and what they compute together. Each call is made by all devices,
+    in the same order. shard: this one's part of the model.
+    """
 
     @property
     def shard(self) -> Shard: ...
@@ -32,17 +34,19 @@ class Group(Protocol):
         ...
 
     def reserve(self, sums: tuple[int, int], gathers: tuple[int, int], dtype: torch.dtype) -> None:
-        """Once, for sums and gathers of up to so many rows, of so many columns."""
+        """Reserve memory, once, for sums and gathers of up to so many rows and columns."""
         ...
 
     def terms(self, rows: int, turn: int) -> SharedTerms | None:
-        """Where terms of a sum `[rows, width]` lie that its consumer sums; None: it does not. turn:
-        0 or 1, never the same for two such sums without another sum between them."""
+        """Return the place for terms of a sum `[rows, width]` that its consumer sums; None: it does
+        not. turn: 0 or 1, never the same for two such sums without another sum between them.
+        """
         ...
 
     def place(self, rows: int) -> torch.Tensor | None:
-        """Where `[rows, width]` is best written that will be summed; its content lasts up to the
-        next sum. None: anywhere."""
+        """Return the best place for `[rows, width]` that will be summed; its content lasts up to
+        the next sum. None: anywhere.
+        """
         ...
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,8 +54,9 @@ class Group(Protocol):
         ...
 
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """x `[rows, n]` of all devices side by side, as far as out `[rows, m]` has columns for
-        them. Returns out."""
+        """Gather x `[rows, n]` of all devices side by side, as far as out `[rows, m]` has columns
+        for them. Returns out.
+        """
         ...
 
     def least(self, number: int) -> int:
@@ -59,7 +64,7 @@ class Group(Protocol):
         ...
 
     def close(self) -> None:
-        """By all devices at about the same time, after their last call."""
+        """Close the group. All devices call this at about the same time, after their last call."""
         ...
 
 

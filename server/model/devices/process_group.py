@@ -22,7 +22,9 @@ class ProcessGroup:
     capture. CPUs exchange them by gloo, which also starts the group."""
 
     def __init__(self, shard: Shard, meeting: str, device: str) -> None:
-        """meeting: path of a file that does not exist yet, the same for all. Waits for all."""
+        """Join the group of processes. meeting: path of a file that does not exist yet, the same
+        for all. Waits for all.
+        """
         self.shard = shard
         self._sums: _SharedMemory | None = None
         self._gathers: _SharedMemory | None = None
@@ -91,7 +93,7 @@ class _SharedMemory:
     """
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        """shape, dtype: of the largest tensor."""
+        """Allocate memory that all GPUs of the group reach. shape, dtype: of the largest tensor."""
         # Not at the top: builds without CUDA lack it.
         from torch.distributed import _symmetric_memory as symmetric
 
@@ -108,17 +110,17 @@ class _SharedMemory:
         return self._own[:count]
 
     def addresses(self, row: int) -> torch.Tensor:
-        """int64 `[devices]`: where a row begins on each."""
+        """Return the addresses, int64 `[devices]`, where a row begins on each device."""
         found = [tensor[row].data_ptr() for tensor in self._tensors]
         return torch.tensor(found, device=self._own.device)
 
     def clear(self) -> None:
-        """On all GPUs, before anybody goes on."""
+        """Zero the memory on all GPUs, before anybody goes on."""
         self._own.zero_()
         self._all.barrier()
 
     def sum(self, x: torch.Tensor) -> None:
-        """In place, over all GPUs; quicker where x lies here already."""
+        """Sum x over all GPUs, in place; quicker where x lies in this memory already."""
         shared = _like(self._own, x)
         is_here = x.data_ptr() == shared.data_ptr()
         if not is_here:
@@ -128,7 +130,7 @@ class _SharedMemory:
             x.copy_(shared)
 
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """x of all GPUs side by side, as many rows at a time as have room."""
+        """Gather x of all GPUs side by side, as many rows at a time as have room."""
         for some, into in zip(x.split(len(self._own)), out.split(len(self._own)), strict=True):
             _like(self._own, some).copy_(some)
             self._all.barrier()
@@ -141,7 +143,7 @@ class _TermsMemory:
     """Memory of products and deltas that the next kernel sums, for two sums in turn."""
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, shard: Shard) -> None:
-        """shape: of the largest term."""
+        """Share memory for the terms of sums. shape: of the largest term."""
         self._rows, width = shape
         self._delta_at, self._index = self._rows * width, shard.index
         self._memory = _SharedMemory((4 * self._rows, width), dtype)
@@ -165,7 +167,7 @@ def _like(memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _side_by_side(parts: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """As far as out has columns for them."""
+    """Write parts side by side to out, as far as out has columns for them."""
     begin = 0
     for part in parts:
         columns = out[:, begin : begin + part.shape[1]]

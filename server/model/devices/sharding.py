@@ -35,7 +35,7 @@ def sharded(model: ModelSpec, count: int) -> ModelSpec:
 
 
 def check_shards(model: ModelSpec, count: int) -> None:
-    """Raises ConfigError as `sharded`."""
+    """Check that so many devices can share the model. Raises ConfigError where they cannot."""
     served = shard_counts(model)
     if count not in served:
         raise ConfigError(

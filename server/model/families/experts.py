@@ -18,8 +18,9 @@ _COUNTS = ("num_local_experts", "num_experts")
 
 
 class ExpertNames(NamedTuple):
-    """of: the module of one expert, for its number; gate, up, down: its matrices. stacked: the
-    module that holds the weights of all."""
+    """Names of experts' modules in a checkpoint. of: the module of one expert, for its number;
+    gate, up, down: its matrices. stacked: the module that holds the weights of all.
+    """
 
     of: str
     gate: str
@@ -55,7 +56,9 @@ def read_counts(fields: Fields, *, default: int, default_of_token: int) -> tuple
 
 
 def read_same_windows(fields: Fields, sizes: ModelSizes, window: object) -> tuple[int | None, ...]:
-    """As `family.read_windows`, for a family whose layers all have the window."""
+    """Read each layer's window, as `read_windows` does, for a family whose layers all have the
+    window.
+    """
     kinds = fields.config.get("layer_types") or ()
     if window and any(kind != "sliding_attention" for kind in kinds):
         fields.refuse("layer_types: in this family all layers have the window")
@@ -63,7 +66,7 @@ def read_same_windows(fields: Fields, sizes: ModelSizes, window: object) -> tupl
 
 
 def sparse(layer: LayerSpec, moe: MoeSpec, names: ExpertNames) -> LayerSpec:
-    """The same with experts in place of its MLP, all without bias."""
+    """Return the layer with experts in place of its MLP, all without bias."""
     hidden = layer.gate_up.in_features
     gate, up, down = (f"{names.of}.{name}" for name in (names.gate, names.up, names.down))
     return replace(

@@ -41,9 +41,11 @@ Reader = Callable[[Fields, Mapping[str, Any]], ModelSpec]
 
 
 class Family(NamedTuple):
-    """architecture: the class that `config.json` names. read: makes a ModelSpec of `config.json`
-    and `generation_config.json`; what is malformed or unsupported it refuses (`Fields.refuse`).
-    quantised: the `quant_method` of weights that are read."""
+    """Family of models, and how its configuration is read. architecture: the class that
+    `config.json` names. read: makes a ModelSpec of `config.json` and `generation_config.json`;
+    what is malformed or unsupported it refuses (`Fields.refuse`). quantised: the `quant_method`
+    of weights that are read.
+    """
 
     architecture: str
     read: Reader
@@ -51,7 +53,7 @@ class Family(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """Which matrices have a bias."""
+    """Matrices that have a bias."""
 
     qkv: bool = False
     o: bool = False
@@ -86,8 +88,9 @@ def read_sizes(
     head_dim: int | None = None,
     epsilon: float = 1e-6,
 ) -> ModelSizes:
-    """kv_heads, head_dim, epsilon: where `config.json` says nothing; None = as many as heads, and
-    `hidden / heads`."""
+    """Read the sizes of a model. kv_heads, head_dim, epsilon: where `config.json` says nothing;
+    None = as many as heads, and `hidden / heads`.
+    """
     before = len(fields.problems)
     vocab, hidden, inner, layers, heads, positions = (
         fields.positive(key)
@@ -184,7 +187,9 @@ def read_windows(
 def read_windowed(
     fields: Fields, sizes: ModelSizes, has_window: Callable[[int], bool]
 ) -> tuple[bool, ...]:
-    """Which layers are of the kind that has a window; has_window: as of `read_windows`."""
+    """Say for each layer whether it is of the kind that has a window. has_window: as of
+    `read_windows`.
+    """
     kinds = fields.config.get("layer_types")
     usual = tuple(map(has_window, range(sizes.layers)))
     if kinds is None:
@@ -205,7 +210,7 @@ def attention(
     softcap: float | None = None,
     qk_norm: bool = False,
 ) -> AttentionSpec:
-    """scale: None = `head_dim ** -0.5`."""
+    """Make the attention of a layer. scale: None = `head_dim ** -0.5`."""
     q_norm, k_norm = (
         NormSpec(f"self_attn.{name}_norm", sizes.head_dim, sizes.epsilon) if qk_norm else None
         for name in "qk"
@@ -230,7 +235,9 @@ def layer(
     norms: NormsSpec | None = None,
     activation: Activation = "silu",
 ) -> LayerSpec:
-    """norms: None = those of Llama, before attention and before the MLP."""
+    """Make a layer with the usual names. norms: None = those of Llama, before attention and before
+    the MLP.
+    """
     hidden, inner = sizes.hidden, sizes.inner
     qkv = zip("qkv", (of.q_size, of.kv_size, of.kv_size), strict=True)
     head = of.head_dim
@@ -258,7 +265,7 @@ def layer(
 
 
 def fused(linear: LinearSpec, path: str) -> LinearSpec:
-    """The same matrix as one module, which the checkpoint and PEFT know whole."""
+    """Return the matrix as one module, which the checkpoint and PEFT know whole."""
     spans = tuple(span for part in linear.parts for span in linear.spans_of(part))
     return msgspec.structs.replace(linear, parts=(Part(path, linear.out_features, spans),))
 
@@ -279,7 +286,7 @@ def model(
     *,
     tied: bool = False,
 ) -> ModelSpec:
-    """tied: where `config.json` says nothing."""
+    """Make the model from its layers. tied: where `config.json` says nothing."""
     config = fields.config
     head = LinearSpec("lm_head", sizes.hidden, (Part("lm_head", sizes.vocab),), "column")
     return ModelSpec(

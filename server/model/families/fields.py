@@ -14,7 +14,7 @@ class Fields:
         self.problems: list[str] = []
 
     def changed(self, **keys: Any) -> "Fields":
-        """As if `config.json` said this; what is refused is refused here too."""
+        """Return fields as if `config.json` said this; problems are shared with the original."""
         other = Fields({**self.config, **keys})
         other.problems = self.problems
         return other

@@ -27,7 +27,9 @@ _USUAL_LABELS = 2
 
 
 def architectures_of(served: str) -> dict[str, HeadForm]:
-    """By name, in small letters: the class that is served, and those of the same decoder."""
+    """Return the head form of each architecture, by name in small letters: the class that is
+    served, and those of the same decoder.
+    """
     found: dict[str, HeadForm] = {served.lower(): "text"}
     if served.endswith(_TEXT):
         stem = served.removesuffix(_TEXT)
@@ -38,7 +40,7 @@ def architectures_of(served: str) -> dict[str, HeadForm]:
 
 
 def head_form(config: Mapping[str, Any], served: str) -> HeadForm | None:
-    """None: the class is another one."""
+    """Return the form of the head that a configuration names. None: the class is another one."""
     named = config.get("architectures")
     if not named or not isinstance(named, list):
         return "text"

@@ -119,7 +119,9 @@ def _refuse_beside(config: Mapping[str, Any], fields: Fields) -> None:
 def _quantisation(
     fields: Fields, config: Mapping[str, Any], own: str | None
 ) -> Quantisation | None:
-    """own: the method of weights that the family itself reads."""
+    """Read how the weights are quantised; None = they are not. own: the method of weights that the
+    family itself reads.
+    """
     for key in ("quantization_config", "compression_config"):
         table = config.get(key)
         if not table:

@@ -81,7 +81,7 @@ def read_tables(fields: Fields, theta: object, windowed_theta: object) -> tuple[
 def read_table(
     fields: Fields, table: Table, sizes: ModelSizes, rules: RopeRules = LLAMA
 ) -> tuple[RopeSpec, int]:
-    """As `read_rope`, of this table."""
+    """Read the rotation that a table describes, as `read_rope` does."""
     return _Source(fields, table, sizes, rules).rope()
 
 
@@ -178,7 +178,7 @@ class _Source(NamedTuple):
         )
 
     def _longrope(self, plain: RopeSpec) -> RopeSpec:
-        """LongRoPE (arXiv 2402.13753)."""
+        """Read a rotation of LongRoPE (arXiv 2402.13753)."""
         original = self._original_context()
         factor = self.number("factor", self.sizes.positions / original)
         attention = 1.0

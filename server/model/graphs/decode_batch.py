@@ -11,7 +11,7 @@ ROW, POSITION, TOKEN, APPEND, SLOT = range(_FIRST_PAGE)
 
 
 def num_columns(groups: int) -> int:
-    """For so many groups of layers."""
+    """Number of columns for so many groups of layers."""
     return _FIRST_PAGE + 2 * groups
 
 
@@ -22,10 +22,10 @@ def page_column(group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """columns: int32 `[num_columns, slices]`, in the plan's order: row, position, token (-1 = the
-    row's own), where the sample goes in the row (-1 = nowhere), adapter slot; of each group of
-    layers a page granted and its place in the row's list (-1 = none). grants: those that found no
-    place here.
+    """Inputs of a decode step, one column a slice. columns: int32 `[num_columns, slices]`, in the
+    plan's order: row, position, token (-1 = the row's own), where the sample goes in the row (-1
+    = nowhere), adapter slot; of each group of layers a page granted and its place in the row's
+    list (-1 = none). grants: those that found no place here.
     """
 
     columns: np.ndarray
@@ -33,9 +33,10 @@ class DecodeBatch:
 
     @classmethod
     def of(cls, plan: StepPlan, groups: int = 1) -> "DecodeBatch | None":
-        """None for a step with a slice of several tokens. A prompt slice of one token is taken as
-        a decode slice is, unless more than a token is wanted of it. No slice has a
-        draft."""
+        """Make the batch of a plan. None for a step with a slice of several tokens. A prompt slice
+        of one token is taken as a decode slice is, unless more than a token is wanted of it. No
+        slice has a draft.
+        """
         slices = plan.slices
         if not slices or not all(s.kind == "decode" or _is_like_decode(s) for s in slices):
             return None

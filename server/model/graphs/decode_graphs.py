@@ -39,7 +39,7 @@ class GraphStep:
 
 
 class DecodeGraphs:
-    """Captured once at start; `launch` uploads, plans and replays."""
+    """Graphs of decode steps. Captured once at start; `launch` uploads, plans and replays."""
 
     def __init__(
         self,

@@ -50,7 +50,9 @@ CudaDecoder = Decoder[CudaPlan, DeviceLora, LinearOutput]
 
 
 def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases) -> Built:
-    """As `gpu_path.build`, on a device that has all that it needs."""
+    """Build the decoder and its graphs on a device that has all that the fast kernels need. The
+    parameters are those of `gpu_path.build`.
+    """
     parts.rows.page_table[:, parts.rows.scratch] = parts.limits.num_pages
     start = _Start.of(parts, graph_batches)
     decoder = start.decoder(parts.weights.layers)
@@ -74,8 +76,10 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """sizes, prompt_sizes: sequences of decode graphs, tokens of those of steps with prompts.
-    row_sizes: of products outside graphs. backend: FlashInfer's, of prompts' attention."""
+    """Steps of a start on a fast GPU. sizes, prompt_sizes: sequences of decode graphs, tokens of
+    those of steps with prompts. row_sizes: of products outside graphs. backend: FlashInfer's, of
+    prompts' attention.
+    """
 
     parts: Parts
     sizes: tuple[int, ...]
@@ -105,7 +109,7 @@ class _Start:
 
     @property
     def prompt_kernels(self) -> str:
-        """For a person."""
+        """Name the kernels that compute prompts, for a person."""
         parts = self.parts
         names = sorted(set(prompt_kernels(parts.model, fp8_cache=parts.cache.is_fp8)))
         return " and ".join(names).replace("FlashInfer", f"FlashInfer ({self.backend})")
@@ -133,7 +137,9 @@ class _Start:
         return self.parts.decoder(self.ops, weights)
 
     def compile_all(self, decoder: CudaDecoder) -> None:
-        """Without it kernels are compiled one by one, as what follows comes to them."""
+        """Compile all kernels together. Without it kernels are compiled one by one, as what follows
+        comes to them.
+        """
         try:
             with compiled_together():
                 self._launch_all(decoder)
@@ -198,7 +204,7 @@ class _Start:
         yield self.sizes, [[weights.lm_head]]
 
     def _graphs(self, decoder: CudaDecoder) -> tuple[DecodeGraphs, TokenGraphs | None]:
-        """Not captured yet."""
+        """Make the graphs' objects, not captured yet."""
         graphs = DecodeGraphs(decoder, self.ops, self.parts.rows, self.sizes)
         return graphs, self._token_graphs(decoder) if self.prompt_sizes else None
 

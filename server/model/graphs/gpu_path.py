@@ -37,8 +37,9 @@ def why_not_fast(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
 
 
 def build(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases) -> Built:
-    """graph_batches: padded batch sizes of decode graphs; None = all that the limits need. phases:
-    what takes long is noted there."""
+    """Build the decoder by the fastest way that the device has. graph_batches: padded batch sizes
+    of decode graphs; None = all that the limits need. phases: what takes long is noted there.
+    """
     device = parts.cache.k.device
     if device.type == "cpu":
         return _build_reference(parts, "computing on the CPU")

@@ -37,7 +37,9 @@ class Parts:
     dora_graphs: bool
 
     def decoder(self, ops: Any, weights: ModelWeights | None = None) -> Decoder[Any, Any, Any]:
-        """ops: of the device alone. weights: None = all of them."""
+        """Make a decoder, for a group of devices where there is one. ops: of the device alone.
+        weights: None = all of them.
+        """
         if self.group.shard.count > 1:
             ops = GroupOps(self.whole, ops, self.group)
         return Decoder(self.model, weights or self.weights, self.table.sites, ops)
@@ -45,9 +47,10 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """graphs, token_graphs: DecodeGraphs and TokenGraphs, None where steps are computed as they
-    come. row_sizes: numbers of rows, ascending, that those are padded to; none = they need not be.
-    backend: for a person."""
+    """Decoder, graphs and draws of an executor. graphs, token_graphs: DecodeGraphs and TokenGraphs,
+    None where steps are computed as they come. row_sizes: numbers of rows, ascending, that those
+    are padded to; none = they need not be. backend: for a person.
+    """
 
     decoder: Decoder[Any, Any, Any]
     draws: Draws

@@ -26,7 +26,7 @@ class StartPhases:
         self._report(StartProgress(self._name, done, total, unit))
 
     def line(self) -> str:
-        """All phases, of which the last is over."""
+        """Return the log's line of all phases, of which the last is over."""
         self._end()
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._phases)
         return f"start: {self._last - self._begun:.1f} s ({parts})"

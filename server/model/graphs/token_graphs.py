@@ -29,7 +29,7 @@ _NOBODY = np.zeros(0, dtype=np.int32)
 
 
 class EndGraphs:
-    """Captured once at start."""
+    """Graphs of a step's end, from the last attention to hidden states. Captured once at start."""
 
     def __init__(
         self,
@@ -39,8 +39,10 @@ class EndGraphs:
         begun: tuple[torch.Tensor, torch.Tensor],
         pool: Any,
     ) -> None:
-        """begun: `[sizes[-1], heads * head_dim]` and `[sizes[-1], hidden]`, where steps leave what
-        the last layer attended and the hidden states. pool: of graphs."""
+        """Allocate the inputs and outputs of graphs for a step's end. begun: `[sizes[-1], heads *
+        head_dim]` and `[sizes[-1], hidden]`, where steps leave what the last layer attended and
+        the hidden states. pool: of graphs.
+        """
         self.sizes = sizes
         self._decoder, self._ops, self._begun, self._pool = decoder, ops, begun, pool
         # Rows, then slots: one upload.
@@ -57,16 +59,19 @@ class EndGraphs:
             self._step(size, reach)()
 
     def capture(self, reach: Reach) -> None:
-        """One family, largest first so that the others fit in its memory. Others of as many tokens
-        were rehearsed."""
+        """Capture graphs. One family, largest first so that the others fit in its memory. Others of
+        as many tokens were rehearsed.
+        """
         for size in reversed(self.sizes):
             graph = record(self._step(size, reach), self._pool)
             graph.replay()  # the first time takes longer
             self._graphs[size, reach] = graph
 
     def forward(self, rows: np.ndarray, slots: np.ndarray) -> torch.Tensor:
-        """rows: int64 `[n]`, of what steps left; slots: their adapters' -> normed `[n, hidden]`,
-        valid until the next call, in stream order."""
+        """Compute the wanted rows from the last attention to normed hidden states. rows: int64
+        `[n]`, of what steps left; slots: their adapters' -> normed `[n, hidden]`, valid until
+        the next call, in stream order.
+        """
         n = len(rows)
         if n:
             size = padded_size(self.sizes, n)
@@ -99,16 +104,18 @@ class EndGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """graphs: one, or the first up to the first attention, then one after each but the last. lora:
-    kept since the graphs write to its tensors."""
+    """Captured graphs of one size. graphs: one, or the first up to the first attention, then one
+    after each but the last. lora: kept since the graphs write to its tensors.
+    """
 
     graphs: list[torch.cuda.CUDAGraph]
     lora: DeviceLora | None
 
 
 class TokenGraphs:
-    """Captured once at start. Steps run one after the other, and share the tensors between graphs
-    and attention."""
+    """Graphs of steps with prompts. Captured once at start. Steps run one after the other, and
+    share the tensors between graphs and attention.
+    """
 
     def __init__(
         self,
@@ -117,7 +124,9 @@ class TokenGraphs:
         sizes: tuple[int, ...],
         attention: GraphAttention | None,
     ) -> None:
-        """attention: that graphs can launch; None: it lies between them."""
+        """Allocate the inputs and outputs of graphs. attention: that graphs can launch; None: it
+        lies between them.
+        """
         self.sizes = sizes
         self._decoder, self._ops, self._attention = decoder, ops, attention
         model, device, dtype = decoder.spec, ops.device, ops.cache.dtype
@@ -149,8 +158,9 @@ class TokenGraphs:
         self.ends.rehearse(reach)
 
     def capture(self, reach: Reach, example: Callable[[int], StepLayout]) -> None:
-        """One family, largest first so that the others fit in its memory. Others of as many tokens
-        were rehearsed. example: of prompts with so many tokens in all."""
+        """Capture graphs. One family, largest first so that the others fit in its memory. Others of
+        as many tokens were rehearsed. example: of prompts with so many tokens in all.
+        """
         for size in reversed(self.sizes):
             lora = self._lora(size, reach)
             pieces = self._prepared(size, lora, example)
@@ -176,7 +186,9 @@ class TokenGraphs:
         token_slots: np.ndarray,
         wanted: np.ndarray,
     ) -> torch.Tensor:
-        """As `Decoder.forward`, of the tokens wanted (int64 `[rows]`, on the host)."""
+        """Compute normed hidden states of the tokens wanted (int64 `[rows]`, on the host), as
+        `Decoder.forward` does.
+        """
         tokens, first = len(token_ids), 0
         size = padded_size(self.sizes, tokens)
         captured = self._captured[size, self._ops.table.reach(token_slots)]
@@ -196,7 +208,7 @@ class TokenGraphs:
         return self.ends.forward((wanted - first) % tokens, token_slots[wanted])
 
     def _embed(self, slots: np.ndarray) -> None:
-        """Before the graph, where the adapters ask for it. slots: int32 `[size]`."""
+        """Embed tokens before the graph, where the adapters ask for it. slots: int32 `[size]`."""
         table, size = self._ops.table, len(slots)
         gives = table.changes_embedding(slots)
         if gives != self._gives:
@@ -209,7 +221,9 @@ class TokenGraphs:
                 token_ids.clamp_(max=self._decoder.spec.vocab_size - 1)
 
     def _embedded(self, size: int, lora: DeviceLora | None) -> Embedded | None:
-        """Without adapters nobody gives it. It comes where the hidden states are left later."""
+        """Return the embedded tokens that adapters give; None without adapters. They come where the
+        hidden states are left later.
+        """
         return None if lora is None else Embedded(self._hidden[:size], self._is_given)
 
     def _replay_between(

@@ -27,7 +27,9 @@ _WARM_TOKENS = (3, 40, 300, 600, 2100)
 def run_steps(
     decoder: Decoder[Any, Any, Any], ops: "CudaOps", rows: Rows, limits: ExecutorLimits
 ) -> None:
-    """As many tokens as use every kernel; with adapters as well, where some may come."""
+    """Run steps of as many tokens as use every kernel; with adapters as well, where
+    some may come.
+    """
     context, adapters = limits.max_context, limits.adapter_slots > 0
     most = min(limits.max_step_tokens, limits.max_rows * context)
     for tokens in warm_sizes(most, _of_experts(decoder.spec)):
@@ -84,7 +86,7 @@ def run_step(
 
 
 def prompts_of(rows: Rows, max_context: int, tokens: int) -> StepLayout:
-    """As few prompts as have so many tokens, all alike."""
+    """Lay out as few prompts as have so many tokens, of about equal length."""
     count = -(-tokens // max_context)
     num_new = np.full(count, tokens // count)
     num_new[: tokens % count] += 1

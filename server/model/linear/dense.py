@@ -13,8 +13,9 @@ from loraplex.server.kernels.launch.configs import KernelConfigs, SkinnyConfig
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """name: whose choice of kernel. spare: multiprocessors that the kernel is to leave alone,
-    which makes cuBLASLt choose other tiles."""
+    """Library whose kernel computes a product. name: whose choice of kernel. spare: multiprocessors
+    that the kernel is to leave alone, which makes cuBLASLt choose other tiles.
+    """
 
     name: Literal["cublas", "cublaslt"]
     spare: int = 0
@@ -27,7 +28,9 @@ LIBRARIES = (DEFAULT, *(Library("cublaslt", spare) for spare in (0, 8, 16, 32)))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseLinear:
-    """`x W^T + bias`. weight: `[out_features, in_features]`; bias: `[out_features]`."""
+    """Product with a plain matrix: `x W^T + bias`. weight: `[out_features, in_features]`; bias:
+    `[out_features]`.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -42,7 +45,7 @@ class DenseLinear:
 
     @property
     def nbytes(self) -> int:
-        """On the device."""
+        """Size in bytes on the device."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     @property
@@ -69,7 +72,9 @@ class DenseLinear:
     def run(
         self, x: torch.Tensor, out: torch.Tensor | None = None, way: Way = DEFAULT
     ) -> torch.Tensor:
-        """x: `[rows, in_features]` -> `[rows, out_features]`, in `out` where that is given."""
+        """Compute the product. x: `[rows, in_features]` -> `[rows, out_features]`, in `out` where
+        that is given.
+        """
         if isinstance(way, SkinnyConfig):
             # Not at the top: the CPU's operations need no Triton.
             from loraplex.server.kernels.linear.skinny import skinny_product
@@ -103,7 +108,7 @@ class DenseLinear:
 
 @contextmanager
 def _taken(library: Library) -> Iterator[None]:
-    """Both settings are the process's."""
+    """Let torch take this library, for a while. Both settings are the process's."""
     torch.backends.cuda.preferred_blas_library(library.name)
     torch._C._set_sm_carveout_experimental(library.spare or None)
     try:

@@ -13,9 +13,10 @@ from loraplex.server.model.spec.moe_spec import MoeSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsLinear:
-    """`x W^T + bias` of one expert or another. weight: `[experts, out_features, in_features]`, or
-    as many quantised matrices, the rows of gate before those of up; bias: `[experts,
-    out_features]`."""
+    """Product with the matrices of experts: `x W^T + bias` of one expert or another. weight:
+    `[experts, out_features, in_features]`, or as many quantised matrices, the rows of gate
+    before those of up; bias: `[experts, out_features]`.
+    """
 
     weight: torch.Tensor | PackedMatrix
     bias: torch.Tensor | None = None
@@ -31,11 +32,13 @@ class ExpertsLinear:
 
     @property
     def nbytes(self) -> int:
-        """On the device."""
+        """Size in bytes on the device."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """x: `[rows, in_features]` -> `[rows, out_features]`."""
+        """Compute the product with one expert's matrix. x: `[rows, in_features]` -> `[rows,
+        out_features]`.
+        """
         bias = None if self.bias is None else self.bias[expert]
         if isinstance(self.weight, PackedMatrix):
             return QuantisedLinear(self.weight.matrix(expert), bias, x.dtype).run(x)

@@ -19,8 +19,9 @@ class _Layout(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Weight:
-    """`number * scale`. numbers: float8_e4m3fn `[out, in]`. scales: float32 `[ceil(out / rows),
-    ceil(in / columns)]`, one for each block of so many rows and columns."""
+    """FP8 weight with scales: `number * scale`. numbers: float8_e4m3fn `[out, in]`. scales: float32
+    `[ceil(out / rows), ceil(in / columns)]`, one for each block of so many rows and columns.
+    """
 
     numbers: torch.Tensor
     scales: torch.Tensor
@@ -28,7 +29,7 @@ class Fp8Weight:
 
     @property
     def shape(self) -> torch.Size:
-        """`[out_features, in_features]`."""
+        """Shape of the matrix, `[out_features, in_features]`."""
         return self.numbers.shape
 
     @property
@@ -36,7 +37,7 @@ class Fp8Weight:
         return self.numbers.nbytes + self.scales.nbytes
 
     def cut(self, rows: slice, columns: slice) -> "Fp8Weight | None":
-        """Some rows and columns; None where columns begin within a block."""
+        """Cut some rows and columns out; None where columns begin within a block."""
         high, wide = self.block
         outputs, inputs = self.shape
         of_rows, of_columns = _groups(rows, high, outputs), _groups(columns, wide, inputs)
@@ -51,13 +52,13 @@ class Fp8Weight:
         return replace(self, numbers=self.numbers.to(device), scales=self.scales.to(device))
 
     def by_row(self) -> "Fp8Weight":
-        """The same with scales of blocks of one row."""
+        """Return the weight with scales of blocks of one row."""
         rows, columns = self.block
         scales = self.scales.repeat_interleave(rows, dim=0)[: len(self.numbers)]
         return replace(self, scales=scales, block=(1, columns))
 
     def values(self, rows: slice) -> torch.Tensor:
-        """Float32 `[rows, in]`."""
+        """Dequantise some rows, float32 `[rows, in]`."""
         high, wide = self.block
         blocks = torch.arange(rows.start, rows.stop, device=self.scales.device) // high
         return self.numbers[rows].float() * _spread(self.scales[blocks], wide, self.shape[1])
@@ -88,7 +89,7 @@ class GroupedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """`[out_features, in_features]`."""
+        """Shape of the matrix, `[out_features, in_features]`."""
         return torch.Size((len(self.codes), self.in_features))
 
     @property
@@ -108,7 +109,7 @@ class GroupedWeight:
         )
 
     def cut(self, rows: slice, columns: slice) -> "GroupedWeight | None":
-        """Some rows and columns; None where columns begin within a group, or are sorted."""
+        """Cut some rows and columns out; None where columns begin within a group, or are sorted."""
         width = columns.stop - columns.start
         if width == self.in_features:
             groups, codes = slice(None), self.codes
@@ -129,7 +130,7 @@ class GroupedWeight:
         )
 
     def values(self, rows: slice) -> torch.Tensor:
-        """Float32 `[rows, in]`."""
+        """Dequantise some rows, float32 `[rows, in]`."""
         width = self.in_features
         codes = unpacked(self.codes[rows], self.bits)[:, :width]
         if self.table is not None:
@@ -213,14 +214,14 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 `[rows, n]` -> `[rows, n * 8 / bits]`."""
+    """Unpack codes: uint8 `[rows, n]` -> `[rows, n * 8 / bits]`."""
     if bits == 8:
         return codes
     return torch.stack((codes & 0x0F, codes >> 4), dim=-1).flatten(-2)
 
 
 def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 `[rows, n]` -> `[rows, ceil(n * bits / 8)]`."""
+    """Pack codes: uint8 `[rows, n]` -> `[rows, ceil(n * bits / 8)]`."""
     codes = codes.contiguous()
     if bits == 8:
         return codes
@@ -230,12 +231,12 @@ def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _spread(of_groups: torch.Tensor, group: int, width: int) -> torch.Tensor:
-    """`[rows, groups]` -> `[rows, width]`."""
+    """Repeat each group's number for its inputs: `[rows, groups]` -> `[rows, width]`."""
     return of_groups.repeat_interleave(group, dim=1)[:, :width]
 
 
 def _dequantised(weight: _Layout, out: torch.Tensor) -> torch.Tensor:
-    """Written to `out`, `[out, in]`, rounded to its dtype once. Returns it."""
+    """Dequantise codes to `out`, `[out, in]`, rounded to its dtype once. Returns it."""
     for rows in _chunks(weight.shape):
         out[rows].copy_(weight.values(rows))
     return out

@@ -19,7 +19,9 @@ _ROWS = 2048
 
 
 def quantise(weight: torch.Tensor, scheme: AtLoad) -> PackedWeight | None:
-    """weight: `[out, in]`, finite. None where the scheme does not take its shape."""
+    """Quantise a plain matrix. weight: `[out, in]`, finite. None where the scheme does not take its
+    shape.
+    """
     if scheme == "fp8":
         return _to_fp8(weight)
     return _to_nf4(weight) if weight.shape[1] % FOUR_BIT_BLOCK == 0 else None

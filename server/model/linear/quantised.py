@@ -17,8 +17,9 @@ _LEAST_RUN, _MOST_RUN = 32, 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedLinear:
-    """`x W^T + bias`. weight: as the kernels read it. bias: `[out_features]`. dtype: of x and what
-    is computed."""
+    """Product with a quantised matrix: `x W^T + bias`. weight: as the kernels read it. bias:
+    `[out_features]`. dtype: of x and what is computed.
+    """
 
     weight: PackedMatrix
     bias: torch.Tensor | None
@@ -34,7 +35,7 @@ class QuantisedLinear:
 
     @property
     def nbytes(self) -> int:
-        """On the device."""
+        """Size in bytes on the device."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     @property
@@ -43,7 +44,9 @@ class QuantisedLinear:
         return (self.out_features, self.in_features, *self.weight.form())
 
     def ways(self, rows: int, configs: KernelConfigs) -> tuple[Way, ...]:
-        """As of DenseLinear. DEFAULT writes the matrix out and takes the library's product."""
+        """List the ways to compute a product of so many rows. DEFAULT writes the matrix out and
+        takes the library's product.
+        """
         return (DEFAULT, *configs.packed(rows))
 
     def outside_graphs(self, rows: int, configs: KernelConfigs) -> Way:
@@ -51,13 +54,15 @@ class QuantisedLinear:
         return self.ways(rows, configs)[-1]
 
     def beside_lora(self, ways: Iterable[Way]) -> list[Way]:
-        """As of DenseLinear; but to write the matrix out takes longer than LoRA waits for ours."""
+        """Return the ways that may run at the same time as LoRA: all of them. To write the matrix
+        out takes longer than LoRA waits for our kernels.
+        """
         return list(ways)
 
     def run(
         self, x: torch.Tensor, out: torch.Tensor | None = None, way: Way = DEFAULT
     ) -> torch.Tensor:
-        """As of DenseLinear."""
+        """Compute the product, as DenseLinear does."""
         if not isinstance(way, PackedConfig):
             return DenseLinear(self.dequantised(), self.bias).run(x, out, way)
         from loraplex.server.kernels.linear.packed_product import packed_product
@@ -67,13 +72,13 @@ class QuantisedLinear:
         return out
 
     def operands(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of DenseLinear."""
+        """Make random operands of the product, x and out, for timing."""
         device = self.weight.numbers.device
         x = torch.randn(rows, self.in_features, dtype=self.dtype, device=device)
         return x, torch.empty(rows, self.out_features, dtype=self.dtype, device=device)
 
     def dequantised(self) -> torch.Tensor:
-        """As of DenseLinear; a new tensor at each call."""
+        """Write the matrix out as plain numbers, a new tensor at each call."""
         from loraplex.server.kernels.linear.dequantise import dequantise
 
         device = self.weight.numbers.device
@@ -83,8 +88,9 @@ class QuantisedLinear:
 
 
 def matrix_of(weight: PackedWeight) -> PackedMatrix | None:
-    """As the kernels read it; None where they do not: groups of other than powers of two, rows that
-    end within a group."""
+    """Return the weight as the kernels read it. None where they do not: groups of other than powers
+    of two, rows that end within a group.
+    """
     if isinstance(weight, Fp8Weight):
         rows, columns = weight.block
         group = _group(columns, weight.shape[1])
@@ -139,7 +145,7 @@ def _split(weight: GroupedWeight) -> str:
 
 
 def in_runs(codes: torch.Tensor, run: int) -> torch.Tensor:
-    """uint8 `[rows, n]`, two codes in a byte, in the order of PackedMatrix."""
+    """Order codes in runs: uint8 `[rows, n]`, two codes in a byte, in the order of PackedMatrix."""
     rows, width = codes.shape
     halves = unpacked(codes, 4).view(rows, -1, 2, run // 2)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(rows, width)

@@ -33,8 +33,10 @@ _NEWEST = 0.2  # weight of the newest copy in the mean rate
 
 
 class _Moving(NamedTuple):
-    """Its bytes are queued. began, ended: recorded around them. finished: recorded behind what was
-    made of them on the device, and written: behind its way back; None = it came finished."""
+    """Copy whose bytes are queued. began, ended: recorded around them. finished: recorded behind
+    what was made of them on the device, and written: behind its way back; None = it came
+    finished.
+    """
 
     copy: AdapterCopy
     adapter: Adapter
@@ -46,7 +48,8 @@ class _Moving(NamedTuple):
 
 
 class AdapterCopies:
-    """In order of arrival, on one stream: what comes later into the same extents is written later.
+    """Copy adapters from host memory to the device, in order of arrival, on one stream: what comes
+    later into the same extents is written later.
 
     The step loop's own thread queues them: another would need the interpreter that a launch holds.
     On the CPU `start` copies. A slot can be used once `poll` reported it.
@@ -58,7 +61,9 @@ class AdapterCopies:
         host_arena: memoryview,
         vectors: Callable[[Adapter], Iterator[torch.Tensor | None]],
     ) -> None:
-        """vectors: as `OutputVectors.pieces`."""
+        """Make a stream for the copies, and pin the host memory. vectors: as
+        `OutputVectors.pieces`.
+        """
         self.table = table
         self._host = torch.frombuffer(host_arena, dtype=torch.uint8) if host_arena else None
         self._stream = torch.cuda.Stream() if table.arena.is_cuda else None
@@ -74,7 +79,7 @@ class AdapterCopies:
         self._lost: Exception | None = None
 
     def start(self, copy: AdapterCopy) -> None:
-        """Raises nothing: `poll` tells what went wrong."""
+        """Queue a copy. Raises nothing: `poll` tells what went wrong."""
         try:
             with torch.inference_mode(), self._beside:
                 self._start(copy)
@@ -98,23 +103,24 @@ class AdapterCopies:
         return told
 
     def use_oldest(self) -> None:
-        """As `poll` does to a copy that has become usable, for the oldest that none may use yet.
-        On the CPU copies are usable at once."""
+        """Let steps use the oldest copy that none may use yet, as `poll` does once it is usable. On
+        the CPU copies are usable at once.
+        """
         if self._unusable:
             self._begin_use(self._unusable.popleft())
 
     def over(self) -> list[CopyOver]:
-        """As `poll`, which binds no slot."""
+        """Return the copies that have ended, as `poll` does, and bind no slot."""
         if self._lost is not None:
             raise self._lost
         return [news for news in self._ended() if isinstance(news, CopyOver)]
 
     def sums_offered(self) -> list[CopySums]:
-        """See `GroupMember`."""
+        """Return numbers that wait to be summed over processes, as `GroupMember` says."""
         return self._finisher.sums_offered()
 
     def add_sums(self, sums: CopySums) -> None:
-        """See `GroupMember`."""
+        """Take numbers summed over processes, as `GroupMember` says."""
         self._finisher.add_sums(sums)
         self._finish()
 
@@ -195,7 +201,7 @@ class AdapterCopies:
         self._unusable.append(moving._replace(finished=finished, written=written))
 
     def _use(self, copy: AdapterCopy, adapter: Adapter, copy_s: float) -> None:
-        """On the CPU."""
+        """Bind a finished copy to its slot, on the CPU."""
         self._news.append(self._bind(copy, adapter))
         self._news.append(self._over(copy, copy_s))
 
@@ -218,7 +224,9 @@ class AdapterCopies:
         return CopyUsable(copy.adapter_slot, copy.layout.digest)
 
     def _is_hidden(self, first: _Moving) -> bool:
-        """first: of those that are not usable."""
+        """Say whether the next step would hardly wait for the copy. first: the first copy that is
+        not usable.
+        """
         finished = any(moving.finished for moving in (*self._usable, first))
         if finished or self._finisher.is_busy:  # who knows how long that takes
             return bool((first.finished or first.ended).query())
@@ -295,7 +303,9 @@ def coalesce(
 
 
 def _pin(host: torch.Tensor) -> bool:
-    """Once at start: copies from pinned memory run at the bus's speed and beside the host."""
+    """Pin the host memory, once at start: copies from pinned memory run at the bus's speed and
+    beside the host. Returns whether that worked.
+    """
     status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
     if status:
         text = "the host arena cannot be pinned (CUDA error %d): loads are slower, and steps wait"

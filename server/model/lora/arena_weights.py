@@ -18,8 +18,9 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """b_t: B transposed, `[rank, out_features]`, of one projection. rank_*: its columns of the
-    site's `x A^T`; out_*: its columns of the site's output."""
+    """LoRA weights of one projection. b_t: B transposed, `[rank, out_features]`, of one projection.
+    rank_*: its columns of the site's `x A^T`; out_*: its columns of the site's output.
+    """
 
     b_t: torch.Tensor
     scale: float
@@ -31,10 +32,12 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class SiteWeights:
-    """a_t: A transposed, `[in_features, sum(ranks)]`, or of the one rank that all projections
-    share. All tensors are views into the arena; at a site of experts each has the experts in
-    front. vectors: float32 `[2 or 3, out_features]` of the whole site, factors of the base's
-    product and what is then added; None = it has none. vector_bits: as in `SiteLayout.vectors`."""
+    """LoRA weights of one site. a_t: A transposed, `[in_features, sum(ranks)]`, or of the one rank
+    that all projections share. All tensors are views into the arena; at a site of experts each
+    has the experts in front. vectors: float32 `[2 or 3, out_features]` of the whole site,
+    factors of the base's product and what is then added; None = it has none. vector_bits: as in
+    `SiteLayout.vectors`.
+    """
 
     a_t: torch.Tensor
     projections: tuple[Projection, ...]
@@ -86,7 +89,9 @@ class Adapter:
         a_rank: int,
         *vectors: Any,
     ) -> SiteWeights:
-        """vectors: where the site's begin, and their bits."""
+        """View the weights of one site in the arena. vectors: where the site's begin, and their
+        bits.
+        """
         shares_a = a_rank < sum(ranks)
         columns = [0] * len(ranks) if shares_a else list(accumulate((0, *ranks)))
         outputs = list(accumulate((0, *site.out_features)))
@@ -118,7 +123,9 @@ class Adapter:
         return self._view(begin, shape, torch.float32), tuple(bits[: len(site.out_features)])
 
     def own_rows(self) -> dict[int, OwnRows]:
-        """By the site's number. Copies ids to the device on the current stream."""
+        """Return the adapter's own rows by the site's number. Copies ids to the device on the
+        current stream.
+        """
         hidden = self._sites.lm_head.in_features
         return {
             table.site: OwnRows(
@@ -130,8 +137,9 @@ class Adapter:
         }
 
     def own_norms(self) -> dict[int, Norm]:
-        """By place, as of `BaseNorm`. What is made of the stored weights is queued on the current
-        stream."""
+        """Return the adapter's own norms by place, as of `BaseNorm`. Queues on the current stream
+        the work on stored weights.
+        """
         placed = self.placed.norms
         if placed is None:
             return {}
@@ -148,7 +156,7 @@ class Adapter:
     def _view(
         self, begin: int, shape: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """dtype: None = that of the slab."""
+        """View a tensor in the arena. dtype: None = that of the slab."""
         dtype = dtype or self._dtype
         end = begin + math.prod(shape) * dtype.itemsize
         return self._arena[begin:end].view(dtype).view(shape)

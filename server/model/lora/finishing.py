@@ -17,7 +17,7 @@ class DeviceSums:
     """Sums over devices for one copy at a time."""
 
     def __init__(self, most: int, *, pinned: bool) -> None:
-        """most: numbers of a copy."""
+        """Allocate host memory for the numbers. most: numbers of a copy."""
         self._digest = ""
         self._numbers: torch.Tensor | None = None
         self._room = torch.empty(most, pin_memory=pinned)
@@ -29,7 +29,9 @@ class DeviceSums:
         return self._numbers is not None
 
     def begin(self, digest: str, numbers: torch.Tensor) -> None:
-        """numbers: float32 `[n]`, which become the sums. Queues on the current stream."""
+        """Begin to copy numbers to the host. numbers: float32 `[n]`, which become the sums. Queues
+        on the current stream.
+        """
         self._digest, self._numbers, self._is_offered = digest, numbers, False
         self._host = self._room[: len(numbers)]
         self._host.copy_(numbers, non_blocking=True)
@@ -69,7 +71,8 @@ class _Job(NamedTuple):
 
 
 class Finisher:
-    """One adapter after the other, in pieces: steps share the device with one piece at most.
+    """Finish adapters that need work on the device after their copy. One adapter after the other,
+    in pieces: steps share the device with one piece at most.
 
     vectors: as `OutputVectors.pieces`. most_sums: numbers of an adapter that devices add up.
     stream: where pieces are queued; None = there is none, and each is over at once.
@@ -116,11 +119,11 @@ class Finisher:
         return self._jobs.popleft().item.copy
 
     def sums_offered(self) -> list[CopySums]:
-        """See `GroupMember`."""
+        """Return numbers that wait to be summed over processes, as `GroupMember` says."""
         return self._sums.offered() if self._is_piece_over() else []
 
     def add_sums(self, sums: CopySums) -> None:
-        """See `GroupMember`."""
+        """Take numbers summed over processes, as `GroupMember` says."""
         with self._beside:
             self._sums.end(sums)
 

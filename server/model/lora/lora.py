@@ -136,7 +136,9 @@ class AdapterTable:
         return Reach.EXPERTS if has_experts else Reach.LAYERS
 
     def reach(self, token_slots: np.ndarray) -> Reach:
-        """token_slots: int `[n]`, -1 = no adapter."""
+        """Return the parts of the model that the tokens' adapters change. token_slots: int `[n]`,
+        -1 = no adapter.
+        """
         return Reach(int(self._reaches[token_slots].max(initial=Reach.NONE)))
 
     def changes_model(self, token_slots: np.ndarray) -> bool:
@@ -151,7 +153,7 @@ class AdapterTable:
         return bool(self._has_vectors[token_slots].any())
 
     def is_wide(self, token_slots: np.ndarray) -> np.ndarray:
-        """bool `[n]`: which adapters of a batch have ids behind the base's tables."""
+        """Say which adapters of a batch have ids behind the base's tables, bool `[n]`."""
         found: np.ndarray = self._is_wide[token_slots]
         return found
 
@@ -180,8 +182,9 @@ class AdapterTable:
         return next((block for block in RANK_BLOCKS if widest <= block), None)
 
     def batch(self, token_slots: np.ndarray) -> "LoraBatch | None":
-        """token_slots: int64 `[tokens]`, -1 = the base; equal neighbours form one segment.
-        None where no token has an adapter."""
+        """Group tokens by adapter. token_slots: int64 `[tokens]`, -1 = the base; equal neighbours
+        form one segment. None where no token has an adapter.
+        """
         if self.reach(token_slots) is Reach.NONE:
             return None
         segments = tuple(
@@ -197,7 +200,7 @@ class AdapterTable:
 
 
 def _segments(token_slots: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Where neighbours with one adapter begin and end, and its slot."""
+    """Iterate over runs of neighbours with one adapter: begin, end and slot."""
     changes = np.flatnonzero(np.diff(token_slots)) + 1
     for begin, end in pairwise([0, *changes.tolist(), len(token_slots)]):
         if token_slots[begin] >= 0:
@@ -239,8 +242,9 @@ class LoraBatch:
     def add_expert(
         self, site: Site, expert: int, tokens: torch.Tensor, x: torch.Tensor, y: torch.Tensor
     ) -> None:
-        """As `add`, of one expert and the rows that it has. tokens: int64 `[rows]`, ascending,
-        their places in the batch; x `[rows, in]`, y `[rows, out]`."""
+        """Add LoRA of one expert to the rows that it has. tokens: int64 `[rows]`, ascending, their
+        places in the batch; x `[rows, in]`, y `[rows, out]`.
+        """
         if site.number not in self.sites:
             return
         for segment in self.segments:
@@ -253,7 +257,9 @@ class LoraBatch:
             _expand(of_expert, x[rows] @ of_expert.a_t, y[rows])
 
     def add_embedding(self, site: Site, token_ids: torch.Tensor, y: torch.Tensor) -> None:
-        """The same for an embedding: a token's row of A^T is gathered."""
+        """Add LoRA to an embedding, as `add` does to a product: a token's row of A^T is
+        gathered.
+        """
         if site.number not in self.sites:
             return
         for segment in self.segments:

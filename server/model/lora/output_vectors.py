@@ -43,8 +43,9 @@ class OutputVectors:
             }
 
     def pieces(self, adapter: Adapter) -> Iterator[torch.Tensor | None]:
-        """Each step queues a piece of the work on the current stream. At its end the arena holds
-        factors and addends in place of what the adapter brought, and B is multiplied.
+        """Compute an adapter's factors and addends, piece by piece. Each step queues a piece of the
+        work on the current stream. At its end the arena holds factors and addends in place of
+        what the adapter brought, and B is multiplied.
 
         Devices that share the base add up each tensor that a step gives, in place, before the next
         step: squares of lengths whose inputs they share. The last one is empty, and then all
@@ -161,8 +162,9 @@ def _square(
 
 
 def _scale(projection: Projection, squares: torch.Tensor, lengths: torch.Tensor) -> None:
-    """lengths: of the whole site, which become factors. Zeros that fill a device's part up have
-    no length, and stay zeros."""
+    """Scale B so that its outputs have the wanted lengths. lengths: of the whole site, which become
+    factors. Zeros that fill a device's part up have no length, and stay zeros.
+    """
     mine = lengths[projection.out_begin : projection.out_end]
     mine /= squares.sqrt().clamp_(min=_TINY)
     projection.b_t.copy_(projection.b_t.float() * mine)

@@ -20,17 +20,18 @@ NEVER = -6e4
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """rows: `[n, hidden]`. ids: int64 `[n]`, the token of each; None = all tokens of the adapter's
-    vocabulary, which may be smaller or larger than the base's. size: of that vocabulary. Of devices
-    that share the base each has the rows of its tokens, perhaps none, and counts them as
-    `loraplex.adapters.token_rows` says."""
+    """Rows of an embedding or head that an adapter has of its own. rows: `[n, hidden]`. ids: int64
+    `[n]`, the token of each; None = all tokens of the adapter's vocabulary, which may be smaller
+    or larger than the base's. size: of that vocabulary. Of devices that share the base each has
+    the rows of its tokens, perhaps none, and counts them as `loraplex.adapters.token_rows` says.
+    """
 
     rows: torch.Tensor
     ids: torch.Tensor | None
     size: int
 
     def embed(self, token_ids: torch.Tensor, y: torch.Tensor) -> None:
-        """In y `[tokens, hidden]`, the base's rows of the tokens."""
+        """Write own rows of the tokens over y `[tokens, hidden]`, which holds the base's rows."""
         if self.ids is None:
             # Padding of a step has any ids, and so may have some that the adapter does not know.
             known = token_ids.long().clamp(max=len(self.rows) - 1)
@@ -43,15 +44,16 @@ class OwnRows:
         y.copy_(torch.where(same.any(dim=1, keepdim=True), own, y))
 
     def logits(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """In y `[tokens, vocab]`, the base's logits of x `[tokens, hidden]`; of the device's
-        tokens."""
+        """Write own logits of x `[tokens, hidden]` over y `[tokens, vocab]`, which holds the
+        base's; of the device's tokens.
+        """
         if self.ids is None:
             torch.mm(x, self.rows.T, out=y[:, : len(self.rows)])
         else:
             y.index_copy_(1, self.ids, x @ self.rows.T)
 
     def forbid_others(self, y: torch.Tensor) -> None:
-        """In finished logits y `[tokens, vocab]`, tokens that the adapter does not have."""
+        """Forbid tokens that the adapter does not have, in finished logits y `[tokens, vocab]`."""
         y[:, self.size :] = NEVER
 
 
@@ -76,7 +78,7 @@ class OwnSegment:
 
 
 def ids_on(device: torch.device, ids: tuple[int, ...] | None) -> torch.Tensor | None:
-    """As OwnRows has them. Waits for nothing."""
+    """Copy token ids to the device as OwnRows has them, without waiting; None stays None."""
     if ids is None:
         return None
     found = torch.tensor(ids, dtype=torch.int64)
@@ -86,8 +88,9 @@ def ids_on(device: torch.device, ids: tuple[int, ...] | None) -> torch.Tensor | 
 def norms_of(
     weights: torch.Tensor, places: Sequence[int], specs: Sequence[NormSpec | None]
 ) -> dict[int, Norm]:
-    """By place. weights: as stored, `[places, hidden]`. specs: of all places. Work is queued on the
-    current stream."""
+    """Return the adapter's own norms by place. weights: as stored, `[places, hidden]`. specs: of
+    all places. Work is queued on the current stream.
+    """
     found: dict[int, Norm] = {}
     for place, weight in zip(places, weights, strict=True):
         spec = specs[place]
@@ -133,7 +136,9 @@ def norm_own(
     normed: torch.Tensor,
     rms_norm: Callable[[torch.Tensor, Norm], torch.Tensor],
 ) -> None:
-    """In normed `[tokens, hidden]`, the base's norm of hidden `[tokens, hidden]`."""
+    """Norm again those rows whose adapter has its own weight. normed `[tokens, hidden]` holds the
+    base's norm of hidden `[tokens, hidden]`, and is changed in place.
+    """
     for segment in segments:
         norm, part = segment.norms.get(place), slice(segment.begin, segment.end)
         if norm is not None:

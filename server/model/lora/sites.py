@@ -62,7 +62,7 @@ class Sites:
     """
 
     def __init__(self, model: ModelSpec, shard: Shard = WHOLE) -> None:
-        """model: the part of the device with this shard."""
+        """Number the sites of a model. model: the part of the device with this shard."""
         self.vocab_size, self.shard = model.vocab_size, shard
         self._all: list[Site] = []
         self.layers = tuple(
@@ -113,7 +113,9 @@ class Sites:
         return self._all[number]
 
     def find(self, layout: SiteLayout) -> Site:
-        """Raises ValueError for a site that this model does not have, or of other projections."""
+        """Return the site that the layout describes. Raises ValueError for a site that this model
+        does not have, or of other projections.
+        """
         site = self._places.get((layout.layer, layout.kind))
         if site is None:
             raise ValueError(f"the model has no site {layout.kind} in layer {layout.layer}")
@@ -154,10 +156,10 @@ class PlacedNorms:
 
 @dataclass(frozen=True, slots=True)
 class PlacedAdapter:
-    """Where one adapter's matrices begin in the arena.
+    """Place of one adapter's matrices in the arena.
 
-    sites: int64 `[n]`, those that it changes. a: int64 `[n]`, bytes from the arena's start.
-    b: int64 `[n, 3]`, the same of each projection. ranks: int64 `[n, 3]`; scales: float64 `[n, 3]`.
+    sites: int64 `[n]`, those that it changes. a: int64 `[n]`, bytes from the arena's start. b:
+    int64 `[n, 3]`, the same of each projection. ranks: int64 `[n, 3]`; scales: float64 `[n, 3]`.
     What has rank 0 has no B. a_ranks: int64 `[n]`, rows of A: the sum of the ranks, or their
     largest where all projections share one A. At a site of experts each matrix is followed by those
     of the other experts. vectors: int64 `[n]`, where what it has for each output begins; -1 = it
@@ -190,7 +192,9 @@ def place(
     item_bytes: int,
     arena_bytes: int,
 ) -> PlacedAdapter:
-    """extents: the first of each run. Raises ValueError for what does not fit model or arena."""
+    """Compute the places of an adapter's matrices. extents: the first of each run. Raises
+    ValueError for what does not fit model or arena.
+    """
     sites = _int64([known.find(site).number for site in layout.sites])
     outputs = known.out_features[sites]
     ranks, b_offsets = np.zeros((2, *outputs.shape), dtype=np.int64)
@@ -289,8 +293,9 @@ class _Runs:
         self._begins = _int64(size * extent for extent in extents)
 
     def find(self, offsets: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
-        """Where matrices begin in the arena. Raises ValueError when one leaves its run, or its run
-        the arena."""
+        """Return the places of matrices in the arena. Raises ValueError when one leaves its run, or
+        its run the arena.
+        """
         runs = np.searchsorted(self._starts, offsets, side="right") - 1
         for i in _first((runs < 0) | (runs >= len(self._begins))):
             raise ValueError(f"offset {offsets[i]} lies outside the slab")

@@ -32,9 +32,10 @@ def prompt_backend(capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """decodes, prompts: which tokens of the flat batch they are; None where a step has none.
-    decode: for each group of layers. In steps with prompts that a graph computes both are all, and
-    what is planned says which."""
+    """Preparation of a step's attention on a GPU. decodes, prompts: which tokens of the flat batch
+    they are; None where a step has none. decode: for each group of layers. In steps with prompts
+    that a graph computes both are all, and what is planned says which.
+    """
 
     decodes: slice
     decode: tuple[DecodeBatchView, ...] | None
@@ -43,7 +44,9 @@ class Attention:
 
 
 class PagedAttention:
-    """Owns the scratch memory. One step at a time is planned; several may be in flight."""
+    """Compute attention over paged keys and values. Owns the scratch memory. One step at a time is
+    planned; several may be in flight.
+    """
 
     def __init__(
         self,
@@ -53,8 +56,10 @@ class PagedAttention:
         most_decodes: int,
         most_rows: int,
     ) -> None:
-        """prefill_backend: see `prompt_backend`. most_decodes: of a flat batch, with what pads
-        them. most_rows: as many, or of all rows of a batch that a graph takes."""
+        """Allocate scratch, and choose the kernels. prefill_backend: see `prompt_backend`.
+        most_decodes: of a flat batch, with what pads them. most_rows: as many, or of all rows of
+        a batch that a graph takes.
+        """
         self.model = model
         self.cache = cache
         self.device = cache.k.device
@@ -95,8 +100,9 @@ class PagedAttention:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """batch: for each group of layers. rotation: behind the norm of q and k; the rest as in
-        `decode_attention`."""
+        """Compute attention of decodes in one layer. batch: for each group of layers. rotation:
+        behind the norm of q and k; the rest as in `decode_attention`.
+        """
         scores = self._scores[layer]
         if sinks is not None:
             scores = replace(scores, sinks=sinks)
@@ -123,6 +129,7 @@ def decode_views(
     work: tuple[DecodeItems, ...],
     turns: torch.Tensor | None,
 ) -> tuple[DecodeBatchView, ...]:
-    """One for each group of layers. page_table: int64 `[groups, rows, pages a row]`; the rest as of
-    `DecodeBatchView`."""
+    """Return views of a decode batch. One for each group of layers. page_table: int64 `[groups,
+    rows, pages a row]`; the rest as of `DecodeBatchView`.
+    """
     return tuple(DecodeBatchView(rows, positions, table, work, turns) for table in page_table)

@@ -85,7 +85,7 @@ class ShrinkingLora(DeviceLora):
 def fused_kernel(
     configs: KernelConfigs, rows: int, num_sites: int, dtype: torch.dtype, device: torch.device
 ) -> FusedKernel | None:
-    """None for too many rows."""
+    """Return the kernel that computes a product with LoRA; None for too many rows."""
     config = configs.skinny_lora(rows)
     if config is None:
         return None
@@ -104,7 +104,9 @@ class LoraBatches:
         max_tokens: int,
         consumers: Consumers,
     ) -> None:
-        """max_tokens: the most of a step, padding included."""
+        """Allocate workspaces for steps of any size. max_tokens: the most of a step, padding
+        included.
+        """
         self._consumers = consumers
         self._configs, self._table, self._dtype, self._device = configs, table, dtype, device
         mixed = lora_strategy.MIXED_TOKENS
@@ -118,7 +120,7 @@ class LoraBatches:
         }
 
     def _allocate_workspaces(self, phase: Phase, rows: int) -> dict[tuple[Phase, int], Workspace]:
-        """By `max_split`."""
+        """Allocate a phase's workspaces, by phase and `max_split`."""
         return {
             (phase, split): allocate_workspace(most, self._dtype, self._device, split)
             for split, most in self._configs.workspaces(phase, rows).items()
@@ -175,8 +177,9 @@ class LoraBatches:
         model_sites: bool = False,
         own: tuple[OwnSegment, ...] = (),
     ) -> DeviceLora:
-        """outputs: adapters may change the base's own products, which no kernel with LoRA in it
-        gives away."""
+        """Choose kernels and workspaces for a batch with adapters. outputs: adapters may change the
+        base's own products, which no kernel with LoRA in it gives away.
+        """
         tokens, configs = len(slots), self._configs
         phase = lora_strategy.phase_of(tokens, decodes=decodes)
         workspace = self._workspaces[phase, configs.max_split(phase, tokens)]
@@ -201,7 +204,7 @@ class LoraBatches:
         return allocate_segments(tokens, size, known, self._device, shared=shared)
 
     def _shrinking(self, lora: DeviceLora, block: int) -> ShrinkingLora:
-        """The same batch, whose adapters' ranks fit `block`."""
+        """Return the same batch for adapters whose ranks fit `block`."""
         return ShrinkingLora(
             lora.slots,
             lora.segments,

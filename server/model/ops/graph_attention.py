@@ -17,8 +17,9 @@ _ALL = slice(0, None)
 
 
 class GraphAttention:
-    """most_tokens: of a graph; most_decodes: of a step. attended: `[most_tokens, heads *
-    head_dim]`, where each layer's result lies."""
+    """Attention whose inputs lie where graphs read them. most_tokens: of a graph; most_decodes: of
+    a step. attended: `[most_tokens, heads * head_dim]`, where each layer's result lies.
+    """
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class GraphAttention:
         return CudaPlan(positions, slots, attention, attended, turns)
 
     def fill(self, size: int, layout: StepLayout) -> None:
-        """For the next replay of that graph."""
+        """Write the inputs of a step for the next replay of the graph with this size."""
         n, tokens = layout.num_decodes, len(layout.positions)
         first = tokens - n
         self._positions[:tokens].copy_(layout.positions.roll(-n))

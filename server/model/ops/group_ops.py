@@ -47,8 +47,9 @@ class ShardedOps(Ops[P, L, Y], Protocol[P, L, Y]):
         out: torch.Tensor | None = None,
         delta: torch.Tensor | None = None,
     ) -> Y:
-        """As `Ops.linear`. out, delta: where the output is to lie, and what LoRA adds later, if it
-        does; `[tokens, out]`; None: anywhere."""
+        """Compute a product with LoRA, as `Ops.linear` does. out, delta: where the output is to
+        lie, and what LoRA adds later, if it does; `[tokens, out]`; None: anywhere.
+        """
         ...
 
     def with_terms(self, y: Y, terms: SharedTerms) -> Y:
@@ -56,7 +57,9 @@ class ShardedOps(Ops[P, L, Y], Protocol[P, L, Y]):
         ...
 
     def reduce(self, y: Y, over_devices: DeviceSum | None = None) -> Y:
-        """As `Ops.reduce`, by over_devices, unless the operation that takes y sums it."""
+        """Sum the devices' parts of a product by over_devices, as `Ops.reduce` does, unless the
+        operation that takes y sums it.
+        """
         ...
 
     def complete(self, y: Y) -> torch.Tensor:
@@ -64,7 +67,7 @@ class ShardedOps(Ops[P, L, Y], Protocol[P, L, Y]):
         ...
 
     def completed(self, y: torch.Tensor) -> Y:
-        """For the operation that takes the product."""
+        """Wrap a finished tensor for the operation that takes the product."""
         ...
 
 
@@ -115,7 +118,9 @@ class GroupOps(Generic[P, L, Y]):
         out: torch.Tensor | None = None,
         width: int | None = None,
     ) -> torch.Tensor:
-        """width: of the base's ids, and of new ones, which are gathered apart."""
+        """Compute logits, and gather them from all devices. width: of the base's ids, and of new
+        ones, which are gathered apart.
+        """
         vocab, group = self._whole.vocab_size, self._group
         if width is None:
             own = self._ops.logits(x, linear, lora, site)
@@ -146,7 +151,7 @@ class GroupOps(Generic[P, L, Y]):
         return self._ops.attend(plan, layer, qkv, qk_norm, sinks)
 
     def _normed(self, spec: AttentionSpec, qkv: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """With q and k normed over the heads of all devices."""
+        """Norm q and k over the heads of all devices, in place. Returns qkv."""
         shard = self._group.shard
         sizes = [_count(heads_of(n, shard)) for n in (spec.num_heads, spec.num_kv_heads)]
         heads = qkv.view(len(qkv), -1, spec.head_dim)

@@ -26,14 +26,16 @@ from loraplex.server.model.ops.products import Products
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """y: `[tokens, out]`, complete."""
+    """Product that is complete. y: `[tokens, out]`, complete."""
 
     y: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class WithDelta:
-    """y: `[tokens, out]` of the base; delta: what its consumer adds."""
+    """Product whose LoRA is still to be added. y: `[tokens, out]` of the base; delta: what its
+    consumer adds.
+    """
 
     y: torch.Tensor
     delta: PendingDelta
@@ -41,8 +43,10 @@ class WithDelta:
 
 @dataclass(frozen=True, slots=True)
 class Unsummed:
-    """y: `[tokens, out]`, this device's term of a sum; delta: as in WithDelta, of all devices; None
-    = LoRA is in y. terms: of all devices, which the consumer sums."""
+    """Product that is still to be summed over devices. y: `[tokens, out]`, this device's term of a
+    sum; delta: as in WithDelta, of all devices; None = LoRA is in y. terms: of all devices,
+    which the consumer sums.
+    """
 
     y: torch.Tensor
     delta: PendingDelta | None
@@ -51,8 +55,9 @@ class Unsummed:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """y: `[tokens, out]` of the base; lora: what its consumer expands, with launch parameters of
-    this phase."""
+    """Product whose LoRA is still to be expanded. y: `[tokens, out]` of the base; lora: what its
+    consumer expands, with launch parameters of this phase.
+    """
 
     y: torch.Tensor
     lora: PendingLora
@@ -61,7 +66,9 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True)
 class DeferredShrinkNext:
-    """As Deferred; the consumer also shrinks its result for the next site, into `shrunk`."""
+    """Product like Deferred, whose consumer also shrinks its result for the next site, into
+    `shrunk`.
+    """
 
     y: torch.Tensor
     lora: PendingLora
@@ -70,8 +77,9 @@ class DeferredShrinkNext:
 
 @dataclass(frozen=True, slots=True)
 class ByExperts:
-    """y: `[tokens * top_k, out]`, of each token's experts; weights: float32 `[tokens, top_k]`, by
-    which its consumer sums them."""
+    """Product of experts that is still to be summed. y: `[tokens * top_k, out]`, of each token's
+    experts; weights: float32 `[tokens, top_k]`, by which its consumer sums them.
+    """
 
     y: torch.Tensor
     weights: torch.Tensor
@@ -82,7 +90,9 @@ LinearOutput = Ready | WithDelta | Unsummed | Deferred | DeferredShrinkNext | By
 
 
 class Gemm(NamedTuple):
-    """x: `[tokens, in]`; y: `[tokens, out]`, which the linear of x is written to."""
+    """Operands of a product. x: `[tokens, in]`; y: `[tokens, out]`, which the linear of x is
+    written to.
+    """
 
     x: torch.Tensor
     linear: Linear
@@ -90,7 +100,9 @@ class Gemm(NamedTuple):
 
 
 class LoraLinear:
-    """Owns the stream on which LoRA or the linear runs beside the other."""
+    """Compute products with LoRA. Owns the stream on which LoRA or the linear runs beside the
+    other.
+    """
 
     def __init__(
         self, configs: KernelConfigs, table: LoraTable, products: Products, device: torch.device
@@ -129,7 +141,7 @@ class LoraLinear:
     def add_embedding(
         self, token_ids: torch.Tensor, y: torch.Tensor, lora: DeviceLora, site: Site
     ) -> None:
-        """As `add`, for the embedding of token_ids, int `[tokens]`."""
+        """Add LoRA to the embedding of token_ids, int `[tokens]`."""
         _scale(y, lora, site)
         ids = token_ids.to(torch.int32)
         gather_embedding(ids, self._table, site.number, lora.segments, lora.workspace)
@@ -207,7 +219,7 @@ class LoraLinear:
     def _expand(
         self, y: torch.Tensor, lora: DeviceLora, site: Site, shrunk: Workspace, *, accumulate: bool
     ) -> None:
-        """shrunk: what the site's shrink left."""
+        """Expand the shrunk rows into y. shrunk: what the site's shrink left."""
         config = self._configs.expand(lora.phase, len(y))
         context = (self._table, site.number, lora.segments, shrunk, config)
         expand(y, site.out_features, *context, accumulate=accumulate, after_gemm=True)

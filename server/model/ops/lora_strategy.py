@@ -162,8 +162,9 @@ def regime_of(tokens: int, *, decodes: bool, captured: bool) -> Regime:
 
 
 def phase_of(tokens: int, *, decodes: bool) -> Phase:
-    """Which launch parameters apply. In few tokens, and in decodes, each row may have an adapter
-    of its own."""
+    """Return the phase whose launch parameters apply. In few tokens, and in decodes, each row may
+    have an adapter of its own.
+    """
     if tokens > MIXED_TOKENS:
         return "prefill"
     return "decode" if decodes or tokens <= FEW_TOKENS else "mixed"

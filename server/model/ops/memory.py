@@ -67,13 +67,13 @@ def _beside(model: ModelSpec, layer: int, linear: LinearSpec, item: int, packed:
 
 
 def page_bytes(model: ModelSpec, engine: EngineConfig) -> int:
-    """Keys and values of one page, in the layers of a group."""
+    """Bytes of the keys and values of one page, in the layers of a group."""
     tokens = page_groups(model).places * engine.page_size
     return tokens * layer_token_bytes(model, engine.dtype, engine.kv_dtype)
 
 
 def layer_token_bytes(model: ModelSpec, dtype: SlabDtype, kv_dtype: KvDtype) -> int:
-    """Keys and values of one token, in one layer."""
+    """Bytes of the keys and values of one token, in one layer."""
     return 2 * model.kv_size * (1 if kv_dtype == "fp8" else ITEM_BYTES[dtype])
 
 
@@ -141,7 +141,7 @@ def split_prompts_bytes(model: ModelSpec, processors: int) -> int:
 
 
 def fill_device(model: ModelSpec, engine: EngineConfig, memory: DeviceMemory) -> EngineConfig:
-    """`engine` with `kv_memory` resolved. memory: with the weights there.
+    """Return `engine` with `kv_memory` resolved. memory: with the weights there.
 
     Raises ConfigError with the estimate and what to do when that leaves nothing for a KV cache, or
     less than was asked for.
@@ -190,7 +190,9 @@ def estimate_lines(model: ModelSpec, engine: EngineConfig, weights: int) -> tupl
 
 
 def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
-    """Raises ConfigError naming the option that is too small, with the value that would do."""
+    """Work out the executor's limits from the memory that it may use. Raises ConfigError naming the
+    option that is too small, with the value that would do.
+    """
     page = page_bytes(model, engine)
     windows = page_groups(model).windows
     num_pages, least = engine.kv_memory // page, page * len(windows)

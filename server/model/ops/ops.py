@@ -43,8 +43,9 @@ class KVCache:
         return self.k[place], self.v[place]
 
     def read(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of these pages, `[n, p]`: `[n, kv_heads, p * page_size, head_dim]` each,
-        in the dtype of what is computed."""
+        """Read keys and values of these pages, `[n, p]`: `[n, kv_heads, p * page_size, head_dim]`
+        each, in the dtype of what is computed.
+        """
         k, v = self.of(layer)
         if not self.is_fp8:
             return _gather(k, pages), _gather(v, pages)
@@ -56,25 +57,25 @@ class KVCache:
 
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """`[all pages, page_size, kv_heads, head_dim]`, `[n, p]` -> `[n, kv_heads, p * page_size,
-    head_dim]`."""
+    """Gather pages of a cache: `[all pages, page_size, kv_heads, head_dim]`, `[n, p]` -> `[n,
+    kv_heads, p * page_size, head_dim]`.
+    """
     found = cache.index_select(0, pages.flatten())
     return found.view(len(pages), -1, *cache.shape[2:]).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Which tokens of a flat batch belong to which sequence.
+    """Assignment of a flat batch's tokens to sequences.
 
     Slices come in the order of the batch. num_decodes: how many of them, the first ones, are one
     token each and computed as decodes: decode slices, prompt slices of one token, and padding.
-    seq_rows, starts, num_new: int64 `[slices]`, on the host: the slice computes tokens
-    `start .. start + num_new`.
-    token_rows, positions: int64 `[tokens]`, on the device. page_table: int64 `[groups, rows, pages
-    a row]`, on the device; entries beyond a sequence's own pages, and those behind a group's window
-    of the first token, are stale and must not be followed.
-    long_rows: int64 `[rows]`, on the device: 1 = the row's sequence takes its rotation's long
-    factors (`ModelSpec.short_context`), else 0.
+    seq_rows, starts, num_new: int64 `[slices]`, on the host: the slice computes tokens `start ..
+    start + num_new`. token_rows, positions: int64 `[tokens]`, on the device. page_table: int64
+    `[groups, rows, pages a row]`, on the device; entries beyond a sequence's own pages, and those
+    behind a group's window of the first token, are stale and must not be followed. long_rows: int64
+    `[rows]`, on the device: 1 = the row's sequence takes its rotation's long factors
+    (`ModelSpec.short_context`), else 0.
     """
 
     num_decodes: int
@@ -99,20 +100,23 @@ Y = TypeVar("Y")
 
 
 class Ops(Protocol[P, L, Y]):
-    """P: what `plan` prepares once a step for `attend` of every layer. L: the adapters of a batch's
-    tokens. Y: a product `[tokens, out]`, whose LoRA the operation that takes it may have to finish.
+    """Operations that a decoder is made of. P: what `plan` prepares once a step for `attend` of
+    every layer. L: the adapters of a batch's tokens. Y: a product `[tokens, out]`, whose LoRA
+    the operation that takes it may have to finish.
     """
 
     def plan(self, layout: StepLayout) -> P: ...
 
     def lora(self, token_slots: np.ndarray) -> L | None:
-        """token_slots: int64 `[tokens]`, -1 = the base. None where no token has an adapter."""
+        """Prepare the adapters of a batch's tokens. token_slots: int64 `[tokens]`, -1 = the base.
+        None where no token has an adapter.
+        """
         ...
 
     def embed(
         self, token_ids: torch.Tensor, weight: torch.Tensor, lora: L | None, site: Site
     ) -> torch.Tensor:
-        """`[tokens]` -> `[tokens, hidden]`, with the adapters' deltas."""
+        """Embed token ids: `[tokens]` -> `[tokens, hidden]`, with the adapters' deltas."""
         ...
 
     def linear(self, x: torch.Tensor, linear: Linear, lora: L | None, site: Site) -> Y:
@@ -129,8 +133,9 @@ class Ops(Protocol[P, L, Y]):
         out: torch.Tensor | None = None,
         width: int | None = None,
     ) -> torch.Tensor:
-        """`linear` of the head, complete: `[rows, hidden]` -> `[rows, vocab]`, in `out` where that
-        is given; or `[rows, width]`, with ids that adapters alone have."""
+        """Compute logits: `linear` of the head, complete: `[rows, hidden]` -> `[rows, vocab]`, in
+        `out` where that is given; or `[rows, width]`, with ids that adapters alone have.
+        """
         ...
 
     def forbid_others(self, logits: torch.Tensor, lora: L, site: Site) -> None:
@@ -146,8 +151,9 @@ class Ops(Protocol[P, L, Y]):
         ...
 
     def norm_own(self, normed: torch.Tensor, hidden: torch.Tensor, lora: L, place: int) -> None:
-        """In normed, the norm of hidden at a place (`BaseNorm`): again for tokens whose adapter has
-        a weight of its own there."""
+        """Norm hidden again, in normed, for tokens whose adapter has a weight of its own at the
+        place (`BaseNorm`).
+        """
         ...
 
     def add_norm(
@@ -179,7 +185,9 @@ class Ops(Protocol[P, L, Y]):
         ...
 
     def gated(self, gate_up: Y, activation: Activation) -> torch.Tensor:
-        """`activation(gate) * up` of `[tokens, 2 n]`, gate first -> `[tokens, n]`."""
+        """Apply the gated activation: `activation(gate) * up` of `[tokens, 2 n]`, gate first ->
+        `[tokens, n]`.
+        """
         ...
 
     def moe(self, x: torch.Tensor, weights: MoeWeights, lora: L | None, sites: LayerSites) -> Y:

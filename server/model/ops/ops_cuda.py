@@ -100,7 +100,7 @@ class Rotations:
         return Rotation(cos_sin, rope is not None and rope.interleaved, scale)
 
     def _cos_sin(self, head_dim: int, rope: RopeSpec | None, *, long: bool) -> torch.Tensor:
-        """float32 `[positions, 2 n]`."""
+        """Compute a rotation's cos and sin of each position, float32 `[positions, 2 n]`."""
         positions = self._positions
         if rope is None:
             return torch.empty(len(positions), 0, device=positions.device)
@@ -110,7 +110,7 @@ class Rotations:
         return torch.cat(angles, dim=-1).squeeze(1)
 
     def _scale(self, scale: PositionScale) -> torch.Tensor:
-        """float32 `[positions]`."""
+        """Compute the factor of queries at each position, float32 `[positions]`."""
         return 1.0 + scale.beta * (1.0 + self._positions // scale.context).log()
 
 
@@ -119,7 +119,9 @@ def _kind(attention: AttentionSpec) -> tuple[RopeSpec | None, PositionScale | No
 
 
 class Experts:
-    """For any layer. A captured step stays valid for any choice, and for any adapters."""
+    """Compute the experts of any layer. A captured step stays valid for any choice, and for any
+    adapters.
+    """
 
     def __init__(self, configs: KernelConfigs, products: Products, table: AdapterTable) -> None:
         self._products, self._table = products, table.device_table
@@ -128,7 +130,7 @@ class Experts:
     def run(
         self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: LayerSites
     ) -> ByExperts:
-        """As `Ops.moe`."""
+        """Route tokens to experts and compute these, with LoRA, as `Ops.moe` says."""
         spec = weights.spec
         logits = self._products.linear(x, weights.router)
         shape = grouped_shape(len(x), spec.top_k, spec.experts)
@@ -193,9 +195,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class CudaPlan:
-    """positions: int64 `[tokens]`; slots: `CudaOps.kv_slots`, -1 = a token that is no prompt's;
-    captured steps of decodes have no slots. attended: `[tokens, heads * head_dim]`, where the
-    result is to lie; None: anywhere. turns: see `Rotations.turns`."""
+    """Preparation of a step's attention. positions: int64 `[tokens]`; slots: `CudaOps.kv_slots`, -1
+    = a token that is no prompt's; captured steps of decodes have no slots. attended: `[tokens,
+    heads * head_dim]`, where the result is to lie; None: anywhere. turns: see `Rotations.turns`.
+    """
 
     positions: torch.Tensor
     slots: torch.Tensor | None
@@ -224,7 +227,9 @@ class CudaOps:
         limits: tuple[int, int],
         summed: SummedSites = NONE_SUMMED,
     ) -> None:
-        """limits: the longest context, and the most tokens of a step, with what pads it."""
+        """Make the operations for one model on the current GPU. limits: the longest context, and
+        the most tokens of a step, with what pads it.
+        """
         max_context, max_tokens = limits
         self.model = model
         self.cache = cache
@@ -251,7 +256,9 @@ class CudaOps:
         return CudaPlan(positions, slots, self._attention.plan(layout, turns), turns=turns)
 
     def kv_slots(self, layout: StepLayout) -> torch.Tensor:
-        """int64 `[groups, tokens]`: page * page_size + offset of each token's keys and values."""
+        """Compute places in the cache, int64 `[groups, tokens]`: page * page_size + offset of each
+        token's keys and values.
+        """
         size = self.cache.page_size
         pages = layout.page_table[:, layout.token_rows, layout.positions // size]
         return pages * size + layout.positions % size
@@ -260,19 +267,21 @@ class CudaOps:
         return self._batches.eager(token_slots)
 
     def captured_lora(self, slots: torch.Tensor, reach: Reach, *, decodes: bool) -> DeviceLora:
-        """See `LoraBatches.captured`."""
+        """Return the adapters' tensors for a captured step, as `LoraBatches.captured` does."""
         return self._batches.captured(slots, reach, decodes=decodes)
 
     def loras_to_warm(self, tokens: int) -> list[DeviceLora]:
-        """See `LoraBatches.to_warm`."""
+        """Return batches that use every LoRA kernel, as `LoraBatches.to_warm` does."""
         return self._batches.to_warm(tokens)
 
     def decode_work(self, batch: int) -> WorkLayout:
-        """See `PagedAttention.work`."""
+        """Lay out the work of a decode batch, as `PagedAttention.work` does."""
         return self._attention.work(batch)
 
     def route(self, lora: DeviceLora) -> None:
-        """Again, as its slots are now; in a captured step at its beginning."""
+        """Route the batch's tokens again, as its slots are now; in a captured step at its
+        beginning.
+        """
         lora.route(self.table.device_table)
 
     # ---- operations
@@ -297,7 +306,7 @@ class CudaOps:
         out: torch.Tensor | None = None,
         delta: torch.Tensor | None = None,
     ) -> LinearOutput:
-        """See `ShardedOps`."""
+        """Compute a product with LoRA, as `ShardedOps` says."""
         if lora is None:
             return Ready(self.products.linear(x, linear, out))
         y = x.new_empty(len(x), linear.out_features) if out is None else out
@@ -328,7 +337,7 @@ class CudaOps:
         return Ready(over_devices(self.complete(y)))
 
     def complete(self, y: LinearOutput) -> torch.Tensor:
-        """See `ShardedOps`."""
+        """Return a product as one finished tensor, as `ShardedOps` says."""
         match y:
             case Ready():
                 return y.y
@@ -345,7 +354,7 @@ class CudaOps:
         return Ready(y)
 
     def with_terms(self, y: LinearOutput, terms: SharedTerms) -> Unsummed:
-        """See `ShardedOps`."""
+        """Mark a product as a term of a sum over devices, as `ShardedOps` says."""
         match y:
             case Ready():
                 return Unsummed(y.y, None, terms)
@@ -370,7 +379,7 @@ class CudaOps:
         post: Norm | None = None,
         factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """In place."""
+        """Add delta to hidden, in place, and norm the sum. Returns the normed rows and hidden."""
         pending, early = None, self._configs.programmatic_launch
         rule = (hidden, norm, post, factor)
         match delta:
@@ -446,7 +455,7 @@ class CudaOps:
     def _expand_and_rotate(
         self, plan: CudaPlan, layer: int, qkv: Deferred, qk_norm: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `_rotate`; decodes get LoRA's part."""
+        """Rotate prompts as `_rotate` does, and expand LoRA; decodes get LoRA's part."""
         if plan.slots is None:
             raise TypeError("a step of decodes alone defers no LoRA of qkv")
         y, prompts = qkv.y, plan.attention.prompts

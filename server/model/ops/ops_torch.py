@@ -39,7 +39,7 @@ Masks = dict[int | None, torch.Tensor | None]
 def run_experts(
     x: torch.Tensor, weights: MoeWeights, lora: LoraBatch | None, sites: LayerSites
 ) -> torch.Tensor:
-    """As `Ops.moe`."""
+    """Route tokens to experts and compute these, with LoRA, as `Ops.moe` says."""
     chosen, shares = route(x, weights)
     results = x.new_empty(*chosen.shape, weights.down.out_features)
     for expert in chosen.unique().tolist():
@@ -57,7 +57,7 @@ def run_experts(
 
 
 def _activated(gate_up: torch.Tensor, activation: ExpertActivation) -> torch.Tensor:
-    """`[rows, 2 n]`, gate first -> `[rows, n]`."""
+    """Apply the gated activation: `[rows, 2 n]`, gate first -> `[rows, n]`."""
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return functional.silu(gate) * up
@@ -66,8 +66,9 @@ def _activated(gate_up: torch.Tensor, activation: ExpertActivation) -> torch.Ten
 
 
 def route(x: torch.Tensor, weights: MoeWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: `[tokens, hidden]` -> each token's experts, int64 `[tokens, top_k]`, and their weights,
-    the largest first."""
+    """Choose each token's experts. x: `[tokens, hidden]` -> each token's experts, int64 `[tokens,
+    top_k]`, and their weights, the largest first.
+    """
     spec, logits = weights.spec, weights.router.run(x)
     if spec.rule == "top_k_softmax":
         largest = logits.topk(spec.top_k)
@@ -93,9 +94,10 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Tokens begin .. end of the batch, the last ones of a context of `context` tokens.
-    pages: `[groups, 1, p]`. masks: by window, `[end - begin, context]`, or None = plainly
-    causal."""
+    """Chunk of a prompt: tokens begin .. end of the batch, the last ones of a context of `context`
+    tokens. pages: `[groups, 1, p]`. masks: by window, `[end - begin, context]`, or None =
+    plainly causal.
+    """
 
     begin: int
     end: int
@@ -106,9 +108,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """rope: cos and sin, `[tokens, 1, rotary_dim / 2]`, of each rotation. q_scales: `[tokens, 1,
-    1]`. slot_mapping: int64 `[groups, tokens]`, page * page_size + offset. fresh_pages: `[groups,
-    n]`, those whose first token is written in this step."""
+    """Preparation of a step's attention. rope: cos and sin, `[tokens, 1, rotary_dim / 2]`, of each
+    rotation. q_scales: `[tokens, 1, 1]`. slot_mapping: int64 `[groups, tokens]`, page *
+    page_size + offset. fresh_pages: `[groups, n]`, those whose first token is written in this
+    step.
+    """
 
     rope: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
     q_scales: dict[PositionScale, torch.Tensor]
@@ -135,7 +139,9 @@ class TorchOps:
         self._q_scales = {a.q_scale for a in attentions if a.q_scale}
 
     def _inverse_frequencies(self, rope: RopeSpec) -> torch.Tensor:
-        """`[n]`, or `[2, n]` where sequences may be long."""
+        """Compute a rotation's inverse frequencies: `[n]`, or `[2, n]` where sequences
+        may be long.
+        """
         forms = [False, True] if rope.long_factors else [False]
         head_dim, device = self.model.head_dim, self.device
         found = [inverse_frequencies(rope, head_dim, device, long=long) for long in forms]
@@ -199,9 +205,10 @@ class TorchOps:
     def _own_pages(
         self, table: torch.Tensor, position: torch.Tensor, count: torch.Tensor
     ) -> torch.Tensor:
-        """The last page in place of pages that are not a sequence's own: masked-out values still
-        enter sums as 0 * value. table: `[groups, n, p]`; position, count: `[n, 1]`, the first token
-        that attends, and pages."""
+        """Put the last page in place of pages that are not a sequence's own: masked-out values
+        still enter sums as 0 * value. table: `[groups, n, p]`; position, count: `[n, 1]`, the
+        first token that attends, and pages.
+        """
         place = torch.arange(table.shape[-1], device=self.device)
         first = (position - self._page_windows + 1).clamp(min=0) // self.cache.page_size
         last = table.gather(2, (count - 1).expand(len(table), -1, 1))
@@ -344,7 +351,7 @@ class TorchOps:
     def _qk_normed(
         self, spec: AttentionSpec, qk: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        """qk `[tokens, heads + kv_heads, head_dim]`; weight: as of `attend`."""
+        """Norm q and k. qk `[tokens, heads + kv_heads, head_dim]`; weight: as of `attend`."""
         if not spec.norms_all_heads:
             return self.rms_norm(qk, Norm(weight, spec.qk_epsilon))
         sizes = (spec.num_heads, spec.num_kv_heads)
@@ -357,7 +364,7 @@ class TorchOps:
     def _store(
         self, plan: TorchPlan, layer: int, cache: torch.Tensor, new: torch.Tensor, scale: float
     ) -> None:
-        """scale: of FP8."""
+        """Write new keys or values to the cache. scale: of FP8."""
         if self.cache.is_fp8:  # bytes: few operations know the type
             most = torch.finfo(cache.dtype).max
             new = (new / scale).clamp(-most, most).to(cache.dtype).view(torch.uint8)
@@ -410,8 +417,9 @@ def _attend_chunk(
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q `[n, kv_heads, group, head_dim]`; keys, values `[kv_heads, context, head_dim]`, which the
-    group shares; sinks `[kv_heads, group, 1]`."""
+    """Compute attention of one chunk. q `[n, kv_heads, group, head_dim]`; keys, values `[kv_heads,
+    context, head_dim]`, which the group shares; sinks `[kv_heads, group, 1]`.
+    """
     group = q.shape[2]
     keys, values = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in (keys, values))
     if sinks is not None:
@@ -428,9 +436,10 @@ def _attended(
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q `[a, b, n, head_dim]`, keys and values `[a, b, m, head_dim]`; mask: True = seen, to be
-    broadcast to `[a, b, n, m]`; None = plainly causal, and n is m. sinks: to be broadcast to
-    `[a, b, n, 1]`."""
+    """Compute attention. q `[a, b, n, head_dim]`, keys and values `[a, b, m, head_dim]`; mask: True
+    = seen, to be broadcast to `[a, b, n, m]`; None = plainly causal, and n is m. sinks: to be
+    broadcast to `[a, b, n, 1]`.
+    """
     if spec.softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=mask is None, scale=spec.scale

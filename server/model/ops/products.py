@@ -27,26 +27,32 @@ _GAIN = 0.98
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """beside: where LoRA runs at the same time."""
+    """Chosen ways to compute one product. beside: where LoRA runs at the same time."""
 
     alone: Way
     beside: Way
 
 
 def fastest(times: dict[Way, float]) -> Way:
-    """times: of any unit, DEFAULT's among them: it is taken unless another is plainly faster."""
+    """Return the fastest way. times: of any unit, DEFAULT's among them: it is taken unless another
+    is plainly faster.
+    """
     best = min(times, key=lambda way: times[way])
     return best if times[best] < _GAIN * times[DEFAULT] else DEFAULT
 
 
 def choose(times: dict[Way, float], linear: Linear) -> _Choice:
-    """As `fastest`. times: of `linear`."""
+    """Choose the fastest ways to compute the product: alone, and while LoRA runs. times: of
+    `linear`, as for `fastest`.
+    """
     beside = {way: times[way] for way in linear.beside_lora(times)}
     return _Choice(fastest(times), fastest(beside))
 
 
 class Products:
-    """`x W^T + b`; in a graph each shape in the way that was fastest when it was measured."""
+    """Compute products, each by the fastest way that was measured: `x W^T + b`; in a graph each
+    shape in the way that was fastest when it was measured.
+    """
 
     def __init__(self, configs: KernelConfigs) -> None:
         self._configs = configs
@@ -54,8 +60,9 @@ class Products:
         self._choices: dict[tuple[int, tuple[object, ...]], _Choice] = {}
 
     def launch_ours(self, sizes: Sequence[int], products: Sequence[Sequence[Linear]]) -> None:
-        """Each of this package's kernels that `measure` would try, once, with the first layer's
-        weights."""
+        """Launch each of this package's kernels that `measure` would try, once, with the first
+        layer's weights.
+        """
         for size in sizes:
             for linear, *_ in products:
                 for way in linear.ways(size, self._configs):
@@ -76,8 +83,10 @@ class Products:
                     self.linear(x[:size], linear)
 
     def measure(self, sizes: Sequence[int], products: Sequence[Sequence[Linear]]) -> None:
-        """sizes: numbers of rows. products: for each product of a step that of some layers. Some
-        milliseconds for each way of each; leaves no memory taken."""
+        """Time all ways of the products, and choose the fastest. sizes: numbers of rows. products:
+        for each product of a step that of some layers. Some milliseconds for each way of each;
+        leaves no memory taken.
+        """
         for size in sizes:
             for layers in products:
                 measured = layers[: _LAYERS if size <= _MANY_ROWS else _LAYERS_OF_MANY]
@@ -92,7 +101,9 @@ class Products:
         *,
         beside_lora: bool = False,
     ) -> torch.Tensor:
-        """x: `[rows, in_features]`. out: where to write, `[rows, out_features]`."""
+        """Compute a product by the way that was chosen. x: `[rows, in_features]`. out: where to
+        write, `[rows, out_features]`.
+        """
         choice = None
         if torch.cuda.is_current_stream_capturing():
             choice = self._choices.get((len(x), linear.kind))

@@ -39,10 +39,12 @@ _PLAN_BUFFERS = 3
 
 
 class TiledPrompts:
-    """One plan serves all layers. One step at a time is planned; several may be in flight."""
+    """Attention of prompts by this package's own kernel. One plan serves all layers. One step at a
+    time is planned; several may be in flight.
+    """
 
     def __init__(self, model: ModelSpec, cache: KVCache, captured: PromptRoom | None) -> None:
-        """captured: a graph launches it."""
+        """Choose tiles for the model and the device. captured: a graph launches it."""
         self._cache, self._device = cache, cache.k.device
         group = model.num_heads // model.num_kv_heads
         capability = torch.cuda.get_device_capability(self._device)
@@ -58,7 +60,7 @@ class TiledPrompts:
         return max_tiles(tokens, MAX_PROMPTS, self._shape)
 
     def plan(self, layout: StepLayout) -> None:
-        """As of `PromptAttention`."""
+        """Prepare the attention of a step, as `PromptAttention.plan` does."""
         self._page_table = layout.page_table
         tiles = cut_prompts(*layout.prompts, self._shape.tokens)
         if self._captured:  # what pads has no tokens
@@ -70,7 +72,7 @@ class TiledPrompts:
     def run(
         self, layer: int, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None
     ) -> None:
-        """As of `PromptAttention`."""
+        """Compute one layer's attention, as `PromptAttention.run` does."""
         tiles = self._tiles
         if self._captured:
             tiles = tiles[: self._most_tiles(len(q))]
@@ -80,12 +82,16 @@ class TiledPrompts:
 
 
 class FlashInferPrompts:
-    """Owns its workspace. One step at a time is planned; several may be in flight."""
+    """Attention of prompts by FlashInfer. Owns its workspace. One step at a time is planned;
+    several may be in flight.
+    """
 
     def __init__(
         self, model: ModelSpec, cache: KVCache, backend: str, captured: PromptRoom | None
     ) -> None:
-        """captured: a graph launches it, and its first plan is of the most tokens."""
+        """Allocate what FlashInfer needs. captured: a graph launches it, and its first plan is of
+        the most tokens.
+        """
         self._model, self._cache = model, cache
         self._device = cache.k.device
         self._captured = captured is not None
@@ -115,7 +121,7 @@ class FlashInferPrompts:
         )
 
     def plan(self, layout: StepLayout) -> None:
-        """As of `PromptAttention`."""
+        """Prepare the attention of a step, as `PromptAttention.plan` does."""
         seq_rows, starts, num_new = layout.prompts
         if self._captured:
             # What pads has no tokens and no pages.
@@ -155,7 +161,9 @@ class FlashInferPrompts:
     def run(
         self, layer: int, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None
     ) -> None:
-        """As of `PromptAttention`. Raises ValueError for sinks."""
+        """Compute one layer's attention, as `PromptAttention.run` does. Raises ValueError for
+        sinks.
+        """
         if sinks is not None:
             raise ValueError("FlashInfer's module has no sinks")
         scale = self._model.layers[layer].attention.scale
@@ -170,7 +178,9 @@ def _pinned_indptr(counts: np.ndarray) -> torch.Tensor:
 
 
 def prompt_kernel(attention: AttentionSpec, *, fp8_cache: bool = False) -> PromptKernel:
-    """Which computes a layer's attention of prompts. FlashInfer's module reads no FP8."""
+    """Name the kernel that computes a layer's attention of prompts. FlashInfer's module reads no
+    FP8.
+    """
     if fp8_cache:
         return "Triton"
     is_plain = attention.window is None and attention.softcap is None and not attention.sinks
@@ -185,19 +195,24 @@ def prompt_kernels(model: ModelSpec, *, fp8_cache: bool = False) -> tuple[Prompt
 
 
 def prompts_in_graphs(model: ModelSpec, backend: str, *, fp8_cache: bool = False) -> bool:
-    """backend: FlashInfer's, of which graphs can launch "fa3" alone: for what the other launches
-    depends on the plan."""
+    """Say whether graphs can launch the attention of prompts. backend: FlashInfer's, of which
+    graphs can launch "fa3" alone: for what the other launches depends on the plan.
+    """
     return backend == "fa3" or "FlashInfer" not in prompt_kernels(model, fp8_cache=fp8_cache)
 
 
 class PromptAttention:
-    """Owns its workspace. One step at a time is planned; several may be in flight."""
+    """Attention of prompts, by the kernel that each layer needs. Owns its workspace. One step at a
+    time is planned; several may be in flight.
+    """
 
     def __init__(
         self, model: ModelSpec, cache: KVCache, backend: str, captured: PromptRoom | None = None
     ) -> None:
-        """backend: FlashInfer's. captured: a graph launches it, the first plan is of the most
-        tokens, all are of one page table, and of at most MAX_PROMPTS."""
+        """Choose the kernels that the model's layers need. backend: FlashInfer's. captured: a graph
+        launches it, the first plan is of the most tokens, all are of one page table, and of at
+        most MAX_PROMPTS.
+        """
         self._kernels = prompt_kernels(model, fp8_cache=cache.is_fp8)
         self._plans: dict[PromptKernel, FlashInferPrompts | TiledPrompts] = {}
         if "FlashInfer" in self._kernels:
@@ -219,6 +234,7 @@ class PromptAttention:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """q, out: `[tokens, heads, head_dim]`; keys and values are in their pages. sinks: float32
-        `[heads]`."""
+        """Compute one layer's attention of prompts. q, out: `[tokens, heads, head_dim]`; keys and
+        values are in their pages. sinks: float32 `[heads]`.
+        """
         self._plans[self._kernels[layer]].run(layer, q, out, sinks)

@@ -15,7 +15,9 @@ from loraplex.server.model.spec.model_spec import RopeSpec
 def inverse_frequencies(
     rope: RopeSpec, head_dim: int, device: torch.device | None = None, *, long: bool = False
 ) -> torch.Tensor:
-    """float32 `[rotary_dim / 2]`. long: by the factors of sequences beyond the original context."""
+    """Compute inverse frequencies, float32 `[rotary_dim / 2]`. long: by the factors of sequences
+    beyond the original context.
+    """
     dim = rope.rotary_dim or head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     if rope.kind == "longrope":
@@ -34,15 +36,16 @@ def inverse_frequencies(
 def cos_sin(
     positions: torch.Tensor, inv_freq: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions `[tokens]`, inv_freq `[n]` or `[tokens, n]` -> cos, sin, float32 `[tokens, 1, n]`,
-    times `scale`."""
+    """Compute cos and sin: positions `[tokens]`, inv_freq `[n]` or `[tokens, n]` -> cos, sin,
+    float32 `[tokens, 1, n]`, times `scale`.
+    """
     angles = (positions.to(torch.float32)[:, None] * inv_freq)[:, None, :]
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
-    """x `[tokens, heads, head_dim]`; cos, sin `[tokens, 1, rotary_dim / 2]`."""
+    """Rotate x `[tokens, heads, head_dim]`; cos, sin `[tokens, 1, rotary_dim / 2]`."""
     dim = 2 * cos.shape[-1]
     turning, rest = x[..., :dim].float(), x[..., dim:]
     if rope.interleaved:

@@ -11,5 +11,5 @@ def score_rules(model: ModelSpec) -> list[ScoreRule]:
 
 
 def distinct_windows(model: ModelSpec) -> tuple[int | None, ...]:
-    """In the order of the layers that have them first."""
+    """Return the model's windows, each once, in the order of the layers that have them first."""
     return tuple(dict.fromkeys(model.windows))

@@ -71,7 +71,9 @@ def padded_size(sizes: Sequence[int], wanted: int) -> int:
 
 
 def padded(indices: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """indices: int64 `[n]`; the last is repeated up to one of the sizes. None stay none."""
+    """Pad indices to one of the sizes. indices: int64 `[n]`; the last is repeated up to one of the
+    sizes. None stay none.
+    """
     if not len(indices):
         return indices
     return np.pad(indices, (0, padded_size(sizes, len(indices)) - len(indices)), mode="edge")

@@ -15,7 +15,9 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """To be read after an event recorded behind this call."""
+    """Begin to copy a tensor to the host. The copy is to be read after an event recorded behind
+    this call.
+    """
     if not tensor.is_cuda:
         return tensor
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -16,7 +16,7 @@ _MIXED = "mixed-precision"
 
 
 class _Group(NamedTuple):
-    """scheme: for people."""
+    """Modules that are quantised alike. scheme: for people."""
 
     targets: tuple[str, ...]
     form: WeightForm

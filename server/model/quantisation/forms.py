@@ -93,8 +93,9 @@ class AwqForm(msgspec.Struct, frozen=True):
 
 
 class GptqForm(msgspec.Struct, frozen=True):
-    """GPTQ: `(code - zero) * scale`. group: inputs that share a scale, None = all of an output's.
-    zeros_less_one: they are stored as in version 1, less one."""
+    """Form of weights in GPTQ's layout. GPTQ: `(code - zero) * scale`. group: inputs that share a
+    scale, None = all of an output's. zeros_less_one: they are stored as in version 1, less one.
+    """
 
     bits: Literal[4, 8]
     group: int | None
@@ -182,7 +183,7 @@ WeightForm = EightBitForm | AwqForm | GptqForm | PackedForm | FourBitForm | Roww
 
 
 def _groups(in_features: int, group: int | None) -> int:
-    """In a row; group: inputs that share a scale, None = all."""
+    """Number of groups in a row. group: inputs that share a scale, None = all."""
     return 1 if group is None else -(-in_features // group)
 
 

@@ -6,8 +6,9 @@ from loraplex.server.model.quantisation.settings import Table, one_of
 
 
 def read_fp8(table: Table) -> Quantisation:
-    """One scale for each matrix, or for each block (DeepSeek's form, whose scales are called
-    inverse and multiply)."""
+    """Read FP8's configuration. One scale for each matrix, or for each block (DeepSeek's form,
+    whose scales are called inverse and multiply).
+    """
     one_of(table, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     one_of(table, "activation_scheme", ("dynamic", "static"), "dynamic")
     size = table.get("weight_block_size")
@@ -24,7 +25,7 @@ def read_fbgemm(table: Table) -> Quantisation:
 
 
 def block_of(value: object, key: str) -> tuple[int, int]:
-    """Rows and columns."""
+    """Read the size of a block: rows and columns."""
     match value:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns

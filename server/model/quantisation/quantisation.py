@@ -9,8 +9,9 @@ from loraplex.server.model.quantisation.forms import WeightForm
 
 
 class QuantisationRule(msgspec.Struct, frozen=True):
-    """pattern: of a module's path, matched from its beginning; None = every module. form: of those
-    that match; None = they are not quantised."""
+    """Rule on how modules are quantised. pattern: of a module's path, matched from its beginning;
+    None = every module. form: of those that match; None = they are not quantised.
+    """
 
     pattern: str | None
     form: WeightForm | None
@@ -20,7 +21,9 @@ class QuantisationRule(msgspec.Struct, frozen=True):
 
 
 class Quantisation(msgspec.Struct, frozen=True):
-    """scheme: for people. rules: the first that takes a module counts."""
+    """Quantisation of a checkpoint's weights. scheme: for people. rules: the first that takes a
+    module counts.
+    """
 
     scheme: str
     rules: tuple[QuantisationRule, ...]

@@ -19,7 +19,9 @@ _WITHOUT, _WITH = "-:", "+:"
 
 
 def read_gptq(table: Table) -> Quantisation:
-    """`dynamic` overrides the settings of modules whose paths match: the first pattern counts."""
+    """Read GPTQ's configuration. `dynamic` overrides the settings of modules whose paths match: the
+    first pattern counts.
+    """
     one_of(table, "pack_dtype", ("int32",), "int32")
     form = _form(table)
     rules = [_override(table, *item) for item in inner(table, "dynamic").items()]
@@ -88,7 +90,9 @@ READ = "FP8, AWQ, GPTQ, bitsandbytes and compressed-tensors (FP8, int4, int8)"
 
 
 def read_quantisation(table: Table) -> Quantisation:
-    """Raises ValueError, with the scheme's name and those that are read where it is another."""
+    """Read how a configuration's weights are quantised. Raises ValueError, with the scheme's name
+    and those that are read where it is another.
+    """
     method = table.get("quant_method") or table.get("quant_algo") or "unnamed"
     read = _METHODS.get(method) if isinstance(method, str) else None
     if read is None:

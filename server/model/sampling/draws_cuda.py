@@ -17,10 +17,10 @@ from loraplex.server.model.steps.rows import Rows
 
 
 class CudaDraws:
-    """Implements `loraplex.server.model.sampling.sampler.Draws`."""
+    """Draw tokens on a GPU; implements `loraplex.server.model.sampling.sampler.Draws`."""
 
     def __init__(self, rows: Rows, parameters: RowSampling, most: int) -> None:
-        """most: draws of a step."""
+        """Allocate scratch for the draws of a step. most: draws of a step."""
         self._rows, self._parameters = rows, parameters
         self._scratch = GreedyScratch(most, rows.device)
         self._others = TorchDraws(rows, parameters)

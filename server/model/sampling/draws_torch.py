@@ -13,13 +13,13 @@ from loraplex.server.model.steps.rows import Rows
 
 
 def in_pieces(draw: Callable[[ToDraw], torch.Tensor], rows: ToDraw) -> torch.Tensor:
-    """`draw` of at most LOGITS_ROWS rows at once."""
+    """Call `draw` for at most LOGITS_ROWS rows at once, and join the results."""
     pieces = [slice(i, i + LOGITS_ROWS) for i in range(0, len(rows), LOGITS_ROWS)]
     return torch.cat([draw(rows.pick(piece)) for piece in pieces])
 
 
 class TorchDraws:
-    """Implements `loraplex.server.model.sampling.sampler.Draws`."""
+    """Draw tokens with plain torch; implements `loraplex.server.model.sampling.sampler.Draws`."""
 
     def __init__(self, rows: Rows, parameters: RowSampling) -> None:
         self._rows, self._parameters = rows, parameters

@@ -23,7 +23,7 @@ class RowMasks:
     of: np.ndarray
 
     def pick(self, chosen: np.ndarray | slice) -> "RowMasks":
-        """chosen: places of rows, or bool `[n]`."""
+        """Return the masks of some rows. chosen: places of rows, or bool `[n]`."""
         return replace(self, of=self.of[chosen])
 
     def allows_others(self, row: int, ids: np.ndarray, vocab_size: int) -> bool:
@@ -40,7 +40,9 @@ class RowMasks:
 
 
 class MaskMemory:
-    """On a GPU pinned memory of torch's cache, which reuses a block only when its copy is over."""
+    """Memory of the host that masks are written to. On a GPU it is pinned memory of torch's cache,
+    which reuses a block only when its copy is over.
+    """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._max_rows, self._device = max_rows, device
@@ -52,14 +54,16 @@ class MaskMemory:
         return torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
 
     def take(self, count: int, words: int) -> np.ndarray:
-        """int32 `[count, words]` of any content, for the next `upload`. Threads may still write
-        into what was taken before."""
+        """Take memory for masks: int32 `[count, words]` of any content, for the next `upload`.
+        Threads may still write into what was taken before.
+        """
         self._taken = self._allocate(words)
         memory: np.ndarray = self._taken[:count].numpy()
         return memory
 
     def upload(self, masks: Masks, slices: Sequence[int]) -> RowMasks | None:
-        """One copy, without waiting for it. slices: places in the plan of the rows that draw.
+        """Copy masks to the device. One copy, without waiting for it. slices: places in the plan of
+        the rows that draw.
 
         Returns None where no row has a mask. Raises ValueError for a mask of another slice.
         """

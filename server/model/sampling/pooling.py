@@ -41,7 +41,9 @@ class PooledSlice:
 
 
 def pooled_slices(step: Step, prompt_len: np.ndarray) -> list[PooledSlice]:
-    """prompt_len: of each row of the executor."""
+    """List the slices of a step that vectors are made of. prompt_len: of each row of
+    the executor.
+    """
     found = []
     for place, piece in enumerate(step.slices):
         if piece.vector is not None:
@@ -83,7 +85,9 @@ class Pooler:
         return tuple(found)
 
     def _scores(self, slot: int, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: normed, `[n, hidden]`. Without a head no number is finite."""
+        """Compute the scores of a classifier. hidden: normed, `[n, hidden]`. Without a head no
+        number is finite.
+        """
         head = self._head_of(slot)
         if head is None:
             return hidden.new_full((len(hidden), 1), float("nan"))

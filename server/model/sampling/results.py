@@ -44,7 +44,9 @@ class HostVectors:
     values: torch.Tensor
 
     def by_place(self) -> dict[int, bytes | None]:
-        """None: not all of a vector's numbers are finite."""
+        """Return the vectors as bytes, by place in the step. None: not all of a vector's numbers
+        are finite.
+        """
         values = self.values.numpy().astype("<f4", copy=False)
         finite = np.isfinite(values).all(axis=1)
         return {

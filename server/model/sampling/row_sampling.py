@@ -42,7 +42,8 @@ _NONE = -1
 
 
 class RowSampling:
-    """One entry a row; host arrays, gathered for the rows of a step without a loop over them.
+    """Sampling parameters of all rows. One entry a row; host arrays, gathered for the rows of a
+    step without a loop over them.
 
     table: int32 `[rows + 1, 8]` on the device, the columns of
     `loraplex.server.kernels.sampling.draw_columns`; the last row is no sequence's.
@@ -134,14 +135,16 @@ class RowSampling:
         self._plain[row] = not asks and params.logprobs is None
 
     def listed(self, seq_rows: np.ndarray) -> torch.Tensor | None:
-        """int64 `[n, most]`: each row's `logprob_token_ids`, padded with 0; None = no row has
-        any."""
+        """Return the ids whose logprobs are asked for, int64 `[n, most]`: each row's
+        `logprob_token_ids`, padded with 0; None = no row has any.
+        """
         most = int(self.num_listed[seq_rows].max(initial=0))
         return self._tensor(self._listed[seq_rows, :most]) if most else None
 
     def is_plain(self, rows: Rows, seq_rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """bool `[n]`: the next token is the one of the largest raw logit, and nothing else is
-        wanted. Arguments as for `batch`."""
+        """Say which rows are plain, bool `[n]`: the next token is the one of the largest raw logit,
+        and nothing else is wanted. Arguments as for `batch`.
+        """
         index = lengths - rows.prompt_len[seq_rows]
         plain: np.ndarray = self._plain[seq_rows] & (index >= self._suppressed_until[seq_rows])
         return plain
@@ -149,7 +152,9 @@ class RowSampling:
     def special(
         self, rows: Rows, seq_rows: np.ndarray, lengths: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """bool `[n]` each: which ask for typical_p, and which for any term of `history`."""
+        """Say which rows are special, bool `[n]` each: which ask for typical_p, and which for any
+        term of `history`.
+        """
         index = lengths - rows.prompt_len[seq_rows]
         history = self._penalised[seq_rows] | self._has_bias[seq_rows]
         history |= index < self._suppressed_until[seq_rows]
@@ -162,8 +167,9 @@ class RowSampling:
         lengths: np.ndarray,
         masks: RowMasks | None = None,
     ) -> SamplingBatch:
-        """seq_rows, lengths: int64 `[n]`, the rows that sample, and the tokens each has now. masks:
-        what they may draw, None = any token."""
+        """Gather the parameters of rows that sample. seq_rows, lengths: int64 `[n]`, the rows that
+        sample, and the tokens each has now. masks: what they may draw, None = any token.
+        """
         index = lengths - rows.prompt_len[seq_rows]
         temperature = self._floats["temperature"][seq_rows]
         return SamplingBatch(

@@ -28,7 +28,9 @@ class Draws(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """token_ids: int `[rows]` on the device, -1 = no token could be chosen."""
+    """Tokens that were drawn, and their logprobs. token_ids: int `[rows]` on the device, -1 = no
+    token could be chosen.
+    """
 
     token_ids: torch.Tensor
     logprobs: tuple[HostLogprobs, ...]
@@ -55,8 +57,9 @@ class Sampler:
         self._draws = draws
 
     def draw(self, rows: ToDraw, places: np.ndarray) -> Drawn:
-        """places: the slices' places in the step, int64 `[n]`. Logprobs are of the raw logits,
-        whatever changes or masks them for the draw."""
+        """Draw a token for each row. places: the slices' places in the step, int64 `[n]`. Logprobs
+        are of the raw logits, whatever changes or masks them for the draw.
+        """
         alike = rows.alike(self.parameters.vocab_size)
         if len(alike) == 1:
             return self._draw(alike[0][1], places)
@@ -82,7 +85,9 @@ class Sampler:
     def _scored(
         self, rows: ToDraw, wanted: np.ndarray, places: np.ndarray, token_ids: torch.Tensor
     ) -> HostLogprobs:
-        """wanted: which of the rows ask for logprobs, int64 `[n]`; the rest as `_draw` has it."""
+        """Compute logprobs for rows that ask for them. wanted: which of the rows ask for logprobs,
+        int64 `[n]`; the rest as `_draw` has it.
+        """
         device, seq_rows = self.rows.device, rows.seq_rows[wanted]
         chosen = token_ids[to_device(wanted, device)].long().clamp(min=0)
         logits = rows.logits[to_device(rows.which[wanted], device)].float()

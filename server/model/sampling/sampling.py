@@ -102,7 +102,9 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """token_ids: int64 `[rows]`. failed: bool `[rows]`, no token could be chosen (its id is 0)."""
+    """Tokens that were sampled. token_ids: int64 `[rows]`. failed: bool `[rows]`, no token could be
+    chosen (its id is 0).
+    """
 
     token_ids: torch.Tensor
     failed: torch.Tensor
@@ -124,7 +126,7 @@ class Logprobs:
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
-    """logits: float32 `[rows, vocab]`, changed in place."""
+    """Sample a token for each row. logits: float32 `[rows, vocab]`, changed in place."""
     failed = ~torch.isfinite(logits).all(dim=-1)
     apply_history(logits, batch.history)
     if batch.allowed is not None:
@@ -140,8 +142,9 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
 def logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, top: int, listed: torch.Tensor | None = None
 ) -> Logprobs:
-    """logits: float32 `[rows, vocab]`, raw; token_ids: int64 `[rows]`; listed: further ids, int64
-    `[rows, m]`."""
+    """Compute logprobs of tokens, and of the most likely ones. logits: float32 `[rows, vocab]`,
+    raw; token_ids: int64 `[rows]`; listed: further ids, int64 `[rows, m]`.
+    """
     scores = logits.log_softmax(dim=-1)
     best = scores.topk(min(top, scores.shape[1]), dim=-1)
     chosen = scores.gather(1, token_ids[:, None]).squeeze(1)
@@ -155,7 +158,9 @@ def ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def apply_history(logits: torch.Tensor, history: History) -> None:
-    """logits: float32 `[rows, vocab]`, changed in place."""
+    """Apply bias, penalties and suppressed tokens. logits: float32 `[rows, vocab]`, changed in
+    place.
+    """
     if history.bias is not None:
         bias = history.bias
         logits.index_put_((bias.rows, bias.ids), bias.values, accumulate=True)
@@ -167,7 +172,7 @@ def apply_history(logits: torch.Tensor, history: History) -> None:
 
 
 def apply_masks(logits: torch.Tensor, allowed: Allowed) -> None:
-    """logits: float32 `[rows, vocab]`, changed in place."""
+    """Forbid tokens that masks do not allow. logits: float32 `[rows, vocab]`, changed in place."""
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     octets = allowed.bits.view(torch.uint8)[:, :, None]
     mask = ((octets >> bits) & 1).view(torch.bool).flatten(1)[:, : logits.shape[1]]
@@ -184,7 +189,9 @@ def _penalise(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
 
 
 def _count(penalties: Penalties, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[p, vocab]`: which ids were seen at all, bool; how often in the output, float32."""
+    """Count the tokens that penalties are for: `[p, vocab]`: which ids were seen at all, bool; how
+    often in the output, float32.
+    """
     count, device = len(penalties.rows), penalties.tokens.device
     # One column more takes in what does not count.
     seen = torch.zeros(count, vocab + 1, dtype=torch.bool, device=device)
@@ -240,7 +247,7 @@ def _keep_typical(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The first id whose cumulative probability passes the row's uniform number."""
+    """Draw the first id whose cumulative probability passes the row's uniform number."""
     probabilities = logits.softmax(dim=-1)
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]

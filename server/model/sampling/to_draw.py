@@ -29,7 +29,7 @@ class ToDraw:
         return len(self.which)
 
     def pick(self, chosen: np.ndarray | slice) -> "ToDraw":
-        """chosen: places of rows, or bool `[n]`."""
+        """Return some of the rows. chosen: places of rows, or bool `[n]`."""
         return replace(
             self,
             which=self.which[chosen],

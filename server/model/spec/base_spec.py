@@ -81,7 +81,7 @@ def _expert_weight(linear: LinearSpec) -> ExpertWeight:
 
 
 def _routers(model: ModelSpec) -> tuple[str, ...]:
-    """Where transformers has them now, and beside modules of each expert."""
+    """Paths of routers: where transformers has them now, and beside modules of each expert."""
     found: dict[str, None] = {}
     for layer in model.layers:
         stored = layer.gate_up.stored

@@ -136,8 +136,9 @@ class LinearSpec(msgspec.Struct, frozen=True):
                 yield f"{part.path}.bias", (part.out_features,)
 
     def matrices(self) -> Iterator[Matrix]:
-        """Each module whose weight is a matrix of its own in the checkpoint, one expert's after
-        the other's."""
+        """List modules whose weight is a matrix of its own in the checkpoint, one expert's after
+        the other's.
+        """
         if self.stored is not None and self.stored.form != "each":
             return
         for expert in range(self.experts):
@@ -146,7 +147,9 @@ class LinearSpec(msgspec.Struct, frozen=True):
                 yield Matrix(path, part.out_features, self.in_features)
 
     def modules(self, layers: tuple[int, ...] | None = None) -> dict[str, ModuleShape]:
-        """By PEFT's short name. layers: those that have them; None = all."""
+        """Return the shapes of the modules that LoRA can change, by PEFT's short name. layers:
+        those that have them; None = all.
+        """
         has_bias = self.bias and self.stored is None
         return {
             part.name: ModuleShape(
@@ -238,7 +241,9 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
     @property
     def linears(self) -> tuple[LinearSpec, LinearSpec, LinearSpec, LinearSpec]:
-        """In the order of their sites. Kernels rely on `down` behind `gate_up`."""
+        """Products of a layer in the order of their sites. Kernels rely on `down`
+        behind `gate_up`.
+        """
         return self.qkv, self.o, self.gate_up, self.down
 
     def tensors(self) -> Tensors:
@@ -276,8 +281,9 @@ class EmbeddingSpec(msgspec.Struct, frozen=True):
 
 
 class HeadSpec(msgspec.Struct, frozen=True):
-    """From the last norm to logits: the product times `scale`, then `softcap * tanh(x / softcap)`.
-    tied: its matrix is the embedding's."""
+    """Head of a model, from the last norm to logits: the product times `scale`, then `softcap *
+    tanh(x / softcap)`. tied: its matrix is the embedding's.
+    """
 
     linear: LinearSpec
     tied: bool
@@ -327,8 +333,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
             raise ValueError("long factors must begin at the same length in every layer")
 
     def within(self, max_context: int) -> "ModelSpec":
-        """The same for contexts of at most so many tokens: a window that no position can leave is
-        no window, and factors that no sequence reaches are none."""
+        """Return the model for contexts of at most so many tokens: a window that no position can
+        leave is no window, and factors that no sequence reaches are none.
+        """
         return msgspec.structs.replace(
             self, layers=tuple(_within(layer, max_context) for layer in self.layers)
         )
@@ -339,7 +346,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def kinds_within(self) -> int:
-        """So many first layers have one of every kind."""
+        """Number of first layers that have one of every kind."""
         return 1 + max(self.layers.index(layer) for layer in set(self.layers))
 
     @property
@@ -362,8 +369,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def short_context(self) -> int | None:
-        """Sequences of more tokens take the long factors of their rotation, for all their tokens;
-        None = no sequence does."""
+        """Number of tokens up to which a sequence is short. Sequences of more tokens take the long
+        factors of their rotation, for all their tokens; None = no sequence does.
+        """
         return next(iter(self._switches), None)
 
     @property
@@ -401,8 +409,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
             yield from self.head.linear.matrices()
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that a checkpoint of this model must hold in floating point, and its
-        shape."""
+        """List every tensor that a checkpoint of this model must hold in floating point, with its
+        shape.
+        """
         embedding = self.embedding
         shapes: dict[str, tuple[int, ...]] = {
             embedding.tensor: (embedding.num_rows, embedding.size)

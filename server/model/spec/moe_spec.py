@@ -64,7 +64,9 @@ class ExpertStorage(msgspec.Struct, frozen=True):
     def tensors(
         self, shape: tuple[int, int, int], parts: Sequence[tuple[str, int]], *, bias: bool
     ) -> Tensors:
-        """shape: experts, output and input features. parts: paths and output features."""
+        """List the tensors that hold the experts, with their shapes. shape: experts, output and
+        input features. parts: paths and output features.
+        """
         experts, outputs, inputs = shape
         if self.form == "each":
             for path, features in parts:

@@ -14,8 +14,9 @@ _FORMS: dict[AtLoad, tuple[str, WeightForm]] = {
 
 
 def quantised_at_load(model: ModelSpec, scheme: AtLoad | None) -> ModelSpec:
-    """The same with what its layers' matrices become. Raises ConfigError where the checkpoint is
-    quantised already."""
+    """Return the model with what its layers' matrices become. Raises ConfigError where the
+    checkpoint is quantised already.
+    """
     if scheme is None:
         return model
     if model.quantisation is not None:

@@ -66,7 +66,9 @@ NO_WISHES = VectorWishes()
 def vector_form(
     model: ModelSpec, max_context: int, files: SentenceFiles | None, wishes: VectorWishes
 ) -> VectorForm | None:
-    """None: a classifier, which gives scores. Raises ConfigError."""
+    """Work out how a model's vectors are made. None: a classifier, which gives scores. Raises
+    ConfigError.
+    """
     if model.classes is not None:
         if wishes._replace(pairs=NO_PAIR_WISHES) != NO_WISHES:
             raise ConfigError(
@@ -92,7 +94,7 @@ def vector_form(
 
 
 def _prompts(texts: Sequence[str]) -> dict[str, str]:
-    """Raises ConfigError."""
+    """Parse prompts of the form NAME=TEXT. Raises ConfigError for any other text."""
     found = {}
     for text in texts:
         name, equals, prompt = text.partition("=")
@@ -114,7 +116,9 @@ def pair_form(
     wishes: PairWishes,
     token_id: Callable[[str], int | None],
 ) -> PairForm | None:
-    """token_id: of a token's text. None: it gives no such score. Raises ConfigError."""
+    """Work out how a model scores pairs of query and document. token_id: of a token's text. None:
+    it gives no such score. Raises ConfigError.
+    """
     is_qwen3 = any(name.rpartition("/")[2].lower().startswith(_QWEN3_NAME) for name in names)
     template = wishes.template or (_QWEN3_TEMPLATE if is_qwen3 else "")
     instruction = wishes.instruction or (_QWEN3_INSTRUCTION if is_qwen3 else "")
@@ -140,7 +144,7 @@ def pair_form(
 
 
 def _check(template: str, wishes: PairWishes) -> None:
-    """Raises ConfigError."""
+    """Check the template and the instruction. Raises ConfigError where they cannot be used."""
     if not template:
         if wishes.instruction:
             raise ConfigError("--rerank-instruction: no template takes it; see --rerank-template")
@@ -152,7 +156,7 @@ def _check(template: str, wishes: PairWishes) -> None:
 
 
 def _ids(tokens: str, token_id: Callable[[str], int | None]) -> tuple[int, ...]:
-    """Raises ConfigError."""
+    """Return the ids of two tokens. Raises ConfigError where there are not two of them."""
     texts = tokens.split(",")
     ids = [found for text in texts if (found := token_id(text)) is not None]
     if len(texts) != 2 or len(set(ids)) != 2:

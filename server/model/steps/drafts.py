@@ -14,7 +14,7 @@ from loraplex.server.engine.plan import SeqSlice, SliceResult, StepPlan
 
 
 def spread(plan: StepPlan) -> StepPlan:
-    """No slice of the plan has a draft."""
+    """Give each token of a draft a slice of its own, so that no slice of the plan has a draft."""
     slices = [single for piece in plan.slices for single in _singles(piece)]
     return msgspec.structs.replace(plan, slices=slices)
 
@@ -48,7 +48,9 @@ def joined(slices: Sequence[SeqSlice], results: Sequence[SliceResult]) -> list[S
 
 
 def _accepted(draft: Sequence[int], results: Iterator[SliceResult]) -> SliceResult:
-    """As far as each token that was drawn is the next one of the draft."""
+    """Merge the results of a draft, as far as each token that was drawn is the next one of the
+    draft.
+    """
     drawn = [next(results) for _ in range(len(draft) + 1)]
     right = 0
     while right < len(draft) and drawn[right].token_ids == (draft[right],):

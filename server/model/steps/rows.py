@@ -13,10 +13,12 @@ Write = tuple[int, int, Sequence[int]]
 
 
 class Rows:
-    """tokens: int32 `[rows + 1, max_context + 1]`, prompt first; a sample is written behind its
-    input, so the next step's input never visits the host. page_table: int64 `[groups, rows + 1,
-    pages a row]`. long_rows: int64 `[rows + 1]`, 1 where a row was started with more tokens than
-    `short_context`. scratch: the last row, which is no sequence's: batches are padded with it."""
+    """Tokens and pages of all sequences, on the device. tokens: int32 `[rows + 1, max_context +
+    1]`, prompt first; a sample is written behind its input, so the next step's input never
+    visits the host. page_table: int64 `[groups, rows + 1, pages a row]`. long_rows: int64 `[rows
+    + 1]`, 1 where a row was started with more tokens than `short_context`. scratch: the last
+    row, which is no sequence's: batches are padded with it.
+    """
 
     def __init__(
         self,
@@ -27,7 +29,9 @@ class Rows:
         short_context: int | None = None,
         groups: int = 1,
     ) -> None:
-        """short_context: see `ModelSpec`. groups: of layers, see `PageGroups`."""
+        """Allocate rows for so many sequences. short_context: see `ModelSpec`. groups: of layers,
+        see `PageGroups`.
+        """
         self.device = device
         self._short_context = short_context
         self.scratch = max_rows

@@ -31,8 +31,10 @@ class Step:
 
     @classmethod
     def build(cls, plan: StepPlan, rows: Rows, tokens: int) -> "Step":
-        """tokens: of the batch, no fewer than the plan's. What pads it are decodes of the scratch
-        row, its first tokens; of the arrays only token_slots and layout have them."""
+        """Build the arrays of a step from its plan. tokens: of the batch, no fewer than the plan's.
+        What pads it are decodes of the scratch row, its first tokens; of the arrays only
+        token_slots and layout have them.
+        """
         table = np.array(
             [(s.seq_row, s.start, s.num_new, s.adapter_slot, s.sample) for s in plan.slices],
             dtype=np.int64,

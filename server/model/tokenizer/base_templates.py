@@ -20,8 +20,10 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def chat_templates(folder: Path) -> dict[str, str]:
-    """By name. Files of their own come first, as in transformers; then tokenizer_config.json, and
-    chat_template.json, which is a processor's: the first that has any."""
+    """Read a model's chat templates, by name. Files of their own come first, as in transformers;
+    then tokenizer_config.json, and chat_template.json, which is a processor's: the first that
+    has any.
+    """
     files = {DEFAULT_TEMPLATE: folder / TEMPLATE_FILE}
     files |= {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     found = {

@@ -50,8 +50,9 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
 
 
 def special_token_settings(folder: Path) -> dict[str, Any]:
-    """`tokenizer_config.json`, over what the tokenizer's class has without it. Where it lists no
-    added tokens it is of an older form, and `special_tokens_map.json` comes before it."""
+    """Read `tokenizer_config.json`, over what the tokenizer's class has without it. Where it lists
+    no added tokens it is of an older form, and `special_tokens_map.json` comes before it.
+    """
     settings = read_optional_json(folder / "tokenizer_config.json")
     name = _rebuilt_class(folder, settings)
     defaults: dict[str, Any] = {} if name is None else DEFAULT_TOKENS[name]
@@ -61,7 +62,9 @@ def special_token_settings(folder: Path) -> dict[str, Any]:
 
 
 def _rebuilt_class(folder: Path, settings: Mapping[str, Any]) -> RebuiltClass | None:
-    """None where there is no tokenizer.json, too, or none of a BPE's with merges."""
+    """Name the class that the tokenizer is rebuilt as. None where there is no tokenizer.json, or
+    none of a BPE's with merges.
+    """
     path = folder / TOKENIZER_FILE
     text = read_text(path, _MAX_TOKENIZER_BYTES) if path.exists() else ""
     config = read_optional_json(folder / CONFIG_FILE)
@@ -71,7 +74,9 @@ def _rebuilt_class(folder: Path, settings: Mapping[str, Any]) -> RebuiltClass | 
 
 
 def _make(folder: Path, text: str) -> tuple[Tokenizer, str]:
-    """text: tokenizer.json, which is handed back as it is where nothing changes."""
+    """Make the tokenizer from its files, with added tokens. text: tokenizer.json, which is handed
+    back as it is where nothing changes.
+    """
     read = Tokenizer.from_str(text)
     missing = _Missing(folder, read.get_added_tokens_decoder())
     name = _rebuilt_class(folder, missing.settings)
@@ -152,7 +157,9 @@ class _Missing:
 
 
 def _token(value: str | Mapping[str, Any], *, special: bool) -> AddedToken:
-    """value: a text, or an object with `content`. Raises CheckpointError for anything else."""
+    """Make an added token. value: a text, or an object with `content`. Raises CheckpointError for
+    anything else.
+    """
     if isinstance(value, str):
         return AddedToken(value, special=special)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):

@@ -10,8 +10,9 @@ from loraplex.server.model.tokenizer.base_tokenizer import read_tokenizer
 
 
 def read_vocabulary(folder: Path, vocab_size: int, eos: Collection[int]) -> Vocabulary:
-    """eos: the model's ends; where it has none, it is what the tokenizer's files call so.
-    Raises VocabularyError."""
+    """Read the vocabulary that grammars are checked by. eos: the model's ends; where it has none,
+    it is what the tokenizer's files call so. Raises VocabularyError.
+    """
     try:
         tokenizer, text = read_tokenizer(folder)
         named = tokenizer.token_to_id(template_tokens(folder).get("eos_token", ""))

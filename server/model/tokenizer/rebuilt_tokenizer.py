@@ -49,7 +49,7 @@ _QWEN_3_5 = (
 
 
 class _Steps(NamedTuple):
-    """Steps around a vocabulary. model: how the vocabulary is read."""
+    """Steps of a tokenizer around its vocabulary. model: how the vocabulary is read."""
 
     model: dict[str, Any]
     normalizer: normalizers.Normalizer | None

@@ -55,7 +55,7 @@ _MISNAMED = _AS_IT_STANDS | {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_tex
 
 
 def rebuilt_class(model_type: object, declared: object, *, byte_level: bool) -> RebuiltClass | None:
-    """None: tokenizer.json runs as it stands.
+    """Choose the class to rebuild a tokenizer as. None: tokenizer.json runs as it stands.
 
     declared: `tokenizer_class` of tokenizer_config.json, else of config.json. byte_level: the file
     spells bytes by stand-in characters.

@@ -22,7 +22,7 @@ class AdapterMeter:
         self._thrash.changed(before, after, time.monotonic())
 
     def staged(self, digest: str) -> None:
-        """In host memory, and reported to the engine."""
+        """Note that the adapter is in host memory, and reported to the engine."""
         self._copying_since[digest] = time.monotonic()
 
     def released(self, digest: str, nbytes: int, copy_s: float | None) -> None:

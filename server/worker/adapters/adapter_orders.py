@@ -56,7 +56,9 @@ class _Note:
 
 
 class AdapterOrders:
-    """Runs on the event loop; `on_disk` is asked on threads."""
+    """Carry out routers' orders on adapters. Runs on the event loop; `on_disk` is asked
+    on threads.
+    """
 
     def __init__(
         self,
@@ -86,14 +88,14 @@ class AdapterOrders:
         return frozenset[str]().union(*self._pins.values())
 
     def pin(self, connection: int, digests: Collection[str]) -> None:
-        """All that this router wants pinned, from now on and until it leaves."""
+        """Set all adapters that this router wants pinned, from now on and until it leaves."""
         before = self.pins
         self._pins[connection] = frozenset(digests)
         if self.pins != before:
             self._send_pins()
 
     def order(self, connection: int, order: AdapterOrder, report: Report) -> None:
-        """Answered by one AdapterReport, when the order is carried out or cannot be."""
+        """Carry out an order. One AdapterReport answers it, when it is carried out or cannot be."""
         if order.action == "withdraw":
             self._give_up(lambda owner: owner == (connection, order.order_id))
             return
@@ -118,7 +120,7 @@ class AdapterOrders:
             self._send_pins()
 
     def engine_lost(self) -> None:
-        """Its device memory is gone with it."""
+        """Settle all open orders as lost: the device memory is gone with the engine."""
         for order in list(self._answers):
             self.settled(AdapterSettled(order, _LOST))
 
@@ -134,7 +136,7 @@ class AdapterOrders:
         self._note(digest).asked_at = self._clock()
 
     def load_ends(self, digest: str, nbytes: int) -> None:
-        """nbytes: that came to the device; 0 = it was given up."""
+        """Note the end of a load. nbytes: that came to the device; 0 = it was given up."""
         note = self._note(digest)
         asked_at, note.asked_at = note.asked_at, None
         if asked_at is None or not nbytes:
@@ -147,7 +149,7 @@ class AdapterOrders:
             )
 
     def load_s(self, digest: str) -> float | None:
-        """Its last way to the device, in seconds."""
+        """Seconds that the adapter's last load to the device took; None if there was none."""
         note = self._notes.get(digest)
         return None if note is None else note.load_s
 

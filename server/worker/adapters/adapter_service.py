@@ -71,9 +71,9 @@ class AdapterStorage(Protocol):
 
 
 class AdapterService:
-    """`fetching`: threads that may wait for a source; each source has its own, so a source that
-    stalls holds up no other. `reading`: threads that only read the disk, so stored adapters do not
-    wait behind downloads.
+    """Load and merge adapters for routers. `fetching`: threads that may wait for a source; each
+    source has its own, so a source that stalls holds up no other. `reading`: threads that only
+    read the disk, so stored adapters do not wait behind downloads.
 
     Loads of one adapter with one credential share a thread; the store shares the fetch.
 
@@ -107,7 +107,7 @@ class AdapterService:
             self._board(flight, frame.load_id, report, lambda: self._fly_load(flight, frame))
 
     def merge(self, frame: AdapterMerge, report: Report) -> None:
-        """As `load`."""
+        """Merge adapters, and report the result as `load` does."""
         error = check_merge(frame)
         refs = tuple(source.ref for source in frame.sources)
         credential = _fingerprint(*(source.token for source in frame.sources))
@@ -210,7 +210,7 @@ class AdapterService:
             report(AdapterState(load_id, "ready", manifest))
 
     def _log_partial(self, flight: _Flight, manifest: AdapterManifest) -> None:
-        """Once for each content."""
+        """Log that an adapter is applied in part, once for each content."""
         if manifest.partial is None or self._logged.get(manifest.digest) is not None:
             return
         self._logged.put(manifest.digest, True)

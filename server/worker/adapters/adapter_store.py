@@ -14,8 +14,9 @@ from loraplex.server.config import EngineConfig, WorkerConfig
 def open_store(
     config: WorkerConfig, base: BaseSpec, engine: EngineConfig, syncing: Executor, judging: int
 ) -> AdapterStore:
-    """engine: which serves them. syncing, judging: see AdapterStore. Raises AdapterError when the
-    cache folder cannot be used, or a source has what is no host."""
+    """Open the store of adapters. engine: which serves them. syncing, judging: see AdapterStore.
+    Raises AdapterError when the cache folder cannot be used, or a source has what is no host.
+    """
     return AdapterStore(
         config.cache_dir,
         base,
@@ -27,7 +28,9 @@ def open_store(
 
 
 def sources_of(config: WorkerConfig) -> dict[RefSource, Source]:
-    """Raises AdapterError for an option that cannot hold."""
+    """Open the sources that adapters may come from. Raises AdapterError for an option that cannot
+    hold.
+    """
     return open_sources(
         config.hub_owners,
         config.adapter_roots,

@@ -29,7 +29,7 @@ class Ahead:
         self._brought[digest] = _Brought(extents, now)
 
     def discard(self, digest: str) -> None:
-        """It was taken, or is here no longer."""
+        """Forget an adapter that was taken, or is here no longer."""
         brought = self._brought.pop(digest, None)
         if brought is not None:
             self._used -= brought.extents

@@ -39,11 +39,14 @@ class SlabUnavailable(Exception):
 
 
 class SlabGone(SlabUnavailable):
-    """It gave way in the store since a router had it admitted, which will have it fetched again."""
+    """Error of a slab that gave way in the store since a router had it admitted. The router will
+    have it fetched again.
+    """
 
 
 class StagedSlab(NamedTuple):
-    """extents: the first extent of each of layout.all_runs, in host memory.
+    """Adapter that lies in host memory. extents: the first extent of each of layout.all_runs, in
+    host memory.
 
     load_s: seconds of reading it from disk, reported once; 0 if it was here.
     """
@@ -54,8 +57,9 @@ class StagedSlab(NamedTuple):
 
 
 class HostTier:
-    """`acquire` stages and pins, `take` pins what is here, `release` unpins; the rest is evicted
-    when room is needed."""
+    """Keep adapters in host memory. `acquire` stages and pins, `take` pins what is here, `release`
+    unpins; the rest is evicted when room is needed.
+    """
 
     def __init__(
         self,
@@ -67,7 +71,9 @@ class HostTier:
         metrics: WorkerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """saver: keeps on disk what is packed here."""
+        """Take the host memory, and begin with no adapter in it. saver: keeps on disk what is
+        packed here.
+        """
         self._clock = clock
         self._saver = saver
         self._memory = memory
@@ -143,7 +149,7 @@ class HostTier:
                 await self._room.wait()
 
     def _kept(self) -> Collection[str]:
-        """Not to be evicted, whoever needs the room."""
+        """Digests that are not to be evicted, whoever needs the room."""
         return self._saver.reading.union(self._awaited)
 
     def prefetch(self, digest: str) -> None:
@@ -153,8 +159,9 @@ class HostTier:
             self._begin_ahead(digest)
 
     def hint(self, digests: Iterable[str]) -> None:
-        """The same for what may be wanted later: when little else is being staged. Failures are
-        forgotten, and so are hints beyond MAX_HINTS."""
+        """Stage adapters that may be wanted later, when little else is being staged. Failures are
+        forgotten, and so are hints beyond MAX_HINTS.
+        """
         for digest in digests:
             if self.state(digest) == "absent" and len(self._hints) < MAX_HINTS:
                 self._hints[digest] = None
@@ -177,7 +184,9 @@ class HostTier:
         return free or self._ahead.has_room(extents, self._clock())
 
     def take(self, digest: str) -> StagedSlab | None:
-        """Its place in host memory, pinned until `release`, if it is here."""
+        """Pin an adapter in host memory until `release`, and return its place; None if it is not
+        here.
+        """
         placement = self._arena.acquire(digest)
         if placement is None:
             return None
@@ -186,8 +195,9 @@ class HostTier:
         return StagedSlab(self._layouts[digest], placement.extents, load_s)
 
     async def acquire(self, digest: str) -> StagedSlab:
-        """Its place in host memory, pinned until `release`. Raises SlabUnavailable, or what was not
-        foreseen."""
+        """Wait for an adapter, pin it in host memory until `release`, and return its place. Raises
+        SlabUnavailable, or what was not foreseen.
+        """
         self._awaited[digest] += 1
         try:
             while (staged := self.take(digest)) is None:
@@ -242,7 +252,9 @@ class HostTier:
             self._follow_hints()
 
     async def _stage(self, digest: str) -> None:
-        """Raises SlabUnavailable, or what was not foreseen."""
+        """Bring an adapter to host memory, and count the result. Raises SlabUnavailable, or what
+        was not foreseen.
+        """
         started = time.monotonic()
         try:
             ready = await self._bring(digest)
@@ -257,7 +269,9 @@ class HostTier:
             self._metrics.load_took("stage", time.monotonic() - started)
 
     async def _bring(self, digest: str) -> bool:
-        """False: nobody waits for it yet, and there is no room."""
+        """Read an adapter from disk into host memory. False: nobody waits for it yet, and there is
+        no room.
+        """
         loop = asyncio.get_running_loop()
         try:
             slab = await loop.run_in_executor(self._threads, self._open_slab, digest)
@@ -307,7 +321,8 @@ class HostTier:
             await self._room.wait()
 
     def _try_to_place(self, digest: str, layout: SlabLayout) -> Placement | None:
-        """None: not now. Raises SlabUnavailable if never.
+        """Place an adapter in host memory, if there is room. None: not now. Raises SlabUnavailable
+        if never.
 
         Pins that leave no room are ignored: pinned adapters lie on the device too, so serving
         another adapter is worth more than their copy here.
@@ -324,8 +339,9 @@ class HostTier:
             arena.pin_only(pins)
 
     def _make_room(self, digest: str, runs: Sequence[int]) -> Placement | None:
-        """At the expense of what was brought ahead for others only if somebody waits for this, and
-        there is no other way."""
+        """Make room for an adapter, and place it. What was brought ahead for others gives way only
+        if somebody waits for this one, and there is no other way.
+        """
         awaited = digest in self._awaited
         if not awaited and not self._comes_ahead(sum(runs)):
             return None

@@ -28,7 +28,7 @@ _RETRY_S = 10.0
 
 
 class Merger:
-    """timeout_s: of one merge."""
+    """Merge adapters in processes of their own. timeout_s: of one merge."""
 
     def __init__(self, store: AdapterStore, timeout_s: float) -> None:
         self._store = store
@@ -40,7 +40,7 @@ class Merger:
         self._closed = False
 
     def threads(self, recipe: MergeRecipe) -> Executor:
-        """Where `merge` may block."""
+        """Threads in which `merge` may block."""
         return self._linear if recipe.strategy == "linear" else self._dense
 
     def known(self, recipe: MergeRecipe) -> AdapterManifest | None:

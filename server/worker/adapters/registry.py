@@ -55,10 +55,14 @@ return 1
 
 
 class Registry:
-    """`run` keeps this worker enlisted while `is_listed` says so."""
+    """Keep the worker listed in Redis. `run` keeps this worker enlisted while
+    `is_listed` says so.
+    """
 
     def __init__(self, config: WorkerConfig, url: str, worker_id: str) -> None:
-        """Raises AddressError for a URL of Redis that cannot be."""
+        """Prepare to register the worker in Redis. Raises AddressError for a URL of Redis that
+        cannot be.
+        """
         self._secret = config.secret
         self._url = url
         self._worker_id = worker_id
@@ -115,7 +119,7 @@ class _Superseded(Exception):
 
 
 def advertised(config: WorkerConfig, port: int) -> str:
-    """Where routers reach this worker. Raises AddressError."""
+    """Return the URL where routers reach this worker. Raises AddressError where none is known."""
     if config.advertise:
         if not is_worker_url(config.advertise):
             raise AddressError(f"--advertise {config.advertise!r}: expected ws://host:port")

@@ -26,7 +26,7 @@ class _Slab(NamedTuple):
 
 
 class SlabSaver:
-    """Runs on the event loop; `thread` writes.
+    """Write packed adapters from host memory to disk. Runs on the event loop; `thread` writes.
 
     save: `AdapterStore.save_slab`. reading: what must not be evicted. room: set when that changes
     to nothing, and by others who free host memory.
@@ -52,11 +52,11 @@ class SlabSaver:
             self._go_on()
 
     def forget(self, digest: str) -> None:
-        """It leaves host memory. Not one that is in `reading`."""
+        """Forget an adapter that leaves host memory. It must not be in `reading`."""
         self._waiting.pop(digest, None)
 
     def stop_reading(self) -> None:
-        """Its room is needed: the present file is given up, and `room` is set soon."""
+        """Give up the present file, since its room is needed; `room` is set soon."""
         self._stop.set()
 
     def _go_on(self) -> None:

@@ -7,7 +7,9 @@ MAX_REMEMBERED = 4096
 
 
 class ThrashWatch:
-    """window_s: a reload within so many seconds is thrash. Times are one clock's."""
+    """Notice adapters that come back soon after their eviction. window_s: a reload within so many
+    seconds is thrash. Times are one clock's.
+    """
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -22,6 +24,6 @@ class ThrashWatch:
             self._left.popitem(last=False)
 
     def loads(self, digest: str, now: float) -> bool:
-        """It has come to the device; whether that is thrash."""
+        """Note that an adapter has come to the device, and say whether that is thrash."""
         left = self._left.pop(digest, None)
         return left is not None and now - left <= self._window_s

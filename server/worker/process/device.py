@@ -80,7 +80,9 @@ def torch_build() -> TorchBuild | None:
 
 
 class ChosenDevice(NamedTuple):
-    """note: why it is not what one might expect, or None. memory_bytes: of a GPU."""
+    """Device that the engine computes on. note: why it is not what one might expect, or None.
+    memory_bytes: of a GPU.
+    """
 
     kind: Literal["cpu", "cuda"]
     has_bfloat16: bool
@@ -91,7 +93,9 @@ class ChosenDevice(NamedTuple):
 def choose_device(
     asked: Device, devices: list[CudaDevice], build: TorchBuild | None
 ) -> ChosenDevice:
-    """Raises DeviceError where "cuda" was asked for and cannot be had."""
+    """Choose the device to compute on. Raises DeviceError where "cuda" was asked for and cannot be
+    had.
+    """
     problem = _cuda_problem(devices, build)
     if asked == "cpu":
         return ChosenDevice("cpu", True)

@@ -19,8 +19,10 @@ from loraplex.server.worker.process.engine_process import (
 
 
 class EngineGroup:
-    """Has the methods of an EngineProcess. The first process plans and speaks with the worker; of
-    the others the worker hears that they live, or why they cannot start."""
+    """Processes of one engine, one for each device. Has the methods of an EngineProcess. The first
+    process plans and speaks with the worker; of the others the worker hears that they live, or
+    why they cannot start.
+    """
 
     def __init__(self, processes: Sequence[EngineProcess], meeting: Path) -> None:
         self._leader, *self._others = processes
@@ -36,7 +38,9 @@ class EngineGroup:
         self._leader.send(frame)
 
     async def receive(self) -> FromEngine:
-        """As of EngineProcess. Raises EngineDied once any process is gone."""
+        """Return the leader's next frame, as EngineProcess does. Raises EngineDied once any process
+        is gone.
+        """
         try:
             return await self._leader.receive()
         except EngineDied:
@@ -52,7 +56,9 @@ class EngineGroup:
             process.kill()
 
     async def close(self, grace_s: float) -> None:
-        """As of EngineProcess. The others leave when the first one has left."""
+        """Close all processes, as EngineProcess does one. The others leave when the first one has
+        left.
+        """
         await self._leader.close(grace_s)
         for task in self._watching:
             task.cancel()
@@ -61,7 +67,7 @@ class EngineGroup:
         shutil.rmtree(self._meeting.parent, ignore_errors=True)
 
     async def _watch(self, number: int, process: EngineProcess) -> None:
-        """Until it is gone, which ends all."""
+        """Read a process's frames until it is gone, which ends all processes."""
         try:
             while True:
                 frame = await process.receive()
@@ -75,7 +81,9 @@ class EngineGroup:
 
 
 async def start_group(executor: str, config: EngineConfig, arena_fd: int) -> EngineGroup:
-    """As `spawn_engine`, a process for each of `config.shards` devices."""
+    """Start a group of engine processes, one for each of `config.shards` devices, as `spawn_engine`
+    starts one.
+    """
     with ExitStack() as undo:
         folder = Path(tempfile.mkdtemp(prefix="loraplex-group-"))
         undo.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -137,7 +137,7 @@ def spawn_process(
     theirs: socket.socket,
     place: GroupPlace | None,
 ) -> subprocess.Popen[bytes]:
-    """theirs: the engine's end of its pipe to the worker."""
+    """Spawn an engine process. theirs: the engine's end of its pipe to the worker."""
     with theirs:
         arguments = [
             *("--executor", executor),

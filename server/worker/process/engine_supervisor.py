@@ -50,7 +50,7 @@ class EngineListener(Protocol):
     """Hears of the engine's state. Called on the event loop; must not block."""
 
     def engine_starting(self, progress: StartProgress) -> None:
-        """Called several times a second until it is ready."""
+        """Note the progress of a start. Called several times a second until the engine is ready."""
         ...
 
     def engine_ready(self, ready: EngineReady) -> None: ...
@@ -58,16 +58,18 @@ class EngineListener(Protocol):
     def engine_frame(self, frame: FromEngine) -> None: ...
 
     def engine_lost(self, reason: str) -> None:
-        """All that the engine had is gone."""
+        """Note that the engine is lost, and all that it had is gone."""
         ...
 
     def engine_suspected(self, suspected: bool) -> None:
-        """It seems to stand still, or no longer does. Called at each change."""
+        """Note that the engine seems to stand still, or no longer does. Called at each change."""
         ...
 
     def engine_has_work(self) -> bool:
-        """It owes a StepOutput: there are sequences. With all of them waiting for adapters it
-        still sends one now and then, so one that hangs cannot hide behind what it waits for."""
+        """Say whether the engine owes a StepOutput: there are sequences. With all of them waiting
+        for adapters it still sends one now and then, so one that hangs cannot hide behind what
+        it waits for.
+        """
         ...
 
 
@@ -92,12 +94,16 @@ class EngineSupervisor:
         self.restarts = 0
 
     def send(self, frame: ToEngine) -> None:
-        """To the present engine. Without an engine the frame is lost, as engine_lost reports."""
+        """Send a frame to the present engine. Without an engine the frame is lost, as engine_lost
+        reports.
+        """
         if self._engine is not None:
             self._engine.send(frame)
 
     async def run(self, listener: EngineListener) -> None:
-        """Until `close`. Raises EngineStartError when the very first engine does not get ready."""
+        """Run engines, one after another, until `close`. Raises EngineStartError when the very
+        first engine does not get ready.
+        """
         was_ready = False
         while not self._closing:
             ready_at = None
@@ -115,7 +121,9 @@ class EngineSupervisor:
                 await self._lost(str(error), ready_at, listener)
 
     async def _begin(self) -> EngineLife:
-        """Raises EngineDied too when the machine has no process or descriptor left: it soon may."""
+        """Start an engine. Raises EngineDied too when the machine has no process or descriptor
+        left: it soon may.
+        """
         try:
             return await self._start()
         except OSError as error:
@@ -140,7 +148,9 @@ class EngineSupervisor:
         return frame
 
     async def _heard(self, engine: EngineLife) -> FromEngine:
-        """Its next frame while it starts. Raises EngineDied too when it has fallen silent."""
+        """Return the engine's next frame while it starts. Raises EngineDied too when it has fallen
+        silent.
+        """
         limit = self._start_silence_s
         receiving = asyncio.create_task(engine.receive())
         try:

@@ -75,7 +75,9 @@ class ModelError(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """names: what people and adapters call it, the best first. revision: a commit, or None."""
+    """Folder that holds a model. names: what people and adapters call it, the best first. revision:
+    a commit, or None.
+    """
 
     path: Path
     names: tuple[str, ...]
@@ -121,7 +123,9 @@ def check_model(text: str, revision: str | None, *, with_tensors: bool = True) -
 
 
 def describe_model(text: str, revision: str | None) -> ModelSpec:
-    """As `check_model`, and of a `config.json` alone. Raises ModelError, CheckpointError."""
+    """Read the spec of a model, or of a `config.json` alone, and check that it is served. Raises
+    ModelError, CheckpointError.
+    """
     path = Path(text).expanduser()
     with _readable(text):
         is_file = path.is_file()
@@ -173,7 +177,7 @@ def _folder_names(folder: Path) -> tuple[str, ...]:
 
 
 def _config_folder(repo: str, revision: str | None) -> Path:
-    """Where the configuration lies, once it is known that it can be served."""
+    """Return the folder of the model's configuration, once it is known that it can be served."""
     # The library keeps what a branch meant, and finds it again when the Hub cannot be reached.
     try:
         folder = Path(hf_hub_download(repo, CONFIG_FILE, revision=revision)).parent
@@ -184,7 +188,7 @@ def _config_folder(repo: str, revision: str | None) -> Path:
 
 
 def _check(repo: str, folder: Path) -> None:
-    """Raises ModelError for a configuration that cannot be served."""
+    """Check a model's configuration. Raises ModelError where it cannot be served."""
     try:
         read_config(folder)
     except UnservedError as error:

@@ -40,7 +40,7 @@ LEAST_LIMIT_S = 3.0
 
 
 class StallWatch:
-    """Is an engine standing still? A process without a sign of life, or a step without an end.
+    """Watch whether an engine stands still.
 
     limit_s: longest time without progress while there is work; at least LEAST_LIMIT_S. Progress is
     a step, the loop's word that it waits for adapters, or the moment when work came to an idle
@@ -59,7 +59,9 @@ class StallWatch:
         self._heard_at = now
 
     def progressed(self, now: float, step_s: float = 0.0) -> None:
-        """step_s: what a step took, 0 if the loop had none to make."""
+        """Note that the engine has made progress. step_s: what a step took, 0 if the loop had none
+        to make.
+        """
         self._heard_at = self._since = now
         if step_s:
             self._longest_s = max(step_s, _FADING * self._longest_s)
@@ -70,7 +72,9 @@ class StallWatch:
         self._since = None if self._since is None else now
 
     def verdict(self, now: float, has_work: bool) -> Verdict:
-        """To be asked regularly. has_work: there are sequences, if only such as wait."""
+        """Judge how the engine fares. The caller asks regularly. has_work: there are sequences, if
+        only such as wait.
+        """
         if not has_work:
             self._since = None
         elif self._since is None:

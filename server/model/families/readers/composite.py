@@ -64,16 +64,19 @@ _MINISTRAL3_TEXT: dict[str, Any] = {
 
 
 class TextPart(NamedTuple):
-    """family: of the text part, a key of `registry.FAMILIES`. usual: what its class says where
-    `config.json` says nothing."""
+    """Text part of a composite model. family: of the text part, a key of `registry.FAMILIES`.
+    usual: what its class says where `config.json` says nothing.
+    """
 
     family: str
     usual: Mapping[str, Any] = {}
 
 
 class Composite(NamedTuple):
-    """architecture: the class that `config.json` names. texts: by `model_type` of `text_config`,
-    the first where that names none. is_tied: where no `config.json` says so."""
+    """Composite model, and the text parts that are served of it. architecture: the class that
+    `config.json` names. texts: by `model_type` of `text_config`, the first where that names
+    none. is_tied: where no `config.json` says so.
+    """
 
     architecture: str
     texts: Mapping[str, TextPart]
@@ -115,7 +118,9 @@ class Text(NamedTuple):
 
 
 def text_of(config: Mapping[str, Any]) -> Text:
-    """config: of a composite model. Raises ValueError: it has no text part that is served."""
+    """Return the text part of a composite model's configuration. config: of a composite model.
+    Raises ValueError: it has no text part that is served.
+    """
     model_type = config["model_type"]
     composite = COMPOSITES[model_type]
     inner = config.get(TEXT)

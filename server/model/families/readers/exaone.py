@@ -39,7 +39,9 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 
 
 def _read_windows(fields: Fields, sizes: family.ModelSizes) -> tuple[int | None, ...]:
-    """In all layers but every fourth, or as `sliding_window_pattern` or `layer_types` say."""
+    """Read each layer's window: in all layers but every fourth, or as `sliding_window_pattern` or
+    `layer_types` say.
+    """
     config = fields.config
     window = config.get("sliding_window", _WINDOW)
     if window is None or config.get("layer_types") is not None:

@@ -100,7 +100,7 @@ def _read_sizes(fields: Fields, kv_heads: int) -> family.ModelSizes:
 
 
 def _read_softcap(fields: Fields, key: str, usual: float | None) -> float | None:
-    """usual: where `config.json` has no such key; null = no cap."""
+    """Read a soft cap. usual: where `config.json` has no such key; null = no cap."""
     if fields.config.get(key, usual) is None:
         return None
     return fields.number(fields.config, key, usual)
@@ -113,7 +113,7 @@ def _norm(path: str, size: int, sizes: family.ModelSizes) -> NormSpec:
 def _layers(
     fields: Fields, sizes: family.ModelSizes, attentions: Sequence[AttentionSpec]
 ) -> list[LayerSpec]:
-    """With norms before and behind attention and MLP."""
+    """Make the layers, with norms before and behind attention and MLP."""
     norms = NormsSpec(
         pre_attention=_norm("input_layernorm", sizes.hidden, sizes),
         post_attention=_norm("post_attention_layernorm", sizes.hidden, sizes),
@@ -139,7 +139,7 @@ def _model(
     max_context: int,
     softcap: float | None = None,
 ) -> ModelSpec:
-    """softcap: of logits."""
+    """Make the model, with scaled embeddings. softcap: of logits."""
     eos = family.read_eos(fields, generation, sizes, default=_EOS)
     plain = family.model(fields, sizes, layers, max_context, eos, tied=True)
     return replace(

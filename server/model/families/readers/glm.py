@@ -16,7 +16,7 @@ _EOS = [151329, 151336, 151338]
 
 
 def read_glm(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
-    """The first GLM 4: norms in Llama's places."""
+    """Read the first GLM 4, whose norms lie in Llama's places."""
     return _read(fields, generation, family.llama_norms)
 
 

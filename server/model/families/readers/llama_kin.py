@@ -26,7 +26,7 @@ def read_seed_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 
 
 def read_helium(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
-    """Helium: neighbouring features turn together."""
+    """Read Helium's configuration. Neighbouring features turn together."""
     sizes = family.read_sizes(fields, kv_heads=20, head_dim=128, epsilon=1e-8)
     if sizes.is_sound and sizes.heads * sizes.head_dim != sizes.hidden:
         fields.refuse("head_dim times num_attention_heads must be hidden_size")

@@ -30,7 +30,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 
 
 def _turning_layers(fields: Fields, sizes: family.ModelSizes) -> list[bool]:
-    """Which layers have a rotation; their list in `config.json` may be longer."""
+    """Say for each layer whether it has a rotation. The list in `config.json` may be longer."""
     interval = fields.positive("no_rope_layer_interval", 4)
     usual = [(layer + 1) % interval != 0 for layer in range(sizes.layers)]
     said = fields.config.get("no_rope_layers")

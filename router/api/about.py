@@ -80,7 +80,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class FleetState(msgspec.Struct, frozen=True):
-    """The only entry of `internal_states`."""
+    """State of the fleet: the only entry of `internal_states`."""
 
     workers: int
     workers_ready: int
@@ -103,7 +103,9 @@ class ServedSettings(msgspec.Struct, frozen=True):
 
 
 class LoadedAdapters(msgspec.Struct, frozen=True):
-    """loaded_adapters: names that are served, and what they mean."""
+    """Answers which adapters are served, by their names. loaded_adapters: names that are served,
+    and what they mean.
+    """
 
     loaded_adapters: dict[str, str]
     success: bool = True
@@ -133,7 +135,9 @@ LOAD_FORMAT = "endpoint-load-metrics-format"
 
 
 def load_headers(form: str, waiting: float, kv_usage: float) -> dict[str, str]:
-    """form: TEXT or JSON; of any other there is no header."""
+    """Returns the answer's header with the load of the workers, if the caller asks for one. form:
+    TEXT or JSON; of any other there is no header.
+    """
     numbers = {"kv_cache_usage_perc": kv_usage, "num_requests_waiting": waiting}
     written = {
         "TEXT": ", ".join(f"named_metrics.{name}={value}" for name, value in numbers.items()),

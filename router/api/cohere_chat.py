@@ -29,8 +29,9 @@ _FINISH = dict(zip(get_args(StopReason), get_args(CohereFinish), strict=True))
 
 
 class CohereChat(msgspec.Struct, frozen=True):
-    """message: `role`, and what there is of `content`, `tool_plan` and `tool_calls`. logprobs: of
-    each token."""
+    """Answer of Cohere's chat route. message: `role`, and what there is of `content`, `tool_plan`
+    and `tool_calls`. logprobs: of each token.
+    """
 
     id: str
     finish_reason: CohereFinish
@@ -40,7 +41,9 @@ class CohereChat(msgspec.Struct, frozen=True):
 
 
 class CohereEvent(msgspec.Struct, frozen=True):
-    """type: its SSE name, too. index: of a part of the content, or of a call. delta: the new."""
+    """Event of a stream on Cohere's chat route. type: its SSE name, too. index: of a part of the
+    content, or of a call. delta: the new.
+    """
 
     type: str
     id: str | UnsetType = UNSET
@@ -50,13 +53,15 @@ class CohereEvent(msgspec.Struct, frozen=True):
 
 
 class CohereFormatter(MessageFormatter):
-    """Its parts come one after another, as Anthropic's do."""
+    """Writes answers of Cohere's chat route. Their parts come one after another, as
+    Anthropic's do.
+    """
 
     _num_calls = 0
     _tokens: Sequence[TextToken] = ()
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
-        """Raises RequestError (incomplete)."""
+        """Writes the whole answer at once. Raises RequestError (incomplete)."""
         one = results[0]
         said = {
             "content": [{"type": "text", "text": one.text}] if one.text.strip() else None,
@@ -75,7 +80,7 @@ class CohereFormatter(MessageFormatter):
         return _event("message-start", begun, id=self._head.request_id)
 
     def chunk(self, event: TextEvent) -> bytes:
-        """Raises RequestError (incomplete)."""
+        """Writes the events for the next piece of the answer. Raises RequestError (incomplete)."""
         self._tokens = event.tokens
         return super().chunk(event)
 
@@ -153,8 +158,10 @@ REFUSED = {
 
 
 class CohereChatBody(SharedBody, frozen=True, kw_only=True):
-    """messages: Cohere's. Their `tool_plan` and parts of type `thinking` are reasoning, documents
-    among tools' results texts. safety_mode: a variable of the chat template."""
+    """Body of a request to Cohere's chat route. messages: Cohere's. Their `tool_plan` and parts of
+    type `thinking` are reasoning, documents among tools' results texts. safety_mode: a variable
+    of the chat template.
+    """
 
     refused: ClassVar[Mapping[str, Elsewhere]] = REFUSED
 
@@ -178,7 +185,7 @@ _NAMES = {name: name for name in CohereChatBody.__struct_fields__} | {
 
 
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request in Cohere's shape as a chat. Raises RequestError."""
     plain = without_refused(decode_plain(body), REFUSED)
     request = decode_shared(plain, CohereChatBody, limits)
     asked = {_NAMES.get(name, name): value for name, value in plain.items()}
@@ -195,7 +202,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
-    """As OpenAI has it."""
+    """Returns a message of Cohere's as OpenAI has it."""
     content, thought = given.get("content"), given.get("tool_plan")
     if isinstance(content, list):
         thinking = [p["thinking"] for p in content if isinstance(p, dict) and "thinking" in p]
@@ -215,5 +222,7 @@ def _part(part: Any) -> Any:
 
 
 def _format(given: dict[str, Any]) -> dict[str, Any]:
-    """Cohere's schema stands where OpenAI has a name and one."""
+    """Rewrites Cohere's form of the answer as OpenAI's. Cohere's schema stands where OpenAI has a
+    name and one.
+    """
     return {("schema" if name == "json_schema" else name): part for name, part in given.items()}

@@ -141,7 +141,9 @@ class LoraxError(msgspec.Struct, frozen=True):
 
 
 class OpenAIErrorDetail(msgspec.Struct, frozen=True):
-    """param: the field at fault. violations: of an adapter that is refused."""
+    """Details of an error of OpenAI's routes. param: the field at fault. violations: of an adapter
+    that is refused.
+    """
 
     message: str
     type: str
@@ -157,8 +159,9 @@ class OpenAIError(msgspec.Struct, frozen=True):
 
 
 class AnthropicErrorDetail(msgspec.Struct, frozen=True):
-    """message: it names the field at fault, and has an adapter's violations. details: facts for
-    programs."""
+    """Details of an error of Anthropic's routes. message: it names the field at fault, and has an
+    adapter's violations. details: facts for programs.
+    """
 
     type: str
     message: str
@@ -184,7 +187,9 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 def dialect_of_path(path: str) -> Dialect:
-    """For errors of a route that belongs to no generation API, or to none at all."""
+    """Finds the API whose form a path's errors have. It is for routes of no generation API, and for
+    paths of no route.
+    """
     if path in _VLLM_ROUTES or path.startswith("/adapters"):
         return "vllm"
     if path in _OPENAI_ROUTES:
@@ -195,7 +200,7 @@ def dialect_of_path(path: str) -> Dialect:
 
 
 def from_adapter_error(error: AdapterError, param: str | None = None) -> RequestError:
-    """The error of a catalog, source or worker about an adapter, for the caller."""
+    """Makes the caller's error from the error of a catalog, source or worker about an adapter."""
     return RequestError(
         _OF_ADAPTER[error.code],
         error.message,
@@ -206,7 +211,7 @@ def from_adapter_error(error: AdapterError, param: str | None = None) -> Request
 
 
 def from_engine_error(code: ErrorCode, message: str) -> RequestError:
-    """The error of a worker about a sequence, for the caller."""
+    """Makes the caller's error from the error of a worker about a sequence."""
     return RequestError(_OF_ENGINE[code], message)
 
 
@@ -221,7 +226,7 @@ def status_of(cause: Cause, dialect: Dialect) -> int:
 
 
 def error_object(error: RequestError, dialect: Dialect, request_id: str = "") -> AnyError:
-    """The JSON body. An invalid adapter's violations are all listed."""
+    """Makes the JSON body of an error. An invalid adapter's violations are all listed."""
     row = _TABLE[error.cause]
     violations = list(error.violations) or UNSET
     if dialect == "lorax":
@@ -235,7 +240,9 @@ def error_object(error: RequestError, dialect: Dialect, request_id: str = "") ->
 
 
 def error_answer(error: RequestError, dialect: Dialect, request_id: str = "") -> ErrorAnswer:
-    """The response to a request that fails before its first byte. request_id: for Anthropic's."""
+    """Makes the response to a request that fails before its first byte. request_id: for
+    Anthropic's.
+    """
     status = status_of(error.cause, dialect)
     headers = {**error.headers, "content-type": "application/json"}
     if status == 401:
@@ -281,7 +288,7 @@ def _lorax_message(error: RequestError, row: _Row) -> str:
 
 
 def _with_violations(error: RequestError) -> str:
-    """The violations are in the text too: most clients show nothing else. Each is said once."""
+    """Adds the violations to an error's text: most clients show nothing else. Each is said once."""
     lines = [f"{v.where}: {v.message} ({v.code})" for v in error.violations]
     first = f": {error.violations[0].message}" if lines else "\n"
     return "\n- ".join([error.message.partition(first)[0] if lines else error.message, *lines])

@@ -38,7 +38,7 @@ class FileObject(msgspec.Struct, frozen=True):
 
 
 class FileList(msgspec.Struct, frozen=True):
-    """first_id, last_id: of `data`; null when it is empty."""
+    """Page of a caller's files. first_id, last_id: of `data`; null when it is empty."""
 
     data: list[FileObject]
     first_id: str | None
@@ -101,7 +101,7 @@ class BatchObject(msgspec.Struct, frozen=True):
 
 
 class BatchList(msgspec.Struct, frozen=True):
-    """first_id, last_id: of `data`; null when it is empty."""
+    """Page of a caller's batches. first_id, last_id: of `data`; null when it is empty."""
 
     data: list[BatchObject]
     first_id: str | None
@@ -126,15 +126,16 @@ Order = Literal["asc", "desc"]
 
 
 class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """seconds: from a file's creation."""
+    """Time after which a file expires. seconds: from a file's creation."""
 
     anchor: Literal["created_at"]
     seconds: ExpirySeconds
 
 
 class CreateBatchBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """completion_window: hours or days, as `24h` or `7d`. output_expires_after: of the files that
-    the batch makes."""
+    """Body of a request for a new batch. completion_window: hours or days, as `24h` or `7d`.
+    output_expires_after: of the files that the batch makes.
+    """
 
     input_file_id: str
     endpoint: str
@@ -156,7 +157,9 @@ FORM_FIELDS = tuple(field.encode_name for field in msgspec.structs.fields(Upload
 
 
 class ListQuery(msgspec.Struct, frozen=True):
-    """after: the id that the page before ended with. purpose: "" = all."""
+    """Query of a request for a page of a list. after: the id that the page before ended with.
+    purpose: "" = all.
+    """
 
     limit: int
     after: str = ""
@@ -165,7 +168,9 @@ class ListQuery(msgspec.Struct, frozen=True):
 
 
 def parse_create(body: bytes, endpoints: tuple[str, ...]) -> tuple[CreateBatchBody, int]:
-    """And the completion window in seconds. Raises RequestError."""
+    """Reads a request for a batch; returns it with the completion window in seconds. Raises
+    RequestError.
+    """
     wanted, _ = decode_body(body, CreateBatchBody)
     require(
         wanted.endpoint in endpoints,
@@ -183,7 +188,9 @@ def parse_create(body: bytes, endpoints: tuple[str, ...]) -> tuple[CreateBatchBo
 
 
 def parse_form(fields: Mapping[str, str], usual_expiry_s: int) -> int:
-    """For how many seconds the file is kept. Raises RequestError."""
+    """Reads the form of an upload; returns for how many seconds the file is kept. Raises
+    RequestError.
+    """
     purpose = fields.get("purpose")
     require(purpose == "batch", f"expected 'batch', got {purpose!r:.80}", "purpose")
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
@@ -194,7 +201,7 @@ def parse_form(fields: Mapping[str, str], usual_expiry_s: int) -> int:
 
 
 def parse_list(query: Mapping[str, str], usual: int, most: int) -> ListQuery:
-    """Raises RequestError."""
+    """Reads which page of a list is wanted. Raises RequestError."""
     order = query.get("order", "desc")
     require(order in ("asc", "desc"), f"expected asc or desc, got {order[:80]!r}", "order")
     limit = _whole(query.get("limit", str(usual)), 1, most, "limit")

@@ -27,7 +27,9 @@ _NOT_SERVED = {
 
 
 def hint(path: str) -> str | None:
-    """The hint in the answer to a request for it; None for a path that nobody has."""
+    """Returns the hint in the answer to a request for a missing path; None for a path that nobody
+    has.
+    """
     wanted = path.rstrip("/")
     if wanted in _NOT_SERVED:
         return f"this server has no {_NOT_SERVED[wanted]}"

@@ -267,7 +267,7 @@ def _say_body(body: Schema, kind: type[msgspec.Struct], limits: ApiLimits) -> No
 
 
 def _neutral(fields: Mapping[str, Elsewhere]) -> dict[str, Schema]:
-    """Only the values that ask for nothing."""
+    """Describes refused fields: they may have only the values that ask for nothing."""
     return {name: {"enum": [None, *field.neutral]} for name, field in fields.items()}
 
 
@@ -375,7 +375,9 @@ def _only_one(names: Collection[str]) -> Schema:
 
 
 def _prompts(most: int) -> Schema:
-    """One kind only: texts, lists of ids, or the ids of a single prompt."""
+    """Describes prompts, which are all of one kind: texts, lists of ids, or the ids of a single
+    prompt.
+    """
     text, ids = _TEXT, {"type": "array", "items": _TOKEN_ID, "minItems": 1}
     several = {"type": "array", "minItems": 1, "maxItems": most}
     return {"anyOf": [text, several | {"items": text}, ids, several | {"items": ids}]}

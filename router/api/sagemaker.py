@@ -26,8 +26,9 @@ _NO_SESSION = "answers keep no state: send the whole conversation, whose prefix 
 
 
 class Invocation(msgspec.Struct, frozen=True):
-    """The headers. adapter: the one that SageMaker's header names. streams: the caller
-    takes events. has_session: SageMaker's header names one."""
+    """Headers of a request. adapter: the one that SageMaker's header names. streams: the caller
+    takes events. has_session: SageMaker's header names one.
+    """
 
     adapter: str | None = None
     streams: bool = False
@@ -35,7 +36,7 @@ class Invocation(msgspec.Struct, frozen=True):
 
 
 def shape_of(plain: Mapping[str, Any]) -> Shape:
-    """Raises RequestError."""
+    """Finds in which API's shape a body is written. Raises RequestError."""
     if plain.get("requestType") is not None:
         raise unsupported("requestType", _NO_SESSION)
     return only_one_of(plain, _SHAPES)
@@ -48,7 +49,7 @@ def dialect_of(shape: Shape) -> Dialect:
 def parse(
     plain: dict[str, Any], said: Invocation, limits: ApiLimits, bearer: str | None
 ) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a body by the API whose shape it has. Raises RequestError."""
     shape = shape_of(plain)
     if said.has_session:
         raise unsupported(SESSION_HEADER, _NO_SESSION)
@@ -71,7 +72,9 @@ def parse(
 def _reader(
     shape: Shape, plain: dict[str, Any], limits: ApiLimits
 ) -> Callable[[dict[str, Any], ApiLimits, str | None], ApiRequest] | None:
-    """The parser of a body whose texts are read for numbers; None where an answer is wanted."""
+    """Returns the parser of a body whose texts are read for numbers; None where an answer is
+    wanted.
+    """
     if shape == "query":
         return partial(rerank.parse_plain, version=1)
     if shape in ("queries", "text_1", "data_1"):
@@ -84,7 +87,9 @@ def _reader(
 
 
 def _with_parameter(plain: dict[str, Any], said: Invocation) -> dict[str, Any]:
-    """The header's adapter is SageMaker's own word: it goes before the body's."""
+    """Puts the header's adapter into the body. It goes before the body's, as it is SageMaker's own
+    word.
+    """
     inside = plain.get("parameters")
     if said.adapter is None or not isinstance(inside, dict | None):
         return plain

@@ -40,14 +40,14 @@ class TokenizeBody(msgspec.Struct, frozen=True):
 
 
 class TokenizePromptBody(CompletionsBody, frozen=True, kw_only=True):
-    """vLLM's, of a text."""
+    """Body of vLLM's request to tokenise a text."""
 
     prompt: Text
     return_token_strs: bool | None = None
 
 
 class TokenizeChatBody(ChatBody, frozen=True, kw_only=True):
-    """vLLM's, of a chat."""
+    """Body of vLLM's request to tokenise a chat."""
 
     return_token_strs: bool | None = None
 
@@ -62,7 +62,9 @@ class TokenObject(msgspec.Struct, frozen=True):
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
-    """In vLLM's shape. token_strs: as the vocabulary spells them, if they were asked for."""
+    """The ids of a prompt, in vLLM's shape. token_strs: as the vocabulary spells them, if they were
+    asked for.
+    """
 
     count: int
     max_model_len: int
@@ -71,14 +73,14 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True):
-    """model: as of a completion; absent = the base."""
+    """Body of a request to `/detokenize`. model: as of a completion; absent = the base."""
 
     tokens: Annotated[list[NonNegative], Meta(max_length=MAX_TOKENIZED)]
     model: str | None = None
 
 
 class DetokenizedText(msgspec.Struct, frozen=True):
-    """prompt: the text, special tokens spelled out."""
+    """Answer to a request to `/detokenize`. prompt: the text, special tokens spelled out."""
 
     prompt: str
 
@@ -99,39 +101,43 @@ class TokenizerInfo(msgspec.Struct, frozen=True):
 
 
 class IdsAsked(msgspec.Struct, frozen=True):
-    """vLLM's request. call: what a generation would run."""
+    """Request for ids in vLLM's shape, as it was read. call: what a generation would run."""
 
     call: GenerationCall
     with_strings: bool
 
 
 def shape_of(plain: Mapping[str, Any]) -> Shape:
-    """Raises RequestError unless the body says one thing to tokenise."""
+    """Finds which of the known shapes a body has. Raises RequestError unless it says one thing to
+    tokenise.
+    """
     return only_one_of(plain, _SHAPES)
 
 
 def parse_inputs(plain: dict[str, Any]) -> tuple[str, bool]:
-    """Text, and whether special tokens are added. Raises RequestError."""
+    """Reads a request in LoRAX's shape: its text, and whether special tokens are added. Raises
+    RequestError.
+    """
     request = _closed(plain, TokenizeBody)
     return request.inputs, request.add_special_tokens is not False
 
 
 def parse_prompt(body: bytes, limits: ApiLimits, bearer: str | None) -> IdsAsked:
-    """Raises RequestError."""
+    """Reads a request to tokenise a prompt. Raises RequestError."""
     request = decode_openai(body, TokenizePromptBody, limits)
     call = completions_request(request, limits, bearer).call
     return IdsAsked(call, bool(request.return_token_strs))
 
 
 def parse_messages(body: bytes, limits: ApiLimits, bearer: str | None) -> IdsAsked:
-    """Raises RequestError."""
+    """Reads a request to tokenise a chat. Raises RequestError."""
     request = decode_openai(body, TokenizeChatBody, limits)
     call = chat_request(request, limits, bearer).call
     return IdsAsked(call, bool(request.return_token_strs))
 
 
 def drawn(call: GenerationCall, sampling: SamplingParams) -> dict[str, Any]:
-    """How a generation is drawn, by vLLM's names."""
+    """Returns how a generation is drawn, by vLLM's names."""
     same = {*SamplingParams.__struct_fields__} & {*CompletionsBody.__struct_fields__}
     own = {name: getattr(call, name) for name in ("n", "seed", "stop", "bad_words")}
     return {"sampling_params": {name: getattr(sampling, name) for name in sorted(same)} | own}
@@ -140,7 +146,7 @@ def drawn(call: GenerationCall, sampling: SamplingParams) -> dict[str, Any]:
 def parse_detokenize(
     body: bytes, limits: ApiLimits, bearer: str | None
 ) -> tuple[list[int], GenerationCall]:
-    """Token ids, and a call without prompts that names the model. Raises RequestError."""
+    """Reads token ids, and a call without prompts that names the model. Raises RequestError."""
     request = _closed(decode_plain(body), DetokenizeBody)
     named = CompletionsBody(model=request.model, prompt="")
     call = completions_request(named, limits, bearer).call
@@ -148,7 +154,7 @@ def parse_detokenize(
 
 
 def tokenizer_info(card: ModelCard, added: Mapping[int, AddedToken]) -> TokenizerInfo:
-    """added: by id."""
+    """Describes the base's tokenizer and its special tokens. added: by id."""
     named = card.special_tokens
     others = [token.content for token in added.values() if token.special]
     return TokenizerInfo(
@@ -165,6 +171,8 @@ def tokenizer_info(card: ModelCard, added: Mapping[int, AddedToken]) -> Tokenize
 
 
 def _closed(plain: dict[str, Any], kind: type[T]) -> T:
-    """Raises RequestError, for a field that `kind` has not, too; null is the same as absent."""
+    """Converts a body to `kind`; null is the same as absent. Raises RequestError, for a field that
+    `kind` has not, too.
+    """
     check_unknown_parts(plain, kind.__struct_fields__, "")
     return typed(plain, kind)

@@ -22,7 +22,7 @@ _LINE_ENDS = (
 
 
 def sse(payload: Any) -> bytes:
-    """One server-sent event with a JSON payload."""
+    """Writes one server-sent event with a JSON payload."""
     data = encode(payload)
     if not data.isascii():
         for raw, escaped in _LINE_ENDS:
@@ -31,7 +31,7 @@ def sse(payload: Any) -> bytes:
 
 
 def named_sse(name: str, payload: Any) -> bytes:
-    """The same, of a named event."""
+    """Writes one server-sent event, with its name and a JSON payload."""
     return b"event: " + name.encode() + b"\n" + sse(payload)
 
 
@@ -40,19 +40,23 @@ def sse_error(error: RequestError, dialect: Dialect) -> bytes:
 
 
 def finite(logprob: float | None) -> float:
-    """A log-probability as JSON can carry it."""
+    """Returns a log-probability as JSON can carry it."""
     if logprob is None or not math.isfinite(logprob):
         return LEAST_LOGPROB
     return logprob
 
 
 def best_first(results: Sequence[ChoiceResult]) -> list[ChoiceResult]:
-    """By mean log-probability of a token; equals stay in order."""
+    """Sorts answers by the mean log-probability of a token, the best first; equals stay
+    in order.
+    """
     return sorted(results, key=_badness)
 
 
 def completed(finish: FinishReason) -> FinishReason:
-    """Raises RequestError (incomplete) for an answer that was broken off."""
+    """Returns the reason of an answer's end. Raises RequestError (incomplete) for an answer that
+    was broken off.
+    """
     if finish == "abort":  # by the caller, whose client must not ask again by itself
         headers = {"x-should-retry": "false"}
         raise RequestError("incomplete", "the answer was aborted", headers=headers)

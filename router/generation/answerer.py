@@ -61,7 +61,9 @@ class Answerer:
     intake: Intake
 
     async def answer(self, request: Request, parse: Parse) -> Response:
-        """Raises RequestError for what fails before the first byte; ClientGone."""
+        """Answers a request for text or vectors. Raises RequestError for what fails before the
+        first byte; ClientGone.
+        """
         await self.intake.enter()
         caller = await self.tenancy.identify(request.headers.get("authorization"))
         body = await read_json_body(request, self.body_limits)
@@ -95,7 +97,9 @@ class Answerer:
         )
 
     def bearer(self, request: Request) -> str | None:
-        """Where callers have keys, the bearer is one: no source of adapters is shown it."""
+        """Returns the bearer of a request, for sources of adapters; None where callers have keys,
+        as the bearer is one.
+        """
         return None if self.tenancy.needs_keys else _bearer(request)
 
 
@@ -106,7 +110,7 @@ async def _whole(
     charge: Charge,
     observer: RequestObserver,
 ) -> Response:
-    """An answer that is sent when it is complete."""
+    """Makes an answer that is sent when it is complete."""
     results = await generation.finish()
     pieces = await generation.model.turns.written(
         _size(results, generation.prompts, call.sampling),
@@ -138,7 +142,7 @@ async def _stream(
     charge: Charge,
     observer: RequestObserver,
 ) -> Response:
-    """A stream, once its first event is there."""
+    """Makes a stream, once its first event is there."""
     first = b""
     while not first and (parts := await generation.next()):
         first = _write(formatter, parts)
@@ -206,7 +210,7 @@ def _head_headers(
 
 
 def _listed(places: tuple[str, ...]) -> str:
-    """As a header's value: parted by commas, in visible ASCII."""
+    """Lists places as a header's value: parted by commas, in visible ASCII."""
     coded = [quote(place, safe="[]$/:;=?@!'()*+&") for place in dict.fromkeys(places)]
     lengths = accumulate(len(place) + 2 for place in coded)
     kept = [place for place, length in zip(coded, lengths, strict=True) if length <= _HEADER_CHARS]

@@ -55,7 +55,7 @@ MOST_OF_ONE = 3 / 4
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
-    """From RouterConfig: see there."""
+    """Limits for requests, from RouterConfig: see there."""
 
     max_requests: int
     max_stream_buffer: int
@@ -108,7 +108,7 @@ class Dispatcher:
 
     @property
     def live_at(self) -> float:
-        """When a request that is no batch's was there last; now if one is."""
+        """Time when a request that is no batch's was there last; now if one is."""
         return asyncio.get_running_loop().time() if self._live else self._live_until
 
     @property
@@ -118,8 +118,8 @@ class Dispatcher:
     async def start(
         self, arrived: ArrivedRequest, charge: Charge, observer: RequestObserver
     ) -> Started:
-        """A request's way in: parse, authorise, enter, resolve, tokenise, admit, run. Raises
-        RequestError.
+        """Starts a request by all steps: parse, authorise, enter, resolve, tokenise, admit, run.
+        Raises RequestError.
 
         What a step takes is given back when the generation is closed, or could not be started.
         """
@@ -176,7 +176,7 @@ class Dispatcher:
                 inbox.fail(Aborted())
 
     def give_up(self) -> None:
-        """All that is being answered ends in an error: the router stops."""
+        """Ends all that is being answered with an error: the router stops."""
         for inbox in self._inboxes:
             inbox.fail(Stopping())
         now = asyncio.get_running_loop().time()
@@ -185,7 +185,7 @@ class Dispatcher:
 
     @asynccontextmanager
     async def _until(self, deadline: float) -> AsyncIterator[None]:
-        """Raises TimeoutError, Stopping."""
+        """Bounds the start of a request by a deadline. Raises TimeoutError, Stopping."""
         scope = asyncio.timeout_at(deadline)
         try:
             async with scope:
@@ -202,7 +202,7 @@ class Dispatcher:
     # The steps
 
     async def _parse(self, arrived: ArrivedRequest) -> ApiRequest:
-        """Raises RequestError."""
+        """Reads the body of a request, once a model's names are known. Raises RequestError."""
         if self._base.text is None:  # without a model's names nothing can be said of the body
             with _as_request_errors("chat"):
                 await self._fleet.until_ready(arrived.caller.tenant, len(arrived.body))
@@ -212,14 +212,18 @@ class Dispatcher:
         )
 
     def authorise(self, call: GenerationCall, caller: Caller, request_id: str) -> AuthorisedRequest:
-        """Raises RequestError for what the caller's key does not open."""
+        """Checks that the caller's key opens what a call asks for. Raises RequestError for what it
+        does not open.
+        """
         adapter = None if call.adapter is None else call.adapter.asked_by(caller.tenant)
         names, param = self._base.require().card.names, adapter_field(call.api)
         check_scope(caller, adapter, names, self._catalog.rules.registered_name, param)
         return AuthorisedRequest(request_id, caller, call, adapter)
 
     def _count(self, held: ExitStack, caller: Caller) -> None:
-        """Raises RequestError when too many run: in all, of a tenant with keys, or of batches."""
+        """Counts a request among those that run. Raises RequestError when too many run: in all, of
+        a tenant with keys, or of batches.
+        """
         tenant, most = caller.tenant, self._limits.max_requests
         if self.running >= most:
             raise RequestError("overloaded", f"{self.running} requests are being answered already")
@@ -234,7 +238,9 @@ class Dispatcher:
         held.callback(self._closed, same, tenant)
 
     def _closed(self, same: Counter[str], tenant: str) -> None:
-        """same: the counts that it is among."""
+        """Removes a request from the counts of those that run. same: the counts that it
+        is among.
+        """
         same[tenant] -= 1
         if not same[tenant]:
             del same[tenant]
@@ -242,7 +248,9 @@ class Dispatcher:
             self._live_until = asyncio.get_running_loop().time()
 
     async def _enter(self, authorised: AuthorisedRequest, charge: Charge) -> None:
-        """Its place, before work is done for it: to refuse must be cheap. Raises as `_admit`."""
+        """Checks that the queue has room for a request, before work is done for it: to refuse must
+        be cheap. Raises as `_admit`.
+        """
         call = authorised.call
         self._check_room(
             authorised.tenant, max(1 + len(call.further), len(call.prompts)) * call.best_of, 0
@@ -252,7 +260,7 @@ class Dispatcher:
     async def _resolve(
         self, authorised: AuthorisedRequest, observer: RequestObserver
     ) -> ServedAdapter | None:
-        """The adapter that the call names. Raises AdapterError."""
+        """Finds the adapter that the call names. Raises AdapterError."""
         if authorised.adapter is None:
             return None
         sticky = sticky_value(
@@ -270,14 +278,14 @@ class Dispatcher:
         return adapter
 
     async def _with_text(self, base: TextModel, adapter: ServedAdapter | None) -> ResolvedRequest:
-        """Raises RequestError."""
+        """Finds the text model of a request's base and adapter. Raises RequestError."""
         manifest = None if adapter is None else adapter.manifest
         return ResolvedRequest.of(await self._tokeniser.model_of(base, manifest), adapter)
 
     async def _prompts(
         self, authorised: AuthorisedRequest, resolved: ResolvedRequest, observer: RequestObserver
     ) -> list[Prompt]:
-        """Raises RequestError."""
+        """Builds the prompts of a request. Raises RequestError."""
         adapter = resolved.adapter
         try:
             return await self._tokeniser.prompts(authorised.call, resolved.model, adapter)
@@ -291,7 +299,7 @@ class Dispatcher:
     async def _tokenise(
         self, authorised: AuthorisedRequest, resolved: ResolvedRequest, observer: RequestObserver
     ) -> TokenisedRequest:
-        """Raises RequestError."""
+        """Turns a request into the tasks that workers compute. Raises RequestError."""
         prompts = await self._prompts(authorised, resolved, observer)
         return await self._tokeniser.tokenise(
             authorised.call, resolved.model, resolved.adapter, prompts
@@ -305,7 +313,8 @@ class Dispatcher:
         charge: Charge,
         held: ExitStack,
     ) -> AdmittedRequest:
-        """Room in the queue for all its sequences or none, then its share of quotas.
+        """Reserves room in the queue for all sequences of a request or none, then its share of
+        quotas.
 
         Raises RequestQuarantined, QueueFull, RequestError.
         """
@@ -374,7 +383,7 @@ class Dispatcher:
         return inbox
 
     def _check_quarantine(self, acting: str | None, tokenised: TokenisedRequest) -> None:
-        """Raises RequestQuarantined."""
+        """Checks that no prompt of a request is in quarantine. Raises RequestQuarantined."""
         quarantine = self._retries.quarantine
         if not len(quarantine):
             return
@@ -384,7 +393,9 @@ class Dispatcher:
                 raise RequestQuarantined
 
     def _check_room(self, tenant: str, sequences: int, nbytes: int) -> None:
-        """Raises QueueFull; RequestError for more than the queue could ever hold."""
+        """Checks that the queue has room for so many sequences and bytes. Raises QueueFull;
+        RequestError for more than the queue could ever hold.
+        """
         queue = self._fleet.queue
         limits = queue.capacity.limits
         most, most_bytes = limits.most_at_once, limits.most_bytes_at_once
@@ -399,7 +410,9 @@ class Dispatcher:
 
 @contextmanager
 def _as_request_errors(api: Api) -> Iterator[None]:
-    """Raises RequestError for failures of the queue, of workers and of adapters."""
+    """Turns failures of the queue, of workers and of adapters into errors of a request. Raises
+    RequestError.
+    """
     try:
         yield
     except FAILURES as error:
@@ -407,7 +420,7 @@ def _as_request_errors(api: Api) -> Iterator[None]:
 
 
 def _salt(authorised: AuthorisedRequest, share_prefixes: bool) -> str:
-    """The group whose cached prefixes the request may use. No tenant's name has a colon."""
+    """Returns the group whose cached prefixes the request may use. No tenant's name has a colon."""
     tenant = "" if share_prefixes else authorised.tenant
     cache_salt = authorised.call.cache_salt
     return f"{tenant}:{cache_salt}" if cache_salt else tenant

@@ -30,7 +30,9 @@ class PartsOfAnswers(msgspec.Struct, frozen=True):
     reasoning: Reasoning | None = None
 
     def division(self, call: GenerationCall, prompt: str) -> Division | None:
-        """None = all is text. prompt: what the answers go on from."""
+        """Plans how an answer is divided into its parts; None = all is text. prompt: what the
+        answers go on from.
+        """
         readers, markers, short_ids = [], list[str](), False
         if self.reasoning is not None:
             begun = self.reasoning.begun(prompt)
@@ -75,8 +77,9 @@ class AnswerParts(msgspec.Struct, frozen=True):
     unread_tools: Literal["describe", "refuse"] = "describe"
 
     def prepared(self, call: GenerationCall) -> GenerationCall:
-        """With what becomes of tools that its template does not read: what a grammar demands needs
-        no description."""
+        """Returns the call with what becomes of tools that its template does not read: what a
+        grammar demands needs no description.
+        """
         if call.tools is None or self.unread_tools == "describe":
             return call
         unread: UnreadTools = "omit" if call.tools.is_demanded else "refuse"
@@ -90,8 +93,8 @@ class AnswerParts(msgspec.Struct, frozen=True):
         template: AdapterTemplate | None = None,
         adapters_format: str = "",
     ) -> PartsOfAnswers:
-        """template: the adapter's own. adapters_format: what its registration says, or the prompt;
-        "" = nothing.
+        """Finds how the answers to a call are written. template: the adapter's own.
+        adapters_format: what its registration says, or the prompt; "" = nothing.
 
         Raises RequestError (unsupported) where it is not known how the model writes calls.
         """
@@ -118,7 +121,9 @@ class AnswerParts(msgspec.Struct, frozen=True):
         return found or REASONING.get(named)
 
     def _format(self, source: str, is_base: bool, adapters_format: str) -> ToolFormat | None:
-        """An adapter's own template says more of the adapter than an option for the base."""
+        """Finds the format of calls. An adapter's own template says more of the adapter than an
+        option for the base.
+        """
         if adapters_format in FORMATS:  # another router may know more of them
             return FORMATS[adapters_format]
         named = self.tool_format
@@ -129,8 +134,9 @@ class AnswerParts(msgspec.Struct, frozen=True):
 def _source(
     call: GenerationCall, card: ModelCard, template: AdapterTemplate | None
 ) -> tuple[str, bool]:
-    """The template that writes the prompt, and whether it is the base's: trainers save that with
-    every adapter."""
+    """Finds the template that writes the prompt, and whether it is the base's: trainers save that
+    with every adapter.
+    """
     bases = card.all_templates
     sources = bases if template is None else template.sources
     options = call.template

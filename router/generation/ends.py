@@ -54,7 +54,9 @@ class AnswerEnds:
         tokens: dict[str, str],
         own: tuple[OwnToken, ...],
     ) -> tuple[int, ...]:
-        """own: tokens that the adapter adds."""
+        """Finds the tokens at which a template's turns end. Known ones are kept. own: tokens that
+        the adapter adds.
+        """
         said = (model.card.base_digest, source, tokens, own)
         key = hashlib.sha256(msgspec.json.encode(said, order="sorted")).digest()
         ends = self._found.get(key)

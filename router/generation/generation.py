@@ -69,8 +69,9 @@ class _Choice:
 
 
 class Generation:
-    """`start` it; `next` until it returns nothing, or `finish`; `close` in any case, also before
-    the end. on_close: gives back what was taken for it."""
+    """Generates a request's answer: `start` it; `next` until it returns nothing, or `finish`;
+    `close` in any case, also before the end. on_close: gives back what was taken for it.
+    """
 
     def __init__(
         self,
@@ -284,7 +285,7 @@ class Generation:
 
 
 def _call_id(is_short: bool) -> str:
-    """An id for a tool's call, unlike any other."""
+    """Makes an id for a tool's call, unlike any other."""
     if is_short:
         return "".join(secrets.choice(_LETTERS) for _ in range(_SHORT_ID))
     return f"call_{secrets.token_hex(12)}"

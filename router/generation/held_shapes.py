@@ -32,7 +32,9 @@ _MAX_COMPOSED = 256
 
 
 class AnswerShapes:
-    """For the event loop. What was found out of a grammar is kept by its content."""
+    """Holds answers to the forms that are asked for. It works on the event loop. What was found out
+    of a grammar is kept by its content.
+    """
 
     def __init__(self, limits: GrammarLimits) -> None:
         self._limits = limits
@@ -76,8 +78,9 @@ class AnswerShapes:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _composed(self, call: GenerationCall, model: TextModel, frame: Frame) -> Composed:
-        """Raises RequestError. Even a short schema may take a second, so that a new one takes
-        a turn; what is known is found before any line."""
+        """Composes the grammar of an answer. Raises RequestError. Even a short schema may take a
+        second, so that a new one takes a turn; what is known is found before any line.
+        """
         content = repr((call.shape, frame)).encode("utf-8", "surrogatepass")
         key = hashlib.sha256(content).digest()
         known = self._known.get(key)
@@ -91,7 +94,9 @@ class AnswerShapes:
         return known
 
     async def _check(self, grammar: str, param: str, model: TextModel) -> None:
-        """Raises RequestError. What is known of a grammar is found before any line."""
+        """Checks that a grammar compiles. Raises RequestError. What is known of a grammar is found
+        before any line.
+        """
         content = grammar.encode("utf-8", "surrogatepass")
         key = hashlib.sha256(model.card.base_digest.encode() + b"\0" + content).digest()
         problem = self._problems.get(key)
@@ -110,7 +115,9 @@ class AnswerShapes:
             raise RequestError("invalid", f"`{param}`: {problem}", param=param)
 
     def _tried(self, grammar: str, key: bytes, model: TextModel) -> str:
-        """The grammar's fault, or "". Raises VocabularyError, CheckerUnavailable."""
+        """Checks a grammar; returns its fault, or "". Raises VocabularyError,
+        CheckerUnavailable.
+        """
         problem = self._problems.get(key)  # another's trial of it may have ended meanwhile
         if problem is None:
             try:
@@ -135,7 +142,7 @@ class AnswerShapes:
 
 
 def _compose(shape: Shape | None, frame: Frame) -> Composed:
-    """Raises RequestError (invalid)."""
+    """Composes the grammar of an answer from its form and frame. Raises RequestError (invalid)."""
     try:
         return compose(shape, frame)
     except ShapeRefused as error:
@@ -146,7 +153,7 @@ def _compose(shape: Shape | None, frame: Frame) -> Composed:
 def _within_budget(
     call: GenerationCall, model: TextModel, reasoning: Reasoning | None, prompt: str
 ) -> GenerationCall:
-    """With its bound on the reasoning as tokens. Raises RequestError."""
+    """Returns the call with its bound on the reasoning as tokens. Raises RequestError."""
     if reasoning is None and call.api == "chat" and call.thinking_budget is not None:
         message = "`thinking_token_budget`: the text of this model has no reasoning apart"
         raise RequestError("unsupported", message, param="thinking_token_budget")
@@ -166,6 +173,6 @@ def _param(call: GenerationCall) -> str:
 
 
 def _spellings(words: tuple[str, ...], model: TextModel) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word, at the beginning of a text and after a space."""
+    """Lists token ids of each word, at the beginning of a text and after a space."""
     found = (tuple(model.encode(f"{space}{word}", False)) for word in words for space in ("", " "))
     return tuple(dict.fromkeys(ids for ids in found if ids))

@@ -13,7 +13,9 @@ _ALTERNATIVE_BYTES = 120
 
 
 def memory_of(event: TokenEvent) -> int:
-    """Bytes, about; without the prompt's logprobs, which come once and were asked for."""
+    """Estimates the bytes of an event, without the prompt's logprobs, which come once and were
+    asked for.
+    """
     nbytes = _EVENT_BYTES + _TOKEN_BYTES * len(event.token_ids)
     for token in event.logprobs or ():
         nbytes += _ALTERNATIVE_BYTES * (1 + len(token.top) + len(token.listed))
@@ -47,13 +49,17 @@ class Inbox:
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """The first failure ends the request; events that came before it are still read."""
+        """Ends the request with a failure, of which the first counts; events that came before it
+        are still read.
+        """
         if self._failure is None:
             self._failure = error
             self._wake()
 
     async def take(self) -> list[tuple[int, TokenEvent]]:
-        """All events that are there, at least one. Raises the failure after the last of them."""
+        """Takes all events that are there, at least one. Raises the failure after the
+        last of them.
+        """
         while not self._events:
             if self._failure is not None:
                 raise self._failure

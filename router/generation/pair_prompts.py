@@ -15,7 +15,9 @@ _DOCUMENT = "{document}"
 async def pair_prompts(
     call: GenerationCall, vector: VectorCall, form: PairForm, model: TextModel
 ) -> list[Prompt]:
-    """A prompt for each document with its query. Raises RequestError (invalid, context_length)."""
+    """Makes a prompt for each document with its query. Raises RequestError (invalid,
+    context_length).
+    """
     if vector.instruction is not None and "{instruction}" not in form.template:
         message = "`instruction`: the model's prompt has no place for one"
         raise RequestError("invalid", message, param="instruction")
@@ -33,7 +35,7 @@ class _PairReader(TextReader):
         self._vector, self._form = vector, form
 
     def all(self) -> list[Prompt]:
-        """Raises RequestError."""
+        """Makes the prompts of all pairs of a query and a document. Raises RequestError."""
         pairs = zip(self._vector.queries, self._call.prompts, strict=True)
         return [self._pair(i, query, str(document)) for i, (query, document) in enumerate(pairs)]
 
@@ -74,7 +76,7 @@ class _PairReader(TextReader):
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
-    """The text with each name replaced by its value. Names within a value stay as they are."""
+    """Fills a text: each name is replaced by its value. Names within a value stay as they are."""
     for name, value in values.items():
         head, found, tail = text.partition(name)
         if found:
@@ -84,7 +86,7 @@ def _filled(text: str, values: dict[str, str]) -> str:
 
 
 def _behind(ids: list[int], own: list[int]) -> int:
-    """How many tokens follow the last occurrence of these."""
+    """Counts how many tokens follow the last occurrence of these."""
     for end in range(len(ids), len(own) - 1, -1):
         if ids[end - len(own) : end] == own:
             return len(ids) - end

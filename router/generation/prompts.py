@@ -27,9 +27,9 @@ MAX_ENCODED = 4 << 20
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """text: as given or rendered (of token ids: decoded). parts: one for each id, where logprobs of
-    the prompt are asked for. detokenizer: has read the prompt, which an answer follows. rendered:
-    of a chat.
+    """A prompt as the model reads it. text: as given or rendered (of token ids: decoded). parts:
+    one for each id, where logprobs of the prompt are asked for. detokenizer: has read the
+    prompt, which an answer follows. rendered: of a chat.
     """
 
     text: str
@@ -45,7 +45,7 @@ async def build_prompts(
     template: AdapterTemplate | None,
     sandbox: TemplateSandbox,
 ) -> list[Prompt]:
-    """The call's prompts, in order. template: the adapter's own, in place of the base's.
+    """Builds the call's prompts, in order. template: the adapter's own, in place of the base's.
 
     Raises RequestError (template_error, context_length, invalid, unsupported).
     """
@@ -134,7 +134,7 @@ _PARAM: dict[Api, str] = {
 
 
 def input_field(api: Api) -> str:
-    """The name of the API's field for prompts."""
+    """Returns the name of the API's field for prompts."""
     return _PARAM[api]
 
 
@@ -145,7 +145,7 @@ async def render_messages(
     template: AdapterTemplate | None,
     sandbox: TemplateSandbox,
 ) -> Rendered:
-    """The prompt by the adapter's template, or else the base's.
+    """Renders the prompt by the adapter's template, or else the base's.
 
     Raises RequestError (template_error, unsupported, invalid).
     """
@@ -210,8 +210,8 @@ def _prompt(
     text: str | None = None,
     parts: Sequence[str] = (),
 ) -> Prompt:
-    """text, parts: of a prompt that came as text. What is shown again of one that is cut (`echo`)
-    is what is left of it.
+    """Makes a prompt from its ids, which may be cut. text, parts: of a prompt that came as text.
+    What is shown again of one that is cut (`echo`) is what is left of it.
     """
     kept = _kept(call, model, len(ids))
     if text is None or (call.echo and len(ids[kept]) < len(ids)):
@@ -233,7 +233,7 @@ def _kept(call: GenerationCall, model: TextModel, count: int) -> slice:
 
 
 def check_ids(ids: "Sequence[int] | dict[int, float]", model: TextModel, param: str) -> None:
-    """Raises RequestError (invalid) for ids that the model has not."""
+    """Checks that the model has each of the token ids. Raises RequestError (invalid)."""
     for token_id in (min(ids), max(ids)) if ids else ():
         if not model.has_token(token_id):
             raise RequestError(

@@ -51,8 +51,8 @@ class Retries:
 
 
 def fingerprint(adapter: str | None, prompt_ids: list[int], sampling: SamplingParams) -> bytes:
-    """A key that is equal for requests that are the same to a worker, whatever their caller and
-    seed.
+    """Makes a key that is equal for requests that are the same to a worker, whatever their caller
+    and seed.
 
     adapter: as of `GenerateRequest.acting`.
     """
@@ -83,8 +83,9 @@ class RunContext(msgspec.Struct, frozen=True):
 
 
 class SequenceRun:
-    """`start` it once, then `stop` it. request: attempt 0, nothing accepted. slot: names the run in
-    the inbox."""
+    """Runs one sequence on workers: `start` it once, then `stop` it. request: attempt 0, nothing
+    accepted. slot: names the run in the inbox.
+    """
 
     def __init__(
         self,
@@ -186,7 +187,9 @@ class SequenceRun:
         return PlacementRequest(digest, home_key(adapter.origin), adapter.manifest.nbytes, prefixes)
 
     async def _admit(self, credit: Credit) -> bool:
-        """Whether the worker has the adapter; if not, the sequence is on its way to another."""
+        """Checks whether the worker has the adapter; if not, the sequence is on its way
+        to another.
+        """
         adapter, session = self._context.adapter, credit.session
         if adapter is None:
             return True
@@ -274,7 +277,7 @@ class SequenceRun:
             self._context.retries.probation.release()
 
     def _finish_full(self) -> None:
-        """All tokens came, only the word that they were all was lost."""
+        """Ends a sequence whose tokens all came: only the word that they were all was lost."""
         self._end()
         request = self._request
         event = TokenEvent(

@@ -43,8 +43,9 @@ _SEED_BITS = 53  # what JSON numbers carry without loss everywhere
 
 
 def adapter_from(prompt_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
-    """The first token of the last occurrence of `invocation`, as in PEFT; None = there is none, and
-    the adapter acts on no token. Of an adapter without one 0."""
+    """Finds the first token of the last occurrence of `invocation`, as in PEFT; None = there is
+    none, and the adapter acts on no token. Of an adapter without one 0.
+    """
     if not invocation:
         return 0
     ids, sought = array("q", prompt_ids), array("q", invocation)
@@ -103,7 +104,9 @@ class TokenisedRequest(msgspec.Struct, frozen=True):
 
 
 class Tokeniser:
-    """ends, shapes: of answers, kept by their content."""
+    """Turns calls into the tasks that workers compute. ends, shapes: of answers, kept by their
+    content.
+    """
 
     def __init__(
         self, sandbox: TemplateSandbox, parts: AnswerParts, grammars: GrammarLimits
@@ -115,13 +118,13 @@ class Tokeniser:
         self._parts = parts
 
     async def model_of(self, base: TextModel, manifest: AdapterManifest | None) -> TextModel:
-        """The model that reads and writes the text of an adapter. Raises RequestError."""
+        """Returns the model that reads and writes the text of an adapter. Raises RequestError."""
         return await self._models.of(base, manifest)
 
     async def prompts(
         self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
     ) -> list[Prompt]:
-        """The call's prompts, in order. Raises as `build_prompts`."""
+        """Builds the call's prompts, in order. Raises as `build_prompts`."""
         template = None if adapter is None else adapter.manifest.template
         if call.vector is not None:
             vector = call.vector
@@ -140,7 +143,9 @@ class Tokeniser:
         adapter: ServedAdapter | None,
         prompts: Sequence[Prompt],
     ) -> TokenisedRequest:
-        """Raises RequestError."""
+        """Turns a call with its prompts into the tasks that workers compute. Raises
+        RequestError.
+        """
         reading = None if call.vector is None else vector_reading(call.vector, model.card)
         if reading is not None:
             call = msgspec.structs.replace(call, unbound=unbound_prompts(call, model.card))
@@ -181,7 +186,7 @@ class Tokeniser:
         adapter: ServedAdapter | None,
         has_default_text: bool,
     ) -> PartsOfAnswers:
-        """Raises RequestError."""
+        """Finds how the answers to a call are written. Raises RequestError."""
         template = None if adapter is None else adapter.manifest.template
         named = "" if adapter is None else adapter.tool_format
         return self._parts.of(
@@ -190,7 +195,7 @@ class Tokeniser:
 
 
 async def _texts_read(call: GenerationCall, vector: VectorCall, model: TextModel) -> list[Prompt]:
-    """Raises RequestError."""
+    """Makes the prompts of texts that are only read. Raises RequestError."""
     card = model.card
     if vector.use == "classes":
         return await class_prompts(call, model)

@@ -25,7 +25,7 @@ class VectorStream:
         self.numbers = b""
 
     def feed(self, event: TokenEvent) -> None:
-        """Raises RequestError."""
+        """Takes the vector from an event that ends its sequence. Raises RequestError."""
         if event.finish is None:
             return
         if event.vector is None:
@@ -33,7 +33,7 @@ class VectorStream:
         self.finish, self.numbers = event.finish, event.vector
 
     def result(self) -> ChoiceResult:
-        """Without the vector, which is still the worker's."""
+        """Returns the result of the sequence without the vector, which is still the worker's."""
         return ChoiceResult(self._prompt_index, 0, "", (), "stop", 0)
 
 
@@ -44,7 +44,7 @@ class VectorReading(Protocol):
     def params(self) -> VectorParams: ...
 
     def numbers(self, vectors: Sequence[bytes]) -> list[tuple[float, ...]]:
-        """vectors: of each sequence. What is returned is of each answer."""
+        """Computes the numbers of each answer from the vectors of each sequence."""
         ...
 
 
@@ -113,7 +113,9 @@ class _Odds(msgspec.Struct, frozen=True):
 
 
 def vector_reading(call: VectorCall, card: ModelCard) -> VectorReading | None:
-    """None: the model gives no such thing. Raises RequestError."""
+    """Finds how a call's numbers are made from vectors; None: the model gives no such thing. Raises
+    RequestError.
+    """
     if call.use == "classes":
         return None if card.classes is None else _Classes(_activation(call, card.classes))
     if call.use == "fit":

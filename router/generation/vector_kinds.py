@@ -21,14 +21,17 @@ _NO: dict[Gift, str] = {
 
 
 def check_early(call: GenerationCall, card: ModelCard) -> None:
-    """As `check_kind`, before it is known what the call's adapter is: it may have a score head."""
+    """Checks a call as `check_kind` does, before it is known what its adapter is: that may have a
+    score head.
+    """
     if call.adapter is None or _wanted(call) not in _OF_HEADS:
         check_kind(call, card, None)
 
 
 def check_kind(call: GenerationCall, card: ModelCard, adapter: ServedAdapter | None) -> None:
-    """card: of the model under the adapter. Raises RequestError (unsupported), with the routes that
-    it does serve."""
+    """Checks that the model gives the kind of answer that a call wants. card: of the model under
+    the adapter. Raises RequestError (unsupported), with the routes that it does serve.
+    """
     wanted = _wanted(call)
     if wanted in card.gives:
         return

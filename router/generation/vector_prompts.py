@@ -18,7 +18,9 @@ QUERY, DOCUMENT = "query", "document"
 async def vector_prompts(
     call: GenerationCall, vector: VectorCall, model: TextModel
 ) -> list[Prompt]:
-    """In order. Raises RequestError (invalid, context_length)."""
+    """Makes the prompts of texts whose vectors are wanted, in order. Raises RequestError (invalid,
+    context_length).
+    """
     form = model.card.vectors
     before = "" if form is None else prompt_before(vector, form)
     most = model.card.max_context if form is None else form.max_tokens
@@ -34,7 +36,7 @@ async def vector_prompts(
 
 
 async def class_prompts(call: GenerationCall, model: TextModel) -> list[Prompt]:
-    """As `vector_prompts`, of a classifier."""
+    """Makes the prompts of texts for a classifier. It raises as `vector_prompts` does."""
     reader = TextReader(call, model, model.card.max_context)
     size = sum(map(len, call.prompts))
 
@@ -65,12 +67,12 @@ async def paired_vector_prompts(
 
 
 def queries_of(vector: VectorCall) -> Sequence[str]:
-    """One where all are the same."""
+    """Lists the queries of a call: one where all are the same."""
     return vector.queries[:1] if len(set(vector.queries)) == 1 else vector.queries
 
 
 def prompt_before(vector: VectorCall, form: VectorForm) -> str:
-    """The text that goes before each text of the request. Raises RequestError."""
+    """Finds the text that goes before each text of the request. Raises RequestError."""
     if vector.prompt is not None:
         return vector.prompt
     if vector.prompt_names:
@@ -94,7 +96,7 @@ def unbound_prompts(call: GenerationCall, card: ModelCard) -> tuple[str, ...]:
 
 
 def unpadded(prompt: Prompt, model: TextModel) -> Prompt:
-    """Without padding at its end: a classifier judges the last token before that."""
+    """Removes padding from a prompt's end: a classifier judges the last token before that."""
     classes = model.card.classes
     pad, ids = None if classes is None else classes.pad_token_id, prompt.ids
     end = len(ids)
@@ -119,7 +121,7 @@ class TextReader:
         return field if len(self._call.prompts) == 1 else f"{field}[{index}]"
 
     def prompt(self, prompt: str | list[int], before: str, field: str) -> Prompt:
-        """Raises RequestError."""
+        """Makes a prompt of at most `most` tokens from a text or ids. Raises RequestError."""
         if not isinstance(prompt, str):
             check_ids(prompt, self._model, field)
             return self.checked("", self._cut(prompt, len(prompt), 0), field)
@@ -131,7 +133,7 @@ class TextReader:
         return self.checked(text, ids, field)
 
     def check_size(self, text: str, field: str) -> None:
-        """Raises RequestError."""
+        """Checks that a text is short enough to be encoded. Raises RequestError."""
         if self._call.truncate is None:
             self._model.check_size(text, field)
         elif len(text) > MAX_ENCODED:
@@ -139,7 +141,7 @@ class TextReader:
             raise RequestError("context_length", message, param=field)
 
     def checked(self, text: str, ids: list[int], field: str) -> Prompt:
-        """Raises RequestError."""
+        """Makes a prompt whose count of tokens is checked. Raises RequestError."""
         if not ids:
             raise RequestError("invalid", "expected a text of at least one token", param=field)
         if len(ids) > self.most:
@@ -148,15 +150,18 @@ class TextReader:
         return Prompt(text, ids, ())
 
     def _inside(self, text: str, ids: list[int]) -> tuple[int, int]:
-        """Where the text's own tokens end, and how many come before them: what a tokenizer puts
-        around a text stays when the text is cut."""
+        """Finds where the text's own tokens end, and how many come before them: what a tokenizer
+        puts around a text stays when the text is cut.
+        """
         own = self._model.encode(text, add_special_tokens=False)
         places = range(len(ids) - len(own) + 1)
         before = next((i for i in places if ids[i : i + len(own)] == own), 0)
         return (before + len(own), before) if len(own) < len(ids) else (len(ids), 0)
 
     def _cut(self, ids: list[int], end: int, begin: int) -> list[int]:
-        """begin, end: of the tokens that may go."""
+        """Cuts ids to as many as the model reads, if the call wants that. begin, end: of the tokens
+        that may go.
+        """
         if self._call.truncate is None or len(ids) <= self.most:
             return ids
         room = max(0, self.most - begin - (len(ids) - end))

@@ -40,7 +40,7 @@ class AuthorisedRequest(msgspec.Struct, frozen=True):
 
     @property
     def priority(self) -> int:
-        """Lower goes first."""
+        """Priority of the request: lower goes first."""
         return self.caller.priority + self.call.priority
 
 
@@ -55,23 +55,25 @@ class ResolvedRequest(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, model: TextModel, adapter: ServedAdapter | None) -> "ResolvedRequest":
-        """model: of the base."""
+        """Makes a resolved request, whose model has the classes of its adapter. model:
+        of the base.
+        """
         classes = None if adapter is None else adapter.manifest.classes
         return cls(model if classes is None else model.under(classes), adapter)
 
     @property
     def digest(self) -> str | None:
-        """The adapter's."""
+        """Digest of the adapter; None for the base."""
         return None if self.adapter is None else self.adapter.digest
 
     @property
     def acting(self) -> str | None:
-        """As of `GenerateRequest.acting`."""
+        """Adapter that acts, as in `GenerateRequest.acting`."""
         return None if self.adapter is None else self.adapter.acting
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True):
-    """It may run. head: of its answer. room: in the queue, for all its sequences."""
+    """A request that may run. head: of its answer. room: in the queue, for all its sequences."""
 
     head: AnswerHead
     room: Promise

@@ -63,7 +63,9 @@ class NameEntry(msgspec.Struct, frozen=True):
 
 
 class FileContents(msgspec.Struct, frozen=True):
-    """errors: by name, or WHOLE; what they are about is left as it is."""
+    """Contents of the adapters file. errors: by name, or WHOLE; what they are about is left as it
+    is.
+    """
 
     wanted: dict[OwnedName, NameEntry]
     errors: dict[OwnedName, str]
@@ -105,7 +107,7 @@ def unreadable(why: str) -> FileContents:
 
 
 def read(data: bytes, default_source: str) -> FileContents:
-    """From YAML 1.1, of which JSON is a part."""
+    """Reads the adapters file from YAML 1.1, of which JSON is a part."""
     if len(data) > MAX_FILE_BYTES:
         return unreadable(f"it may have at most {MAX_FILE_BYTES} bytes")
     try:
@@ -128,7 +130,8 @@ def read(data: bytes, default_source: str) -> FileContents:
 
 
 def plan(contents: FileContents, registrations: Iterable[Registration]) -> FileChanges:
-    """From what is registered to what the file says. What the file never named is left alone.
+    """Plans the changes from what is registered to what the file says. What the file never named is
+    left alone.
 
     It takes a name over that was registered through the API.
     """
@@ -162,7 +165,9 @@ def plan(contents: FileContents, registrations: Iterable[Registration]) -> FileC
 
 
 class RolloutPlan(msgspec.Struct, frozen=True):
-    """end: names whose rollouts the file wants no more."""
+    """Changes of rollouts that the file asks for. end: names whose rollouts the file
+    wants no more.
+    """
 
     roll_out: dict[OwnedName, RolloutRequest]
     end: tuple[OwnedName, ...]
@@ -194,7 +199,7 @@ def plan_rollouts(contents: FileContents, registrations: Iterable[Registration])
 
 
 def _name_of(entry: Any) -> OwnedName | None:
-    """As far as it is known of an entry that may be wrong."""
+    """Finds the name of an entry that may be wrong, as far as it is known."""
     fields = entry if isinstance(entry, Mapping) else {}
     name, tenant = (str(fields.get(field) or "")[:96] for field in ("name", "tenant"))
     return OwnedName(name, tenant) if name else None
@@ -220,7 +225,7 @@ def _read_entry(entry: Any, wanted: dict[OwnedName, NameEntry], default_source: 
 
 
 def _read_rollout(entry: FileEntry, ref: AdapterRef, default_source: str) -> Declared | None:
-    """Raises RequestError, AdapterError."""
+    """Reads the rollout of an entry; None if it has none. Raises RequestError, AdapterError."""
     if entry.versions is None:
         require(entry.guards is msgspec.UNSET, "they need `versions` beside them", "guards")
         return None

@@ -42,7 +42,8 @@ _HEARD_S = 1.5 * REFRESH_S
 
 
 class AdapterAdmin:
-    """Every operation raises AdapterError and then has changed nothing that is served.
+    """Operates on registered adapters. Every operation raises AdapterError and then has changed
+    nothing that is served.
 
     is_taken: names of the base. router_id: this router's. clock: Unix seconds. `by` is who wants
     it, for the history.
@@ -79,7 +80,7 @@ class AdapterAdmin:
     # ---- the table
 
     def get(self, name: OwnedName) -> Registration:
-        """Raises AdapterError (not_found, gone)."""
+        """Returns the registration of a name. Raises AdapterError (not_found, gone)."""
         registration = self._aliases.get(name)
         if registration is None:
             close = one_edit_away(
@@ -109,11 +110,13 @@ class AdapterAdmin:
         self._aliases.expected.update(names)
 
     def settled(self, name: OwnedName) -> None:
-        """It is registered, or cannot be had."""
+        """Notes that a name is no longer on its way: it is registered, or cannot be had."""
         self._aliases.expected.discard(name)
 
     def declare_broken(self, request: RegistrationRequest, why: str) -> None:
-        """The adapters file names it, and it cannot be had. It takes the place of no other."""
+        """Notes that the adapters file names an adapter which cannot be had. It takes the place of
+        no other.
+        """
         name, before = request.name, self._aliases.get(request.name)
         is_free = before is None or before.state == "deleted" or before.is_broken
         if not is_free or self._is_taken(name.name):
@@ -131,7 +134,9 @@ class AdapterAdmin:
             self._aliases.declare(broken)
 
     def check_free(self, name: OwnedName, *origins: str) -> None:
-        """Raises AdapterError (conflict) for what a declaration of such an origin decides."""
+        """Checks that no declaration of such an origin decides about a name. Raises AdapterError
+        (conflict).
+        """
         declared = self._aliases.declared(name)
         if declared is not None and declared.origin in origins:
             where = "the adapters file" if declared.origin == "file" else "--adapter"
@@ -156,7 +161,9 @@ class AdapterAdmin:
             return await self.commit(before, move(after, "admit"), declare=request.origin == "file")
 
     def _wanted(self, request: RegistrationRequest, before: Registration | None) -> Registration:
-        """Raises AdapterError where another owner decides about the name."""
+        """Makes the registration that a request asks for. Raises AdapterError where another owner
+        decides about the name.
+        """
         name = request.name
         if request.once and before is not None and before.in_service:
             raise AdapterError(
@@ -196,7 +203,7 @@ class AdapterAdmin:
         return wanted
 
     async def load(self, name: OwnedName) -> Registration:
-        """To the device of every worker, and into service if it was unloaded."""
+        """Brings an adapter to the device of every worker, and into service if it was unloaded."""
         async with self.lock(name):
             before = self.get(name)
             registration = await self.admitted(before, "admit")
@@ -204,7 +211,7 @@ class AdapterAdmin:
             return await self.commit(before, registration)
 
     async def pin(self, name: OwnedName) -> Registration:
-        """As `load`; and there it stays."""
+        """Pins an adapter: `load` brings it, and there it stays."""
         async with self.lock(name):
             before = self.get(name)
             registration = await self.admitted(before, "pin")
@@ -248,7 +255,7 @@ class AdapterAdmin:
         return self.get(name)
 
     async def take_up(self, name: OwnedName, drainer: str) -> None:
-        """An unload that another router left unfinished goes on here.
+        """Goes on with an unload that another router left unfinished.
 
         drainer: the one that left it. Raises AdapterError where another has it by now.
         """
@@ -286,18 +293,18 @@ class AdapterAdmin:
         return self._catalog.rules.credential(registration)
 
     def note(self, before: Registration, after: Registration) -> None:
-        """For this router alone."""
+        """Notes a change for this router alone."""
         self._aliases.note(before, after)
 
     async def fetch(self, registration: Registration, ref: AdapterRef) -> Content:
-        """The present content of a reference, opened as the registration's own. Raises
+        """Fetches the present content of a reference, opened as the registration's own. Raises
         AdapterError.
         """
         opened = msgspec.structs.replace(registration, ref=ref)
         return await self._catalog.fetch(ref, self.token(opened))
 
     async def admitted(self, registration: Registration, event: Event) -> Registration:
-        """In the state after the event, with its content."""
+        """Returns a registration in the state after the event, with its content."""
         moved = move(registration, event)
         if registration.content is not None and registration.state != "registered":
             return moved
@@ -348,7 +355,7 @@ class AdapterAdmin:
                 await asyncio.sleep(_RETRY_S)
 
     async def _all_heard(self) -> None:
-        """Until no router sends new requests for what a name meant before."""
+        """Waits until no router sends new requests for what a name meant before."""
         if self._aliases.is_shared:
             await asyncio.sleep(_HEARD_S)
 
@@ -364,7 +371,7 @@ class AdapterAdmin:
             log.warning("adapter %.12s stays in memory: %s", digest, problem)
 
     async def _evict_unused(self, digest: str) -> str | None:
-        """Another name may mean the same content."""
+        """Evicts a content that no name means any more: another name may mean the same."""
         if any(digest in r.digests for r in self._aliases.all() if r.in_service):
             return None
         try:

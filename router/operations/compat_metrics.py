@@ -30,7 +30,7 @@ _KEPT = {"le": "le", "finish": "finished_reason"}
 
 
 def same_meters(metrics: RouterMetrics) -> dict[str, Collector]:
-    """By vLLM's names; of counters without `_total`."""
+    """Lists meters by vLLM's names for them; counters go without `_total`."""
     return {
         "prompt_tokens": metrics.prompt_tokens,
         "generation_tokens": metrics.generated_tokens,
@@ -65,7 +65,9 @@ class CompatMetrics:
         self._use = use
 
     def declare(self, meters: Meters, metrics: RouterMetrics) -> None:
-        """meters: with the prefix `vllm:`. metrics: what is shown under those names, too."""
+        """Declares the metrics by vLLM's names. meters: with the prefix `vllm:`. metrics: what is
+        shown under those names, too.
+        """
         fleet = self._fleet
         for name, text, read in (
             (
@@ -113,7 +115,7 @@ class CompatMetrics:
         meters.rows("cache_config_info", "gauge", "Pages of the KV cache", labels, self._cache)
 
     def _same(self, source: Collector) -> Iterator[NamedSample]:
-        """Added up over labels that are not vLLM's."""
+        """Adds up a metric over labels that are not vLLM's."""
         (found,) = source.collect()
         sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
         for sample in found.samples:
@@ -184,18 +186,18 @@ def statuses(fleet: Fleet) -> list[WorkerStatus]:
 
 
 def waiting(fleet: Fleet) -> float:
-    """Sequences, here and at workers."""
+    """Counts sequences that wait, here and at workers."""
     return float(len(fleet.queue) + sum(status.waiting for status in statuses(fleet)))
 
 
 def kv_usage(fleet: Fleet) -> float:
-    """The share of KV pages that are in use, 1 = all."""
+    """Computes the share of KV pages that are in use, 1 = all."""
     total = sum(status.total_pages for status in statuses(fleet))
     return 1 - sum(status.free_pages for status in statuses(fleet)) / total if total else 0.0
 
 
 def listed(names: Iterable[str]) -> str:
-    """One label's names, with commas between them; a name's own are written as in URLs."""
+    """Writes names as one label, with commas between them; a name's own are written as in URLs."""
     kept: list[str] = []
     left = MAX_LABEL_CHARS
     for name in dict.fromkeys(name.replace(",", "%2C") for name in names):

@@ -28,7 +28,9 @@ _JITTER = 0.2
 
 
 class DeclaredCheck:
-    """names: of the fleet's adapters. is_ready: whether a worker takes work."""
+    """Checks at the start that the declared adapters can be had. names: of the fleet's adapters.
+    is_ready: whether a worker takes work.
+    """
 
     def __init__(
         self, catalog: Catalog, names: Sequence[str], is_ready: Callable[[], bool]
@@ -40,7 +42,9 @@ class DeclaredCheck:
         self._ready = asyncio.Event()
 
     async def run(self) -> None:
-        """Until each can be had, or was judged and cannot be served; or cancelled."""
+        """Checks until each adapter can be had, or was judged and cannot be served; or until
+        cancelled.
+        """
         following = asyncio.create_task(self._follow())
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -73,14 +77,16 @@ class DeclaredCheck:
         return None
 
     def _is_open(self, choice: AdapterChoice) -> bool:
-        """Not where a request has found out meanwhile, or an operator has taken it away."""
+        """Checks whether an adapter is still to be judged. It is not where a request has found out
+        meanwhile, or an operator has taken it away.
+        """
         found = self._catalog.rules.registration(choice)
         if found is None or found.state != "registered":
             return False
         return found.digest is None or found.error is not None
 
     async def _follow(self) -> None:
-        """Whether there is a worker, for all who wait for one."""
+        """Follows whether there is a worker, for all who wait for one."""
         while True:
             if self._is_ready():
                 self._ready.set()

@@ -32,7 +32,8 @@ _AT_ONCE = 8
 
 
 class AdaptersFile:
-    """errors: by entry, or WHOLE; what they are about stays as it was. clock: seconds.
+    """Watches the adapters file and applies its changes. errors: by entry, or WHOLE; what they are
+    about stays as it was. clock: seconds.
 
     applied: set once every entry has been tried, or after `NAMES_WAIT_S`. Requests for a name that
     is missing by then get an error that says so. New versions of a name are not waited for: it
@@ -61,11 +62,11 @@ class AdaptersFile:
 
     @property
     def problems(self) -> list[str]:
-        """For people."""
+        """Faults of the file, in words for people."""
         return [f"{str(name) or self._path}: {why}" for name, why in sorted(self.errors.items())]
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Applies changes of the file until cancelled."""
         while True:
             await self.poll()
             await asyncio.sleep(POLL_S)
@@ -134,7 +135,9 @@ class AdaptersFile:
         }
 
     async def _register(self, request: RegistrationRequest) -> None:
-        """Raises AdapterError; then the name is known by what is wrong with it."""
+        """Registers an entry of the file. Raises AdapterError; then the name is known by what is
+        wrong with it.
+        """
         try:
             await self._admin.register(request)
         except AdapterError as error:
@@ -152,7 +155,7 @@ class AdaptersFile:
         return None
 
     def _report(self, errors: dict[OwnedName, str]) -> None:
-        """Each error once, as long as it stays the same."""
+        """Logs each error once, as long as it stays the same."""
         for name, why in errors.items():
             if self.errors.get(name) != why:
                 what = f"adapter {name}" if name != WHOLE else "it is left as it was"
@@ -166,7 +169,7 @@ def _reason(error: AdapterError) -> str:
 
 
 def read_file(path: Path, default_source: str) -> FileContents:
-    """The present contents of the file, or the reason why they are unknown."""
+    """Reads the present contents of the file, or the reason why they are unknown."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)

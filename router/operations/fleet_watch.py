@@ -42,7 +42,9 @@ MAX_WATCHERS = 64
 
 
 class FleetWatch:
-    """`look` gives the whole picture; `Changes` what a stream has to send of it."""
+    """Watches the fleet: `look` gives the whole picture; `Changes` what a stream has to
+    send of it.
+    """
 
     def __init__(
         self,
@@ -75,7 +77,9 @@ class FleetWatch:
         self.closing.set()
 
     def enter(self) -> Callable[[], None]:
-        """A stream begins; call what is returned when it is over. Raises RequestError."""
+        """Counts a stream that begins; call what is returned when it is over. Raises
+        RequestError.
+        """
         if self._watchers >= MAX_WATCHERS:
             raise RequestError("overloaded", f"{self._watchers} streams watch the fleet already")
         self._watchers += 1
@@ -85,7 +89,9 @@ class FleetWatch:
         self._watchers -= 1
 
     async def look(self) -> FleetObject:
-        """At most a second old. Workers that do not answer in time are shown as they were."""
+        """Returns a picture of the fleet, at most a second old. Workers that do not answer in time
+        are shown as they were.
+        """
         now = asyncio.get_running_loop().time()
         if self._latest is not None and now - self._looked_at < LOOK_EVERY_S / 2:
             return self._latest

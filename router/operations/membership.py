@@ -30,7 +30,7 @@ class Membership:
         return await self._base.adopt(card, self._in_use)
 
     def _in_use(self) -> bool:
-        """Whether something runs or waits that was tokenised for the base of now."""
+        """Checks whether something runs or waits that was tokenised for the base of now."""
         return bool(self._fleet.views) or self._dispatcher.running > 0
 
     def accept_worker(self, hello: WorkerHello) -> str | None:
@@ -40,7 +40,7 @@ class Membership:
         self._admin.worker_connected(session)
 
     def worker_gone(self) -> None:
-        """The base is what connected workers say of it."""
+        """Notes that a worker has gone: the base is what connected workers say of it."""
         self._background.start(self._base.review())
 
     def worker_changed(self) -> None:

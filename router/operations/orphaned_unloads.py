@@ -14,7 +14,9 @@ TICK_S = 8.0
 
 
 class OrphanedUnloads:
-    """Every router looks, and the table lets one of them have each: not all know each name."""
+    """Ends the unloads that dead routers left. Every router looks, and the table lets one of them
+    have each: not all know each name.
+    """
 
     def __init__(self, store: Store, admin: AdapterAdmin) -> None:
         self._store = store
@@ -22,14 +24,16 @@ class OrphanedUnloads:
         self._left: set[tuple[OwnedName, str]] = set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Takes over unloads of dead routers until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             with contextlib.suppress(StoreDown):
                 await self.step()
 
     async def step(self) -> None:
-        """Also what was left at the last look. Raises StoreDown."""
+        """Takes over each unload whose router was also missing at the last look. Raises
+        StoreDown.
+        """
         before, self._left = self._left, set()
         unloading = {(r.key, r.drainer) for r in self._admin.all() if r.state == "unloading"}
         if not unloading or not self._admin.workers.ready:

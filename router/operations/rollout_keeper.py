@@ -24,14 +24,18 @@ from loraplex.router.tenancy.records import AuditRecord
 
 
 class _Verdict(msgspec.Struct):
-    """before: the rollout as all know it. why: by digest of what was taken back of it."""
+    """Verdict of a guard on a rollout. before: the rollout as all know it. why: by digest of what
+    was taken back of it.
+    """
 
     before: Rollout
     why: dict[str, str]
 
 
 class LoneGuard:
-    """clock: Unix seconds. audit: hears of what is done without an operator."""
+    """Judges rollouts for this router alone. clock: Unix seconds. audit: hears of what is done
+    without an operator.
+    """
 
     def __init__(
         self,
@@ -103,7 +107,9 @@ _KEY = "rollouts:keeper"
 
 
 class RolloutKeeper:
-    """clock: Unix seconds. audit: hears of what is done without an operator."""
+    """Leads the rollouts, if no other router does: it warms versions, and takes back those that do
+    badly. clock: Unix seconds. audit: hears of what is done without an operator.
+    """
 
     def __init__(
         self,
@@ -126,7 +132,7 @@ class RolloutKeeper:
         self._warming: dict[OwnedName, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Leads the rollouts until cancelled."""
         try:
             while True:
                 await asyncio.sleep(TICK_S)
@@ -138,7 +144,9 @@ class RolloutKeeper:
             await asyncio.gather(*self._warming.values(), return_exceptions=True)
 
     async def step(self) -> None:
-        """Raises StoreDown, and then has judged by what this router saw."""
+        """Judges each rollout, if this router leads. Raises StoreDown, and then has judged by what
+        this router saw.
+        """
         try:
             await self._tally.flush()
             await self._alone.report()

@@ -34,7 +34,8 @@ BY_OPERATOR = "an operator took it back"
 
 
 class Rollouts:
-    """Every operation raises AdapterError and then has changed nothing that is served.
+    """Operates on rollouts. Every operation raises AdapterError and then has changed nothing that
+    is served.
 
     count: hears of each version that went back, and of whose doing.
     """
@@ -100,7 +101,9 @@ class Rollouts:
         return done
 
     def take_back_here(self, name: OwnedName, digest: str, why: str) -> None:
-        """As a guard's `roll_back`, for this router alone: the others do not hear of it yet."""
+        """Takes a version back as a guard's `roll_back`, for this router alone: the others do not
+        hear of it yet.
+        """
         there = self._admin.get(name)
         self._admin.note(there, rolled_back(there, digest, why, self._admin.clock(), GUARD))
         self._count("guard_alone")
@@ -113,7 +116,7 @@ class Rollouts:
             return await admin.commit(msgspec.structs.replace(there, rollout=before), there)
 
     async def promote(self, name: OwnedName, digest: str | None, by: str) -> Registration:
-        """The name means this version from now on, once enough workers have it."""
+        """Makes the name mean this version from now on, once enough workers have it."""
         admin = self._admin
         admin.check_free(name, "file", "option")
         async with admin.lock(name):
@@ -134,7 +137,9 @@ class Rollouts:
         return await self.revert(name, digest, by)
 
     async def revert(self, name: OwnedName, digest: str | None, by: str) -> Registration:
-        """Without a rollout: back to an earlier content of the name, if its source has it still."""
+        """Sets a name back without a rollout to an earlier content, if its source has
+        that still.
+        """
         admin = self._admin
         admin.check_free(name, "file", "option")
         async with admin.lock(name):
@@ -150,7 +155,9 @@ class Rollouts:
         return done
 
     async def _fetch_earlier(self, registration: Registration, ref: str) -> Content:
-        """Raises AdapterError (conflict) when its source has it no more."""
+        """Fetches an earlier content of a name. Raises AdapterError (conflict) when its source has
+        it no more.
+        """
         try:
             return await self._admin.fetch(registration, parse_ref(ref))
         except AdapterError as error:
@@ -159,7 +166,7 @@ class Rollouts:
             raise AdapterError("conflict", f"{ref} cannot be had: {error.message}") from error
 
     async def end(self, name: OwnedName, by: str, *, by_file: bool = False) -> Registration:
-        """The old version has everything again, and the others are forgotten."""
+        """Ends a rollout: the old version has everything again, and the others are forgotten."""
         admin = self._admin
         async with admin.lock(name):
             there = admin.get(name)
@@ -170,7 +177,9 @@ class Rollouts:
     async def _version(
         self, registration: Registration, ref: AdapterRef, weight: int, declared: Declared | None
     ) -> Version:
-        """One that is there already means what it meant, unless it has failed."""
+        """Makes a version of a rollout. One that is there already means what it meant, unless it
+        has failed.
+        """
         there = registration.rollout
         for version in () if there is None else there.versions:
             if version.ref == ref and stays_back(version, weight, there, declared):
@@ -180,7 +189,7 @@ class Rollouts:
         return Version(ref, await self._admin.fetch(registration, ref), weight)
 
     async def _warm_as_much(self, registration: Registration, content: Content) -> None:
-        """On as many devices as what the name means now."""
+        """Warms a content on as many devices as what the name means now."""
         workers = self._admin.workers
         copies = max(1, min(workers.count, len(workers.holding(registration.digest or ""))))
         if registration.pinned:

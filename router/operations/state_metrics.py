@@ -155,7 +155,7 @@ def watch_sharing(metrics: RouterMetrics, sharing: Sharing, tenancy: Tenancy) ->
 
 
 def watch_batches(metrics: RouterMetrics, desk: BatchDesk | None) -> None:
-    """All of this router's, but what is stored."""
+    """Declares the metrics of batches: all of this router's, but what is stored."""
     meters = metrics.meters
 
     def read(of: Callable[[BatchDesk], float]) -> Callable[[], float]:

@@ -25,7 +25,9 @@ Tiers = dict[str, dict[str, AdapterTiers]]
 
 
 class AdapterWorkers:
-    """timeout_s: for bringing an adapter to a worker's device."""
+    """Brings adapters to the workers' memory, and takes them away. timeout_s: for bringing an
+    adapter to a worker's device.
+    """
 
     def __init__(self, catalog: Catalog, fleet: Fleet, timeout_s: float) -> None:
         self._rules = catalog.rules
@@ -52,14 +54,18 @@ class AdapterWorkers:
         }
 
     async def bring(self, content: Content, token: Secret | None) -> None:
-        """To the device of every worker. Raises AdapterError when not one of them has it then."""
+        """Brings an adapter to the device of every worker. Raises AdapterError when not one of them
+        has it then.
+        """
         sessions = self._fleet.sessions
         problems = await self._bring_to(sessions, content, token)
         if len(problems) == len(sessions):
             raise AdapterError("unavailable", problems[0], (), 2.0)
 
     async def warm(self, content: Content, token: Secret | None, copies: int) -> None:
-        """To the devices of so many workers, its homes first. Raises AdapterError for fewer."""
+        """Brings an adapter to the devices of so many workers, its homes first. Raises AdapterError
+        for fewer.
+        """
         sessions = [session for session in self._fleet.sessions if session.view.able]
         ranking = rank(home_key(content.ref), [session.worker_id for session in sessions])
         sessions.sort(key=lambda session: ranking[session.worker_id])
@@ -84,7 +90,9 @@ class AdapterWorkers:
         return sum(view.able for view in self._fleet.views)
 
     async def evict(self, digest: str) -> str | None:
-        """From device and host memory of every worker. Returns what went wrong."""
+        """Evicts an adapter from device and host memory of every worker. Returns what
+        went wrong.
+        """
         problems = []
         for session in self._fleet.sessions:
             with contextlib.suppress(WorkerLost):  # then its memory is its own business
@@ -94,7 +102,7 @@ class AdapterWorkers:
         return "; ".join(problems) or None
 
     async def send_pins(self, session: WorkerSession) -> None:
-        """A worker can only keep what it has fetched."""
+        """Brings a worker the pinned adapters. A worker can only keep what it has fetched."""
         for registration in self._aliases.pinned():
             token = self._rules.credential(registration)
             for content in registration.pinned_contents:

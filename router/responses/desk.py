@@ -64,7 +64,9 @@ class _Ask(msgspec.Struct, frozen=True):
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where an answer may be stored. earlier: items of the conversation. body: the request's."""
+    """Place where an answer may be stored. earlier: items of the conversation. body:
+    the request's.
+    """
 
     tenant: str
     name: str
@@ -81,8 +83,10 @@ class _Place(msgspec.Struct, frozen=True):
 
 @dataclass
 class ResponseDesk:
-    """stop_s: seconds that answers in the background have when the router stops. clock: Unix
-    seconds. door: the way in of their requests. works: their tasks, by tenant and id."""
+    """Answers requests for responses, and stores the answers. stop_s: seconds that answers in the
+    background have when the router stops. clock: Unix seconds. door: the way in of their
+    requests. works: their tasks, by tenant and id.
+    """
 
     shelf: Shelf
     limits: ResponsesLimits
@@ -124,7 +128,9 @@ class ResponseDesk:
         return response
 
     async def get(self, tenant: str, name: str, param: str | None = None) -> StoredResponse:
-        """Raises RequestError (response_not_found), also for one that has expired; StoreDown."""
+        """Returns a stored answer. Raises RequestError (response_not_found), also for one that has
+        expired; StoreDown.
+        """
         return (await self._read(tenant, name, param))[1]
 
     async def delete(self, tenant: str, name: str) -> None:
@@ -159,7 +165,7 @@ class ResponseDesk:
     # One answer
 
     async def _place_of(self, tenant: str, body: bytes, previous: str | None) -> _Place:
-        """Raises RequestError."""
+        """Makes a place for a new answer, with the conversation before it. Raises RequestError."""
         earlier: list[dict[str, Any]] = []
         if previous is not None:
             stored = await self.get(tenant, previous, "previous_response_id")
@@ -172,7 +178,9 @@ class ResponseDesk:
         return _Place(tenant, name, earlier, body)
 
     async def _kept(self, place: _Place, answer: dict[str, Any], said: bytes) -> bytes:
-        """said: as it is to be sent; it comes back, and says whether it was stored."""
+        """Stores an answer, if the store is up. said: as it is to be sent; it comes back, and says
+        whether it was stored.
+        """
         try:
             blob = await off_loop(place.stored(answer).pack)
             await self._swap(place.tenant, place.name, b"", blob)
@@ -182,7 +190,7 @@ class ResponseDesk:
         return said
 
     async def _through(self, place: _Place, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """A stream, whose answer is stored before its last event is sent."""
+        """Passes a stream on, whose answer is stored before its last event is sent."""
         async for piece in rest:
             answer = answer_in(piece)
             yield piece if answer is None else await self._kept(place, answer, piece)
@@ -253,7 +261,7 @@ class ResponseDesk:
     async def _read(
         self, tenant: str, name: str, param: str | None = None
     ) -> tuple[bytes, StoredResponse]:
-        """Raises RequestError, StoreDown."""
+        """Reads a stored answer, as bytes and decoded. Raises RequestError, StoreDown."""
         is_name = is_id(RESPONSE_ID, name) and name >= self._least
         blob = await self.shelf.shelved(tenant, name) if is_name else b""
         if not blob:

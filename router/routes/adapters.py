@@ -62,7 +62,9 @@ class AdapterRoutes:
         self._body_limits = body_limits
 
     def current(self, endpoint: Endpoint) -> Endpoint:
-        """The answer includes what other routers registered before the request."""
+        """Makes an endpoint whose answer includes what other routers registered before
+        the request.
+        """
 
         async def answer(request: Request) -> Response:
             with contextlib.suppress(StoreDown):  # then what is known is shown
@@ -98,7 +100,7 @@ class AdapterRoutes:
         return await self._answer(await self._admin.unpin(self._unpinned_by_file(request)))
 
     async def unload(self, request: Request) -> Response:
-        """200 when all is freed, 202 while requests still run."""
+        """Unloads an adapter: 200 when all is freed, 202 while requests still run."""
         name = _named(request)
         wait_s = parse_unload(await read_json_body(request, self._body_limits))
         registration = await self._admin.unload(name, wait_s)
@@ -144,7 +146,7 @@ class AdapterRoutes:
         return json_response(AdapterHistory(name.name, name.tenant or None, changes))
 
     async def load_lora(self, request: Request) -> Response:
-        """vLLM's."""
+        """Loads an adapter, as vLLM's route does."""
         body, _ = decode_body(await read_json_body(request, self._body_limits), LoadLoraBody)
         loaded = await self._load(request, body, again=body.load_inplace)
         text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
@@ -156,7 +158,7 @@ class AdapterRoutes:
         return json_response(self._loaded(loaded.tenant))
 
     async def unload_lora(self, request: Request) -> Response:
-        """vLLM's."""
+        """Unloads an adapter, as vLLM's route does."""
         name = await self._unload_named(request)
         text = f"Success: LoRA adapter '{name.name}' removed successfully."
         return PlainTextResponse(text)
@@ -182,13 +184,15 @@ class AdapterRoutes:
         return PlainTextResponse(f"Adapter {body.name} registered" + partial_note(loaded))
 
     async def unregister(self, request: Request) -> Response:
-        """SageMaker's."""
+        """Unregisters an adapter, as SageMaker's route does."""
         name = _named(request)
         await self._remove(name)
         return PlainTextResponse(f"Adapter {name.name} unregistered")
 
     def _listed(self, request: Request) -> list[Registration]:
-        """The registrations of the tenant that the query names, or all. Raises RequestError."""
+        """Lists the registrations of the tenant that the query names, or all. Raises
+        RequestError.
+        """
         tenant = parse_tenant(request.query_params)
         return [one for one in self._admin.all() if tenant in (None, one.tenant)]
 
@@ -221,7 +225,7 @@ class AdapterRoutes:
         await self._admin.delete(name)
 
     def _loaded(self, tenant: str) -> LoadedAdapters:
-        """Names of the tenant's that are served, and what they mean."""
+        """Lists names of the tenant's that are served, and what they mean."""
         own = [one for one in self._admin.all() if one.tenant == tenant and one.in_service]
         return LoadedAdapters({one.name: format_ref(one.ref) for one in own})
 
@@ -254,7 +258,9 @@ class AdapterRoutes:
         return await self._answer(await self._rollouts.roll_out(name, rollout))
 
     def _unpinned_by_file(self, request: Request) -> OwnedName:
-        """The name. Raises AdapterError where the adapters file says whether it is pinned."""
+        """Returns the name of an adapter to be pinned or unpinned. Raises AdapterError where the
+        adapters file decides that.
+        """
         name = _named(request)
         self._admin.check_free(name, "file")
         return name
@@ -267,7 +273,9 @@ class AdapterRoutes:
         return self._object(registration, tiers, await self._ends(registration))
 
     async def _ends(self, registration: Registration) -> list[EndToken] | None:
-        """None where they cannot be found now."""
+        """Lists the tokens at which answers of an adapter end; None where they cannot
+        be found now.
+        """
         model, content = self._service.base.text, registration.content
         if model is None or content is None:
             return None
@@ -291,14 +299,16 @@ class AdapterRoutes:
 
 
 def _named(request: Request) -> OwnedName:
-    """The name in the path, of `?tenant` if it says one. Raises RequestError."""
+    """Returns the name in the path, with the tenant that `?tenant` may say. Raises RequestError."""
     tenant = request.state.tenant = parse_tenant(request.query_params) or ""
     request.state.target = path_name(request)
     return OwnedName(path_name(request), tenant)
 
 
 def _named_in_body(request: Request, name: str, tenant: str | None) -> OwnedName:
-    """Raises RequestError for a tenant that the query says: it would be lost."""
+    """Returns the name that a body gives. Raises RequestError for a tenant that the query says: it
+    would be lost.
+    """
     require(parse_tenant(request.query_params) is None, "say it in the body", "tenant")
     request.state.target, request.state.tenant = name, tenant or ""
     return OwnedName(name, tenant or "")

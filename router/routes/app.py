@@ -37,7 +37,9 @@ _CAUSES: dict[int, Cause] = {404: "route_not_found", 405: "method_not_allowed"}
 
 
 def build_app(service: Service) -> ASGIApp:
-    """The application, to be served by one process. Connects to the workers in its lifespan."""
+    """Builds the application, to be served by one process. It connects to the workers in its
+    lifespan.
+    """
     info = InfoRoutes(service)
     errors = _Errors(service.errors)
     routes = [
@@ -207,7 +209,7 @@ def _info_routes(service: Service, info: InfoRoutes) -> list[Route]:
 
 
 def _sglang_routes(service: Service, info: InfoRoutes) -> list[Route]:
-    """Older and newer names of SGLang's."""
+    """Lists routes by older and newer names of SGLang's."""
     sglang = SglangRoutes(service)
     return [
         _get("/health_generate", info.health),
@@ -233,7 +235,7 @@ def _file_routes(service: Service) -> list[Route]:
 
 
 def _own_routes(info: InfoRoutes) -> list[Route]:
-    """On the port of this process alone."""
+    """Lists the routes that are on the port of this process alone."""
     return [*_health_routes(info), _get("/metrics", info.metrics)]
 
 
@@ -281,11 +283,15 @@ class _Errors:
         return Response(answer.body, answer.status, {**(error.headers or {}), **answer.headers})
 
     async def on_client_gone(self, request: Request, error: Exception) -> Response:
-        """Nobody reads it; the status is for the counters."""
+        """Answers a request whose client has gone: nobody reads it; the status is for
+        the counters.
+        """
         return Response(status_code=CLIENT_GONE_STATUS)
 
     async def on_unforeseen_error(self, request: Request, error: Exception) -> Response:
-        """The answer shows nothing of the error; the log has it under the request's id."""
+        """Answers after an unforeseen error. The answer shows nothing of it; the log has it under
+        the request's id.
+        """
         message = f"internal error; request id {request.state.request_id}"
         return await self.on_request_error(request, RequestError("internal", message))
 

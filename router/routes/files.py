@@ -41,7 +41,7 @@ class FileRoutes:
         self.cancel = self._asked(self._cancel)
 
     def _asked(self, answer: Answer, *query: str) -> Endpoint:
-        """query: parameters of a GET."""
+        """Makes an endpoint that finds the caller before it answers. query: parameters of a GET."""
 
         async def endpoint(request: Request) -> Response:
             known = query if request.method == "GET" else ()
@@ -53,7 +53,7 @@ class FileRoutes:
         return endpoint
 
     def _desk(self) -> BatchDesk:
-        """Raises RequestError (not_served, unavailable)."""
+        """Returns the desk for files and batches. Raises RequestError (not_served, unavailable)."""
         desk = self._service.batches
         if desk is None:
             raise RequestError(
@@ -75,7 +75,9 @@ class FileRoutes:
         return json_response(await desk.files(caller, query))
 
     def _check_origin(self, request: Request) -> None:
-        """A browser's page may post a form to any address without asking. Raises RequestError."""
+        """Checks that a web page may upload: a browser's page may post a form to any address
+        without asking. Raises RequestError.
+        """
         origin = request.headers.get("origin")
         allowed = self._service.config.cors_origins
         if origin is None or self._service.tenancy.needs_keys:
@@ -113,5 +115,5 @@ class FileRoutes:
         return json_response(await desk.cancel(caller, request.path_params["id"]))
 
     async def _check_empty(self, request: Request) -> None:
-        """Raises RequestError."""
+        """Checks that a request has no fields in its body. Raises RequestError."""
         check_no_fields(await read_json_body(request, self._body_limits), ())

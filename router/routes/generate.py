@@ -56,8 +56,9 @@ class GenerateRoutes:
         self.rerank_of_cohere = self._plain(of_cohere, _dialect_of_rerank)
 
     async def root(self, request: Request) -> Response:
-        """LoRAX's: a health check, or a request whose body says whether it streams. A browser is
-        led to the console."""
+        """Answers LoRAX's `/`: a health check, or a request whose body says whether it streams. A
+        browser is led to the console.
+        """
         if request.method == "POST":
             return await self._generate_or_stream(request)
         if "text/html" in request.headers.get("accept", ""):
@@ -65,7 +66,7 @@ class GenerateRoutes:
         return await self._info.health(request)
 
     async def invocations(self, request: Request) -> Response:
-        """SageMaker's: the body says whose shape it has, and so its errors have."""
+        """Answers SageMaker's route: the body says whose shape it has, and so its errors have."""
         adapter = request.headers.get(sagemaker.ADAPTER_HEADER)
         has_session = sagemaker.SESSION_HEADER in request.headers
         said = sagemaker.Invocation(adapter or None, takes_events(request), has_session)
@@ -82,7 +83,9 @@ class GenerateRoutes:
         return endpoint
 
     def _plain(self, parse: PlainParse, dialect_of: DialectOf | None = None) -> Endpoint:
-        """dialect_of: of a body; None = the route's own."""
+        """Makes an endpoint that reads a body once its JSON is decoded. dialect_of: of a body; None
+        = the route's own.
+        """
 
         async def endpoint(request: Request) -> Response:
             def read(body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
@@ -96,7 +99,7 @@ class GenerateRoutes:
         return endpoint
 
     def _with_load(self, endpoint: Endpoint) -> Endpoint:
-        """With the workers' load in a header, where the caller asks for one."""
+        """Makes an endpoint add the workers' load in a header, where the caller asks for one."""
 
         async def answer(request: Request) -> Response:
             response = await endpoint(request)
@@ -120,7 +123,9 @@ async def answered(service: Service, request: Request, parse: Parse) -> Response
 
 
 def _dialect_of_generate(plain: dict[str, Any]) -> Dialect:
-    """Raises RequestError for a mixture of shapes."""
+    """Finds in which API's form a body to `/generate` gets its errors. Raises RequestError for a
+    mixture of shapes.
+    """
     is_native = lmdeploy.is_native(plain) or sglang.is_native(plain)
     return "openai" if is_native else "lorax"
 

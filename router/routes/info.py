@@ -55,7 +55,9 @@ class InfoRoutes:
         return json_response(Health("live"))
 
     async def ready(self, request: Request) -> Response:
-        """Whether a new request would find a worker, and the operator's adapters their names."""
+        """Answers whether a new request would find a worker, and the operator's adapters their
+        names.
+        """
         why = self._service.why_not_ready()
         if why is None:
             return json_response(Health("ready"))
@@ -63,7 +65,7 @@ class InfoRoutes:
         return json_response(body, 503, _RETRY)
 
     async def health(self, request: Request) -> Response:
-        """LoRAX's: an empty 200, or 503 in JSON."""
+        """Answers LoRAX's health check: an empty 200, or 503 in JSON."""
         answer = await self.ready(request)
         return Response(status_code=200) if answer.status_code == 200 else answer
 
@@ -112,7 +114,9 @@ class InfoRoutes:
         return json_response(VersionAnswer(VERSION))
 
     async def openapi(self, request: Request) -> Response:
-        """Made anew when the limits change, which come with a model."""
+        """Shows the API's description. It is made anew when the limits change, which come with a
+        model.
+        """
         limits = self._service.base.limits
         if self._described is None or self._described[0] is not limits:
             access = Access(
@@ -124,7 +128,7 @@ class InfoRoutes:
         return Response(self._described[1], media_type="application/json")
 
     async def models(self, request: Request) -> Response:
-        """The base under each name that the operator gave it, then adapters."""
+        """Lists the base under each name that the operator gave it, then adapters."""
         card = self._service.base.require().card
         caller = await self._caller(request)
         listed = [name for name in card.listed or card.names[:1] if self._means_base(name, caller)]
@@ -151,11 +155,13 @@ class InfoRoutes:
         raise RequestError("adapter_not_found", f"no model {name[:200]!r}{hint}", param="model")
 
     async def _caller(self, request: Request) -> Caller:
-        """Raises RequestError."""
+        """Finds who calls. Raises RequestError."""
         return await self._service.tenancy.identify(request.headers.get("authorization"))
 
     def _means_base(self, name: str, caller: Caller) -> bool:
-        """As requests do. A key that opens one of the base's names opens them all."""
+        """Checks whether a name means the base to a caller, as requests do. A key that opens one of
+        the base's names opens them all.
+        """
         base = self._service.base
         return name in base.limits.base_names and caller.may_use(base.require().card.names)
 
@@ -166,7 +172,7 @@ class InfoRoutes:
         )
 
     def _adapters(self, caller: Caller) -> list[Registration]:
-        """Registered adapters that the caller may use."""
+        """Lists registered adapters that the caller may use."""
         adapters = self._service.catalog.rules.aliases.usable_by(caller.tenant)
         return [one for one in adapters if caller.may_use((one.name,))]
 
@@ -174,7 +180,9 @@ class InfoRoutes:
         return [one for one in self._adapters(caller) if not one.is_broken]
 
     async def _names_for_anyone(self, request: Request) -> list[str]:
-        """Names of adapters. A caller without a good key sees the model and the limits alone."""
+        """Lists names of adapters for any caller: one without a good key sees the model and the
+        limits alone.
+        """
         try:
             return [one.name for one in self._good(await self._caller(request))]
         except RequestError:
@@ -187,20 +195,24 @@ def _base_object(card: ModelCard, name: str) -> ModelObject:
 
 
 def _adapter_object(card: ModelCard, adapter: Registration, shows_paths: bool) -> ModelObject:
-    """shows_paths: where a folder or bucket lies is for the operator to know."""
+    """Describes an adapter in a list of models. shows_paths: where a folder or bucket lies is for
+    the operator to know.
+    """
     root = format_ref(adapter.ref) if shows_paths else shown_name(adapter.ref)
     parent = card.names[0]
     return ModelObject(adapter.name, card.created, "loraplex", root, parent, card.max_context)
 
 
 class FleetRoute:
-    """One of the operator's routes."""
+    """Shows the fleet. It is one of the operator's routes."""
 
     def __init__(self, watch: FleetWatch) -> None:
         self._watch = watch
 
     async def fleet(self, request: Request) -> Response:
-        """With `Accept: text/event-stream` an event a second, until the client leaves."""
+        """Shows the fleet; with `Accept: text/event-stream` an event a second, until the client
+        leaves.
+        """
         if not takes_events(request):
             whole = await until_disconnect(request, self._watch.look())
             return json_response(whole, headers=_NO_STORE)
@@ -241,7 +253,7 @@ class SglangRoutes:
         return json_response(served_settings(self._service.base.require().card, VERSION, state))
 
     async def abort(self, request: Request) -> Response:
-        """An id that nothing has is no error: the answer may just have ended."""
+        """Aborts answers. An id that nothing has is no error: the answer may just have ended."""
         service = self._service
         caller = await service.tenancy.identify(request.headers.get("authorization"))
         rid = aborted_by(await read_json_body(request, service.answerer.body_limits))
@@ -249,7 +261,9 @@ class SglangRoutes:
         return Response()
 
     async def flush(self, request: Request) -> Response:
-        """Nothing can be flushed: SGLang's answer to that is a 400, too."""
+        """Refuses to flush the cache: nothing can be flushed. SGLang's answer to that is a 400,
+        too.
+        """
         await self._service.tenancy.identify(request.headers.get("authorization"))
         raise RequestError(
             "unsupported",

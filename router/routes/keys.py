@@ -86,14 +86,14 @@ class KeyRoutes:
 
 
 class UsageRoutes:
-    """Usage: a tenant's own with any of its keys, all with the admin key."""
+    """Answers usage: a tenant's own with any of its keys, all with the admin key."""
 
     def __init__(self, service: Service, operator: OperatorRoutes) -> None:
         self._tenancy = service.tenancy
         self._operator = operator
 
     async def usage(self, request: Request) -> Response:
-        """?start, ?end (days), ?tenant, ?key, ?adapter."""
+        """Answers the usage of some days. Query: start, end (days), tenant, key, adapter."""
         query = request.query_params
         check_query(query.multi_items(), ("start", "end", "tenant", "key", "adapter"))
         first, last = parse_days(query, int(time.time() // 86400))
@@ -110,7 +110,7 @@ class UsageRoutes:
         return json_response(UsageList(_date(first), _date(last), rows))
 
     async def requests(self, request: Request) -> Response:
-        """?limit, ?tenant: the latest requests, each."""
+        """Lists the latest requests, each. Query: limit, tenant."""
         check_query(request.query_params.multi_items(), ("limit", "tenant"))
         count = parse_count(request.query_params)
         today = int(time.time() // 86400)
@@ -122,7 +122,7 @@ class UsageRoutes:
         return json_response(RecordList(records))
 
     async def audit(self, request: Request) -> Response:
-        """?limit. It wants the admin key."""
+        """Lists the latest actions of operators. Query: limit. It wants the admin key."""
         count = parse_count(request.query_params)
         try:
             return json_response(AuditList(await self._tenancy.audit.newest(count)))

@@ -27,14 +27,16 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class AdminGate:
-    """`check` is asked with the headers of each request of a lifecycle route."""
+    """Guards the operator's routes: `check` is asked with the headers of each request."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._key = _digest(config.admin_key) if config.admin_key else None
         self._is_local = is_loopback(config.host)
 
     def check(self, authorization: str | None, origin: str | None, host: str | None) -> None:
-        """host: that header. Raises RequestError: unauthorized (401), forbidden (403)."""
+        """Checks that a request may use the operator's routes. host: that header. Raises
+        RequestError: unauthorized (401), forbidden (403).
+        """
         if self._key is None:
             self._check_open(origin, host)
             return
@@ -47,7 +49,7 @@ class AdminGate:
             raise RequestError("unauthorized", "the key is wrong: this route wants the admin key")
 
     def opens(self, authorization: str | None, origin: str | None, host: str | None) -> bool:
-        """Whether `check` lets this request in."""
+        """Checks whether `check` lets this request in."""
         try:
             self.check(authorization, origin, host)
         except RequestError:
@@ -79,7 +81,7 @@ class AdminGate:
 
 
 def _name_of(host: str) -> str:
-    """The header without its port: `localhost:8080`, `127.0.0.1`, `[::1]:8080`."""
+    """Returns the header without its port: `localhost:8080`, `127.0.0.1`, `[::1]:8080`."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower()
@@ -91,7 +93,7 @@ def _digest(key: str) -> bytes:
 
 
 def who(request: Request) -> str:
-    """The caller, as far as is known, for people."""
+    """Names the caller, as far as is known, for people."""
     return "api" if request.client is None else f"api {request.client.host}"
 
 
@@ -104,12 +106,16 @@ class OperatorRoutes:
         self.body_limits = BodyLimits(MAX_BODY_BYTES, service.config.body_timeout_s)
 
     def check(self, request: Request) -> None:
-        """Raises RequestError (unauthorized, forbidden)."""
+        """Checks that a request may use the operator's routes. Raises RequestError (unauthorized,
+        forbidden).
+        """
         headers = request.headers
         self._gate.check(headers.get("authorization"), headers.get("origin"), headers.get("host"))
 
     def guarded(self, endpoint: Endpoint, *bodies: str, query: Collection[str] = ()) -> Endpoint:
-        """bodies: methods whose body it reads. query: the parameters that it knows."""
+        """Makes an endpoint that checks its caller, and records each change. bodies: methods whose
+        body it reads. query: the parameters that it knows.
+        """
 
         async def answer(request: Request) -> Response:
             status, dialect = 500, dialect_of_path(request.scope["path"])
@@ -151,7 +157,7 @@ class OperatorRoutes:
 
 
 def with_api_key(endpoint: Endpoint) -> Endpoint:
-    """The route takes a key as `x-api-key`, too; `Authorization` comes first."""
+    """Lets a route take a key as `x-api-key`, too; `Authorization` comes first."""
 
     async def answer(request: Request) -> Response:
         key = request.headers.get(API_KEY_HEADER)

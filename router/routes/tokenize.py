@@ -54,7 +54,9 @@ class TokenizeRoutes:
         self.render_texts = partial(self._render, parse=completions.parse, prefix="cmpl")
 
     async def tokenize(self, request: Request) -> Response:
-        """LoRAX's shape is answered in LoRAX's, errors too; vLLM's two in vLLM's."""
+        """Tokenises a text or a chat. LoRAX's shape is answered in LoRAX's, errors too; vLLM's two
+        in vLLM's.
+        """
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
         base = self._service.base.require_for(caller)
@@ -112,19 +114,21 @@ class TokenizeRoutes:
         return json_response(tokenizer_info(model.card, model.added_tokens()))
 
     async def _parsed(self, request: Request, caller: Caller, body: bytes, parse: Parse[T]) -> T:
-        """Raises RequestError."""
+        """Reads a body in its turn among the other bodies. Raises RequestError."""
         limits, bearer = self._service.base.limits, self._service.answerer.bearer(request)
         turns = self._service.base.require_for(caller).turns
         return await turns.parsed(body, lambda body: parse(body, limits, bearer))
 
     async def _caller(self, request: Request) -> Caller:
-        """Raises RequestError."""
+        """Finds who calls. Raises RequestError."""
         return await self._service.tenancy.identify(request.headers.get("authorization"))
 
     async def _prompts(
         self, request: Request, caller: Caller, call: GenerationCall
     ) -> tuple[TextModel, list[Prompt]]:
-        """Authorised and resolved as a generation. Raises RequestError."""
+        """Builds the prompts of a call, authorised and resolved as a generation. Raises
+        RequestError.
+        """
         service, request_id = self._service, request.state.request_id
         asked = service.dispatcher.authorise(call, caller, request_id)
         charge = service.tenancy.metering.charge(caller, request_id)  # nothing is run: not closed
@@ -132,7 +136,9 @@ class TokenizeRoutes:
 
 
 def _uncut(call: GenerationCall) -> GenerationCall:
-    """The call with a prompt of any length, unless it asks to be cut: counting must not refuse."""
+    """Returns the call with a prompt of any length, unless it asks to be cut: counting must not
+    refuse.
+    """
     return call if call.truncate else msgspec.structs.replace(call, truncate=MAX_INT32)
 
 

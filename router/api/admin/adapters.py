@@ -34,7 +34,9 @@ class PartialObject(msgspec.Struct, frozen=True):
 
 
 def partial_of(manifest: AdapterManifest) -> PartialObject | None:
-    """None: nothing is missing."""
+    """Counts the modules and layers for which an adapter has weights; None if nothing
+    is missing.
+    """
     coverage = manifest.partial
     if coverage is None:
         return None
@@ -67,7 +69,7 @@ class EndToken(msgspec.Struct, frozen=True):
 
 
 def end_tokens(ids: Iterable[int], text_of: Callable[[int], str]) -> list[EndToken]:
-    """ids: as they are to be listed."""
+    """Lists tokens at which an answer ends, each with its text. ids: as they are to be listed."""
     return [EndToken(i, text_of(i)) for i in ids]
 
 
@@ -82,7 +84,8 @@ Versions = Annotated[list[VersionBody], Meta(min_length=1, max_length=MAX_VERSIO
 
 
 class RolloutBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All versions that shall be there. The present one's weight, unsaid, is what is left of 100.
+    """Body of a request for a rollout. All versions that shall be there. The present one's weight,
+    unsaid, is what is left of 100.
 
     guards: null = no version goes back by itself; unsaid = as they were, or the usual ones.
     """
@@ -92,7 +95,9 @@ class RolloutBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DigestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """digest: of the version that is meant, or how it begins."""
+    """Body of a request that may name one version of an adapter. digest: of the version that is
+    meant, or how it begins.
+    """
 
     digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{8,64}\Z")] | None = None
 
@@ -139,7 +144,8 @@ class MeasuredObject(msgspec.Struct, frozen=True):
 
 
 class RolloutObject(msgspec.Struct, frozen=True):
-    """versions: the old one first. measured: null where it was not asked for.
+    """A rollout of a name: its versions, its guards, and the measurements. versions: the old one
+    first. measured: null where it was not asked for.
 
     measured_by: all routers, or this one alone while there is no Redis.
     """
@@ -152,7 +158,7 @@ class RolloutObject(msgspec.Struct, frozen=True):
 
 
 class AdapterHistory(msgspec.Struct, frozen=True):
-    """Newest first. tenant: null = the fleet's name."""
+    """Past meanings of a name, the newest first. tenant: null = the fleet's name."""
 
     id: str
     tenant: str | None
@@ -161,12 +167,14 @@ class AdapterHistory(msgspec.Struct, frozen=True):
 
 
 def parse_digest(body: bytes) -> str | None:
-    """Raises RequestError."""
+    """Reads the digest that a body names; None for an empty body or no digest. Raises
+    RequestError.
+    """
     return decode_body(body, DigestBody)[0].digest if body else None
 
 
 def change_objects(registration: Registration) -> list[ChangeObject]:
-    """Oldest first."""
+    """Lists the changes of what a name means, the oldest first."""
     return [
         ChangeObject(c.digest, c.since, c.action, c.by, c.ref, c.before, c.note)
         for c in registration.history
@@ -178,7 +186,9 @@ def rollout_object(
     measured: Measurements | None = None,
     resident: Callable[[str], list[str]] = lambda digest: [],
 ) -> RolloutObject | None:
-    """resident: the workers that have a digest on their devices."""
+    """Describes the rollout of a name; None where it has none. resident: the workers that have a
+    digest on their devices.
+    """
     rollout, content = registration.rollout, registration.content
     if rollout is None or content is None:
         return None
@@ -211,7 +221,8 @@ NewName = Annotated[Name, Meta(extra_json_schema={"pattern": f"^{_WORD}(/{_WORD}
 
 
 class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`ref`, or `source` with `id` and `revision`, or `versions`. token: opens it there.
+    """Body of a request to register an adapter. `ref`, or `source` with `id` and `revision`, or
+    `versions`. token: opens it there.
 
     pin, token: absent = as they are, of a name that is registered. tenant: whose name it is; absent
     = the fleet's. versions, guards: see RolloutBody; of a name that is new, the first version is
@@ -236,16 +247,19 @@ class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UnloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """wait_s: how long the answer may wait for running requests; they go on in any case."""
+    """Body of a request to unload an adapter. wait_s: how long the answer may wait for running
+    requests; they go on in any case.
+    """
 
     wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = DEFAULT_WAIT_S
 
 
 class LoadLoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's. lora_path: a folder, or a reference. load_inplace: replace what the name means.
+    """Body of vLLM's request to load an adapter. lora_path: a folder, or a reference. load_inplace:
+    replace what the name means.
 
-    base_model_name, is_3d_lora_weight: change nothing; the adapter's own files say both.
-    tenant: an extension; whose name it is.
+    base_model_name, is_3d_lora_weight: change nothing; the adapter's own files say both. tenant: an
+    extension; whose name it is.
     """
 
     lora_name: NewName
@@ -257,7 +271,9 @@ class LoadLoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SglangLoadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """SGLang's. pinned: it stays on the device. lora_id: changes nothing. tenant: as above."""
+    """Body of SGLang's request to load an adapter. pinned: it stays on the device. lora_id: changes
+    nothing. tenant: as above.
+    """
 
     lora_name: NewName
     lora_path: Annotated[str, Meta(min_length=1)]
@@ -267,8 +283,9 @@ class SglangLoadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SagemakerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """SageMaker's. src: a folder, or a reference. preload: false = it is loaded when it is first
-    asked for. pin: it stays on the device. tenant: as above."""
+    """Body of SageMaker's request to load an adapter. src: a folder, or a reference. preload: false
+    = it is loaded when it is first asked for. pin: it stays on the device. tenant: as above.
+    """
 
     name: NewName
     src: Annotated[str, Meta(min_length=1)]
@@ -284,7 +301,9 @@ class SagemakerAdapters(msgspec.Struct, frozen=True):
 
 
 class UnloadLoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's, and SGLang's. lora_int_id, lora_id: change nothing. tenant: as above."""
+    """Body of vLLM's and SGLang's request to unload an adapter. lora_int_id, lora_id: change
+    nothing. tenant: as above.
+    """
 
     lora_name: Name
     lora_int_id: int | None = None
@@ -344,7 +363,9 @@ class AdapterObject(msgspec.Struct, frozen=True):
 
 
 class AdapterList(msgspec.Struct, frozen=True):
-    """file_errors: what is wrong in the adapters file, if there is one."""
+    """Answer that lists the registered adapters. file_errors: what is wrong in the adapters file,
+    if there is one.
+    """
 
     data: list[AdapterObject]
     file_errors: list[str] = []
@@ -352,7 +373,9 @@ class AdapterList(msgspec.Struct, frozen=True):
 
 
 class Refreshed(msgspec.Struct, frozen=True):
-    """changed: the reference means another content than before."""
+    """Answer to a refresh: the content that a name had, and the one that it has now. changed: the
+    reference means another content than before.
+    """
 
     old_digest: str | None
     new_digest: str | None
@@ -368,7 +391,9 @@ class Deleted(msgspec.Struct, frozen=True):
 
 
 def parse_register(body: bytes, default_source: str) -> tuple[RegisterBody, AdapterRef]:
-    """Raises RequestError."""
+    """Reads a body that registers an adapter; returns it with the reference of the adapter. Raises
+    RequestError.
+    """
     request, _ = decode_body(body, RegisterBody)
     check_name(request.name, "name")
     format_named(request.tool_format)
@@ -411,7 +436,7 @@ def check_versions_alone(request: RegisterBody) -> None:
 
 
 def parse_rollout(body: bytes, default_source: str, by: str) -> RolloutRequest:
-    """Raises RequestError."""
+    """Reads a body that begins or changes a rollout. Raises RequestError."""
     request, _ = decode_body(body, RolloutBody)
     return rollout_request(request.versions, request.guards, default_source, by)
 
@@ -422,7 +447,9 @@ def rollout_request(
     default_source: str,
     by: str,
 ) -> RolloutRequest:
-    """Raises RequestError."""
+    """Makes a rollout's request from versions and guards whose references are still texts. Raises
+    RequestError.
+    """
     refs = [
         parse_target(version.reference, f"versions[{number}].reference", default_source)
         for number, version in enumerate(versions)
@@ -432,13 +459,15 @@ def rollout_request(
 
 
 def check_name(name: str, param: str) -> None:
-    """Raises RequestError unless callers could name an adapter so."""
+    """Checks that a text can be the name of an adapter. Raises RequestError."""
     fault = name_fault(name)
     require(fault is None, fault or "", param)
 
 
 def format_named(name: str | None) -> str | None:
-    """A format of calls; "" where the template decides. Raises RequestError for names of none."""
+    """Checks the name of a format of calls; returns None where none is named, and "" where the
+    template decides. Raises RequestError for names of none.
+    """
     known = ", ".join(("auto", *FORMATS))
     require(name in (None, "auto", *FORMATS), f"expected one of {known}", "tool_format")
     return "" if name == "auto" else name
@@ -482,7 +511,9 @@ def adapter_object(
     resident: Callable[[str], list[str]] = lambda digest: [],
     ends: list[EndToken] | None = None,
 ) -> AdapterObject:
-    """workers: by id, those that reported it. resident: see `rollout_object`."""
+    """Describes a registered adapter, as the operator's routes show it. workers: by id, those that
+    reported it. resident: see `rollout_object`.
+    """
     manifest = None if registration.content is None else registration.content.manifest
     return AdapterObject(
         id=registration.name,

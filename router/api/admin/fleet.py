@@ -72,7 +72,7 @@ class WorkObject(msgspec.Struct, frozen=True):
 
 
 class PlaceObject(msgspec.Struct, frozen=True):
-    """Where an adapter lies on a worker: [first extent, extents] of each unbroken row.
+    """Place of an adapter on a worker: each row in one piece is [first extent, extents].
 
     name: what it was last named by, where no registration means it. slab_bytes: packed, once known.
     load_s: its last way to the device.
@@ -159,7 +159,8 @@ class ErrorObject(msgspec.Struct, frozen=True):
 
 
 class FleetObject(msgspec.Struct, frozen=True):
-    """time: Unix seconds. adapters: null = as in the event before. problems: of the adapters file.
+    """Picture of the whole fleet at one time, as the operator's page shows it. time: Unix seconds.
+    adapters: null = as in the event before. problems: of the adapters file.
 
     errors: the last that callers got, newest first.
     """
@@ -214,7 +215,7 @@ def _registered(registration: Registration) -> RegisteredObject:
 def place_objects(
     places: Sequence[AdapterPlace], names: Mapping[str, str]
 ) -> tuple[PlaceObject, ...]:
-    """names: by digest."""
+    """Describes where the adapters of a worker lie. names: by digest."""
     return tuple(
         PlaceObject(
             digest=place.digest,
@@ -237,7 +238,7 @@ def worker_object(
     picture: WorkerPicture | None,
     places: tuple[PlaceObject, ...],
 ) -> WorkerObject:
-    """worker: what is known without its own reports."""
+    """Adds to a worker what its own reports say. worker: what is known without its own reports."""
     known: dict[str, object] = {}
     if status is not None:
         known |= {

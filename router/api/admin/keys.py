@@ -30,7 +30,9 @@ Seconds = Annotated[int, Meta(ge=1, le=2**33)]
 
 
 class CreateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """id: made up if absent. expires_at: Unix seconds. models: patterns of names; absent = all."""
+    """Body of a request for a new key. id: made up if absent. expires_at: Unix seconds. models:
+    patterns of names; absent = all.
+    """
 
     id: Word | None = None
     tenant: Word = DEFAULT_TENANT
@@ -42,7 +44,9 @@ class CreateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChangeKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Absent fields stay. expires_at: null = never. priority: null = the tenant's."""
+    """Body of a request to change a key. Absent fields stay. expires_at: null = never. priority:
+    null = the tenant's.
+    """
 
     label: Label | UnsetType = UNSET
     models: list[ModelPattern] | UnsetType = UNSET
@@ -52,7 +56,9 @@ class ChangeKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RotateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """grace_s: how long the old key is good still."""
+    """Body of a request to replace a key by a new one. grace_s: how long the old key is
+    good still.
+    """
 
     grace_s: Annotated[int, Meta(ge=0, le=MAX_GRACE_S)] = 0
 
@@ -74,7 +80,9 @@ class KeyObject(msgspec.Struct, frozen=True):
 
 
 class NewKeyObject(msgspec.Struct, frozen=True):
-    """key: it is shown this once and kept nowhere. hints: what its maker may not expect."""
+    """Answer that shows a new key. key: it is shown this once and kept nowhere. hints: what its
+    maker may not expect.
+    """
 
     key: str
     data: KeyObject
@@ -94,7 +102,9 @@ class DeletedKey(msgspec.Struct, frozen=True):
 
 
 class UsageList(msgspec.Struct, frozen=True):
-    """start, end: the days, both included, as YYYY-MM-DD in UTC."""
+    """Answer that lists the usage of some days. start, end: the days, both included, as YYYY-MM-DD
+    in UTC.
+    """
 
     start: str
     end: str
@@ -103,21 +113,23 @@ class UsageList(msgspec.Struct, frozen=True):
 
 
 class RecordList(msgspec.Struct, frozen=True):
-    """The newest first."""
+    """Answer that lists requests, the newest first."""
 
     data: list[UsageRecord]
     object: Literal["list"] = "list"
 
 
 class AuditList(msgspec.Struct, frozen=True):
-    """The newest first."""
+    """Answer that lists operators' actions, the newest first."""
 
     data: list[AuditRecord]
     object: Literal["list"] = "list"
 
 
 def parse_create(body: bytes, made_up: str, now: float) -> ApiKey:
-    """A key without its digest. now: Unix seconds. Raises RequestError."""
+    """Reads a request for a new key; returns the key without its digest. now: Unix seconds. Raises
+    RequestError.
+    """
     wanted, _ = decode_body(body or b"{}", CreateKeyBody)
     is_over = wanted.expires_at is not None and wanted.expires_at <= now
     require(not is_over, "lies in the past: the key would never be good", "expires_at")
@@ -149,7 +161,9 @@ def parse_rotate(body: bytes) -> int:
 
 
 def parse_days(query: Mapping[str, str], today: int) -> tuple[int, int]:
-    """First and last day since 1970-01-01, both included; today if absent. Raises RequestError."""
+    """Reads from the query the first and last day since 1970-01-01, both included; today if absent.
+    Raises RequestError.
+    """
     last = _day(query, "end", today)
     first = _day(query, "start", last)
     require(first <= last, "lies after `end`", "start")
@@ -158,7 +172,7 @@ def parse_days(query: Mapping[str, str], today: int) -> tuple[int, int]:
 
 
 def parse_count(query: Mapping[str, str], name: str = "limit", default: int = 100) -> int:
-    """Raises RequestError."""
+    """Reads from the query how many items to list. Raises RequestError."""
     text = query.get(name, str(default))
     digits = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_LISTED))
     good = digits and 1 <= int(text) <= MAX_LISTED

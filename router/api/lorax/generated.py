@@ -92,14 +92,18 @@ class Details(msgspec.Struct, frozen=True):
 
 
 class GenerateAnswer(msgspec.Struct, frozen=True):
-    """details: present if `details` or `decoder_input_details` was asked for."""
+    """Whole answer of LoRAX's `/generate`. details: present if `details` or `decoder_input_details`
+    was asked for.
+    """
 
     generated_text: str
     details: Details | UnsetType = UNSET
 
 
 class StreamDetails(msgspec.Struct, frozen=True):
-    """input_length: prompt_tokens under the name that huggingface_hub reads."""
+    """Details that the last event of a stream carries. input_length: prompt_tokens under the name
+    that huggingface_hub reads.
+    """
 
     finish_reason: LoraxFinish
     prompt_tokens: int
@@ -126,7 +130,9 @@ class Timings(msgspec.Struct, frozen=True):
 
 
 class LoraxFormatter:
-    """A Formatter. Streams have one choice and end without a marker of their own."""
+    """Writes answers of LoRAX's routes. Streams have one choice and end without a marker of their
+    own.
+    """
 
     def __init__(self, head: AnswerHead, options: LoraxOptions) -> None:
         self._head = head
@@ -141,7 +147,7 @@ class LoraxFormatter:
         return b""
 
     def chunk(self, event: TextEvent) -> bytes:
-        """One event a token. Raises RequestError (incomplete)."""
+        """Writes one event a token. Raises RequestError (incomplete)."""
         self._texts.append(event.text)
         self._num_tokens += event.num_tokens
         tokens = list(event.tokens)
@@ -159,7 +165,7 @@ class LoraxFormatter:
         return sse_error(error, "lorax")
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
-        """Raises RequestError (incomplete)."""
+        """Writes the whole answer at once. Raises RequestError (incomplete)."""
         self._prompt = prompts[0]
         ranked = best_first(results)
         completed(ranked[0].finish)
@@ -255,7 +261,7 @@ def _likely(token: TextToken, most: int) -> list[LikelyToken]:
 
 
 def finish_reason(finish: FinishReason) -> LoraxFinish:
-    """Raises RequestError (incomplete)."""
+    """Returns LoRAX's name of the reason why an answer ended. Raises RequestError (incomplete)."""
     if completed(finish) == "eos":
         return "eos_token"
     return "stop_sequence" if finish == "stop" else "length"

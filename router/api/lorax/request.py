@@ -69,7 +69,7 @@ _NEUTRAL: dict[str, Any] = {
 
 
 def by_own_name(plain: dict[str, Any]) -> dict[str, Any]:
-    """The body, with `min_tokens` in `parameters` where these say `min_new_tokens` alone."""
+    """Returns the body with `min_tokens` in `parameters` where these say `min_new_tokens` alone."""
     inside = plain.get("parameters")
     if not isinstance(inside, dict) or inside.get("min_tokens") is not None:
         return plain
@@ -78,7 +78,9 @@ def by_own_name(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_fields(plain: dict[str, Any], known: Collection[str], limits: ApiLimits) -> None:
-    """plain: the body. known: parameters that are read. Raises RequestError."""
+    """Checks that every field of a body is known and stands in its right place. plain: the body.
+    known: parameters that are read. Raises RequestError.
+    """
     inside = plain.get("parameters")
     parameters: dict[str, Any] = inside if isinstance(inside, dict) else {}
     for name, value in parameters.items():
@@ -94,7 +96,9 @@ def check_fields(plain: dict[str, Any], known: Collection[str], limits: ApiLimit
 
 
 def _refuse(name: str, value: Any, parameters: dict[str, Any], known: Collection[str]) -> None:
-    """Raises RequestError unless `parameters` says the same by the name that is known here."""
+    """Refuses a field, unless `parameters` says the same by the name that is known here. Raises
+    RequestError.
+    """
     if name in SAID_HERE and _repeats(parameters, SAID_HERE[name], value):
         return
     instead = _instead(name)
@@ -106,7 +110,7 @@ def _refuse(name: str, value: Any, parameters: dict[str, Any], known: Collection
 
 
 def _instead(name: str) -> str | None:
-    """None of a name that nobody knows."""
+    """Says what to use in place of a field; None for a name that nobody knows."""
     if name in SAID_HERE:
         return f"not known here: use `{SAID_HERE[name]}` inside `parameters`"
     if name in _SAID_BESIDE:
@@ -135,7 +139,7 @@ def _asks_for_nothing(name: str, value: Any, known: Collection[str], limits: Api
 
 
 def _repeats(parameters: dict[str, Any], name: str, value: Any) -> bool:
-    """Whether `parameters` says the same."""
+    """Checks whether `parameters` says the same."""
     return name in parameters and same(value, parameters[name])
 
 
@@ -148,12 +152,12 @@ _ADVISED = ("repetition_penalty", "min_tokens")
 
 
 class LoraxParameters(GenerationFields, frozen=True, kw_only=True):
-    """Every field may be null or absent. Neither sampling field set: greedy.
+    """Parameters of a request in LoRAX's shape. Every field may be null or absent. Neither sampling
+    field set: greedy.
 
     adapter_id: alias or reference; null or "" = the base. details: adds `details` to the answer.
-    add_special_tokens: around `inputs`; true by default.
-    grammar: TGI's name for response_format. top_n_tokens: TGI's for return_k_alternatives; 0 =
-    none.
+    add_special_tokens: around `inputs`; true by default. grammar: TGI's name for response_format.
+    top_n_tokens: TGI's for return_k_alternatives; 0 = none.
     """
 
     adapter_id: str | None = None
@@ -187,14 +191,14 @@ class LoraxBody(msgspec.Struct, frozen=True):
 def parse(
     body: bytes, limits: ApiLimits, bearer: str | None = None, route: Route = "/"
 ) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads the body of a request in LoRAX's shape. Raises RequestError."""
     return parse_plain(decode_plain(body), limits, bearer, route)
 
 
 def parse_plain(
     plain: dict[str, Any], limits: ApiLimits, bearer: str | None, route: Route
 ) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request in LoRAX's shape whose JSON is decoded already. Raises RequestError."""
     plain = by_own_name(plain)
     check_fields(plain, LoraxParameters.__struct_fields__, limits)
     request = typed(plain, LoraxBody)

@@ -27,14 +27,18 @@ class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """signature: empty; reasoning goes back unsigned."""
+    """Block of an answer with the model's reasoning. signature: empty; reasoning goes back
+    unsigned.
+    """
 
     thinking: str
     signature: Literal[""] = ""
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
-    """input: empty in a stream, where it follows as JSON text, and where it broke off."""
+    """Block of an answer with the call of a tool. input: empty in a stream, where it follows as
+    JSON text, and where it broke off.
+    """
 
     id: str
     name: str
@@ -45,14 +49,15 @@ Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class ThinkingTokens(msgspec.Struct, frozen=True):
-    """thinking_tokens: the markers' own included."""
+    """Count of the tokens of the reasoning. thinking_tokens: the markers' own included."""
 
     thinking_tokens: int
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    """input_tokens: of the prompt, those that the KV cache saved not included.
-    cache_creation_input_tokens: always 0; nothing is charged for what is kept."""
+    """Counts of the tokens of a message. input_tokens: of the prompt, those that the KV cache saved
+    not included. cache_creation_input_tokens: always 0; nothing is charged for what is kept.
+    """
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -86,7 +91,7 @@ def message_of(head: AnswerHead, own_id: str | None, prompt: PromptInfo) -> Mess
 
 
 def answered(begun: MessageObject, result: ChoiceResult, prompt: PromptInfo) -> MessageObject:
-    """Raises RequestError (incomplete)."""
+    """Completes a message with what the model has answered. Raises RequestError (incomplete)."""
     return msgspec.structs.replace(
         begun,
         content=_blocks(result),
@@ -97,7 +102,9 @@ def answered(begun: MessageObject, result: ChoiceResult, prompt: PromptInfo) -> 
 
 
 def _blocks(result: ChoiceResult) -> list[Block]:
-    """White space alone is a text only where there is nothing else."""
+    """Makes the blocks of an answer. White space alone is a text only where there is
+    nothing else.
+    """
     blocks: list[Block] = []
     if result.reasoning.strip():
         blocks.append(ThinkingBlock(result.reasoning))
@@ -108,12 +115,16 @@ def _blocks(result: ChoiceResult) -> list[Block]:
 
 
 def stop_sequence_of(matched: int | str | None) -> str | None:
-    """matched: as in ChoiceResult."""
+    """Returns the stop string that ended an answer; None where something else did. matched: as in
+    ChoiceResult.
+    """
     return matched if isinstance(matched, str) else None
 
 
 def stop_reason_of(finish: FinishReason, matched: int | str | None, has_calls: bool) -> StopReason:
-    """Raises RequestError (incomplete)."""
+    """Returns Anthropic's name of the reason why an answer ended. Raises RequestError
+    (incomplete).
+    """
     if completed(finish) == "length":
         return "max_tokens"
     if stop_sequence_of(matched) is not None:
@@ -128,7 +139,9 @@ def usage_of(prompt: PromptInfo, output_tokens: int, reasoning_tokens: int) -> M
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Empty where the arguments are no object, or one that cannot be written again."""
+    """Reads the arguments of a call; empty where they are no object, or one that cannot be written
+    again.
+    """
     try:
         found = decode_object(arguments.encode())
         msgspec.json.encode(found)
@@ -163,7 +176,7 @@ class Ping(msgspec.Struct, frozen=True, tag_field="type", tag="ping"):
 
 
 class BlockStart(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_start"):
-    """content_block: still empty."""
+    """Event at the beginning of a block. content_block: still empty."""
 
     index: int
     content_block: Block
@@ -179,7 +192,7 @@ class BlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_bloc
 
 
 class MessageDelta(msgspec.Struct, frozen=True, tag_field="type", tag="message_delta"):
-    """usage: of the whole answer."""
+    """Event with the end's reason and the counts of the message. usage: of the whole answer."""
 
     delta: MessageEnd
     usage: MessageUsage
@@ -195,7 +208,7 @@ MessageEvent = (
 
 
 class MessageFormatter(PartStream):
-    """A Formatter."""
+    """Writes answers of `/v1/messages`."""
 
     def __init__(self, head: AnswerHead, own_id: str | None) -> None:
         super().__init__()
@@ -207,7 +220,7 @@ class MessageFormatter(PartStream):
         self._end: MessageEnd | None = None
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
-        """Raises RequestError (incomplete)."""
+        """Writes the whole message at once. Raises RequestError (incomplete)."""
         begun = message_of(self._head, self._own_id, prompts[0])
         return encode(answered(begun, results[0], prompts[0]))
 
@@ -217,7 +230,7 @@ class MessageFormatter(PartStream):
         return _written(MessageStart(begun)) + _written(Ping())
 
     def chunk(self, event: TextEvent) -> bytes:
-        """Raises RequestError (incomplete)."""
+        """Writes the events for the next piece of the answer. Raises RequestError (incomplete)."""
         data = self._go_on(event)
         self._has_calls = self._has_calls or bool(event.calls)
         if event.finish is not None:

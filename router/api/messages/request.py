@@ -120,9 +120,11 @@ class MessageMetadata(msgspec.Struct, frozen=True):
 
 
 class ThinkingFields(msgspec.Struct, frozen=True):
-    """disabled, enabled: templates with such a switch turn reasoning off or on. adaptive: as the
-    model likes. budget_tokens: with enabled, at most so many. display: `summarized` is none:
-    answers have the reasoning itself."""
+    """Says whether the model reasons before its answer, and how much. disabled, enabled: templates
+    with such a switch turn reasoning off or on. adaptive: as the model likes. budget_tokens:
+    with enabled, at most so many. display: `summarized` is none: answers have the reasoning
+    itself.
+    """
 
     type: Literal["disabled", "adaptive", "enabled"]
     budget_tokens: Positive | None = None
@@ -135,7 +137,9 @@ class OutputFormat(msgspec.Struct, frozen=True):
 
 
 class OutputFields(msgspec.Struct, frozen=True):
-    """effort: where the chat template reads it. format: the form of the answer's text."""
+    """Says how hard the model tries, and in which form it answers. effort: where the chat template
+    reads it. format: the form of the answer's text.
+    """
 
     effort: ReasoningEffort | None = None
     format: OutputFormat | None = None
@@ -167,8 +171,9 @@ REFUSED = {
 
 
 class MessagesBody(SharedBody, frozen=True, kw_only=True):
-    """messages: if the last is the assistant's, the answer goes on from there. max_tokens:
-    reasoning and calls included. cache_control: of no effect, what is cached is found by itself.
+    """Body of a request to `/v1/messages`. messages: if the last is the assistant's, the answer
+    goes on from there. max_tokens: reasoning and calls included. cache_control: of no effect,
+    what is cached is found by itself.
 
     chat_template_kwargs: an extension: further variables of the chat template.
     """
@@ -210,7 +215,7 @@ B = TypeVar("B", bound=MessagesBody)
 
 
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads the body of a request to `/v1/messages`. Raises RequestError."""
     return _request(body, MessagesBody, limits, bearer)
 
 
@@ -276,7 +281,7 @@ def _template(request: MessagesBody, tools: Tools | None) -> TemplateOptions:
 
 
 def _effort(request: MessagesBody) -> ReasoningEffort | None:
-    """Raises RequestError."""
+    """Finds the effort that a request asks for, from its `thinking` too. Raises RequestError."""
     said = None if request.output_config is None else request.output_config.effort
     kind = None if request.thinking is None else request.thinking.type
     if kind == "disabled":

@@ -90,7 +90,7 @@ def messages_of(system: Texts | None, turns: list[Turn]) -> list[dict[str, Any]]
 
 
 def is_begun(turns: list[Turn]) -> bool:
-    """Whether the last message is what the answer goes on from. Raises RequestError."""
+    """Checks whether the last message is what the answer goes on from. Raises RequestError."""
     last = turns[-1]
     if last.role != "assistant":
         return False
@@ -142,7 +142,9 @@ def _call(block: InputBlock, where: str) -> MessageToolCall:
 
 
 def _result(block: InputBlock, where: str) -> Texts:
-    """One that failed says so in its text: templates know of no such mark."""
+    """Returns the texts of a tool's result. One that failed says so in its text: templates know of
+    no such mark.
+    """
     where = f"{where}.content"
     content: Texts = ""
     if isinstance(block.content, str):
@@ -173,7 +175,7 @@ def _text(placed: _Placed) -> str:
 
 
 def _joined(texts: Iterable[str]) -> Texts:
-    """One text is the same as a list of one."""
+    """Joins texts: a list of one is the same as the text."""
     found = list(texts)
     return found[0] if len(found) == 1 else [ContentPart("text", text) for text in found]
 

@@ -66,7 +66,9 @@ class ChoiceLogprobs(msgspec.Struct, frozen=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """arguments: JSON text; in a stream the next part of it. name: in a stream at first alone."""
+    """Function of a call in an answer, with its arguments. arguments: JSON text; in a stream the
+    next part of it. name: in a stream at first alone.
+    """
 
     arguments: str
     name: str | UnsetType = UNSET
@@ -79,7 +81,9 @@ class AnswerCall(msgspec.Struct, frozen=True):
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
-    """content: null with calls and no text. reasoning_content: the older name of `reasoning`."""
+    """Message of the assistant in a whole answer. content: null with calls and no text.
+    reasoning_content: the older name of `reasoning`.
+    """
 
     role: Literal["assistant"]
     content: str | None
@@ -90,8 +94,9 @@ class AnswerMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """stop_reason, matched_stop: the stop string or the token that ended it; the former is null of
-    the model's own end."""
+    """One choice of a whole answer. stop_reason, matched_stop: the stop string or the token that
+    ended it; the former is null of the model's own end.
+    """
 
     index: int
     message: AnswerMessage
@@ -127,7 +132,7 @@ class CallPart(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """reasoning_content: the older name of `reasoning`."""
+    """New part of a message in a stream. reasoning_content: the older name of `reasoning`."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -138,7 +143,9 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
-    """stop_reason, matched_stop: as of a whole answer's; null before the end."""
+    """One choice in a chunk of a stream. stop_reason, matched_stop: as of a whole answer's; null
+    before the end.
+    """
 
     index: int
     delta: Delta
@@ -163,7 +170,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
 
 
 class ChatFormatter(OpenAIFormatter):
-    """A Formatter."""
+    """Writes answers of `/v1/chat/completions`."""
 
     def __init__(self, head: AnswerHead, options: AnswerOptions) -> None:
         super().__init__(head, options, "chatcmpl")
@@ -171,7 +178,7 @@ class ChatFormatter(OpenAIFormatter):
         self._reasoning: dict[int, str] = {}
 
     def prompt(self, info: PromptInfo) -> bytes:
-        """Every choice begins with the role."""
+        """Writes the beginning of a prompt's choices: each begins with the role."""
         self._prompts.append(info)
         choices, ids = range(self._options.n), self._options.ids(info.token_ids)
         none = self._options.ids(())
@@ -183,7 +190,7 @@ class ChatFormatter(OpenAIFormatter):
         return b"".join(chunks)
 
     def chunk(self, event: TextEvent) -> bytes:
-        """Raises RequestError (incomplete)."""
+        """Writes the chunks for the next piece of a choice. Raises RequestError (incomplete)."""
         self._num_tokens += event.num_tokens
         self._num_reasoning += event.num_reasoning
         logprobs = self._logprobs(event.tokens)
@@ -226,7 +233,7 @@ class ChatFormatter(OpenAIFormatter):
         return kept
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
-        """Raises RequestError (incomplete)."""
+        """Writes the whole answer at once. Raises RequestError (incomplete)."""
         choices = [
             ChatChoice(
                 result.prompt_index * self._options.n + result.choice,
@@ -319,12 +326,14 @@ def _call_part(delta: CallDelta) -> CallPart:
 
 
 def bytes_of(text: str) -> list[int] | None:
-    """null where the token is only part of a character, so that its bytes are not known here."""
+    """Returns the bytes of a token; null where the token is only part of a character, so that its
+    bytes are not known here.
+    """
     return None if _BROKEN_CHARACTER in text else list(text.encode())
 
 
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
-    """max_tokens: absent = all that fits.
+    """Body of a request to `/v1/chat/completions`. max_tokens: absent = all that fits.
 
     Extensions: echo: the answer begins with the last message, if that is the assistant's.
     add_generation_prompt: begin the assistant's answer; true unless the final message is continued.
@@ -359,8 +368,9 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
 
 
 class BatchChatBody(ChatBody, frozen=True, kw_only=True):
-    """vLLM's. messages: conversations, each with its own choice. Without streams, tools, echo and
-    several answers of one."""
+    """Body of vLLM's request for several chats at once. messages: conversations, each with its own
+    choice. Without streams, tools, echo and several answers of one.
+    """
 
     messages: list[list[Message]]  # type: ignore[assignment]  # where a chat has one
 
@@ -374,7 +384,7 @@ OF_ONE = {
 
 
 def parse_batch(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request with several conversations. Raises RequestError."""
     plain = decode_plain(body)
     check_refused(plain, OF_ONE)
     request = typed_openai(plain, BatchChatBody, limits)
@@ -384,12 +394,12 @@ def parse_batch(body: bytes, limits: ApiLimits, bearer: str | None = None) -> Ap
 
 
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads the body of a chat. Raises RequestError."""
     return request_of(decode_openai(body, ChatBody, limits), limits, bearer)
 
 
 def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiRequest:
-    """Raises RequestError."""
+    """Makes the call of the model that a chat asks for. Raises RequestError."""
     first, *further = _conversations(request, limits)
     n, budget = request.n or 1, request.thinking_token_budget
     sampling = sampling_of(
@@ -430,7 +440,7 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiR
 
 
 def _conversations(request: ChatBody, limits: ApiLimits) -> list[list[dict[str, Any]]]:
-    """As templates take them. Raises RequestError."""
+    """Returns the conversations of a request as templates take them. Raises RequestError."""
     given = [("messages", request.messages)]
     if isinstance(request, BatchChatBody):
         given = [(f"messages[{i}]", messages) for i, messages in enumerate(request.messages)]
@@ -456,7 +466,9 @@ def _text_of(last: Message) -> str:
 
 
 def _template_options(request: ChatBody, tools: Tools | None) -> TemplateOptions:
-    """Raises RequestError."""
+    """Collects what a request says about the rendering of its chat template. Raises
+    RequestError.
+    """
     continues = bool(request.continue_final_message)
     begins = request.add_generation_prompt
     message = "must be false beside `continue_final_message`"

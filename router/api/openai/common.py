@@ -59,8 +59,9 @@ Truncation = Annotated[int, Meta(ge=-1, le=MAX_INT32, extra_json_schema={"not": 
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """include_usage: one more chunk, with the counts, before `[DONE]`. continuous_usage_stats
-    (vLLM's): the counts so far in each chunk, as well."""
+    """Options of a stream. include_usage: one more chunk, with the counts, before `[DONE]`.
+    continuous_usage_stats (vLLM's): the counts so far in each chunk, as well.
+    """
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -127,8 +128,8 @@ B = TypeVar("B", bound=OpenAIBody)
 
 
 def decode_shared(plain: dict[str, Any], kind: type[S], limits: ApiLimits) -> S:
-    """The typed body. Fields that it does not know are refused unless they are harmless or ask for
-    nothing.
+    """Reads the typed body from plain values. Fields that it does not know are refused unless they
+    are harmless or ask for nothing.
 
     Raises RequestError.
     """
@@ -136,12 +137,14 @@ def decode_shared(plain: dict[str, Any], kind: type[S], limits: ApiLimits) -> S:
 
 
 def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:
-    """The typed body, as `decode_shared` checks it. Raises RequestError."""
+    """Reads the typed body from JSON, as `decode_shared` checks it. Raises RequestError."""
     return typed_openai(decode_plain(body), kind, limits)
 
 
 def typed_openai(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:
-    """The same of plain values. Raises RequestError."""
+    """Reads the typed body from plain values, as `decode_openai` does from JSON. Raises
+    RequestError.
+    """
     request = decode_shared(plain, kind, limits)
     options = plain.get("stream_options") or {}
     outputs = plain.get("structured_outputs") or {}
@@ -159,7 +162,7 @@ def typed_openai(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:
 def adapter_of(
     request: SharedBody, limits: ApiLimits, bearer: str | None
 ) -> AdapterChoice | MergedChoice | None:
-    """Raises RequestError."""
+    """Finds the adapter that a body asks for; None for the base. Raises RequestError."""
     return adapter_by(request, request.model, request.lora_path, limits, bearer)
 
 
@@ -186,7 +189,7 @@ def adapter_by(
 
 
 def with_shared(call: GenerationCall, request: SharedBody, limits: ApiLimits) -> GenerationCall:
-    """The call, and what bodies of all routes say alike. Raises RequestError."""
+    """Adds to a call what bodies of all routes say alike. Raises RequestError."""
     seed, cut = request.seed, request.truncate_prompt_tokens
     require(cut != 0, "expected at least 1, or -1 for all that fit", "truncate_prompt_tokens")
     require(
@@ -210,7 +213,7 @@ def with_shared(call: GenerationCall, request: SharedBody, limits: ApiLimits) ->
 
 
 def options_of(request: OpenAIBody, call: GenerationCall) -> AnswerOptions:
-    """How the request wants its answer. Raises RequestError."""
+    """Collects how the request wants its answer. Raises RequestError."""
     as_ids = bool(request.return_tokens_as_token_ids)
     logprobs = call.sampling.logprobs
     require(logprobs is not None or not as_ids, "needs `logprobs`", "return_tokens_as_token_ids")
@@ -239,7 +242,9 @@ def sampling_of(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """The request's sampling, else the model's defaults, else OpenAI's. Raises RequestError."""
+    """Collects the request's sampling, else the model's defaults, else OpenAI's. Raises
+    RequestError.
+    """
     check_counts(request, max_tokens, limits)
     said = request.temperature
     return sampling_params(
@@ -273,7 +278,7 @@ def _bounded(plain: dict[str, Any], limits: ApiLimits) -> dict[str, Any]:
 
 
 def with_shape(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> GenerationCall:
-    """The call, what bodies say alike, and what its answer must be. Raises RequestError."""
+    """Adds to a call what bodies say alike, and what its answer must be. Raises RequestError."""
     call = with_shared(call, request, limits)
     shape = _asked(request)
     ignores = "ignore_eos" if request.ignore_eos else "ignore_eos_token"

@@ -48,8 +48,8 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """stop_reason, matched_stop: as in chats. From token_ids on: null unless they were asked for;
-    of a stream, the prompt's in the first chunk.
+    """One choice of an answer. stop_reason, matched_stop: as in chats. From token_ids on: null
+    unless they were asked for; of a stream, the prompt's in the first chunk.
 
     token_ids: generated, without an echoed prompt's.
     """
@@ -79,7 +79,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class CompletionsFormatter(OpenAIFormatter):
-    """A Formatter."""
+    """Writes answers of `/v1/completions`."""
 
     def __init__(self, head: AnswerHead, options: AnswerOptions) -> None:
         super().__init__(head, options, "cmpl")
@@ -102,7 +102,7 @@ class CompletionsFormatter(OpenAIFormatter):
         return self._chunk(CompletionChoice(index, text, logprobs, None, None, None, none, ids))
 
     def chunk(self, event: TextEvent) -> bytes:
-        """Raises RequestError (incomplete)."""
+        """Writes the chunk for the next piece of a choice. Raises RequestError (incomplete)."""
         tokens = event.tokens if self._options.logprobs is not None else ()
         ids = self._options.ids(event.token_ids)
         self._num_tokens += event.num_tokens
@@ -117,7 +117,7 @@ class CompletionsFormatter(OpenAIFormatter):
         return self._chunk(choice)
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
-        """Raises RequestError (incomplete)."""
+        """Writes the whole answer at once. Raises RequestError (incomplete)."""
         choices = []
         for info in sorted(prompts, key=lambda info: info.prompt_index):
             own = [result for result in results if result.prompt_index == info.prompt_index]
@@ -174,7 +174,9 @@ class CompletionsFormatter(OpenAIFormatter):
         )
 
     def _top(self, token: TextToken, most: int) -> dict[str, float] | None:
-        """The likeliest tokens and the chosen one; of several with one spelling the likeliest."""
+        """Returns the likeliest tokens and the chosen one; of several with one spelling the
+        likeliest.
+        """
         if token.logprob is None:
             return None
         name = self._options.name
@@ -186,7 +188,7 @@ class CompletionsFormatter(OpenAIFormatter):
 
 
 def _offsets(tokens: Sequence[TextToken], begin: int) -> list[int]:
-    """Where in the choice's text each token begins. begin: the first."""
+    """Finds where in the choice's text each token begins. begin: the place of the first."""
     return [*itertools.accumulate((len(token.text) for token in tokens), initial=begin)][:-1]
 
 
@@ -198,7 +200,8 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionsBody(OpenAIBody, frozen=True, kw_only=True):
-    """prompt: a text, a list of texts, token ids, or a list of lists of token ids.
+    """Body of a request to `/v1/completions`. prompt: a text, a list of texts, token ids, or a list
+    of lists of token ids.
 
     max_tokens: 0 wants the prompt alone, with `echo`. add_special_tokens: around texts; true by
     default.
@@ -213,12 +216,12 @@ class CompletionsBody(OpenAIBody, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads the body of a request to `/v1/completions`. Raises RequestError."""
     return request_of(decode_openai(body, CompletionsBody, limits), limits, bearer)
 
 
 def request_of(request: CompletionsBody, limits: ApiLimits, bearer: str | None) -> ApiRequest:
-    """Raises RequestError."""
+    """Makes the call of the model that a completion asks for. Raises RequestError."""
     prompts = prompts_of(request.prompt, "prompt", limits.max_prompts)
     n = request.n or 1
     best_of = n if request.best_of is None else request.best_of

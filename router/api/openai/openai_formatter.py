@@ -62,14 +62,15 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """reasoning_tokens: the markers' own included."""
+    """Details of the tokens that were generated. reasoning_tokens: the markers' own included."""
 
     reasoning_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """completion_tokens: of all choices, those that best_of dropped included. reasoning_tokens:
-    those of the details, where SGLang has them."""
+    """Counts of the tokens of a request and its answer. completion_tokens: of all choices, those
+    that best_of dropped included. reasoning_tokens: those of the details, where SGLang has them.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -80,7 +81,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """rank: 1 = no token is likelier."""
+    """Log-probability of one token at one place of the prompt. rank: 1 = no token is likelier."""
 
     logprob: float
     rank: int | None
@@ -131,7 +132,9 @@ class OpenAIFormatter(ABC):
         return _usage(prompts, num_tokens, sum(result.reasoning_tokens for result in results))
 
     def _finish_reason(self, finish: FinishReason, has_calls: bool = False) -> OpenAIFinish:
-        """Raises RequestError (incomplete)."""
+        """Returns OpenAI's name of the reason why an answer ended. Raises RequestError
+        (incomplete).
+        """
         if completed(finish) == "length":
             return "length"
         return "tool_calls" if has_calls and not self._options.named_call else "stop"
@@ -161,7 +164,9 @@ def _usage(prompts: Sequence[PromptInfo], completion_tokens: int, reasoning_toke
 
 
 def _prompt_logprob(token: TextToken, most: int) -> dict[int, PromptLogprob] | None:
-    """The prompt's own token first, then the likeliest, as vLLM orders them."""
+    """Lists the log-probabilities at one place: the prompt's own token first, then the likeliest,
+    as vLLM orders them.
+    """
     if token.logprob is None:
         return None
     found = {token.token_id: PromptLogprob(finite(token.logprob), token.rank, token.token)}
@@ -171,7 +176,7 @@ def _prompt_logprob(token: TextToken, most: int) -> dict[int, PromptLogprob] | N
 
 
 def listed(token: TextToken) -> Sequence[TopToken]:
-    """The token itself and those that the call lists by id; none where it lists none."""
+    """Lists the token itself and those that the call lists by id; none where it lists none."""
     own = TopToken(token.token_id, token.token, token.logprob or 0.0)
     return [*{one.token_id: one for one in (own, *token.listed)}.values()] if token.listed else ()
 

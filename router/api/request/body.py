@@ -61,13 +61,15 @@ def decode_plain(data: bytes) -> dict[str, Any]:
 
 
 def require(condition: object, message: str, param: str) -> None:
-    """Raises RequestError (invalid) that names the field unless the condition holds."""
+    """Checks a condition of a field; raises RequestError (invalid), which names the field, if it
+    fails.
+    """
     if not condition:
         raise RequestError("invalid", f"`{param}`: {message}", param=param)
 
 
 def only_one_of(plain: Mapping[str, Any], names: Sequence[N]) -> N:
-    """The one of these fields that the body has: it says which API's shape the body is of.
+    """Finds the one of these fields that the body has: it says which API's shape the body is of.
 
     Raises RequestError for none and for several.
     """
@@ -79,7 +81,8 @@ def only_one_of(plain: Mapping[str, Any], names: Sequence[N]) -> N:
 
 
 def check_query(query: Iterable[tuple[str, str]], known: Collection[str]) -> None:
-    """query: its parameters, each as often as it is there. Raises RequestError.
+    """Checks that a query has only known parameters, each once. query: its parameters, each as
+    often as it is there. Raises RequestError.
 
     A filter that is misspelt must not be a filter that is not there; of two values none is meant
     more than the other.
@@ -93,8 +96,8 @@ def check_query(query: Iterable[tuple[str, str]], known: Collection[str]) -> Non
 
 
 def check_no_fields(body: bytes, query: Collection[str]) -> None:
-    """Where a body has no effect: a caller who put an option there must get an error. Raises
-    RequestError.
+    """Checks that a body, where it has no effect, is empty or has no fields. Otherwise an option
+    there would be lost without an error. Raises RequestError.
 
     query: what is said there.
     """
@@ -138,7 +141,7 @@ _OTHER_TYPE = re.compile(r"Expected `.*`, got (?P<got>`\w+`)")
 
 
 class FieldFault(msgspec.Struct, frozen=True):
-    """field: where it is, as `versions[0].weight`; "" = the whole."""
+    """Fault of one field of a body. field: where it is, as `versions[0].weight`; "" = the whole."""
 
     field: str
     message: str
@@ -148,7 +151,9 @@ class FieldFault(msgspec.Struct, frozen=True):
 
 
 def field_fault(error: msgspec.ValidationError, kind: Any) -> FieldFault:
-    """The field, what is wrong with it, and what it may be. kind: what was expected as a whole."""
+    """Finds the field at fault, what is wrong with it, and what it may be. kind: what was expected
+    as a whole.
+    """
     found = _PLACE.fullmatch(str(error))
     what, path = (found["what"], found["path"]) if found else (str(error), "")
     unknown, missing = _UNKNOWN.fullmatch(what), _MISSING.fullmatch(what)
@@ -172,7 +177,7 @@ def _words(what: str) -> str:
 
 
 def _choices(what: str, kind: Any, path: str) -> str | None:
-    """Where one of a few values was expected: which, and what came."""
+    """Says which values a field may have and which came, if one of a few was expected."""
     types = [one for one in _types_at(kind, path) if not isinstance(one, inspect.NoneType)]
     values = [v for one in types if isinstance(one, inspect.LiteralType) for v in one.values]
     none_else = all(isinstance(one, inspect.LiteralType) for one in types)
@@ -186,7 +191,7 @@ def _choices(what: str, kind: Any, path: str) -> str | None:
 
 
 def _fields_at(kind: Any, path: str) -> list[str]:
-    """In the order in which they are declared, each once."""
+    """Lists the fields at a path, in the order in which they are declared, each once."""
     structs = (one for one in _types_at(kind, path) if isinstance(one, inspect.StructType))
     return list(dict.fromkeys(field.encode_name for one in structs for field in one.fields))
 
@@ -215,7 +220,9 @@ def _alternatives(one: inspect.Type) -> Iterator[inspect.Type]:
 
 
 def _inside(one: inspect.Type, name: str | None) -> Iterator[inspect.Type]:
-    """name: of a field; None = of an item, or of a value of a map."""
+    """Finds the types of a field, of items, or of a map's values. name: of a field; None = of an
+    item, or of a value of a map.
+    """
     inner: Iterable[inspect.Type] = ()
     if isinstance(one, inspect.StructType):
         inner = (field.type for field in one.fields if field.encode_name == name)

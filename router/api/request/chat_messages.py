@@ -19,7 +19,9 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """arguments: JSON text, or the object itself."""
+    """Function that an earlier message of the assistant calls. arguments: JSON text, or the object
+    itself.
+    """
 
     name: str
     arguments: str | dict[str, Any]
@@ -32,7 +34,8 @@ class MessageToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """content may be null only with the assistant's tool calls, reasoning or refusal.
+    """Message of a chat. content may be null only with the assistant's tool calls, reasoning or
+    refusal.
 
     reasoning_content, reasoning, thinking: one thing by the names that servers have for it.
     function_call, and a result of the role `function`: one call, as OpenAI had it before tools.
@@ -52,7 +55,8 @@ class Message(msgspec.Struct, frozen=True):
 
 
 def to_template(messages: list[Message], where: str = "messages") -> list[dict[str, Any]]:
-    """Plain dicts for `loraplex.adapters.chat.conversation.shaped`; null fields are left out.
+    """Converts messages to plain dicts for `loraplex.adapters.chat.conversation.shaped`; null
+    fields are left out.
 
     Raises RequestError.
     """
@@ -78,7 +82,8 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
 
 
 def _with_tool_calls(messages: list[Message], where: str) -> list[Message]:
-    """With calls of functions and their results as calls of tools, by ids that all templates take.
+    """Rewrites calls of functions and their results as calls of tools, by ids that all templates
+    take.
 
     Raises RequestError.
     """
@@ -107,7 +112,7 @@ _BEFORE = {
 
 
 def join_assistant(messages: list[Message], part: str, value: Any) -> None:
-    """The part becomes the last message's if that is the assistant's and it belongs there."""
+    """Joins the part to the last message if that is the assistant's and it belongs there."""
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or not _fits(last, part):
         messages.append(Message("assistant", **{part: value}))
@@ -146,7 +151,7 @@ def _content(message: Message, where: str) -> str | list[dict[str, Any]] | None:
 
 
 def text_part(part: ContentPart, param: str) -> dict[str, Any]:
-    """As templates read it. Raises RequestError for what is no text."""
+    """Returns a part of a message as templates read it. Raises RequestError for what is no text."""
     if part.type != "text":
         raise RequestError(
             "unsupported",
@@ -158,7 +163,9 @@ def text_part(part: ContentPart, param: str) -> dict[str, Any]:
 
 
 def _spelled_arguments(messages: list[Message]) -> list[str]:
-    """JSON inside of JSON, which nobody has looked into yet."""
+    """Lists the texts of calls' arguments: JSON inside of JSON, which nobody has looked
+    into yet.
+    """
     calls = [call for message in messages for call in message.tool_calls or ()]
     return [c.function.arguments for c in calls if isinstance(c.function.arguments, str)]
 

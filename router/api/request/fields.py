@@ -120,7 +120,7 @@ def check_bounds(body: msgspec.Struct, limits: ApiLimits) -> None:
 
 
 def texts_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """A field that may hold one text or several."""
+    """Lists the texts of a field that may hold one text or several."""
     return (given,) if isinstance(given, str) else tuple(given or ())
 
 
@@ -196,7 +196,9 @@ def credential(api_token: str | None, bearer: str | None) -> str | None:
 def prompts_of(
     given: str | list[str | int | list[int]], param: str, most: int
 ) -> tuple[str | list[int], ...]:
-    """One kind only: texts, lists of ids, or the ids of a single prompt. Raises RequestError."""
+    """Checks prompts, which are all of one kind: texts, lists of ids, or the ids of a single
+    prompt. Raises RequestError.
+    """
     if isinstance(given, str):
         return (given,)
     require(given, "expected at least one prompt", param)
@@ -228,7 +230,8 @@ _MergeWeight = Annotated[
 
 
 class MergedAdapters(msgspec.Struct, frozen=True):
-    """ids, weights: as many of the one as of the other. merge_strategy: linear by default.
+    """Adapters that are merged for one request. ids, weights: as many of the one as of the other.
+    merge_strategy: linear by default.
 
     density: needed for `ties` and `dare_*`. majority_sign_method: total by default.
     """
@@ -274,7 +277,7 @@ def choose_scaled(adapter: AdapterChoice, scale: float) -> AdapterChoice:
 
 
 def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> str:
-    """The first of the known names is the default."""
+    """Checks that a name is one of the known ones; the first is the default."""
     chosen = known[0] if value is None else value
     expected = ", ".join(known)
     require(chosen in known, f"expected one of {expected}, got {chosen!r:.40}", f"{_FIELD}.{name}")
@@ -330,8 +333,10 @@ class AdapterFields(Body, frozen=True, kw_only=True):
 
 
 class GenerationFields(AdapterFields, frozen=True, kw_only=True):
-    """Each may be null. priority: how far behind the key's own the request stands. drafts: false =
-    the answer has none, which is never another answer."""
+    """Fields of every request that generates text. Each may be null. priority: how far behind the
+    key's own the request stands. drafts: false = the answer has none, which is never another
+    answer.
+    """
 
     top_p: Probability | None = None
     top_k: TopK | None = None
@@ -375,7 +380,9 @@ def adapter_named(
 
 
 def check_counts(fields: GenerationFields, max_tokens: int | None, limits: ApiLimits) -> None:
-    """max_tokens: to generate; None = all that fit. Raises RequestError."""
+    """Checks the counts and sizes of a request's fields. max_tokens: to generate; None = all that
+    fit. Raises RequestError.
+    """
     check_bounds(fields, limits)
     least = fields.min_tokens or 0
     require(
@@ -412,7 +419,7 @@ def sampling_params(
 
 
 def with_fields(call: GenerationCall, fields: GenerationFields) -> GenerationCall:
-    """The call with all fields that are no sampling."""
+    """Adds to a call all fields that are no sampling."""
     return msgspec.structs.replace(
         call,
         skip_special_tokens=fields.skip_special_tokens is not False,
@@ -423,5 +430,7 @@ def with_fields(call: GenerationCall, fields: GenerationFields) -> GenerationCal
 
 
 def salt_of(cache_salt: str | None) -> str:
-    """Its SHA-256: a salt may be a secret, and has the length of one on the wire."""
+    """Returns the SHA-256 of a cache salt: a salt may be a secret, and has the length of one on the
+    wire.
+    """
     return sha256(cache_salt.encode()).hexdigest() if cache_salt else ""

@@ -74,7 +74,9 @@ class Formatter(Protocol):
     """
 
     def prompt(self, info: PromptInfo) -> bytes:
-        """Called once a prompt in a stream, before the first chunk of its choices."""
+        """Writes what a stream shows of a prompt. The stream calls it once a prompt, before the
+        first chunk of its choices.
+        """
         ...
 
     def chunk(self, event: TextEvent) -> bytes: ...
@@ -82,12 +84,13 @@ class Formatter(Protocol):
     def end(self) -> bytes: ...
 
     def error(self, error: RequestError) -> bytes:
-        """An event that ends a stream which has begun."""
+        """Writes an error as the event that ends a stream which has begun."""
         ...
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
-        """The JSON body of an answer that is not streamed, as bytes or as what is to be encoded.
-        results: all best_of of every prompt."""
+        """Writes the JSON body of an answer that is not streamed, as bytes or as what is to be
+        encoded. results: all best_of of every prompt.
+        """
         ...
 
 

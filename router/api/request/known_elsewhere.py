@@ -20,7 +20,9 @@ _EMPTY: tuple[Any, ...] = (False, "", [], {})
 
 
 class Elsewhere(msgspec.Struct, frozen=True):
-    """neutral: values that ask for nothing, beside null. hint: what to do, or why it is not so."""
+    """Field that other servers know and this one does not serve. neutral: values that ask for
+    nothing, beside null. hint: what to do, or why it is not so.
+    """
 
     neutral: tuple[Any, ...] = _EMPTY
     hint: str = ""
@@ -32,7 +34,7 @@ class Elsewhere(msgspec.Struct, frozen=True):
 
 
 def same(one: Any, other: Any) -> bool:
-    """To Python 1 is true."""
+    """Compares two values of JSON, in which 1 and true differ; they are equal in Python."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
@@ -48,12 +50,16 @@ _BESIDE = "its fields stand in the body itself"
 
 
 def _row(names: str, hint: str = "", *neutral: Any) -> dict[str, Elsewhere]:
-    """names: with spaces between. neutral: in addition to what is empty."""
+    """Describes several fields that share one hint. names: with spaces between. neutral: in
+    addition to what is empty.
+    """
     return dict.fromkeys(names.split(), Elsewhere((*_EMPTY, *neutral), hint))
 
 
 def _only(names: str, hint: str, *neutral: Any) -> dict[str, Elsewhere]:
-    """The same for fields where false or an empty value asks for something."""
+    """Describes several fields, as `_row` does, for which false or an empty value asks for
+    something.
+    """
     return dict.fromkeys(names.split(), Elsewhere(neutral, hint))
 
 
@@ -135,7 +141,8 @@ ELSEWHERE: dict[str, Elsewhere] = {
 
 
 def check_unknown(plain: dict[str, Any], known: Collection[str], harmless: Collection[str]) -> None:
-    """known: fields that are read. harmless: fields that change nothing. Raises RequestError.
+    """Checks that a body has no field that would be silently lost. known: fields that are read.
+    harmless: fields that change nothing. Raises RequestError.
 
     A field that other servers know may stand there if it asks for nothing; null is absent.
     """
@@ -158,7 +165,9 @@ def check_refused(parts: dict[str, Any], refused: Mapping[str, Elsewhere], where
 
 
 def without_refused(plain: dict[str, Any], refused: Mapping[str, Elsewhere]) -> dict[str, Any]:
-    """The fields that a route serves. Raises RequestError for others that ask for something."""
+    """Removes the fields that a route does not serve. Raises RequestError for those that ask for
+    something.
+    """
     check_refused(plain, refused)
     return {name: value for name, value in plain.items() if name not in refused}
 
@@ -171,7 +180,7 @@ def check_unknown_parts(parts: dict[str, Any], known: Collection[str], where: st
 
 
 def unsupported(name: str, hint: str) -> RequestError:
-    """hint: what to use, why not, or nothing."""
+    """Makes the error for a field that is not served. hint: what to use, why not, or nothing."""
     if hint.startswith("use "):
         message = f"`{name}` is not known here: {hint}"
     else:
@@ -180,7 +189,9 @@ def unsupported(name: str, hint: str) -> RequestError:
 
 
 def unrecognised(name: str, known: Iterable[str], where: str = "") -> RequestError:
-    """The error of a field that nobody knows, with the one that may be meant. where: its parent."""
+    """Makes the error of a field that nobody knows, with the one that may be meant. where: its
+    parent.
+    """
     shown = f"{where}{name}"[:_SHOWN]
     likely = nearest(name, known)
     meant = f"; did you mean `{where}{likely}`?" if likely else ""
@@ -189,7 +200,7 @@ def unrecognised(name: str, known: Iterable[str], where: str = "") -> RequestErr
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known field of which a name may be a misspelling."""
+    """Finds the known field of which a name may be a misspelling."""
     if len(name) > _LONGEST_NAME:
         return None
     spelled = name.lower().replace("-", "_")
@@ -211,8 +222,10 @@ ALIASES = {
 
 
 class Body(msgspec.Struct, frozen=True):
-    """harmless: fields that change nothing, whatever they say. refused: fields of the route's API
-    that are not served."""
+    """Base of the bodies of requests, with fields that a route knows but does not use. harmless:
+    fields that change nothing, whatever they say. refused: fields of the route's API that are
+    not served.
+    """
 
     harmless: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[Mapping[str, Elsewhere]] = {}

@@ -29,7 +29,7 @@ _TYPES = ("text", "json_object", "json_schema", "json", "regex", "grammar", "str
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
-    """vLLM's. One of the forms, and how JSON may be written."""
+    """Forms of an answer as vLLM says them: one of the forms, and how JSON may be written."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -44,7 +44,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 
 def only_shape(shapes: Iterable[Shape | None]) -> Shape | None:
-    """Raises RequestError for two that differ."""
+    """Returns the one form that is asked for, if any. Raises RequestError for two that differ."""
     asked = [shape for shape in shapes if shape is not None]
     for other in asked[1:]:
         is_same = _nameless(other) == _nameless(asked[0])
@@ -53,13 +53,16 @@ def only_shape(shapes: Iterable[Shape | None]) -> Shape | None:
 
 
 def check_ends(shape: Shape | None, ignores_ends: bool, param: str) -> None:
-    """Raises RequestError: what may not end keeps to no form."""
+    """Checks that an answer of a given form may end. Raises RequestError: what may not end keeps to
+    no form.
+    """
     if shape is not None:
         require(not ignores_ends, f"the form of `{shape.param}` has an end", param)
 
 
 def format_shape(given: dict[str, Any] | None, param: str) -> Shape | None:
-    """`response_format` as OpenAI, LoRAX and TGI have it, or TGI's `grammar`. Raises RequestError.
+    """Reads the form of an answer: `response_format` as OpenAI, LoRAX and TGI have it, or TGI's
+    `grammar`. Raises RequestError.
 
     A schema is kept to whether or not it is `strict`.
     """
@@ -92,7 +95,7 @@ def format_shape(given: dict[str, Any] | None, param: str) -> Shape | None:
 
 
 def _value_field(given: dict[str, Any], param: str) -> str:
-    """By which name the form stands there."""
+    """Finds by which name the form stands in a field."""
     usual = {"regex": "regex", "grammar": "grammar", "json_schema": "json_schema"}
     names = ("schema", "value", usual.get(given["type"], "schema"))
     said = [name for name in dict.fromkeys(names) if given.get(name) is not None]
@@ -155,7 +158,7 @@ def json_of(given: Any, param: str, whitespace: str | None = None) -> Shape | No
 
 
 def _object(text: str, param: str) -> dict[str, Any]:
-    """JSON within JSON."""
+    """Reads an object that is JSON within JSON."""
     try:
         return decode_plain(text.encode())
     except RequestError as error:
@@ -209,7 +212,9 @@ def _tag(given: Any, param: str) -> Tag:
 
 
 def whitespace_of(pattern: str | None, param: str) -> str | None:
-    """As a grammar takes it. Raises RequestError for what lets more than whitespace through."""
+    """Returns a pattern of whitespace as a grammar takes it. Raises RequestError for what lets more
+    than whitespace through.
+    """
     if pattern is None:
         return None
     spelled = pattern.replace(r"\s", r"[ \n\r\t]")

@@ -16,7 +16,9 @@ FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}\Z")]
 
 
 class OfferedFunction(msgspec.Struct, frozen=True):
-    """parameters: a JSON schema of an object. strict: arguments always keep to it."""
+    """Function that the model may call. parameters: a JSON schema of an object. strict: arguments
+    always keep to it.
+    """
 
     name: FunctionName
     description: str | None = None
@@ -89,8 +91,10 @@ def offered_tools(
     name_field: str,
     places: Sequence[str] = (),
 ) -> Tools | None:
-    """None = none may be called. name_field: where a tool has its name. places: of the tools in
-    the body; () = one after another. Raises RequestError."""
+    """Checks the tools of a request, and collects them with the choice among them; None = none may
+    be called. name_field: where a tool has its name. places: of the tools in the body; () = one
+    after another. Raises RequestError.
+    """
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         message = f"{tool.name!r} is the name of an earlier tool, too"
@@ -109,7 +113,7 @@ def offered_tools(
 
 
 def for_template(tools: Tools) -> list[dict[str, Any]]:
-    """As chat templates read them."""
+    """Describes tools as chat templates read them."""
     return [
         {
             "type": "function",

@@ -19,7 +19,9 @@ SHELL = "local_shell"
 
 
 class CallItem(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
-    """arguments: JSON text. namespace: of a function in one."""
+    """Item of an answer: the call of a function. arguments: JSON text. namespace: of a function in
+    one.
+    """
 
     id: str
     status: ItemStatus
@@ -30,7 +32,9 @@ class CallItem(msgspec.Struct, frozen=True, tag_field="type", tag="function_call
 
 
 class CustomCallItem(msgspec.Struct, frozen=True, tag_field="type", tag="custom_tool_call"):
-    """input: a text; of a call that broke off, what the model wrote."""
+    """Item of an answer: the call of a custom tool. input: a text; of a call that broke off, what
+    the model wrote.
+    """
 
     id: str
     status: ItemStatus
@@ -70,7 +74,9 @@ class Called(msgspec.Struct, frozen=True):
     namespace: str | UnsetType = UNSET
 
     def item(self, status: ItemStatus, arguments: str) -> AnyCallItem:
-        """arguments: JSON text, as far as it came."""
+        """Makes the item of an answer that shows the call. arguments: JSON text, as far
+        as it came.
+        """
         if self.kind == "custom":
             text = _input(arguments)
             return CustomCallItem(self.id, status, self.call_id, self.name, text, self.namespace)
@@ -80,12 +86,12 @@ class Called(msgspec.Struct, frozen=True):
 
 
 def custom_arguments(text: str) -> str:
-    """As a function has it."""
+    """Writes a custom tool's input as the arguments of a function."""
     return msgspec.json.encode({"input": text}).decode()
 
 
 def shell_arguments(action: Mapping[str, Any]) -> str:
-    """As a function has them."""
+    """Writes a shell's action as the arguments of a function."""
     said = {name: value for name, value in action.items() if value and name in _SHELL_FIELDS}
     return msgspec.json.encode(said).decode()
 
@@ -130,7 +136,9 @@ class MessageItem(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
-    """summary: always empty; the reasoning itself is the content."""
+    """Item of an answer: the reasoning. summary: always empty; the reasoning itself is
+    the content.
+    """
 
     id: str
     status: ItemStatus
@@ -142,14 +150,16 @@ Item = MessageItem | ReasoningItem | CallItem | CustomCallItem | ShellCallItem
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
-    """cache_write_tokens: always 0; nothing is charged for what is kept."""
+    """Details of the prompt's tokens. cache_write_tokens: always 0; nothing is charged for what is
+    kept.
+    """
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """reasoning_tokens: the markers' own included."""
+    """Details of the tokens that were generated. reasoning_tokens: the markers' own included."""
 
     reasoning_tokens: int
 
@@ -179,7 +189,7 @@ class ReasoningAsked(msgspec.Struct, frozen=True):
 
 
 class ResponseTextForm(msgspec.Struct, frozen=True):
-    """format: as the request has it."""
+    """Form of the text, as the answer repeats it. format: as the request has it."""
 
     format: dict[str, Any]
 
@@ -236,12 +246,12 @@ class Answer(msgspec.Struct, frozen=True):
     asked: Asked
 
     def item_id(self, prefix: str, earlier: int) -> str:
-        """earlier: items of its kind."""
+        """Makes the id of an item of the answer. earlier: items of its kind."""
         name = f"{prefix}_{self.asked.id or self.head.request_id}"
         return f"{name}_{earlier}" if earlier else name
 
     def called(self, earlier: int, call_id: str, name: str) -> Called:
-        """earlier: calls of the answer."""
+        """Describes a call that the answer has begun. earlier: calls of the answer."""
         kind = self.asked.kinds.get(name)
         namespace, own_name = self.asked.namespaces.get(name, (None, None))
         item_id = self.item_id("fc", earlier)
@@ -267,7 +277,7 @@ class Answer(msgspec.Struct, frozen=True):
         )
 
     def whole(self, result: ChoiceResult, prompt: PromptInfo) -> ResponseObject:
-        """Raises RequestError (incomplete)."""
+        """Makes the whole response from the model's answer. Raises RequestError (incomplete)."""
         status = status_of(result.finish)
         items: list[Item] = []
         if result.reasoning.strip():
@@ -287,7 +297,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def status_of(finish: FinishReason) -> Literal["completed", "incomplete"]:
-    """Raises RequestError (incomplete)."""
+    """Returns the status of an answer that has ended. Raises RequestError (incomplete)."""
     return "incomplete" if completed(finish) == "length" else "completed"
 
 
@@ -317,7 +327,9 @@ class TextLogprobs:
         self._owed = 0
 
     def add(self, tokens: Sequence[TextToken], num_reasoning: int) -> None:
-        """The answer's next tokens. num_reasoning: of all that came, more are the reasoning's."""
+        """Adds the answer's next tokens. num_reasoning: of all that came, more are the
+        reasoning's.
+        """
         self._tokens.extend(tokens)
         self._reasoning += num_reasoning
         while self._tokens and self._reasoning:

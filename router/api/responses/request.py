@@ -75,8 +75,9 @@ class FlatTool(OneTool, frozen=True):
 
 
 class PlacedTool(NamedTuple):
-    """tool: by the name that the model reads. where: its place in the body. own_name: within its
-    namespace, if it has one."""
+    """A tool of a request, with the place where it stands. tool: by the name that the model reads.
+    where: its place in the body. own_name: within its namespace, if it has one.
+    """
 
     tool: OneTool
     where: str
@@ -85,13 +86,13 @@ class PlacedTool(NamedTuple):
 
 
 class FlatFunction(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
-    """As a choice: the model must call it."""
+    """Choice of a function: the model must call it."""
 
     name: str
 
 
 class FlatCustom(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
-    """As a choice: the model must call it."""
+    """Choice of a custom tool: the model must call it."""
 
     name: str
 
@@ -136,7 +137,7 @@ def placed_tools(offered: list[FlatTool] | None) -> list[PlacedTool]:
 
 
 def _inside(space: FlatTool, where: str) -> Iterator[PlacedTool]:
-    """Its description stands before each of its tools'."""
+    """Lists the tools of a namespace. Its description stands before each of theirs."""
     for j, tool in enumerate(space.tools or ()):
         description = "\n".join(text for text in (space.description, tool.description) if text)
         shown = msgspec.structs.replace(tool, description=description)
@@ -160,7 +161,7 @@ def flat_tools_of(
 
 
 def kinds_of(offered: list[PlacedTool]) -> dict[str, CallKind]:
-    """By name, the tools that are no functions."""
+    """Lists by name the tools that are no functions, each with its kind."""
     kinds: dict[str, CallKind] = {}
     for tool in (one.tool for one in offered):
         if tool.type == "custom":
@@ -171,7 +172,7 @@ def kinds_of(offered: list[PlacedTool]) -> dict[str, CallKind]:
 
 
 def namespaces_of(offered: list[PlacedTool]) -> dict[str, tuple[str | None, str | None]]:
-    """By name, the namespaces of tools that have one, and their own names there."""
+    """Lists by name the tools of namespaces, each with its namespace and its own name there."""
     spaced = [one for one in offered if one.namespace]
     return {one.tool.name or "": (one.namespace, one.own_name) for one in spaced}
 
@@ -199,7 +200,7 @@ def _tool(tool: OneTool, where: str) -> Tool:
 
 
 def _custom(tool: OneTool, where: str) -> Tool:
-    """A function whose one argument is the text. Raises RequestError."""
+    """Makes a custom tool a function whose one argument is the text. Raises RequestError."""
     form, text = tool.format or CustomFormat("text"), {"type": "string"}
     is_grammar, definition = form.type == "grammar", form.definition or ""
     for name in ("syntax", "definition"):
@@ -247,8 +248,9 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True):
 
 
 class ReasoningFields(msgspec.Struct, frozen=True):
-    """effort: where the chat template reads it. summary: `auto` is none: answers have the reasoning
-    itself."""
+    """Says how hard the model reasons. effort: where the chat template reads it. summary: `auto` is
+    none: answers have the reasoning itself.
+    """
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto"] | None = None
@@ -294,7 +296,8 @@ UNSTORED = {
 
 
 class ResponsesBody(SharedBody, frozen=True, kw_only=True):
-    """input: a text of the user's, or items. instructions: the system's message before them.
+    """Body of a request to `/v1/responses`. input: a text of the user's, or items. instructions:
+    the system's message before them.
 
     max_output_tokens: reasoning and calls included; absent = all that fits. metadata: the answer
     repeats it. include: the logprobs of the text, or what no answer has; top_logprobs goes with the
@@ -329,8 +332,10 @@ def parse(
     name: str | None = None,
     earlier: Sequence[InputItem] = (),
 ) -> ApiRequest:
-    """name: of an answer that may be stored, its id behind the prefix. earlier: all items of its
-    conversation before the request's own. Raises RequestError."""
+    """Reads the body of a request to `/v1/responses`. name: of an answer that may be stored, its id
+    behind the prefix. earlier: all items of its conversation before the request's own. Raises
+    RequestError.
+    """
     plain = decode_plain(body)
     read = without_refused(plain, REFUSED if name is not None else REFUSED | UNSTORED)
     request = decode_shared(read, ResponsesBody, limits)
@@ -448,7 +453,7 @@ def _template(request: ResponsesBody, tools: Tools | None) -> TemplateOptions:
 def _asked(
     request: ResponsesBody, offered: list[PlacedTool], call: GenerationCall, stored: str | None
 ) -> Asked:
-    """stored: its name, where it is."""
+    """Collects what the answer will need of its request. stored: its name, where it is."""
     begun = ResponseObject(
         id="",
         created_at=0,
@@ -482,7 +487,9 @@ def _asked(
 
 
 def _repeated_tool(tool: OneTool) -> dict[str, Any]:
-    """A function's optional fields are null where they were not said, others' are left out."""
+    """Writes a tool as the answer repeats it. A function's optional fields are null where they were
+    not said, others' are left out.
+    """
     said: dict[str, Any] = to_builtins(tool)
     if isinstance(tool, FlatTool) and tool.tools:
         inside = [_repeated_tool(one) for one in tool.tools]
@@ -496,7 +503,7 @@ def _repeated_tool(tool: OneTool) -> dict[str, Any]:
 
 
 def _repeated(asked: TextFormat | None) -> dict[str, Any] | None:
-    """The parts of it that were said."""
+    """Returns the parts of a form that were said."""
     if asked is None:
         return None
     said: dict[str, Any] = to_builtins(asked)

@@ -32,8 +32,9 @@ class InputItemList(msgspec.Struct, frozen=True):
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """answer: the response object. items: all that it was made from, so that it needs no earlier
-    answer. alive_until: Unix seconds; if it is not over then, its router is dead; 0 = it is over.
+    """An answer as it is stored. answer: the response object. items: all that it was made from, so
+    that it needs no earlier answer. alive_until: Unix seconds; if it is not over then, its
+    router is dead; 0 = it is over.
     """
 
     answer: dict[str, Any]
@@ -55,7 +56,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
         return StoredResponse(found | created, self.items)
 
     def pack(self) -> bytes:
-        """Compressed: each holds its whole conversation."""
+        """Packs the answer, compressed: each holds its whole conversation."""
         return zlib.compress(msgspec.json.encode(self), 1)
 
 
@@ -64,7 +65,7 @@ def unpack(blob: bytes) -> StoredResponse:
 
 
 def own_items(body: bytes, name: str) -> list[dict[str, Any]]:
-    """A request's own items, as they are listed. body: one that was parsed. name: for ids."""
+    """Lists a request's own items, as they are shown. body: one that was parsed. name: for ids."""
     given = msgspec.json.decode(body)["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return [_listed(item, f"{name}_i{i}") for i, item in enumerate(items)]
@@ -81,7 +82,7 @@ def _listed(item: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def page_of_items(items: Sequence[dict[str, Any]], query: ListQuery) -> InputItemList:
-    """Raises RequestError for an unknown `after`."""
+    """Returns a page of an answer's input items. Raises RequestError for an unknown `after`."""
     ordered = list(items) if query.order == "asc" else [*reversed(items)]
     if query.after:
         ids = [item["id"] for item in ordered]
@@ -101,7 +102,8 @@ def answer_in(piece: bytes) -> dict[str, Any] | None:
 
 
 def unstored(data: bytes) -> bytes:
-    """An answer, or a stream's last event, that could not be stored, and says so. Texts have no
-    such quotes, and objects of the caller's stand before the field."""
+    """Marks an answer, or a stream's last event, that could not be stored. Texts have no such
+    quotes, and objects of the caller's stand before the field.
+    """
     before, _, after = data.rpartition(b'"store":true')
     return b'%b"store":false%b' % (before, after)

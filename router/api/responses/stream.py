@@ -86,7 +86,7 @@ class _Item:
 
 
 class ResponseFormatter(PartStream):
-    """A Formatter."""
+    """Writes answers of `/v1/responses`."""
 
     def __init__(self, head: AnswerHead, asked: Asked) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class ResponseFormatter(PartStream):
         self._status: PartStatus = "completed"
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
-        """Raises RequestError (incomplete)."""
+        """Writes the whole response at once. Raises RequestError (incomplete)."""
         return encode(self._answer.whole(results[0], prompts[0]))
 
     def prompt(self, info: PromptInfo) -> bytes:
@@ -110,7 +110,7 @@ class ResponseFormatter(PartStream):
         return created + self._event("response.in_progress", response=begun)
 
     def chunk(self, event: TextEvent) -> bytes:
-        """Raises RequestError (incomplete)."""
+        """Writes the events for the next piece of the answer. Raises RequestError (incomplete)."""
         self._logprobs.add(event.tokens, event.num_reasoning)
         data = self._go_on(event)
         if event.finish is not None:

@@ -65,7 +65,9 @@ class SglangOptions(msgspec.Struct, frozen=True):
 
 
 class TokenScore(NamedTuple):
-    """text: null unless it is asked for. logprob: null for a prompt's first token."""
+    """Log-probability of one token, as SGLang writes it. text: null unless it is asked for.
+    logprob: null for a prompt's first token.
+    """
 
     logprob: float | None
     token_id: int
@@ -73,26 +75,31 @@ class TokenScore(NamedTuple):
 
 
 class StopFinish(msgspec.Struct, frozen=True, tag_field="type", tag="stop"):
-    """matched: the stop string, or the id of the token that ended the answer."""
+    """End of an answer at a stop string or token. matched: the stop string, or the id of the token
+    that ended the answer.
+    """
 
     matched: int | str | None
 
 
 class LengthFinish(msgspec.Struct, frozen=True, tag_field="type", tag="length"):
-    """length: tokens that were generated."""
+    """End of an answer that has as many tokens as it may have. length: tokens that were
+    generated.
+    """
 
     length: int
 
 
 class AbortFinish(msgspec.Struct, frozen=True, tag_field="type", tag="abort"):
-    """The text and its ids are what there was of the answer."""
+    """End of an answer that was aborted: its text and ids are what there was."""
 
     message: str = "aborted by the caller"
 
 
 class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """finish_reason: null while it goes on. e2e_latency: seconds, at the end. From
-    input_token_logprobs on: where they were asked for."""
+    """Facts about an answer, apart from its text. finish_reason: null while it goes on.
+    e2e_latency: seconds, at the end. From input_token_logprobs on: where they were asked for.
+    """
 
     id: str
     finish_reason: StopFinish | LengthFinish | AbortFinish | None
@@ -129,7 +136,7 @@ class _SoFar(msgspec.Struct):
 
 
 class SglangFormatter:
-    """A Formatter. Streams end with `[DONE]`."""
+    """Writes answers of SGLang's `/generate`. Streams end with `[DONE]`."""
 
     def __init__(self, head: AnswerHead, options: SglangOptions) -> None:
         self._id = options.rid or head.request_id
@@ -142,7 +149,9 @@ class SglangFormatter:
         return b""
 
     def chunk(self, event: TextEvent) -> bytes:
-        """Raises RequestError (incomplete)."""
+        """Writes the event for the next piece of an answer: all of it so far. Raises RequestError
+        (incomplete).
+        """
         index = event.prompt_index * self._options.n + event.choice
         known = self._so_far.setdefault(index, _SoFar())
         known.text += event.text
@@ -162,7 +171,9 @@ class SglangFormatter:
         return sse_error(error, "openai")
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
-        """Raises RequestError (incomplete)."""
+        """Writes the whole answer at once, or the list of answers. Raises RequestError
+        (incomplete).
+        """
         self._prompts = {info.prompt_index: info for info in prompts}
         answers = [self._answer(one.prompt_index, one.choice, so_far(one)) for one in results]
         return encode(answers if self._options.is_list else answers[0])
@@ -182,7 +193,7 @@ class SglangFormatter:
         return SglangAnswer(known.text, known.ids, meta)
 
     def _id_of(self, prompt: int, choice: int) -> str:
-        """Each answer has its own."""
+        """Makes an answer's id: each answer has its own."""
         options = self._options
         if options.rids:
             own = options.rids[prompt]
@@ -218,7 +229,9 @@ class SglangFormatter:
         return TokenScore(value, token.token_id, self._text(token.token))
 
     def _scores(self, token: TextToken, others: Sequence[TopToken]) -> list[TokenScore] | None:
-        """others: tokens that are shown with this one."""
+        """Writes log-probabilities; None where the token has none. others: tokens that are shown
+        with this one.
+        """
         if token.logprob is None:
             return None
         return [
@@ -241,7 +254,7 @@ def so_far(result: ChoiceResult | TextEvent) -> _SoFar:
 
 
 def _finish(known: _SoFar) -> StopFinish | LengthFinish | AbortFinish | None:
-    """Raises RequestError (incomplete)."""
+    """Describes the end of an answer; None while it goes on. Raises RequestError (incomplete)."""
     if known.finish is None:
         return None
     if known.finish == "abort":
@@ -290,8 +303,9 @@ class SglangSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortBody(msgspec.Struct, frozen=True):
-    """SGLang's. rid: of a request that runs. abort_all: all that run of the caller's tenant.
-    abort_message: of no effect."""
+    """Body of SGLang's request to abort answers. rid: of a request that runs. abort_all: all that
+    run of the caller's tenant. abort_message: of no effect.
+    """
 
     rid: str | None = None
     abort_all: bool | None = None
@@ -299,7 +313,7 @@ class AbortBody(msgspec.Struct, frozen=True):
 
 
 def aborted_by(body: bytes) -> str | None:
-    """The id; None = all. Raises RequestError."""
+    """Reads which request is to be aborted: its id; None = all. Raises RequestError."""
     plain = decode_plain(body)
     check_unknown_parts(plain, AbortBody.__struct_fields__, "")
     asked = typed(plain, AbortBody)
@@ -308,7 +322,8 @@ def aborted_by(body: bytes) -> str | None:
 
 
 class SglangBody(Body, frozen=True, kw_only=True):
-    """text, input_ids: one of both; a list of texts, or of lists of ids, is several prompts.
+    """Body of a request to SGLang's `/generate`. text, input_ids: one of both; a list of texts, or
+    of lists of ids, is several prompts.
 
     Of a list of values for several prompts, all are the same: one adapter and one way to draw.
     logprob_start_len: of the prompt's tokens, the first with a logprob. token_ids_logprob: tokens
@@ -347,7 +362,7 @@ _NAMES = {
 
 
 def is_native(plain: Mapping[str, Any]) -> bool:
-    """Whether it is SGLang's shape, not LoRAX's. Raises RequestError for a mixture."""
+    """Checks whether a body has SGLang's shape, not LoRAX's. Raises RequestError for a mixture."""
     said = [name for name in _TEXTS if plain.get(name) is not None]
     if plain.get("inputs") is None:
         return bool(said)
@@ -357,7 +372,7 @@ def is_native(plain: Mapping[str, Any]) -> bool:
 
 
 def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request in SGLang's shape. Raises RequestError."""
     _check_fields(plain)
     body = typed_by_aliases(plain, SglangBody)
     field = only_one_of(plain, _TEXTS)
@@ -396,13 +411,13 @@ def _check_fields(plain: dict[str, Any]) -> None:
 
 
 def _num_prompts(prompt: str | list[Any]) -> int | None:
-    """None = one, that is no list."""
+    """Counts the prompts of a list; None for one prompt that is no list."""
     is_one = isinstance(prompt, str) or any(isinstance(item, int) for item in prompt)
     return None if is_one else len(prompt)
 
 
 def _alike(given: T | list[T] | list[T | None] | None, count: int | None, param: str) -> T | None:
-    """The one value that holds for all prompts. Raises RequestError."""
+    """Returns the one value that holds for all prompts. Raises RequestError."""
     if not isinstance(given, list):
         return given
     require(count is not None, "a list is for several prompts", param)
@@ -431,7 +446,7 @@ def _options(body: SglangBody, prompt: str | list[Any], n: int, scored: bool) ->
 
 
 def _listed(given: list[Any], count: int | None) -> list[int]:
-    """The ids that all prompts share; one list is for all. Raises RequestError."""
+    """Returns the ids that all prompts share; one list is for all. Raises RequestError."""
     if any(isinstance(one, list) for one in given):
         return _alike(given, count, "token_ids_logprob") or []
     return given
@@ -443,7 +458,7 @@ def _completion(
     prompt: str | list[Any],
     options: SglangOptions,
 ) -> CompletionsBody:
-    """The same as a completion's body. Raises RequestError."""
+    """Rewrites a request as a completion's body. Raises RequestError."""
     count = _num_prompts(prompt)
     tag = sampling.structural_tag
     most = sampling.max_new_tokens

@@ -32,8 +32,9 @@ SHAPES = ("prompt", "input_ids")
 
 
 class LmdeployBody(SharedBody, frozen=True, kw_only=True):
-    """prompt, input_ids: one of both. logprob_start_len: of the prompt's tokens, the first with a
-    logprob."""
+    """Body of a request in LMDeploy's shape. prompt, input_ids: one of both. logprob_start_len: of
+    the prompt's tokens, the first with a logprob.
+    """
 
     # It changes nothing: answers keep no state.
     harmless: ClassVar[frozenset[str]] = frozenset(("session_id",))
@@ -50,8 +51,9 @@ Pair = tuple[float | None, int]
 
 
 class LmdeployMeta(msgspec.Struct, frozen=True):
-    """finish_reason: null while it goes on. Logprobs: with the token's id; null unless they were
-    asked for."""
+    """Facts about an answer, apart from its text. finish_reason: null while it goes on. Logprobs:
+    with the token's id; null unless they were asked for.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -71,7 +73,7 @@ class LmdeployAnswer(msgspec.Struct, frozen=True):
 
 
 def is_native(plain: Mapping[str, Any]) -> bool:
-    """Whether it is LMDeploy's shape, not SGLang's or LoRAX's."""
+    """Checks whether a body has LMDeploy's shape, not SGLang's or LoRAX's."""
     said = {name for name, value in plain.items() if value is not None}
     flat = {*LmdeployBody.__struct_fields__} - {*SglangBody.__struct_fields__}
     is_flat = "prompt" in said or ("input_ids" in said and bool(flat & said))
@@ -79,7 +81,7 @@ def is_native(plain: Mapping[str, Any]) -> bool:
 
 
 def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request in LMDeploy's shape. Raises RequestError."""
     body = typed_by_aliases(plain, LmdeployBody)
     field = only_one_of(plain, SHAPES)
     top = (body.top_logprobs_num or 0) if body.return_logprob else None
@@ -110,7 +112,7 @@ class LmdeployFormatter(SglangFormatter):
     _count = 0
 
     def chunk(self, event: TextEvent) -> bytes:
-        """Raises RequestError (incomplete)."""
+        """Writes the event for the next piece of the answer. Raises RequestError (incomplete)."""
         self._count += len(event.token_ids)
         return sse(self._answer(event.prompt_index, event.choice, so_far(event)))
 

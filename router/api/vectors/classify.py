@@ -30,14 +30,16 @@ Text = Annotated[str, Meta(min_length=1)]
 
 
 class ClassifyBody(InputBody, frozen=True, kw_only=True):
-    """vLLM's. activation, softmax: older names of use_activation."""
+    """Body of vLLM's request to classify texts. activation, softmax: older names of
+    use_activation.
+    """
 
     activation: bool | None = None
     softmax: bool | None = None
 
 
 class LoraxClassifyBody(msgspec.Struct, frozen=True):
-    """LoRAX's. stream: of its client; only false."""
+    """Body of LoRAX's request to classify a text. stream: of its client; only false."""
 
     inputs: Text
     parameters: EmbedParameters | None = None
@@ -45,7 +47,7 @@ class LoraxClassifyBody(msgspec.Struct, frozen=True):
 
 
 class LoraxClassifyBatchBody(msgspec.Struct, frozen=True):
-    """LoRAX's. stream: of its client; only false."""
+    """Body of LoRAX's request to classify several texts. stream: of its client; only false."""
 
     inputs: Annotated[list[Text], Meta(min_length=1, max_length=MAX_INPUTS)]
     parameters: EmbedParameters | None = None
@@ -78,12 +80,12 @@ class LabelScore(msgspec.Struct, frozen=True):
 
 
 def shape_of(plain: dict[str, Any]) -> ClassifyShape:
-    """Raises RequestError unless the body is of one shape."""
+    """Finds which of the known shapes a body has. Raises RequestError unless it is of one shape."""
     return only_one_of(plain, _SHAPES)
 
 
 def parse_plain(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request to classify texts, in either API's shape. Raises RequestError."""
     if shape_of(plain) == "inputs":
         return _of_lorax(plain, LoraxClassifyBody, limits, bearer)
     request = read_body(plain, ClassifyBody)
@@ -94,7 +96,7 @@ def parse_plain(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) ->
 
 
 def parse_batch(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request to classify several texts, in LoRAX's shape. Raises RequestError."""
     return _of_lorax(decode_plain(body), LoraxClassifyBatchBody, limits, bearer)
 
 

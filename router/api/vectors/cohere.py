@@ -43,13 +43,15 @@ _TEXTS = Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS})
 
 
 class EmbedInput(msgspec.Struct, frozen=True):
-    """content: texts, which are read as one, with a line end between."""
+    """One input of several parts. content: texts, which are read as one, with a line
+    end between.
+    """
 
     content: Annotated[list[ContentPart], Meta(extra_json_schema={"minItems": 1})]
 
 
 class CohereEmbedBody(ReadBody, frozen=True, kw_only=True):
-    """texts, inputs: one of both.
+    """Body of a request to Cohere's embed route. texts, inputs: one of both.
 
     input_type: names a prompt of the model's files. truncate: which end of a text that is too long
     is cut off; `NONE` = it is refused. max_tokens: of each text.
@@ -68,7 +70,9 @@ class CohereEmbedBody(ReadBody, frozen=True, kw_only=True):
 
 
 class CohereEmbeddings(msgspec.Struct, frozen=True):
-    """embeddings: by type, a vector for each text. texts: as they were sent."""
+    """Answer of Cohere's embed route. embeddings: by type, a vector for each text. texts: as they
+    were sent.
+    """
 
     id: str
     embeddings: dict[EmbeddingType, list[Sequence[float] | str]]
@@ -83,7 +87,7 @@ class EmbedOptions(msgspec.Struct, frozen=True):
 
 
 def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request for vectors in Cohere's shape. Raises RequestError."""
     check_refused(plain, REFUSED)
     request = read_body(plain, CohereEmbedBody)
     field = only_one_of(plain, SHAPES)
@@ -128,8 +132,10 @@ class CohereEmbedFormatter(WholeFormatter):
 
 
 def written(vector: Sequence[float], kind: EmbeddingType) -> Sequence[float] | str:
-    """int8: 127 times the vector at length 1; uint8: 128 more. ubinary: a bit for each number, set
-    where that is positive, the first highest; binary: 128 less."""
+    """Writes a vector in the type that was asked for. int8: 127 times the vector at length 1;
+    uint8: 128 more. ubinary: a bit for each number, set where that is positive, the first
+    highest; binary: 128 less.
+    """
     if kind == "float":
         return vector
     if kind == "base64":

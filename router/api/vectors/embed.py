@@ -27,7 +27,9 @@ _OF_TEI = ("truncate", "truncation_direction", "prompt_name", "normalize", "dime
 
 
 class EmbedParameters(AdapterFields, frozen=True, kw_only=True):
-    """adapter_id: alias or reference; null or "" = the base."""
+    """Parameters of a request in LoRAX's shape: the adapter. adapter_id: alias or reference; null
+    or "" = the base.
+    """
 
     adapter_id: str | None = None
 
@@ -55,7 +57,7 @@ class LoraxEmbedding(msgspec.Struct, frozen=True):
 
 
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request for vectors in LoRAX's or TEI's shape. Raises RequestError."""
     plain = decode_plain(body)
     check_unknown_parts(plain, EmbedBody.__struct_fields__, "")
     inside = plain.get("parameters")

@@ -26,8 +26,9 @@ PromptText = Annotated[str, Meta(max_length=1 << 14)]
 
 
 class EmbeddingsBody(InputBody, frozen=True, kw_only=True):
-    """From normalize on: extensions. normalize: another name of use_activation. prompt_name,
-    prompt: what is put before each text, by name or as it is."""
+    """Body of a request to `/v1/embeddings`. From normalize on: extensions. normalize: another name
+    of use_activation. prompt_name, prompt: what is put before each text, by name or as it is.
+    """
 
     dimensions: Positive | None = None
     encoding_format: Encoding | None = None
@@ -37,7 +38,9 @@ class EmbeddingsBody(InputBody, frozen=True, kw_only=True):
 
 
 class EmbeddingObject(msgspec.Struct, frozen=True):
-    """embedding: base64 of little-endian float32, where that was asked for."""
+    """Vector of one text in an answer. embedding: base64 of little-endian float32, where that was
+    asked for.
+    """
 
     index: int
     embedding: Sequence[float] | str
@@ -54,7 +57,7 @@ class EmbeddingList(msgspec.Struct, frozen=True):
 
 
 def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request to `/v1/embeddings`. Raises RequestError."""
     request = read_body(plain, EmbeddingsBody)
     check_prompt(request.prompt_name, request.prompt)
     normalises = request.use_activation if request.normalize is None else request.normalize
@@ -67,7 +70,7 @@ def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None = None) -
 
 
 def check_prompt(name: str | None, text: str | None) -> None:
-    """Raises RequestError."""
+    """Checks that a prompt is given by name or as a text, not both. Raises RequestError."""
     require(name is None or text is None, "give it or `prompt_name`, not both", "prompt")
 
 
@@ -87,7 +90,9 @@ _UNSERVED = ("token_embed", "token_classify", "embed&token_classify", "plugin")
 
 
 class PoolingBody(InputBody, frozen=True, kw_only=True):
-    """task: absent = classes where the base is a classifier, else vectors."""
+    """Body of a request to `/pooling`. task: absent = classes where the base is a classifier, else
+    vectors.
+    """
 
     task: Literal["embed", "classify"] | None = None
     dimensions: Positive | None = None
@@ -95,8 +100,9 @@ class PoolingBody(InputBody, frozen=True, kw_only=True):
 
 
 class PoolingObject(msgspec.Struct, frozen=True):
-    """data: the vector, or a number for each class; base64 of little-endian float32, where that was
-    asked for."""
+    """Numbers of one text in an answer. data: the vector, or a number for each class; base64 of
+    little-endian float32, where that was asked for.
+    """
 
     index: int
     data: Sequence[float] | str
@@ -115,7 +121,7 @@ class PoolingList(msgspec.Struct, frozen=True):
 def parse_pooling(
     plain: dict[str, Any], limits: ApiLimits, bearer: str | None = None
 ) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request to `/pooling`. Raises RequestError."""
     if plain.get("task") in _UNSERVED:
         raise unsupported("task", "numbers are of whole texts, by `embed` or `classify`")
     request = read_body(plain, PoolingBody)

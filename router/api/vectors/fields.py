@@ -75,7 +75,7 @@ class WrittenAs(msgspec.Struct, frozen=True):
 
 
 def packed(numbers: Sequence[float]) -> str:
-    """Base64 of little-endian float32."""
+    """Packs numbers as base64 of little-endian float32."""
     return base64.b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode()
 
 
@@ -90,7 +90,8 @@ def usage_of(prompts: Sequence[PromptInfo]) -> VectorUsage:
 
 
 class ReadBody(AdapterFields, frozen=True, kw_only=True):
-    """model: an adapter's alias or reference, or the base's name; absent = the base.
+    """Fields of every request that has texts read and none written. model: an adapter's alias or
+    reference, or the base's name; absent = the base.
 
     truncate_prompt_tokens: texts are cut to so many tokens, -1 = to as many as fit. padding: causal
     models read none. request_id: of the answer's id.
@@ -117,9 +118,9 @@ READ = ("input", "messages")
 
 
 class InputBody(ReadBody, frozen=True, kw_only=True):
-    """input: a text, a list of texts, token ids, or a list of lists of token ids. messages: in its
-    place; as a chat, but without the beginning of an answer and special tokens around the text
-    unless they are asked for.
+    """Fields of requests whose texts may come as a chat. input: a text, a list of texts, token ids,
+    or a list of lists of token ids. messages: in its place; as a chat, but without the beginning
+    of an answer and special tokens around the text unless they are asked for.
 
     use_activation: of vectors, whether they get length 1; of classes, as of `ScoredBody`.
     """
@@ -134,8 +135,9 @@ class InputBody(ReadBody, frozen=True, kw_only=True):
 
 
 class ScoredBody(ReadBody, frozen=True, kw_only=True):
-    """use_activation: false = scores as the model gives them, not as probabilities. activation,
-    softmax: its older names."""
+    """Fields of requests for scores. use_activation: false = scores as the model gives them, not as
+    probabilities. activation, softmax: its older names.
+    """
 
     use_activation: bool | None = None
     activation: bool | None = None
@@ -193,7 +195,7 @@ def call_of(
     limits: ApiLimits,
     bearer: str | None,
 ) -> GenerationCall:
-    """Raises RequestError."""
+    """Makes the call of the model that reads texts and writes none. Raises RequestError."""
     cut = request.truncate_prompt_tokens
     require(cut != 0, "expected at least 1, or -1 for all that fit", "truncate_prompt_tokens")
     require(

@@ -34,7 +34,8 @@ class RerankDocument(msgspec.Struct, frozen=True):
 
 
 class RerankBody(ScoredBody, frozen=True, kw_only=True):
-    """documents: texts, or objects with a `text`. top_n: so many of the best alone; 0 = all.
+    """Body of a request to rank documents by their fit to a query. documents: texts, or objects
+    with a `text`. top_n: so many of the best alone; 0 = all.
 
     return_documents: true unless the route is Cohere's second. max_tokens_per_doc: documents are
     cut to so many tokens; 0 = none is. instruction: what the fit is about.
@@ -52,7 +53,9 @@ class RerankBody(ScoredBody, frozen=True, kw_only=True):
 
 
 class TeiRerankBody(msgspec.Struct, frozen=True):
-    """TEI's. model: extension; an adapter's alias or reference, or the base's name."""
+    """Body of TEI's request to rank texts. model: extension; an adapter's alias or reference, or
+    the base's name.
+    """
 
     query: str
     texts: Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
@@ -83,7 +86,9 @@ class RerankMeta(msgspec.Struct, frozen=True):
 
 
 class RerankAnswer(msgspec.Struct, frozen=True):
-    """results: the best first. usage: as Jina and vLLM count; meta: as Cohere does."""
+    """Answer that ranks documents. results: the best first. usage: as Jina and vLLM count; meta: as
+    Cohere does.
+    """
 
     id: str
     model: str
@@ -99,7 +104,9 @@ class TeiRank(msgspec.Struct, frozen=True):
 
 
 class RerankOptions(msgspec.Struct, frozen=True):
-    """documents: those that the answer shows; () = none. top: how many; None = all."""
+    """Options of an answer that ranks documents. documents: those that the answer shows; () = none.
+    top: how many; None = all.
+    """
 
     written: WrittenAs
     version: RerankVersion
@@ -108,14 +115,14 @@ class RerankOptions(msgspec.Struct, frozen=True):
 
 
 def shape_of(plain: Mapping[str, Any]) -> RerankShape:
-    """Raises RequestError unless the body is of one shape."""
+    """Finds which of the known shapes a body has. Raises RequestError unless it is of one shape."""
     return only_one_of(plain, _SHAPES)
 
 
 def parse_plain(
     plain: dict[str, Any], limits: ApiLimits, bearer: str | None, version: RerankVersion
 ) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request to rank documents, in either API's shape. Raises RequestError."""
     if shape_of(plain) == "texts":
         return _of_tei(plain, limits, bearer)
     request = read_body(plain, RerankBody)
@@ -182,6 +189,6 @@ class TeiRerankFormatter(WholeFormatter):
 
 
 def _ranked(results: Sequence[ChoiceResult]) -> list[tuple[int, float]]:
-    """The best first; of equals the earlier."""
+    """Ranks documents by their scores, the best first; of equals the earlier."""
     scores = [(result.prompt_index, result.vector[0]) for result in results]
     return sorted(scores, key=lambda one: (-one[1], one[0]))

@@ -40,8 +40,10 @@ SIDES = (_LEFT, _RIGHT)
 
 
 class ScoreBody(ScoredBody, frozen=True, kw_only=True):
-    """One query for all documents, or one for each. text_1, text_2, data_1, data_2: older names of
-    queries and documents. instruction: what the fit is about."""
+    """Body of a request to score pairs of texts. One query for all documents, or one for each.
+    text_1, text_2, data_1, data_2: older names of queries and documents. instruction: what the
+    fit is about.
+    """
 
     queries: Texts | None = None
     documents: Texts | None = None
@@ -68,7 +70,7 @@ class ScoreList(msgspec.Struct, frozen=True):
 
 
 def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request to score pairs of texts. Raises RequestError."""
     request = read_body(plain, ScoreBody)
     queries, documents = _texts(plain, request, _LEFT), _texts(plain, request, _RIGHT)
     count = len(documents)
@@ -87,7 +89,7 @@ def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None = None) -
 
 
 def _texts(plain: dict[str, Any], request: ScoreBody, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Raises RequestError."""
+    """Returns the texts of one side of the pairs. Raises RequestError."""
     given = getattr(request, only_one_of(plain, names))
     return (given,) if isinstance(given, str) else tuple(given)
 
@@ -105,7 +107,8 @@ _NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}
 
 
 class LabelScoreBody(ReadBody, frozen=True, kw_only=True):
-    """query, items: texts, or token ids. item_first: an item stands before the query.
+    """Body of a request to score items by the probability of given tokens. query, items: texts, or
+    token ids. item_first: an item stands before the query.
 
     apply_softmax: the scores of an item add up to 1, drawn apart by a low temperature; else each is
     the token's probability among all.
@@ -120,7 +123,7 @@ class LabelScoreBody(ReadBody, frozen=True, kw_only=True):
 
 
 class LabelScores(msgspec.Struct, frozen=True):
-    """scores: of each item, one for each token that was asked for."""
+    """Answer that scores items. scores: of each item, one for each token that was asked for."""
 
     scores: list[list[float]]
     model: str
@@ -129,7 +132,7 @@ class LabelScores(msgspec.Struct, frozen=True):
 
 
 def parse_labels(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
-    """Raises RequestError."""
+    """Reads a request to score items by the probability of given tokens. Raises RequestError."""
     request = read_body(plain, LabelScoreBody)
     temperature = request.temperature
     require(temperature is None or request.apply_softmax, "needs `apply_softmax`", "temperature")
@@ -156,7 +159,7 @@ _SHARED = tuple(
 
 
 def _prompts(request: LabelScoreBody) -> list[Any]:
-    """Raises RequestError."""
+    """Joins the query with each item to one prompt. Raises RequestError."""
     query, prompts = request.query, list[Any]()
     for i, item in enumerate([request.items] if isinstance(request.items, str) else request.items):
         is_alike = isinstance(item, str) == isinstance(query, str)
@@ -167,7 +170,9 @@ def _prompts(request: LabelScoreBody) -> list[Any]:
 
 
 class LabelScoreFormatter(WholeFormatter):
-    """options: the temperature of the softmax; None = there is none."""
+    """Writes the scores of items by given tokens. options: the temperature of the softmax; None =
+    there is none.
+    """
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         scores = [self._scores(result.tokens[0].listed) for result in results]

@@ -92,7 +92,9 @@ def activation_said(
 
 
 def pad_said(config: Mapping[str, Any], vocab_size: int | None) -> int | None:
-    """vocab_size: None = not known. An id that no token has pads nothing."""
+    """The id of the padding token that a config states, or None. vocab_size: None = not known. An
+    id that no token has pads nothing.
+    """
     pad = config.get("pad_token_id")
     if type(pad) is not int or pad < 0 or (vocab_size is not None and pad >= vocab_size):
         return None

@@ -38,7 +38,7 @@ class ContentDigest:
             self._sha256.update(len(part).to_bytes(8, "little") + part)
 
     def update(self, piece: Raw) -> None:
-        """The next bytes of the weights file."""
+        """Adds the next bytes of the weights file."""
         self._sha256.update(piece.data)
 
     def hexdigest(self) -> str:

@@ -16,11 +16,12 @@ _SHOWN_RUNS = 8
 
 
 class Coverage(msgspec.Struct, frozen=True, gc=False):
-    """modules: how many have weights. targeted: how many the config targets.
+    """How much of what its config targets an adapter has weights for. modules: how many have
+    weights. targeted: how many the config targets.
 
     layers: runs `(first, last)` of layers in which some targeted module has weights.
-    targeted_layers: how many layers the config targets modules of.
-    lacking: short names of modules that are missing from those layers, or beside all layers.
+    targeted_layers: how many layers the config targets modules of. lacking: short names of modules
+    that are missing from those layers, or beside all layers.
     """
 
     modules: int
@@ -57,7 +58,9 @@ class Coverage(msgspec.Struct, frozen=True, gc=False):
 
 
 def coverage_of(present: Iterable[Site], missing: Iterable[Site]) -> Coverage:
-    """present: targeted sites that have weights. missing: targeted sites that have none."""
+    """Counts which targeted modules and layers have weights. present: targeted sites that have
+    weights. missing: targeted sites that have none.
+    """
     there, absent = frozenset(present), frozenset(missing)
     layers = {layer for layer, *_ in there if layer >= 0}
     targeted = layers | {layer for layer, *_ in absent if layer >= 0}

@@ -52,4 +52,6 @@ class AdapterError(Exception):
 
 
 class AdapterChanged(AdapterError):
-    """`unavailable` because the source no longer holds what was pinned: resolve it again."""
+    """The content at a source has changed. `unavailable` because the source no longer holds what
+    was pinned: resolve it again.
+    """

@@ -123,7 +123,7 @@ def check_small(
 
 
 def rejudge(folder: Path, base: BaseSpec, limits: AdapterLimits) -> LoraTensors:
-    """Content that was judged in full before: its tensors, under the limits of today.
+    """Judges content again that was judged in full before: its tensors, under the limits of today.
 
     Raises AdapterError.
     """
@@ -169,7 +169,7 @@ def _listing(folder: Path, findings: Findings) -> tuple[dict[str, int], set[str]
 
 
 def _regular_bytes(entry: os.DirEntry[str]) -> int | None:
-    """None when it is something else than a regular file, or nothing at all."""
+    """The size of a regular file; None when it is something else, or nothing at all."""
     try:
         found = entry.stat()
     except OSError:
@@ -239,7 +239,7 @@ class _Reading:
         return self._fingerprint.value
 
     def _counts(self, tensor: TensorInfo) -> bool:
-        """Whether its values matter."""
+        """Whether a tensor's values matter."""
         is_sealed = tensor.name in self._sealed and tensor.dtype in FLOAT_DTYPES
         return is_sealed or may_be_lora(tensor)
 
@@ -282,7 +282,7 @@ def _check_room(adapter: LoraTensors, base: BaseSpec, limits: AdapterLimits) -> 
 
 
 def _changed(adapter: LoraTensors) -> set[str]:
-    """Short names of modules."""
+    """Short names of the modules for which the adapter has weights."""
     changed: tuple[PlacedLora | OwnBias | OwnTable | OwnNorm, ...]
     changed = (*adapter.modules, *adapter.biases, *adapter.tables, *adapter.norms)
     head = () if adapter.head is None else (HEAD_OF_CLASSES,)

@@ -61,26 +61,23 @@ class AdapterText(NamedTuple):
 
 
 class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
-    """Validated content. `digest` is the adapter's identity everywhere after admission.
+    """All facts about an admitted adapter. Validated content. `digest` is the adapter's identity
+    everywhere after admission.
 
     digest: sha256 hex over the used config and the weights; of a merged adapter, over its recipe.
-    base: what the adapter's config names as its base model.
-    targets: short module names it changes, sorted.
-    ranks: the distinct LoRA ranks in it, ascending.
-    nbytes: bytes of its LoRA tensors as published.
-    dtype: of the published tensors, as safetensors spells it (`BF16`, `F32`, …).
+    base: what the adapter's config names as its base model. targets: short module names it changes,
+    sorted. ranks: the distinct LoRA ranks in it, ascending. nbytes: bytes of its LoRA tensors as
+    published. dtype: of the published tensors, as safetensors spells it (`BF16`, `F32`, …).
     chat_template, named_templates: the adapter's own default template, if it brings one; others.
     content_digest: of a merged adapter, sha256 hex over its config and weights; else "".
     special_tokens: of its template; None = it has none, or was judged before they were kept.
     coverage: which targeted modules have weights; None = it was judged before this was kept.
-    end_token_ids: see AdapterText; None = it was judged before they were kept.
-    invocation_tokens: of an activated adapter, which acts from their last occurrence in the prompt
-        on; () = it acts on all tokens.
-    classes: see AdapterText.
-    added_tokens: see AdapterText. table_size: ids from it on do not exist for the adapter, whose
-        tables end there, before or behind those of the base; 0 = all ids of the base do.
-    is_lora_alone: products with A and B are all that it changes; False also where it was judged
-        before this was kept.
+    end_token_ids: see AdapterText; None = it was judged before they were kept. invocation_tokens:
+    of an activated adapter, which acts from their last occurrence in the prompt on; () = it acts on
+    all tokens. classes: see AdapterText. added_tokens: see AdapterText. table_size: ids from it on
+    do not exist for the adapter, whose tables end there, before or behind those of the base; 0 =
+    all ids of the base do. is_lora_alone: products with A and B are all that it changes; False also
+    where it was judged before this was kept.
     """
 
     digest: str

@@ -17,7 +17,7 @@ _ROUNDED = 8
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `count` shards."""
+    """One of the `count` parts that devices share a model in."""
 
     index: int = 0
     count: int = 1

@@ -46,7 +46,7 @@ class Findings:
             self.extend(error.violations)
 
     def raise_if_any(self) -> None:
-        """Raises AdapterError `invalid` with everything found so far."""
+        """Ends the check: raises AdapterError `invalid` with everything found so far."""
         if not self._total:
             return
         kept = list(self._kept)

@@ -71,7 +71,7 @@ Command = Callable[[argparse.Namespace, Mapping[str, str]], None]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit codes: 0 done, 1 failed (one sentence on stderr), 2 misused."""
+    """Runs a command. Exit codes: 0 done, 1 failed (one sentence on stderr), 2 misused."""
     words, moved = list(sys.argv[1:] if argv is None else argv), Moved()
     if words[:1] == ["serve"]:
         try:

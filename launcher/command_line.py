@@ -94,8 +94,10 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """No abbreviations: an option added later must not change what a script means. What is unknown
-    is said with the command's own usage, and with the nearest word that is known."""
+    """Parses a command line. No abbreviations: an option added later must not change what a script
+    means. What is unknown is said with the command's own usage, and with the nearest word that
+    is known.
+    """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         kwargs.setdefault("formatter_class", _HelpFormatter)
@@ -123,7 +125,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """One flag per option; values are kept as text until `loraplex.launcher.config.resolve`."""
+    """Adds one flag per option; values are kept as text until
+    `loraplex.launcher.config.resolve`.
+    """
     groups = {title: parser.add_argument_group(title) for title in (*GROUPS, REST)}
     for option in options:
         title = next((t for t, fields in GROUPS.items() if option.field in fields), REST)
@@ -132,7 +136,7 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> N
 
 
 def flags_of(options: Iterable[Option]) -> dict[str, bool]:
-    """Each flag, and whether a value follows."""
+    """Maps each flag to whether a value follows."""
     parser = Parser()
     add_options(parser, options)
     return {flag: action.nargs != 0 for flag, action in parser._option_string_actions.items()}

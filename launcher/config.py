@@ -82,7 +82,9 @@ def info_options() -> tuple[Option, ...]:
 
 
 def check_router(config: RouterConfig) -> None:
-    """Raises OptionError for what would keep a router from starting."""
+    """Checks a router's options before it starts. Raises OptionError for what would keep a router
+    from starting.
+    """
     from loraplex.router.start_check import check_options  # `--help` is quick
 
     try:
@@ -126,7 +128,9 @@ def _check_void(config: WorkerConfig) -> None:
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Raises OptionError for LORAPLEX_ variables that are no option of any command."""
+    """Checks the names of environment variables. Raises OptionError for LORAPLEX_ variables that
+    are no option of any command.
+    """
     options = (*WORKER_OPTIONS, *ROUTER_OPTIONS, *GROUP_OPTIONS, API_KEY)
     known = {option.variable for option in options}
     known |= {f"{option.variable}_FILE" for option in options if option.is_secret}
@@ -185,9 +189,9 @@ def _secret(option: Option, arguments: Namespace, environ: Mapping[str, str]) ->
 
 
 def secret_value(field: str, file: str | None, environ: Mapping[str, str]) -> str:
-    """`api_key`, or a secret option of the router, for a command that only talks to one.
+    """Reads a secret for a command that only talks to a router.
 
-    Raises OptionError.
+    field: `api_key`, or a secret option of the router. Raises OptionError.
     """
     option = next(option for option in (*ROUTER_OPTIONS, API_KEY) if option.field == field)
     return _secret(option, Namespace(**{f"{field}_file": file}), environ)
@@ -205,7 +209,9 @@ def keys_file_of(keys: Iterable[str]) -> Path:
 
 
 def read_secret(named: str, source: str) -> str:
-    """The one line of a file. source: the flag or variable that names it. Raises OptionError."""
+    """Reads a secret from a file of one line. source: the flag or variable that names it. Raises
+    OptionError.
+    """
     path = path_of(named, source)
     try:
         with path.open("rb") as file:
@@ -220,7 +226,9 @@ def read_secret(named: str, source: str) -> str:
 
 
 def _one_line(secret: str, source: str) -> str:
-    """Raises OptionError, without the secret."""
+    """Checks that a secret is one short line, and returns it. Raises OptionError, without the
+    secret.
+    """
     if len(secret.encode("utf-8", "surrogateescape")) > _MAX_SECRET_BYTES:
         raise OptionError(f"{source} holds more than {_MAX_SECRET_BYTES} bytes")
     if not secret.isprintable():

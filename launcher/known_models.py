@@ -12,8 +12,9 @@ _FILE = Path(__file__).with_name("known_models.json")
 
 
 class KnownModel(msgspec.Struct, frozen=True):
-    """covers: names of models of the family. example: the model whose `config.json` is `config`,
-    with the keys that count."""
+    """A family of models that can be served. covers: names of models of the family. example: the
+    model whose `config.json` is `config`, with the keys that count.
+    """
 
     covers: str = ""
     example: str = ""

@@ -35,7 +35,9 @@ class LocalWorker:
         environ: Mapping[str, str],
         watched: socket.socket | None = None,
     ) -> None:
-        """watched: where it answers /metrics and /health alone."""
+        """Opens a worker's socket; its process is not started yet. watched: where it answers
+        /metrics and /health alone.
+        """
         self.config = config
         self.environ = environ
         self._listener = open_listener(LOOPBACK, 0)
@@ -60,7 +62,9 @@ class LocalWorker:
         self.service.was_ready.set()
 
     def _heard(self, facts: dict[str, Any]) -> None:
-        """facts: of its start, as it answers while it is not ready."""
+        """Notes how far the worker's start has come. facts: of its start, as it answers while it is
+        not ready.
+        """
         if "stage" in facts:
             fields = (facts[name] for name in StartProgress.__struct_fields__)
             self.progress = StartProgress(*fields)
@@ -94,7 +98,9 @@ def local_workers(
     environ: Mapping[str, str],
     watched: Sequence[socket.socket] = (),
 ) -> list[LocalWorker]:
-    """config: of all of them. environ: the launcher's. watched: of each. Raises AddressError."""
+    """Makes the workers that one command starts, one for each group of GPUs. config: of all of
+    them. environ: the launcher's. watched: of each. Raises AddressError.
+    """
     config = dataclasses.replace(config, tp=groups.tp)
     places: Sequence[socket.socket | None] = watched or [None] * groups.workers
     if groups.workers == 1:

@@ -133,7 +133,7 @@ def describe(config: WorkerConfig) -> ModelFacts:
 
 
 def _groups(needs: ModelNeeds, gpus: list[CudaDevice]) -> str:
-    """Without `--tp` and `--workers`."""
+    """The groups of GPUs that a model gets without `--tp` and `--workers`, or why it gets none."""
     try:
         return choose_groups(AskedGroups(), needs, gpus).written()
     except OptionError as error:

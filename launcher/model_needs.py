@@ -54,7 +54,7 @@ class Needs(msgspec.Struct, frozen=True):
     problem: str | None = None
 
     def rows(self) -> list[tuple[str, str]]:
-        """A sentence for a person."""
+        """The needs as rows for a person: a name and a text each."""
         rows = [
             ("weights", f"{self.weights / _GIB:.2f} GiB"),
             ("a token", f"{self.kv_bytes:,} bytes of keys and values"),

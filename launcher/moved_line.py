@@ -18,7 +18,9 @@ _RENAMED = {
 
 @dataclass(slots=True)
 class Moved:
-    """A moved line. words: for the parser. notes: for a person. api_keys: in clear."""
+    """A command line of another server, moved to this one. words: for the parser. notes: for a
+    person. api_keys: in clear.
+    """
 
     words: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -28,8 +30,9 @@ class Moved:
 
 
 def move(words: Sequence[str], own: Mapping[str, bool]) -> Moved:
-    """Move a line. own: known flags, and whether a value follows. Unknown ones stay. Raises
-    OptionError, with no API key."""
+    """Turns a command line of another server into one for this server. Move a line. own: known
+    flags, and whether a value follows. Unknown ones stay. Raises OptionError, with no API key.
+    """
     moved, left = Moved(), list(words)
     while left:
         flag, equals, value = left.pop(0).partition("=")

@@ -16,7 +16,9 @@ _SLOWEST, _FASTEST = 1e-3, 1e6
 
 
 def worded(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """parse: raises ValueError with a sentence that is meant for the user."""
+    """Makes a type of argparse that shows the parser's own error. parse: raises ValueError with a
+    sentence that is meant for the user.
+    """
 
     def read(text: str) -> T:
         try:
@@ -33,7 +35,7 @@ def whole(low: int, high: int = _MOST) -> Callable[[str], int]:
 
 
 def wholes(low: int, high: int = _MOST) -> Callable[[str], tuple[int, ...]]:
-    """Whole numbers within bounds, with commas between."""
+    """Makes a type of argparse for whole numbers within bounds, with commas between."""
     return worded(lambda text: tuple(_whole(part, low, high) for part in text.split(",")))
 
 

@@ -194,7 +194,9 @@ def _parse_one(option: Option, text: str, source: str) -> Value:
 
 
 def path_of(text: str, source: str) -> Path:
-    """Raises OptionError for a home that nobody has."""
+    """The path that an option names, with `~` expanded. Raises OptionError for a home that nobody
+    has.
+    """
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -242,7 +244,7 @@ def _bytes(text: str, source: str) -> int:
 
 
 def _int(text: str) -> int:
-    """Raises ValueError, also where it would take long to read."""
+    """Reads a whole number. Raises ValueError, also where it would take long to read."""
     if len(text) > _MOST_DIGITS:
         raise ValueError
     return int(text)

@@ -129,8 +129,10 @@ there is no such field or route :: --enable-sleep-mode --enable-prompt-embeds --
 
 @dataclass(frozen=True, slots=True)
 class OtherOption:
-    """to: our flag, `MODEL` or a variable, of what is taken. harmless: values with which a refused
-    option asks for nothing. arities: how many values follow each flag."""
+    """An option of another server, and what it is here. to: our flag, `MODEL` or a variable, of
+    what is taken. harmless: values with which a refused option asks for nothing. arities: how
+    many values follow each flag.
+    """
 
     kind: Kind
     to: str

@@ -40,7 +40,7 @@ class _Screen:
         self._write(f"{_ERASE if self._bar else ''}{line}\n{self._bar}")
 
     def show_bar(self, text: str) -> None:
-        """The last line of a terminal, which is rewritten; "" = none."""
+        """Shows a text as the last line of a terminal, which is rewritten; "" = none."""
         if text != self._bar and sys.stdout is not None and sys.stdout.isatty():
             self._bar = text
             self._write(f"{_ERASE}{text}")
@@ -65,14 +65,14 @@ show_bar = _screen.show_bar
 
 
 def write_lines_as(written: Format) -> None:
-    """How this process writes what it says from now on, and what children say otherwise."""
+    """Sets how this process writes what it says from now on, and what children say otherwise."""
     _screen.is_json = written == "json"
     if _screen.is_json:
         log_to_stderr(written=written)
 
 
 def say(text: str) -> None:
-    """The launcher's own lines among those of children."""
+    """Writes the launcher's own lines among those of children."""
     _screen.show(named_line("loraplex", text, True) if _screen.is_json else f"loraplex: {text}")
 
 
@@ -227,14 +227,14 @@ class ChildSupervisor:
         _screen.show(named_line(self.name, line, _screen.is_json))
 
     def _failure(self, ending: str) -> str:
-        """A child's own sentence (`loraplex: …`) says it best."""
+        """Words for a child's failure. A child's own sentence (`loraplex: …`) says it best."""
         for line in map(said_in, reversed(self._last_lines)):
             if line.startswith("loraplex: "):
                 return line.removeprefix("loraplex: ")
         return f"the {self.name} could not start ({ending}); its last lines are above"
 
     async def stop(self, limit_s: float) -> None:
-        """SIGTERM, and SIGKILL after limit_s; it is gone on return."""
+        """Stops the child: SIGTERM, and SIGKILL after limit_s; it is gone on return."""
         self._stopping.set()
         if self._child is None:
             return

@@ -17,7 +17,7 @@ TIMEOUT_S = 900.0
 
 
 class Failed(Exception):
-    """str() is what the router, or the network, said."""
+    """A request failed; str() is what the router, or the network, said."""
 
 
 def add_router_options(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_router_options(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(url: str, admin_key: str) -> httpx.Client:
-    """Raises OptionError."""
+    """Opens an HTTP client for a router's admin API. Raises OptionError."""
     if not is_http_url(url):
         raise OptionError(f"--url must be {HTTP_URL}, got {url[:200]!r}")
     if not admin_key.isascii():
@@ -65,7 +65,7 @@ def server_url(text: str) -> str:
 
 
 def send(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> Any:
-    """The answer's JSON. Raises Failed."""
+    """Sends a request and gives the answer's JSON. Raises Failed."""
     try:
         answer = http.request(method, path, json=body)
     except httpx.ConnectError as error:
@@ -90,6 +90,6 @@ def as_json(content: list[Any]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with the columns below each other."""
+    """Formats rows as lines with the columns below each other."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

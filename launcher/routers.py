@@ -24,7 +24,9 @@ STOP_MARGIN_S = 8.0
 
 
 def check(config: RouterConfig) -> None:
-    """Raises OptionError for what several processes cannot have."""
+    """Checks the options of several router processes. Raises OptionError for what several processes
+    cannot have.
+    """
     count, metrics = config.router_processes, config.metrics_port
     if not config.redis:
         raise OptionError(
@@ -106,7 +108,9 @@ class Routers:
 
 
 def run(config: RouterConfig, values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
-    """Blocks until stopped. Raises OptionError, OSError, ChildFailed, KeyboardInterrupt."""
+    """Runs several router processes. Blocks until stopped. Raises OptionError, OSError,
+    ChildFailed, KeyboardInterrupt.
+    """
     write_lines_as(config.log_format)
     check(config)
     if not asyncio.run(_run(config, reserve(config), values, environ)):

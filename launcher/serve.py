@@ -66,7 +66,7 @@ class ServeClient(Supervised, Protocol):
 
 
 class Serve:
-    """One run of `loraplex serve`."""
+    """Runs the router and workers of one `loraplex serve`."""
 
     def __init__(self, plan: ServePlan, environ: Mapping[str, str]) -> None:
         is_local = plan.router.uds is not None
@@ -82,7 +82,7 @@ class Serve:
 
     @property
     def url(self) -> str:
-        """On a Unix socket the host's name says nothing."""
+        """The URL at which the router is reached. On a Unix socket the host's name says nothing."""
         if self._router.uds is not None:
             return "http://localhost"
         host = self._router.host
@@ -122,7 +122,7 @@ class Serve:
                 worker.close()
 
     async def _stop_all(self) -> None:
-        """The router first: it finishes its answers while workers still compute."""
+        """Stops the router first: it finishes its answers while workers still compute."""
         router = self._router
         await self.router.stop(router.drain_delay_s + router.drain_timeout_s + STOP_MARGIN_S)
         await asyncio.gather(*(worker.stop() for worker in self.workers))
@@ -139,7 +139,9 @@ class Serve:
             self.router.was_ready.set()
 
     def _http_client(self) -> httpx.AsyncClient:
-        """Asks children of this command, and sends no secret: a certificate may have any name."""
+        """The client that asks children of this command. It sends no secret: a certificate may have
+        any name.
+        """
         uds = self._router.uds
         mounts = {} if uds is None else {self.url: httpx.AsyncHTTPTransport(uds=os.fspath(uds))}
         return httpx.AsyncClient(trust_env=False, timeout=5.0, verify=False, mounts=mounts)
@@ -174,8 +176,10 @@ def warn_if_open(config: RouterConfig, say: Callable[[str], None]) -> None:
 
 
 def checked_plan(values: Mapping[str, Values]) -> ServePlan:
-    """Raises OptionError, DeviceError; of a model that cannot be served ModelError,
-    CheckpointError, ConfigError or WorkerStartError."""
+    """Plans the processes of `serve` and checks the model and options. Raises OptionError,
+    DeviceError; of a model that cannot be served ModelError, CheckpointError, ConfigError or
+    WorkerStartError.
+    """
     chosen = plan(values)
     check_router(chosen.router)
     check_worker(chosen.worker)
@@ -202,8 +206,10 @@ def _divided(chosen: ServePlan, model: ModelSpec) -> ServePlan:
 def serve(
     values: Mapping[str, Values], environ: Mapping[str, str], notes: Iterable[str] = ()
 ) -> None:
-    """Blocks until stopped. notes: are said first. Raises AddressError, ChildFailed,
-    KeyboardInterrupt, and what `checked_plan` raises, before anything is started."""
+    """Runs a router and its workers. Blocks until stopped. notes: are said first. Raises
+    AddressError, ChildFailed, KeyboardInterrupt, and what `checked_plan` raises, before anything
+    is started.
+    """
     chosen = checked_plan(values)
     write_lines_as(chosen.router.log_format)
     for note in notes:

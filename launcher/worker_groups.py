@@ -46,7 +46,7 @@ class AskedGroups:
 
     @property
     def least(self) -> int:
-        """GPUs that it takes."""
+        """Counts the GPUs that the options ask for at least."""
         return (self.worker_count or 1) * (self.tp or 1)
 
 
@@ -85,8 +85,9 @@ def divide(
     counts: Sequence[int],
     fit: Callable[[int], Fit],
 ) -> WorkerGroups:
-    """gpus: at least one; equal ones are alike. counts: of GPUs that can share the model, the least
-    first. fit: of so many GPUs. Raises OptionError for more than there is.
+    """Divides GPUs into workers. gpus: at least one; equal ones are alike. counts: of GPUs that can
+    share the model, the least first. fit: of so many GPUs. Raises OptionError for more than
+    there is.
 
     What is not asked for: a worker has as few GPUs as hold the model well, and there are as many
     workers as GPUs like the first one allow. Asked for, the others count too.
@@ -113,7 +114,9 @@ def _check_room(asked: AskedGroups, gpus: int) -> None:
 
 
 def _fewest(most: int, counts: Sequence[int], fit: Callable[[int], Fit]) -> int:
-    """GPUs that hold the model well, else that hold it. most: of a worker. Raises OptionError."""
+    """The fewest GPUs that hold the model well, else that hold it. most: of a worker. Raises
+    OptionError.
+    """
     fits = {count: fit(count) for count in counts if count <= most}
     for wanted in ("well", "tight"):
         found = next((count for count, how in fits.items() if how == wanted), None)

@@ -10,8 +10,11 @@ logger = logging.getLogger(__name__)
 
 
 class Background:
-    """failed: set when such work ended in an error, which nothing foresees. What is left of the
-    router would still look alive: it is to be stopped, so that another is started."""
+    """Runs the router's background work, and sees when some of it fails.
+
+    failed: set when such work ended in an error, which nothing foresees. The rest of the router
+    would still look alive: it is to be stopped, so that another is started.
+    """
 
     def __init__(self) -> None:
         self.failed = asyncio.Event()
@@ -23,7 +26,7 @@ class Background:
 
     @asynccontextmanager
     async def running(self, *works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-        """All of it while inside; it is over when this returns."""
+        """Runs works while inside; they are over when this returns."""
         tasks = [self.start(work) for work in works]
         try:
             yield

@@ -84,7 +84,7 @@ class Hub(Protocol):
     """Finds the commit behind a reference. May block; is called in a thread."""
 
     def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
-        """Raises AdapterError."""
+        """Pins a reference to a commit. Raises AdapterError."""
         ...
 
 
@@ -109,7 +109,7 @@ class _Ground:
 
 
 def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> Service:
-    """Nothing runs before `Service.run`. Raises RouterConfigError."""
+    """Makes the parts of a router. Nothing runs before `Service.run`. Raises RouterConfigError."""
     check_workers(config)
     ground = _ground(config, registry, hub)
     admin = _admin(ground)
@@ -374,14 +374,18 @@ def _declared_check(ground: _Ground) -> DeclaredCheck:
 
 
 class _Pinner:
-    """Asks the Hub in threads of its own: it may be slow."""
+    """Pins references to the Hub, in threads of its own: it may be slow."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._threads = ThreadPoolExecutor(_HUB_THREADS, "hub")
 
     async def pin(self, ref: AdapterRef, token: Secret | None) -> AdapterRef:
-        """Raises AdapterError. Other sources' references are the worker's to look at."""
+        """Pins a reference to the Hub to a commit. Other sources' references are the worker's to
+        look at.
+
+        Raises AdapterError.
+        """
         if ref.source != "hub":
             return ref
         loop = asyncio.get_running_loop()

@@ -173,7 +173,9 @@ class RequestError(Exception):
         self.details = details
 
     def spelled(self, names: Mapping[str, str]) -> "RequestError":
-        """The same, where the field, or what it is a part of, has another name on the route."""
+        """The same error, where the field, or what it is a part of, has another name on
+        the route.
+        """
         param = self.param or ""
         for name, own in names.items():
             if f"{param}.".startswith(f"{name}."):
@@ -351,9 +353,8 @@ class ChoiceResult(msgspec.Struct, frozen=True):
 
 
 class PromptInfo(msgspec.Struct, frozen=True):
-    """Known before the first token. tokens: with logprobs when prompt logprobs were asked for.
-
-    token_ids: as the model read them.
+    """Facts about a prompt that are known before the first token. tokens: with logprobs when prompt
+    logprobs were asked for. token_ids: as the model read them.
     """
 
     prompt_index: int

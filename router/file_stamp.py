@@ -7,7 +7,10 @@ Stamp = tuple[int, int, int]
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """None where there is no such file. Follows links, as Kubernetes replaces what it mounts."""
+    """A file's stamp, another one once the file has changed. None where there is no such file.
+
+    Links are followed, as Kubernetes replaces what it mounts.
+    """
     try:
         found = path.stat()
     except OSError:

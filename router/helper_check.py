@@ -11,6 +11,6 @@ HELPERS = {
 
 
 def check_helpers(broken: Gauge) -> None:
-    """1 or 0 for each; the log has the reasons."""
+    """Checks that helper processes can start. 1 or 0 for each; the log has the reasons."""
     for name, module in HELPERS.items():
         broken.labels(name).set(start_problem(module) is not None)

@@ -57,7 +57,7 @@ def run(config: RouterConfig) -> None:
 
 
 def _listener(config: RouterConfig, is_alone: bool) -> socket.socket:
-    """Raises RouterConfigError."""
+    """Opens the socket on which the router listens. Raises RouterConfigError."""
     try:
         if config.uds is not None:
             return listen_unix(config.uds)
@@ -70,7 +70,7 @@ def _listener(config: RouterConfig, is_alone: bool) -> socket.socket:
 
 
 def _metrics_listener(config: RouterConfig) -> socket.socket:
-    """Raises RouterConfigError."""
+    """Opens the socket for metrics. Raises RouterConfigError."""
     try:
         return listen(config.host, config.metrics_port)
     except OSError as error:

@@ -75,7 +75,9 @@ class Service:
     responses: ResponseDesk | None
 
     def why_not_ready(self) -> str | None:
-        """None = new requests are answered. An adapter that failed holds nobody up."""
+        """The reason why requests are not answered yet; None = they are. An adapter that failed
+        holds nobody up.
+        """
         if self.dispatcher.draining:
             return "the router is being stopped"
         if not self.fleet.ready or self.base.text is None:
@@ -86,7 +88,9 @@ class Service:
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        """Connected to the workers while inside. Raises RouterConfigError for a bad model card."""
+        """Runs the router, connected to the workers while inside. Raises RouterConfigError for a
+        bad model card.
+        """
         if self.saved_card is not None:
             refusal = await self.base.adopt(self.saved_card)
             if refusal is not None:
@@ -104,7 +108,7 @@ class Service:
 
     @asynccontextmanager
     async def _tasks(self) -> AsyncIterator[None]:
-        """They are over before the store that they ask is closed."""
+        """Runs the background tasks. They are over before the store that they ask is closed."""
         works = [
             self.fleet.run(),
             self.connections.run(),
@@ -126,7 +130,9 @@ class Service:
             await self.admin.close()
 
     async def _registered_adapters(self) -> None:
-        """Names that others registered are known before anybody asks, if Redis soon answers."""
+        """Waits until names that others registered are known, if Redis soon answers: nobody may ask
+        before.
+        """
         aliases = self.catalog.rules.aliases
         for _ in range(_START_POLLS):
             with contextlib.suppress(StoreDown):

@@ -29,7 +29,8 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[^\s/?#@:A-Z\[\]]+|\[[0-9a-f:.]+\]
 
 
 def check_options(config: RouterConfig) -> None:
-    """Raises RouterConfigError for what would keep a router from starting. Connects to nothing.
+    """Checks a router's options. Raises RouterConfigError for what would keep a router from
+    starting. Connects to nothing.
 
     What fails at one entry of the adapters file costs that entry alone, later as at the start.
     """
@@ -67,7 +68,7 @@ def check_options(config: RouterConfig) -> None:
 
 
 def _check_formats(tool_format: str, reasoning_format: str) -> None:
-    """Raises RouterConfigError for names of no format."""
+    """Checks names of formats. Raises RouterConfigError for names of no format."""
     for option, name, known in (
         ("--tool-format", tool_format, ("auto", *FORMATS)),
         ("--reasoning-format", reasoning_format, ("auto", "none", *REASONING)),
@@ -78,7 +79,7 @@ def _check_formats(tool_format: str, reasoning_format: str) -> None:
 
 @contextlib.contextmanager
 def blaming(option: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Errors of these kinds are the option's: they are raised as RouterConfigError."""
+    """Raises errors of these kinds as RouterConfigError, with the name of the option."""
     try:
         yield
     except kinds as error:
@@ -86,7 +87,7 @@ def blaming(option: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def check_workers(config: RouterConfig) -> None:
-    """Raises RouterConfigError."""
+    """Checks the URLs of workers. Raises RouterConfigError."""
     for url in config.workers:
         with blaming(f"--worker {url!r}", ValueError):
             if not is_worker_url(url):
@@ -112,7 +113,7 @@ def saved_card(config: RouterConfig) -> ModelCard | None:
 
 
 def _check_void(config: RouterConfig) -> None:
-    """Options of which one makes another mean nothing: it would be ignored in silence."""
+    """Refuses options of which one makes another mean nothing: it would be ignored in silence."""
     if config.auth == "none" and config.keys_file is not None:
         raise RouterConfigError("--keys-file: with --auth none nobody is asked for a key; drop one")
     if config.share_hub_token and not config.hub_token:
@@ -151,7 +152,8 @@ def _check_tls(config: RouterConfig) -> None:
 
 
 def _check_adapters_file(config: RouterConfig) -> None:
-    """Later, what is wrong with it as a whole leaves all as it was; at the start there is nothing.
+    """Reads the adapters file. Later, what is wrong with it as a whole leaves all as it was; at the
+    start there is nothing.
 
     A router that began without the operator's names would answer 404 where others know them.
     """

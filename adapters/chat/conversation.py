@@ -122,8 +122,10 @@ DEFAULT_OPTIONS = TemplateOptions()
 
 
 def shaped(messages: Collection[Mapping[str, Any]], form: MessageForm) -> list[Message]:
-    """messages: `role`, `content` (text, parts of type `text`, or None) and, where there are any,
-    `name`, `tool_call_id`, `tool_calls` (arguments as text or object) and `reasoning_content`."""
+    """Messages in the form that a template reads. messages: `role`, `content` (text, parts of type
+    `text`, or None) and, where there are any, `name`, `tool_call_id`, `tool_calls` (arguments as
+    text or object) and `reasoning_content`.
+    """
     return [_shaped(message, form) for message in messages]
 
 
@@ -169,15 +171,19 @@ def check_variables(variables: Collection[str], special_tokens: Collection[str])
 
 
 class Hints(msgspec.Struct, frozen=True):
-    """variables: by which a template gets the caller's hints. unbound: fields of those that it does
-    not read."""
+    """A caller's hints about reasoning and length, as variables of a template.
+
+    variables: by which a template gets the hints. unbound: fields of those that it does not read.
+    """
 
     variables: dict[str, Any]
     unbound: tuple[str, ...]
 
 
 def read_hints(options: TemplateOptions, read: Collection[str]) -> Hints:
-    """read: names that the template reads. Raises TemplateFault."""
+    """Turns a caller's hints into variables of a template. read: names that the template reads.
+    Raises TemplateFault.
+    """
     said = _hints(options)
     for field, given in said.items():
         for name, value in given.items():
@@ -257,7 +263,9 @@ def _call(call: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
 
 
 def _as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Text that spells no object stays text; none at all is an empty object."""
+    """Reads a call's arguments as an object. Text that spells no object stays text; none at all is
+    an empty object.
+    """
     if not isinstance(arguments, str):
         return arguments
     if not arguments.strip():

@@ -101,7 +101,7 @@ class _Probe:
         return known if self.reads("developer", _FIRST, known) else form
 
     def reasoning(self, form: MessageForm, literals: Collection[str]) -> str | None:
-        """The first name by which the template writes it."""
+        """The first name by which the template writes reasoning."""
         names = [name for name in REASONING if name in literals]
         for variables in ({}, _THINKING):
             for name in names:

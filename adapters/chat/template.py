@@ -244,7 +244,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which no model was trained on."""
+    """Replaces Jinja's filter `tojson`, which escapes HTML: no model was trained on that."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -279,8 +279,9 @@ def described(
     tools: Sequence[dict[str, Any]] | None,
     reads_system: bool,
 ) -> list[Message]:
-    """messages: as `shaped` takes them, without calls and results then. tools: as templates read
-    them; None = the text is left out.
+    """Writes tools, calls and results as text, for a template that takes none. messages: as
+    `shaped` takes them, without calls and results then. tools: as templates read them; None =
+    the text is left out.
 
     The text ends the system's message, or begins the user's first where the template reads no
     system's, which is put before it.
@@ -304,7 +305,10 @@ def described(
 
 
 def _without_calls(messages: Collection[Mapping[str, Any]]) -> list[Message]:
-    """Results that stand together, and what the user says right behind, are one message."""
+    """Writes calls and their results as plain messages.
+
+    Results that stand together, and what the user says right behind, are one message.
+    """
     plain: list[Message] = []
     in_results = False
     for message in messages:

@@ -6,7 +6,9 @@ import certifi
 
 
 def trusted_context() -> ssl.SSLContext:
-    """The system's (`SSL_CERT_FILE` holds) and certifi's, for machines that have none."""
+    """Makes a TLS context with the system's authorities (`SSL_CERT_FILE` holds) and certifi's, for
+    machines that have none.
+    """
     context = ssl.create_default_context()
     context.load_verify_locations(certifi.where())
     return context

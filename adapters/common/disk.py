@@ -44,7 +44,9 @@ def disk_errors(store: Path) -> Iterator[None]:
 
 
 def tell_of_disk(store: Path, what: object, kind: object) -> None:
-    """Every request may meet the same fault: each kind is logged again only after a while."""
+    """Logs a fault of the disk. Every request may meet the same fault: each kind is logged again
+    only after a while.
+    """
     fault, now = (store, kind), time.monotonic()
     if now - _logged_at.get(fault, -math.inf) >= _LOGGED_AGAIN_S:
         _logged_at[fault] = now
@@ -79,7 +81,7 @@ def publish_file(written: Path, target: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """The folder's files are on the disk; that they are in the folder may not be."""
+    """Waits until the folder's files are on the disk; that they are in the folder may not be."""
     for path in folder.iterdir():
         sync_path(path)
 
@@ -121,7 +123,7 @@ def mark_used(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """While it is open, `release` of no process removes what it holds."""
+    """Keeps what it holds from removal: while it is open, `release` of no process removes that."""
 
     fd: int
 

@@ -31,7 +31,9 @@ def remedy(module: str, wanted: str = "") -> str:
 
 
 def require(module: str) -> None:
-    """Raises ModuleNotFoundError as an import would, without its time."""
+    """Checks that an optional module is installed. Raises ModuleNotFoundError as an import would,
+    without its time.
+    """
     if importlib.util.find_spec(module) is None:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
@@ -61,6 +63,6 @@ def _distributions(extra: str, listed: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _is_of(module: str, distribution: str) -> bool:
-    """A distribution has its module's name, or it with `py` before or a word behind."""
+    """Whether a distribution has its module's name, or that with `py` before or a word behind."""
     name = re.sub(r"[-_.]+", "_", distribution).lower()
     return name in (module, f"py{module}") or name.startswith(f"{module}_")

@@ -19,7 +19,8 @@ _QUIET = (
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line. request_id: of the request in hand where the line is written, or None.
+    """Writes log records as JSON. One object a line. request_id: of the request in hand where the
+    line is written, or None.
 
     A record's `facts` become fields. Its message is then the first word of its text.
     """

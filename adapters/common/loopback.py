@@ -4,7 +4,9 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """host: an address or a name; names but `localhost` may be anything, so they are not."""
+    """Whether a host is this machine's loopback. host: an address or a name; names but `localhost`
+    may be anything, so they are not.
+    """
     if host == "localhost":
         return True
     try:

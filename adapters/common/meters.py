@@ -54,7 +54,9 @@ class DeclaredMetric(NamedTuple):
 
 
 class Meters(Collector):
-    """prefix: of every name. The registry is the caller's, and has nothing else in it."""
+    """Makes the metrics of one process, and keeps what it declared. prefix: of every name. The
+    registry is the caller's, and has nothing else in it.
+    """
 
     def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
         # When a series was born is of no use to PromQL, and doubles the number of series.
@@ -67,7 +69,7 @@ class Meters(Collector):
         registry.register(self)
 
     def counter(self, name: str, text: str, labels: Labels = NO_LABELS) -> Counter:
-        """name: without `_total`."""
+        """Declares a counter. name: without `_total`."""
         full = self._declare(f"{name}_total", "counter", text, labels)
         metric = Counter(full, text, tuple(labels), registry=self._registry)
         return _begun(metric, labels)
@@ -127,7 +129,9 @@ class Meters(Collector):
             yield made
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: families may be declared after the registration, which would ask for them."""
+        """Describes nothing: families may be declared after the registration, which would ask for
+        them.
+        """
         return iter(())
 
     def render(self, accept: str) -> tuple[bytes, str]:

@@ -17,7 +17,8 @@ def _no_progress() -> int:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """attempts: in a row without progress. most: in all. Seconds; jitter: from [0, 1).
+    """Decides how often, and after which pauses, a failed call is made again. attempts: in a row
+    without progress. most: in all. Seconds; jitter: from [0, 1).
 
     An error that asks for more than `longest_s` of patience is the caller's to wait for.
     """

@@ -31,7 +31,8 @@ class _Failure(NamedTuple):
 
 
 class SingleFlight(Generic[_Key, _Result]):
-    """Thread-safe. Failures are remembered for `ttl_s` (at most 1 s for `unavailable`).
+    """Lets calls for the same thing at the same time share one piece of work. Thread-safe. Failures
+    are remembered for `ttl_s` (at most 1 s for `unavailable`).
 
     clock: seconds, monotonic.
     """

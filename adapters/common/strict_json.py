@@ -57,7 +57,7 @@ def outside_strings(data: bytes) -> bytes:
 
 
 def _items(data: bytes) -> int:
-    """Every value comes after one of these."""
+    """Counts commas, colons and opening brackets: every value comes after one of these."""
     return sum(map(data.count, (b",", b":", b"[", b"{")))
 
 

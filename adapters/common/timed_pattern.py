@@ -41,7 +41,9 @@ class PatternBudget:
         self._cpu_s = cpu_s
 
     def spend(self, *, weight: int = 0, cpu_s: float = 0.0) -> None:
-        """Raises PatternError when too little is left."""
+        """Takes weight and processor time from what the patterns may still use. Raises PatternError
+        when too little is left.
+        """
         self._weight -= weight
         self._cpu_s -= cpu_s
         if self._weight < 0:

@@ -29,7 +29,7 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkTurn(Generic[W]):
-    """One piece of work. work: its holder's own."""
+    """One piece of work that has or awaits its turn. work: its holder's own."""
 
     kind: str
     tenant: str
@@ -44,7 +44,8 @@ class _Line(NamedTuple):
 
 
 class Turns(Generic[W]):
-    """Each tenant has a line for live requests and one for batches, of each kind of work.
+    """Decides whose work begins next. Each tenant has a line for live requests and one for batches,
+    of each kind of work.
 
     Lines take turns. A tenant runs one piece of work at a time while others of its class wait, and
     batches begin when no live request waits. rooms: by kind.

@@ -17,7 +17,9 @@ MAX_RECORD_BYTES = 4096
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
-    """url: ws:// or wss://, as routers reach it. epoch: of two with one id, the higher is real."""
+    """A worker's entry about itself in the shared store. url: ws:// or wss://, as routers reach it.
+    epoch: of two with one id, the higher is real.
+    """
 
     worker_id: str
     url: str

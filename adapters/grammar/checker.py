@@ -28,7 +28,8 @@ class CheckerBroken(CheckerUnavailable):
 
 
 class GrammarChecker:
-    """Its processes start when first needed; calls beyond them wait. For any thread.
+    """Checks grammars in helper processes. Its processes start when first needed; calls beyond them
+    wait. For any thread.
 
     A grammar meets the same tokens and limits here and where it is used.
     """
@@ -43,7 +44,7 @@ class GrammarChecker:
             self._idle.put(helper)
 
     def check(self, grammar: str) -> None:
-        """Raises GrammarError, CheckerUnavailable."""
+        """Lets a helper process compile a grammar. Raises GrammarError, CheckerUnavailable."""
         check_source(grammar, self.limits)
         helper = self._idle.get()
         try:

@@ -30,11 +30,13 @@ class GrammarError(ValueError):
 
 
 class GrammarTooCostly(GrammarError):
-    """It costs more than its limits, wrong or not."""
+    """A grammar costs more than its limits, wrong or not."""
 
 
 def check_source(grammar: str, limits: GrammarLimits) -> None:
-    """Raises GrammarError for a text that is too long or too deeply nested."""
+    """Checks a grammar's size before it is compiled. Raises GrammarError for a text that is too
+    long or too deeply nested.
+    """
     size = len(grammar.encode("utf-8", "surrogatepass"))
     if size > limits.source_bytes:
         message = f"the grammar has {size} bytes, at most {limits.source_bytes} may be"
@@ -67,11 +69,12 @@ def _nesting(grammar: str) -> int:
 
 
 def compile_grammar(vocabulary: Vocabulary, grammar: str, limits: GrammarLimits) -> LLMatcher:
-    """A matcher before its first token, whose first mask is known to be within the limits.
+    """Compiles a grammar. A matcher before its first token, whose first mask is known to be within
+    the limits.
 
     It may need a deep stack (`DeepThreads`). A grammar of a stranger is to pass a `GrammarChecker`
-    first, since some cost more than llguidance's limits say. The GIL is released meanwhile.
-    Raises GrammarError.
+    first, since some cost more than llguidance's limits say. The GIL is released meanwhile. Raises
+    GrammarError.
     """
     check_source(grammar, limits)
     with _refusing():
@@ -121,13 +124,15 @@ def _refusing() -> Iterator[None]:
 
 
 def _check(matcher: LLMatcher) -> None:
-    """Raises GrammarError."""
+    """Checks that llguidance accepted a grammar. Raises GrammarError."""
     if matcher.is_error():
         raise GrammarError(_short(matcher.get_error()) or "no answer can keep to the grammar")
 
 
 def _without_forcing(grammar: str) -> str:
-    """Forced text in any tokens: the model chooses among them, as it does without a grammar."""
+    """The grammar with forced text in any tokens: the model chooses among them, as it does without
+    a grammar.
+    """
     if grammar.lstrip().startswith("{"):  # JSON of grammars has no place for it
         return grammar
     return f'{grammar}\n%llguidance {{"no_forcing": true}}'

@@ -34,7 +34,7 @@ def deep_executor(threads: int) -> LLExecutor:
 
 
 def run_deep(function: Callable[[], T]) -> T:
-    """Call it on a thread of its own, with such a stack."""
+    """Calls a function on a thread of its own, with such a stack."""
     with DeepThreads(1) as threads:
         answer: Future[T] = threads.submit(function)
         return answer.result()

@@ -46,7 +46,7 @@ def _problem(vocabulary: Vocabulary, limits: GrammarLimits, grammar: bytes) -> b
 
 
 def _try(vocabulary: Vocabulary, grammar: str, limits: GrammarLimits) -> None:
-    """Raises GrammarError."""
+    """Compiles a grammar and tries its first tokens. Raises GrammarError."""
     try_first_tokens(vocabulary, compile_grammar(vocabulary, grammar, limits))
 
 

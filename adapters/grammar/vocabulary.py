@@ -16,8 +16,9 @@ class VocabularyError(ValueError):
 
 
 class KnownTokens(NamedTuple):
-    """by_id: bytes of all ids of the model. end_ids: tokens that llguidance allows where a grammar
-    may end. specials: texts of the tokens that are no text in an answer, ends among them, by id.
+    """A model's tokens, as grammars need them. by_id: bytes of all ids of the model. end_ids:
+    tokens that llguidance allows where a grammar may end. specials: texts of the tokens that are
+    no text in an answer, ends among them, by id.
     """
 
     by_id: list[bytes]
@@ -26,7 +27,7 @@ class KnownTokens(NamedTuple):
 
 
 class Vocabulary(NamedTuple):
-    """tokenizer: shared by all matchers."""
+    """A model's vocabulary in the form that llguidance takes. tokenizer: shared by all matchers."""
 
     tokenizer: LLTokenizer
     tokens: KnownTokens
@@ -73,7 +74,8 @@ def make_vocabulary(tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]
 
 
 def read_tokens(tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]) -> KnownTokens:
-    """vocab_size: of the model, at least one more than its highest token id.
+    """Reads a model's tokens from its tokenizer. vocab_size: of the model, at least one more than
+    its highest token id.
 
     end_ids: the model's end tokens. Special tokens and ends are no text: a grammar names them as
     `<[id]>`. Raises VocabularyError.
@@ -89,7 +91,7 @@ def read_tokens(tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]) ->
 
 
 def vocabulary_of(tokens: KnownTokens) -> Vocabulary:
-    """Raises VocabularyError."""
+    """Makes llguidance's vocabulary from a model's tokens. Raises VocabularyError."""
     wrapped = _TokenList(tokens.by_id, sorted(tokens.specials), tokens.end_ids[0])
     try:
         tokenizer = LLTokenizer(wrapped, eos_token=list(tokens.end_ids))  # type: ignore[arg-type]
@@ -104,14 +106,18 @@ class UnknownBytes(ValueError):
 
 
 class TokenBytes(NamedTuple):
-    """by_id: b"" for ids that stand for nothing. specials: ids, ascending, with names for bytes."""
+    """The bytes of every token id. by_id: b"" for ids that stand for nothing. specials: ids,
+    ascending, with names for bytes.
+    """
 
     by_id: list[bytes]
     specials: list[int]
 
 
 def token_bytes(tokenizer_json: str, vocab_size: int) -> TokenBytes:
-    """vocab_size: of the model; the tokenizer may have fewer tokens. Raises UnknownBytes."""
+    """Reads from a tokenizer's JSON which bytes each token stands for. vocab_size: of the model;
+    the tokenizer may have fewer tokens. Raises UnknownBytes.
+    """
     try:
         document = json.loads(tokenizer_json)
         spelled = _spelled(document["model"])
@@ -183,7 +189,9 @@ def _reader(parts: list[dict[str, Any]]) -> Callable[[str], bytes]:
 
 
 def _check_fused(part: dict[str, Any]) -> None:
-    """Over the whole text only what concerns its start says nothing of later tokens."""
+    """Refuses most steps on the whole text. One that concerns only the text's start says nothing of
+    later tokens.
+    """
     if part["type"] == "Strip" and not part.get("stop"):
         return
     raise UnknownBytes(f"its decoder applies {part['type']} to whole texts")
@@ -223,7 +231,10 @@ def _word_piece(prefix: str, cleanup: bool) -> Change:
 
 
 def _strip(content: str, start: int, stop: int) -> Change:
-    """At most `start` and `stop` times `content` from a token's ends."""
+    """Makes a change that strips a text from a token.
+
+    At most `start` and `stop` times `content` goes from its ends.
+    """
 
     def change(token: str) -> str:
         bare = token.lstrip(content)

@@ -19,7 +19,7 @@ def framed(data: bytes) -> bytes:
 
 
 def read_frame() -> bytes | None:
-    """None when the parent is gone."""
+    """Reads the parent's next frame; None when the parent is gone."""
     head = sys.stdin.buffer.read(HEAD_BYTES)
     if len(head) < HEAD_BYTES:
         return None
@@ -27,9 +27,10 @@ def read_frame() -> bytes | None:
 
 
 def answer_questions(answer: Callable[[bytes], bytes], cpu_s: float) -> None:
-    """Until the parent closes its end. cpu_s: processor time of one answer.
+    """Answers the parent's questions until the parent closes its end. cpu_s: processor time of one
+    answer.
 
-    Limits on memory are set before. To be called when all is ready.
+    Limits on memory are set before. The call comes when all is ready.
     """
     _write(b"")
     try:

@@ -94,7 +94,9 @@ class Helper:
         return None
 
     def _ask(self, question: bytes, stops: int) -> bytes:
-        """stops: how often it had been stopped when the question came."""
+        """Asks the process, and starts another one when it ends before the answer. stops: how often
+        it had been stopped when the question came.
+        """
         ends: list[int | None] = []  # of processes that knew the question
         for _ in range(_STARTS):
             process = None
@@ -115,7 +117,9 @@ class Helper:
         raise HelperUnavailable(f"{self._module} was lost")
 
     def _living(self, stops: int) -> subprocess.Popen[bytes]:
-        """Raises HelperBroken, and as `_exchange`."""
+        """The running process, started when there is none. Raises HelperBroken, and as
+        `_exchange`.
+        """
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._lose(TimeoutError())
@@ -140,7 +144,9 @@ class Helper:
         return process
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Isolated from the environment and the user's folder, but with this process' packages."""
+        """Starts the process, isolated from the environment and the user's folder, but with this
+        process' packages.
+        """
         paths = [os.path.abspath(path) for path in sys.path]
         if _ROOT not in paths:
             paths.append(_ROOT)
@@ -166,7 +172,7 @@ class Helper:
         return HelperBroken(why)
 
     def _lose(self, error: Exception) -> int | None:
-        """The exit status of the process, which is no more. error: how its loss was noticed."""
+        """Drops the lost process, and gives its exit status. error: how its loss was noticed."""
         process = self._process
         if process is None:
             return None
@@ -183,7 +189,9 @@ class Helper:
         return code
 
     def _exchange(self, process: subprocess.Popen[bytes], frame: bytes, limit_s: float) -> bytes:
-        """Raises OSError, EOFError, ValueError (among them a TimeoutError)."""
+        """Sends a frame to the process and reads its answer. Raises OSError, EOFError, ValueError
+        (among them a TimeoutError).
+        """
         assert process.stdin is not None
         assert process.stdout is not None
         until = time.monotonic() + limit_s

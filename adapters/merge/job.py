@@ -52,7 +52,9 @@ class MergeJob(msgspec.Struct, frozen=True):
 
 
 def write_job(folder: Path, job: MergeJob, contents: Sequence[Path]) -> None:
-    """contents: for each member of the recipe, the folder of its judged files; they are linked."""
+    """Writes a merge into a folder, from which a process can run it. contents: for each member of
+    the recipe, the folder of its judged files; they are linked.
+    """
     (folder / _JOB_FILE).write_bytes(msgspec.json.encode(job))
     for index, content in enumerate(contents):
         member = folder / str(index)
@@ -62,7 +64,7 @@ def write_job(folder: Path, job: MergeJob, contents: Sequence[Path]) -> None:
 
 
 def write_ends(folder: Path, members: Sequence[AdapterManifest]) -> None:
-    """A merged adapter may end its answers as each of its members does."""
+    """Writes the tokens that end a merged adapter's answers: all that end those of any member."""
     ends = sorted({i for member in members for i in member.end_token_ids or ()})
     if ends:
         (folder / GENERATION_FILE).write_bytes(msgspec.json.encode({"eos_token_id": ends}))
@@ -88,7 +90,7 @@ def _read(files: Sequence[WeightsFile], member: int, tensor: TensorInfo) -> Matr
 
 
 def _make(read: Read, recipe: MergeRecipe, module: MergedModule) -> tuple[Matrix, Matrix]:
-    """A `[rank, in_features]` and B `[out_features, rank]`."""
+    """Computes a merged module's A `[rank, in_features]` and B `[out_features, rank]`."""
     factors = [
         (read(part.member, part.lora.a), np.float32(part.factor) * read(part.member, part.lora.b))
         for part in module.parts
@@ -160,7 +162,9 @@ def draw_seed(recipe: MergeRecipe, *names: str) -> int:
 
 
 class RandomKeeper:
-    """DARE: keeps each value with probability `density`, and scales what is kept to make up."""
+    """Chooses the values that DARE keeps: each with probability `density`. The kept ones are scaled
+    to make up.
+    """
 
     def __init__(self, density: float, seed: int) -> None:
         self._density = np.float32(density)
@@ -175,7 +179,9 @@ class RandomKeeper:
 
 
 class LargestKeeper:
-    """TIES: keeps the share `density` of values that are largest in magnitude, equal ones all."""
+    """Chooses the values that TIES keeps: the share `density` that is largest in magnitude, equal
+    ones all.
+    """
 
     def __init__(self, delta: MemberDelta, density: float) -> None:
         self._least = _magnitude(delta, density)

@@ -194,7 +194,9 @@ def _stacked(
     parts: Iterable[tuple[int, ModuleLora]],
     recipe: MergeRecipe,
 ) -> MergedModule:
-    """The largest scale stays out of the weights, so that a lone or equal factor rounds nothing."""
+    """Stacks the parts of a module. The largest scale stays out of the weights, so that a lone or
+    equal factor rounds nothing.
+    """
     scales = {index: recipe.members[index].weight * lora.scale for index, lora in parts}
     common = max(scales.values(), key=abs)
     merged = tuple(MergePart(index, lora, scales[index] / common) for index, lora in parts)
@@ -238,7 +240,10 @@ def _check(
 def _patterns(
     values: Mapping[str, float], names: Mapping[str, str]
 ) -> tuple[float, dict[str, float]]:
-    """A default, and what differs from it: by module name where all layers agree, else by path."""
+    """Patterns for values of modules: a default, and what differs from it.
+
+    What differs is given by module name where all layers agree, else by path.
+    """
     default = Counter(values.values()).most_common(1)[0][0]
     of_name: defaultdict[str, set[float]] = defaultdict(set)
     for path, value in values.items():

@@ -26,7 +26,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class MergeMember(msgspec.Struct, frozen=True, array_like=True):
-    """digest: of an admitted adapter. weight: of its true delta `scale * B A`."""
+    """One adapter of a merge, with its weight. digest: of an admitted adapter. weight: of its true
+    delta `scale * B A`.
+    """
 
     digest: str
     weight: float

@@ -218,7 +218,7 @@ class _Reader:
         self._findings = findings
 
     def refuse(self, key: str, reason: str) -> None:
-        """key: of the config, with the pattern within it."""
+        """Notes a bad value. key: of the config, with the pattern within it."""
         self._findings.add("bad_value", key, f"{key}: {reason}")
 
     def text(self, key: str) -> str:
@@ -231,7 +231,9 @@ class _Reader:
         return value
 
     def flag(self, key: str, texts: bool = False) -> bool:
-        """texts: also as some wrote it in 2023, where neither value changes the result."""
+        """Reads a key that is true or false. texts: also as some wrote it in 2023, where neither
+        value changes the result.
+        """
         value = self.raw.get(key)
         if texts and isinstance(value, str):
             value = _TEXTS.get(value.lower(), value)
@@ -318,7 +320,7 @@ class _Reader:
         return tuple(found)
 
     def tokens(self, key: str, most: int = _MAX_INVOCATION, ids: object = None) -> tuple[int, ...]:
-        """ids: a part of the value; None = the value."""
+        """Reads a key that lists token ids. ids: a part of the value; None = the value."""
         value = self.raw.get(key) if ids is None else ids
         if value is None:
             return ()
@@ -334,7 +336,7 @@ class _Reader:
     def pairs(
         self, key: str, read: Callable[[str, object], _Number]
     ) -> tuple[tuple[str, _Number], ...]:
-        """Patterns and what `read` makes of their values."""
+        """Reads a key that maps patterns to values. read: makes the values."""
         value = self.raw.get(key)
         if value is None:
             return ()
@@ -350,7 +352,9 @@ class _Reader:
         return tuple((each, read(f"{key}[{shown(each)}]", of)) for each, of in value.items())
 
     def layers(self, key: str) -> int | tuple[int, ...] | None:
-        """None when unset or empty: PEFT then transforms every layer."""
+        """Reads a key that lists layers. None when unset or empty: PEFT then transforms every
+        layer.
+        """
         value = self.raw.get(key)
         if value is None or value == []:
             return None

@@ -83,7 +83,9 @@ def check_tables(
 
 
 class TablePlacer:
-    """tables, rows: short name -> what the adapter has. What is wrong is added to `findings`."""
+    """Places the tables that an adapter has of its own. tables, rows: short name -> what the
+    adapter has. What is wrong is added to `findings`.
+    """
 
     def __init__(
         self,

@@ -106,7 +106,9 @@ class PairChecks:
         return not lacking and not surplus
 
     def _check(self, tensor: TensorInfo, expected: tuple[int, int], said: str, axis: int) -> None:
-        """said: the config's rank, in words. axis: the dimension that is the rank."""
+        """Notes what is wrong with a matrix's dtype or shape. said: the config's rank, in words.
+        axis: the dimension that is the rank.
+        """
         name, found = tensor.name, self._findings
         check_dtype(tensor, found)
         if tensor.shape == expected:
@@ -286,7 +288,9 @@ class ModulePlacer:
             yield OwnBias(module.layer, module.name, tensor)
 
     def _bias_problem(self, module: BaseModule, *, is_wrapped: bool) -> tuple[str, str] | None:
-        """is_wrapped: as the tensor is spelled."""
+        """Why a bias cannot be placed, as a code and words; None when it can. is_wrapped: as the
+        tensor is spelled.
+        """
         config, is_targeted = self._matcher.config, module.path in self._targeted
         if config.bias == "none":
             return "unknown_tensor", "a bias, and the config has none (bias)"
@@ -300,7 +304,7 @@ class ModulePlacer:
         return None
 
     def _module(self, module: BaseModule, path: str, site: Site) -> ModuleLora | None:
-        """path, site: of the module itself, or of one expert's."""
+        """Places a module's LoRA. path, site: of the module itself, or of one expert's."""
         pair, key = self._found.pairs.get(path, {}), self._targeted.get(path)
         if not pair:
             if key is not None:
@@ -372,7 +376,7 @@ class ModulePlacer:
         return loras
 
     def _lacks(self, path: str, sites: Sequence[Site]) -> None:
-        """A module is targeted and has no tensors."""
+        """Notes that a module is targeted and has no tensors."""
         if self._matcher.config.starts_at_zero:
             self._missing += sites
             return

@@ -26,11 +26,13 @@ _EXPERT = re.compile(r"(?P<head>.+\.)(?P<expert>0|[1-9][0-9]{0,5})(?P<tail>\.[^.
 
 
 class SortedTensors(msgspec.Struct, frozen=True):
-    """naming: how the adapter calls the modules. pairs: path in the base -> side -> tensor.
-    copies: short name -> a copy of the base's own weights. has_experts: some pairs are of modules
-    that each expert has. biases: path -> the module's own bias, with its name. tables, rows: short
-    name -> what the adapter has of a table, whole or for some tokens. head: of a classifier.
-    norms: path -> the weight that the adapter has of a norm."""
+    """An adapter's tensors, sorted by what they are for. naming: how the adapter calls the modules.
+    pairs: path in the base -> side -> tensor. copies: short name -> a copy of the base's own
+    weights. has_experts: some pairs are of modules that each expert has. biases: path -> the
+    module's own bias, with its name. tables, rows: short name -> what the adapter has of a
+    table, whole or for some tokens. head: of a classifier. norms: path -> the weight that the
+    adapter has of a norm.
+    """
 
     naming: Naming
     pairs: Mapping[str, dict[str, TensorInfo]]
@@ -74,7 +76,7 @@ def sort_tensors(
 
 
 class _Sorter:
-    """Into the base's modules. spelling: of most tensors, and so of all."""
+    """Sorts tensors into the base's modules. spelling: of most tensors, and so of all."""
 
     def __init__(
         self, spelling: Spelling, base: BaseSpec, findings: Findings, own: frozenset[str]
@@ -208,7 +210,9 @@ class _Sorter:
             self.pairs.setdefault(path, {})[name.side] = tensor
 
     def _is_spelled_alike(self, tensor: TensorInfo, name: TensorName) -> bool:
-        """Like most tensors. PEFT loads one spelling at a time: another may be of another model."""
+        """Whether a tensor's name is spelled like most. PEFT loads one spelling at a time: another
+        may be of another model.
+        """
         spelling, code = self._spelling, "unknown_tensor"
         if spelling.is_of(name):
             return True
@@ -226,7 +230,9 @@ class _Sorter:
     def _unknown(
         self, stored_name: str, name: TensorName | None, path: str | None
     ) -> tuple[str, str, str]:
-        """stored_name: the tensor's, in the file. path: what the module would be in the base."""
+        """Describes a tensor that has no place, as a code, a subject and a message. stored_name:
+        the tensor's, in the file. path: what the module would be in the base.
+        """
         if name is None or not name.side:
             expected = "expected names such as base_model.model.MODULE.lora_A.weight"
             message = f"{stored_name}: not a tensor of plain LoRA on this base model; {expected}"

@@ -65,7 +65,7 @@ class Targeting:
         return self._parameters.match(path)
 
     def lora_rank(self, path: str) -> int:
-        """path: of a module, or of a parameter."""
+        """The rank that a module or parameter at this path has."""
         return self._ranks.get(path, self.config.lora_rank)
 
     def lora_alpha(self, path: str) -> float:
@@ -84,7 +84,10 @@ class Targeting:
 
 
 class _Names:
-    """`target_modules` or `exclude_modules`: a pattern for the whole path, or names of its end."""
+    """Matches paths of modules against `target_modules` or `exclude_modules`.
+
+    The value is a pattern for the whole path, or names of its end.
+    """
 
     def __init__(self, value: str | tuple[str, ...], key: str, compiler: "_Compiler") -> None:
         self.names = frozenset() if isinstance(value, str) else frozenset(value)
@@ -106,7 +109,10 @@ class _Names:
 
 
 class _Overrides(Generic[_Value]):
-    """`rank_pattern` or `alpha_pattern`: patterns for the end of a path, the first match wins."""
+    """Finds a path's value in `rank_pattern` or `alpha_pattern`.
+
+    Patterns are for the end of a path; the first match wins.
+    """
 
     def __init__(
         self, pairs: tuple[tuple[str, _Value], ...], key: str, compiler: "_Compiler"
@@ -171,7 +177,7 @@ def _layer_expressions(config: PeftConfig, findings: Findings) -> list[re.Patter
 
 
 def expert_path(path: str, expert: int) -> str:
-    """path: of a module that each expert has."""
+    """The path of one expert's module, from a path that stands for every expert's."""
     return path.replace(ANY_EXPERT, str(expert))
 
 

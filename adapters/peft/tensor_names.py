@@ -54,9 +54,9 @@ Side = Literal["A", "B", "M", "b"]
 
 
 class TensorName(msgspec.Struct, frozen=True):
-    """path: of the module, as the trained model calls it. side: "" = the module's own weight, or
-    its own bias (is_bias). is_wrapped: of a module that PEFT has wrapped. is_rows: of a
-    table, the rows of some tokens.
+    """A tensor's name in an adapter's file, taken apart. path: of the module, as the trained model
+    calls it. side: "" = the module's own weight, or its own bias (is_bias). is_wrapped: of a
+    module that PEFT has wrapped. is_rows: of a table, the rows of some tokens.
 
     is_embedding, has_weight, has_prefix: as spelled. adapter: its name in the training.
     """
@@ -180,7 +180,7 @@ def _of_outputs(plain: str) -> TensorName | None:
 
 
 def spelling_of(names: Iterable[TensorName]) -> Spelling:
-    """That of most LoRA tensors; without any, of most copies of the base."""
+    """The spelling of most LoRA tensors; without any, of most copies of the base."""
     namings: Counter[Naming] = Counter()
     prefixes: Counter[bool] = Counter()
     adapters: Counter[str] = Counter()

@@ -125,7 +125,9 @@ class _ListedToken(msgspec.Struct):
 
 
 class _Model(msgspec.Struct):
-    """vocab: token -> id (BPE, WordPiece), or token and score of each id (Unigram)."""
+    """The part of a tokenizer's JSON that has its vocabulary. vocab: token -> id (BPE, WordPiece),
+    or token and score of each id (Unigram).
+    """
 
     vocab: dict[str, int] | list[tuple[str, float]] = {}
 
@@ -339,5 +341,5 @@ def _text(name: str, value: object) -> str | None:
 
 
 def _well_formed(text: str) -> str:
-    """JSON can hold lone surrogates; frames cannot."""
+    """Replaces lone surrogates in a text: JSON can hold them, frames cannot."""
     return text.encode("utf-8", "replace").decode()

@@ -134,7 +134,7 @@ def place_tensors(
 
 
 def whole_modules(config: PeftConfig, base: BaseSpec) -> frozenset[str]:
-    """Short names of those that the adapter has, or may have, whole; of norms their paths."""
+    """Short names of the modules that the adapter has, or may have, whole; of norms their paths."""
     head = () if own_head(config) == "none" else (HEAD_OF_CLASSES,)
     norms = (norm.path for norm in saved_norms(config, base))
     return whole_tables(config, base).union(head, norms)
@@ -194,8 +194,9 @@ def _check_outputs(matcher: Targeting, base: BaseSpec, findings: Findings) -> No
 
 
 def _check_activation(matcher: Targeting, base: BaseSpec, findings: Findings) -> None:
-    """PEFT switches linears alone on with the invocation. What else it changes acts on all
-    tokens."""
+    """Refuses what an activated LoRA may not change. PEFT switches linears alone on with the
+    invocation: what else it changes acts on all tokens.
+    """
     key = "alora_invocation_tokens"
     unknown = [i for i in matcher.config.alora_invocation_tokens if i >= base.vocab_size]
     if unknown and not base.is_inferred:

@@ -41,7 +41,9 @@ class Weights(ABC):
         """Identifies the files as they are now, whatever their names."""
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Raises AdapterError `invalid` with every violation of the format."""
+        """Reads the file's header. Raises AdapterError `invalid` with every violation of the
+        format.
+        """
         size = header_size(self._bytes(0, min(PREFIX_BYTES, self.nbytes)), self.nbytes, self.name)
         header = self._bytes(PREFIX_BYTES, PREFIX_BYTES + size)
         return parse_header(header, self.nbytes, self.name)

@@ -72,7 +72,7 @@ def read_floats(raw: Raw, dtype: str) -> npt.NDArray[Any]:
 
 
 def write_floats(values: npt.NDArray[Any], dtype: SlabDtype) -> npt.NDArray[Any]:
-    """`values` in the slab's dtype (bfloat16 as uint16), rounded to nearest, ties to even.
+    """Returns `values` in the slab's dtype (bfloat16 as uint16), rounded to nearest, ties to even.
 
     Finite values too large for the dtype become infinite: see `fits`.
     """
@@ -112,7 +112,7 @@ def convert_into(raw: Raw, dtype: str, out: Raw, slab: SlabDtype) -> None:
 
 
 def _look_up(raw: Raw, dtype: str, out: Raw, slab: SlabDtype) -> None:
-    """Numbers of 16 bits one by one, those of 8 bits in pairs."""
+    """Converts numbers by a table: of 16 bits one by one, of 8 bits in pairs."""
     table = _table(dtype, slab)
     pairs = len(raw) // 2
     found = out[: pairs * table.itemsize].view(table.dtype)
@@ -164,7 +164,7 @@ class FloatDigest:
         self._sha256 = hashlib.sha256()
 
     def update(self, raw: Raw, dtype: str) -> None:
-        """The next values, in row-major order."""
+        """Adds the next values, in row-major order."""
         for start in range(0, len(raw), _CHUNK_BYTES):
             values = read_floats(raw[start : start + _CHUNK_BYTES], dtype)
             self._sha256.update(write_floats(values, "float32").data)
@@ -174,7 +174,7 @@ class FloatDigest:
 
 
 def float_digest(parts: Iterable[tuple[Raw, str]]) -> str:
-    """`FloatDigest` (hex) of (bytes, dtype) pieces."""
+    """Returns the `FloatDigest` (hex) of (bytes, dtype) pieces."""
     digest = FloatDigest()
     for raw, dtype in parts:
         digest.update(raw, dtype)

@@ -163,14 +163,16 @@ def _tensor(name: str, entry: object, data_start: int, findings: Findings) -> Te
 
 
 def _is_ints(value: object) -> bool:
-    """A list of integers that are not negative (JSON's `true` is not one)."""
+    """Whether a value is a list of integers that are not negative (JSON's `true` is not one)."""
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def _check_tiling(
     tensors: list[TensorInfo], data_start: int, file_bytes: int, file: str, findings: Findings
 ) -> None:
-    """The tensors cover the data section exactly: no gap, no overlap, nothing before or after."""
+    """Checks that the tensors cover the data section exactly: no gap, no overlap, nothing before or
+    after.
+    """
     position = data_start
     for tensor in tensors:
         if tensor.start != position:

@@ -88,7 +88,9 @@ class SlabFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises SlabError (a short file too), or another OSError."""
+        """Opens a slab's file and reads its layout. Raises SlabError (a short file too), or another
+        OSError.
+        """
         self.path = path
         self._hold = hold(path)
         try:

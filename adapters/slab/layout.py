@@ -206,7 +206,9 @@ def widths_of(kind: SiteKind, base: BaseSpec) -> tuple[int, ...]:
 def _matrix(
     offset: int, module: ModuleShape, shape: tuple[int, ...], item_bytes: int
 ) -> PlacedMatrix:
-    """shape: of one expert's."""
+    """Places a module's matrix at an offset of the slab. shape: one expert's, of modules of
+    experts. shape: of one expert's.
+    """
     if module.is_of_experts:
         shape = (module.experts, *shape)
     return PlacedMatrix(offset, shape, math.prod(shape) * item_bytes)

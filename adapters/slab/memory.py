@@ -8,11 +8,12 @@ from loraplex.adapters.manifest import SlabLayout
 
 
 class SlabMemory:
-    """arena: all its bytes. first_extents: for each run of all parts, the number of the arena's
-    extent where it begins."""
+    """The bytes of a slab that lies in runs of an arena's extents. arena: all its bytes.
+    first_extents: for each run of all parts, the number of the arena's extent where it begins.
+    """
 
     def __init__(self, layout: SlabLayout, arena: memoryview, first_extents: Sequence[int]) -> None:
-        """Raises ValueError when they do not fit together."""
+        """Finds each run's place in the arena. Raises ValueError when they do not fit together."""
         runs = layout.all_runs
         if len(first_extents) != len(runs):
             raise ValueError(f"{len(first_extents)} places for {len(runs)} runs")
@@ -42,7 +43,7 @@ class SlabMemory:
         return self._arena[place : place + nbytes]
 
     def clear(self, start: int, end: int) -> None:
-        """Zeros from `start` to `end`, across runs."""
+        """Writes zeros from `start` to `end`, across runs."""
         while start < end:
             run = bisect_right(self._offsets, start) - 1
             stop = min(end, self._offsets[run + 1])

@@ -78,7 +78,9 @@ class SlabTarget(NamedTuple):
         return None
 
     def write(self, first: int, block: Numbers) -> None:
-        """block: rows of the tensor from row `first` on."""
+        """Copies rows of a tensor to their place in the slab. block: rows of the tensor from row
+        `first` on.
+        """
         rows = self.rows
         begin = max(0, -(-(first - rows.start) // rows.step))
         end = min(len(rows), -(-(first + len(block) - rows.start) // rows.step))
@@ -128,7 +130,9 @@ def all_regions(
 
 
 def _region(memory: SlabMemory, placed: PlacedMatrix, item_bytes: int, begin: int = 0) -> Region:
-    """begin: of the part of the slab in which it lies."""
+    """A matrix of the slab as a region to write to. begin: of the part of the slab in which it
+    lies.
+    """
     offset = placed.offset + begin
     raw = np.frombuffer(memory.at(offset, placed.nbytes), np.uint8)
     return Region(offset, raw.view(f"<u{item_bytes}").reshape(placed.shape), [])
@@ -185,8 +189,10 @@ def _of_sites(
 def _a_targets(
     site: SiteLayout, loras: Sequence[_Lora | None], numbers: Numbers, piece: Piece
 ) -> Iterator[SlabTarget]:
-    """numbers: the stacked A, `[a_rank, in]`; of the embedding `[in, a_rank]`; of experts
-    `[experts, a_rank, in]`. piece: of the inputs, what goes where."""
+    """Lists where a shard's part of each A goes. numbers: the stacked A, `[a_rank, in]`; of the
+    embedding `[in, a_rank]`; of experts `[experts, a_rank, in]`. piece: of the inputs, what goes
+    where.
+    """
     of_embedding = site.kind == "embed_tokens"
     numbers = (numbers.T if of_embedding else numbers)[..., piece.target]
     begin = 0
@@ -208,8 +214,9 @@ def _a_targets(
 
 
 def _b_targets(lora: _Lora, numbers: Numbers, piece: Piece) -> Iterator[SlabTarget]:
-    """numbers: `[out, rank]`; of experts `[experts, out, rank]`. piece: of the outputs, what goes
-    where."""
+    """Lists where a shard's part of a B goes. numbers: `[out, rank]`; of experts `[experts, out,
+    rank]`. piece: of the outputs, what goes where.
+    """
     source, numbers = piece.source, numbers[..., piece.target, :]
     if isinstance(lora, ModuleLora):
         yield SlabTarget(lora.b, numbers, _rows(lora.b)[source])
@@ -231,7 +238,9 @@ def _b_targets(lora: _Lora, numbers: Numbers, piece: Piece) -> Iterator[SlabTarg
 def _table_targets(
     table: OwnTable, numbers: Numbers, vocab: int, shard: Shard
 ) -> Iterator[SlabTarget]:
-    """numbers: `[rows, hidden]`, of the tokens whose rows a shard has."""
+    """Lists where a shard's rows of an adapter's own table go. numbers: `[rows, hidden]`, of the
+    tokens whose rows a shard has.
+    """
     if table.ids:
         rows = _runs(rows_of_shard(table.ids, vocab, shard))
         yield from _side_by_side(((table.tensor, run) for run in rows), numbers)
@@ -295,7 +304,9 @@ def _vector_targets(
     base: BaseSpec,
     shard: Shard,
 ) -> Iterator[SlabTarget]:
-    """rows: of each projection. numbers: of all of them, side by side."""
+    """Lists where a shard's part of biases or other vectors goes. rows: of each projection.
+    numbers: of all of them, side by side.
+    """
     places = np.split(numbers, np.cumsum(widths_of(kind, base))[:-1], 1)
     for projection, (tensors, place) in enumerate(zip(rows, places, strict=True)):
         for piece in base.of_site(kind, projection).outputs(shard):
@@ -305,7 +316,9 @@ def _vector_targets(
 
 
 def _stacked_a(lora: StackedLora, numbers: Numbers, inputs: slice) -> SlabTarget:
-    """numbers: `[experts, rank, in]`, nothing between its experts."""
+    """The place of the A of an adapter with stacked experts. numbers: `[experts, rank, in]`,
+    nothing between its experts.
+    """
     if lora.is_swapped:
         return SlabTarget(lora.b, numbers.transpose(2, 1, 0), _rows(lora.b)[inputs])
     return SlabTarget(lora.a, numbers.reshape(-1, numbers.shape[-1]), _rows(lora.a), inputs)
@@ -388,7 +401,7 @@ class _Packer:
             self._findings.add("overflow", tensor.name, message)
 
     def _copy(self, tensor: TensorInfo, out: Raw) -> None:
-        """The slab has the same numbers in the same order."""
+        """Copies a tensor of which the slab has the same numbers in the same order."""
         number_bytes = DTYPE_BYTES[tensor.dtype]
         end = 0
         for position, nbytes in _pieces(tensor):
@@ -396,8 +409,9 @@ class _Packer:
             self._piece(tensor, position, nbytes, out[start:end])
 
     def _row_blocks(self, tensor: TensorInfo, factor: float) -> Iterator[tuple[int, Numbers]]:
-        """The number of a first row, and it with some that follow: whole rows, `[rows, columns]`,
-        as the slab has their numbers. They mean nothing once the next are asked for."""
+        """Yields a first row's number, and the row with some that follow: whole rows, `[rows,
+        columns]`, as the slab has their numbers. They mean nothing once the next are asked for.
+        """
         columns = math.prod(tensor.shape[1:])
         row_bytes = columns * self._item_bytes
         number_bytes = DTYPE_BYTES[tensor.dtype]
@@ -417,7 +431,9 @@ class _Packer:
     def _piece(
         self, tensor: TensorInfo, position: int, nbytes: int, written: Raw, factor: float = 1.0
     ) -> None:
-        """Numbers that need no change are read to where they belong."""
+        """Reads and converts a piece of a tensor. Numbers that need no change are read to where
+        they belong.
+        """
         dtype = tensor.dtype
         same = dtype == STORED_AS[self._dtype] and factor == 1
         piece = written if same else self._read[:nbytes]
@@ -451,8 +467,9 @@ class Unpacked:
         damaged: Callable[[], AdapterError],
         held: ExitStack,
     ) -> None:
-        """check: a new one for each reading. damaged: called when one does not hold. held: closed
-        with this."""
+        """Takes what packing one adapter needs; nothing is read yet. check: a new one for each
+        reading. damaged: called when one does not hold. held: closed with this.
+        """
         self.layout = layout
         self._weights = weights
         self._adapter = adapter

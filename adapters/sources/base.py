@@ -55,7 +55,9 @@ class Source(Protocol):
 
 
 class RemoteFile(NamedTuple):
-    """tag: what the server says changes whenever the content does (an ETag)."""
+    """A file at a source, before it is fetched. tag: what the server says changes whenever the
+    content does (an ETag).
+    """
 
     tag: str
     size: int

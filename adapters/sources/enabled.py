@@ -60,7 +60,7 @@ def _require(condition: object, message: str) -> None:
 
 
 def _s3(buckets: Sequence[str]) -> Source:
-    """Imported when it is wanted: boto3 is an extra."""
+    """Makes the source for S3. It is imported when it is wanted: boto3 is an extra."""
     try:
         from loraplex.adapters.sources.s3 import S3Source
     except ModuleNotFoundError as error:

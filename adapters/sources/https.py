@@ -51,7 +51,8 @@ def look_up(host: str, port: int) -> Sequence[str]:
 
 
 class HttpsSource(PinnedSource):
-    """hosts: `host` = port 443 at public addresses; `host:port` = that port, at any address.
+    """Fetches adapters from web servers. hosts: `host` = port 443 at public addresses; `host:port`
+    = that port, at any address.
 
     timeout_s: to connect, and between two reads. certificates: None = the system's and certifi's.
     """
@@ -163,7 +164,7 @@ class HttpsSource(PinnedSource):
         raise unreachable(ref)
 
     def _addresses(self, ref: AdapterRef, host: str, port: int) -> Sequence[str]:
-        """Judged; at most a few."""
+        """Looks up a host's addresses: judged, and at most a few."""
         try:
             addresses = self._lookup(host, port)
         except (OSError, UnicodeError):
@@ -200,7 +201,9 @@ def _is_public(text: str) -> bool:
 
 
 def _check_answer(answer: httpx.Response, ref: AdapterRef) -> None:
-    """Raises AdapterError unless it is a plain answer."""
+    """Checks a server's answer before its body is read. Raises AdapterError unless it is a plain
+    answer.
+    """
     if answer.is_redirect:
         raise AdapterError("not_found", f"{shown_name(ref)} is a redirect, which is not followed")
     if answer.status_code not in (200, 206):
@@ -219,6 +222,6 @@ def _remote_file(answer: httpx.Response, name: str) -> RemoteFile:
 
 
 def _tag(answer: httpx.Response) -> str:
-    """A weak ETag says nothing of bytes."""
+    """The tag of an answer's file. A weak ETag says nothing of bytes."""
     etag = str(answer.headers.get("etag", ""))
     return etag if etag.startswith('"') else str(answer.headers.get("last-modified", ""))

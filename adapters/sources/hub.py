@@ -40,7 +40,8 @@ _MAX_RETRY_S = 300.0
 
 
 class HubSource:
-    """endpoint: None = the library's own (`HF_ENDPOINT`). owners: those allowed; none = all.
+    """Fetches adapters from the Hugging Face Hub. endpoint: None = the library's own
+    (`HF_ENDPOINT`). owners: those allowed; none = all.
 
     Without a token calls are anonymous: credentials stored on this machine are not used.
     """
@@ -58,7 +59,9 @@ class HubSource:
         self._timeout_s = timeout_s
 
     def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
-        """Pinned to a commit. Always asks the Hub, so it proves that this caller may read it."""
+        """Pins a reference to a commit. Always asks the Hub, so it proves that this caller may read
+        it.
+        """
         check_token(token)
         info = self._info(ref, token, files=False)
         pinned = AdapterRef("hub", ref.name, info.sha)
@@ -144,7 +147,9 @@ class HubSource:
     def _open(
         self, ref: AdapterRef, location: str, token: str | None, offset: int
     ) -> Iterator[Stream]:
-        """location: of the Hub, or of a storage that is shown no credential."""
+        """Opens a file's stream at an offset. location: of the Hub, or of a storage that is shown
+        no credential.
+        """
         own = urlsplit(location).netloc == urlsplit(self._api.endpoint).netloc
         headers = build_hf_headers(token=(token or False) if own else False)
         headers["accept-encoding"] = "identity"
@@ -205,7 +210,9 @@ def _refusal(name: str, error: Exception, has_token: bool) -> AdapterError:
 
 
 def _missing(name: str, error: RepositoryNotFoundError, has_token: bool) -> AdapterError:
-    """The Hub answers 401 for whatever an anonymous caller may not see."""
+    """The error for a file that is missing. The Hub answers 401 for whatever an anonymous caller
+    may not see.
+    """
     if error.response.status_code == 401 and has_token:
         return AdapterError("unauthorized", f"the Hub does not accept the token given for {name}")
     hint = "this token cannot read it" if has_token else "it needs a token"

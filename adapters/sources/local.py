@@ -28,13 +28,17 @@ _OF_TARGET = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class LocalSource:
-    """roots: adapter folders, or folders under which adapters lie; none = no local adapters."""
+    """Serves adapters from folders of this machine. roots: adapter folders, or folders under which
+    adapters lie; none = no local adapters.
+    """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = tuple(Path(os.path.realpath(Path(root).expanduser())) for root in roots)
 
     def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
-        """Pinned by the folder's fingerprint: names, identities, sizes and times of its files."""
+        """Pins a reference by the folder's fingerprint: names, identities, sizes and times of its
+        files.
+        """
         folder = self._folder(ref)
         fingerprint = _fingerprint(self._stat_files(folder, ref))
         if ref.revision is not None and ref.revision != fingerprint:
@@ -105,7 +109,7 @@ class LocalSource:
 
     @contextmanager
     def _open(self, path: Path, ref: AdapterRef) -> Iterator[int]:
-        """Its file descriptor, of a regular file."""
+        """Opens a regular file and gives its descriptor."""
         with _source_errors(ref):
             real = Path(os.path.realpath(path))
             root = next((root for root in self._roots if real.is_relative_to(root)), None)
@@ -164,7 +168,9 @@ def _fingerprint(files: dict[str, os.stat_result]) -> str:
 
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:
-    """Tools that copy a folder set the modification time back; nobody can set the change time."""
+    """Facts that identify a file's content. Tools that copy a folder set the modification time
+    back; nobody can set the change time.
+    """
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 

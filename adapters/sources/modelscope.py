@@ -49,7 +49,9 @@ class _Files(msgspec.Struct, rename="pascal"):
 
 
 class _Listing(msgspec.Struct, rename="pascal"):
-    """code: 200, or what is wrong, under an HTTP status that may be 200 all the same."""
+    """ModelScope's answer to a request for a list of files. code: 200, or what is wrong, under an
+    HTTP status that may be 200 all the same.
+    """
 
     code: int
     data: _Files | None = None
@@ -59,8 +61,9 @@ _read_listing = msgspec.json.Decoder(_Listing).decode
 
 
 class ModelScopeSource(PinnedSource):
-    """owners: those allowed; `*` = all. endpoint: of the hub. timeout_s: to connect, and between
-    two reads."""
+    """Fetches adapters from ModelScope. owners: those allowed; `*` = all. endpoint: of the hub.
+    timeout_s: to connect, and between two reads.
+    """
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class ModelScopeSource(PinnedSource):
 
     @contextmanager
     def _open(self, ref: AdapterRef, name: str, file: RemoteFile, offset: int) -> Iterator[Stream]:
-        """A file that has a commit for its tag is that commit's."""
+        """Opens a file. One that has a commit for its tag is that commit's."""
         is_commit = _COMMIT.fullmatch(file.tag) is not None
         params = {"Revision": file.tag if is_commit else pin_of(ref).label, "FilePath": name}
         headers = {"range": f"bytes={offset}-"} if offset else {}
@@ -127,7 +130,7 @@ class ModelScopeSource(PinnedSource):
     def _request(
         self, ref: AdapterRef, route: str, params: Mapping[str, str], headers: Mapping[str, str]
     ) -> Iterator[httpx.Response]:
-        """Follows the hub to its storage, never from HTTPS to less."""
+        """Sends a request. Follows the hub to its storage, never from HTTPS to less."""
         url = self._api.join(f"{ref.name}/{route}").copy_merge_params(dict(params))
         try:
             for _ in range(_MAX_REDIRECTS + 1):

@@ -15,7 +15,9 @@ _BROKEN_RETRY_S = 0.5
 
 
 class Stream(NamedTuple):
-    """start: the offset that the first chunk has in the file."""
+    """The bytes of a file from an offset on. start: the offset that the first chunk has in the
+    file.
+    """
 
     start: int
     chunks: Iterable[bytes]

@@ -54,7 +54,8 @@ _OF_REGION = frozenset({"PermanentRedirect", "AuthorizationHeaderMalformed"})
 
 
 class S3Source(PinnedSource):
-    """buckets: those that may be read, all others are refused. endpoint: None = boto3's own.
+    """Fetches adapters from S3 buckets. buckets: those that may be read, all others are refused.
+    endpoint: None = boto3's own.
 
     timeout_s: to connect, and between two reads.
     """

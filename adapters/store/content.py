@@ -51,10 +51,12 @@ _MANIFEST_FILE = "manifest.json"
 
 
 class Contents:
-    """Thread-safe, and so are several processes with one folder."""
+    """Adapters' contents in a folder. Thread-safe, and so are several processes with one folder."""
 
     def __init__(self, folder: Path, syncing: Executor | None) -> None:
-        """syncing: threads that wait for the disk; None = callers wait themselves."""
+        """Keeps adapters' contents in a folder. syncing: threads that wait for the disk; None =
+        callers wait themselves.
+        """
         self._folder = folder
         boot = boot_id()
         self._syncing = syncing if boot else None

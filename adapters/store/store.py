@@ -88,12 +88,12 @@ _MAX_ALLOWED = 65_536
 
 
 class AdapterStore:
-    """Adapters for one base model under `root`.
+    """Fetches, judges and keeps adapters. Adapters for one base model under `root`.
 
-    sources: those that references may name; others are refused. clock: monotonic seconds.
-    syncing: a thread that waits for the disk, so that nobody who wants an adapter does; None = it
-    is waited for before `admit` returns. judging: how many are judged at once; it takes a core.
-    Every method raises AdapterError when the adapter cannot be had.
+    sources: those that references may name; others are refused. clock: monotonic seconds. syncing:
+    a thread that waits for the disk, so that nobody who wants an adapter does; None = it is waited
+    for before `admit` returns. judging: how many are judged at once; it takes a core. Every method
+    raises AdapterError when the adapter cannot be had.
     """
 
     def __init__(
@@ -291,7 +291,8 @@ class AdapterStore:
         return manifest
 
     def _fetch(self, source: Source, ref: AdapterRef, token: str | None, folder: Path) -> int:
-        """Small files first: most of what cannot be served is known before the weights come.
+        """Fetches an adapter's files. Small files come first: most of what cannot be served is
+        known before the weights come.
 
         Returns the bytes of all files.
         """
@@ -338,7 +339,9 @@ class AdapterStore:
             folder.mkdir(parents=True, exist_ok=True)
 
     def _folder_for(self, ref: AdapterRef) -> AbstractContextManager[Path]:
-        """Folders are copied; what comes over a network goes on where it broke off."""
+        """Opens the folder to fetch to. Folders are copied; what comes over a network goes on where
+        it broke off.
+        """
         if ref.source == "local":
             return unfinished_folder(self._unfinished)
         return resumable_folder(self._unfinished, format_ref(ref))
@@ -424,7 +427,8 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class References:
-    """A file each in `folder`, some 65,536 at most; those that were put in first go. Thread-safe.
+    """Remembers the digests of pinned references. A file each in `folder`, some 65,536 at most;
+    those that were put in first go. Thread-safe.
 
     Nothing waits for the disk: what a crash takes away is looked up again.
     """
@@ -465,11 +469,13 @@ class References:
 
 
 class Quota:
-    """`max_bytes` for what lies in `folders`, and never more than the disk has. Thread-safe.
+    """Keeps the store's folders within a size.
+
+    The size is at most `max_bytes` for what lies in `folders`, and never more than the disk has.
+    Thread-safe.
 
     What another holds (`loraplex.adapters.common.disk.hold`) stays, even if the quota is exceeded
-    for a while.
-    spare: what lies there is not counted, and goes first when the disk has no room.
+    for a while. spare: what lies there is not counted, and goes first when the disk has no room.
     """
 
     def __init__(self, max_bytes: int, folders: Sequence[Path], spare: Path) -> None:
@@ -481,7 +487,9 @@ class Quota:
         self._sizes: dict[tuple[str, int], int] = {}
 
     def check(self, nbytes: int) -> None:
-        """Raises AdapterError when the disk has no room for `nbytes`, whatever were removed."""
+        """Checks that a file can be stored at all. Raises AdapterError when the disk has no room
+        for `nbytes`, whatever were removed.
+        """
         shortage = self._shortage(nbytes)
         if shortage > 0 and shortage > stored_bytes(self._folders + self._spare):
             tell_of_disk(self._folders[0], f"{shortage} bytes more would have to be free", "full")
@@ -520,7 +528,9 @@ class Quota:
 
 
 class Slabs:
-    """folder: of the files. unfinished: for those that are being written."""
+    """Keeps files of slabs in a folder. folder: of the files. unfinished: for those that are being
+    written.
+    """
 
     def __init__(self, folder: Path, unfinished: Path, base: BaseSpec, quota: Quota) -> None:
         self._folder = folder

@@ -74,8 +74,11 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str]) -> int:
-    """The exit code: 0 if every line has an answer; with --strict, if none failed. Raises
-    BatchError, KeyboardInterrupt, and what `serve` raises."""
+    """Runs a batch. Returns the exit code: 0 if every line has an answer; with --strict, if none
+    failed.
+
+    Raises BatchError, KeyboardInterrupt, and what `serve` raises.
+    """
     from loraplex.router.lines.index import BatchInput
     from loraplex.router.lines.journal import Journal
 
@@ -134,7 +137,7 @@ def _files(arguments: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def _plan(arguments: argparse.Namespace, api_key: str) -> "BatchPlan":
-    """Raises OptionError."""
+    """Makes the plan of a batch from the command's arguments. Raises OptionError."""
     from loraplex.launcher.batch.job import BatchPlan
 
     if not api_key.isascii():

@@ -109,7 +109,9 @@ class BatchJob:
             self._progress.show(time.monotonic())
 
     async def _caller(self, trusted: ssl.SSLContext) -> None:
-        """Another caller's failure stops this one after its line."""
+        """Sends lines, one after the other. Another caller's failure stops this one
+        after its line.
+        """
         try:
             async with self._client(trusted) as http:
                 while (place := await self._next()) is not None:
@@ -150,7 +152,10 @@ class BatchJob:
 
 
 async def _check_server(http: httpx.AsyncClient) -> None:
-    """Raises BatchError, before every line fails in the same way. Not all servers list models."""
+    """Checks that the server answers and takes the key. Not all servers list models.
+
+    Raises BatchError, before every line fails in the same way.
+    """
     try:
         answer = await http.get("/v1/models", timeout=_CHECK_S)
     except httpx.RequestError as error:
@@ -162,7 +167,9 @@ async def _check_server(http: httpx.AsyncClient) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Another attempt may help. outcome: if it is the last. status: None = there was no answer."""
+    """A line's attempt without a good answer. Another attempt may help. outcome: if it is the last.
+    status: None = there was no answer.
+    """
 
     outcome: Outcome
     why: str

@@ -8,7 +8,9 @@ _LOG_S = 10.0
 
 
 class Progress:
-    """total, done, failed: lines of the input; of earlier runs, too. Times are in seconds."""
+    """Counts a batch's lines for its progress report. total, done, failed: lines of the input; of
+    earlier runs, too. Times are in seconds.
+    """
 
     def __init__(self, screen: TextIO, total: int, done: int, failed: int) -> None:
         self._screen = screen
@@ -30,11 +32,11 @@ class Progress:
         return _TERMINAL_S if self._screen.isatty() else _LOG_S
 
     def begin(self, now: float) -> None:
-        """The server is ready."""
+        """Notes that the server is ready."""
         self._started = now
 
     def count(self, failure: str) -> None:
-        """One more line has an answer. failure: its kind; "" = none."""
+        """Counts a line that has an answer. failure: its kind; "" = none."""
         self.done += 1
         self.failed += failure != ""
         if failure:
@@ -45,7 +47,7 @@ class Progress:
         self._write(f"\r{text}\x1b[K" if self._screen.isatty() else f"loraplex: {text}\n")
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Writes a line that stays."""
         begin, end = ("\r", "\x1b[K") if self._screen.isatty() else ("", "")
         self._write(f"{begin}loraplex: {text}{end}\n")
 

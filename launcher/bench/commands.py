@@ -195,7 +195,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 def run_serve(arguments: argparse.Namespace) -> None:
-    """Raises OptionError, BenchError."""
+    """Runs `bench serve`. Raises OptionError, BenchError."""
     from loraplex.launcher.bench.load.serve import run_load
     from loraplex.launcher.bench.report import Slo, summarise, table, why_none
 
@@ -345,7 +345,7 @@ def _sampling(text: str) -> SamplingParams:
 
 
 def run_decode(arguments: argparse.Namespace) -> None:
-    """Raises OptionError, BenchError."""
+    """Runs `bench decode`. Raises OptionError, BenchError."""
     from loraplex.launcher.bench.engine.grid import SHORT_OUTPUT, decode
 
     if arguments.output_tokens <= SHORT_OUTPUT:
@@ -354,7 +354,7 @@ def run_decode(arguments: argparse.Namespace) -> None:
 
 
 def run_prefill(arguments: argparse.Namespace) -> None:
-    """Raises OptionError, BenchError."""
+    """Runs `bench prefill`. Raises OptionError, BenchError."""
     from loraplex.launcher.bench.engine.grid import prefill
 
     print_points(prefill(grid_of(arguments)), arguments.json)

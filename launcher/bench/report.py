@@ -61,7 +61,9 @@ class Outcome:
 
 
 def percentile(values: Sequence[float], p: float) -> float:
-    """Linear interpolation between order statistics; NaN without values."""
+    """Computes a percentile by linear interpolation between order statistics; NaN
+    without values.
+    """
     if not values:
         return float("nan")
     ordered = sorted(values)
@@ -76,8 +78,9 @@ def milliseconds(values: Sequence[float]) -> dict[str, float]:
 
 
 def latencies(outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """Milliseconds over complete requests: time to the first token, gaps between events, a
-    request's mean gap between tokens, time to the end."""
+    """Summarises latencies. Milliseconds over complete requests: time to the first token, gaps
+    between events, a request's mean gap between tokens, time to the end.
+    """
     done = [outcome for outcome in outcomes if outcome.error is None and outcome.token_s]
     token_gaps = [gap for outcome in done if (gap := outcome.token_gap_s) is not None]
     return {

@@ -57,7 +57,9 @@ PACK_ARENA_BYTES = 1 << 30
 
 
 def run(arguments: argparse.Namespace, cache_dir: str) -> int:
-    """The exit code. Raises AdapterError for what is not a list of violations, OptionError."""
+    """Runs a command about adapters. The exit code. Raises AdapterError for what is not a list of
+    violations, OptionError.
+    """
     try:
         return _report(arguments, _carry_out(arguments, Path(cache_dir)), 0)
     except (CheckpointError, ModelError) as error:
@@ -199,7 +201,7 @@ def _store(text: str, cache_dir: Path, base: BaseSpec, limits: AdapterLimits) ->
 
 
 def _sources(ref: AdapterRef) -> dict[RefSource, Source]:
-    """Whoever types a command may read what it names."""
+    """The sources that a command may read: whoever types a command may read what it names."""
     place = ref.name.partition("/")[0]
     return open_sources(
         roots=[Path(path_of_local(ref.name)).parent] if ref.source == "local" else [],

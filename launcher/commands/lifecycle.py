@@ -30,7 +30,7 @@ ACTIONS = {
 
 
 def _finite(text: str) -> float:
-    """JSON has no other."""
+    """Reads a finite number, as JSON has no other."""
     try:
         number = float(text)
     except ValueError:
@@ -109,7 +109,11 @@ def _version(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace, admin_key: str, token: str | None = None) -> int:
-    """The exit code: 1 if anything failed; the rest was done. Raises OptionError."""
+    """Runs a command about adapters. Returns the exit code: 1 if anything failed; the rest was
+    done.
+
+    Raises OptionError.
+    """
     if arguments.action == "rollout":
         _check_rollout(arguments)
     code = 0

@@ -51,7 +51,8 @@ _OTHERS = (
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """A folder. files: names of its files. folders: those of its folders that hold adapters.
+    """The files of an adapter to convert. A folder. files: names of its files. folders: those of
+    its folders that hold adapters.
 
     place: the folder's own path, for messages.
     """
@@ -102,7 +103,9 @@ def form_of(names: Sequence[str]) -> Form:
 
 
 def refuse_ready(weights: str, form: Form, config: Mapping[str, object]) -> None:
-    """Raises AdapterError for what PEFT saved as safetensors already."""
+    """Refuses an adapter that needs no conversion. Raises AdapterError for what PEFT saved as
+    safetensors already.
+    """
     if form == "PEFT" and weights == WEIGHTS_FILE and "peft_type" in config:
         raise refusal("nothing to convert: this is PEFT's format already; serve it as it is")
 

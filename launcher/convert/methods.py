@@ -212,7 +212,9 @@ def _check(config: Mapping[str, Any], options: MethodOptions) -> None:
 
 
 def _check_keys(config: Mapping[str, Any]) -> None:
-    """Raises AdapterError for a key that may change the maths in a way that PEFT does not know."""
+    """Checks a config's keys before the conversion. Raises AdapterError for a key that may change
+    the maths in a way that PEFT does not know.
+    """
     if config.get("bias", "none") not in (None, "none"):
         raise refusal(
             f"bias is {shown(config['bias'])}: trained biases beside another method than LoRA are "
@@ -361,7 +363,9 @@ def _with_start(base: Any, config: Mapping[str, Any], initial: Path | None) -> A
 
 
 def _loaded(model: Any, tensors: "dict[str, torch.Tensor]", name: str) -> Any:
-    """Raises AdapterError for tensors that the config does not ask for, and for those that lack."""
+    """Loads an adapter's tensors into a PEFT model and returns it. Raises AdapterError for tensors
+    that the config does not ask for, and for those that lack.
+    """
     from peft import set_peft_model_state_dict
 
     result = set_peft_model_state_dict(model, tensors, name, low_cpu_mem_usage=True)
@@ -436,7 +440,9 @@ def _factored(path: str, change: Matrix, options: MethodOptions) -> NearestProdu
 
 
 def _fit(found: Mapping[str, NearestProduct], options: MethodOptions) -> ConversionLoss:
-    """How much is lost. Raises AdapterError: more than is allowed, or there are no modules."""
+    """Measures the conversion's loss. How much is lost. Raises AdapterError: more than is allowed,
+    or there are no modules.
+    """
     if not found:
         raise refusal("the config targets no module of the base")
     worst = max(found, key=lambda path: found[path].error)

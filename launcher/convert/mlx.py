@@ -57,7 +57,9 @@ def is_mlx_config(config: Mapping[str, Any]) -> bool:
 
 
 def check_kind(config: Mapping[str, Any]) -> None:
-    """Raises AdapterError for what mlx-lm trains besides LoRA."""
+    """Checks that an adapter of mlx-lm is plain LoRA. Raises AdapterError for what mlx-lm trains
+    besides LoRA.
+    """
     kind = config.get("fine_tune_type") or ("dora" if config.get("use_dora") else "lora")
     if kind == "dora":
         raise refusal(
@@ -75,7 +77,9 @@ def check_kind(config: Mapping[str, Any]) -> None:
 def plan_mlx(
     config: Mapping[str, Any], tensors: Sequence[TensorInfo], options: MlxOptions
 ) -> ConversionPlan:
-    """Raises AdapterError for what has no equal in PEFT's format, or is not said by the files."""
+    """Plans how an adapter of mlx-lm becomes one of PEFT. Raises AdapterError for what has no equal
+    in PEFT's format, or is not said by the files.
+    """
     check_kind(config)
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict):
@@ -135,7 +139,7 @@ def _checked(module: _Module) -> _Module:
 
 
 def _check_keys(keys: object, modules: Sequence[_Module]) -> None:
-    """mlx-lm loads no tensor of a module that its config does not name."""
+    """Checks that the config names every module with tensors: mlx-lm loads no tensor of another."""
     if keys is None:
         return
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):

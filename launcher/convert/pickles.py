@@ -89,7 +89,9 @@ def _run(name: str, file: IO[bytes], target: Path, order: UnpickleOrder) -> None
 
 
 def _environment() -> dict[str, str]:
-    """No secret of this process; one thread, whose stack alone counts as memory."""
+    """The environment of the process: no secret of this one; one thread, whose stack alone counts
+    as memory.
+    """
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 
 

@@ -34,7 +34,7 @@ def make_batches(
     metrics: RouterMetrics,
     router_id: str,
 ) -> BatchDesk:
-    """folder: --files-dir."""
+    """Makes the part of the router that runs batches. folder: --files-dir."""
 
     def room_of(tenant: str) -> StorageLimits:
         owner = tenancy.keyring.tenant(tenant)

@@ -17,7 +17,7 @@ _LOST_S = 6.0
 
 
 class Claims:
-    """Claims of this router."""
+    """Claims of this router on batches, so that no other router runs them."""
 
     def __init__(self, store: Store, folder: BatchFolder, router_id: str) -> None:
         self._store = store
@@ -27,7 +27,10 @@ class Claims:
         self._renewed: dict[str, float] = {}
 
     async def take(self, tenant: str, batch_id: str) -> bool:
-        """False = another router has it, or nobody can say who. Raises RequestError of a disk."""
+        """Claims a batch for this router. False = another router has it, or nobody can say who.
+
+        Raises RequestError of a disk.
+        """
         with contextlib.suppress(StoreDown):
             if await self._lease(batch_id):
                 lock = await off_loop(self._folder.lock, tenant, batch_id)
@@ -39,7 +42,7 @@ class Claims:
         return False
 
     async def renew(self, batch_id: str) -> bool:
-        """False = it may be another's by now."""
+        """Renews the claim on a batch. False = it may be another's by now."""
         try:
             if not await self._lease(batch_id):
                 return False

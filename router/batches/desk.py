@@ -32,8 +32,9 @@ from loraplex.router.tenancy.keys import Caller
 
 @dataclass(frozen=True, slots=True)
 class BatchDesk:
-    """room_of: how much a tenant may store. expiry_s: of a batch's files that say none. door: by
-    which lines come in."""
+    """Answers callers' requests about batches. room_of: how much a tenant may store. expiry_s: of a
+    batch's files that say none. door: by which lines come in.
+    """
 
     store: FileStore
     folder: BatchFolder
@@ -119,7 +120,9 @@ class BatchDesk:
         return await self._shown(await self._state(caller, batch_id))
 
     async def cancel(self, caller: Caller, batch_id: str) -> BatchObject:
-        """Raises RequestError (conflict) for one that is over."""
+        """Asks for the end of a batch. Its lines in flight may still end. Raises RequestError
+        (conflict) for one that is over.
+        """
         state = await self._state(caller, batch_id)
         if state.is_over or state.end is not None:
             raise RequestError("conflict", f"{batch_id} is {state.status}: nothing is left to stop")
@@ -149,7 +152,7 @@ def _ends(ids: list[str]) -> tuple[str | None, str | None]:
 
 @asynccontextmanager
 async def running_batches(desk: BatchDesk | None, background: Background) -> AsyncIterator[None]:
-    """While inside."""
+    """Runs batches while inside."""
     if desk is None:
         yield
         return

@@ -11,7 +11,7 @@ _GROUP = "batch-routers"
 
 
 class RouterNote(msgspec.Struct, frozen=True, array_like=True):
-    """folder: the id that is kept in it."""
+    """A router's note to the others about its batches. folder: the id that is kept in it."""
 
     folder: str
     live: bool
@@ -22,7 +22,9 @@ _decode = msgspec.msgpack.Decoder(RouterNote).decode
 
 
 class FleetView:
-    """others: what other routers said last. is_shared: whether there can be others."""
+    """Other routers' notes about batches. others: what other routers said last. is_shared: whether
+    there can be others.
+    """
 
     def __init__(self, store: Store, router_id: str, is_shared: bool) -> None:
         self._store = store
@@ -39,7 +41,9 @@ class FleetView:
         return any(note.folder != folder for note in self._others)
 
     async def tell(self, note: RouterNote) -> None:
-        """And hears of the others. While the store is away all is as it was."""
+        """Sends a note to the other routers, and reads theirs. While the store is away all is as it
+        was.
+        """
         if not self._is_shared:
             return
         with contextlib.suppress(StoreDown):

@@ -29,7 +29,7 @@ _read_state = msgspec.json.Decoder(BatchState).decode
 
 
 class BatchFolder:
-    """Raises OSError."""
+    """Keeps the batches of all tenants on disk. Raises OSError."""
 
     def __init__(self, root: Path, store: FileStore) -> None:
         self._open = root / "open"
@@ -45,14 +45,14 @@ class BatchFolder:
         return None if note is None else _read_state(note)
 
     def get(self, tenant: str, batch_id: str) -> BatchState:
-        """Raises RequestError (batch_not_found)."""
+        """Returns a tenant's batch. Raises RequestError (batch_not_found)."""
         found = self.find(tenant, batch_id)
         if found is None:
             raise RequestError("batch_not_found", f"no batch {batch_id[:80]!r}")
         return found
 
     def create(self, state: BatchState) -> None:
-        """Raises RequestError when too many are open."""
+        """Stores a new batch. Raises RequestError when too many are open."""
         tenant = state.tenant
         count = sum(owner == tenant for owner, _ in self.open_batches())
         if count >= MAX_OPEN:
@@ -69,14 +69,14 @@ class BatchFolder:
         write_whole(path, msgspec.json.encode(state), durable)
 
     def end(self, state: BatchState) -> None:
-        """It is over: nobody runs it again."""
+        """Notes that a batch is over: nobody runs it again."""
         self.save(state)
         (self._open / state.id).unlink(missing_ok=True)
         for ending in _ENDINGS[1:]:
             self._path(state.tenant, state.id, ending).unlink(missing_ok=True)
 
     def open_batches(self) -> list[tuple[str, str]]:
-        """Tenant and id, the oldest first."""
+        """Lists the tenant and id of each open batch, the oldest first."""
         found = []
         for batch_id in sorted(names_in(self._open)):
             tenant = read_if_there(self._open / batch_id) if is_id(BATCH_ID, batch_id) else None
@@ -102,7 +102,9 @@ class BatchFolder:
         return {state.input_file_id for state in states if state is not None and not state.is_over}
 
     def ask_cancel(self, tenant: str, batch_id: str, now: int) -> int:
-        """When it was first asked for."""
+        """Notes that a batch is to be cancelled. Returns when that was first asked for (Unix
+        seconds).
+        """
         path = self._path(tenant, batch_id, _CANCEL)
         there = self.cancel_asked(tenant, batch_id)
         if there is None:

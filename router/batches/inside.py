@@ -12,7 +12,7 @@ _NAME = "loraplex-batch"
 
 
 class InsideAnswer(msgspec.Struct, frozen=True):
-    """retry_after_s: None = the header is not there."""
+    """The router's answer to a line. retry_after_s: None = the header is not there."""
 
     status: int
     request_id: str | None
@@ -21,12 +21,16 @@ class InsideAnswer(msgspec.Struct, frozen=True):
 
 
 class InsideDoor:
-    """app: the router's, with its edge; there once it is built."""
+    """Sends lines of batches through the router as HTTP requests. app: the router's, with its edge;
+    there once it is built.
+    """
 
     app: ASGIApp
 
     async def ask(self, path: str, body: bytes, authorization: str, **state: Any) -> InsideAnswer:
-        """authorization: the header; "" = without one. state: for the route, in `request.state`."""
+        """Sends one line through the router and returns the answer. authorization: the header; "" =
+        without one. state: for the route, in `request.state`.
+        """
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Message] = []
 

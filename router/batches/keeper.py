@@ -31,8 +31,10 @@ _QUIET_S = 1.0
 
 
 class BatchKeeper:
-    """live: when the last live request was there, on the loop's clock; now if one is. draining:
-    whether the router is being stopped. stop_s: for lines in flight, then."""
+    """Starts, resumes and ends the batches of this router. live: when the last live request was
+    there, on the loop's clock; now if one is. draining: whether the router is being stopped.
+    stop_s: for lines in flight, then.
+    """
 
     def __init__(
         self,
@@ -77,20 +79,20 @@ class BatchKeeper:
         return len(self._runs)
 
     def wake(self) -> None:
-        """A batch was made, or its end asked for."""
+        """Looks for work at once: a batch was made, or its end asked for."""
         self._woken.set()
 
     def state(self, batch_id: str) -> BatchState | None:
-        """As it is now, of a batch that runs here."""
+        """The present state of a batch that runs here."""
         run = self._runs.get(batch_id)
         return None if run is None else run.state
 
     async def open(self) -> None:
-        """Raises RequestError of the disk."""
+        """Finds the folder's id. Raises RequestError of the disk."""
         self._folder_id = await off_loop(folder_id, self._parts.store.root)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs batches until cancelled."""
         looked = swept = 0.0
         while True:
             now = asyncio.get_running_loop().time()
@@ -181,7 +183,7 @@ class BatchKeeper:
         self.stored = StoredAmount(files, nbytes)
 
     async def close(self) -> None:
-        """Lines in flight have a moment; what they leave is run again later."""
+        """Stops the runs. Lines in flight have a moment; what they leave is run again later."""
         for run in self._runs.values():
             run.drain()
         if self._tasks:

@@ -5,7 +5,9 @@ from collections import Counter
 
 
 class RowShares:
-    """alone, beside_live: rows of all batches together. live: whether live requests run now."""
+    """Shares the rows that batches may use among their tenants. alone, beside_live: rows of all
+    batches together. live: whether live requests run now.
+    """
 
     def __init__(self, alone: int, beside_live: int) -> None:
         self.live = False
@@ -23,7 +25,7 @@ class RowShares:
         return self._rows.total()
 
     def join(self, tenant: str) -> None:
-        """One more batch of it has lines to run."""
+        """Notes that one more batch of a tenant has lines to run."""
         self._batches[tenant] += 1
 
     def leave(self, tenant: str) -> None:
@@ -31,7 +33,10 @@ class RowShares:
         self._batches += Counter()  # without zeros
 
     def has_room(self, tenant: str, rows: int) -> bool:
-        """For so many more. A line of more rows than may run at all runs alone."""
+        """Whether so many more sequences of a tenant may begin.
+
+        A line of more rows than may run at all runs alone.
+        """
         most, running = self.most, self.running
         if not running:
             return most > 0

@@ -77,7 +77,7 @@ class BatchParts:
     gates: set[Gate] = field(default_factory=set)
 
     def wake_all(self) -> None:
-        """Every batch looks for room again."""
+        """Lets every batch look for room again."""
         for gate in self.gates:
             gate.wake()
 
@@ -100,7 +100,7 @@ class _UnusableInputError(Exception):
 
 
 class BatchRun:
-    """state: as it was last noted or counted."""
+    """Runs one batch to its end. state: as it was last noted or counted."""
 
     def __init__(self, state: BatchState, parts: BatchParts) -> None:
         self.state = state
@@ -116,7 +116,9 @@ class BatchRun:
         self._fault: Exception | None = None
 
     async def run(self) -> None:
-        """Until it is over or `leave`. Raises OSError, BatchError and RequestError of a disk."""
+        """Runs the batch until it is over or `leave`. Raises OSError, BatchError and RequestError
+        of a disk.
+        """
         if self.state.end is not None:
             await self._finalize(self.state.end)
             return
@@ -141,7 +143,9 @@ class BatchRun:
         self._gate.stop()
 
     def leave(self) -> None:
-        """Another router, or a later run, goes on: what is in flight is given up."""
+        """Stops the run for another router, or a later run, which goes on: what is in flight is
+        given up.
+        """
         self._halt("left")
 
     def _halt(self, how: Stop) -> None:
@@ -152,7 +156,7 @@ class BatchRun:
             line.cancel()
 
     def _read_input(self) -> BatchInput:
-        """Raises _UnusableInputError."""
+        """Opens the batch's input file. Raises _UnusableInputError."""
         path = self._parts.store.content(self.state.tenant, self.state.input_file_id)
         rules = LineRules(
             (self.state.endpoint,), self._parts.rules.max_bytes, self._parts.rules.max_lines
@@ -195,7 +199,7 @@ class BatchRun:
     # Lines
 
     async def _send_all(self, source: BatchInput, journal: Journal) -> None:
-        """Each line as soon as there is room for it, in the order of adapters."""
+        """Sends each line as soon as there is room for it, in the order of adapters."""
         self._parts.rows.join(self.state.tenant)
         self._parts.gates.add(self._gate)
         try:
@@ -216,7 +220,7 @@ class BatchRun:
             self._parts.wake_all()
 
     async def _send(self, source: BatchInput, journal: Journal, place: int) -> bool:
-        """False = the batch stops."""
+        """Sends one line once it has room. False = the batch stops."""
         said = await off_loop(source.read, place)
         group = source.groups[place]
         name = record_id(place + 1, source.mark(place))
@@ -237,7 +241,7 @@ class BatchRun:
     async def _line(
         self, line: BatchRequest, group: int, write: Callable[[Outcome], Awaitable[None]]
     ) -> None:
-        """From its first room to its answer."""
+        """Carries out one line, from its first room to its answer."""
         try:
             outcome = await self._answer(line)
             if outcome is not None:
@@ -251,7 +255,10 @@ class BatchRun:
             self._parts.wake_all()
 
     async def _answer(self, line: BatchRequest) -> Outcome | None:
-        """None = the batch stops before it has one. The first attempt's room is taken already."""
+        """Sends a line until it has a final answer; None = the batch stops before that.
+
+        The first attempt's room is taken already.
+        """
         attempt, before = 0, self._answers
         while True:
             attempt += 1
@@ -272,7 +279,7 @@ class BatchRun:
             self._take_room(line.rows)
 
     async def _attempt(self, line: BatchRequest) -> InsideAnswer:
-        """Gives its room back."""
+        """Sends the line once, and gives its room back."""
         parts, state = self._parts, self.state
         authorization = parts.voucher(state.tenant, state.key_id)
         try:
@@ -297,7 +304,7 @@ class BatchRun:
     async def _write(
         self, journal: Journal, place: int, name: str, custom_id: str | None, outcome: Outcome
     ) -> None:
-        """It is written to the end, even if the line is given up meanwhile."""
+        """Writes a line's outcome to the end, even if the line is given up meanwhile."""
         record = record_of(name, custom_id, outcome)
         writing = asyncio.ensure_future(self._append(journal, place, record))
         try:
@@ -323,7 +330,10 @@ class BatchRun:
             await self._check_storage()
 
     async def _check_storage(self) -> None:
-        """A tenant whose files are full gets no more of them. Raises RequestError of the disk."""
+        """Checks the tenant's storage: one whose files are full gets no more of them.
+
+        Raises RequestError of the disk.
+        """
         tenant = self.state.tenant
         try:
             await off_loop(self._parts.store.check_room, tenant, self._parts.room_of(tenant), 0, 0)
@@ -334,7 +344,7 @@ class BatchRun:
             asyncio.get_running_loop().call_soon(self._halt, "failed")
 
     def _answer_rest(self, source: BatchInput, journal: Journal, fault: BatchFault) -> None:
-        """Raises BatchError."""
+        """Writes the same fault for all lines without an answer. Raises BatchError."""
         for place in map(int, send_order(source.groups, journal.answered)):
             said = source.read(place)
             name = record_id(place + 1, source.mark(place))
@@ -355,7 +365,7 @@ class BatchRun:
         return msgspec.structs.replace(self.state, **changes)
 
     def _keep_answers(self) -> None:
-        """Raises OSError."""
+        """Stores the answers as files of the tenant. Raises OSError."""
         out, errors = self._parts.folder.answers(self.state)
         has_output = self._keep(out, self.state.output_id, "output")
         has_errors = self._keep(errors, self.state.error_id, "error")

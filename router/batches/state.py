@@ -17,7 +17,8 @@ BatchEnd = Literal["completed", "failed", "expired", "cancelled"]
 
 
 class BatchState(msgspec.Struct, frozen=True):
-    """Times are Unix seconds; 0 = not yet. key_id: whose lines they are; "" = no key was needed.
+    """The state of a batch. Times are Unix seconds; 0 = not yet. key_id: whose lines they are; "" =
+    no key was needed.
 
     end: how it will end, from `finalizing` on. output_id, error_id: of the files that it makes;
     has_output, has_errors: they are there. output_expiry_s: for how long they are kept.
@@ -51,7 +52,7 @@ class BatchState(msgspec.Struct, frozen=True):
         return bool(self.ended_at)
 
     def begun(self, total: int, now: int) -> "BatchState":
-        """Its input has been read through."""
+        """The state once the batch's input has been read through."""
         return msgspec.structs.replace(
             self,
             status="in_progress",
@@ -64,7 +65,7 @@ class BatchState(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, counts=counts)
 
     def finalizing(self, end: BatchEnd, now: int) -> "BatchState":
-        """Every line has an answer, or the batch fails."""
+        """The state once every line has an answer, or the batch fails."""
         return msgspec.structs.replace(
             self, status="finalizing", end=end, finalizing_at=self.finalizing_at or now
         )
@@ -76,7 +77,9 @@ class BatchState(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, status=end, end=end, ended_at=now)
 
     def shown(self, cancel_asked: int | None = None) -> BatchObject:
-        """cancel_asked: when somebody asked for its end, which it has not come to yet."""
+        """The batch as a caller sees it. cancel_asked: when somebody asked for its end, which it
+        has not come to yet.
+        """
         cancelling_at = self.cancelling_at or cancel_asked or 0
         status = self.status
         if cancelling_at and status in ("validating", "in_progress"):

@@ -27,8 +27,10 @@ T = TypeVar("T")
 
 
 async def off_loop(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """In a thread: a disk may be slow. Raises RequestError (unavailable) for one that is full or
-    broken, and what `work` raises."""
+    """Runs `work` in a thread: a disk may be slow.
+
+    Raises RequestError (unavailable) for one that is full or broken, and what `work` raises.
+    """
     try:
         call = functools.partial(work, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
@@ -40,8 +42,9 @@ async def off_loop(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 
 def write_whole(path: Path, content: bytes, durable: bool = True) -> None:
-    """Replaces what is there in one step. durable: a crash of the machine does not undo it. Raises
-    OSError."""
+    """Replaces a file's content in one step. durable: a crash of the machine does not undo it.
+    Raises OSError.
+    """
     written = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         written.write_bytes(content)
@@ -56,7 +59,7 @@ def write_whole(path: Path, content: bytes, durable: bool = True) -> None:
 
 
 def read_if_there(path: Path) -> bytes | None:
-    """Raises OSError."""
+    """Reads a file; None where there is none. Raises OSError."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -64,7 +67,7 @@ def read_if_there(path: Path) -> bytes | None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """None of a folder that is not there. Raises OSError."""
+    """The names in a folder; empty when the folder is not there. Raises OSError."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:

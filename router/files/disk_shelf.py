@@ -13,7 +13,7 @@ from loraplex.router.policy.batch_limits import ResponsesLimits
 
 
 class DiskShelf:
-    """A Shelf. Raises RequestError (unavailable) of the disk."""
+    """A Shelf on disk. Raises RequestError (unavailable) of the disk."""
 
     def __init__(self, files: FileStore) -> None:
         self._files = files

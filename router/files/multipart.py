@@ -18,7 +18,7 @@ class FormError(Exception):
 
 
 class PartBegins(msgspec.Struct, frozen=True):
-    """filename: None = a plain field."""
+    """The head of a form's field. filename: None = a plain field."""
 
     name: str
     filename: str | None
@@ -38,7 +38,7 @@ FormEvent = PartBegins | PartContent | PartEnds
 
 
 def boundary_of(content_type: str) -> bytes:
-    """Raises FormError for what is no form."""
+    """Reads the boundary of a form from its content type. Raises FormError for what is no form."""
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or boundary is None:
@@ -49,7 +49,10 @@ def boundary_of(content_type: str) -> bytes:
 
 
 class FormReader:
-    """`feed` returns what the next bytes of a body hold. is_whole: the form has ended."""
+    """Reads a form in pieces: `feed` returns what the next bytes of a body hold.
+
+    is_whole: the form has ended.
+    """
 
     def __init__(self, boundary: bytes) -> None:
         self.is_whole = False
@@ -73,7 +76,7 @@ class FormReader:
         )
 
     def feed(self, piece: bytes) -> list[FormEvent]:
-        """Raises FormError."""
+        """Reads the next bytes of the form. Raises FormError."""
         if self.is_whole:
             return []
         self._found = []

@@ -38,14 +38,16 @@ _read_note = msgspec.json.Decoder(StoredFile).decode
 
 
 class FileStore:
-    """Raises OSError."""
+    """Keeps tenants' files on disk. Raises OSError."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._tenants = root / "tenants"
 
     def folder(self, tenant: str, kind: str) -> Path:
-        """kind: files, batches or responses."""
+        """The folder in which one kind of a tenant's things lies. kind: files, batches or
+        responses.
+        """
         return self._tenants / (tenant or _NOBODY) / kind
 
     def tenants(self) -> list[str]:
@@ -61,7 +63,9 @@ class FileStore:
         return None if note is None else _read_note(note)
 
     def get(self, tenant: str, file_id: str, param: str | None = None) -> StoredFile:
-        """Raises RequestError (file_not_found), also for one that has expired."""
+        """Returns a tenant's file. Raises RequestError (file_not_found), also for one that has
+        expired.
+        """
         found = self.find(tenant, file_id)
         if found is None or found.expires_at <= time.time():
             raise RequestError("file_not_found", f"no file {file_id[:80]!r}", param=param)
@@ -71,7 +75,7 @@ class FileStore:
         return self._folder(tenant) / f"{file_id}{_CONTENT}"
 
     def stored(self, tenant: str) -> StoredAmount:
-        """Uploads under way, and what batches write, among it."""
+        """Measures a tenant's files, with uploads under way, and what batches write."""
         files = nbytes = 0
         for kind in ("files", "batches"):
             folder = self.folder(tenant, kind)
@@ -84,14 +88,14 @@ class FileStore:
         return StoredAmount(files, nbytes)
 
     def check_room(self, tenant: str, limits: StorageLimits, files: int, nbytes: int) -> None:
-        """For so many more. Raises RequestError."""
+        """Checks that so many more files and bytes may be stored. Raises RequestError."""
         limits.check(self.stored(tenant), files, nbytes)
         space = os.statvfs(self._tenants)
         if space.f_bavail * space.f_frsize < nbytes + _SPARE_BYTES:
             raise RequestError("unavailable", "the disk of --files-dir is full; try again later")
 
     def begin(self, tenant: str, file_id: str) -> Path:
-        """Where an upload is written to."""
+        """Returns the path that an upload is written to."""
         self._folder(tenant).mkdir(parents=True, exist_ok=True)
         return self._folder(tenant) / f"{file_id}{_PART}"
 
@@ -138,8 +142,10 @@ class FileStore:
 
 
 def folder_id(root: Path) -> str:
-    """Which folder it is, whatever it is called here: routers that share it read the same. Makes
-    it. Raises OSError."""
+    """The id of a folder, whatever it is called here: routers that share it read the same.
+
+    A folder without an id gets one. Raises OSError.
+    """
     (root / "tenants").mkdir(parents=True, exist_ok=True)
     path = root / "id"
     said = read_if_there(path)

@@ -17,7 +17,7 @@ _MAX_NAME = 255
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """Times are Unix seconds."""
+    """A stored file. Times are Unix seconds."""
 
     id: str
     bytes: int
@@ -52,7 +52,7 @@ class StorageLimits(msgspec.Struct, frozen=True):
     nbytes: int
 
     def check(self, stored: StoredAmount, more_files: int, more_bytes: int) -> None:
-        """Raises RequestError (conflict)."""
+        """Checks that a tenant may store so much more. Raises RequestError (conflict)."""
         if stored.files + more_files > self.files:
             raise RequestError(
                 "conflict",
@@ -66,7 +66,7 @@ class StorageLimits(msgspec.Struct, frozen=True):
 
 
 def new_id(kind: str, now: float, drawn: str) -> str:
-    """Ids sort by the time of their making. drawn: 12 random hex digits."""
+    """Makes an id. Ids sort by the time of their making. drawn: 12 random hex digits."""
     return f"{kind}{int(now * 1000):012x}{drawn}"
 
 

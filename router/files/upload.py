@@ -35,7 +35,9 @@ _MAX_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class UploadLimits:
-    """idle_s: longest wait for the next bytes. expiry_s: of a file whose form says none."""
+    """Limits on one upload. idle_s: longest wait for the next bytes. expiry_s: of a file whose form
+    says none.
+    """
 
     max_bytes: int
     idle_s: float
@@ -43,7 +45,9 @@ class UploadLimits:
 
 
 class Uploads:
-    """At most so many at once, so that they keep no disk and no memory from others."""
+    """Receives uploads. Only so many run at once, so that they keep no disk and no memory from
+    others.
+    """
 
     def __init__(self, store: FileStore, limits: UploadLimits) -> None:
         self._store = store
@@ -51,7 +55,9 @@ class Uploads:
         self._open = 0
 
     async def receive(self, request: Request, tenant: str, room: StorageLimits) -> StoredFile:
-        """Raises RequestError, ClientGone; then nothing is left of it."""
+        """Stores the file of an upload. Raises RequestError, ClientGone; then nothing is left of
+        the file.
+        """
         if self._open >= _MAX_AT_ONCE:
             raise RequestError("overloaded", f"{self._open} uploads are under way already")
         self._open += 1
@@ -138,7 +144,7 @@ class _Form:
         return len(self._unwritten)
 
     def take(self, event: FormEvent) -> None:
-        """Raises RequestError."""
+        """Handles the next part of the form. Raises RequestError."""
         if isinstance(event, PartBegins):
             self._begin(event)
         elif isinstance(event, PartContent):
@@ -171,7 +177,7 @@ class _Form:
         )
 
     def flush(self) -> None:
-        """Raises OSError."""
+        """Writes the bytes that wait to the file. Raises OSError."""
         if self._file is None:
             self._file = self._path.open("xb")
         self._file.write(self._unwritten)

@@ -16,7 +16,7 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """timeout_s: from the end of the head to the end of the body."""
+    """Limits on a request's body. timeout_s: from the end of the head to the end of the body."""
 
     max_bytes: int
     timeout_s: float
@@ -50,7 +50,7 @@ async def read_json_body(request: Request, limits: BodyLimits) -> bytes:
 
 
 def _has_body(request: Request) -> bool:
-    """As RFC 9112 (6.3) says."""
+    """Whether a request has a body, as RFC 9112 (6.3) defines it."""
     headers = request.headers
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 

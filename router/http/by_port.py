@@ -4,7 +4,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class ByPort:
-    """ASGI: requests to `port` are answered by `own`, the rest and the lifespan by `app`."""
+    """Divides requests by port (ASGI): `own` answers those to `port`, `app` the rest and the
+    lifespan.
+    """
 
     def __init__(self, app: ASGIApp, own: ASGIApp, port: int) -> None:
         self._app = app

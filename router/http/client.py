@@ -17,8 +17,9 @@ def http_client(
     limits: httpx.Limits = _LIMITS,
     trusted: ssl.SSLContext | None = None,
 ) -> httpx.AsyncClient:
-    """timeout_s: of each phase (connecting, reading, ...). trusted: `trusted_context`, for many
-    clients."""
+    """Makes an HTTP client that ignores proxies of the environment. timeout_s: of each phase
+    (connecting, reading, ...). trusted: `trusted_context`, for many clients.
+    """
     return httpx.AsyncClient(
         base_url=base_url,
         headers=headers,

@@ -44,7 +44,9 @@ Identify = Callable[[str | None], Awaitable[object]]
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
-    """mark: hash of route and body. body None: it was streamed, or is too large to be kept."""
+    """The store's record of an idempotency key. mark: hash of route and body. body None: it was
+    streamed, or is too large to be kept.
+    """
 
     mark: bytes
     state: Literal["running", "done"]
@@ -77,10 +79,12 @@ class _Flight:
 
 
 class Idempotency:
-    """identify: raises RequestError for a caller who may not come in (any more).
+    """Answers a repeated request with the first one's answer, by its `Idempotency-Key`.
 
-    owner: this router's id. ttl_s: how long answers are kept. body_limits: of a request.
-    strict: without the store a key is refused; else it holds within this process alone.
+    identify: raises RequestError for a caller who may not come in (any more).
+
+    owner: this router's id. ttl_s: how long answers are kept. body_limits: of a request. strict:
+    without the store a key is refused; else it holds within this process alone.
     """
 
     def __init__(
@@ -103,7 +107,9 @@ class Idempotency:
         self._kept: OrderedDict[str, None] = OrderedDict()
 
     async def answer(self, request: Request, run: Run) -> Response:
-        """Raises what `run` raises, and RequestError for a key that cannot be honoured."""
+        """Runs a request, or repeats the answer that its key has already. Raises what `run` raises,
+        and RequestError for a key that cannot be honoured.
+        """
         given = request.headers.get(HEADER)
         if given is None:
             return await run(request)
@@ -220,7 +226,9 @@ class Idempotency:
         return True
 
     async def _record_end_late(self, name: str, claim: bytes, record: _Record | None) -> None:
-        """A store that was late once must not make a request that is done run again."""
+        """Records the end later. A store that was late once must not make a request that is done
+        run again.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + _LATE_S
         while loop.time() < until:
@@ -229,7 +237,9 @@ class Idempotency:
                 return
 
     async def _keep(self, name: str) -> None:
-        """Bounds what this router has the store keep: the oldest answer is forgotten."""
+        """Notes a kept answer, and bounds what this router has the store keep: the oldest answer is
+        forgotten.
+        """
         self._kept[name] = None
         if len(self._kept) > MAX_KEPT:
             oldest, _ = self._kept.popitem(last=False)
@@ -270,13 +280,17 @@ class _Watched(Response):
 
 
 def _name(authorization: str, key: str) -> str:
-    """One caller's keys mean nothing to another; neither shows in the store."""
+    """The store's name of a key. One caller's keys mean nothing to another; neither shows in the
+    store.
+    """
     digest = hashlib.sha256(f"{authorization}\0{key}".encode("utf-8", "surrogateescape"))
     return f"idempotency:{digest.hexdigest()}"
 
 
 def _asks_for_stream(request: Request, body: bytes) -> bool:
-    """As the APIs state it: in a route's name, in the body, or SageMaker's by a header."""
+    """Whether a request asks for a stream. APIs state that in a route's name, in the body, or by a
+    header (SageMaker).
+    """
     if request.url.path == "/generate_stream":
         return True
     try:

@@ -9,7 +9,7 @@ from collections import deque
 
 
 class Intake:
-    """At most `at_once` begin in an iteration, in the order in which they came."""
+    """Lets requests begin: at most `at_once` in an iteration, in the order in which they came."""
 
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once

@@ -89,10 +89,9 @@ def share(host: str, port: int) -> socket.socket:
 
 
 def limit_unread(listener: socket.socket, timeout_s: float) -> None:
-    """Its connections end when what was sent lies unread for so long, also after the last answer.
-
-    The kernel does it, so that nobody who reads nothing keeps a socket that is being closed. Unix
-    sockets have no such limit.
+    """Sets a socket's connections to end when what was sent lies unread for so long, also after the
+    last answer. The kernel does it, so that nobody who reads nothing keeps a socket that is
+    being closed. Unix sockets have no such limit.
     """
     if listener.family == socket.AF_UNIX:
         return

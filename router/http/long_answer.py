@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 
 class LongAnswer(Response):
-    """Between two pieces others have their turn."""
+    """Sends a long answer in pieces. Between two of them others have their turn."""
 
     media_type = "application/json"
 

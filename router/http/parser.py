@@ -26,7 +26,9 @@ class HeadReader(Protocol):
 
 
 class PlainHttpParser:
-    """In place of `httptools.HttpRequestParser`. A head with an offer is read twice."""
+    """Parses requests in place of `httptools.HttpRequestParser`. A head with an offer is read
+    twice.
+    """
 
     def __init__(self, reader: HeadReader) -> None:
         self._reader = reader
@@ -38,7 +40,7 @@ class PlainHttpParser:
         self._parser = self._new_parser()
 
     def feed_data(self, data: bytes) -> None:
-        """Raises httptools.HttpParserError."""
+        """Parses the next bytes. Raises httptools.HttpParserError."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:

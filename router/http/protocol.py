@@ -154,7 +154,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.cycle.keep_alive = True  # until its body has come, however early its answer
 
     def on_body(self, body: bytes) -> None:
-        """After an early answer (413, …) the rest of a body is thrown away, up to a limit.
+        """Handles a piece of a body. After an early answer (413, …) the rest is thrown away, up to
+        a limit.
 
         To close under a client that still sends would take the answer from it.
         """
@@ -203,7 +204,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _end_soon(self) -> None:
-        """An answer that began before the stop did not say that its connection would end."""
+        """Ends the connection soon. An answer that began before the stop did not say that its
+        connection would end.
+        """
         self.loop.call_later(LINGER_S, self._end)
 
     def _end(self) -> None:
@@ -231,8 +234,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._body_timer = self.loop.call_later(self._deadlines.body_s, self._body_late)
 
     def _body_late(self) -> None:
-        """The reader of the body reports this to its client; once a request is answered nobody
-        reads its body."""
+        """Handles a body that is late. The reader of the body reports this to its client; once a
+        request is answered nobody reads its body.
+        """
         if self._answering():
             self._await_body()
         else:
@@ -250,7 +254,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._await_reader()
 
     def _count(self, nbytes: int) -> None:
-        """More of a head. Raises _HeadTooLarge."""
+        """Counts more bytes of a head. Raises _HeadTooLarge."""
         self._parsed_bytes += nbytes
         if len(self.headers) >= MAX_HEADERS or self._parsed_bytes > MAX_HEAD_BYTES:
             self._head_too_large = True

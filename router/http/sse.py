@@ -73,7 +73,7 @@ class EventStream(Response):
         self.has_failed = False
 
     def through(self, change: Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]) -> None:
-        """change: of what follows the first piece."""
+        """Sends the stream through a change. change: of what follows the first piece."""
         self._rest = change(self._rest)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

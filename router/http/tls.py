@@ -29,7 +29,9 @@ _ENCRYPTED = re.compile(rb"-----BEGIN ENCRYPTED PRIVATE KEY-----|Proc-Type: 4,EN
 
 
 def server_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """cert: the chain. key: unencrypted. Both in PEM. Raises RouterConfigError."""
+    """Makes the TLS context of a server. cert: the chain. key: unencrypted. Both in PEM. Raises
+    RouterConfigError.
+    """
     if not _CERTIFICATE.search(_read(cert, "--tls-cert")):
         raise RouterConfigError(f"--tls-cert {cert}: it holds no certificate in PEM")
     secret = _read(key, "--tls-key")
@@ -83,9 +85,10 @@ class Certificate:
         self.context = server_context(cert, key)
 
     async def follow(self) -> None:
-        """Until it is cancelled: takes what a renewal wrote. Files that cannot be used change
-        nothing, and are logged once. A chain and its key may change one after the other; they are
-        tried again with the second."""
+        """Follows the files until cancelled: takes what a renewal wrote. Files that cannot be used
+        change nothing, and are logged once. A chain and its key may change one after the other;
+        they are tried again with the second.
+        """
         while True:
             await asyncio.sleep(FILE_POLL_S)
             now = await asyncio.to_thread(self._stamps)
@@ -127,7 +130,7 @@ class TlsAcceptor:
         self._handshakes: set[asyncio.Task[None]] = set()
 
     async def accept(self, listener: socket.socket) -> None:
-        """Until it is cancelled."""
+        """Accepts connections until cancelled."""
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         while True:

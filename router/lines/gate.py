@@ -21,12 +21,12 @@ class Gate:
         self.wake()
 
     def wake(self) -> None:
-        """Whoever waits looks again."""
+        """Lets whoever waits look again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def enter(self) -> bool:
-        """False = the batch stops."""
+        """Waits until a line may be sent. False = the batch stops."""
         while not self.is_stopped:
             now = time.monotonic()
             if self.pace.has_room(now):
@@ -36,7 +36,7 @@ class Gate:
         return False
 
     async def until(self, condition: Callable[[], bool]) -> bool:
-        """False = the batch stops."""
+        """Waits until the condition holds. False = the batch stops."""
         while not self.is_stopped and not condition():
             await self._until_changed(None)
         return not self.is_stopped

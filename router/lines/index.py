@@ -18,10 +18,12 @@ from loraplex.router.lines.records import mark_of
 
 
 class BatchInput:
-    """Lines by their place, from 0. groups: as in `send_order`."""
+    """An input file, read line by line. Lines by their place, from 0. groups: as in
+    `send_order`.
+    """
 
     def __init__(self, path: Path, rules: LineRules = ANY_ROUTE) -> None:
-        """Raises BatchError."""
+        """Reads the input through, and indexes its lines. Raises BatchError."""
         self._path = path
         self._rules = rules
         self._offsets = array("Q")
@@ -59,14 +61,14 @@ class BatchInput:
 
     @property
     def lines(self) -> int:
-        """Blank ones among them."""
+        """Counts the lines, blank ones among them."""
         return len(self._offsets)
 
     def mark(self, place: int) -> int:
         return self._marks[place]
 
     def read(self, place: int) -> BatchRequest | BadLine:
-        """Raises BatchError if the file has changed since it was read through."""
+        """Reads one line. Raises BatchError if the file has changed since it was read through."""
         self._file.seek(self._offsets[place])
         content = next(self._lines(), b"").strip()
         if mark_of(content) != self._marks[place]:
@@ -90,7 +92,9 @@ class BatchInput:
             yield line
 
     def _group(self, content: bytes, adapters: dict[str, int], seen: set[bytes]) -> int:
-        """adapters: numbers by name. seen: digests of custom_ids; both get this line's."""
+        """Puts a line into a group, by the adapter that it names. adapters: numbers by name. seen:
+        digests of custom_ids; both get this line's.
+        """
         if not content:
             return BLANK
         said = read_line(content, self._rules)

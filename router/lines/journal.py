@@ -16,7 +16,7 @@ class _RecordFile:
     """A file of records that only this process has, for as long as it is open."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, BatchError."""
+        """Opens a file of records for this process alone. Raises OSError, BatchError."""
         self.path = path
         with ExitStack() as stack:
             self._file = stack.enter_context(path.open("ab+"))
@@ -47,7 +47,7 @@ class _RecordFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Raises OSError."""
+        """Writes all to the disk, and closes the file. Raises OSError."""
         try:
             os.fsync(self._file.fileno())
         finally:
@@ -55,8 +55,9 @@ class _RecordFile:
 
 
 class Journal:
-    """answered: a byte for each line of the input, 1 = it has an answer. failed: how many of them
-    are in the error file."""
+    """The answers of a batch, in an output file and an error file. answered: a byte for each line
+    of the input, 1 = it has an answer. failed: how many of them are in the error file.
+    """
 
     def __init__(self, out: Path, errors: Path, source: BatchInput, restart: bool) -> None:
         """Reads what earlier runs have answered. Raises BatchError."""
@@ -90,11 +91,11 @@ class Journal:
 
     @property
     def skipped(self) -> int:
-        """Lines with an answer."""
+        """Counts the lines with an answer."""
         return sum(self.answered)
 
     def append(self, place: int, record: BatchRecord) -> None:
-        """Raises BatchError, for instance when the disk is full."""
+        """Writes the record of a line. Raises BatchError, for instance when the disk is full."""
         file = self._out if record.is_success else self._errors
         try:
             file.append(encode(record))
@@ -104,7 +105,7 @@ class Journal:
         self.failed += not record.is_success
 
     def close(self) -> None:
-        """Raises BatchError."""
+        """Closes both files. Raises BatchError."""
         try:
             self._files.close()
         except OSError as error:

@@ -24,7 +24,9 @@ _MOST_SHOWN = 80
 
 
 class LineRules(msgspec.Struct, frozen=True):
-    """paths: of the routes that lines may ask. max_lines: None = no limit."""
+    """Rules that a line must keep to. paths: of the routes that lines may ask. max_lines: None = no
+    limit.
+    """
 
     paths: tuple[str, ...] = PATHS
     max_bytes: int = MAX_LINE_BYTES
@@ -35,8 +37,9 @@ ANY_ROUTE = LineRules()
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
-    """body: as it stands in the line. adapter: what it names, in its words; "" = the base. rows:
-    sequences that it asks for."""
+    """The request that a line holds. body: as it stands in the line. adapter: what it names, in its
+    words; "" = the base. rows: sequences that it asks for.
+    """
 
     custom_id: str
     path: str
@@ -81,7 +84,7 @@ _decode_body = msgspec.json.Decoder(_Body).decode
 
 
 def read_line(line: bytes, rules: LineRules = ANY_ROUTE) -> BatchRequest | BadLine:
-    """line: without its end."""
+    """Reads a line's request, or says what is wrong with the line. line: without its end."""
     if len(line) > rules.max_bytes:
         return BadLine("line_too_long", f"the line has more than {rules.max_bytes} bytes")
     try:
@@ -122,7 +125,10 @@ def _adapter_of(body: _Body) -> str:
 
 
 def _rows_of(body: _Body) -> int:
-    """As far as is known without the route: a list of texts is a sequence for each."""
+    """Counts the sequences that a body asks for, as far as is known without the route.
+
+    A list of texts is a sequence for each.
+    """
     parameters = body.parameters if isinstance(body.parameters, dict) else {}
     counts = (body.n, body.best_of, parameters.get("best_of"))
     each = max((count for count in counts if type(count) is int), default=1)

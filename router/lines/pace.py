@@ -16,14 +16,18 @@ Verdict = Literal["again", "give up", "end"]
 
 
 def pause_s(attempt: int, asked_s: float | None) -> float:
-    """Before another attempt. attempt: from 1. asked_s: by the server's Retry-After."""
+    """Seconds to wait before another attempt. attempt: from 1. asked_s: the server's
+    Retry-After.
+    """
     backoff = min(_FIRST_S * 2.0 ** min(attempt - 1, 16), _LONGEST_S)
     return backoff if asked_s is None else min(max(asked_s, 0.0), _LONGEST_S)
 
 
 def after_failure(attempt: int, retries: int, status: int | None, got_further: bool) -> Verdict:
-    """status: None = there was no answer. got_further: others were answered since this line's first
-    attempt. If nobody is answered, the fault is not the line's, and the batch ends."""
+    """Decides what follows an attempt without a good answer. status: None = there was no answer.
+    got_further: others were answered since this line's first attempt. If nobody is answered, the
+    fault is not the line's, and the batch ends.
+    """
     if attempt <= retries:
         return "again"
     return "give up" if got_further or status == TOO_LONG else "end"
@@ -43,7 +47,7 @@ class SendPace:
         return int(self._limit)
 
     def wait_s(self, now: float) -> float:
-        """How long nothing may be sent."""
+        """Seconds for which nothing may be sent."""
         return max(0.0, self._opens_at - now)
 
     def has_room(self, now: float) -> bool:
@@ -68,5 +72,5 @@ class SendPace:
         self._opens_at = max(self._opens_at, now + pause)
 
     def lost(self) -> None:
-        """No answer came."""
+        """Notes that no answer came."""
         self._active -= 1

@@ -54,7 +54,7 @@ Outcome = BatchResponse | BatchFault
 
 
 def record_of(name: str, custom_id: str | None, outcome: Outcome) -> BatchRecord:
-    """name: the record's id."""
+    """Makes the record of a line's outcome. name: the record's id."""
     if isinstance(outcome, BatchFault):
         return BatchRecord(name, custom_id, None, outcome)
     return BatchRecord(name, custom_id, outcome, None)
@@ -86,7 +86,7 @@ def answered_line(record: bytes) -> tuple[int, int] | None:
 
 
 def encode(record: BatchRecord) -> bytes:
-    """One line, with its end."""
+    """Writes a record as one line, with its end."""
     return msgspec.json.encode(record) + b"\n"
 
 

@@ -33,11 +33,12 @@ class AliasListener(Protocol):
     """Hears of changes."""
 
     def aliases_changed(self, aliases: "Aliases") -> None:
-        """The meaning or the pin of a name may have changed."""
+        """Handles a change: the meaning or the pin of a name may be another."""
 
 
 class Aliases:
-    """Reads are of this router's own copy and do not wait; a write is in the store when it returns.
+    """Keeps the registered names of adapters. Reads are of this router's own copy and do not wait;
+    a write is in the store when it returns.
 
     is_shared: whether other routers read the table. Credentials of registrations never go there.
     claimed: what the adapters file names, had or not: nobody gets another adapter in its place.
@@ -73,7 +74,7 @@ class Aliases:
         await self._rows.run()
 
     async def refresh(self) -> None:
-        """Raises StoreDown."""
+        """Reads what the store has. Raises StoreDown."""
         await self._rows.refresh()
 
     def find(self, tenant: str, name: str) -> Registration | None:
@@ -102,7 +103,7 @@ class Aliases:
         return [one for one in found if one is not None and one.in_service]
 
     def get(self, name: OwnedName) -> Registration | None:
-        """Also one that has been deleted."""
+        """The registration of a name, also one that has been deleted."""
         declared, row = self._declared.get(name), self._row(name)
         if row is None or not _counts(row, declared):
             return declared or self._dropped.get(name)
@@ -119,7 +120,7 @@ class Aliases:
         return self._declared.get(name)
 
     def all(self) -> list[Registration]:
-        """By name, without the deleted."""
+        """All registrations by name, without the deleted."""
         if self._all is None:
             names = sorted(self._declared.keys() | {row.key for row in self._rows.values.values()})
             found = (self.get(name) for name in names)
@@ -153,7 +154,9 @@ class Aliases:
         self._changed()
 
     def declare(self, registration: Registration) -> None:
-        """Raises AdapterError when there are too many."""
+        """Adds a registration that the adapters file declares. Raises AdapterError when there are
+        too many.
+        """
         name = registration.key
         if name not in self._declared and len(self._declared) >= MAX_ROWS:
             raise _too_many()
@@ -162,7 +165,9 @@ class Aliases:
         self._changed()
 
     async def drop(self, registration: Registration) -> None:
-        """It is declared no more. registration: as it is remembered, deleted."""
+        """Removes a registration that is declared no more. registration: as it is remembered,
+        deleted.
+        """
         name = registration.key
         self._declared.pop(name, None)
         self._dropped[name] = registration
@@ -175,7 +180,9 @@ class Aliases:
                 await self._rows.write(str(name), None)
 
     async def write(self, registration: Registration) -> None:
-        """Raises AdapterError (unavailable, conflict) and then has changed nothing."""
+        """Stores a registration. Raises AdapterError (unavailable, conflict) and then has changed
+        nothing.
+        """
         name, token = registration.key, registration.token
         if token is not None and self.is_shared:
             raise AdapterError(
@@ -196,7 +203,7 @@ class Aliases:
             raise _refusal(name, error) from error
 
     def _row(self, name: OwnedName) -> Registration | None:
-        """Whatever the name holds, it is a row of its own owner."""
+        """The row of a name. Whatever the name holds, it is a row of its own owner."""
         row = self._rows.values.get(str(name))
         return row if row is not None and row.key == name else None
 

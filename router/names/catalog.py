@@ -96,14 +96,18 @@ class CatalogRules:
         return None if registration is None else registration.name
 
     def _check_known(self, choice: AdapterChoice, alias: Registration | None) -> None:
-        """Raises AdapterError while a name might turn out to be registered, or the tenant's own."""
+        """Checks that the meaning of a name is known. Raises AdapterError while a name might turn
+        out to be registered, or the tenant's own.
+        """
         is_certain = alias is not None and alias.tenant == choice.tenant
         if not is_certain and not self.aliases.is_known and is_name(_spelled(choice)):
             unread = "registered adapters are not known yet: no Redis; try again soon"
             raise AdapterError("unavailable", unread, (), 2.0)
 
     def credential(self, alias: Registration) -> Secret | None:
-        """Credentials of callers and operators are the Hub's; no other source is shown them."""
+        """The credential for a registration. Credentials of callers and operators are the Hub's; no
+        other source is shown them.
+        """
         return alias.token or self.hub_token if alias.ref.source == "hub" else None
 
     def check_owner(self, ref: AdapterRef) -> None:
@@ -122,7 +126,8 @@ class _Outcome(msgspec.Struct, frozen=True):
 
 
 class Catalog:
-    """`pin`: reference -> reference with a commit; `load`: pinned reference -> manifest.
+    """Finds the adapter that a request names, and remembers contents. `pin`: reference -> reference
+    with a commit; `load`: pinned reference -> manifest.
 
     clock: seconds, monotonic. unix_time: seconds since the epoch.
     """
@@ -197,7 +202,11 @@ class Catalog:
     def _note_failure(
         self, choice: AdapterChoice, ref: AdapterRef, token: Secret | None, error: AdapterError
     ) -> None:
-        """For the operator, if the name still means it and the caller's credential is not why."""
+        """Notes a failure for the operator.
+
+        Left out: one that the caller's credential caused, or of a reference that the name no longer
+        means.
+        """
         alias = self.rules.registration(choice)
         if alias is None or (alias.state, alias.ref) != ("registered", ref):
             return
@@ -205,8 +214,9 @@ class Catalog:
             self._note_problem(alias, error.message, is_verdict=error.code != "unavailable")
 
     def _note_problem(self, alias: Registration, problem: str, is_verdict: bool = False) -> None:
-        """Logged once until it is mended, however many requests meet it. is_verdict: what it meant
-        is served no more."""
+        """Notes what is wrong with a registration. It is logged once until it is mended, however
+        many requests meet it. is_verdict: what the name meant is served no more.
+        """
         if alias.error is None:
             log.warning("adapter %s cannot be loaded: %s", alias.key, problem)
         content = None if is_verdict else alias.content
@@ -221,7 +231,9 @@ class Catalog:
         return error.code == "not_found" or token is not None or alias.ref.source != "hub"
 
     def _is_own(self, alias: Registration, token: Secret | None) -> bool:
-        """Whether it was opened as the operator would, and not with what a caller brought."""
+        """Whether a registration was opened as the operator would, and not with what a caller
+        brought.
+        """
         return token == self.rules.credential(alias)
 
     async def _serve(self, adapter_id: str, origin: Origin, token: Secret | None) -> ServedAdapter:
@@ -236,7 +248,9 @@ class Catalog:
         return ServedAdapter(adapter_id, outcome.origin, token, outcome.manifest)
 
     async def _resolve_merge(self, choice: MergedChoice, sticky: str) -> ServedAdapter:
-        """Every member is authorised for this caller before anything is made of them."""
+        """Resolves the members of a merge. Every member is authorised for this caller before
+        anything is made of them.
+        """
         authorised = self._clock()
         members = await self._members(choice, sticky)
         merge = merge_of(choice, members)
@@ -391,7 +405,7 @@ def _spelled(choice: AdapterChoice) -> str:
 
 
 def _name(origin: Origin) -> str:
-    """Without the commit that a reference was pinned to."""
+    """The name of an origin, without the commit that a reference was pinned to."""
     if isinstance(origin, Merge):
         return f"merge of {len(origin.members)}"
     return format_ref(msgspec.structs.replace(origin, revision=None))

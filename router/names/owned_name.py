@@ -4,7 +4,8 @@ import msgspec
 
 
 class OwnedName(msgspec.Struct, frozen=True, order=True):
-    """tenant: whose name it is; "" = the fleet's, which callers of every tenant may use.
+    """A registered name and its owner. tenant: whose name it is; "" = the fleet's, which callers of
+    every tenant may use.
 
     Equal names of two tenants are two names, and mean nothing to each other.
     """
@@ -13,5 +14,7 @@ class OwnedName(msgspec.Struct, frozen=True, order=True):
     tenant: str = ""
 
     def __str__(self) -> str:
-        """One spelling, for the store, metrics and operators. No reference is written so."""
+        """Spells the name in one way, for the store, metrics and operators. No reference is written
+        so.
+        """
         return f"{self.tenant}::{self.name}" if self.tenant else self.name

@@ -69,7 +69,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """token: opens the reference at its source; it never leaves this process but to a worker.
+    """A registered name, with all that is known of its adapter. token: opens the reference at its
+    source; it never leaves this process but to a worker.
 
     content: set once known; it is served as it is while `ready`. history: oldest first, the last is
     the present one. error: what went wrong last. rollout: other versions beside `content`. tenant:
@@ -101,7 +102,7 @@ class Registration(msgspec.Struct, frozen=True):
 
     @property
     def is_broken(self) -> bool:
-        """It is declared, and cannot be had now, or was judged."""
+        """Whether a declared adapter cannot be had now, or was judged."""
         return self.state == "registered" and self.content is None and self.error is not None
 
     @property
@@ -134,7 +135,7 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 def check_served(registration: Registration) -> None:
-    """Raises AdapterError unless requests may name it."""
+    """Checks that a name is served. Raises AdapterError unless requests may name it."""
     name, state = registration.name, registration.state
     if registration.ref.source == "alias":  # its entry in the adapters file cannot be understood
         raise AdapterError("invalid", f"adapter {name!r} cannot be served: {registration.error}")
@@ -145,7 +146,9 @@ def check_served(registration: Registration) -> None:
 
 
 def move(registration: Registration, event: Event) -> Registration:
-    """Its next state. Raises AdapterError (conflict, gone) for what cannot be now."""
+    """The state that follows an event. Raises AdapterError (conflict, gone) for what
+    cannot be now.
+    """
     state = _NEXT[event].get(registration.state)
     if state is None:
         if registration.state == "deleted":
@@ -165,7 +168,7 @@ def seen(
     action: Action = "register",
     by: str = "",
 ) -> Registration:
-    """It means this content now; its state stays. now: Unix seconds."""
+    """The registration once its name means this content; its state stays. now: Unix seconds."""
     known = registration.history
     after = msgspec.structs.replace(registration, content=content, error=None)
     is_new = not known or known[-1].digest != content.digest
@@ -175,7 +178,7 @@ def seen(
 def noted(
     registration: Registration, now: float, action: Action, by: str, note: str = ""
 ) -> Registration:
-    """With a line more in its history; the oldest goes when there are too many."""
+    """The registration with a line more in its history; the oldest goes when there are too many."""
     content, known = registration.content, registration.history
     assert content is not None
     before = known[-1].digest if known else None
@@ -185,7 +188,9 @@ def noted(
 
 
 def conflicts(existing: Registration, ref: AdapterRef, replace: bool) -> None:
-    """Raises AdapterError when a name is to mean another reference, and nobody said so."""
+    """Checks that a name may get this reference. Raises AdapterError when a name is to mean another
+    reference, and nobody said so.
+    """
     if existing.state == "deleted" or existing.ref == ref or replace:
         return
     raise AdapterError(

@@ -49,7 +49,9 @@ def split(
 
 
 def check_undeclared(registration: Registration) -> None:
-    """Raises AdapterError (conflict) where the adapters file says what versions there are."""
+    """Checks that commands may change a rollout. Raises AdapterError (conflict) where the adapters
+    file says what versions there are.
+    """
     rollout = registration.rollout
     if rollout is not None and rollout.declared is not None:
         raise AdapterError(
@@ -71,7 +73,10 @@ def stays_back(
 def with_shares(
     registration: Registration, wanted: Shares, new_id: str, now: float, by: str
 ) -> Registration:
-    """Less is in force at once, more when it is warm. Raises AdapterError (conflict)."""
+    """The registration with other shares. Less is in force at once, more when it is warm.
+
+    Raises AdapterError (conflict).
+    """
     there = registration.rollout
     _check_distinct(registration, wanted.versions)
     rollout = Rollout(
@@ -89,13 +94,13 @@ def with_shares(
 
 
 def in_force(rollout: Rollout) -> Rollout:
-    """All wanted weights are."""
+    """The rollout with all wanted weights in force."""
     versions = tuple(msgspec.structs.replace(v, live=v.weight) for v in rollout.versions)
     return msgspec.structs.replace(rollout, versions=versions, live=rollout.weight)
 
 
 def copies_needed(rollout: Rollout, digest: str, old_copies: int, workers: int) -> int:
-    """On how many devices a version must be before its share is in force.
+    """Counts the devices on which a version must be before its share is in force.
 
     old_copies: devices that have the old version, which bear all requests now.
     """
@@ -105,7 +110,9 @@ def copies_needed(rollout: Rollout, digest: str, old_copies: int, workers: int) 
 def rolled_back(
     registration: Registration, digest: str | None, why: str, now: float, by: str
 ) -> Registration:
-    """A version has no share any more (None: no version). Raises AdapterError (conflict)."""
+    """The registration once a version has no share any more (None: no version). Raises AdapterError
+    (conflict).
+    """
     rollout = running(registration)
     versions = tuple(
         msgspec.structs.replace(v, weight=0, live=0, rolled_back=True, why=why)
@@ -123,7 +130,7 @@ def rolled_back(
 
 
 def promoted(registration: Registration, version: Version, now: float, by: str) -> Registration:
-    """The name means this version from now on; there is no other beside it."""
+    """The registration once the name means this version; there is no other beside it."""
     after = msgspec.structs.replace(
         registration, ref=version.ref, content=version.content, rollout=None, error=None
     )
@@ -146,7 +153,9 @@ def to_promote(registration: Registration, digest: str | None) -> Version:
 
 
 def ended(registration: Registration, now: float, by: str) -> Registration:
-    """The old version has everything again. Raises AdapterError (conflict)."""
+    """The registration once the old version has everything again. Raises AdapterError
+    (conflict).
+    """
     running(registration)
     after = msgspec.structs.replace(registration, rollout=None)
     return noted(after, now, "rollout", by, "ended")
@@ -167,7 +176,7 @@ def before(registration: Registration, digest: str | None) -> Change:
 
 
 def reverted(registration: Registration, content: Content, now: float, by: str) -> Registration:
-    """It means what it meant before, pinned to that content."""
+    """The registration after a rollback: it means what it meant before, pinned to that content."""
     after = msgspec.structs.replace(
         registration, ref=content.ref, content=content, rollout=None, error=None
     )
@@ -175,7 +184,7 @@ def reverted(registration: Registration, content: Content, now: float, by: str) 
 
 
 def running(registration: Registration) -> Rollout:
-    """Raises AdapterError (conflict)."""
+    """The rollout that a registration has. Raises AdapterError (conflict)."""
     if registration.rollout is None:
         raise AdapterError("conflict", f"adapter '{registration.key}' has no rollout")
     return registration.rollout

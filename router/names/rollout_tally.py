@@ -45,13 +45,13 @@ class Outcomes:
         self._seen.setdefault(rollout, Counter()).update(f"{digest}:{name}" for name in names)
 
     def take(self) -> dict[str, _Counts]:
-        """By rollout."""
+        """Returns the outcomes by rollout, and begins anew."""
         taken, self._seen = self._seen, {}
         return taken
 
 
 class RolloutTally:
-    """clock: Unix seconds."""
+    """Counts the outcomes of rollouts' versions in the store. clock: Unix seconds."""
 
     def __init__(self, store: Store, outcomes: Outcomes, clock: Callable[[], float]) -> None:
         self._store = store
@@ -62,7 +62,9 @@ class RolloutTally:
         self._unreported: dict[str, _Counts] = {}
 
     async def flush(self) -> None:
-        """Raises StoreDown; what was not written is kept for the next time."""
+        """Writes outcomes to the store. Raises StoreDown; what was not written is kept for the next
+        time.
+        """
         span = int(self._clock()) // SLICE_S
         self._take(span)
         while self._unreported:
@@ -87,7 +89,7 @@ class RolloutTally:
         return measured
 
     async def read_own(self, rollout: str, digest: str, window_s: int, since: int) -> Measured:
-        """The same of what this router saw alone, up to the last `flush`."""
+        """Measures as `read` does, but what this router saw alone, up to the last `flush`."""
         measured = Measured(first_token={}, token={})
         for span in self._spans(window_s, since):
             _add(measured, digest, self._own.get((rollout, span), {}))

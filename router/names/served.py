@@ -65,12 +65,17 @@ class ServedAdapter(msgspec.Struct, frozen=True):
 
     @property
     def counted_as(self) -> str:
-        """One name for all spellings of a registered one; else what the caller wrote."""
+        """The name by which requests are counted.
+
+        It is one name for all spellings of a registered one; else what the caller wrote.
+        """
         return self.adapter_id if self.alias is None else self.alias.name
 
 
 def merge_of(choice: MergedChoice, members: Sequence[ServedAdapter]) -> Merge:
-    """members: what the choice's members turned out to be. Raises AdapterError."""
+    """Makes the merge that a request names. members: what the choice's members turned out to be.
+    Raises AdapterError.
+    """
     weighted = [
         MergeMember(member.digest, weight)
         for member, weight in zip(members, choice.weights, strict=True)
@@ -90,6 +95,6 @@ def has_changed(error: AdapterError) -> bool:
 
 
 def changed() -> AdapterError:
-    """The caller's error then."""
+    """The caller's error when an adapter has changed."""
     message = "the adapter has just changed at its source; try again"
     return AdapterError("unavailable", message, (), _CHANGED_RETRY_S)

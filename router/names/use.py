@@ -27,7 +27,7 @@ class Use(NamedTuple):
 
 
 class AdapterUse:
-    """clock: Unix seconds, for `last_used`."""
+    """Counts the running requests of adapters. clock: Unix seconds, for `last_used`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -38,7 +38,9 @@ class AdapterUse:
         self._waking: set[asyncio.Task[None]] = set()
 
     def hold(self, adapter: ServedAdapter) -> Callable[[], None]:
-        """A request begins to use it; call what is returned when the request is over."""
+        """Notes that a request begins to use an adapter; call what is returned when the request is
+        over.
+        """
         reference = adapter.adapter_id if adapter.alias is None else ""
         use = Use(adapter.alias, reference, adapter.digest)
         self._running[use] = self._running.get(use, 0) + 1
@@ -46,7 +48,9 @@ class AdapterUse:
         return lambda: self._release(use)
 
     def running(self, name: OwnedName, digest: str | None = None) -> int:
-        """Requests that named it so. digest: only those that got this content."""
+        """Counts the running requests that named an adapter so. digest: only those that got this
+        content.
+        """
         return sum(
             count
             for use, count in self._running.items()
@@ -54,14 +58,14 @@ class AdapterUse:
         )
 
     def in_use(self) -> list[Use]:
-        """By name: first the registered ones, as any caller can name references."""
+        """Lists uses by name: first the registered ones, as any caller can name references."""
         return sorted(self._running, key=lambda use: (use.alias is None, use.name, use.digest))
 
     def last_used(self, digest: str) -> float | None:
         return self._last_used.get(digest)
 
     async def drained(self, name: OwnedName, digest: str | None = None) -> None:
-        """Until no running request uses it."""
+        """Waits until no running request uses the adapter."""
         self._waiting += 1
         try:
             async with self._idle:

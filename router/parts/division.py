@@ -8,7 +8,8 @@ from loraplex.router.parts.parts import NOTHING, CallDelta, PartsDelta, PartsRea
 
 
 class Division(msgspec.Struct, frozen=True):
-    """readers: each makes a reader for one answer. The text that a reader leaves goes to the next.
+    """How a model's answers are divided into parts. readers: each makes a reader for one answer.
+    The text that a reader leaves goes to the next.
 
     markers: texts that the readers look for, among them special tokens. short_ids: calls have ids
     of Mistral's form. reasons: the first reader looks for reasoning, which precedes all text.

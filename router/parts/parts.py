@@ -41,9 +41,9 @@ class PartsReader(Protocol):
     wherever the text is cut into pieces."""
 
     def feed(self, text: str) -> PartsDelta:
-        """The next text of the answer; what may still be a marker is held back."""
+        """Reads the next text of the answer; what may still be a marker is held back."""
         ...
 
     def end(self) -> PartsDelta:
-        """The text that was held back. A call that broke off stays as far as it came."""
+        """Gives the text that was held back. A call that broke off stays as far as it came."""
         ...

@@ -17,7 +17,9 @@ _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 class Scan:
-    """`buffer[start:at]` is read and belongs to no part yet; `buffer[at:]` is still to be read."""
+    """The text of an answer, and how far it is read. `buffer[start:at]` is read and belongs to no
+    part yet; `buffer[at:]` is still to be read.
+    """
 
     def __init__(self) -> None:
         self.buffer = ""
@@ -60,13 +62,13 @@ class Scan:
         self.drop()
 
     def open_call(self, name: str) -> None:
-        """Another call begins. What is read is its marker and the space before it."""
+        """Begins another call. What is read is its marker and the space before it."""
         self.drop_space()
         self._calls.append(CallDelta(self._count, name, ""))
         self._count += 1
 
     def arguments(self, text: str | None = None) -> None:
-        """`text`, or else what is read, belongs to the arguments of the open call."""
+        """Adds to the arguments of the open call: `text`, or else what is read."""
         if text is None:
             text = self._taken()
         if text:
@@ -85,7 +87,7 @@ class Scan:
         self.text()
 
     def parts(self) -> PartsDelta:
-        """The parts since the last time."""
+        """Takes the parts since the last time."""
         calls = tuple(self._calls)
         parts = PartsDelta("".join(self._text), "".join(self._reasoning), calls)
         self._text, self._reasoning, self._calls = [], [], []
@@ -192,7 +194,9 @@ class Scan:
 
 
 def by_length(words: Sequence[str]) -> list[str]:
-    """The longest first: a pattern of these finds the longest of those that begin at a place."""
+    """Sorts words, the longest first: a pattern of these finds the longest of those that begin at a
+    place.
+    """
     return sorted(words, key=len, reverse=True)
 
 

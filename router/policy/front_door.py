@@ -19,7 +19,8 @@ Cut = Literal[
 
 @dataclass(frozen=True, slots=True)
 class HttpDeadlines:
-    """In seconds. head: of a TLS handshake, and of a request's head. body: from there to its end.
+    """Limits on the time that a client may take. In seconds. head: of a TLS handshake, and of a
+    request's head. body: from there to its end.
 
     reader: for which an answer may be left unread.
     """
@@ -42,7 +43,9 @@ class FrontDoor:
         self._by_address: Counter[str] = Counter()
 
     def enter(self, address: str) -> Cap | None:
-        """A connection was opened; which cap it is beyond. `leave` follows in any case."""
+        """Counts a connection that was opened, and says which cap it is beyond. `leave` follows in
+        any case.
+        """
         self.open += 1
         self._by_address[address] += 1
         if self.open > self._most:

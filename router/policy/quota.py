@@ -21,7 +21,8 @@ REASONS: tuple[Reason, ...] = ("requests", "tokens", "concurrency", "budget")
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """None = no limit. A minute's worth may be used at once, and refills evenly.
+    """Limits on a key or tenant. None = no limit. A minute's worth may be used at once, and refills
+    evenly.
 
     concurrency: requests being answered. budget_tokens: in each period of `budget_period_s`,
     periods counted from 1970-01-01 UTC (86400: from midnight to midnight).
@@ -82,7 +83,9 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """reason: None = admitted; else what is used up, with the subject at fault and how long."""
+    """The answer to a request for quota. reason: None = admitted; else what is used up, with the
+    subject at fault and how long.
+    """
 
     now_ms: int
     standings: tuple[Standing, ...]
@@ -115,7 +118,8 @@ def admit(accounts: Sequence[QuotaAccount], ask: Ask, now_ms: int) -> Verdict:
 def settle(
     accounts: Sequence[QuotaAccount], ask: Ask, windows: Sequence[int], used: int, now_ms: int
 ) -> int:
-    """The request is over and used so many tokens. Counts once: the lease must be there.
+    """Settles a request in its subjects' accounts. The request is over and used so many tokens.
+    Counts once: the lease must be there.
 
     windows: each subject's, as in the verdict. Returns for how many subjects it counted.
     """
@@ -163,7 +167,7 @@ def window_of(limits: Limits, now_ms: int) -> int:
 
 
 def _bring_up(account: QuotaAccount, limits: Limits, now_ms: int) -> None:
-    """To the present: buckets refill, leases end, a new period begins."""
+    """Brings an account to the present: buckets refill, leases end, a new period begins."""
     account.requests = _refill(
         account.requests, account.requests_at, limits.requests_per_minute, now_ms
     )

@@ -45,12 +45,12 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class Guards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When a version goes back by itself; None of a limit = it is not looked at.
+    """Conditions under which a version goes back by itself; None of a limit = it is not looked at.
 
     window_s: what is looked at. min_requests: of a version, before it is judged.
     max_error_increase: how far its share of failed requests may lie above the old version's.
-    max_latency_ratio: its p95 of the time to the first token, and of the time a token, over the
-    old version's.
+    max_latency_ratio: its p95 of the time to the first token, and of the time a token, over the old
+    version's.
     """
 
     window_s: Annotated[int, Meta(ge=10, le=MAX_WINDOW_S)] = 300
@@ -95,7 +95,8 @@ class Declared(msgspec.Struct, frozen=True):
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """id: what callers' draws depend on, so the next rollout tries other callers first.
+    """Versions of one adapter that share its requests. id: what callers' draws depend on, so the
+    next rollout tries other callers first.
 
     weight, live: of the old version, which serves when all weights are 0. declared: what it was
     made from; None = an operator's command.
@@ -122,7 +123,9 @@ class Rollout(msgspec.Struct, frozen=True):
         return 0.0 if found is None or not total else found.weight / total
 
     def choose(self, sticky: str) -> Version | None:
-        """None = the old version. sticky: what callers keep from request to request."""
+        """Chooses the version that answers a caller. None = the old version. sticky: what callers
+        keep from request to request.
+        """
         chosen: Version | None = None
         best = _score(self.id, "", sticky, self.live)
         for version in self.versions:
@@ -140,7 +143,9 @@ def sticky_value(tenant: str, user: str | None, key_id: str, request_id: str) ->
 
 
 def _score(rollout: str, version: str, sticky: str, weight: int) -> float:
-    """The least one wins: exponential draws at the rates of the weights."""
+    """A version's score for a caller. The least one wins: exponential draws at the rates of the
+    weights.
+    """
     if not weight:
         return math.inf
     text = f"{rollout}\0{version}\0{sticky}".encode("utf-8", "surrogatepass")

@@ -60,7 +60,7 @@ class Lark:
         return self.rule("nested", f"%lark {{\n{source}\n}}")
 
     def literal(self, text: str) -> str:
-        """Exactly this text; "" is the empty one."""
+        """The expression for exactly this text; "" is the empty one."""
         pieces = self._special.split(text) if self._special else [text]
         words = [self._word(piece) for piece in pieces if piece]
         return "(" + " ".join(words) + ")" if len(words) > 1 else "".join(words) or '""'

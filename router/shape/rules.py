@@ -53,7 +53,7 @@ def shape_refused(error: SchemaRefused) -> ShapeRefused:
 def _json(
     schema: dict[str, Any] | bool, param: str, writer: Lark, whitespace: str | None = None
 ) -> str:
-    """whitespace: as in JsonSchema."""
+    """The expression that accepts JSON of a schema. whitespace: as in JsonSchema."""
     spacing = ONE_LINE if whitespace is None else Spacing(",", ":", whitespace)
     try:
         return json_grammar(writer, schema, spacing, param)
@@ -78,7 +78,9 @@ def _grammar(shape: Grammar, writer: Lark) -> str:
 
 
 def _tags(shape: StructuralTag, writer: Lark) -> str:
-    """Free text holds no trigger: each trigger begins one of its tags."""
+    """The expression for a structural tag. Free text holds no trigger: each trigger begins one of
+    its tags.
+    """
     triggers = [
         trigger
         for trigger in dict.fromkeys(shape.triggers)

@@ -39,13 +39,15 @@ T = TypeVar("T")
 
 
 class RedisLink:
-    """timeout_s: the longest that a call may take, unless it asks for more. prefix: of the key that
-    is written to learn whether Redis is back; who may write others may not write more."""
+    """The router's connection to Redis. timeout_s: the longest that a call may take, unless it asks
+    for more. prefix: of the key that is written to learn whether Redis is back; who may write
+    others may not write more.
+    """
 
     def __init__(
         self, url: str, timeout_s: float, password: str | None = None, prefix: str = "loraplex"
     ) -> None:
-        """Raises ValueError for a URL that cannot be; connects to nothing."""
+        """Makes the client. Raises ValueError for a URL that cannot be; connects to nothing."""
         self.is_up = True
         self.client = _client(url, password)
         self.timeout_s = timeout_s
@@ -56,7 +58,9 @@ class RedisLink:
         self._working: set[asyncio.Task[Any]] = set()
 
     async def call(self, work: Callable[[], Awaitable[T]], least_s: float = 0.0) -> T:
-        """least_s: that it may take in any case. Raises StoreDown."""
+        """Runs a call to Redis within its time. least_s: that it may take in any case. Raises
+        StoreDown.
+        """
         if not self.is_up:
             raise StoreDown("Redis does not answer")
         try:
@@ -75,10 +79,11 @@ class RedisLink:
             logger.info("Redis answers again")
 
     async def close(self) -> None:
-        """After `run`. Calls that have begun end first, each within its time; later calls fail.
+        """Closes the connections, after `run`. Calls that have begun end first, each within its
+        time; later calls fail.
 
-        The client closes the connections that it has. A call that is still connecting would
-        leave its connection open, and a call after this would make a new one.
+        The client closes the connections that it has. A call that is still connecting would leave
+        its connection open, and a call after this would make a new one.
         """
         self._closed = True
         if self._working:
@@ -102,7 +107,9 @@ class RedisLink:
                 delay = min(2 * delay, _LONGEST_DELAY_S)
 
     async def _work(self, work: Callable[[], Awaitable[T]]) -> T:
-        """In a task of its own, which may outlive its caller. Raises StoreDown after `close`."""
+        """Runs a call in a task of its own, which may outlive its caller. Raises StoreDown after
+        `close`.
+        """
         if self._closed:
             raise StoreDown("the connection to Redis is closed")
         task = cast("asyncio.Task[Any]", asyncio.current_task())
@@ -113,7 +120,9 @@ class RedisLink:
             self._working.discard(task)
 
     async def _write(self) -> None:
-        """A replica, or one that is loading, is there to be read only: it is not back yet."""
+        """Writes a key to learn whether Redis is back. A replica, or one that is loading, is there
+        to be read only: it is not back yet.
+        """
         await self.client.set(self._ping, b"", px=1000)
 
     def _trip(self, error: BaseException) -> None:
@@ -158,7 +167,9 @@ def _client(url: str, password: str | None) -> Redis:
 
 
 def _check(url: str, pool: BlockingConnectionPool) -> None:
-    """Raises ValueError for what would fail at every connection, or mean another database."""
+    """Checks a URL of Redis. Raises ValueError for what would fail at every connection, or mean
+    another database.
+    """
     parts = urlsplit(url)
     if url.startswith("unix://"):
         if parts.path.strip("/") == "":

@@ -271,7 +271,7 @@ def _version(answer: Sequence[bytes | None]) -> str:
 
 
 def _rows(table: str, answer: Iterable[tuple[bytes, bytes | None]]) -> dict[str, Row]:
-    """By key. What no router wrote is left out."""
+    """Reads rows of a table, by key. Rows that no router wrote are left out."""
     rows: dict[str, Row] = {}
     for key, value in answer:
         if value is None:
@@ -289,5 +289,5 @@ def _ms(seconds: float) -> int:
 
 
 async def _wait(answer: Any) -> Any:
-    """The client's types say that an answer may be there at once; here it never is."""
+    """Awaits an answer. The client's types say that it may be there at once; here it never is."""
     return await cast(Awaitable[Any], answer)

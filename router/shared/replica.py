@@ -23,7 +23,8 @@ class Conflict(Exception):
 
 
 class Replica(Generic[T]):
-    """decode: a row's bytes to what it means, None for bytes that mean nothing (any more).
+    """A router's own copy of a table in the store. decode: a row's bytes to what it means, None for
+    bytes that mean nothing (any more).
 
     on_change: called after each change, also one made here. is_spare: values that may go, as
     deleted ones do, when the table is full. A row that did not change keeps its value's identity.
@@ -62,7 +63,7 @@ class Replica(Generic[T]):
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:
-        """Up to date with what was written before the call. Raises StoreDown."""
+        """Brings the copy up to date with what was written before the call. Raises StoreDown."""
         if self._refreshing is not None:  # it may have looked too early
             await asyncio.shield(self._refreshing)
         if self._refreshing is None:
@@ -71,7 +72,9 @@ class Replica(Generic[T]):
         await asyncio.shield(self._refreshing)
 
     async def write(self, key: str, value: bytes | None) -> None:
-        """None deletes. Raises StoreDown, TableFull, Conflict."""
+        """Writes a row to the store and the copy; None deletes it. Raises StoreDown, TableFull,
+        Conflict.
+        """
         before = self._rows.get(key)
         row = Row(1 if before is None else before.revision + 1, value or b"")
         if not await self._put(key, row):

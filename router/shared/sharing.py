@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """link, shelf: None = this router is on its own."""
+    """The store that routers share, and the link to it. link, shelf: None = this router is on its
+    own.
+    """
 
     store: Store
     link: "RedisLink | None" = None
@@ -29,7 +31,7 @@ class Sharing:
 
     @asynccontextmanager
     async def run(self, background: Background) -> AsyncIterator[None]:
-        """Connected while inside, and again whenever the connection was lost."""
+        """Keeps the connection while inside, and makes it again whenever it was lost."""
         if self.link is None:
             yield
             return
@@ -41,7 +43,9 @@ class Sharing:
 
 
 def make_sharing(config: RouterConfig) -> Sharing:
-    """Raises ValueError for a URL that cannot be; connects to nothing yet."""
+    """Makes the store that routers share, or one in memory without Redis. Raises ValueError for a
+    URL that cannot be; connects to nothing yet.
+    """
     if not config.redis:
         return Sharing(MemoryStore(SteadyClock()))
     # The client library is needed, and takes its time to load, only where there is a Redis.

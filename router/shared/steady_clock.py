@@ -8,7 +8,9 @@ _SLEW = 0.1
 
 
 class SteadyClock:
-    """Never goes back. A wall clock that is set anew is followed at a tenth of the time's pace."""
+    """A clock that never goes back. A wall clock that is set anew is followed at a tenth of the
+    time's pace.
+    """
 
     def __init__(
         self,
@@ -21,7 +23,7 @@ class SteadyClock:
         self._unix = self._wall()
 
     def __call__(self) -> float:
-        """Unix seconds."""
+        """The time in Unix seconds."""
         now = self._monotonic()
         passed, self._at = now - self._at, now
         off = self._wall() - (self._unix + passed)

@@ -24,14 +24,15 @@ class TableFull(Exception):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """revision: the newest wins, so a writer writes the one it read plus one."""
+    """A row of a table. revision: the newest wins, so a writer writes the one it read plus one."""
 
     revision: int
     value: bytes
 
 
 class Table(msgspec.Struct, frozen=True):
-    """version: another one after each write; "" of a table that was never written, or was lost.
+    """The rows of a table, as they were read. version: another one after each write; "" of a table
+    that was never written, or was lost.
 
     Its first part names the table's life, see `life_of`. is_whole: rows are all there are.
     """
@@ -42,7 +43,9 @@ class Table(msgspec.Struct, frozen=True):
 
 
 def life_of(version: str) -> str:
-    """A table that was lost and is written again has another life."""
+    """The life of a table in its version. A table that was lost and is written again has another
+    life.
+    """
     return version.partition(":")[0]
 
 
@@ -55,7 +58,7 @@ class Settlement(msgspec.Struct, frozen=True):
 
 
 class Store(Protocol):
-    """Every method raises StoreDown, and is done within a bounded time.
+    """Stores what routers share. Every method raises StoreDown, and is done within a bounded time.
 
     Names of tables, logs and books, and keys of values, are the code's own words or made of such
     and of ids; never a secret.
@@ -68,7 +71,9 @@ class Store(Protocol):
     async def set(self, key: str, value: bytes, ttl_s: float) -> None: ...
 
     async def add(self, key: str, value: bytes, ttl_s: float) -> bytes | None:
-        """Sets what is not there yet: None. What is there stays: it is returned."""
+        """Sets a value if there is none, and returns None. A value that is there stays: it is
+        returned.
+        """
         ...
 
     async def swap(self, key: str, old: bytes, new: bytes | None, ttl_s: float) -> bool:
@@ -80,7 +85,9 @@ class Store(Protocol):
     async def version(self, table: str) -> str: ...
 
     async def read(self, table: str, since: str = "") -> Table:
-        """since: a version; then rows that were not written after it may be left out."""
+        """Reads a table. since: a version; then rows that were not written after it may be left
+        out.
+        """
         ...
 
     async def put(self, table: str, key: str, row: Row) -> bool:
@@ -88,7 +95,7 @@ class Store(Protocol):
         ...
 
     async def forget(self, table: str, keys: Sequence[str]) -> None:
-        """As if these rows had never been written."""
+        """Forgets rows, as if they had never been written."""
         ...
 
     # Leases: who is there, as long as they say so.
@@ -104,7 +111,7 @@ class Store(Protocol):
     async def append(self, log: str, entries: Sequence[bytes], keep: int) -> None: ...
 
     async def tail(self, log: str, count: int) -> list[bytes]:
-        """The newest first."""
+        """Lists a log's entries, the newest first."""
         ...
 
     # Counters, in books of at most MAX_COUNTERS.
@@ -112,7 +119,9 @@ class Store(Protocol):
     async def count(
         self, book: str, amounts: Mapping[str, int], groups: Mapping[str, str], ttl_s: float
     ) -> None:
-        """groups: counter -> the one that counts in its place when the book is full."""
+        """Adds amounts to counters of a book. groups: counter -> the one that counts in its place
+        when the book is full.
+        """
         ...
 
     async def counts(self, book: str) -> dict[str, int]: ...
@@ -122,11 +131,13 @@ class Store(Protocol):
     async def admit(self, ask: Ask) -> Verdict: ...
 
     async def settle(self, settlement: Settlement) -> tuple[int, int]:
-        """The store's time in ms, and for how many subjects it counted."""
+        """Settles requests. Returns the store's time in ms, and for how many subjects
+        it counted.
+        """
         ...
 
     async def renew(self, asks: Sequence[Ask]) -> None:
-        """They still run."""
+        """Renews leases of requests that still run."""
         ...
 
 

@@ -16,7 +16,8 @@ MAX_TEXT = 300
 
 
 class CallerErrors:
-    """Bounded: the oldest give way. The same error again is not listed twice.
+    """Keeps the latest errors that callers caused. Bounded: the oldest give way. The same error
+    again is not listed twice.
 
     clock: Unix seconds.
     """
@@ -27,7 +28,9 @@ class CallerErrors:
         self._records: OrderedDict[tuple[str, str, str], ErrorObject] = OrderedDict()
 
     def note(self, request: Request, error: RequestError) -> None:
-        """Routes and methods that there are not are counted only: strangers ask for many."""
+        """Notes an error. Routes and methods that there are not are counted only: strangers ask for
+        many.
+        """
         is_generation = request.method == "POST" and request.scope["path"] in GENERATION_PATHS
         kind = "generation" if is_generation else "other"
         self._metrics.request_errors.labels(error.cause, kind).inc()

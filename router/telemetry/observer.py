@@ -62,20 +62,22 @@ class RequestObserver:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the request was asked."""
+        """Seconds since the request was asked."""
         return self.clock() - self._began
 
     # The way in
 
     def asked(self, call: GenerationCall, tenant: str, base_name: str) -> None:
-        """A caller who may asks for it, and there are workers."""
+        """Notes that a caller who may asks for an answer, and there are workers."""
         self._began, self._call = self.clock(), call
         if call.vector is not None:
             self._use = call.vector.use
         note_call(self._request, call, tenant, base_name)
 
     def resolved(self, began: float) -> None:
-        """began: when its adapter's name began to be looked up."""
+        """Notes that the adapter's name is resolved. began: when its adapter's name began to be
+        looked up.
+        """
         self._looked_up("ready", began)
 
     def unresolved(self, began: float) -> None:
@@ -87,12 +89,12 @@ class RequestObserver:
         self._request.trace.stage("resolve", began, ended, {"loraplex.outcome": outcome})
 
     def template_failed(self, adapter: ServedAdapter) -> None:
-        """The adapter's own template cannot render the messages."""
+        """Notes that the adapter's own template cannot render the messages."""
         if adapter.rollout:
             self._metrics.outcomes.add(adapter.rollout, adapter.digest, GuardSample(True))
 
     def queued(self, adapter: ServedAdapter | None, num_prompt_tokens: int) -> None:
-        """It was admitted, and its sequences wait for workers."""
+        """Notes that a request was admitted, and that its sequences wait for workers."""
         self._is_queued, self._num_prompt = True, num_prompt_tokens
         self._adapter = adapter
         if adapter is not None:
@@ -111,19 +113,19 @@ class RequestObserver:
     # The way back
 
     def prompt_read(self, num_cached: int) -> None:
-        """A worker has read one of its prompts. num_cached: tokens that were there already."""
+        """Notes that a worker has read a prompt. num_cached: tokens that were there already."""
         self._charge.cached_tokens += num_cached
         self._metrics.cached_tokens.inc(num_cached)
 
     def generated(self, count: int) -> None:
-        """Tokens of any of its sequences."""
+        """Counts generated tokens of any sequence."""
         self._metrics.generated_tokens.inc(count)
         self._top.count(self._name, _GENERATED_TOKENS, count)
         self._num_generated += count
         self._charge.generated_tokens += count
 
     def first_token(self, event: TokenEvent, now: float) -> None:
-        """Note the first token of one of the sequences; the first of all of them counts."""
+        """Notes the first token of one of the sequences; the first of all of them counts."""
         if self.first_token_s is not None:
             return
         self.first_token_s = now - self._began
@@ -139,24 +141,24 @@ class RequestObserver:
         return "cold" if first.load_s else "warm"
 
     def vector(self, event: TokenEvent) -> None:
-        """One of its prompts was read for numbers."""
+        """Notes that one prompt was read for numbers."""
         self._metrics.vectors.labels(self._use).inc()
         if self.start is None:
             self.start = self._request.notes["loraplex.start"] = self._start(event)
 
     def choice_ended(self, finish: FinishReason, count: int) -> None:
-        """One of its sequences has ended, with `count` tokens."""
+        """Notes that a sequence has ended, with `count` tokens."""
         self._metrics.choices_ended.labels("stop" if finish == "eos" else finish).inc()
         self._longest = max(self._longest, count)
 
     def decoded(self, decode_s: float, count: int) -> None:
-        """One of its sequences has ended, with `count` tokens after its first."""
+        """Notes that a sequence has ended, with `count` tokens after its first."""
         self._metrics.output_token_s.observe(decode_s / count)
         self._decode_s += decode_s
         self._num_decoded += count
 
     def finished(self) -> None:
-        """The answer is whole."""
+        """Notes that the answer is whole."""
         self._charge.outcome = "ok"
         self._metrics.request_s.observe(self.elapsed_s, self._request.exemplar)
         call, generated = self._call, (self._num_generated, self._longest)
@@ -167,16 +169,20 @@ class RequestObserver:
                     histogram.observe(size)
 
     def failed(self, *, excused: bool) -> None:
-        """It ended in an error. excused: whatever adapter it had would have failed."""
+        """Notes that a request ended in an error. excused: whatever adapter it had would have
+        failed.
+        """
         self._top.count(self._name, _ERRORS)
         self._outcome = "excused" if excused else "failed"
 
     def broke_off(self, error: RequestError) -> None:
-        """Its stream ended in an error after its first byte."""
+        """Notes that a stream ended in an error after its first byte."""
         self._report(error)
 
     def stopped(self, *, by_failure: bool) -> None:
-        """It ended before the answer was whole: by a failure, or since its client left."""
+        """Notes that a request ended before its answer was whole: by a failure, or since its client
+        left.
+        """
         self._charge.outcome = "failed" if by_failure else "cancelled"
         self._metrics.choices_ended.labels("error" if by_failure else "abort").inc()
         if not by_failure:
@@ -184,7 +190,7 @@ class RequestObserver:
             self._request.error = "client_gone"
 
     def closed(self) -> None:
-        """However it ended, also before it was queued."""
+        """Notes the end of a request, however it ended, also before it was queued."""
         if self._is_queued:
             adapter = self._adapter
             if adapter is not None and adapter.rollout and self._outcome != "excused":
@@ -238,7 +244,7 @@ class SequenceObserver:
         self._num_tokens = self._attempt = 0
 
     def placed(self, began: float, worker_id: str, reason: Reason, tier: str, attempt: int) -> None:
-        """It left the queue, which it entered at `began`, for a worker."""
+        """Notes that a sequence left the queue, which it entered at `began`, for a worker."""
         self._metrics.placed(reason, self._request.clock() - began)
         self._request_notes["loraplex.placement.reason"] = reason
         self._notes = {
@@ -252,12 +258,12 @@ class SequenceObserver:
         self._trace.stage("queue", began, self._placed_at, self._notes)
 
     def submitted(self) -> None:
-        """The worker has, or has been sent, all that it needs."""
+        """Notes that the worker has, or has been sent, all that it needs."""
         self._submitted_at, self._received_at = time.monotonic(), 0.0
         self._trace.stage("placement", self._placed_at, self._submitted_at, self._notes)
 
     def received(self, event: TokenEvent) -> None:
-        """An event came from the worker."""
+        """Notes that an event came from the worker."""
         now = time.monotonic()
         if not self._received_at and (event.token_ids or event.vector is not None):
             self._received_at, self._prefill_s = now, now - self._submitted_at
@@ -270,15 +276,15 @@ class SequenceObserver:
             self._trace.stage("decode", self._received_at, now, self._notes)
 
     def resumed(self, cause: ErrorCode) -> None:
-        """Another attempt begins."""
+        """Notes that another attempt begins."""
         self._metrics.resumed(cause)
 
     def quarantined(self) -> None:
-        """It killed the workers that it ran on."""
+        """Notes that a sequence killed the workers that it ran on."""
         self._metrics.quarantined.inc()
 
     def token(self, event: TokenEvent) -> None:
-        """Generated tokens are with the answer's reader."""
+        """Notes that generated tokens are with the answer's reader."""
         request, metrics, count = self._request, self._metrics, len(event.token_ids)
         now = request.clock()
         request.generated(count)
@@ -294,11 +300,11 @@ class SequenceObserver:
         self._attempt = event.attempt
 
     def vector(self, event: TokenEvent) -> None:
-        """The prompt's vector is with the answer's reader."""
+        """Notes that the prompt's vector is with the answer's reader."""
         self._request.vector(event)
 
     def ended(self, finish: FinishReason) -> None:
-        """The answer's reader has the whole choice."""
+        """Notes that the answer's reader has the whole choice."""
         decode_s = self._last_at - self._first_at
         self._request.choice_ended(finish, self._num_tokens)
         self._metrics.decode_s.observe(decode_s)

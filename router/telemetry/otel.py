@@ -32,7 +32,9 @@ _BILLION = 1_000_000_000
 
 
 class OtelTrace:
-    """clock: the event loop's; spans want Unix nanoseconds."""
+    """A request's spans, recorded by OpenTelemetry. clock: the event loop's; spans want Unix
+    nanoseconds.
+    """
 
     def __init__(self, tracer: Tracer, parent: Context, clock: Callable[[], float]) -> None:
         self._tracer = tracer
@@ -73,7 +75,9 @@ class OtelTrace:
 
 
 class OtelTracing:
-    """Spans are sent from a thread of its own, in batches, bounded; what cannot be sent is lost."""
+    """Traces requests with OpenTelemetry. Spans are sent from a thread of its own, in batches,
+    bounded; what cannot be sent is lost.
+    """
 
     def __init__(self, endpoint: str, sample: float, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -88,7 +92,9 @@ class OtelTracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, headers: Mapping[str, str]) -> OtelTrace:
-        """headers: the request's, of which W3C's may name a parent."""
+        """Begins the trace of a request. headers: the request's, of which W3C's may
+        name a parent.
+        """
         return OtelTrace(self._tracer, self._propagator.extract(headers), self._clock)
 
     def close(self) -> None:

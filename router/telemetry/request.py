@@ -16,7 +16,7 @@ class Trace(Protocol):
 
     @property
     def trace_id(self) -> str | None:
-        """For exemplars; None unless the trace is recorded."""
+        """The trace's id for exemplars; None unless the trace is recorded."""
         ...
 
     @property
@@ -25,7 +25,7 @@ class Trace(Protocol):
         ...
 
     def stage(self, name: str, began: float, ended: float, notes: Notes) -> None:
-        """A part of the request that is over."""
+        """Adds a part of the request that is over."""
         ...
 
     def end(self, name: str, notes: Notes, error: str | None) -> None: ...
@@ -43,7 +43,8 @@ class NoTrace:
 
 
 class RequestInHand:
-    """notes: gathered on the way. error: the cause of its end, if it failed.
+    """A request, with what its log line and trace say. notes: gathered on the way. error: the cause
+    of its end, if it failed.
 
     began: monotonic seconds. keeps_prompts: the operator wants them in the log.
     """
@@ -77,7 +78,7 @@ _IN_HAND: ContextVar[RequestInHand] = ContextVar("request in hand")
 
 
 def begin(request: RequestInHand) -> None:
-    """From now on, in this task and those that it starts."""
+    """Sets the request in hand, from now on, in this task and those that it starts."""
     _IN_HAND.set(request)
 
 
@@ -87,6 +88,6 @@ def in_hand() -> RequestInHand:
 
 
 def request_id() -> str | None:
-    """For log lines."""
+    """The id of the request in hand, for log lines."""
     found = _IN_HAND.get(None)
     return None if found is None else found.request_id

@@ -20,7 +20,9 @@ Logged = Literal["no", "yes", "prompts"]
 
 
 class RequestLog:
-    """paths: of generation requests; others are neither logged nor traced."""
+    """Begins and ends the log line and trace of each request. paths: of generation requests; others
+    are neither logged nor traced.
+    """
 
     def __init__(self, tracing: Tracing, paths: Collection[str], logged: Logged) -> None:
         self._tracing = tracing
@@ -28,7 +30,7 @@ class RequestLog:
         self._logged = logged
 
     def begin(self, request_id: str, scope: Scope) -> RequestInHand:
-        """The request that is in hand from now on, in this task and those that it starts."""
+        """Makes the request that is in hand from now on, in this task and those that it starts."""
         is_generation = scope["method"] == "POST" and scope["path"] in self._paths
         trace = self._tracing.begin(_headers(scope)) if is_generation else NoTrace()
         request = RequestInHand(request_id, trace, time.monotonic(), self._logged == "prompts")
@@ -38,7 +40,7 @@ class RequestLog:
         return request
 
     def end(self, request: RequestInHand, status: int) -> None:
-        """status: of the answer's head; 0 = none was sent."""
+        """Ends a request's trace and logs it. status: of the answer's head; 0 = none was sent."""
         if "http.route" not in request.notes:
             return
         request.notes["http.response.status_code"] = status
@@ -91,7 +93,7 @@ def _log(request: RequestInHand, more: Mapping[str, Value]) -> None:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    """W3C's, as the propagator wants them."""
+    """The headers of W3C's trace context, as the propagator wants them."""
     wanted = (b"traceparent", b"tracestate")
     return {
         name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in wanted

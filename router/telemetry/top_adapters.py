@@ -31,7 +31,9 @@ Amounts = list[int]
 
 
 class TopAdapters:
-    """size: names that have series of their own, besides the base and the rest."""
+    """Counts by adapter, with series of their own for the most used. size: names that have series
+    of their own, besides the base and the rest.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -42,7 +44,9 @@ class TopAdapters:
         self._ranked_at: float | None = None
 
     def count(self, name: OwnedName, what: int, amount: int = 1) -> None:
-        """name: a registered one, BASE or OTHER. what: an index into COUNTS."""
+        """Adds to a count of an adapter. name: a registered one, BASE or OTHER. what: an index into
+        COUNTS.
+        """
         amounts = self._pending.get(name)
         if amounts is None:
             amounts = self._pending[name] = _none()
@@ -63,7 +67,7 @@ class TopAdapters:
         self._pending.clear()
 
     def rows(self, what: Count) -> Iterator[tuple[tuple[str, ...], float]]:
-        """As of the last `settle`."""
+        """The series of a count, as of the last `settle`."""
         index = COUNTS.index(what)
         for name, amounts in (*self._fixed.items(), *self._shown.items()):
             yield (str(name),), amounts[index]
@@ -75,7 +79,7 @@ class TopAdapters:
     def _series(
         self, name: OwnedName, amounts: Amounts, is_registered: Callable[[OwnedName], bool]
     ) -> Amounts:
-        """Where these amounts of `name` are credited to."""
+        """The series to which these amounts of `name` are credited."""
         fixed = self._fixed.get(name)
         if fixed is not None:
             return fixed

@@ -29,7 +29,7 @@ class NoTracing:
 
 
 def make_tracing(config: RouterConfig) -> Tracing:
-    """Raises ValueError, as `check_tracing` does."""
+    """Makes the tracing that the options ask for. Raises ValueError, as `check_tracing` does."""
     if not config.otlp_endpoint:
         return NoTracing()
     check_tracing(config)
@@ -39,7 +39,9 @@ def make_tracing(config: RouterConfig) -> Tracing:
 
 
 def check_tracing(config: RouterConfig) -> None:
-    """Raises ValueError for an endpoint that cannot be, or without the extra that it needs."""
+    """Checks the options of tracing. Raises ValueError for an endpoint that cannot be, or without
+    the extra that it needs.
+    """
     endpoint = config.otlp_endpoint
     if not endpoint:
         return

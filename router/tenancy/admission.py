@@ -41,8 +41,8 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 class Admission:
-    """is_up: whether the shared store answers, as far as is known.
-    clock: Unix seconds that do not jump.
+    """Admits requests within the limits of their key and tenant. is_up: whether the shared store
+    answers, as far as is known. clock: Unix seconds that do not jump.
 
     refusals: how often each limit kept a request out.
     """
@@ -81,8 +81,8 @@ class Admission:
         return msgspec.structs.replace(verdict, retry_ms=left_ms)
 
     async def admit(self, ask: Ask) -> Admitted | Verdict | None:
-        """A Verdict with a reason when it is refused; None when nothing is counted now. What holds
-        its place already takes tokens alone.
+        """Asks the store to admit a request. A Verdict with a reason when it is refused; None when
+        nothing is counted now. What holds its place already takes tokens alone.
 
         Raises RequestError (unavailable) when the mode is `closed`.
         """
@@ -123,7 +123,9 @@ class Admission:
             self._used_up.popitem(last=False)
 
     def settle(self, admitted: Admitted, used: int) -> None:
-        """Does not wait. What cannot be reported expires: places soon, tokens as they refill."""
+        """Settles a request, without waiting. What cannot be reported expires: places soon, tokens
+        as they refill.
+        """
         self._live.pop(admitted.ask.lease, None)
         if len(self._tasks) >= MAX_BACKLOG:
             return
@@ -139,7 +141,7 @@ class Admission:
             tasks.create_task(self._keep(self._enlist, _ENLIST_S))
 
     async def close(self) -> None:
-        """Ended requests are reported; this router is no longer counted."""
+        """Reports ended requests; this router is no longer counted."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(StoreDown):
             await self._store.unlease(ROUTERS, self._router_id)

@@ -21,7 +21,9 @@ _MAX_UNWRITTEN = 10_000
 
 
 class Audit:
-    """Never waits for the store: what is unwritten is bounded, and goes as soon as it can."""
+    """Records operators' actions. Never waits for the store: what is unwritten is bounded, and goes
+    as soon as it can.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -35,7 +37,7 @@ class Audit:
         self._unwritten.append(line)
 
     async def newest(self, count: int) -> list[AuditRecord]:
-        """Raises StoreDown."""
+        """Reads the newest records of all routers. Raises StoreDown."""
         await self.flush()
         return readable(await self._store.tail(_LOG, count), AuditRecord)
 
@@ -46,7 +48,7 @@ class Audit:
                 await self.flush()
 
     async def flush(self) -> None:
-        """Raises StoreDown."""
+        """Writes the records that wait to the store. Raises StoreDown."""
         async with self._flushing:
             lines = list(self._unwritten)
             self._unwritten.clear()

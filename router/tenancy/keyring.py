@@ -28,7 +28,8 @@ _decode = msgspec.json.Decoder(ApiKey).decode
 
 
 class Keyring:
-    """clock: Unix seconds. is_up: whether the store answers, as far as is known.
+    """Keeps the API keys: those of the file, and those made while it runs. clock: Unix seconds.
+    is_up: whether the store answers, as far as is known.
 
     is_shared: whether other routers make keys in it, too.
 
@@ -46,7 +47,7 @@ class Keyring:
         is_up: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
-        """Raises KeysFileError."""
+        """Reads the keys file. Raises KeysFileError."""
         self._file = file
         self._closed = closed
         self._clock = clock
@@ -70,7 +71,7 @@ class Keyring:
                 tasks.create_task(self._follow(self._file))
 
     async def identify(self, given: str | None) -> Caller:
-        """The caller whose key it is. Raises RequestError (unauthorized, unavailable)."""
+        """Finds the caller whose key this is. Raises RequestError (unauthorized, unavailable)."""
         if not given:
             raise RequestError(
                 "unauthorized", "this server wants a key, as `Authorization: Bearer KEY`"
@@ -97,7 +98,7 @@ class Keyring:
         return self._caller(check_key(found, found.digest if found else "", self._clock()))
 
     def _caller(self, key: ApiKey) -> Caller:
-        """Raises RequestError (unavailable)."""
+        """The caller who has a key. Raises RequestError (unavailable)."""
         if self._closed and key.origin == "api" and not self._is_up():
             raise RequestError("unavailable", "keys cannot be checked now; try again soon")
         return Caller(key, self.tenant(key.tenant))
@@ -112,14 +113,16 @@ class Keyring:
         return sorted([*self._written, *self._made.values.values()], key=lambda key: key.id)
 
     def get(self, key_id: str) -> ApiKey:
-        """Raises RequestError (adapter_not_found)."""
+        """Returns the key with this id. Raises RequestError (key_not_found)."""
         for key in self.all():
             if key.id == key_id:
                 return key
         raise RequestError("key_not_found", f"no key {key_id[:80]!r}")
 
     async def create(self, wanted: ApiKey) -> tuple[ApiKey, str]:
-        """wanted: without its digest. Returns it, and the key itself. Raises RequestError."""
+        """Makes a key. wanted: without its digest. Returns it, and the secret itself. Raises
+        RequestError.
+        """
         if any(key.id == wanted.id for key in self.all()):
             raise RequestError("conflict", f"there is a key {wanted.id!r} already")
         secret = new_secret()
@@ -130,7 +133,7 @@ class Keyring:
         return made, secret
 
     async def rotate(self, key_id: str, grace_s: int) -> tuple[ApiKey, str]:
-        """Another key in its place; the old one is good for so long still."""
+        """Makes another key in place of this one; the old one is good for so long still."""
         key, secret = self._of_api(key_id), new_secret()
         rotated = msgspec.structs.replace(
             key,
@@ -166,7 +169,9 @@ class Keyring:
             raise RequestError("conflict", f"key {key_id!r} has just changed") from error
 
     async def _look(self) -> None:
-        """Another router may have made a key just now. Callers at the same time share one look."""
+        """Looks for keys that another router may have made just now. Callers at the same time share
+        one look.
+        """
         arrived = self._clock()
         async with self._looking:
             if not self._is_up() or self._looked_at >= arrived:
@@ -188,7 +193,9 @@ class Keyring:
         self._index()
 
     async def _follow(self, file: Path) -> None:
-        """A file that cannot be used changes nothing; it is logged once."""
+        """Reads the file again when it changes. A file that cannot be used changes nothing; it is
+        logged once.
+        """
         stamp = await asyncio.to_thread(stamp_of, file)
         while True:
             await asyncio.sleep(FILE_POLL_S)
@@ -212,7 +219,7 @@ def digest_of(key: str) -> str:
 
 
 def _same(key: ApiKey, digest: str) -> ApiKey | None:
-    """The comparison that counts takes the same time whatever was given."""
+    """Whether a key has this digest. The comparison takes the same time whatever was given."""
     matches = [hmac.compare_digest(known, digest) for known in digests_of(key)]
     return key if any(matches) else None
 
@@ -226,7 +233,7 @@ def _read_key(value: bytes) -> ApiKey | None:
 
 
 def read_keys_file(file: Path) -> tuple[list[ApiKey], list[Tenant]]:
-    """Raises KeysFileError."""
+    """Reads keys and tenants from a file. Raises KeysFileError."""
     try:
         with file.open("rb") as opened:
             return read_keys(opened.read(MAX_FILE_BYTES + 1))

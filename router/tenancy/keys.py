@@ -35,11 +35,11 @@ _BATCH_BAND = 2 * BACKGROUND_PRIORITY
 
 
 class ApiKey(msgspec.Struct, frozen=True):
-    """digest: SHA-256 of the key, in hex. Times are Unix seconds.
+    """An API key, without its secret. digest: SHA-256 of the key, in hex. Times are Unix seconds.
 
     models: patterns (`*`, `?`, `[…]`) of the names that it opens, as `names_of` spells them.
-    priority: of its requests; None = its tenant's.
-    previous: the digest before a rotation, good until `previous_until`.
+    priority: of its requests; None = its tenant's. previous: the digest before a rotation, good
+    until `previous_until`.
     """
 
     id: Word
@@ -58,7 +58,8 @@ class ApiKey(msgspec.Struct, frozen=True):
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """limits: of all its keys together. weight: of its share of the fleet, when others want it too.
+    """A tenant and its limits. limits: of all its keys together. weight: of its share of the fleet,
+    when others want it too.
 
     priority: of requests whose key says none. files, file_bytes: what it may store; None = as the
     router's options say.
@@ -92,7 +93,7 @@ class Caller(msgspec.Struct, frozen=True):
 
     @property
     def priority(self) -> int:
-        """Lower goes first."""
+        """The priority of a caller's requests; lower goes first."""
         own = None if self.key is None else self.key.priority
         return _BANDS[own or self.owner.priority] + (_BATCH_BAND if self.is_batch else 0)
 
@@ -123,7 +124,9 @@ NOBODY = Caller()
 
 
 def check_key(key: ApiKey | None, digest: str, now: float) -> ApiKey:
-    """Raises RequestError (unauthorized) unless the key with this digest is good now."""
+    """Checks that a key is good. Raises RequestError (unauthorized) unless the key with this digest
+    is good now.
+    """
     if key is None:
         raise RequestError("unauthorized", "no such key: it is wrong, or was deleted")
     if digest != key.digest and now >= key.previous_until:
@@ -136,7 +139,7 @@ def check_key(key: ApiKey | None, digest: str, now: float) -> ApiKey:
 
 
 def digests_of(key: ApiKey) -> tuple[str, ...]:
-    """By which it may be found."""
+    """The digests by which a key may be found."""
     return (key.digest,) if key.previous is None else (key.digest, key.previous)
 
 

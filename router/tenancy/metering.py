@@ -39,7 +39,7 @@ _BOOK_TTL_S = (MAX_DAYS + 1) * 86400.0
 
 
 class Metering:
-    """clock: Unix seconds."""
+    """Records how much each caller uses. clock: Unix seconds."""
 
     def __init__(
         self, store: Store, admission: Admission, clock: Callable[[], float] = time.time
@@ -57,7 +57,7 @@ class Metering:
         return Charge(self, caller, request_id, self.clock())
 
     def record(self, record: UsageRecord, is_listed: bool) -> None:
-        """is_listed: among the latest requests, too."""
+        """Adds a request to the usage. is_listed: among the latest requests, too."""
         self._pending.add(record)
         if is_listed:
             self._records.append(record)
@@ -95,7 +95,7 @@ class Metering:
         return rows
 
     async def latest(self, tenants: Sequence[str], count: int) -> list[UsageRecord]:
-        """The newest first. Raises StoreDown."""
+        """Lists tenants' latest requests, the newest first. Raises StoreDown."""
         await self.flush()
         records = [
             record
@@ -105,7 +105,9 @@ class Metering:
         return sorted(records, key=lambda record: record.at, reverse=True)[:count]
 
     async def flush(self) -> None:
-        """Raises StoreDown; what was not written is kept for the next time."""
+        """Writes usage to the store. Raises StoreDown; what was not written is kept for the next
+        time.
+        """
         async with self._flushing:
             await self._flush()
 
@@ -133,7 +135,11 @@ class Metering:
                 raise
 
     async def _list_tenant(self, day: int, tenant: str) -> None:
-        """Once in a while, as a store may come back empty. Raises StoreDown."""
+        """Lists a tenant in the day's book. This is done once in a while, as a store may come back
+        empty.
+
+        Raises StoreDown.
+        """
         now = self.clock()
         if self._listed.get((day, tenant), 0.0) > now:
             return
@@ -147,7 +153,8 @@ def _log_name(tenant: str) -> str:
 
 
 class Charge:
-    """One request's. `enter` once, `admit` once, then `close` once, with what it used in between.
+    """The charge for one request. One request's. `enter` once, `admit` once, then `close` once,
+    with what it used in between.
 
     adapter: see UsageRecord. has_entered: it has its place, so that work may be done for it.
     """
@@ -182,12 +189,15 @@ class Charge:
 
     @property
     def key_id(self) -> str:
-        """ "" = no key was needed."""
+        """The id of the caller's key; "" = no key was needed."""
         return self._caller.key_id
 
     async def enter(self) -> None:
-        """Its place: concurrency, and one of the requests a minute. Before any work is done for it.
-        Raises RequestError."""
+        """Takes the request's place: concurrency, and one of the requests a minute. Before any work
+        is done for it.
+
+        Raises RequestError.
+        """
         subjects = self._caller.subjects
         refused = self._metering.admission.known_refusal(subjects)
         if refused is not None:
@@ -197,8 +207,11 @@ class Charge:
         self.has_entered = True
 
     async def admit(self, digest: str | None, prompt_tokens: int, output_tokens: int) -> None:
-        """Its tokens. digest: of the adapter. output_tokens: the most that may come. Raises
-        RequestError."""
+        """Reserves the request's tokens. digest: of the adapter. output_tokens: the most that may
+        come.
+
+        Raises RequestError.
+        """
         self._digest = digest
         self.prompt_tokens = prompt_tokens
         subjects, tokens = self._caller.subjects, prompt_tokens + output_tokens
@@ -228,8 +241,9 @@ class Charge:
         )
 
     def close(self) -> None:
-        """Settles, and records the request. Those that were refused before any work are counted,
-        and not listed: they may be many."""
+        """Settles the charge, and records the request. Requests that were refused before any work
+        are counted, and not listed: they may be many.
+        """
         if self._closed:
             return
         self._closed = True

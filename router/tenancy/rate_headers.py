@@ -56,7 +56,7 @@ def refusal_for_ever(subjects: Sequence[Subject], tokens: int) -> str | None:
 
 
 def duration(ms: int) -> str:
-    """As OpenAI writes it: 250ms, 1.5s, 2m30s, 1h0m0s."""
+    """Writes a time as OpenAI does: 250ms, 1.5s, 2m30s, 1h0m0s."""
     if ms < 1000:
         return f"{ms}ms" if ms else "0s"
     seconds = f"{ms % 60_000 / 1000:.3f}".rstrip("0").rstrip(".")

@@ -4,7 +4,9 @@ import msgspec
 
 
 class AuditRecord(msgspec.Struct, frozen=True):
-    """at: Unix seconds. remote: the address that asked. status: how it was answered."""
+    """An operator's action, for the audit log. at: Unix seconds. remote: the address that asked.
+    status: how it was answered.
+    """
 
     at: float
     action: str

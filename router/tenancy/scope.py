@@ -11,7 +11,9 @@ Registered = Callable[[AdapterChoice], str | None]
 
 
 def names_of(choice: AdapterChoice, registered: Registered) -> tuple[str, ...]:
-    """A registered adapter's name; of a reference its one full spelling, with and without @rev."""
+    """Names by which keys may open an adapter: a registered one's name, or a reference's full
+    spelling, with and without @rev.
+    """
     name = registered(choice)
     if name is not None:
         return (name,)
@@ -28,7 +30,8 @@ def check_scope(
     registered: Registered,
     param: str,
 ) -> None:
-    """Raises RequestError (forbidden) for what the caller's key does not open.
+    """Checks that a caller may use what a request names. Raises RequestError (forbidden) for what
+    the caller's key does not open.
 
     The words alone decide: the answer does not show whether there is such an adapter.
     """

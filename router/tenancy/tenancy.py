@@ -25,7 +25,7 @@ VOUCHER_SCHEME = "Batch"
 
 
 class Vouchers:
-    """Values of the header `Authorization` that nobody else can make."""
+    """Makes and reads vouchers: values of the header `Authorization` that nobody else can make."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_urlsafe(32)
@@ -34,7 +34,7 @@ class Vouchers:
         return f"{VOUCHER_SCHEME} {self._secret}:{tenant}:{key_id}"
 
     def read(self, given: str) -> tuple[str, str] | None:
-        """The tenant and the key's id; None = it is not from here."""
+        """Reads a voucher's tenant and key id; None = it is not from here."""
         secret, _, who = given.partition(":")
         if not hmac.compare_digest(secret.encode("utf-8", "replace"), self._secret.encode()):
             return None
@@ -48,7 +48,9 @@ class ExposureError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """needs_keys: whether callers are asked for one."""
+    """Everything about callers: keys, usage and the audit log. needs_keys: whether callers are
+    asked for one.
+    """
 
     needs_keys: bool
     keyring: Keyring
@@ -57,7 +59,9 @@ class Tenancy:
     vouchers: Vouchers
 
     async def identify(self, authorization: str | None) -> Caller:
-        """authorization: the header. Raises RequestError (unauthorized, unavailable)."""
+        """Finds the caller of a request. authorization: the header. Raises RequestError
+        (unauthorized, unavailable).
+        """
         scheme, _, given = (authorization or "").partition(" ")
         if scheme == VOUCHER_SCHEME and (said := self.vouchers.read(given)) is not None:
             found = self.keyring.stand_in(*said) if self.needs_keys else NOBODY
@@ -68,7 +72,7 @@ class Tenancy:
 
     @asynccontextmanager
     async def run(self, background: Background) -> AsyncIterator[None]:
-        """Run the parts. Counts are written before the end, if the store answers."""
+        """Runs the parts. Counts are written before the end, if the store answers."""
         parts = (self.keyring, self.metering, self.audit)
         try:
             async with background.running(*(part.run() for part in parts)):
@@ -80,7 +84,7 @@ class Tenancy:
 
 
 def make_tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tenancy:
-    """Raises KeysFileError."""
+    """Makes the router's parts that know callers. Raises KeysFileError."""
 
     def is_up() -> bool:
         return sharing.is_up
@@ -102,7 +106,9 @@ def needs_keys(config: RouterConfig) -> bool:
 
 
 def check_exposure(config: RouterConfig) -> None:
-    """Raises ExposureError for a router that nobody could use, or that anyone could unsaid."""
+    """Checks who could use the router. Raises ExposureError for a router that nobody could use, or
+    that anyone could unsaid.
+    """
     if needs_keys(config) and config.keys_file is None and not config.admin_key:
         raise ExposureError(
             f"callers of {config.host} need keys, and there is no way to one: give --keys-file, "

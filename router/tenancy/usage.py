@@ -37,8 +37,9 @@ class UsageRecord(msgspec.Struct, frozen=True):
 
 
 class UsageRow(msgspec.Struct, frozen=True):
-    """requests: all that were admitted; unfinished: those of them that ended before their time.
-    refused: those that ended before they were admitted, at once or after work on the way in.
+    """The usage of a key with an adapter. requests: all that were admitted; unfinished: those of
+    them that ended before their time. refused: those that ended before they were admitted, at
+    once or after work on the way in.
     """
 
     tenant: str
@@ -76,7 +77,9 @@ class Pending:
                 book[counter] = book.get(counter, 0) + amount
 
     def take(self) -> tuple[str, dict[str, int]] | None:
-        """One book's name and counters. What could not be written is given back: `give_back`."""
+        """Takes one book's name and counters. What could not be written is given back:
+        `give_back`.
+        """
         if not self._books:
             return None
         (tenant, day), counters = self._books.popitem()
@@ -92,7 +95,7 @@ class Pending:
 
 
 def book_name(tenant: str, day: int) -> str:
-    """day: since 1970-01-01 UTC."""
+    """The name of a tenant's book for a day. day: since 1970-01-01 UTC."""
     return f"usage:{day}:{tenant}"
 
 
@@ -113,7 +116,7 @@ def group_of(counter: str) -> str:
 
 
 def rows_of(tenant: str, books: Iterable[Mapping[str, int]]) -> list[UsageRow]:
-    """By key and adapter, over all of these days."""
+    """Sums usage by key and adapter, over all of these days."""
     found: dict[tuple[str, str], dict[str, int]] = {}
     for book in books:
         for counter, amount in book.items():

@@ -21,13 +21,15 @@ _Key = tuple[tuple[OwnToken, ...], int]
 
 
 class AdapterModels:
-    """Made when an adapter is first used, in turn, and kept while they are used."""
+    """Text models of adapters: made when an adapter is first used, in turn, and kept while they are
+    used.
+    """
 
     def __init__(self) -> None:
         self._kept: Recent[_Key, TextModel] = Recent(MAX_MODELS)
 
     async def of(self, base: TextModel, manifest: AdapterManifest | None) -> TextModel:
-        """The base's own for adapters that change nothing of it.
+        """The text model of an adapter. The base's own for adapters that change nothing of it.
 
         Raises RequestError (adapter_invalid) for tokens that the library gives other ids.
         """
@@ -41,7 +43,7 @@ class AdapterModels:
         return found.taking(base.turns)
 
     def _made(self, base: TextModel, key: _Key) -> TextModel:
-        """Raises as `of`."""
+        """Makes the model of an adapter's tokens, or finds it. Raises as `of`."""
         found = self._known(base, key)  # another may have waited for the same
         if found is None:
             found = _made(base, *key)

@@ -40,7 +40,7 @@ class DecoderStep:
 
 
 class TokenStep(DecoderStep):
-    """Tokens to tokens. One token may become none or several."""
+    """A step from tokens to tokens. One token may become none or several."""
 
     __slots__ = ()
 
@@ -52,7 +52,7 @@ class TokenStep(DecoderStep):
 
 
 class TextStep(DecoderStep):
-    """A text in pieces to a text in pieces."""
+    """A step from a text in pieces to a text in pieces."""
 
     __slots__ = ()
 
@@ -64,7 +64,7 @@ class TextStep(DecoderStep):
 
 
 class Each(TokenStep):
-    """Every token by itself: Replace, Strip."""
+    """Decodes every token by itself: Replace, Strip."""
 
     __slots__ = ("_change", "_known")
 
@@ -83,7 +83,7 @@ class Each(TokenStep):
 
 
 class FirstAndLater(TokenStep):
-    """The first token is another matter than later ones: Metaspace, WordPiece, no decoder."""
+    """Decodes the first token in another way than later ones: Metaspace, WordPiece, no decoder."""
 
     __slots__ = ("_begun", "_first", "_later")
 
@@ -127,7 +127,7 @@ class Ctc(TokenStep):
 
 
 class Bpe(TokenStep):
-    """The suffix of a word's end is a space, and nothing at the last token."""
+    """Decodes BPE: the suffix of a word's end is a space, and nothing at the last token."""
 
     __slots__ = ("_held", "_suffix")
 
@@ -151,7 +151,8 @@ class Bpe(TokenStep):
 
 
 class ByteFallback(TokenStep):
-    """Runs of `<0xNN>` tokens: a text where all their bytes are one, else U+FFFD for each.
+    """Decodes tokens that stand for bytes. Runs of `<0xNN>` tokens: a text where all their bytes
+    are one, else U+FFFD for each.
 
     A run that may still be a text is held back to its end.
     """
@@ -207,7 +208,9 @@ class ByteFallback(TokenStep):
 
 
 class ByteLevel(TokenStep):
-    """Stand-in characters to bytes, bytes to one text. At most 3 bytes are held back."""
+    """Turns stand-in characters into bytes, and bytes into one text. At most 3 bytes
+    are held back.
+    """
 
     __slots__ = ("_bytes", "_tail")
 
@@ -279,7 +282,7 @@ class StripText(TextStep):
 
 
 class ReplaceText(TextStep):
-    """`content` for every `pattern`, which may come in pieces."""
+    """Writes `content` for every `pattern`, which may come in pieces."""
 
     __slots__ = ("_content", "_held", "_pattern")
 
@@ -340,18 +343,20 @@ class WholeText(TextStep):
 
 
 def strip(token: str, content: str, start: int, stop: int) -> str:
-    """Strip, of one token."""
+    """Strips a text from the ends of one token."""
     step = StripText(content, start, stop)
     return step.push(token) + step.flush()
 
 
 def joined() -> TokenStep:
-    """No decoder at all: a space between tokens."""
+    """Joins tokens with a space between, as where there is no decoder at all."""
     return FirstAndLater(str, " {}".format)
 
 
 def metaspace(replacement: str, keeps_first: bool) -> TokenStep:
-    """keeps_first: a space at the very start stays."""
+    """Replaces the character that stands for a space. keeps_first: a space at the very
+    start stays.
+    """
     table = {ord(replacement): " "}
     first = {ord(replacement): " " if keeps_first else None}
     return FirstAndLater(lambda token: token.translate(first), lambda token: token.translate(table))

@@ -15,7 +15,7 @@ class Tokens(Protocol):
     """Facts about the vocabulary that a detokenizer needs."""
 
     def token(self, token_id: int) -> str | None:
-        """As the vocabulary spells the token; None for ids that stand for nothing."""
+        """The token as the vocabulary spells it; None for ids that stand for nothing."""
         ...
 
     def is_special(self, token_id: int) -> bool:
@@ -54,12 +54,12 @@ class Detokenizer:
         self._kept: frozenset[int] = frozenset()
 
     def keep(self, ids: frozenset[int]) -> None:
-        """Special tokens that are part of the text from now on."""
+        """Makes special tokens part of the text from now on."""
         self._kept = ids
 
     def read_prompt(self, ids: Sequence[int]) -> None:
-        """To be called once, before any push. What settles nothing is not looked at, so that for
-        most tokenizers the work does not grow with the prompt.
+        """Reads the prompt, once, before any push. What settles nothing is not looked at, so that
+        for most tokenizers the work does not grow with the prompt.
         """
         decoder = self._decoder
         count = self._begin(ids)
@@ -72,7 +72,7 @@ class Detokenizer:
         return "" if self.is_left_out(token_id) else self.write(token_id)
 
     def write(self, token_id: int) -> str:
-        """The same of a token that is known not to be left out."""
+        """Gives the text as `push` does, of a token that is known not to be left out."""
         token = self._tokens.token(token_id)
         if token is None:
             return ""
@@ -109,7 +109,9 @@ class Detokenizer:
         return self._tokens.is_special(token_id)
 
     def _begin(self, ids: Sequence[int]) -> int:
-        """How many ids it took until what is done only at the start was over."""
+        """Reads the first tokens, and counts those it took until what is done only at the start was
+        over.
+        """
         for count, token_id in enumerate(ids):
             if self._decoder.begun:
                 return count
@@ -119,7 +121,7 @@ class Detokenizer:
         return len(ids)
 
     def _settled_end(self, ids: Sequence[int]) -> list[str]:
-        """The last tokens, from one on before which it does not matter what was."""
+        """The end of the prompt, from a token on before which it does not matter what was."""
         tokens: list[str] = []
         for token_id in reversed(ids):
             token = self._written(token_id)
@@ -133,20 +135,22 @@ class Detokenizer:
         return None if self.is_left_out(token_id) else self._tokens.token(token_id)
 
     def _new(self, text: str) -> str:
-        """Without what the end of the prompt alone would have given."""
+        """The new text, without what the end of the prompt alone would have given."""
         count = common_prefix(text, self._known)
         self._known = self._known[count:] if count == len(text) else ""
         return text[count:]
 
     def _without_space(self, token_id: int, token: str, text: str) -> str:
-        """As vLLM: no space before an added token that follows an added token."""
+        """The text without a space before an added token that follows an added token,
+        as in vLLM.
+        """
         added, after = self._tokens.is_added(token_id), self._after_added
         self._after_added = added
         return token if added and after and text.lstrip(" ") == token.lstrip(" ") else text
 
 
 def common_prefix(one: str, other: str) -> int:
-    """Characters that both begin with."""
+    """Counts the characters that both begin with."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:
         return most

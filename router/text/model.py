@@ -69,13 +69,13 @@ class TextModel:
         self.templates = BaseTemplates(card)
 
     def under(self, own: OwnClasses) -> "TextModel":
-        """The same under an adapter with a score head of its own."""
+        """The same model under an adapter with a score head of its own."""
         other = copy.copy(self)
         other.card = self.card.with_head(own)
         return other
 
     def taking(self, turns: CallersTurns) -> "TextModel":
-        """The same for one caller, whose turns its work takes."""
+        """The same model for one caller, whose turns its work takes."""
         other = copy.copy(self)
         other.turns = turns
         return other
@@ -141,7 +141,9 @@ class TextModel:
         return (self._span(text, batch[0], i, ids[i]) for i in range(repeated, len(ids)))
 
     def _span(self, text: str, encoding: Encoding, index: int, token_id: int) -> TokenSpan:
-        """Not of `encoding.offsets`: as one list they hold up other threads."""
+        """Finds a token's place in a text. `encoding.offsets` is not used: one list of all offsets
+        holds up other threads.
+        """
         start, stop = encoding.token_to_chars(index) or (0, 0)
         return TokenSpan(token_id, text[start:stop] or self._spelled(token_id), start, stop)
 
@@ -152,8 +154,8 @@ class TextModel:
         return "".join(self.decode_parts(ids, skip_special_tokens))
 
     def decode_parts(self, ids: Sequence[int], skip_special_tokens: bool = True) -> list[str]:
-        """The same in parts, one for each id. What comes late is with the token that completes it;
-        what is left at the end is the last token's.
+        """Decodes ids. The same in parts, one for each id. What comes late is with the token that
+        completes it; what is left at the end is the last token's.
         """
         detokenizer = Detokenizer(self, self._decoder.copy(), skip_special_tokens)
         parts = [detokenizer.push(token_id) for token_id in ids]
@@ -162,7 +164,7 @@ class TextModel:
         return parts
 
     def detokenizer(self, prompt: Sequence[int], call: GenerationCall) -> Detokenizer:
-        """For answers to a prompt of these ids, as the call wants its text."""
+        """Makes a detokenizer for answers to a prompt of these ids, as the call wants its text."""
         detokenizer = Detokenizer(
             self,
             self._decoder.copy(),
@@ -173,7 +175,7 @@ class TextModel:
         return detokenizer
 
     def token(self, token_id: int) -> str | None:
-        """As the vocabulary spells the token; None for ids that stand for nothing."""
+        """The token as the vocabulary spells it; None for ids that stand for nothing."""
         if token_id not in self._tokens:
             if not self.has_token(token_id):
                 return None
@@ -209,7 +211,7 @@ class TextModel:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The same in bytes: of a part of a character, too."""
+        """The token's text in bytes: of a part of a character, too."""
         data = self._bytes.get(token_id)
         if data is None:
             token = self.token(token_id)
@@ -220,7 +222,9 @@ class TextModel:
 
     @property
     def new_vocab_size(self) -> int | None:
-        """As of `GenerateRequest`."""
+        """The size of a vocabulary that is larger than the base's, else None, as `GenerateRequest`
+        has it.
+        """
         size = self.card.vocab_size
         return size if size > self.base_card.vocab_size else None
 
@@ -256,8 +260,9 @@ class TextModel:
         return text.encode()
 
     def _repeated(self, ids: Sequence[int]) -> int:
-        """How many of the tokens that were put before a text the text itself begins with: all of
-        them, or 0."""
+        """Counts the tokens put before a text that the text itself begins with: all of
+        them, or 0.
+        """
         size = len(self._prefix)
         return size if tuple(ids[size : 2 * size]) == self._prefix else 0
 
@@ -269,7 +274,7 @@ class TextModel:
 
 
 def _decoder_of(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """As the library writes it, whichever form the file has."""
+    """The tokenizer's decoder as the library writes it, whichever form the file has."""
     if tokenizer.decoder is None:
         return None
     document: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
@@ -277,6 +282,6 @@ def _decoder_of(tokenizer: Tokenizer) -> dict[str, Any] | None:
 
 
 def _other_than(token: str) -> tuple[str, str]:
-    """Two plain tokens to stand beside it."""
+    """Two plain tokens to stand beside a token."""
     before, after = [letter for letter in _ANCHORS if letter != token][:2]
     return before, after

@@ -23,7 +23,9 @@ _EACH_S = 0.0002
 
 
 class StopMatch(NamedTuple):
-    """start, end: characters of the text before it, and up to its end."""
+    """A match of a stop pattern. start, end: characters of the text before it, and up
+    to its end.
+    """
 
     end: int
     minus_length: int
@@ -33,7 +35,7 @@ class StopMatch(NamedTuple):
 
 @lru_cache(maxsize=256)
 def compiled(pattern: str) -> Any:
-    """Raises ValueError."""
+    """Compiles a pattern. Raises ValueError for one that is wrong or matches an empty text."""
     try:
         found = regex.compile(pattern)
         is_empty = found.search("", timeout=_SEARCH_S) is not None
@@ -88,7 +90,9 @@ class PatternView:
             self._left_s -= time.thread_time() - began
 
     def _move(self, start: int) -> None:
-        """start: the first character of `_text` in which a match may begin."""
+        """Lets go of text in which no match can begin any more. start: the first character of
+        `_text` in which a match may begin.
+        """
         self.certain = self._before + start
         cut = max(start - _CONTEXT, 0)
         self._text, self._from = self._text[cut:], start - cut

@@ -16,11 +16,11 @@ from loraplex.router.text.stop_patterns import PatternView, StopMatch
 
 
 class StopStrings:
-    """All stop strings at once (Aho, Corasick 1975): each character is one step from state to
+    """Finds all stop strings at once (Aho, Corasick 1975): each character is one step from state to
     state, of whatever many strings.
 
-    depth: of each state, how many characters of the text's end begin some stop string.
-    found: of each state, the longest stop string that the text ends in.
+    depth: of each state, how many characters of the text's end begin some stop string. found: of
+    each state, the longest stop string that the text ends in.
     """
 
     __slots__ = ("_fallback", "_next", "depth", "found", "longest")
@@ -54,7 +54,7 @@ class StopStrings:
         self.found[state] = stop
 
     def _link(self) -> None:
-        """Each state's fallback: that of its longest proper end which is a state."""
+        """Sets each state's fallback: that of its longest proper end which is a state."""
         states = deque([0])
         while states:
             state = states.popleft()
@@ -67,7 +67,8 @@ class StopStrings:
 
 
 class _View:
-    """One view: where its search stands, and which visible character each of its own is.
+    """Searches one view of the text for stop strings. One view: where its search stands, and which
+    visible character each of its own is.
 
     ahead: visible text that it has read before it was pushed.
     """
@@ -83,13 +84,13 @@ class _View:
         self._ahead = ""
 
     def twin(self) -> "_View":
-        """The same, as long as nothing is hidden."""
+        """A copy of this view, good as long as nothing is hidden."""
         twin = _View(self._stops)
         twin._state, twin._size = self._state, self._size
         return twin
 
     def push(self, text: str, before: int) -> StopMatch | None:
-        """Visible text. before: characters of it that were pushed before."""
+        """Searches more visible text. before: characters of it that were pushed before."""
         if self._ahead:
             count = common_prefix(text, self._ahead)
             if count < min(len(text), len(self._ahead)):
@@ -100,7 +101,7 @@ class _View:
         return self._read(text)
 
     def spell(self, held: str, token: str, before: int) -> StopMatch | None:
-        """A token that is not in the text, after visible text that is held back."""
+        """Searches a token that is not in the text, after visible text that is held back."""
         count = common_prefix(held, self._ahead)
         if count < len(self._ahead):
             self._start_anew(before)
@@ -114,7 +115,7 @@ class _View:
 
     @property
     def certain(self) -> int:
-        """Visible characters that no match will ever begin in."""
+        """Counts the visible characters that no match will ever begin in."""
         return self._visible(self._size - self._stops.depth[self._state])
 
     def _read(self, text: str) -> StopMatch | None:
@@ -134,7 +135,7 @@ class _View:
         return position - self._hidden - hidden
 
     def _hide(self, size: int) -> None:
-        """The next `size` characters. Gaps that no match can reach become a mere sum."""
+        """Hides the next `size` characters. Gaps that no match can reach become a mere sum."""
         reach = self._size - self._stops.longest
         past = [(at, length) for at, length in self._gaps if at + length <= reach]
         self._gaps = [*self._gaps[len(past) :], (self._size, size)]
@@ -177,7 +178,7 @@ class StopMatcher:
         return bool(self._views) and self.hit is None
 
     def push(self, text: str) -> str:
-        """The text that is now certain. After a hit there is none."""
+        """Takes the next text, and gives what is now certain. After a hit there is none."""
         if self.hit is not None or not text:
             return ""
         if not self._views and self._patterns is None:
@@ -191,8 +192,9 @@ class StopMatcher:
         return self._stop(min(found)) if found else self._release()
 
     def spell(self, held: str, token: str) -> str:
-        """A token that the client does not see, in its place. held: what the text would end in, if
-        it ended before the token, beyond what was pushed. The text that is now certain.
+        """Searches hidden text. A token that the client does not see, in its place. held: what the
+        text would end in, if it ended before the token, beyond what was pushed. The text that is
+        now certain.
         """
         if not self.active:
             return ""
@@ -226,7 +228,7 @@ class StopMatcher:
         return self._take(min(known + [view.certain for view in self._views]))
 
     def _take(self, end: int) -> str:
-        """Held text up to the visible character `end`."""
+        """Takes the held text up to the visible character `end`."""
         count = max(end - self._pushed + len(self._held), 0)
         text, self._held = self._held[:count], self._held[count:]
         return text

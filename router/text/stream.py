@@ -49,7 +49,9 @@ def attribute(text: str, expected: Sequence[bytes]) -> tuple[list[str], list[byt
 
 
 def _agreeing(data: bytes, own: bytes) -> tuple[int, bytes]:
-    """How many bytes of `data` are a token's, and which of its bytes are still to come."""
+    """Counts the bytes of `data` that are a token's, and says which of its bytes are
+    still to come.
+    """
     if data.startswith(own):
         return len(own), b""
     if own.startswith(data):
@@ -89,7 +91,7 @@ class TokenTexts(Tokens, Protocol):
         ...
 
     def token_text(self, token_id: int) -> str:
-        """The same as text; U+FFFD for parts of a character."""
+        """The token's text; U+FFFD for parts of a character."""
         ...
 
 
@@ -107,13 +109,12 @@ class _Pending(msgspec.Struct):
 
 
 class ChoiceStream:
-    """Feed it a choice's TokenEvents, every token once and in order; it returns what the client may
-    see.
+    """Turns one choice's tokens into what the client sees. Feed it a choice's TokenEvents, every
+    token once and in order; it returns what the client may see.
 
     detokenizer: has read the prompt; the stream's own from now on. divided: takes the text apart;
-    None = all of it is text.
-    must_abort: a stop string ended the choice before the worker did; the rest is to be aborted.
-    finish: set once it is over.
+    None = all of it is text. must_abort: a stop string ended the choice before the worker did; the
+    rest is to be aborted. finish: set once it is over.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class ChoiceStream:
         return self._keeps_stop_token and not (token_id in self._ends and self._skips_special)
 
     def _leave_out(self, token_id: int) -> str:
-        """A token that the client does not see; stop strings may name it."""
+        """Leaves out a token that the client does not see; stop strings may name it."""
         token = self._vocabulary.token(token_id)
         if token is None or not self._stops.active:
             self._attribute("")
@@ -234,7 +235,7 @@ class ChoiceStream:
         return self._stops.push(tail) + self._stops.flush()
 
     def _attribute(self, text: str) -> None:
-        """New text of the detokenizer is its newest tokens'."""
+        """Attributes new text of the detokenizer to its newest tokens."""
         if not self._open:
             return
         if text:
@@ -283,7 +284,7 @@ class ChoiceStream:
         return self._ids[-1] if self._ids and self.finish in ("stop", "eos") else None
 
     def _count_reasoning(self) -> int:
-        """Tokens that are newly known to be the reasoning's."""
+        """Counts tokens that are newly known to be the reasoning's."""
         if self._divided is None:
             self._begins.clear()
             return 0
@@ -300,7 +301,7 @@ class ChoiceStream:
         return self._divided.feed(text, is_last=self.finish is not None)
 
     def _release_tokens(self) -> tuple[TextToken, ...]:
-        """Tokens whose text is out; at the end also what the stop string left of one."""
+        """Releases tokens whose text is out; at the end also what the stop string left of one."""
         tokens = []
         while self._pending:
             token = self._pending[0]

@@ -34,7 +34,10 @@ _MODULE = "loraplex.router.text.template_worker"
 
 
 class TemplateSandbox:
-    """At most `processes` templates render at once; processes start when first needed."""
+    """Renders chat templates in processes of their own.
+
+    At most `processes` templates render at once; processes start when first needed.
+    """
 
     def __init__(self, processes: int = PROCESSES) -> None:
         self._all = tuple(
@@ -64,8 +67,8 @@ class TemplateSandbox:
         options: TemplateOptions,
         turns: CallersTurns | None = None,
     ) -> Rendered:
-        """As `ChatTemplate(source, special_tokens).written(messages, options)`. turns: its
-        caller's.
+        """Renders a chat as `ChatTemplate(source, special_tokens).written(messages, options)` does.
+        turns: its caller's.
 
         Raises TemplateFault; RequestError (unavailable, not_served) when no process can answer.
         """
@@ -74,12 +77,16 @@ class TemplateSandbox:
         return outcome.prompt or Rendered("")
 
     async def form(self, source: str, special_tokens: dict[str, str]) -> MessageForm:
-        """As `ChatTemplate(source, special_tokens).form`. Raises as `written`."""
+        """The form of messages that a template reads, as `ChatTemplate(source,
+        special_tokens).form`.
+
+        Raises as `written`.
+        """
         outcome = await self._do(RenderJob(source, special_tokens, None, TemplateOptions()))
         return outcome.form or MessageForm()
 
     async def _do(self, job: RenderJob, turns: CallersTurns | None = None) -> RenderOutcome:
-        """Raises as `written`."""
+        """Does a job in a process that is free. Raises as `written`."""
         frame = _frame(job)
         encoded = job.source.encode("utf-8", "replace")
         key, size = hashlib.sha256(encoded).digest(), len(frame) - len(encoded)
@@ -114,7 +121,9 @@ class TemplateSandbox:
         self._threads.shutdown(wait=False)
 
     async def _ask(self, helper: Helper, frame: bytes) -> RenderOutcome:
-        """Raises as `Helper.ask`; ValueError for what is no RenderOutcome."""
+        """Asks a process, and stops it if the caller leaves. Raises as `Helper.ask`; ValueError for
+        what is no RenderOutcome.
+        """
         loop = asyncio.get_running_loop()
         asking = loop.run_in_executor(self._threads, helper.ask, frame)
         try:
@@ -150,14 +159,18 @@ class TemplateSandbox:
 
 
 class _Refusal(NamedTuple):
-    """size: bytes of the smallest messages at which the template cost a process."""
+    """A template that cost a process, which is refused for a while. size: bytes of the smallest
+    messages at which the template cost a process.
+    """
 
     until: float
     size: int
 
 
 def _frame(job: RenderJob) -> bytes:
-    """Raises TemplateFault for values that cannot be sent to a template process."""
+    """Encodes a job for a process. Raises TemplateFault for values that cannot be sent to a
+    template process.
+    """
     try:
         return msgspec.msgpack.encode(job)
     except (ValueError, OverflowError) as error:

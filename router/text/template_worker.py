@@ -28,7 +28,9 @@ _Templates = OrderedDict[tuple[str, tuple[tuple[str, str], ...]], ChatTemplate]
 
 
 class RenderJob(msgspec.Struct, frozen=True, array_like=True):
-    """Render `source` over messages; with messages None say in which form it reads them."""
+    """A job for a template process. Render `source` over messages; with messages None say in which
+    form it reads them.
+    """
 
     source: str
     special_tokens: dict[str, str]
@@ -60,7 +62,9 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Python, Jinja and the C library load parts when first used; later no file can be opened."""
+    """Uses what a template may need once. Python, Jinja and the C library load parts when first
+    used; later no file can be opened.
+    """
     usual = "{{ 'a\\n' | tojson }}{{ strftime_now('%d %b %Y') }}{{ messages | length }}"
     for source in (usual, "{{ 1 / 0 }}", "{% if %}", "{{ '\\ud800' }}"):
         messages = [{"role": "user", "content": "ü"}]

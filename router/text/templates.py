@@ -22,7 +22,9 @@ def template_error(fault: TemplateFault) -> RequestError:
 
 
 class BaseTemplates:
-    """By name. faults: why some cannot be used, which costs chats with them alone."""
+    """The base model's chat templates by name. faults: why some cannot be used, which costs chats
+    with them alone.
+    """
 
     def __init__(self, card: ModelCard) -> None:
         self._model = card.names[0]
@@ -36,12 +38,12 @@ class BaseTemplates:
                 self.faults[name] = str(fault)
 
     def __len__(self) -> int:
-        """How many can be used."""
+        """Counts the templates that can be used."""
         return len(self._templates)
 
     @property
     def forms(self) -> dict[str, MessageForm]:
-        """How each reads messages."""
+        """How each template reads messages."""
         return {name: template.form for name, template in self._templates.items()}
 
     def render(

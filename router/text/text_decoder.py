@@ -33,7 +33,8 @@ _FUSING = {"ByteLevel", "Fuse"}
 
 
 class TextDecoder:
-    """Push tokens as the vocabulary spells them, one at a time; the work for each is constant.
+    """Decodes tokens to text. Push tokens as the vocabulary spells them, one at a time; the work
+    for each is constant.
 
     What it gives, from all pushes and the flush together, is the library's `decode`.
     """
@@ -45,7 +46,7 @@ class TextDecoder:
         self._text_steps = text_steps
 
     def push(self, token: str) -> str:
-        """The text that is now certain."""
+        """Takes the next token, and gives the text that is now certain."""
         tokens: Sequence[str] = (token,)
         for step in self._token_steps:
             if len(tokens) == 1:
@@ -98,7 +99,8 @@ class TextDecoder:
 
 
 def make_decoder(document: dict[str, Any] | None) -> TextDecoder:
-    """document: the decoder of a tokenizer, as its file writes it; None = there is none.
+    """Makes a decoder that turns tokens into text. document: the decoder of a tokenizer, as its
+    file writes it; None = there is none.
 
     Raises ValueError for a kind that is not known.
     """
@@ -140,7 +142,7 @@ class _Options(msgspec.Struct):
 
     @property
     def plain_pattern(self) -> str:
-        """ "" where it is a regular expression."""
+        """The pattern as plain text; "" where it is a regular expression."""
         return self.pattern.get("String", "")
 
     @property
@@ -174,7 +176,9 @@ def _replace(part: dict[str, Any], o: _Options) -> Callable[[str], str]:
 
 
 def _text_step(part: dict[str, Any]) -> list[TextStep]:
-    """Over a whole text the kinds that nobody puts there are left to the library, at its end."""
+    """Makes a step of the decoder that works on the whole text. Kinds that nobody puts there are
+    left to the library, at its end.
+    """
     kind, o = part["type"], msgspec.convert(part, _Options)
     if kind == "Fuse":
         return []

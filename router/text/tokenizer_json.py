@@ -13,7 +13,7 @@ _LOSSLESS_SPLITS = {"Sequence", "ByteLevel", "Metaspace", "Split", "Digits"}
 
 
 class AddedToken(msgspec.Struct, frozen=True):
-    """As tokenizer_config.json lists one."""
+    """An added token, as tokenizer_config.json lists one."""
 
     content: str
     lstrip: bool

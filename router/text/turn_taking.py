@@ -52,7 +52,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 def in_pieces(answer: Any) -> Iterator[bytes]:
-    """As `msgspec.json.encode` writes it. Bytes are JSON already; an iterator becomes a list."""
+    """Writes JSON in pieces, as `msgspec.json.encode` would. Bytes are JSON already; an iterator
+    becomes a list.
+    """
     parts: list[bytes] = []
     size = 0
     for part in _cut(answer) if isinstance(answer, bytes) else _parts(answer):
@@ -106,7 +108,7 @@ def _object(value: msgspec.Struct) -> Iterator[bytes]:
 
 
 def _list(items: Iterator[Any]) -> Iterator[bytes]:
-    """So many at once as make about a piece."""
+    """Lists so many items at once as make about a piece."""
     count, mark = 1, b"["
     while some := list(islice(items, count)):
         data = _encode(some)
@@ -117,7 +119,7 @@ def _list(items: Iterator[Any]) -> Iterator[bytes]:
 
 
 class TurnTaking:
-    """All callers' turns of one process."""
+    """Gives callers their turns: all callers of one process."""
 
     def __init__(self, rooms: Mapping[str, Room] = ROOMS) -> None:
         self._turns: Turns[asyncio.Future[None]] = Turns(rooms)
@@ -159,7 +161,8 @@ class CallersTurns:
         self._taking, self._tenant, self._is_batch = taking, tenant, is_batch
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """size: characters or ids that `work` goes through. Short work is done at once, here.
+        """Does work in the caller's turn. size: characters or ids that `work` goes through. Short
+        work is done at once, here.
 
         Raises RequestError (overloaded).
         """
@@ -172,14 +175,16 @@ class CallersTurns:
         return await self.run(len(body) // _PARSING, lambda: parse(body))
 
     async def written(self, size: int, answer: Callable[[], Any]) -> list[bytes]:
-        """JSON of what `answer` makes, in pieces (`in_pieces`), at least one. size: as of `run`."""
+        """Writes JSON of what `answer` makes, in pieces (`in_pieces`), at least one. size: as of
+        `run`.
+        """
         pause_s = 0.0 if size <= INLINE_SIZE else _PAUSE_S
         return await self.run(size, lambda: _pieces(answer(), pause_s))
 
     async def run_apart(
         self, kind: Kind, size: int, work: Callable[[], T], threads: Executor | None = None
     ) -> T:
-        """Work for a thread, of the loop's own threads without others. Raises as `run`."""
+        """Runs work in a thread, of the loop's own threads without others. Raises as `run`."""
         turn = await self._taking.enter(kind, size, self._tenant, self._is_batch)
 
         def done(job: "asyncio.Future[T]") -> None:

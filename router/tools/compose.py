@@ -42,8 +42,10 @@ _TEXT = Frame()
 
 
 class Composed(NamedTuple):
-    """unbound: places of schemas of tools that the grammar does not hold calls to. names_once: of
-    JSON in which the grammar lets names come again."""
+    """A grammar for answers with calls of tools. unbound: places of schemas of tools that the
+    grammar does not hold calls to. names_once: of JSON in which the grammar lets names come
+    again.
+    """
 
     grammar: str
     unbound: tuple[str, ...] = ()
@@ -139,7 +141,9 @@ def _exact(tools: Tools, unbound: list[str]) -> Tools:
 
 
 def _exact_tool(tool: Tool, keeps: bool, param: str, unbound: list[str]) -> Tool:
-    """Raises ShapeRefused for a strict tool."""
+    """The tool with the schema that its calls are held to. Raises ShapeRefused for a
+    strict tool.
+    """
     if tool.parameters is None and keeps:
         return tool
     schema = {"type": "object", **(tool.parameters or {})} if keeps else _ANY_OBJECT

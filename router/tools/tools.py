@@ -9,8 +9,10 @@ ToolMode = Literal["none", "auto", "required"]
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """parameters: a JSON schema of an object; None = no arguments. strict: the arguments of a call
-    keep to the schema; else they are JSON of any form where the format allows it."""
+    """A function that a model may call. parameters: a JSON schema of an object; None = no
+    arguments. strict: the arguments of a call keep to the schema; else they are JSON of any form
+    where the format allows it.
+    """
 
     name: str
     description: str | None = None
@@ -19,7 +21,8 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """offered: what the template shows the model. callable: names that may be called, () = all.
+    """The tools of a request, and how they may be called. offered: what the template shows the
+    model. callable: names that may be called, () = all.
 
     named: the caller named one function, which must be called once. parallel: several calls.
     """

@@ -33,10 +33,10 @@ def agreed(newest: ModelCard, workers: Sequence[ModelCard]) -> ModelCard:
 
 
 class BaseModel:
-    """Nothing until the first card. One base at a time; another may replace one that is idle.
+    """The base model that the workers serve. There is none until the first card.
 
-    Workers of one base may differ in their options, as during a rolling restart. roster: of those
-    that are connected.
+    One base is there at a time; another may replace one that is idle. Workers of one base may
+    differ in their options, as during a rolling restart. roster: of those that are connected.
     """
 
     def __init__(self, config: RouterConfig, roster: Roster) -> None:
@@ -57,7 +57,7 @@ class BaseModel:
         return self._limits
 
     def require(self) -> TextModel:
-        """Raises RequestError `unavailable` before the first card."""
+        """The base model's texts. Raises RequestError `unavailable` before the first card."""
         if self._text is None:
             raise RequestError(
                 "unavailable", "no worker has reported its model yet; try again soon"
@@ -87,7 +87,7 @@ class BaseModel:
             return await self._serve(agreed(card, [card, *(self._roster.cards if is_same else ())]))
 
     async def review(self) -> None:
-        """A worker has left: what it alone said counts no more."""
+        """Computes the base anew when a worker has left: what it alone said counts no more."""
         async with self._adopting:
             others = self._roster.cards
             if self._text is not None and others:

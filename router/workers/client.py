@@ -38,10 +38,14 @@ class WorkerListener(Protocol):
     """Hears of a worker's comings and goings."""
 
     async def accept_card(self, card: ModelCard) -> str | None:
-        """Asked at each connection: None = welcome, else why this model cannot be served from."""
+        """Judges a worker's model card. Asked at each connection: None = welcome, else why this
+        model cannot be served from.
+        """
 
     def accept_worker(self, hello: WorkerHello) -> str | None:
-        """Asked at each connection: None = welcome, else why this worker is not."""
+        """Judges a worker. Asked at each connection: None = welcome, else why this
+        worker is not.
+        """
 
     def worker_gone(self) -> None:
         """A connection that had begun is over."""
@@ -54,7 +58,10 @@ class WorkerListener(Protocol):
 
 
 class WorkerClient:
-    """`url`: ws://host:port or wss://host:port. `run` keeps it connected until it is cancelled."""
+    """Keeps a connection to one worker: `run` keeps it connected until it is cancelled.
+
+    `url`: ws://host:port or wss://host:port.
+    """
 
     def __init__(
         self, url: str, router_id: str, secret: str, cards: CardStore, listener: WorkerListener
@@ -87,7 +94,7 @@ class WorkerClient:
             delay = min(delay * 2, _LONGEST_DELAY_S)
 
     async def _serve_once(self) -> str:
-        """One connection, from its opening to its end. Returns why it ended."""
+        """Serves one connection, from its opening to its end. Returns why it ended."""
         try:
             await self._serve_connection()
         except OSError as error:
@@ -173,7 +180,9 @@ class WorkerClient:
 
 
 def _frame_logger() -> logging.Logger:
-    """Never at DEBUG: there the library shows frames, and with them prompts and credentials."""
+    """A logger for the library, never at DEBUG: there the library shows frames, and with them
+    prompts and credentials.
+    """
     quiet = logging.getLogger(f"{__name__}.websocket")
     quiet.setLevel(logging.WARNING)
     return quiet

@@ -10,7 +10,8 @@ MAX_WORKERS = 4096
 
 
 class Connections:
-    """urls: of workers that the operator named. new_client: makes the client of a URL.
+    """Keeps a client for each worker that is named or discovered. urls: of workers that the
+    operator named. new_client: makes the client of a URL.
 
     `roster` lists all clients.
     """
@@ -25,7 +26,9 @@ class Connections:
         roster.clients = self._named
 
     def discovered(self, urls: Collection[str]) -> None:
-        """Workers that enlisted themselves, all of them; one that is connected is never dropped."""
+        """Connects to workers that enlisted themselves. urls: all of them; one that is connected is
+        never dropped.
+        """
         urls = {url.rstrip("/") for url in urls}
         known = {client.url for client in self._roster.clients}
         for url in sorted(urls - known)[: MAX_WORKERS - len(known)]:

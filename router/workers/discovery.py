@@ -14,7 +14,9 @@ PERIOD_S = 1.0
 
 
 class Discovery:
-    """secret: what opens the workers, and signs what they say of themselves."""
+    """Finds workers that enlisted in the store. secret: what opens the workers, and signs what they
+    say of themselves.
+    """
 
     def __init__(self, store: Store, connections: Connections, secret: str) -> None:
         self._store = store
@@ -23,14 +25,16 @@ class Discovery:
         self._refused: frozenset[str] = frozenset()
 
     async def run(self) -> None:
-        """Until cancelled. While the store does not answer, the workers are those known last."""
+        """Looks for workers until cancelled. While the store does not answer, the workers are those
+        known last.
+        """
         while True:
             with contextlib.suppress(StoreDown):
                 await self.look()
             await asyncio.sleep(PERIOD_S)
 
     async def look(self) -> None:
-        """Raises StoreDown."""
+        """Reads which workers are enlisted, and connects to them. Raises StoreDown."""
         members = await self._store.leased(GROUP)
         records = {name: verified(data, self._secret) for name, data in members.items()}
         refused = frozenset(name for name, record in records.items() if record is None)

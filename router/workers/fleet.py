@@ -45,11 +45,11 @@ class Placed(NamedTuple):
 
 
 class Fleet:
-    """roster: the workers.
+    """Brings sequences from the queue to workers. roster: the workers.
 
-    silence_s: how long a worker may be silent before its sequences go on elsewhere.
-    worker_wait_s: how long new sequences wait while no worker takes work.
-    names_known: set once the operator's adapters have their names; first requests wait for it, too.
+    silence_s: how long a worker may be silent before its sequences go on elsewhere. worker_wait_s:
+    how long new sequences wait while no worker takes work. names_known: set once the operator's
+    adapters have their names; first requests wait for it, too.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class Fleet:
         entry.payload.set_result(Placed(Credit(session, adapter), reason, match.bill))
 
     def _hint(self, request: PlacementRequest) -> None:
-        """While a sequence waits, its adapter's home brings the adapter nearer."""
+        """Asks an adapter's home to bring the adapter nearer while a sequence waits."""
         views = self.views
         if not request.adapter or any(view.holds(request.adapter) for view in views):
             return

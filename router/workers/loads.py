@@ -29,7 +29,10 @@ class ProtocolFault(Exception):
 
 
 class ConnectionLoads:
-    """`send` puts a frame on the wire; it raises what the connection raises when it is gone."""
+    """Tracks the loads that were asked for over one connection.
+
+    `send` puts a frame on the wire; it raises what the connection raises when it is gone.
+    """
 
     def __init__(self, send: Callable[[AdapterLoad | AdapterMerge], None]) -> None:
         self.admitted: OrderedDict[str, None] = OrderedDict()
@@ -118,9 +121,9 @@ class ConnectionOrders:
         self._next_order = 0
 
     async def order(self, action: OrderAction, digests: Sequence[str]) -> AdapterReport:
-        """Until the worker has carried it out, or says why it cannot. Raises AdapterError.
+        """Sends an order, and waits until the worker has carried it out or says why it cannot.
 
-        A load that nobody waits for any more is withdrawn.
+        A load that nobody waits for any more is withdrawn. Raises AdapterError.
         """
         if len(self._orders) >= MAX_ORDERS:
             raise AdapterError("unavailable", "too many orders are being carried out", (), 2.0)

@@ -9,7 +9,9 @@ from loraplex.server.protocol import ModelCard
 
 
 class Roster:
-    """clients: one for each worker that was named or discovered, connected or not."""
+    """The workers that this router knows. clients: one for each worker that was named or
+    discovered, connected or not.
+    """
 
     def __init__(self) -> None:
         self.clients: Sequence[WorkerClient] = ()

@@ -54,7 +54,9 @@ Tier = Literal["none", "device", "loading", "fetched", "absent"]
 
 
 def unsent_bytes(transport: asyncio.WriteTransport) -> int:
-    """In this process's buffers and in the kernel's (unacknowledged; tcp(7), SIOCOUTQ)."""
+    """Counts the unsent bytes in this process's buffers and in the kernel's (unacknowledged;
+    tcp(7), SIOCOUTQ).
+    """
     socket = None if transport.is_closing() else transport.get_extra_info("socket")
     if socket is None:
         return 0
@@ -77,7 +79,10 @@ class WorkerPictures:
         self._asked = 0
 
     async def look(self) -> None:
-        """Until a picture has come; callers at once share it. Raises what `fail` was given."""
+        """Asks for a picture and waits until it has come; callers at once share it.
+
+        Raises what `fail` was given.
+        """
         if self._awaited is None:
             known = 0 if self.latest is None else self.latest.version
             self._asked += 1
@@ -142,7 +147,10 @@ class Credit:
 
 
 class WorkerSession:
-    """`on_change` is called, once a frame, when room, readiness or residency may have changed."""
+    """One connection to a worker, from its hello to its end.
+
+    `on_change` is called, once a frame, when room, readiness or residency may have changed.
+    """
 
     def __init__(
         self, socket: ClientConnection, hello: WorkerHello, on_change: Callable[[], None]
@@ -204,7 +212,7 @@ class WorkerSession:
 
     @property
     def epoch(self) -> int:
-        """Later lives of a worker or its engine have larger ones."""
+        """The epoch of the worker. Later lives of a worker or its engine have larger ones."""
         return self.hello.epoch if self.status is None else self.status.epoch
 
     def fence(self, why: str) -> None:
@@ -380,7 +388,7 @@ class WorkerSession:
             self._on_change()
 
     def _break(self, key: SequenceKey, live: _Live, event: TokenEvent) -> None:
-        """Tokens were lost or repeated on the way: this attempt is over, the next one resumes."""
+        """Ends an attempt whose tokens were lost or repeated on the way; the next one resumes."""
         sink = live.sink
         self.lost_together = 1
         self.abandon(*key)

@@ -49,7 +49,9 @@ _REPEATS = 10
 
 
 class Point(NamedTuple):
-    """Sequences at once, their distinct adapters, and the adapters' rank (0 without any)."""
+    """A point of a grid: sequences at once, their distinct adapters, and the adapters' rank (0
+    without any).
+    """
 
     batch: int
     adapters: int
@@ -144,8 +146,9 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRate:
-    """tokens_per_s of prompts alone; step_ms: a step of up to `step_tokens` of them, on average;
-    matrix_share: of the matrix rate measured in this run."""
+    """The rate of prefill. tokens_per_s of prompts alone; step_ms: a step of up to `step_tokens` of
+    them, on average; matrix_share: of the matrix rate measured in this run.
+    """
 
     B: int
     D: int
@@ -251,7 +254,7 @@ def decode(grid: Grid) -> Iterator[StepTime]:
 
 
 def _step_times(engine: OfflineEngine, load: Load, output_tokens: int) -> tuple[float, ...]:
-    """Seconds, as in a StepTime, without the floor."""
+    """Measures seconds, as in a StepTime, without the floor."""
     times = StepTimes(load.requests, load.requests * (1 + load.draft_tokens))
 
     def seconds(output: int) -> float:

@@ -86,13 +86,15 @@ def _folder_of_known(example: str) -> "TemporaryDirectory[str]":
 
 
 def require_cuda(advice: str) -> None:
-    """Raises BenchError where torch has no CUDA device."""
+    """Checks that there is a GPU. Raises BenchError where torch has no CUDA device."""
     if not torch.cuda.is_available():
         raise BenchError(f"there is no CUDA device here: {advice}")
 
 
 def check_device(device: str) -> None:
-    """Raises BenchError where a command's `--device` is not there."""
+    """Checks that a command can run on its device. Raises BenchError where a command's `--device`
+    is not there.
+    """
     if device == "cuda":
         require_cuda("--device cpu needs none")
 
@@ -179,7 +181,9 @@ class EngineSizes:
     def config(
         self, folder: Path, device: Literal["cpu", "cuda"], dtype: SlabDtype
     ) -> EngineConfig:
-        """Raises CheckpointError."""
+        """Makes the configuration of an engine that has room for the measured grid. Raises
+        CheckpointError.
+        """
         whole = read_config(folder)
         model = sharded(whole, self.shards)
         # A page more, as an admission keeps some in reserve.
@@ -220,9 +224,10 @@ class EngineSizes:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """requests sequences at once, spread over `adapters` distinct adapters of `rank` (0 = none).
-    grammars: each holds one of the first requests. vector: prompts are read for that, and nothing
-    is generated. draft_tokens: checked for each sequence in each step."""
+    """Work for an engine. requests sequences at once, spread over `adapters` distinct adapters of
+    `rank` (0 = none). grammars: each holds one of the first requests. vector: prompts are read
+    for that, and nothing is generated. draft_tokens: checked for each sequence in each step.
+    """
 
     requests: int
     adapters: int
@@ -272,8 +277,10 @@ class OfflineEngine:
         batches: Sequence[int] | None,
         form: MadeForm = PLAIN,
     ) -> None:
-        """batches: padded batch sizes that decode graphs are captured for; None = a server's.
-        form: of adapters, as of the sizes that config was made of."""
+        """Starts an engine for measurements, without a server. batches: padded batch sizes that
+        decode graphs are captured for; None = a server's. form: of adapters, as of the sizes
+        that config was made of.
+        """
         self.config, self._form = config, form
         model = read_config(folder)
         self.base = shared_base(model, config.shards)

@@ -183,7 +183,7 @@ def _codes(
     *,
     zeros: bool = False,
 ) -> GroupedWeight:
-    """Draws codes, each as likely as another."""
+    """Draws quantised weights as codes, each as likely as another."""
     outputs, inputs = shape
     size = group or inputs
     groups = (outputs, -(-inputs // size))

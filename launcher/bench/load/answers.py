@@ -62,7 +62,7 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    """text: of completions. delta: of a chat."""
+    """A choice in a streamed answer. text: of completions. delta: of a chat."""
 
     text: str | None = None
     delta: _Delta | None = None
@@ -78,8 +78,10 @@ class _Details(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """choices, usage: OpenAI's. token, generated_text, details: LoRAX's; the text is of the last
-    event alone. object, message: of an error that is not within `error`."""
+    """An event of a streamed answer. choices, usage: OpenAI's. token, generated_text, details:
+    LoRAX's; the text is of the last event alone. object, message: of an error that is not within
+    `error`.
+    """
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None

@@ -26,8 +26,9 @@ _LIST_S = 10.0  # of models
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """Every `parts`-th call, from `part` on, for one process. concurrency: callers of a closed
-    loop. start_s: on the monotonic clock; None = at once."""
+    """One process's part of a load. Every `parts`-th call, from `part` on, for one process.
+    concurrency: callers of a closed loop. start_s: on the monotonic clock; None = at once.
+    """
 
     target: Target
     workload: Workload
@@ -38,7 +39,7 @@ class LoadPart:
 
 
 class _Model(msgspec.Struct):
-    """parent: an adapter's base; None = it is one itself."""
+    """A model that a server lists. parent: an adapter's base; None = it is one itself."""
 
     id: str
     parent: str | None = None
@@ -127,7 +128,9 @@ async def run_job(job: LoadPart) -> list[Outcome]:
 async def run_load(
     target: Target, workload: Workload, concurrency: int | None = None, processes: int = 1
 ) -> list[Outcome]:
-    """processes: to send from, where one is too slow to keep up; at most `concurrency`."""
+    """Sends a workload to a server and returns the outcome of each request. processes: to send
+    from, where one is too slow to keep up; at most `concurrency`.
+    """
     if None in workload.adapters:
         target = await with_base_model(target)
     if processes == 1:

@@ -41,9 +41,10 @@ WORDS = tuple(_WORDS.split())
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """base_model: what `model` says for the base; "" = not known yet. extra: fields of each body
-    (LoRAX: parameters) over those made here; None leaves one out. api_key: a caller's. admin_key:
-    the operator's, for orders about adapters."""
+    """The server that a load is sent to. base_model: what `model` says for the base; "" = not known
+    yet. extra: fields of each body (LoRAX: parameters) over those made here; None leaves one
+    out. api_key: a caller's. admin_key: the operator's, for orders about adapters.
+    """
 
     url: str
     base_model: str
@@ -68,12 +69,15 @@ def model_of(name: str, registered: bool) -> str:
 
 
 def text_of(token_ids: Sequence[int]) -> str:
-    """A word a token, for servers that take texts: about as many tokens, and each as drawn."""
+    """A text of about as many tokens, for servers that take texts: a word a token, and each as
+    drawn.
+    """
     return " ".join(WORDS[token_id % len(WORDS)] for token_id in token_ids)
 
 
 def body_of(target: Target, call: Call) -> bytes:
-    """Greedy, streamed, and past the end of the sequence, so that the answer is as long as drawn.
+    """Makes the body of a request. Greedy, streamed, and past the end of the sequence, so that the
+    answer is as long as drawn.
 
     Completions take token ids, so that the prompt is, too; the others take its text.
     """
@@ -99,7 +103,7 @@ def _openai(target: Target, call: Call) -> dict[str, Any]:
 
 
 def _lorax(target: Target, call: Call) -> dict[str, Any]:
-    """LoRAX is greedy by default, and refuses a temperature of 0."""
+    """Makes LoRAX's body. LoRAX is greedy by default, and refuses a temperature of 0."""
     parameters: dict[str, Any] = {
         "max_new_tokens": call.output_tokens,
         "ignore_eos_token": True,

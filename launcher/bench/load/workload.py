@@ -33,7 +33,9 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """`128`, `uniform(10,20)` or `lognormal(5.0,0.8) in 16..1024`; ValueError otherwise."""
+        """Reads lengths from a text. The text is `128`, `uniform(10,20)` or `lognormal(5.0,0.8) in
+        16..1024`; ValueError otherwise.
+        """
         text = text.replace(" ", "")
         if re.fullmatch("[0-9]{1,9}", text) and 0 < int(text) <= _MOST_TOKENS:
             return cls("uniform", int(text), int(text), int(text), int(text))
@@ -79,7 +81,8 @@ class Popularity:
 
 
 def arrivals(random: Random, rate: float, burstiness: float) -> Iterator[float]:
-    """Seconds from the start, for ever. Gaps are Gamma with mean 1/rate and variation `burstiness`.
+    """Yields times of arrival, in seconds from the start, for ever. Gaps are Gamma with mean 1/rate
+    and variation `burstiness`.
 
     burstiness: coefficient of variation of the gaps; 1 = Poisson arrivals. rate inf = all at once.
     """

@@ -35,9 +35,8 @@ class Attempts:
         self._adapter_failures = 0
 
     def failed(self, code: ErrorCode, accepted: int, alone: bool) -> Step:
-        """The present attempt ended in `code` after so many accepted tokens in all.
-
-        alone: no other sequence was lost with it, so that there is nobody else to blame.
+        """Notes that the present attempt ended in `code` after so many accepted tokens in all.
+        alone: no other sequence was lost with it.
         """
         self.number += 1
         if code in ("overloaded", "draining"):
@@ -86,7 +85,8 @@ class Quarantine:
 
 
 class RetryBudget:
-    """A token bucket over all requests of a router: what fails must not make more work than it can.
+    """Limits retries with a token bucket over all requests of a router: what fails must not make
+    more work than it can.
 
     share: of a retry that each request pays for. per_s: retries a second that need no payment.
     burst: what may be saved up. A retry that is not paid for is late, not lost.

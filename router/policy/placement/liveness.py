@@ -21,27 +21,28 @@ class Liveness:
         self._heard_at = now
 
     def asked(self, now: float) -> None:
-        """It was asked for a sign that it hears this router."""
+        """Notes that the worker was asked for a sign that it hears this router."""
         self._asked_at = now
 
     def answered(self) -> None:
         self._asked_at = None
 
     def unsent(self, nbytes: int, now: float) -> None:
-        """So much is still unsent on this router's side. While it gets less, a question may lie
-        behind it."""
+        """Notes how much is still unsent on this router's side. While it gets less, a question may
+        lie behind it.
+        """
         if self._asked_at is not None and 0 < nbytes < self._unsent:
             self._asked_at = now
         self._unsent = nbytes
 
     def excuse(self, now: float) -> None:
-        """This process did not listen: silence until now says nothing."""
+        """Forgives silence until now, as this process did not listen."""
         self._heard_at = now
         if self._asked_at is not None:
             self._asked_at = now
 
     def judge(self, now: float, limit_s: float) -> bool:
-        """Sets `hearing`; whether it is another than before."""
+        """Sets `hearing`, and says whether it is another than before."""
         before = self.hearing
         if now - self._heard_at > limit_s:
             self.hearing = "silent"

@@ -72,8 +72,9 @@ class _Homes:
 
 
 class Placer:
-    """Remembers homes and prefixes; all else comes in as arguments. `workers` always: all that are
-    known."""
+    """Chooses workers for sequences. It remembers homes and prefixes; all else comes in as
+    arguments. `workers` always: all that are known.
+    """
 
     def __init__(self) -> None:
         self._homes: OrderedDict[str, _Homes] = OrderedDict()
@@ -88,7 +89,8 @@ class Placer:
         now: float,
         held_s: float,
     ) -> Decision | None:
-        """with_room: those to choose from, not empty. held_s: waited for workers of its own.
+        """Chooses the worker for a sequence. with_room: those to choose from, not empty. held_s:
+        waited for workers of its own.
 
         None: to wait for them longer is better.
         """
@@ -112,12 +114,14 @@ class Placer:
         return Decision(_cheapest(request, free, ranking), "spread")
 
     def place(self, request: PlacementRequest, decision: Decision, now: float) -> None:
-        """It is done: the sequence goes there."""
+        """Notes that a sequence goes to the worker of a decision."""
         decision.worker.enter(request.adapter, now)
         self._prefixes.remember(request.prefixes, decision.worker.worker_id)
 
     def home(self, key: str, workers: Sequence[WorkerView]) -> WorkerView | None:
-        """Where an adapter should be fetched to: its first home of those that take work."""
+        """The worker to which an adapter should be fetched: its first home of those
+        that take work.
+        """
         able = [worker for worker in workers if worker.able]
         if not able:
             return None
@@ -127,7 +131,7 @@ class Placer:
     def _least_used(
         self, request: PlacementRequest, workers: Sequence[WorkerView], reason: Reason
     ) -> Decision:
-        """Unless one that knows the prompt is hardly more so."""
+        """Chooses the least used worker, unless one that knows the prompt is hardly more so."""
         least = min(workers, key=lambda w: (w.use, w.load, w.worker_id))
         if len(workers) > 1 and request.prefixes:
             known = self._prefixes.find(request.prefixes)
@@ -137,7 +141,9 @@ class Placer:
         return Decision(least, reason)
 
     def _update_homes(self, adapter: str, workers: Sequence[WorkerView], now: float) -> _Homes:
-        """Grows with demand at once; shrinks by one when it has been low for a while."""
+        """Updates how many homes an adapter has. The number grows with demand at once; it shrinks
+        by one when demand has been low for a while.
+        """
         homes = self._homes.get(adapter)
         if homes is None:
             homes = self._homes[adapter] = _Homes()
@@ -159,7 +165,7 @@ class Placer:
 def _cheapest(
     request: PlacementRequest, workers: Sequence[WorkerView], ranking: dict[str, int]
 ) -> WorkerView:
-    """For a load: one that need not fetch it, by its rank, its use and the loads before it."""
+    """The cheapest worker for a load. The price counts fetching, rank, use and earlier loads."""
 
     def price(worker: WorkerView) -> tuple[bool, float, int]:
         rank = ranking[worker.worker_id]

@@ -104,14 +104,14 @@ class WorkerView(msgspec.Struct, eq=False):
         return digest in self.resident or digest in self.admitted
 
     def enter(self, adapter: str, now: float) -> None:
-        """An own sequence is on its way. adapter: "" = base."""
+        """Notes that an own sequence is on its way. adapter: "" = base."""
         self.in_flight += 1
         self.own[adapter] = self.own.get(adapter, 0) + 1
         if adapter and not self.holds(adapter):
             self.coming[adapter] = now
 
     def leave(self, adapter: str) -> None:
-        """It is over."""
+        """Notes that a sequence of this adapter is over."""
         self.in_flight -= 1
         left = self.own.pop(adapter) - 1
         if left:
@@ -120,12 +120,12 @@ class WorkerView(msgspec.Struct, eq=False):
             self.coming.pop(adapter, None)
 
     def begin(self, was_starting: bool) -> None:
-        """The first event of an own sequence came."""
+        """Notes that the first event of an own sequence came."""
         self.starting -= was_starting
         self.begun += 1
 
     def arrived(self, now: float) -> None:
-        """After a report of residency: what it states need not be guessed any more."""
+        """Takes account of a report of residency: what it states need not be guessed any more."""
         for digest, since in list(self.coming.items()):
             if digest in self.resident or digest in self.loading or now - since > _COMING_S:
                 del self.coming[digest]

@@ -82,7 +82,7 @@ class Bill:
         self._settled = False
 
     def generated(self, num_tokens: int) -> None:
-        """So many tokens came. What exceeds the expected output is charged at once."""
+        """Notes that so many tokens came. What exceeds the expected output is charged at once."""
         before = max(float(self._generated), self._expected)
         self._generated += num_tokens
         if self._generated > before:
@@ -90,7 +90,9 @@ class Bill:
                 account.charge(OUTPUT_PRICE * (self._generated - before))
 
     def settle(self) -> None:
-        """It is over: what was charged for tokens that never came goes back. Once is enough."""
+        """Ends the charge: what was charged for tokens that never came goes back. Once
+        is enough.
+        """
         if self._settled:
             return
         self._settled = True

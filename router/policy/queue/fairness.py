@@ -26,7 +26,7 @@ class Account:
         self.listed: _Entry | None = None
 
     def charge(self, cost: float) -> None:
-        """Not to be negative: that is `FairOrder.refund`."""
+        """Adds a cost to the party's service. It is not negative: that is `FairOrder.refund`."""
         self.virtual += cost / self.weight
 
 
@@ -54,7 +54,7 @@ class FairOrder:
         return self._active
 
     def join(self, name: str) -> Account:
-        """It begins to wait. Not to be called again before `leave`."""
+        """Lets a party begin to wait. `leave` comes before the next call for it."""
         account = self._accounts.get(name)
         if account is None:
             account = self._accounts[name] = Account(name, self.clock)
@@ -76,7 +76,7 @@ class FairOrder:
             del self._accounts[idle]
 
     def first(self, count: int) -> list[Account]:
-        """At most so many of those who wait, the next one first."""
+        """Lists at most so many of those who wait, the next one first."""
         found: list[Account] = []
         if self._active == 1 and self._heap[0][3].active:  # nobody to compare with
             return [self._heap[0][3]]
@@ -94,7 +94,9 @@ class FairOrder:
         return found
 
     def served(self, account: Account, cost: float) -> None:
-        """Its turn was taken. The clock follows the least served of those who wait."""
+        """Charges a party whose turn was taken. The clock follows the least served of those who
+        wait.
+        """
         least = account if self._active == 1 else self.first(1)[0]
         self.clock = max(self.clock, least.virtual)
         account.charge(cost)

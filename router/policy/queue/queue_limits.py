@@ -20,7 +20,9 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """count: sequences. nbytes: of their prompts. tenant_*: of one tenant's, None = no limit."""
+    """How much may wait at once. count: sequences. nbytes: of their prompts. tenant_*: of one
+    tenant's, None = no limit.
+    """
 
     count: int
     nbytes: int
@@ -78,7 +80,9 @@ class QueueCapacity:
         self.book(tenant, -1, -nbytes)
 
     def book(self, tenant: str, count: int, nbytes: int) -> None:
-        """Room that others do not get, though nothing waits in it; less than 0 gives it back."""
+        """Books room that others do not get, though nothing waits in it; less than 0
+        gives it back.
+        """
         self._taken.add(count, nbytes)
         own = self._tenants[tenant]
         own.add(count, nbytes)

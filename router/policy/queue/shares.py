@@ -33,7 +33,7 @@ class TenantShares:
         self._weights = 0.0
 
     def asks(self, tenant: str, now: float, weight: float = 1.0) -> None:
-        """It has something to do. weight: of its share against other tenants'."""
+        """Notes that a tenant has something to do. weight: of its share against other tenants'."""
         _, old = self._about.pop(tenant, (0.0, 0.0))
         self._about[tenant] = (now, weight)
         self._weights += weight - old
@@ -53,7 +53,7 @@ class TenantShares:
             del self._running[tenant]
 
     def age(self, now: float) -> None:
-        """To be called a few times a second."""
+        """Brings the means up to now; called a few times a second."""
         kept = math.exp((self._aged_at - now) / _MEAN_S)
         self._aged_at = now
         means = {

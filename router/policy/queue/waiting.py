@@ -35,7 +35,9 @@ _SHORTEST_S, _LONGEST_S = 1.0, 60.0
 
 
 class DrainRate:
-    """Departures a second: an exponentially weighted count over about ten seconds."""
+    """Measures how many sequences leave the queue each second: an exponentially weighted count over
+    about ten seconds.
+    """
 
     def __init__(self) -> None:
         self._weight = 0.0
@@ -50,7 +52,9 @@ class DrainRate:
         return self._weight / _WINDOW_S
 
     def retry_after_s(self, waiting: int, now: float) -> float:
-        """Until half of those who wait will have gone, so that who comes back then finds room."""
+        """Seconds until half of those who wait will have gone, so that who comes back then finds
+        room.
+        """
         rate = self.per_second(now)
         if rate <= 0.0:
             return _LONGEST_S / 2 if waiting else _SHORTEST_S
@@ -184,7 +188,9 @@ class _Band(Generic[T]):
 
 
 class WaitingQueue(Generic[T]):
-    """Bounded in count and bytes; fair between tenants and their adapters; strict in priority."""
+    """Keeps sequences that wait for a worker. Bounded in count and bytes; fair between tenants and
+    their adapters; strict in priority.
+    """
 
     def __init__(self, limits: QueueLimits) -> None:
         self.capacity = QueueCapacity(limits)
@@ -204,7 +210,9 @@ class WaitingQueue(Generic[T]):
         return iter(self._entries.values())
 
     def check_room(self, tenant: str, count: int, nbytes: int, now: float) -> None:
-        """Raises QueueFull unless `count` more sequences of `nbytes` in all would fit now."""
+        """Checks that more may wait. Raises QueueFull unless `count` more sequences of `nbytes` in
+        all would fit now.
+        """
         refusal = self.capacity.refusal(tenant, count, nbytes)
         if refusal is not None:
             message, in_the_way = refusal
@@ -252,14 +260,15 @@ class WaitingQueue(Generic[T]):
                 yield Candidate(ticket, entry, held_s)
 
     def hold(self, ticket: int, now: float) -> None:
-        """Its turn has come, but it would rather wait for a worker of its own."""
+        """Notes that a sequence whose turn has come would rather wait for a worker of its own."""
         entry = self._entries[ticket]
         lane = self._bands[entry.priority].lane(entry.flow)
         if lane.held_since is None:
             lane.held_since = now
 
     def take(self, ticket: int, now: float, load_price: float = 0.0) -> Bill:
-        """It goes to a worker. load_price: of what must be loaded for it there.
+        """Removes a sequence that goes to a worker. load_price: of what must be loaded for it
+        there.
 
         Returns its bill, the same each time that it is taken; it must be settled, in any case.
         """
@@ -294,7 +303,7 @@ class WaitingQueue(Generic[T]):
         return late
 
     def age(self, now: float) -> None:
-        """To be called a few times a second: what flows are ahead is forgiven as they wait."""
+        """Forgives flows what they are ahead as they wait; called a few times a second."""
         share = 1.0 - math.exp((self._aged_at - now) / _AGEING_S)
         self._aged_at = now
         self.shares.age(now)

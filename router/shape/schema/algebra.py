@@ -46,14 +46,16 @@ _DEEPEST = 6
 
 
 class Algebra:
-    """forms: makes the forms of inner values. texts: answers questions about sets of texts."""
+    """Computes intersections and complements of sets of JSON values. forms: makes the forms of
+    inner values. texts: answers questions about sets of texts.
+    """
 
     def __init__(self, forms: Forms, texts: Texts) -> None:
         self._forms = forms
         self.texts = texts
 
     def met(self, one: JsonValues, other: JsonValues) -> JsonValues:
-        """The values that are in both."""
+        """The intersection: the values that are in both."""
         if one == ALL or other == ALL:
             return other if one == ALL else one
         numbers = [_met_numbers(a, b) for a in one.numbers for b in other.numbers]
@@ -77,7 +79,7 @@ class Algebra:
         return NOTHING if self.texts.is_empty(found) else found
 
     def negated(self, values: JsonValues) -> JsonValues:
-        """All other values. Raises CannotHold."""
+        """The complement: all other values. Raises CannotHold."""
         arrays, objects, numbers = ALL.arrays, ALL.objects, ALL.numbers
         for one in values.numbers:
             others = _other_numbers(one)
@@ -204,14 +206,16 @@ class Emptiness:
         return self._no_form(form, _DEEPEST)
 
     def apart(self, one: JsonValues, other: JsonValues) -> bool:
-        """Known to have nothing in common. Raises CannotHold after too many questions."""
+        """Whether two sets are known to have nothing in common. Raises CannotHold after too many
+        questions.
+        """
         self._compared += 1
         if self._compared > _MOST_APART:
             raise CannotHold("there are too many options to compare")
         return self._is_empty(self._algebra.met(one, other), _DEEPEST)
 
     def _is_empty(self, values: JsonValues, depth: int) -> bool:
-        """Whether it is known to have no value."""
+        """Whether a set is known to have no value."""
         if values.null or values.booleans or values.numbers or values.text.possible != NOTHING:
             return False
         if depth == 0:

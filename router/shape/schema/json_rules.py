@@ -376,7 +376,7 @@ class _Writer:
 
 
 def _counted(one: Objects, at: _Members, *, counts: bool = True) -> _Members:
-    """After one more member."""
+    """The state of an object's members after one more member."""
     fewest = min(at.fewest + counts, one.least)
     most = 0 if one.most is None else at.most + 1
     return at._replace(begun=True, fewest=fewest, most=most)

@@ -125,7 +125,7 @@ def _bounded(numbers: Numbers) -> dict[str, Any]:
 
 
 def _step(step: Fraction) -> int | float:
-    """Raises CannotHold."""
+    """Writes a step as a number that llguidance can hold to. Raises CannotHold."""
     scale = next((n for n in range(_PLACES + 1) if 10**n % step.denominator == 0), None)
     if scale is None or step * 10**scale > _MOST_STEP:
         reason = f"must be at most {_MOST_STEP}, or that with {_PLACES} digits after the point"

@@ -172,7 +172,7 @@ def constant(value: Any, depth: int = 0) -> Any:
 
 
 def same_text(value: Any) -> str:
-    """Equal for equal JSON values of `constant`, and for no others."""
+    """A text that is equal for equal JSON values of `constant`, and for no others."""
     return json.dumps(value, sort_keys=True)
 
 

@@ -207,7 +207,7 @@ class Reader:
         return SchemaRefused(self.place, "", str(error))
 
     def _in_place(self, spot: Spot) -> Iterator[Form]:
-        """Schemas of the same value."""
+        """Forms of the schemas that apply to the same value, such as those of `allOf` or `$ref`."""
         for keyword in ("allOf", "anyOf", "oneOf"):
             if self.is_read(spot, keyword):
                 yield from self.options(spot, keyword)
@@ -264,7 +264,7 @@ class Reader:
         return self._tagged(spot, keyword, join(options))
 
     def _together(self, options: list[JsonValues]) -> list[JsonValues]:
-        """Each option, and all that keep to several, which have read more."""
+        """Combines options: each one, and all that keep to several, which have read more."""
         found = list(options)
         for size in range(2, len(options) + 1):
             for several in combinations(options, size):
@@ -275,7 +275,7 @@ class Reader:
         return found
 
     def one_of(self, spot: Spot, keyword: str) -> JsonValues:
-        """Each option without the others that it may overlap with."""
+        """Reads `oneOf`: each option without the others that it may overlap with."""
         options = self.options(spot, keyword)
         tagged = [self._tagged(spot, keyword, self.values(option)) for option in options]
         found = []

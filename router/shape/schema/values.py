@@ -33,7 +33,8 @@ def exactly(regex: Regex) -> TextSet:
 
 
 class Numbers(msgspec.Struct, frozen=True):
-    """low, high: bounds; None = none. low_is_open, high_is_open: the bound itself is left out.
+    """A set of JSON numbers. low, high: bounds; None = none. low_is_open, high_is_open: the bound
+    itself is left out.
 
     step: all numbers are its multiples. whole: True = whole numbers, False = others, None = both.
     only: a list of all the numbers, whatever the other fields say; None = no list.
@@ -58,8 +59,9 @@ class Some(msgspec.Struct, frozen=True):
 
 
 class Arrays(msgspec.Struct, frozen=True):
-    """first: forms of the first items. rest: of the others. read: items from the begin that
-    keywords of the schema have spoken of; None = all."""
+    """A set of JSON arrays. first: forms of the first items. rest: of the others. read: items from
+    the begin that keywords of the schema have spoken of; None = all.
+    """
 
     first: tuple[Form, ...] = ()
     rest: Form = ANY_VALUE
@@ -84,9 +86,10 @@ class Named(NamedTuple):
 
 
 class Objects(msgspec.Struct, frozen=True):
-    """fields: by name, in the order of writing. others: of all other names; those in none of these
-    sets are not allowed. some: members of which there is at least one. read: names that keywords
-    of the schema have spoken of."""
+    """A set of JSON objects. fields: by name, in the order of writing. others: of all other names;
+    those in none of these sets are not allowed. some: members of which there is at least one.
+    read: names that keywords of the schema have spoken of.
+    """
 
     fields: Mapping[str, Field] = {}
     others: tuple[Named, ...] = (Named(ANY_TEXT, ANY_VALUE),)

@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 
 class Format(NamedTuple):
-    """pattern: of whole texts, in llguidance's syntax. most: characters, at most."""
+    """A `format` of JSON Schema that answers are held to. pattern: of whole texts, in llguidance's
+    syntax. most: characters, at most.
+    """
 
     pattern: str
     most: int | None = None

@@ -37,7 +37,7 @@ class Alt(msgspec.Struct, frozen=True):
 
 
 class Rep(msgspec.Struct, frozen=True):
-    """most: None = any number of times."""
+    """A repetition. most: None = any number of times."""
 
     part: "Regex"
     least: int
@@ -158,7 +158,7 @@ def can_be_empty(regex: Regex) -> bool:
 
 
 def after(regex: Regex, code: int) -> Regex:
-    """The expression that is left after this character."""
+    """The expression for the rest of a text after this character."""
     match regex:
         case CharSet():
             return EMPTY if code in regex else NOTHING
@@ -206,7 +206,7 @@ def _firsts(regex: Regex) -> Iterator[CharSet]:
 
 
 def _kinds(regex: Regex) -> list[Ranges]:
-    """All characters, in kinds that are one to the regex at its begin."""
+    """Divides all characters into kinds that are one to the regex at its begin."""
     kinds: list[Ranges] = [_ALL]
     for one in set(_firsts(regex)):
         rest = other_chars(one).ranges

@@ -17,7 +17,9 @@ _TAGS = ArgumentTags(_KEY, (_KEY_END, _VALUE), _VALUE_END)
 
 
 class Glm:
-    """<tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n</tool_call>
+    """Calls as GLM writes them.
+
+    <tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n</tool_call>
 
     GLM 4.7 leaves the newlines out. Arguments that cannot be written one by one stand as one JSON
     object after the name.

@@ -18,7 +18,8 @@ _PREAMBLE, _FINAL = f"{CHANNEL}commentary{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
 
 
 class Harmony:
-    """<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>
+    """Calls as gpt-oss writes them: <|channel|>commentary to=functions.name
+    <|constrain|>json<|message|>{…}<|call|>
 
     The function may stand before the channel. Text is a message of another channel: `commentary`
     before calls, `final` in their place.
@@ -73,7 +74,7 @@ def _steps(scan: Scan, names: Collection[str]) -> Steps[None]:
 
 
 def _message(scan: Scan, names: Collection[str]) -> Steps[None]:
-    """Read a message whose header is read."""
+    """Reads a message whose header is read."""
     found = _NAME.search(scan.since(0))
     if found is None:
         scan.drop_space()

@@ -29,7 +29,9 @@ ARGUMENT_KEYS = "arguments", "parameters"
 
 
 class CallOutcome(Enum):
-    """none: nothing was taken for a call. broken: the arguments of the call break off."""
+    """How reading a call ended. none: nothing was taken for a call. broken: the arguments of the
+    call break off.
+    """
 
     NONE = "none"
     CALL = "call"
@@ -144,13 +146,13 @@ class CallObject:
 
 
 class JsonCalls(msgspec.Struct, frozen=True):
-    """opens: markers that begin calls; one that ends in a bracket has begun their array. close:
-    what ends calls, if anything.
+    """A format in which calls are JSON objects. opens: markers that begin calls; one that ends in a
+    bracket has begun their array. close: what ends calls, if anything.
 
     bare: a call may come without its marker. listed: natively calls stand in a JSON array, else
     each has its own markers, or `between` parts them. lines: natively objects stand on lines of
-    their own. arguments_key: the native one. ids: natively an object ends with an id.
-    short_ids: ids have nine letters or digits.
+    their own. arguments_key: the native one. ids: natively an object ends with an id. short_ids:
+    ids have nine letters or digits.
     """
 
     name: str
@@ -274,6 +276,6 @@ class JsonCalls(msgspec.Struct, frozen=True):
 
 
 def _other(tools: Tools, lark: Lark) -> str:
-    """The rest of a name that no tool has."""
+    """The expression for the rest of a name that no tool has."""
     names = "|".join(re.escape(tool.name) for tool in tools.allowed)
     return lark.terminal("OTHER", f'/[^"{{\\\\]*"/ & ~/({names})"/')

@@ -102,7 +102,7 @@ def _escape(scan: Scan) -> Steps[str]:
 
 
 def _pass_on_escaped(scan: Scan) -> None:
-    """The next character goes to the arguments as its escape."""
+    """Passes the next character to the arguments as its escape."""
     scan.arguments()
     scan.at += 1
     scan.arguments(escaped(scan.since(0)))
@@ -110,12 +110,12 @@ def _pass_on_escaped(scan: Scan) -> None:
 
 
 def escaped(text: str) -> str:
-    """Control characters become escapes."""
+    """Writes control characters as escapes."""
     return _CONTROL.sub(lambda found: json.dumps(found.group())[1:-1], text)
 
 
 def repaired(value: str) -> str:
-    """A read value with control characters in its strings as escapes."""
+    """Writes control characters in a read value's strings as escapes."""
     return _STRING.sub(lambda found: escaped(found.group()), value)
 
 

@@ -18,13 +18,13 @@ _ID_CHARACTERS = re.compile("[A-Za-z0-9_-]*")
 
 
 class NamedCalls(msgspec.Struct, frozen=True):
-    """A call is `open`, the name, `middle`, the arguments, `close`.
+    """A format in which calls name their function outside the JSON. A call is `open`, the name,
+    `middle`, the arguments, `close`.
 
     begin, end: what is around all calls, if anything. between: parts calls. markers: of all these,
     what may be special tokens. id_marker: between the name and `middle`, natively before an id of
-    the call; models may leave both out. short_ids: ids have nine letters or digits.
-    to_user: natively text follows `open` and this, in place of a name; prompts end with the first
-    `open`.
+    the call; models may leave both out. short_ids: ids have nine letters or digits. to_user:
+    natively text follows `open` and this, in place of a name; prompts end with the first `open`.
     """
 
     name: str
@@ -66,7 +66,7 @@ class NamedCalls(msgspec.Struct, frozen=True):
         return one if self.begin else several(tools, one, between)
 
     def _addressed(self, tools: Tools, lark: Lark, function: str) -> str:
-        """Answers of which each part names whom it is for."""
+        """The expression for answers of which each part names whom it is for."""
         begin = f"({lark.literal(self.open)})?"
         calls = f"{begin} {several(tools, function, lark.literal(self.open))}"
         if tools.mode == "required":

@@ -15,8 +15,9 @@ _LINE = r"/[ \t]*\n?/"
 
 
 class Olmo3:
-    """<function_calls>, one call a line as in Python, </function_calls>. Words are Python's or
-    JSON's."""
+    """Calls as OLMo 3 writes them: <function_calls>, one call a line as in Python,
+    </function_calls>. Words are Python's or JSON's.
+    """
 
     name = "olmo3"
     markers = (_OPEN, _CLOSE)

@@ -85,7 +85,7 @@ def _string(scan: Scan, quote: str) -> Steps[str | None]:
 
 
 def _unescaped(text: str) -> str:
-    """Halves of a character become the character, or a replacement where one is alone."""
+    """Joins halves of a character to the character; one that is alone becomes a replacement."""
     found = _ESCAPE.sub(_escape, text)
     return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -98,7 +98,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 class Pythonic:
-    """[name(key=value, key="text"), name()], which is the whole answer.
+    """Calls as in Python: [name(key=value, key="text"), name()], which is the whole answer.
 
     Values are Python's or JSON. Arguments whose names are no identifiers, or which must keep to
     more than a schema each, stand as `**` and a JSON object.
@@ -235,7 +235,9 @@ def _object(scan: Scan) -> Steps[bool]:
 
 
 def read_rest(scan: Scan) -> Steps[None]:
-    """A value that is cut off is dropped; what is no value belongs to the arguments as it is."""
+    """Reads what follows a broken value. A value that is cut off is dropped; what is no value
+    belongs to the arguments as it is.
+    """
     if not (yield from scan.peek()):
         scan.drop()
     while (yield from scan.peek()):

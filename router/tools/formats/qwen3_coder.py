@@ -17,7 +17,9 @@ _TAGS = ArgumentTags("<parameter=", (">",), "</parameter>", padding="\n")
 
 
 class Qwen3Coder:
-    """<tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n</function>\\n</tool_call>
+    """Calls as Qwen3-Coder writes them.
+
+    <tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n</function>\\n</tool_call>
 
     Arguments that cannot be written one by one stand as one JSON object within the function's
     tags.

@@ -21,7 +21,8 @@ LINE = '"\\n"?'
 
 
 class ArgumentTags(msgspec.Struct, frozen=True):
-    """An argument is `open`, its name, `middle`, its value, `close`.
+    """A format in which tags name each argument. An argument is `open`, its name, `middle`, its
+    value, `close`.
 
     padding: what natively stands before and after the value. Between the texts of `middle` may be
     space. Texts stand as they are, other values as JSON.
@@ -40,7 +41,9 @@ class ArgumentTags(msgspec.Struct, frozen=True):
     # Grammar
 
     def rules(self, tools: Tools, tool: Tool, lark: Lark) -> str:
-        """All arguments of a call. Those that cannot be written one by one are one JSON object."""
+        """The rules for all arguments of a call. Those that cannot be written one by one are one
+        JSON object.
+        """
         if not keeps_schema(tools, tool):
             begin = f"{lark.literal(self.open)} /[^<>\\n]{{1,128}}/ {self._middle(lark)}"
             return f"({begin} {self._text(lark)} {LINE})*"

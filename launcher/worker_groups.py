@@ -65,7 +65,7 @@ class WorkerGroups:
 
     @property
     def are_several(self) -> bool:
-        """Whether there was something to choose."""
+        """Whether several workers or processes run, or GPUs were chosen among several."""
         return self.workers > 1 or self.tp > 1 or any(self.gpus)
 
     def written(self) -> str:

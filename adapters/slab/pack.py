@@ -329,7 +329,9 @@ def _rows(tensor: TensorInfo) -> range:
 
 
 class DamagedError(Exception):
-    """The weights are not those that were judged."""
+    """Weights whose fingerprint or digest is not the expected one: the file was damaged or replaced
+    after it was checked.
+    """
 
 
 def pack_weights(

@@ -95,6 +95,8 @@ def has_changed(error: AdapterError) -> bool:
 
 
 def changed() -> AdapterError:
-    """The caller's error when an adapter has changed."""
+    """Makes the error for a caller whose adapter has other content at its source than the catalog
+    remembers. Its code is `unavailable`, and it says when to try again.
+    """
     message = "the adapter has just changed at its source; try again"
     return AdapterError("unavailable", message, (), _CHANGED_RETRY_S)

@@ -104,10 +104,11 @@ class CopyUsable(msgspec.Struct, frozen=True):
 
 
 class CopyOver(msgspec.Struct, frozen=True, tag="ov"):
-    """The host block is left alone. Follows CopyUsable, or replaces it with an error.
+    """Report that a copy from the host arena to the device has ended: it reads and writes the host
+    block no more. It follows CopyUsable; where the copy failed it comes instead, with `error`.
 
     copy_s: seconds of the transfer, without waits for other transfers; 0 = unknown. is_finished:
-    the host block now holds what the device made of it (`SlabLayout.is_finished`).
+    the device has written its results into the host block (`SlabLayout.is_finished`).
     """
 
     adapter_slot: int

@@ -38,7 +38,9 @@ def share_credits(capacity: int, in_flight: Mapping[int, int]) -> dict[int, int]
 
 
 class Identity(NamedTuple):
-    """A sequence's name on its router connection."""
+    """Name of a sequence among those of one router connection: its request, the attempt at it, and
+    which of the request's choices it is.
+    """
 
     request_id: str
     attempt: int

@@ -34,12 +34,13 @@ class MessageToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """Message of a chat. content may be null only with the assistant's tool calls, reasoning or
-    refusal.
+    """Message of a chat, as the caller sends it. content may be null only where the assistant has
+    tool calls, reasoning or a refusal.
 
-    reasoning_content, reasoning, thinking: one thing by the names that servers have for it.
-    function_call, and a result of the role `function`: one call, as OpenAI had it before tools.
-    Fields that are not here are ignored: clients send answers back with all that they had.
+    reasoning_content, reasoning, thinking: three names for the model's reasoning; where several are
+    given they must agree. function_call: the assistant's call as OpenAI had it before tools; a
+    message of the role `function` holds its result. Unknown fields are ignored, since clients send
+    whole answers back.
     """
 
     role: Role

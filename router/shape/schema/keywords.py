@@ -1,4 +1,6 @@
-"""The keywords of JSON Schema, and the forms that their values have. Pure."""
+"""Lists of JSON Schema's keywords, and functions that check and read their values. SchemaRefused
+says which place of a schema is refused, and why. Pure.
+"""
 
 import json
 import math

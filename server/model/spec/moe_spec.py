@@ -49,11 +49,12 @@ class MoeSpec(msgspec.Struct, frozen=True):
 
 
 class ExpertStorage(msgspec.Struct, frozen=True):
-    """How a checkpoint holds one matrix of all experts.
+    """How a checkpoint stores one matrix of all experts of a layer.
 
-    form: `each` = a tensor for each expert and part; `stacked` = one, `[experts, out, in]`;
-    `mxfp4` = the same in blocks of MXFP4_BLOCK features. path: of what holds all experts.
-    interleaved: there the parts' rows lie in turn. transposed: `stacked` is `[experts, in, out]`.
+    form: `each` = a tensor for each expert and part; `stacked` = one tensor, `[experts, out, in]`;
+    `mxfp4` = the same in blocks of MXFP4_BLOCK features. path: of the tensor of all experts, to
+    which `mxfp4` adds suffixes. interleaved: in such a tensor row i belongs to part i % parts; else
+    each part's rows lie together. transposed: `stacked` is `[experts, in, out]`.
     """
 
     path: str

@@ -195,7 +195,6 @@ async def test_a_second_signal_stops_at_once(
         ({"model_card": Path("/nowhere/card.json")}, "--model-card"),
         ({"host": "203.0.113.1"}, "203.0.113.1"),
         ({"uds": Path("/nowhere/socket")}, "/nowhere/socket"),
-        ({"uds": Path("socket"), "router_processes": 2}, "--uds"),
     ],
 )
 def test_bad_options_are_one_sentence(tmp_path: Path, options: dict[str, Any], words: str) -> None:

@@ -64,6 +64,8 @@ def test_a_redis_that_may_be(url: str) -> None:
     [
         ({"auth": "none", "keys_file": HERE / "keys.yaml"}, "--keys-file: with --auth none nobody"),
         ({"share_hub_token": True}, "LORAPLEX_HUB_TOKEN or HF_TOKEN"),
+        ({"uds": HERE / "socket", "router_processes": 2}, "--uds is one router's"),
+        ({"uds": HERE / "socket", "tls_cert": HERE / "a.pem"}, "--uds is one router's"),
         ({"max_tenant_queue": 9, "max_queue": 8}, "--max-tenant-queue 9 is more than"),
     ],
 )
@@ -146,7 +148,7 @@ FILES = {field.name for field in dataclasses.fields(RouterConfig) if "Path" in s
 
 
 @pytest.mark.parametrize(
-    "option", sorted(FILES - {"cache_dir", "files_dir", "tls_cert", "tls_key"})
+    "option", sorted(FILES - {"cache_dir", "files_dir", "tls_cert", "tls_key", "uds"})
 )
 def test_every_file_that_is_named_must_be_there(tmp_path: Path, option: str) -> None:
     """But folders, which are made."""

@@ -64,6 +64,7 @@ def test_equals_re_where_supported(pattern: str, names: list[str]) -> None:
 @example("{0}", "")
 @example("a|{,2}b", "b")
 @example("{b}", "{b}")
+@example("[]--", "0")
 def test_any_text_is_matched_as_re_does_or_refused(pattern: str, name: str) -> None:
     try:
         ours = TimedPattern(pattern)

@@ -76,8 +76,8 @@ def serve(
     Variables `LORAPLEX_…` hold as for the command. Raises EngineError.
     """
     words = [] if model is None else [os.fspath(model)]
-    named = [f"{name}={os.fspath(ref)}" for name, ref in (adapters or {}).items()]
-    for name, value in {**options, "adapter": [*named, *options.get("adapter", ())]}.items():
+    words += [f"--adapter={name}={os.fspath(ref)}" for name, ref in (adapters or {}).items()]
+    for name, value in options.items():
         words += flags(name, value)
     return Engine(words, start_timeout_s)
 

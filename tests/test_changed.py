@@ -1,4 +1,4 @@
-"""Which long tests a change asks for."""
+"""Long tests that a change asks for."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which changes make a long test run again."""
+"""Changes that make a long test run again."""
 
 from pathlib import Path
 

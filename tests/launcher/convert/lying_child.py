@@ -1,4 +1,4 @@
-"""What a pickle's reader might do after a hostile file took it over: `python -m … ORDER TARGET`."""
+"""A pickle's reader that a hostile file took over: `python -m … ORDER TARGET`."""
 
 import os
 import signal

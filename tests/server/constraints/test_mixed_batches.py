@@ -133,21 +133,26 @@ def test_preempted_and_resumed_answers_are_those_of_an_undisturbed_run(made: Con
 def test_answers_with_drafts_are_those_without(
     made: Constraints, depth: int, kv_memory: int
 ) -> None:
-    """Each request twice: one finds the other's answer. Few pages: sequences give way."""
+    """Each request twice: the second finds the first's answer. Few pages: sequences give way."""
     found: list[list[Any]] = []
     for max_draft in (0, 6):
         sizes = {"page_size": 16, "max_running": 16, "max_step_tokens": 64}
         config = engine_config(DEMO, **sizes, max_draft=max_draft, kv_memory=kv_memory)
         executor = TorchExecutor(config, memoryview(bytearray(config.host_arena_bytes)))
         with serving(executor, depth, made, max_draft) as worker:
-            for key in range(16):
-                worker.submit(key, bound(key % 8))
-                worker.submit(100 + key, free(key % 8))
-            keys = [*range(16), *range(100, 116)]
-            answers: list[Any] = [worker.answer(key) for key in keys]
-            answers += [(last(worker, key).finish, last(worker, key).message) for key in keys]
+            for keys in (range(8), range(8, 16)):
+                for key in keys:
+                    worker.submit(key, bound(key % 8))
+                    worker.submit(100 + key, free(key % 8))
+                for key in keys:
+                    worker.answer(key)
+                    worker.answer(100 + key)
+            all_keys = [*range(16), *range(100, 116)]
+            answers: list[Any] = [worker.answer(key) for key in all_keys]
+            answers += [(last(worker, key).finish, last(worker, key).message) for key in all_keys]
             answers += [
-                [p.token_id for e in worker.events[key] for p in e.logprobs or ()] for key in keys
+                [p.token_id for e in worker.events[key] for p in e.logprobs or ()]
+                for key in all_keys
             ]
         found.append(answers)
         stats = worker.outputs[-1].stats

@@ -7,7 +7,7 @@ import msgspec
 
 from loraplex.adapters.sharding import WHOLE, Piece, Shard, Sharding, Span, pieces, total_width
 
-SiteKind = Literal[
+Role = Literal[
     "qkv",
     "o",
     "gate_up",
@@ -20,7 +20,7 @@ SiteKind = Literal[
 
 # A *site* is one fused matrix product of the base; its projections share the input. These are of
 # Llama and of models after it.
-SITE_PROJECTIONS: dict[SiteKind, tuple[str, ...]] = {
+SITE_PROJECTIONS: dict[Role, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
     "gate_up": ("gate_proj", "up_proj"),
@@ -28,7 +28,7 @@ SITE_PROJECTIONS: dict[SiteKind, tuple[str, ...]] = {
     "embed_tokens": ("embed_tokens",),
     "lm_head": ("lm_head",),
 }
-MODEL_SITES: tuple[SiteKind, ...] = ("embed_tokens", "lm_head")
+MODEL_SITES: tuple[Role, ...] = ("embed_tokens", "lm_head")
 # Stands for an expert's number in the path of a module that each expert of a layer has.
 ANY_EXPERT = "{}"
 # Ids behind the base's tables that an adapter may have.
@@ -175,7 +175,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     vocab_size: int
     layer_modules: dict[str, ModuleShape]
     model_modules: dict[str, ModuleShape]
-    sites: dict[SiteKind, tuple[str, ...]] = msgspec.field(
+    sites: dict[Role, tuple[str, ...]] = msgspec.field(
         default_factory=lambda: dict(SITE_PROJECTIONS)
     )
     embedding_digests: dict[str, str] = {}
@@ -203,10 +203,10 @@ class BaseSpec(msgspec.Struct, frozen=True):
         """The number of the tokenizer's ids; the tables may have more rows. 0 = not known."""
         return max(self.tokens.values()) + 1 if self.tokens else self.vocab_size
 
-    def of_site(self, kind: SiteKind, projection: int) -> ModuleShape:
+    def of_site(self, role: Role, projection: int) -> ModuleShape:
         """A module of a site, whole. Those of one site share their input, and their experts."""
-        modules = self.model_modules if kind in MODEL_SITES else self.layer_modules
-        return modules[self.sites[kind][projection]]
+        modules = self.model_modules if role in MODEL_SITES else self.layer_modules
+        return modules[self.sites[role][projection]]
 
 
 class BaseModule(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from loraplex.adapters.base import SiteKind
+from loraplex.adapters.base import Role
 from loraplex.adapters.chat.conversation import DEFAULT_TEMPLATE
 from loraplex.adapters.classes import OwnClasses
 from loraplex.adapters.coverage import Coverage
@@ -160,7 +160,7 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     layer: int
-    kind: SiteKind
+    role: Role
     ranks: tuple[int, ...]
     scales: tuple[float, ...]
     a_offset: int

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from loraplex.adapters.base import MODEL_SITES, BaseSpec, ModuleShape, SiteKind
+from loraplex.adapters.base import MODEL_SITES, BaseSpec, ModuleShape, Role
 from loraplex.adapters.manifest import (
     ITEM_BYTES,
     OwnHead,
@@ -86,16 +86,16 @@ def make_layout(
     cursor = _Cursor(extent_bytes)
     sites: list[SiteLayout] = []
     placer = _Tables(base, ITEM_BYTES[dtype], cursor)
-    for layer, kind in _site_order(base):
-        names = base.sites[kind]
+    for layer, role in _site_order(base):
+        names = base.sites[role]
         modules = [by_site.get((layer, name)) for name in names]
         vectors = tuple(
             (module.vectors if module else 0) | (OWN_BIAS if (layer, name) in own else 0)
             for name, module in zip(names, modules, strict=True)
         )
-        table = tables.get(names[0]) if kind in MODEL_SITES else None
+        table = tables.get(names[0]) if role in MODEL_SITES else None
         if any(modules) or any(vectors) or table is not None:
-            site = _unplaced(layer, kind, modules, vectors)
+            site = _unplaced(layer, role, modules, vectors)
             site = _place_site(site, base, ITEM_BYTES[dtype], cursor)
             sites.append(site if table is None else placer.place(site, table))
     head = None if adapter.head is None else OwnHead(0, adapter.head.shape[0])
@@ -138,9 +138,9 @@ def room_problem(adapter: Packable, base: BaseSpec, room: SlabRoom) -> str | Non
 def a_matrix(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
     """The stacked A of a site; for `embed_tokens`, A transposed; of experts one A each. Of one
     shard, as all that lies in a slab."""
-    module = base.of_site(site.kind, 0).of_shard(base.shards)
+    module = base.of_site(site.role, 0).of_shard(base.shards)
     shape: tuple[int, ...] = (site.a_rank, module.in_features)
-    if site.kind == "embed_tokens":
+    if site.role == "embed_tokens":
         shape = shape[::-1]
     return _matrix(site.a_offset, module, shape, item_bytes)
 
@@ -151,7 +151,7 @@ def b_matrices(
     """The B of each projection of a site, or of each expert's; None where it is not targeted."""
     result: list[PlacedMatrix | None] = []
     for index, lora_rank in enumerate(site.ranks):
-        module = base.of_site(site.kind, index).of_shard(base.shards)
+        module = base.of_site(site.role, index).of_shard(base.shards)
         shape = (module.out_features, lora_rank)
         placed = _matrix(site.b_offsets[index], module, shape, item_bytes)
         result.append(placed if lora_rank else None)
@@ -162,7 +162,7 @@ def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
     """Places a site's vectors of one shard: float32, `[2, outputs]` or more; None = no vectors."""
     if not site.vectors:
         return None
-    shape = (num_vectors(site.vectors), sum(widths_of(site.kind, base)))
+    shape = (num_vectors(site.vectors), sum(widths_of(site.role, base)))
     return PlacedMatrix(site.vectors_offset, shape, math.prod(shape) * ITEM_BYTES["float32"])
 
 
@@ -197,9 +197,9 @@ def num_vectors(vectors: Iterable[int]) -> int:
     return 3 if any(bits & B_BIAS for bits in vectors) else 2
 
 
-def widths_of(kind: SiteKind, base: BaseSpec) -> tuple[int, ...]:
+def widths_of(role: Role, base: BaseSpec) -> tuple[int, ...]:
     """Outputs of each projection of a site, of one shard."""
-    modules = (base.of_site(kind, i) for i in range(len(base.sites[kind])))
+    modules = (base.of_site(role, i) for i in range(len(base.sites[role])))
     return tuple(module.of_shard(base.shards).out_features for module in modules)
 
 
@@ -214,26 +214,26 @@ def _matrix(
     return PlacedMatrix(offset, shape, math.prod(shape) * item_bytes)
 
 
-def _site_order(base: BaseSpec) -> Iterator[tuple[int, SiteKind]]:
+def _site_order(base: BaseSpec) -> Iterator[tuple[int, Role]]:
     """Yields sites in a step's order, so that the first layers can be used first."""
     yield -1, MODEL_SITES[0]
-    of_layer = [kind for kind in base.sites if kind not in MODEL_SITES]
+    of_layer = [role for role in base.sites if role not in MODEL_SITES]
     for layer in range(base.num_layers):
-        for kind in of_layer:
-            yield layer, kind
+        for role in of_layer:
+            yield layer, role
     yield -1, MODEL_SITES[1]
 
 
 def _unplaced(
     layer: int,
-    kind: SiteKind,
+    role: Role,
     modules: Sequence[RankedModule | None],
     vectors: tuple[int, ...],
 ) -> SiteLayout:
     """A site whose matrices have no places yet."""
     return SiteLayout(
         layer,
-        kind,
+        role,
         ranks=tuple(module.lora_rank if module else 0 for module in modules),
         scales=tuple(module.scale if module else 0.0 for module in modules),
         a_offset=0,

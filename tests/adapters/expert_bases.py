@@ -12,7 +12,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from loraplex.adapters.base import BaseSpec, ExpertWeight, ModuleShape, SiteKind
+from loraplex.adapters.base import BaseSpec, ExpertWeight, ModuleShape, Role
 
 HIDDEN, INNER, EXPERTS, VOCAB = 32, 24, 4, 64
 _SIZES: dict[str, Any] = {
@@ -55,7 +55,7 @@ def expert_base(
         "v_proj": ModuleShape("self_attn.v_proj", hidden, hidden // 2),
         "o_proj": ModuleShape("self_attn.o_proj", hidden, hidden),
     }
-    sites: dict[SiteKind, tuple[str, ...]] = {
+    sites: dict[Role, tuple[str, ...]] = {
         "qkv": ("q_proj", "k_proj", "v_proj"),
         "o": ("o_proj",),
     }

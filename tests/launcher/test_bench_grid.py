@@ -354,4 +354,4 @@ def test_decode_with_an_own_head(tiny: Path, capsys: pytest.CaptureFixture[str])
     assert [(p["B"], p["D"]) for p in points] == [(3, 0), (3, 3)]
     base = shared_base(read_config(tiny), 1)
     with_head = lora_layout(base, "0" * 64, 4, "float32", MadeForm(own_heads=1))
-    assert [site.kind for site in with_head.sites if site.table_offset >= 0] == ["lm_head"]
+    assert [site.role for site in with_head.sites if site.table_offset >= 0] == ["lm_head"]

@@ -32,7 +32,7 @@ class ExpertTensors:
         fill_matrix: Callable[[str, Cut, torch.Tensor], None],
     ) -> None:
         if spec.stored is None:
-            raise ValueError(f"{spec.kind} has no experts")
+            raise ValueError(f"{spec.role} has no experts")
         self._spec, self._cuts = spec, cuts
         self._heights = [cut.shape[0] for cut in cuts]
         self._stored: ExpertStorage = spec.stored

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from loraplex.adapters.base import SiteKind
+from loraplex.adapters.base import Role
 from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.kernels.launch.compile_ahead import compiled_together
 from loraplex.server.model.decoder import Decoder
@@ -227,7 +227,7 @@ def _summed(parts: Parts) -> SummedSites:
     if group.shard.count == 1:
         return NONE_SUMMED
     norms_all = any(layer.attention.norms_all_heads for layer in parts.whole.layers)
-    before = frozenset[SiteKind](("qkv",) if norms_all else ())
+    before = frozenset[Role](("qkv",) if norms_all else ())
     return SummedSites(before, SUMMED, group.term_rows)
 
 

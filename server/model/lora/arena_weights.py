@@ -96,7 +96,7 @@ class Adapter:
         columns = [0] * len(ranks) if shares_a else list(accumulate((0, *ranks)))
         outputs = list(accumulate((0, *site.out_features)))
         experts = (site.experts,) if site.experts else ()
-        if site.kind == "embed_tokens":  # stored transposed
+        if site.role == "embed_tokens":  # stored transposed
             a_t = self._view(a, (site.in_features, a_rank))
         else:
             a_t = self._view(a, (*experts, a_rank, site.in_features)).mT

@@ -71,7 +71,7 @@ class OutputVectors:
 
     def _room(self, found: Sequence[tuple[int, SiteWeights]]) -> "_Squares":
         measured = [
-            (self._sites[number].kind in BY_INPUTS, number, projection)
+            (self._sites[number].role in BY_INPUTS, number, projection)
             for number, weights in found
             for projection, bits in _projections(self._sites[number], weights)
             if projection is not None and bits & MAGNITUDES

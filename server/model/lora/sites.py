@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from loraplex.adapters.base import MAX_NEW_IDS, MODEL_SITES, SiteKind
+from loraplex.adapters.base import MAX_NEW_IDS, MODEL_SITES, Role
 from loraplex.adapters.manifest import SiteLayout, SlabLayout
 from loraplex.adapters.sharding import WHOLE, Shard
 from loraplex.adapters.slab.layout import num_vectors
@@ -19,7 +19,7 @@ from loraplex.server.kernels.lora.table import MAX_PROJECTIONS
 from loraplex.server.model.spec.model_spec import LinearSpec, ModelSpec, NormSpec
 
 # Whose inputs devices share out; they all have every output.
-BY_INPUTS: tuple[SiteKind, ...] = ("o", "down", "embed_tokens")
+BY_INPUTS: tuple[Role, ...] = ("o", "down", "embed_tokens")
 _FLOAT32_BYTES = 4
 # Offsets and bytes of matrices -> where they begin in the arena.
 _Find = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -36,7 +36,7 @@ class Site:
 
     number: int
     layer: int
-    kind: SiteKind
+    role: Role
     in_features: int
     out_features: tuple[int, ...]
     experts: int = 0
@@ -75,7 +75,7 @@ class Sites:
         of_layers = (layer.norms for layer in model.layers)
         each = chain.from_iterable((norms.pre_attention, norms.pre_mlp) for norms in of_layers)
         self.norms: tuple[NormSpec | None, ...] = (*each, model.norm)
-        self._places = {(site.layer, site.kind): site for site in self._all}
+        self._places = {(site.layer, site.role): site for site in self._all}
         self.in_features = np.array([site.in_features for site in self._all])
         self.out_features = np.zeros((len(self), MAX_PROJECTIONS), dtype=np.int64)
         for site in self._all:
@@ -86,17 +86,17 @@ class Sites:
 
     def _add(self, layer: int, linear: LinearSpec) -> Site:
         experts = linear.experts if linear.stored is not None else 0
-        return self._new(layer, linear.kind, linear.in_features, linear.widths, experts)
+        return self._new(layer, linear.role, linear.in_features, linear.widths, experts)
 
     def _new(
         self,
         layer: int,
-        kind: SiteKind,
+        role: Role,
         in_features: int,
         out_features: tuple[int, ...],
         experts: int = 0,
     ) -> Site:
-        self._all.append(Site(len(self._all), layer, kind, in_features, out_features, experts))
+        self._all.append(Site(len(self._all), layer, role, in_features, out_features, experts))
         return self._all[-1]
 
     @property
@@ -104,7 +104,7 @@ class Sites:
         """Outputs of the sites whose inputs devices share out; 0 where there is one device."""
         if self.shard.count == 1:
             return 0
-        return sum(sum(site.out_features) for site in self._all if site.kind in BY_INPUTS)
+        return sum(sum(site.out_features) for site in self._all if site.role in BY_INPUTS)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -116,12 +116,12 @@ class Sites:
         """Return the site that the layout describes. Raises ValueError for a site that this model
         does not have, or of other projections.
         """
-        site = self._places.get((layout.layer, layout.kind))
+        site = self._places.get((layout.layer, layout.role))
         if site is None:
-            raise ValueError(f"the model has no site {layout.kind} in layer {layout.layer}")
+            raise ValueError(f"the model has no site {layout.role} in layer {layout.layer}")
         projections = len(site.out_features)
         if not len(layout.ranks) == len(layout.scales) == len(layout.b_offsets) == projections:
-            raise ValueError(f"{site.kind}: one rank per projection expected, got {layout.ranks}")
+            raise ValueError(f"{site.role}: one rank per projection expected, got {layout.ranks}")
         return site
 
 
@@ -228,9 +228,9 @@ def _place_tables(
             continue
         size = site.table_size or vocab
         if not 0 < size <= vocab + MAX_NEW_IDS:
-            raise ValueError(f"{site.kind}: a table of {size} rows")
-        if site.kind not in MODEL_SITES or not all(0 <= each < size for each in site.table_ids):
-            raise ValueError(f"{site.kind}: rows of tokens that the model does not have")
+            raise ValueError(f"{site.role}: a table of {size} rows")
+        if site.role not in MODEL_SITES or not all(0 <= each < size for each in site.table_ids):
+            raise ValueError(f"{site.role}: rows of tokens that the model does not have")
         ids = ids_of_shard(site.table_ids, vocab, known.shard) if site.table_ids else None
         rows = rows_of_each(size, vocab, known.shard.count) if ids is None else len(ids)
         (begin,) = find(_int64([site.table_offset]), _int64([rows * hidden * item_bytes]))
@@ -272,7 +272,7 @@ def _place_vectors(
         return begins, bits
     for row, site in enumerate(layout.sites):
         if site.vectors and len(site.vectors) != (outputs[row] > 0).sum():
-            raise ValueError(f"{site.kind}: one entry per projection expected, got {site.vectors}")
+            raise ValueError(f"{site.role}: one entry per projection expected, got {site.vectors}")
         bits[row, : len(site.vectors)] = site.vectors
     offsets = _int64(site.vectors_offset for site in layout.sites)
     rows = _int64(num_vectors(site.vectors) for site in layout.sites)

@@ -26,7 +26,7 @@ class DeviceLora:
     """Adapters of a batch, for kernels that go through tiles of rows with one adapter.
 
     slots: int32 `[tokens]`, -1 = no adapter. segments: the tiles. workspace: what shrink leaves for
-    expand. phase: which launch parameters apply. strategies: the regime's, by kind of site. reach:
+    expand. phase: which launch parameters apply. strategies: the regime's, by role. reach:
     the most that the adapters may change in layers. vectors: of what they do to the base's own
     products; None = nothing. model_sites: whether an adapter may change the embedding or the head;
     own: tokens whose adapters have rows of their own there, or norms.

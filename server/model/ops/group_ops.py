@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from loraplex.adapters.base import SiteKind
+from loraplex.adapters.base import Role
 from loraplex.adapters.sharding import Shard, heads_of
 from loraplex.adapters.token_rows import new_ids_width, tokens_of_shard
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
@@ -31,8 +31,8 @@ Y = TypeVar("Y")
 
 
 # Products by input features. Between two sums of one turn lies one of the other, or another sum.
-_TURNS: dict[SiteKind, int] = {"o": 0, "down": 1}
-SUMMED: frozenset[SiteKind] = frozenset(_TURNS)
+_TURNS: dict[Role, int] = {"o": 0, "down": 1}
+SUMMED: frozenset[Role] = frozenset(_TURNS)
 
 
 class ShardedOps(Ops[P, L, Y], Protocol[P, L, Y]):
@@ -97,7 +97,7 @@ class GroupOps(Generic[P, L, Y]):
         return self._group.sum(found * mine.unsqueeze(1))
 
     def linear(self, x: torch.Tensor, linear: Linear, lora: L | None, site: Site) -> Y:
-        turn = _TURNS.get(site.kind)
+        turn = _TURNS.get(site.role)
         if turn is None:
             return self._ops.linear(x, linear, lora, site)
         terms = self._group.terms(len(x), turn)

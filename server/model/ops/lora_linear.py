@@ -115,7 +115,7 @@ class LoraLinear:
     ) -> LinearOutput:
         """The base's linear, with its LoRA or with what is left of that. delta: where a delta is to
         lie, as gemm.y; None: anywhere."""
-        match lora.strategies[site.kind]:
+        match lora.strategies[site.role]:
             case Strategy.FUSED:
                 return self._fused(gemm, lora, site)
             case Strategy.DELTA:

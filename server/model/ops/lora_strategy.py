@@ -1,4 +1,4 @@
-"""Where each linear's LoRA is computed: one table by the regime of the batch and the kind of site.
+"""Where each linear's LoRA is computed: one table by the regime of the batch and the role.
 
 A linear's *consumer* is the operation that takes its output: attention takes qkv, the residual norm
 takes o and down, the activation takes gate_up. A consumer can do a part of LoRA at little cost,
@@ -10,7 +10,7 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import NamedTuple
 
-from loraplex.adapters.base import SiteKind
+from loraplex.adapters.base import Role
 from loraplex.server.kernels.launch.configs import Phase
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec
@@ -67,7 +67,7 @@ class Regime(Enum):
     SHRINKING_PREFILL = auto()
 
 
-Strategies = MappingProxyType[SiteKind, Strategy]
+Strategies = MappingProxyType[Role, Strategy]
 
 
 def _row(qkv: Strategy, o: Strategy, gate_up: Strategy, down: Strategy) -> Strategies:
@@ -98,8 +98,8 @@ class SummedSites(NamedTuple):
     """Sites whose output devices sum or norm together. before: they do so before the consumer takes
     it. late: that of more than term_rows tokens; up to so many the consumer sums."""
 
-    before: frozenset[SiteKind] = frozenset()
-    late: frozenset[SiteKind] = frozenset()
+    before: frozenset[Role] = frozenset()
+    late: frozenset[Role] = frozenset()
     term_rows: int = 0
 
 
@@ -117,7 +117,7 @@ class Consumers:
     quantised ones end before A x would be there.
     """
 
-    whole: frozenset[SiteKind] = frozenset()
+    whole: frozenset[Role] = frozenset()
     summed: SummedSites = NONE_SUMMED
     sums_first: bool = False
     fused: bool = True
@@ -126,7 +126,7 @@ class Consumers:
     def of(cls, model: ModelSpec, *, fp8_cache: bool, summed: SummedSites) -> "Consumers":
         takes_parts = {layer.qkv for layer in model.layers}
         takes_parts |= {x.gate_up for x in model.layers if not isinstance(x.mlp, MoeSpec)}
-        whole = frozenset(linear.kind for linear in takes_parts if len(linear.parts) == 1)
+        whole = frozenset(linear.role for linear in takes_parts if len(linear.parts) == 1)
         norms_all = any(layer.attention.norms_all_heads for layer in model.layers)
         return cls(whole, summed, norms_all or fp8_cache, fused=model.quantisation is None)
 
@@ -136,10 +136,10 @@ class Consumers:
         if self.sums_first and row["qkv"] is Strategy.DEFER:
             row["qkv"] = Strategy.IN_PLACE
         summed = self.summed
-        late = frozenset[SiteKind]() if tokens <= summed.term_rows else summed.late
-        for kind in self.whole | summed.before | late:
-            if row[kind] is not Strategy.FUSED:
-                row[kind] = Strategy.IN_PLACE
+        late = frozenset[Role]() if tokens <= summed.term_rows else summed.late
+        for role in self.whole | summed.before | late:
+            if row[role] is not Strategy.FUSED:
+                row[role] = Strategy.IN_PLACE
         if row["gate_up"] is Strategy.IN_PLACE and row["down"] is Strategy.DELTA_OF_SHRUNK:
             row["down"] = Strategy.DELTA
         if row["gate_up"] is Strategy.DEFER_AND_SHRINK_NEXT and row["down"] is Strategy.IN_PLACE:

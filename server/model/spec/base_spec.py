@@ -37,7 +37,7 @@ def base_spec(
         },
         sites={
             "embed_tokens": ("embed_tokens",),
-            **{linear.kind: linear.names for linear in (*linears, model.head.linear)},
+            **{linear.role: linear.names for linear in (*linears, model.head.linear)},
         },
         embedding_digests=dict(embedding_digests or {}),
         tokens=tokens,

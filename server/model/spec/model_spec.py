@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from loraplex.adapters.base import ModuleShape, SiteKind, module_name
+from loraplex.adapters.base import ModuleShape, Role, module_name
 from loraplex.adapters.base import layer_path as layer_path
 from loraplex.adapters.classes import SCORE, ClassForm
 from loraplex.adapters.sharding import Sharding, Span
@@ -92,11 +92,11 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class LinearSpec(msgspec.Struct, frozen=True):
-    """`x W^T + bias`. kind: of its site. parts: modules with the same input, whose rows lie one
+    """`x W^T + bias`. role: of its site. parts: modules with the same input, whose rows lie one
     below the other; one part where the checkpoint stores the matrix whole. experts: how many such
     matrices there are, of the same shape; then `stored` says how."""
 
-    kind: SiteKind
+    role: Role
     in_features: int
     parts: tuple[Part, ...]
     sharding: Sharding
@@ -305,7 +305,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     writes: whether it has a head for text. Without one that of its embedding stands in its place,
     and nobody asks it for a token. classes: of a classifier. pad_token_id: see `ClassForm`.
     Raises ValueError where layers differ in what all must share: heads, and the modules of each
-    kind of site.
+    role.
     """
 
     family: str
@@ -327,7 +327,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         kinds = set(self.layers)
         heads = {(a.num_heads, a.num_kv_heads, a.head_dim) for a in (k.attention for k in kinds)}
         linears = {linear for layer in kinds for linear in layer.linears}
-        if len(heads) != 1 or len(linears) != len({linear.kind for linear in linears}):
+        if len(heads) != 1 or len(linears) != len({linear.role for linear in linears}):
             raise ValueError("every layer must have the same heads and modules, and one must exist")
         if len(self._switches) > 1:
             raise ValueError("long factors must begin at the same length in every layer")

@@ -52,7 +52,7 @@ def packed_deltas(folder: Path, base: BaseSpec) -> Deltas:
             own = a[..., begin : begin + site.ranks[index], :]
             begin += 0 if site.shares_a else site.ranks[index]
             if b is not None:
-                name = base.sites[site.kind][index]
+                name = base.sites[site.role][index]
                 found[site.layer, name] = site.scales[index] * (numbers(b) @ own)
     return found
 
@@ -272,7 +272,7 @@ def test_a_shared_a_is_packed_once(tmp_path: Path) -> None:
     folder = save(get_peft_model(MODELS["gpt_oss"].make(), LoraConfig(**options)), tmp_path / "a")
     layout, _ = packed(folder, base)
     site = layout.sites[0]
-    assert (site.kind, site.ranks, site.shares_a, site.a_rank) == (
+    assert (site.role, site.ranks, site.shares_a, site.a_rank) == (
         "experts_gate_up",
         (3, 3),
         True,

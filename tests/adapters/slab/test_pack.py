@@ -85,12 +85,12 @@ def test_every_tensor_is_where_the_layout_says(
     assert {site.layer for site in layout.sites} == {-1, 0, 2}
     item = ITEM_BYTES[dtype]
     for site in layout.sites:
-        paths = [_path(site.layer, name) for name in SITE_PROJECTIONS[site.kind]]
+        paths = [_path(site.layer, name) for name in SITE_PROJECTIONS[site.role]]
         a, b = ("lora_embedding_A", "lora_embedding_B")
-        if site.kind != "embed_tokens":
+        if site.role != "embed_tokens":
             a, b = ("lora_A.weight", "lora_B.weight")
         stacked = np.concatenate([tensors[f"{p}.{a}"] for p in paths])
-        expected = stacked.T if site.kind == "embed_tokens" else stacked
+        expected = stacked.T if site.role == "embed_tokens" else stacked
         found = matrix(payload, a_matrix(site, BASE, item), dtype)
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=1e-6 * bool(tolerance))
         for p, placed, r, scale in zip(
@@ -144,9 +144,9 @@ def test_packing_in_pieces_is_packing_as_a_whole(
             return convert(weights.read(tensor), tensor.dtype, dtype).reshape(tensor.shape)
 
         for site in layout.sites:
-            parts = [modules[site.layer, name] for name in SITE_PROJECTIONS[site.kind]]
+            parts = [modules[site.layer, name] for name in SITE_PROJECTIONS[site.role]]
             stacked = np.concatenate([whole(part.a) for part in parts])
-            a = stacked.T if site.kind == "embed_tokens" else stacked
+            a = stacked.T if site.role == "embed_tokens" else stacked
             expected[site.a_offset : site.a_offset + a.nbytes] = a.tobytes()
             for part, b in zip(parts, b_matrices(site, BASE, item), strict=True):
                 assert b is not None

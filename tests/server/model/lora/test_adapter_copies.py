@@ -149,7 +149,7 @@ def test_device_table_says_where_the_weights_lie(
 ) -> None:
     driver.load(2, *slab, first=7)
     table = driver.executor._table
-    site = next(s for s in slab[0].sites if s.kind == "qkv")
+    site = next(s for s in slab[0].sites if s.role == "qkv")
     words = table.device_table.words[2, 0]
     offset = int(words[0]) - table.arena.data_ptr()
     stored = table.arena[offset : offset + 16].numpy().tobytes()

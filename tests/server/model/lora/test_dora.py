@@ -107,7 +107,7 @@ def test_lengths_stay_float32_in_a_slab_of_bfloat16() -> None:
     layout, slab = pack(model, "dora", dtype="bfloat16")
     for site in layout.sites:
         assert site.vectors
-    site = next(site for site in layout.sites if site.kind == "o")
+    site = next(site for site in layout.sites if site.role == "o")
     stored = slab[site.vectors_offset : site.vectors_offset + 4 * 64]
     modules = dict(model.named_modules())
     module = modules[f"base_model.model.model.layers.{site.layer}.self_attn.o_proj"]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters.base import MODEL_SITES, BaseSpec, SiteKind
+from loraplex.adapters.base import MODEL_SITES, BaseSpec, Role
 from loraplex.adapters.manifest import SiteLayout, SlabLayout
 from loraplex.adapters.peft.config import parse_config
 from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora
@@ -29,7 +29,7 @@ from tests.server.model.hub_models import make_model
 
 ITEM_BYTES = 2
 RANKS = (0, 0, 1, 3, 16, 40)
-LAYER_SITES: tuple[SiteKind, ...] = ("qkv", "o", "gate_up", "down")
+LAYER_SITES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down")
 
 
 @cache
@@ -86,8 +86,8 @@ def make_table(extents: int, extent_bytes: int) -> AdapterTable:
 
 def number_of(site: SiteLayout) -> int:
     if site.layer < 0:
-        return model().num_layers * len(LAYER_SITES) + MODEL_SITES.index(site.kind)
-    return site.layer * len(LAYER_SITES) + LAYER_SITES.index(site.kind)
+        return model().num_layers * len(LAYER_SITES) + MODEL_SITES.index(site.role)
+    return site.layer * len(LAYER_SITES) + LAYER_SITES.index(site.role)
 
 
 @given(seed=st.integers(0, 10**6), extent_bytes=st.sampled_from((256, 1024, 4096, 1 << 16)))
@@ -121,7 +121,7 @@ def test_records_and_views_say_where_the_bytes_are(seed: int, extent_bytes: int)
         record, found = words[number], weights[number]
         a = a_matrix(site, base(), ITEM_BYTES)
         assert_at(a, int(record[0]), found.a_t)
-        stored = found.a_t if site.kind == "embed_tokens" else found.a_t.T
+        stored = found.a_t if site.role == "embed_tokens" else found.a_t.T
         assert tuple(stored.shape) == a.shape
         ranks = (*site.ranks, 0, 0, 0)[:3]
         assert record.view(torch.int32)[8:12].tolist() == [*ranks, sum(ranks)]
@@ -168,10 +168,10 @@ QKV = SiteLayout(0, "qkv", (4, 0, 4), (1.0, 0.0, 1.0), 0, (1024, 0, 2048))
     [
         ({"layer": 99}, "no site qkv in layer 99"),
         ({"layer": -1}, "no site qkv in layer -1"),
-        ({"kind": "embed_tokens"}, "no site embed_tokens in layer 0"),
+        ({"role": "embed_tokens"}, "no site embed_tokens in layer 0"),
         ({"ranks": (4, 0)}, "one rank per projection"),
         ({"scales": (1.0,)}, "one rank per projection"),
-        ({"kind": "down"}, "one rank per projection"),
+        ({"role": "down"}, "one rank per projection"),
         (
             {"ranks": (257, 0, 4), "a_offset": 12288, "b_offsets": (12288, 0, 0)},
             "not all in 0..256",

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -12,6 +13,12 @@ from tests.longest_first import LongestFirst
 # Triton reads this when it is first imported: without a GPU its kernels run under the interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A client of TLS reads every authority: 100 and more take longer than most tests. This one vouches
+# for nobody. No test asks a server that any authority vouches for.
+AUTHORITY = str(Path(__file__).parent / "authority.pem")
+os.environ["SSL_CERT_FILE"] = AUTHORITY
+certifi.where = lambda: AUTHORITY
 
 # How long an example takes says how busy the machine is.
 settings.register_profile(

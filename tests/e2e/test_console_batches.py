@@ -8,26 +8,14 @@ from typing import Any
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
-from tests.e2e.browsing import STEP_MS, chromium
-from tests.e2e.serving import Serving, start_serving
+from tests.e2e.browsing import STEP_MS, chromium, console_pages, forget
+from tests.e2e.serving import Serving
 from tests.grids import sparse
 
 expect.set_options(timeout=STEP_MS)
 TIMEOUT_S = 240
-
-
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    folder = tmp_path_factory.mktemp("batches")
-    server = start_serving(
-        *("--files-dir", str(folder / "files"), "--cache-dir", str(folder / "cache")),
-        log=folder / "log",
-    )
-    yield server
-    server.process.terminate()
-    assert server.process.wait(timeout=TIMEOUT_S) == 0, server.log.read_text()[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +24,21 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
+@pytest.fixture(scope="module")
+def context(browser: Browser, serving: Serving) -> Iterator[BrowserContext]:
+    with console_pages(browser, serving.url) as context:
+        yield context
+
+
 @pytest.fixture
-def page(browser: Browser, serving: Serving) -> Iterator[Page]:
-    context = browser.new_context(accept_downloads=True)
-    context.set_default_timeout(STEP_MS)
+def page(context: BrowserContext, serving: Serving) -> Iterator[Page]:
     page = context.new_page()
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
     page.goto(f"{serving.url}/console#batches")
     yield page
-    context.close()
+    forget(page)
     assert complaints == []
 
 

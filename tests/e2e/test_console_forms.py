@@ -8,9 +8,9 @@ from typing import Any
 import jsonschema
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
-from tests.e2e.browsing import STEP_MS, chromium
+from tests.e2e.browsing import STEP_MS, chromium, console_pages, forget
 from tests.e2e.serving import Serving
 from tests.grids import beyond
 
@@ -37,13 +37,18 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
+@pytest.fixture(scope="module")
+def context(browser: Browser, serving: Serving) -> Iterator[BrowserContext]:
+    with console_pages(browser, serving.url) as context:
+        yield context
+
+
 class Playground:
     """The playground's page with one model chosen. complaints: what its console said."""
 
-    def __init__(self, browser: Browser, url: str, model: str, **options: Any) -> None:
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(STEP_MS)
+    def __init__(self, context: BrowserContext, url: str, model: str) -> None:
+        self.context = context
+        self.page = context.new_page()
         self.complaints: list[str] = []
         self.sent: list[dict[str, Any]] = []
         self.page.on("console", lambda said: self.complaints.append(said.text))
@@ -76,10 +81,10 @@ class Playground:
 
 
 @pytest.fixture
-def playground(browser: Browser, serving: Serving) -> Iterator[Playground]:
-    playground = Playground(browser, serving.url, "json")
+def playground(context: BrowserContext, serving: Serving) -> Iterator[Playground]:
+    playground = Playground(context, serving.url, "json")
     yield playground
-    playground.context.close()
+    forget(playground.page)
     assert playground.complaints == []
 
 
@@ -172,9 +177,7 @@ def test_tools_need_a_chat(playground: Playground) -> None:
     expect(playground.page.get_by_role("alert")).to_contain_text("as a chat message")
 
 
-def test_a_link_brings_the_form_back(
-    playground: Playground, browser: Browser, serving: Serving
-) -> None:
+def test_a_link_brings_the_form_back(playground: Playground) -> None:
     playground.choose("tools", [CANCEL])
     playground.page.locator("#tool-choice").select_option("required")
     playground.answer_with({"content": "No."}, finish="stop")
@@ -185,6 +188,7 @@ def test_a_link_brings_the_form_back(
     expect(page.locator("#form")).to_have_value("tools")
     expect(page.locator("#tools")).to_have_value(json.dumps([CANCEL]))
     expect(page.locator("#tool-choice")).to_have_value("required")
+    page.close()
 
 
 def test_by_keyboard_alone(playground: Playground) -> None:
@@ -206,8 +210,9 @@ def test_by_keyboard_alone(playground: Playground) -> None:
 @pytest.mark.parametrize("scheme", beyond(1, ["light", "dark"]))
 def test_accessible(browser: Browser, serving: Serving, scheme: Any) -> None:
     """By axe-core, contrast included. It makes elements of text: the policy forbids that."""
-    options = {"color_scheme": scheme, "bypass_csp": True}
-    playground = Playground(browser, serving.url, "json", **options)
+    context = browser.new_context(color_scheme=scheme, bypass_csp=True)
+    context.set_default_timeout(STEP_MS)
+    playground = Playground(context, serving.url, "json")
     call = {"name": "cancel_order", "arguments": "{"}
     playground.choose("tools", [CANCEL])
     playground.answer_with(
@@ -289,18 +294,16 @@ def page_fits(page: Page) -> bool:
     return bool(page.evaluate("document.documentElement.scrollWidth") <= 390)
 
 
-def test_fits_a_phone(browser: Browser, serving: Serving) -> None:
-    playground = Playground(browser, serving.url, "json", viewport={"width": 390, "height": 844})
+def test_fits_a_phone(playground: Playground) -> None:
+    playground.page.set_viewport_size({"width": 390, "height": 844})
     playground.choose("tools")
     assert page_fits(playground.page)
-    playground.context.close()
 
 
 def test_the_examples_are_for_those_who_were_taught_them(
-    browser: Browser, serving: Serving
+    playground: Playground, serving: Serving
 ) -> None:
     """Models that nobody chose give way, and the example's own answer comes to its end."""
-    playground = Playground(browser, serving.url, "json")
     page = playground.page
     page.goto("about:blank")
     page.goto(f"{serving.url}/console#playground")
@@ -312,4 +315,3 @@ def test_the_examples_are_for_those_who_were_taught_them(
     expect(page.get_by_role("article", name="json")).to_contain_text("✓ valid")
     answer = json.loads(page.locator("#columns .output").inner_text())
     assert list(answer) == ["name", "intent", "product", "quantity", "order", "city"]
-    playground.context.close()

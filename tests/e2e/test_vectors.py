@@ -15,12 +15,15 @@ import pytest
 from tests.e2e.serving import ROOT, Serving, start_serving
 from tests.e2e.test_clients import CLIENTS_PYTHON
 from tests.e2e.vector_models import QUERY, SIZE, Oracle, save_embedder
+from tests.grids import beyond
 
 # PEFT asks what transformers renamed.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 TOLERANCE = 1e-4
 TEXTS = ["hi", "a text of some length, to be read in pieces " * 4, "Ünïcödé", "x" * 90]
 TIMEOUT_S = 240
+# They send what the openai package sends.
+ON_OPENAI = ("for_haystack", "for_wrappers")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +119,7 @@ def test_metrics_and_headers(embedder: Serving) -> None:
 @pytest.mark.skipif(
     not CLIENTS_PYTHON.exists(), reason="`make test` makes the environment for these clients"
 )
-@pytest.mark.parametrize("script", ["for_vectors", "for_haystack", "for_cohere"])
+@pytest.mark.parametrize("script", beyond(2, ["for_vectors", "for_cohere", *ON_OPENAI]))
 def test_clients(embedder: Serving, script: str) -> None:
     done = subprocess.run(
         [str(CLIENTS_PYTHON), "-m", f"tests.e2e.clients.{script}", embedder.url],

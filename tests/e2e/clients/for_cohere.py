@@ -3,7 +3,7 @@
 import cohere
 
 from tests.e2e.clients.asking import KEY, check, run
-from tests.e2e.clients.for_vectors import MODEL, TEXTS, alike, expected
+from tests.e2e.clients.wanted_vectors import MODEL, TEXTS, alike, expected
 
 
 def client(url: str) -> cohere.ClientV2:

@@ -13,7 +13,7 @@ from haystack.document_stores.in_memory import InMemoryDocumentStore
 from haystack.utils import Secret
 
 from tests.e2e.clients.asking import KEY, check, run
-from tests.e2e.clients.for_vectors import MODEL, TEXTS, alike, expected
+from tests.e2e.clients.wanted_vectors import MODEL, TEXTS, alike, expected
 
 
 def options(url: str) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
 from tests.e2e.cut_streams import CutStreams, resumes, worker
 from tests.e2e.serving import Serving, start_serving
 from tests.e2e.test_drafts import engine
-from tests.grids import beyond
 from tests.server.model.families.parity import TOLERANCE, prompt
 from tests.server.model.hub_models import VOCAB, make_model, reference_logprobs, save_model
 
@@ -115,7 +114,10 @@ def save_adapter(base: Path, folder: Path, known: int, name: str, seed: int) -> 
 
 @pytest.fixture(
     scope="module",
-    params=[(90, 1), (VOCAB, 2), pytest.param((VOCAB, 1), marks=pytest.mark.exhaustive)],
+    params=[
+        (90, 1),
+        *(pytest.param(row, marks=pytest.mark.exhaustive) for row in ((VOCAB, 2), (VOCAB, 1))),
+    ],
     ids=lambda row: f"{row[0]}-{row[1]}",
 )
 def adding(
@@ -319,7 +321,8 @@ def long_bodies(adding: Adding) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("find", beyond(1, [engine, worker]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("find", [engine, worker])
 async def test_a_killed_process_costs_no_token(
     adding: Adding, find: Callable[[Serving], psutil.Process | None]
 ) -> None:

@@ -64,8 +64,11 @@ def save_adapter(family: str, folder: Path, options: dict[str, Any], seed: int) 
 @pytest.fixture(
     scope="module",
     params=[
-        *[("llama-biases-tied", 1), ("llama-biases-tied", 2)],
-        pytest.param(("gemma3", 1), marks=pytest.mark.exhaustive),
+        ("llama-biases-tied", 1),
+        *(
+            pytest.param(row, marks=pytest.mark.exhaustive)
+            for row in (("llama-biases-tied", 2), ("gemma3", 1))
+        ),
     ],
     ids=lambda row: f"{row[0]}-{row[1]}",
 )

@@ -1,4 +1,7 @@
-"""A rollout in a fleet of real processes: two routers, two workers, a Redis, certified tokens."""
+"""A rollout in a fleet of real processes: two routers, two workers, a Redis, certified tokens.
+
+What is exhaustive here has a short test with routers in process, in `tests/router/operations`.
+"""
 
 import asyncio
 import itertools
@@ -16,7 +19,6 @@ from loraplex.launcher.demo import adapter_paths
 from tests.certifying.certificates import certified_output
 from tests.chaos.load import DIGEST_HEADER, Certifier
 from tests.chaos.processes import Fleet, Process, Shape
-from tests.grids import beyond
 from tests.router.serving import poll
 from tests.router.shared.redis_server import running_redis
 
@@ -193,6 +195,7 @@ async def until_back(rolling: Rolling) -> set[int]:
     return statuses
 
 
+@pytest.mark.exhaustive
 async def test_a_broken_version_goes_back_by_itself(rolling: Rolling) -> None:
     await rolling.roll_out(BROKEN, 50, {"min_requests": 5, "max_latency_ratio": None})
     await rolling.until_live(50, 50)
@@ -207,7 +210,8 @@ async def test_a_broken_version_goes_back_by_itself(rolling: Rolling) -> None:
     assert sum(counts) == 1
 
 
-@pytest.mark.parametrize("fault", beyond(1, ["frozen", "killed"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", ["frozen", "killed"])
 async def test_a_broken_version_goes_back_without_redis(rolling: Rolling, fault: str) -> None:
     """On each router by itself, with nobody asked; and for good when Redis is back."""
     await rolling.roll_out(BROKEN, 50, {"min_requests": 5, "max_latency_ratio": None})
@@ -305,6 +309,7 @@ class Drill:
         return first == second and "warming" not in states
 
 
+@pytest.mark.exhaustive
 async def test_nothing_is_lost_while_shares_move_and_things_die(rolling: Rolling) -> None:
     drill = Drill(rolling)
     async with asyncio.TaskGroup() as clients:

@@ -109,6 +109,7 @@ def test_each_workers_metrics_have_a_port(several: Serving, watched_port: int) -
     assert [answer.status_code for answer in refused] == [404, 404, 404]
 
 
+@pytest.mark.exhaustive
 async def test_killed_workers_cost_no_token(several: Serving) -> None:
     """Each in turn."""
     before = {process.pid for process in processes(several).values()}
@@ -125,6 +126,7 @@ async def test_killed_workers_cost_no_token(several: Serving) -> None:
     assert not before & {process.pid for process in processes(several).values()}, "both are new"
 
 
+@pytest.mark.exhaustive
 async def test_many_adapters_are_placed_on_both(tmp_path: Path) -> None:
     shape = tmp_path / "shape"
     shape.mkdir()

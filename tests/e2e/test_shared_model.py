@@ -59,6 +59,7 @@ async def kill_under_load(shared: Serving, kills: int) -> list[float]:
     return away
 
 
+@pytest.mark.exhaustive
 async def test_a_killed_process_costs_no_token(shared: Serving) -> None:
     pids = {process.pid for process in engines(shared)}
     away = await kill_under_load(shared, KILLS)
@@ -82,6 +83,7 @@ async def test_many_killed_processes_cost_no_token(tmp_path: Path) -> None:
     assert len(away) == 20
 
 
+@pytest.mark.exhaustive
 async def test_a_stopped_process_is_noticed(tmp_path: Path) -> None:
     """One that stands still holds up the others: all are started again."""
     options = ("--tp", "2", "--cache-dir", str(tmp_path / "cache"), "--step-timeout-s", "2")

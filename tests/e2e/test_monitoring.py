@@ -109,6 +109,7 @@ def until_data(fleet: Fleet, asked: dict[str, str]) -> dict[str, str]:
     return asked
 
 
+@pytest.mark.exhaustive
 def test_every_panel_and_alert_has_data() -> None:
     with monitored_fleet() as fleet:
         with load(fleet):

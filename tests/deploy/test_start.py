@@ -61,6 +61,7 @@ async def release(tmp_path: Path) -> AsyncIterator[Release]:
 
 
 async def test_it_starts_answers_and_stops(release: Release) -> None:
+    """And `helm test` tells a served release from none."""
     url = f"http://127.0.0.1:{release.router.port}"
     for pod in (release.router, release.worker):
         assert await pod.probe("liveness")
@@ -73,6 +74,9 @@ async def test_it_starts_answers_and_stops(release: Release) -> None:
         answer = await http.post(f"{url}/generate", content=body, headers=headers)
         assert answer.status_code == 200, answer.text
         assert answer.json()["generated_text"]
+    good = helm_test(release, patience="5")
+    assert good.returncode == 0, good.stderr
+    assert "1 of 1 workers" in good.stdout
 
     # A worker that is gone makes the router unready, and never dead.
     assert await release.worker.stop() == 0, release.worker.log.read_text()
@@ -80,6 +84,20 @@ async def test_it_starts_answers_and_stops(release: Release) -> None:
     assert await release.router.probe("liveness")
     assert await release.router.stop() == 0, release.router.log.read_text()
     assert "Traceback" not in release.router.log.read_text() + release.worker.log.read_text()
+    bad = helm_test(release, patience="0")
+    assert bad.returncode == 1
+    assert "is not ready" in bad.stderr
+
+
+def helm_test(release: Release, patience: str) -> subprocess.CompletedProcess[str]:
+    (pod,) = of_kind(release.objects, "Pod")
+    (container,) = pod["spec"]["containers"]
+    code, url, model, _ = container["args"]
+    (service,) = [o for o in of_kind(release.objects, "Service") if "clusterIP" not in o["spec"]]
+    assert url == f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    command = [sys.executable, *container["command"][1:], code]
+    arguments = [f"http://127.0.0.1:{release.router.port}", model, patience]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240)
 
 
 async def test_the_bundled_redis_opens_to_routers_alone(tmp_path: Path) -> None:
@@ -121,25 +139,3 @@ def scaled_by() -> set[str]:
     (scaled,) = of_kind(objects("scale-to-zero"), "ScaledObject")
     queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
     return {match[1] for query in queries if (match := re.match(r"sum\((\w+)\{", query))}
-
-
-async def test_helm_test_tells_a_served_release_from_none(release: Release) -> None:
-    (pod,) = of_kind(release.objects, "Pod")
-    (container,) = pod["spec"]["containers"]
-    code, url, model, _ = container["args"]
-    (service,) = [o for o in of_kind(release.objects, "Service") if "clusterIP" not in o["spec"]]
-    assert url == f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
-
-    def run(port: int, patience: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *container["command"][1:], code, f"http://127.0.0.1:{port}"]
-        return subprocess.run(
-            [*command, model, patience], capture_output=True, text=True, timeout=240
-        )
-
-    good = run(release.router.port, "5")
-    assert good.returncode == 0, good.stderr
-    assert "1 of 1 workers" in good.stdout
-    await release.router.kill()
-    bad = run(release.router.port, "0")
-    assert bad.returncode == 1
-    assert "is not ready" in bad.stderr

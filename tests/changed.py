@@ -26,8 +26,15 @@ ELSEWHERE = {
     "server/kernels": "tests/kernels",
     "server/model/devices": "tests/server/model/sharding",
 }
-# Rooms that every answer of a served model passes through.
-SERVING = ("router/http", "router/generation", "router/workers", "server/worker")
+# Rooms whose tests of whole servers and fleets lie elsewhere. The first are in each answer's way.
+BESIDES = {
+    **dict.fromkeys(
+        ("router/http", "router/generation", "router/workers", "server/worker"),
+        ("tests/chaos", "tests/e2e"),
+    ),
+    **dict.fromkeys(("router/console", "router/telemetry", "deploy/boards"), ("tests/e2e",)),
+    "router/policy": ("tests/tools",),
+}
 
 
 class Passed(NamedTuple):
@@ -62,8 +69,7 @@ def asked_by(path: str, folders: set[str]) -> Iterator[str]:
     rooms = [str(parent) for parent in file.parents if parent.parts]
     mirrored = (ELSEWHERE.get(room, f"tests/{room}") for room in rooms)
     yield from [folder for folder in mirrored if folder in folders][:1]
-    if not set(rooms).isdisjoint(SERVING):
-        yield "tests/e2e"
+    yield from dict.fromkeys(folder for room in rooms for folder in BESIDES.get(room, ()))
 
 
 def outermost(paths: Iterable[str]) -> list[str]:

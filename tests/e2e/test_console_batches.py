@@ -12,7 +12,6 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
 from tests.e2e.browsing import STEP_MS, chromium, console_pages, forget
 from tests.e2e.serving import Serving
-from tests.grids import sparse
 
 expect.set_options(timeout=STEP_MS)
 TIMEOUT_S = 240
@@ -118,7 +117,8 @@ def test_the_fleet_shows_other_work(page: Page, serving: Serving, model: str) ->
     expect(page.locator("#work")).to_contain_text("Batches: ")
 
 
-@pytest.mark.parametrize("scheme", sparse(["light", "dark"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_accessible(browser: Browser, serving: Serving, model: str, scheme: Any) -> None:
     batch_id = make(serving, "seen.jsonl", [line(model, 0, temperature="warm")])
     context = browser.new_context(color_scheme=scheme, bypass_csp=True)

@@ -1,4 +1,7 @@
-"""The playground's form of the answer: what it sends, and how it shows what comes."""
+"""The playground's form of the answer: what it sends, and how it shows what comes.
+
+What depends on the console's own files alone is exhaustive: a change of them asks for it.
+"""
 
 import json
 import re
@@ -12,7 +15,6 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from tests.e2e.browsing import STEP_MS, chromium, console_pages, forget
 from tests.e2e.serving import Serving
-from tests.grids import beyond
 
 expect.set_options(timeout=STEP_MS)
 MESSAGE = "Please cancel order #10442 for two linen aprons, it is urgent. Thanks, Ines Novak"
@@ -88,6 +90,7 @@ def playground(context: BrowserContext, serving: Serving) -> Iterator[Playground
     assert playground.complaints == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("answer", "finish", "verdict", "tone"),
     [
@@ -144,6 +147,7 @@ def test_reasoning_and_calls_stand_apart_from_text(playground: Playground) -> No
     assert "response_format" not in sent
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("form", "text", "problem"),
     [
@@ -169,6 +173,7 @@ def test_what_cannot_be_sent_is_reported_before(
     expect(page.locator("#form-problem")).to_have_text("")
 
 
+@pytest.mark.exhaustive
 def test_tools_need_a_chat(playground: Playground) -> None:
     playground.page.get_by_text("Parameters").click()
     playground.page.get_by_label("Prompt as").select_option("text")
@@ -177,6 +182,7 @@ def test_tools_need_a_chat(playground: Playground) -> None:
     expect(playground.page.get_by_role("alert")).to_contain_text("as a chat message")
 
 
+@pytest.mark.exhaustive
 def test_a_link_brings_the_form_back(playground: Playground) -> None:
     playground.choose("tools", [CANCEL])
     playground.page.locator("#tool-choice").select_option("required")
@@ -191,6 +197,7 @@ def test_a_link_brings_the_form_back(playground: Playground) -> None:
     page.close()
 
 
+@pytest.mark.exhaustive
 def test_by_keyboard_alone(playground: Playground) -> None:
     """An empty schema begins with an example, and Ctrl+Enter sends it."""
     page = playground.page
@@ -207,7 +214,8 @@ def test_by_keyboard_alone(playground: Playground) -> None:
     expect(playground.column.locator(".verdict")).to_have_text('not valid: $: lacks "name"')
 
 
-@pytest.mark.parametrize("scheme", beyond(1, ["light", "dark"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_accessible(browser: Browser, serving: Serving, scheme: Any) -> None:
     """By axe-core, contrast included. It makes elements of text: the policy forbids that."""
     context = browser.new_context(color_scheme=scheme, bypass_csp=True)
@@ -264,6 +272,7 @@ CHECKED: list[tuple[dict[str, Any], list[Any]]] = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_the_check_agrees_with_jsonschema(playground: Playground) -> None:
     """Apart from `$ref` in a circle, which says nothing and which jsonschema follows for ever."""
     cases = [(schema, value) for schema, values in CHECKED for value in values]
@@ -281,6 +290,7 @@ def test_the_check_agrees_with_jsonschema(playground: Playground) -> None:
         assert told["unchecked"] == []
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_checked_is_named(playground: Playground) -> None:
     playground.choose("schema", {"format": "date", "pattern": "(?i:a)|[", "$ref": "other.json"})
     playground.answer_with({"content": '"a"'}, finish="stop")
@@ -294,6 +304,7 @@ def page_fits(page: Page) -> bool:
     return bool(page.evaluate("document.documentElement.scrollWidth") <= 390)
 
 
+@pytest.mark.exhaustive
 def test_fits_a_phone(playground: Playground) -> None:
     playground.page.set_viewport_size({"width": 390, "height": 844})
     playground.choose("tools")

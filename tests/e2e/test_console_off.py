@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.e2e.browsing import STEP_MS, chromium
 from tests.e2e.serving import Serving
 
+pytestmark = pytest.mark.exhaustive  # it depends on the console's own files alone
 expect.set_options(timeout=STEP_MS)
 # Many times as long as the page waits between questions.
 LONG_MS = 60_000

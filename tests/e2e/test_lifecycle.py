@@ -1,10 +1,7 @@
 """Adapters come, change and go on a real server while others generate."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +12,8 @@ import httpx
 import pytest
 
 from loraplex.launcher.demo import EXAMPLES, adapter_paths
-from tests.e2e.serving import ROOT, Serving, start_serving
+from tests.e2e.commands import Done, adapter_command
+from tests.e2e.serving import Serving, start_serving
 
 PROMPT = EXAMPLES[0]
 KEY = "e2e-admin-key"
@@ -148,15 +146,8 @@ def test_a_pinned_adapter_survives_pressure(admin: httpx.Client) -> None:
     assert generate(admin, "polite", 4)
 
 
-def command(server: Serving, *arguments: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "loraplex", "adapter", *arguments, "--url", server.url],
-        cwd=ROOT,
-        env=os.environ | {"LORAPLEX_ADMIN_KEY": key},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def command(server: Serving, *arguments: str, key: str = KEY) -> Done:
+    return adapter_command(server, *arguments, key=key)
 
 
 def test_the_same_from_a_shell(server: Serving, admin: httpx.Client, root: Path) -> None:

@@ -2,9 +2,6 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +10,8 @@ import httpx
 import pytest
 
 from loraplex.launcher.demo import EXAMPLES, adapter_paths
-from tests.e2e.serving import ROOT, Serving, start_serving
+from tests.e2e.commands import Done, adapter_command
+from tests.e2e.serving import Serving, start_serving
 
 ADMIN = "e2e-admin-key"
 # What `bot` means to each tenant: an adapter of the demo.
@@ -55,18 +53,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     assert code == 0, server.log.read_text()[-4000:]
 
 
-def command(
-    server: Serving, action: str, *arguments: str, tenant: str = "globex"
-) -> subprocess.CompletedProcess[str]:
-    whose = ("--tenant", tenant, "--url", server.url)
-    return subprocess.run(
-        [sys.executable, "-m", "loraplex", "adapter", action, *arguments, *whose],
-        cwd=ROOT,
-        env=os.environ | {"LORAPLEX_ADMIN_KEY": ADMIN},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def command(server: Serving, action: str, *arguments: str, tenant: str = "globex") -> Done:
+    return adapter_command(server, action, *arguments, "--tenant", tenant, key=ADMIN)
 
 
 def ask(server: Serving, tenant: str, model: str, prompt: str) -> httpx.Response:

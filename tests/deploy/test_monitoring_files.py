@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ RUNBOOKS = ROOT / "docs/operations/runbooks"
 SUFFIXES = ("_bucket", "_sum", "_count")
 
 
+@cache
 def rules() -> list[dict[str, Any]]:
     return [
         rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
@@ -43,6 +45,7 @@ def expressions() -> list[tuple[str, str]]:
     return [*found, *((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules())]
 
 
+@cache
 def declared() -> dict[str, dict[str, tuple[str, ...]]]:
     """Series names -> label -> its values, or none when they come as they go."""
     families = {}
@@ -164,13 +167,19 @@ MISSING: list[tuple[str, str, int, int, set[str]]] = [
 ]
 
 
+@cache
+def rendered_rules(name: str) -> str:
+    values = merged(case(name), {"monitoring": {"prometheusRule": {"enabled": True}}})
+    (rule,) = of_kind(objects_of(render(values)), "PrometheusRule")
+    text: str = yaml.safe_dump(rule["spec"])
+    return text
+
+
 @pytest.mark.parametrize(("name", "service", "gone", "ready", "firing"), MISSING)
 def test_room_to_grow_is_no_loss(
     name: str, service: str, gone: int, ready: int, firing: set[str], tmp_path: Path
 ) -> None:
-    values = merged(case(name), {"monitoring": {"prometheusRule": {"enabled": True}}})
-    (rule,) = of_kind(objects_of(render(values)), "PrometheusRule")
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rule["spec"]))
+    (tmp_path / "rules.yaml").write_text(rendered_rules(name))
     labels = f'namespace="serving",service="{service}"'
     test = {
         "interval": "1m",

@@ -26,11 +26,6 @@ _DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```", re.M | re.S)
 
 
 @cache
-def sources() -> tuple[str, ...]:
-    return tuple(path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
-
-
-@cache
 def words(*folders: str) -> frozenset[str]:
     """Every identifier and word of the Python files below."""
     texts = (path.read_text() for name in folders for path in (ROOT / name).rglob("*.py"))
@@ -47,10 +42,19 @@ def is_there(name: str) -> bool:
     return name in file_names() if "/" not in name else (ROOT / name).exists()
 
 
+@cache
+def words_beside() -> dict[str, set[str]]:
+    """Of each class, the words of the files that define it."""
+    found: dict[str, set[str]] = {}
+    for text in (path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
+        for owner in re.findall(r"^class (\w+)", text, re.M):
+            found.setdefault(owner, set()).update(_WORD.findall(text))
+    return found
+
+
 def has_method(owner: str, name: str) -> bool:
     """In the file that defines the class."""
-    own = [text for text in sources() if re.search(rf"^class {owner}\b", text, re.M)]
-    return any(re.search(rf"\b{name}\b", text) for text in own)
+    return name in words_beside().get(owner, set())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

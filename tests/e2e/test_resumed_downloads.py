@@ -20,6 +20,7 @@ from tests.adapter_folders import ALL_PROJECTIONS, write_adapter
 from tests.adapters.stub_files import Fault, running_files
 from tests.adapters.stub_hub import running_hub
 from tests.e2e.serving import ROOT
+from tests.grids import beyond
 from tests.tethered import tethered
 
 WEIGHTS = "adapter_model.safetensors"
@@ -105,7 +106,7 @@ def partial_bytes(cache: Path) -> int:
     return sum(path.stat().st_size for path in cache.rglob("*.partial"))
 
 
-@pytest.mark.parametrize("kind", SERVERS)
+@pytest.mark.parametrize("kind", beyond(1, [*SERVERS]))
 def test_killed_in_the_middle(kind: str, folder: Path, tmp_path: Path) -> None:
     size = (folder / WEIGHTS).stat().st_size
     with SERVERS[kind](folder) as server:

@@ -11,14 +11,10 @@ from tests.e2e.serving import ROOT, Serving
 
 CLIENTS_PYTHON = ROOT / ".venv-clients/bin/python"
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parent / "clients").glob("of_*.py"))
-# They send what the openai package sends, which has a script of its own.
-ON_OPENAI = (
-    "of_agents",
-    "of_haystack",
-    "of_langchain",
-    "of_litellm",
-    "of_llama_index",
-    "of_pydantic_ai",
+# They send what the openai package or huggingface_hub sends, which have scripts of their own.
+ON_OTHERS = (
+    *("of_agents", "of_guidance", "of_haystack", "of_instructor", "of_langchain", "of_litellm"),
+    *("of_llama_index", "of_outlines", "of_pydantic_ai", "of_smolagents"),
 )
 NPM_CLIENTS = ROOT / ".venv-npm"
 TIMEOUT_S = 240
@@ -31,7 +27,7 @@ TIMEOUT_S = 240
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(script, marks=pytest.mark.exhaustive if script in ON_OPENAI else [])
+        pytest.param(script, marks=pytest.mark.exhaustive if script in ON_OTHERS else [])
         for script in SCRIPTS
     ],
 )

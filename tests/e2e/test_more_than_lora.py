@@ -119,6 +119,7 @@ def test_tokens_are_those_of_peft(beside: Beside) -> None:
     assert_as_peft(beside.serving, beside.oracles, (4, 51, 17))
 
 
+@pytest.mark.exhaustive
 def test_a_device_finishes_an_adapter_once(beside: Beside) -> None:
     """Another server finds on disk what the first one's devices have made."""
     assert_as_peft(beside.serving, beside.oracles, (5,))

@@ -122,6 +122,7 @@ def test_an_engine_that_cannot_start_says_why(options: dict[str, Any], said: str
         loraplex.serve(**options)
 
 
+@pytest.mark.exhaustive
 def test_a_dead_engine_fails_its_requests_and_leaves_nothing() -> None:
     with loraplex.serve() as dying:
         stream = dying.stream("Good morning", max_tokens=1000, ignore_eos=True)

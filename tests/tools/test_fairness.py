@@ -9,7 +9,6 @@ import pytest
 from loraplex.launcher.bench.report import percentile
 from loraplex.router.policy.placement.placement import Placer
 from loraplex.router.policy.queue.queue_limits import QueueLimits
-from tests.grids import beyond
 from tools.bench.simulation.fleet import SimulatedFleet
 from tools.bench.simulation.traffic import Arrival, Traffic
 from tools.bench.simulation.worker import Job, WorkerModel
@@ -79,7 +78,8 @@ def test_a_tenant_at_ten_times_its_share_does_not_delay_the_others() -> None:
     assert first_token_p99(beside, WARM_S) <= 1.25 * first_token_p99(alone, WARM_S)
 
 
-@pytest.mark.parametrize(("tenants", "goal"), beyond(1, [(8, 1.25), (16, 1.5)]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("tenants", "goal"), [(8, 1.25), (16, 1.5)])
 def test_nor_where_rows_are_few_and_nearly_all_taken(tenants: int, goal: float) -> None:
     """The others send 80 % of their share, so that at times each of them has more rows than that.
 

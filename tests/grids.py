@@ -1,10 +1,12 @@
 """Grids of cases, of which an ordinary run takes a few that hold each value."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import SearchStrategy
 
 MARK = pytest.mark.exhaustive
 
@@ -33,3 +35,18 @@ def beyond(ordinary: int, cases: Sequence[Any]) -> list[Any]:
             for case in cases[ordinary:]
         ),
     ]
+
+
+def examples(
+    ordinary: int, exhaustive: int, *strategies: SearchStrategy[Any]
+) -> Callable[[Callable[..., None]], Callable[[int], None]]:
+    """Makes a check of drawn values a test: of a few examples, and an exhaustive one of many."""
+
+    def made(check: Callable[..., None]) -> Callable[[int], None]:
+        @pytest.mark.parametrize("count", beyond(1, [ordinary, exhaustive]))
+        def test(count: int) -> None:
+            settings(max_examples=count)(given(*strategies)(check))()
+
+        return test
+
+    return made

@@ -4,8 +4,9 @@ import itertools
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
-from tests.grids import MARK, beyond, sparse
+from tests.grids import MARK, beyond, examples, sparse
 
 
 def ordinary(cases: list[Any]) -> list[tuple[Any, ...]]:
@@ -30,3 +31,18 @@ def test_the_first_cases_are_ordinary() -> None:
     cases = beyond(1, [1, 2, 3])
     assert ordinary(cases) == [(1,)]
     assert [case.values for case in cases[1:]] == [(2,), (3,)]
+
+
+def test_a_check_is_drawn_as_often_as_asked() -> None:
+    seen: list[int] = []
+    test = examples(5, 20, st.integers())(lambda number: seen.append(number))
+    test(20)
+    assert len(seen) == 20
+    (cases,) = (mark.args[1] for mark in test.pytestmark)  # type: ignore[attr-defined]
+    assert ordinary(cases) == [(5,)]
+    with pytest.raises(AssertionError):
+        examples(5, 20, st.integers())(_fails)(5)
+
+
+def _fails(number: int) -> None:
+    assert number < 0

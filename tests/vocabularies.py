@@ -279,6 +279,9 @@ VOCABULARIES: dict[str, tuple[str, Callable[[Callable[[str], bytes]], Tokenizer]
     "llama-3": (_LLAMA_3, _llama_3),
     "bert": (_BERT, _bert),
 }
+# One of each form. The others repeat forms, with other tokens.
+FORMS = ("llama-2", "llama-2-new", "llama-2-gemma", "tekken", "bert")
+BY_FORM = sorted(VOCABULARIES, key=lambda name: name not in FORMS)
 
 if __name__ == "__main__":
     main()

@@ -3,12 +3,12 @@
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.adapters.chat.conversation import TemplateFault
 from loraplex.adapters.chat.template import ChatTemplate
 from loraplex.adapters.chat.turn_end import PROBES, Probe, turn_ends
+from tests.grids import examples
 
 
 class Kind(NamedTuple):
@@ -212,7 +212,7 @@ MARKS = st.sampled_from(["<a>", "<b>", "<c>", "x", "\n", " ", "<b><c>"])
 PIECES = st.lists(MARKS, max_size=3).map("".join)
 
 
-@given(before=PIECES, behind=PIECES, opening=PIECES, is_given=st.booleans())
+@examples(40, 100, PIECES, PIECES, PIECES, st.booleans())
 def test_an_end_stands_behind_the_answer_and_nowhere_in_what_the_model_writes(
     before: str, behind: str, opening: str, is_given: bool
 ) -> None:

@@ -5,13 +5,14 @@ import warnings
 from contextlib import suppress
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example
 from hypothesis import strategies as st
 
 from loraplex.adapters.base import base_modules
 from loraplex.adapters.common.timed_pattern import PatternBudget, PatternError, TimedPattern
 from loraplex.adapters.peft.tensor_names import NAMINGS
 from tests.adapter_folders import small_base
+from tests.grids import examples
 
 BASE = small_base(num_layers=12)
 ATOMS = st.sampled_from(
@@ -45,8 +46,7 @@ def _reference(pattern: str) -> "re.Pattern[str] | None":
             return None
 
 
-@settings(max_examples=1500)
-@given(PATTERNS, st.lists(TEXTS, min_size=1, max_size=4))
+@examples(400, 1500, PATTERNS, st.lists(TEXTS, min_size=1, max_size=4))
 def test_equals_re_where_supported(pattern: str, names: list[str]) -> None:
     reference = _reference(pattern)
     try:
@@ -59,8 +59,7 @@ def test_equals_re_where_supported(pattern: str, names: list[str]) -> None:
         assert ours.fullmatch(name) is bool(reference.fullmatch(name)), name
 
 
-@settings(max_examples=1500)
-@given(st.text("ab.*+?()[]{}|\\^$-,0129dwsbB:=!<P", max_size=14), TEXTS)
+@examples(400, 1500, st.text("ab.*+?()[]{}|\\^$-,0129dwsbB:=!<P", max_size=14), TEXTS)
 @example("{0}", "")
 @example("a|{,2}b", "b")
 @example("{b}", "{b}")

@@ -21,6 +21,7 @@ from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.safetensors.file import open_weights
 from tests.adapter_folders import small_base
 from tests.adapters.refusals import violation_codes
+from tests.grids import sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BASE = small_base(num_layers=2, hidden=48, inner=64, kv=24, names=("base",))
@@ -170,8 +171,7 @@ def test_linear_merges_embeddings(tmp_path: Path) -> None:
     assert_close(ours, merged_by_peft(folders, (0.5, 2.0), "cat")[0])
 
 
-@pytest.mark.parametrize("sign", ["total", "frequency"])
-@pytest.mark.parametrize("density", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize(("density", "sign"), sparse([0.2, 0.5, 1.0], ["total", "frequency"]))
 def test_ties_is_ties_svd(density: float, sign: Any, tmp_path: Path) -> None:
     folders, weights = publish(tmp_path, MEMBERS), (0.5, -1.25, 0.75)
     recipe = recipe_of(folders, weights, strategy="ties", density=density, sign=sign)

@@ -5,7 +5,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 
@@ -14,6 +13,7 @@ from loraplex.adapters.peft.fields import HARMLESS, REFUSED, USED
 from loraplex.adapters.violations import Findings
 from tests.adapter_folders import adapter_config, small_base
 from tests.adapters.refusals import refusal, violation_codes
+from tests.grids import examples
 
 
 def read(data: bytes) -> PeftConfig:
@@ -205,8 +205,7 @@ VALUES = st.recursive(
 KEYS = st.sampled_from(sorted(USED | HARMLESS | set(REFUSED))) | st.text(max_size=8)
 
 
-@settings(max_examples=1500)
-@given(st.dictionaries(KEYS, VALUES, max_size=5))
+@examples(300, 1500, st.dictionaries(KEYS, VALUES, max_size=5))
 def test_any_config_is_read_or_refused(changes: dict[str, Any]) -> None:
     data = json.dumps(adapter_config(small_base(), 8, ["q_proj"]) | changes).encode()
     findings = Findings()
@@ -214,8 +213,7 @@ def test_any_config_is_read_or_refused(changes: dict[str, Any]) -> None:
     assert config is not None or len(findings)
 
 
-@settings(max_examples=500)
-@given(st.binary(max_size=100))
+@examples(200, 500, st.binary(max_size=100))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     findings = Findings()
     assert parse_config(data, findings) is not None or len(findings)

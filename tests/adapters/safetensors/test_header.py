@@ -5,7 +5,7 @@ import struct
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example
 from hypothesis import strategies as st
 
 from loraplex.adapters.errors import AdapterError
@@ -17,6 +17,7 @@ from loraplex.adapters.safetensors.header import (
 )
 from tests.adapter_folders import lora_tensors, raw_safetensors, safetensors_bytes, small_base
 from tests.adapters.refusals import refusal, violation_codes
+from tests.grids import examples
 
 GOOD = {"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
 
@@ -144,8 +145,7 @@ def _judge(data: bytes) -> None:
     assert position == len(data)
 
 
-@settings(max_examples=1500)
-@given(st.data())
+@examples(300, 1500, st.data())
 def test_mutated_files(data: st.DataObject) -> None:
     good = bytearray(safetensors_bytes(lora_tensors(small_base(num_layers=1), rank=1)))
     head = 8 + int.from_bytes(good[:8], "little")
@@ -176,8 +176,9 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=1000)
-@given(
+@examples(
+    200,
+    1000,
     st.dictionaries(
         st.text(max_size=6),
         JSON
@@ -197,8 +198,7 @@ def test_any_json_header(header: dict[str, Any], payload: int) -> None:
     _judge(raw_safetensors(json.dumps(header).encode(), b"\0" * payload))
 
 
-@settings(max_examples=500)
-@given(st.binary(max_size=200))
+@examples(200, 500, st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
     _judge(data)
     _judge(raw_safetensors(data, b""))

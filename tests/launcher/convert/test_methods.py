@@ -15,6 +15,7 @@ from loraplex.launcher.convert.convert import ConversionOptions, convert_folder
 from loraplex.launcher.convert.methods import MethodOptions
 from loraplex.launcher.convert.plan import Conversion
 from loraplex.server.model.base_facts import read_base_spec
+from tests.grids import sparse
 from tests.launcher.convert.methods import (
     CHANGED_BASES,
     PEFT_CONFIGS,
@@ -75,7 +76,7 @@ def base(
     made.driver.close()
 
 
-@pytest.mark.parametrize("name", PEFT_CONFIGS)
+@pytest.mark.parametrize(("base", "name"), sparse(FAMILIES, [*PEFT_CONFIGS]), indirect=["base"])
 def test_served_as_peft_computes(base: Base, name: str, tmp_path: Path) -> None:
     oracle = made_by_peft(name, base.family, tmp_path / "adapter")
     conversion = base.convert(tmp_path / "adapter")
@@ -84,7 +85,7 @@ def test_served_as_peft_computes(base: Base, name: str, tmp_path: Path) -> None:
     base.check(oracle, tmp_path / "out")
 
 
-@pytest.mark.parametrize("init", CHANGED_BASES)
+@pytest.mark.parametrize(("base", "init"), sparse(FAMILIES, [*CHANGED_BASES]), indirect=["base"])
 def test_trained_on_a_changed_base(base: Base, init: str, tmp_path: Path) -> None:
     initial = tmp_path / "initial"
     oracle = with_changed_base(init, base.family, tmp_path / "adapter", initial)
@@ -105,7 +106,9 @@ def test_an_alpha_that_the_config_leaves_to_peft(base: Base, tmp_path: Path) -> 
     assert_same_logits(base.family, tmp_path / "adapter", tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", ["LoHaConfig", "HRAConfig"])
+@pytest.mark.parametrize(
+    ("base", "kind"), sparse(FAMILIES, ["LoHaConfig", "HRAConfig"]), indirect=["base"]
+)
 def test_a_head_is_a_module_as_any_other(base: Base, kind: str, tmp_path: Path) -> None:
     """Tied to the embedding or not; beside it PEFT saves the base's own table."""
     config = getattr(peft, kind)(target_modules=["q_proj", "lm_head"])
@@ -130,7 +133,11 @@ def assert_same_logits(family: str, adapter: Path, converted: Path) -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["ia3", "oft", "fourierft", "loha_wide"])
+@pytest.mark.parametrize(
+    ("base", "name"),
+    sparse(FAMILIES, ["ia3", "oft", "fourierft", "loha_wide"]),
+    indirect=["base"],
+)
 def test_the_error_is_the_one_that_is_stated(base: Base, name: str, tmp_path: Path) -> None:
     oracle = made_by_peft(name, base.family, tmp_path / "adapter")
     options = MethodOptions(rank=6, max_error=0.99, base=base.folder)

@@ -44,6 +44,7 @@ from loraplex.server.engine.messages import StepOutput
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.sampling.results import StepTicket
+from tests.grids import beyond
 
 TINY = {
     "vocab_size": 64,
@@ -95,7 +96,7 @@ def test_decode(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(p["floor_ms"] >= 0 for p in points)
 
 
-@pytest.mark.parametrize("sampling", ["{}", '{"temperature": 0.8, "top_p": 0.95}'])
+@pytest.mark.parametrize("sampling", beyond(1, ['{"temperature": 0.8, "top_p": 0.95}', "{}"]))
 def test_decode_with_schemas(tiny: Path, capsys: pytest.CaptureFixture[str], sampling: str) -> None:
     (tiny / "config.json").write_text(json.dumps({**read_json(tiny), "vocab_size": 600}))
     options = ("--batch", "1,3", "--adapters", "0", "--prompt-tokens", "9", "--output-tokens", "18")
@@ -328,10 +329,10 @@ def test_adapters_of_dora(tiny: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_decode_with_drafts(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--batch", "1,3", "--adapters", "0,2", "--rank", "4", "--prompt-tokens", "9")
+    options = ("--batch", "3", "--adapters", "0,2", "--rank", "4", "--prompt-tokens", "9")
     drafts = ("--draft", "0,2,4", "--output-tokens", "24")
     points = bench(capsys, "decode", "--config", str(tiny), *options, *drafts)
-    shown = [(1, 0), (3, 0), (3, 2)]
+    shown = [(3, 0), (3, 2)]
     assert [(p["B"], p["D"], p["draft"]) for p in points] == [
         (*point, draft) for point in shown for draft in (0, 2, 4)
     ]

@@ -208,6 +208,7 @@ def test_streams_finish_before_all_stop(processes: Processes) -> None:
     assert not alive
 
 
+@pytest.mark.exhaustive
 def test_a_second_signal_stops_at_once(processes: Processes) -> None:
     body = {"inputs": "x", "parameters": {"max_new_tokens": 900}}
     url = f"{processes.url}/generate_stream"

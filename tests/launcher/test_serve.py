@@ -115,6 +115,7 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with running(tmp_path_factory.mktemp("lasting"), *line) as serving:
         yield serving
         assert stop(serving, signal.SIGTERM) == 0
+        assert "Traceback" not in serving.text
 
 
 def stop(serving: Serving, *signals: signal.Signals) -> int:
@@ -129,11 +130,9 @@ def stop(serving: Serving, *signals: signal.Signals) -> int:
     return code
 
 
-def test_it_serves_and_stops(serving: Serving) -> None:
-    assert serving.generate().status_code == 200
-    assert f"curl http://127.0.0.1:{serving.port}/generate" in serving.text
-    assert stop(serving, signal.SIGINT) == 0
-    assert "Traceback" not in serving.text
+def test_it_serves(lasting: Serving) -> None:
+    assert lasting.generate().status_code == 200
+    assert f"curl http://127.0.0.1:{lasting.port}/generate" in lasting.text
 
 
 def test_a_second_signal_stops_at_once(serving: Serving) -> None:
@@ -152,6 +151,7 @@ def test_a_second_signal_stops_at_once(serving: Serving) -> None:
     assert not alive
 
 
+@pytest.mark.exhaustive
 def test_it_serves_and_stops_when_nobody_reads_its_lines(tmp_path: Path) -> None:
     arguments = ["serve", "--port", "0", "--cache-dir", str(tmp_path), *QUICK]
     process = subprocess.Popen(
@@ -301,6 +301,7 @@ def test_an_engine_that_cannot_start_is_said(tmp_path: Path) -> None:
     assert "the engine cannot start" in failure("serve", *options)
 
 
+@pytest.mark.exhaustive
 def test_what_the_model_cannot_have_is_said_by_the_options_name(tmp_path: Path) -> None:
     options = ["--port", "0", "--cache-dir", str(tmp_path), "--max-context", "999999"]
     assert "--max-context is 999999" in failure("serve", *options)
@@ -360,6 +361,7 @@ def test_a_certificate_without_its_key_is_said_before_anything_starts(refusal: R
     assert said.startswith(f"loraplex: --tls-key {other}: it is not the key of")
 
 
+@pytest.mark.exhaustive
 def test_it_says_when_it_is_ready_over_tls(tmp_path: Path) -> None:
     with running(tmp_path, "--tls-cert", str(PEM), "--tls-key", str(PEM)) as serving:
         assert f"ready at https://127.0.0.1:{serving.port}" in serving.text
@@ -381,7 +383,7 @@ def test_every_line_of_a_run_is_json(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{serving.port}/v1/adapters/none/pin"
         headers = {"Authorization": "Bearer admin"}
         assert httpx.post(url, headers=headers, trust_env=False).status_code == 404
-        assert stop(serving, signal.SIGTERM) == 0
+        assert stop(serving, signal.SIGINT) == 0
         lines = [json.loads(line) for line in serving.text.splitlines()]
     assert {line["process"] for line in lines} == {"loraplex", "router", "worker"}
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
@@ -395,7 +397,7 @@ def test_every_line_of_a_run_is_json(tmp_path: Path) -> None:
 def test_a_failed_start_is_json_too(tmp_path: Path, command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = ("--port", str(taken.getsockname()[1]), "--log-format", "json")
-        what = ["--worker", "ws://127.0.0.1:9"] if command == "router" else ["demo"]
+        what = ["--worker", "ws://127.0.0.1:9"] if command == "router" else ["demo", *QUICK]
         done = subprocess.run(
             [sys.executable, "-m", "loraplex", command, *what, *place],
             cwd=ROOT,

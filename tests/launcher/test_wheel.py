@@ -39,6 +39,7 @@ def test_the_wheel_has_one_package(wheel: Path) -> None:
     assert {f"loraplex/{path}" for path in sources} <= set(names)
 
 
+@pytest.mark.exhaustive
 def test_it_serves_next_to_others_of_its_folders_names(wheel: Path, tmp_path: Path) -> None:
     """`adapters` is a package of others; the user's folder has `server` and `router`."""
     python = linked(tmp_path / "environment", ("serve",))

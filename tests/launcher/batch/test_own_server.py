@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.certifying.factory import certify
+from tests.grids import beyond
 from tests.launcher.batch.batch_files import line, numbers, records, write
 from tests.tethered import tethered
 
@@ -48,12 +49,15 @@ def test_it_serves_as_long_as_it_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "code", "words"),
-    [
-        (["--kv-memory", "lots"], 2, "--kv-memory must be a size"),
-        (["--model", "/nowhere"], 1, "/nowhere"),
-        (["--adapter", "x"], 2, "--adapter must be NAME=REF"),
-        (["--adapter", "a+b=local:/x"], 2, "'+' is not allowed in a name"),
-    ],
+    beyond(
+        2,
+        [
+            (["--kv-memory", "lots"], 2, "--kv-memory must be a size"),
+            (["--model", "/nowhere"], 1, "/nowhere"),
+            (["--adapter", "x"], 2, "--adapter must be NAME=REF"),
+            (["--adapter", "a+b=local:/x"], 2, "'+' is not allowed in a name"),
+        ],
+    ),
 )
 def test_what_cannot_be_served(tmp_path: Path, options: list[str], code: int, words: str) -> None:
     write(tmp_path / "in.jsonl", [line("a", "/generate", body("sql"))])

@@ -12,6 +12,9 @@ Role = Literal[
     "o",
     "gate_up",
     "down",
+    "up",
+    "shared_gate_up",
+    "shared_down",
     "experts_gate_up",
     "experts_down",
     "embed_tokens",
@@ -111,8 +114,8 @@ class BaseNorm(msgspec.Struct, frozen=True):
     """A norm of the base.
 
     path: its whole name. size: numbers of its weight.
-    place: 2 * layer before attention, 2 * layer + 1 before the MLP, 2 * layers at the end.
-        -1 = another place; adapters may not change that norm.
+    place: number of the step (`StepSpec`) before which the norm lies, of all steps of the model;
+        behind the last step their count. -1 = another place; adapters may not change that norm.
     """
 
     path: str

@@ -1,16 +1,23 @@
 """The decoder: one forward over a flat batch of tokens, for every model with a ModelSpec."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Generic, TypeVar
 
 import torch
 
 from loraplex.server.model.linear.experts import MoeWeights
-from loraplex.server.model.lora.sites import Sites
+from loraplex.server.model.lora.sites import BranchSites, Site, Sites
 from loraplex.server.model.ops.ops import Ops
-from loraplex.server.model.spec.model_spec import ModelSpec
-from loraplex.server.model.weights import ModelWeights
+from loraplex.server.model.spec.model_spec import ModelSpec, StepSpec
+from loraplex.server.model.weights import (
+    AttentionWeights,
+    MlpWeights,
+    ModelWeights,
+    Norm,
+    StepWeights,
+)
 
 P = TypeVar("P")
 L = TypeVar("L")
@@ -19,9 +26,9 @@ Y = TypeVar("Y")
 
 @dataclass(frozen=True, slots=True)
 class Wanted(Generic[L]):
-    """The tokens whose result somebody needs: no others go through the end of the last layer, which
-    writes no keys and values. rows: int64 `[rows]`, ascending, the last of them perhaps several
-    times; lora: of these."""
+    """The tokens whose result somebody needs: no others go through what follows the last attention,
+    which writes no keys and values. rows: int64 `[rows]`, ascending, the last of them perhaps
+    several times; lora: of these."""
 
     rows: torch.Tensor
     lora: L | None
@@ -36,9 +43,34 @@ class Embedded:
     is_given: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The attention of a layer, prepared. layer: 0-based. qkv, o: sites of its products."""
+
+    layer: int
+    weights: AttentionWeights
+    qkv: Site
+    o: Site
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[L, Y]):
+    """A step of a layer, prepared. feed_forwards: give the output of a branch for normed rows, with
+    its adapters. The others are those of StepSpec and StepWeights."""
+
+    attention: Attention | None
+    feed_forwards: tuple[Callable[[torch.Tensor, L | None], Y], ...]
+    pre: Norm | None
+    post: Norm | None
+    factor: float
+
+
 class Decoder(Generic[P, L, Y]):
     """Decoder of any model that is served. spec: what differs between models, and nothing else
-    does.
+    does. Runs the first layers where weights has fewer.
+
+    attentions: one for each step that has one, in order. What lies between two of them is computed
+    at once.
     """
 
     def __init__(
@@ -48,8 +80,32 @@ class Decoder(Generic[P, L, Y]):
         self.weights = weights
         self.sites = sites
         self.ops = ops
+        of_layers = ((n, step) for n, layer in enumerate(weights.layers) for step in layer.steps)
+        self._steps = tuple(
+            self._prepared(layer, of_step, step, of_branches)
+            for (layer, step), of_step, of_branches in zip(
+                of_layers, spec.steps, sites.branches, strict=False
+            )
+        )
+        self._attending = [n for n, step in enumerate(self._steps) if step.attention is not None]
+        self.attentions = tuple(step.attention for step in self._steps if step.attention)
         # As the residual stream holds it: a factor of another precision would round otherwise.
         self._embedding_scale = torch.tensor(spec.embedding.scale, dtype=weights.embed.dtype).item()
+
+    def _prepared(
+        self, layer: int, spec: StepSpec, weights: StepWeights, sites: Sequence[BranchSites]
+    ) -> Step[L, Y]:
+        """Choose what runs each branch of a step."""
+        attention, feed_forwards = None, []
+        for branch, of_branch in zip(weights.branches, sites, strict=True):
+            match branch:
+                case AttentionWeights():
+                    attention = Attention(layer, branch, *of_branch)
+                case MlpWeights():
+                    feed_forwards.append(partial(self._mlp, branch, of_branch))
+                case MoeWeights():
+                    feed_forwards.append(partial(self._moe, branch, of_branch))
+        return Step(attention, tuple(feed_forwards), weights.pre, weights.post, spec.factor)
 
     def forward(
         self,
@@ -61,7 +117,7 @@ class Decoder(Generic[P, L, Y]):
     ) -> torch.Tensor:
         """Compute a step from token ids to hidden states. token_ids: int64 `[tokens]`, in the
         plan's order -> normed hidden states `[tokens, hidden]`, or `[rows, hidden]` of those
-        wanted. Writes the tokens' keys and values. meanwhile: called in each layer.
+        wanted. Writes the tokens' keys and values. meanwhile: called at each attention.
         """
         attended, hidden = self.up_to_end(token_ids, plan, lora, meanwhile)
         if wanted is not None:
@@ -78,23 +134,29 @@ class Decoder(Generic[P, L, Y]):
         meanwhile: Callable[[], None] | None = None,
         embedded: Embedded | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a step up to the last layer's attention. Returns its result, and the hidden
-        states.
+        """Compute a step up to the result of the last attention, behind which nothing writes keys
+        and values. Returns that result, and the hidden states.
         """
         normed, hidden = self.begin(token_ids, lora, embedded)
-        last = len(self.weights.layers) - 1
-        for layer, weights in enumerate(self.weights.layers):
-            qkv = self.ops.linear(normed, weights.qkv, lora, self.sites.layers[layer].qkv)
-            attended = self.ops.attend(plan, layer, qkv, weights.qk_norm, weights.sinks)
+        last = len(self.attentions) - 1
+        for number, attention in enumerate(self.attentions):
+            qkv = self.ops.linear(normed, attention.weights.qkv, lora, attention.qkv)
+            attended = self.attend(plan, number, qkv)
             if meanwhile is not None:
                 meanwhile()
-            if layer < last:
-                normed, hidden = self.after_attention(layer, attended, hidden, lora)
+            if number < last:
+                normed, hidden = self.after_attention(number, attended, hidden, lora)
         return attended, hidden
 
+    def attend(self, plan: P, number: int, qkv: Y) -> torch.Tensor:
+        """Attend, in one of `attentions`, as `Ops.attend` does."""
+        attention = self.attentions[number]
+        weights = attention.weights
+        return self.ops.attend(plan, attention.layer, qkv, weights.qk_norm, weights.sinks)
+
     def end(self, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None) -> torch.Tensor:
-        """Compute from the last layer's attention to normed hidden states, of any tokens."""
-        return self.after_attention(len(self.weights.layers) - 1, attended, hidden, lora)[0]
+        """Compute from the last attention to normed hidden states, of any tokens."""
+        return self.after_attention(len(self.attentions) - 1, attended, hidden, lora)[0]
 
     def embed(self, token_ids: torch.Tensor, lora: L | None) -> torch.Tensor:
         """Embed tokens, `[tokens, hidden]`, without the model's factor."""
@@ -103,7 +165,7 @@ class Decoder(Generic[P, L, Y]):
     def begin(
         self, token_ids: torch.Tensor, lora: L | None, embedded: Embedded | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute up to the first layer's product of q, k and v. Returns normed and
+        """Compute up to the first attention's product of q, k and v. Returns normed and
         hidden states.
         """
         hidden = self.embed(token_ids, lora)
@@ -111,31 +173,53 @@ class Decoder(Generic[P, L, Y]):
             hidden = torch.where(embedded.is_given, embedded.hidden, hidden)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
-        norm = self.weights.layers[0].pre_attention
-        if norm is None:
-            return hidden, hidden
-        return self._with_own(self.ops.rms_norm(hidden, norm), hidden, lora, 0), hidden
+        return self._up_to_attention(0, self._normed(0, hidden, lora), hidden, lora)
 
     def after_attention(
-        self, layer: int, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None
+        self, number: int, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute from a layer's attention to the next layer's product of q, k and v, or to the
-        end.
-        """
-        ops, sites, layers = self.ops, self.sites.layers[layer], self.weights.layers
-        weights, spec = layers[layer], self.spec.layers[layer]
-        is_last = layer + 1 == len(layers)
-        next_norm = self.weights.norm if is_last else layers[layer + 1].pre_attention
-        delta = ops.reduce(ops.linear(attended, weights.o, lora, sites.o))
-        normed, hidden = ops.add_norm(
-            delta, hidden, weights.pre_mlp, weights.post_attention, spec.residual_scale
-        )
-        normed = self._with_own(normed, hidden, lora, 2 * layer + 1)
-        delta = ops.reduce(self._mlp(layer, normed, lora))
-        normed, hidden = ops.add_norm(
-            delta, hidden, next_norm, weights.post_mlp, spec.residual_scale
-        )
-        return self._with_own(normed, hidden, lora, 2 * layer + 2), hidden
+        """Compute from one attention to the next one's product of q, k and v, or to the end.
+        number: in `attentions`."""
+        at, attention = self._attending[number], self.attentions[number]
+        delta = self.ops.linear(attended, attention.weights.o, lora, attention.o)
+        if self._steps[at].feed_forwards:
+            beside = self._fed_forward(at, self._normed(at, hidden, lora), lora)
+            delta = self.ops.plus(delta, beside)
+        normed, hidden = self._summed(at, delta, hidden, lora)
+        return self._up_to_attention(at + 1, normed, hidden, lora)
+
+    def _up_to_attention(
+        self, begin: int, normed: torch.Tensor, hidden: torch.Tensor, lora: L | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the steps from `begin` on that come before the next attention."""
+        for number in range(begin, len(self._steps)):
+            if self._steps[number].attention is not None:
+                break
+            delta = self._fed_forward(number, normed, lora)
+            normed, hidden = self._summed(number, delta, hidden, lora)
+        return normed, hidden
+
+    def _fed_forward(self, number: int, normed: torch.Tensor, lora: L | None) -> Y:
+        """The sum of a step's feed-forwards."""
+        deltas = [run(normed, lora) for run in self._steps[number].feed_forwards]
+        return reduce(self.ops.plus, deltas)
+
+    def _summed(
+        self, number: int, delta: Y, hidden: torch.Tensor, lora: L | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add what a step's branches give to the residual stream, and norm for the next step."""
+        step, is_last = self._steps[number], number + 1 == len(self._steps)
+        norm = self.weights.norm if is_last else self._steps[number + 1].pre
+        delta = self.ops.reduce(delta)
+        normed, hidden = self.ops.add_norm(delta, hidden, norm, step.post, step.factor)
+        return self._with_own(normed, hidden, lora, number + 1), hidden
+
+    def _normed(self, number: int, hidden: torch.Tensor, lora: L | None) -> torch.Tensor:
+        """The input of a step's branches."""
+        norm = self._steps[number].pre
+        if norm is None:
+            return hidden
+        return self._with_own(self.ops.norm(hidden, norm), hidden, lora, number)
 
     def _with_own(
         self, normed: torch.Tensor, hidden: torch.Tensor, lora: L | None, place: int
@@ -147,15 +231,18 @@ class Decoder(Generic[P, L, Y]):
             self.ops.norm_own(normed, hidden, lora, place)
         return normed
 
-    def _mlp(self, layer: int, normed: torch.Tensor, lora: L | None) -> Y:
-        """The output of a layer's MLP or experts."""
-        ops, sites = self.ops, self.sites.layers[layer]
-        weights = self.weights.layers[layer].mlp
-        if isinstance(weights, MoeWeights):
-            return ops.moe(normed, weights, lora, sites)
-        gate_up = ops.linear(normed, weights.gate_up, lora, sites.gate_up)
-        inner = ops.gated(gate_up, weights.spec.activation)
-        return ops.linear(inner, weights.down, lora, sites.down)
+    def _mlp(
+        self, weights: MlpWeights, sites: BranchSites, normed: torch.Tensor, lora: L | None
+    ) -> Y:
+        ops, spec, (gate_up, down) = self.ops, weights.spec, sites
+        y = ops.linear(normed, weights.gate_up, lora, gate_up)
+        run = ops.gated if spec.is_gated else ops.activated
+        return ops.linear(run(y, spec.activation), weights.down, lora, down)
+
+    def _moe(
+        self, weights: MoeWeights, sites: BranchSites, normed: torch.Tensor, lora: L | None
+    ) -> Y:
+        return self.ops.moe(normed, weights, lora, sites)
 
     def logits(
         self,

@@ -165,7 +165,9 @@ def _make_cache(
     shape = (pages + 1, config.page_size, model.num_kv_heads, model.head_dim)
     kept = dtype if config.kv_dtype == "auto" else torch.float8_e4m3fn
     k, v = (torch.zeros(groups.places, *shape, dtype=kept, device=device) for _ in "kv")
-    return KVCache(k, v, groups, dtype, tuple(layer.kv_scales for layer in weights.layers))
+    return KVCache(
+        k, v, groups, dtype, tuple(layer.attention.kv_scales for layer in weights.layers)
+    )
 
 
 def host_arena_made(memory: memoryview, device: torch.device) -> AbstractContextManager[None]:

@@ -23,7 +23,8 @@ from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.packed import PackedWeight, joined
 from loraplex.server.model.linear.quantise import quantise
 from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
-from loraplex.server.model.spec.model_spec import LinearSpec, layer_path
+from loraplex.server.model.spec.linear_spec import LinearSpec
+from loraplex.server.model.spec.model_spec import layer_path
 
 
 class WeightSource:

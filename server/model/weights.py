@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.spec.model_spec import (
     SINKS,
     AttentionSpec,
-    LayerSpec,
+    Branch,
     MlpSpec,
     ModelSpec,
     NormSpec,
@@ -34,20 +35,22 @@ from loraplex.server.model.weight_source import WeightSource, path_in
 log = logging.getLogger(__name__)
 
 
-class Norm(NamedTuple):
+class RmsNorm(NamedTuple):
     """An RMS norm. weight: `[features]`, as it is multiplied; float32 where the spec adds to it."""
 
     weight: torch.Tensor
     epsilon: float
 
 
-@dataclass(frozen=True, slots=True)
-class MlpWeights:
-    """Weights of an MLP, as `spec` says."""
+class LayerNorm(NamedTuple):
+    """A LayerNorm. weight, bias: `[features]`."""
 
-    spec: MlpSpec
-    gate_up: Linear
-    down: Linear
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    epsilon: float
+
+
+Norm = RmsNorm | LayerNorm
 
 
 class KvScales(NamedTuple):
@@ -58,20 +61,12 @@ class KvScales(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer; `LayerSpec` of `loraplex.server.model.spec.model_spec` names its parts.
-
-    qk_norm: `[heads + kv_heads, head_dim]`, one row a head of q, then of k. sinks: float32
-    `[heads]`. kv_scales: those that the checkpoint has.
-    """
+class AttentionWeights:
+    """Weights of an attention. qk_norm: `[heads + kv_heads, head_dim]`, one row a head of q, then
+    of k. sinks: float32 `[heads]`. kv_scales: those that the checkpoint has."""
 
     qkv: Linear
     o: Linear
-    mlp: MlpWeights | MoeWeights
-    pre_attention: Norm | None
-    pre_mlp: Norm | None
-    post_attention: Norm | None
-    post_mlp: Norm | None
     qk_norm: torch.Tensor | None
     sinks: torch.Tensor | None = None
     kv_scales: KvScales = KvScales()
@@ -79,10 +74,54 @@ class LayerWeights:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices that every token is multiplied with."""
-        mlp = self.mlp
-        if isinstance(mlp, MoeWeights):
-            return self.qkv, self.o, mlp.router
-        return self.qkv, self.o, mlp.gate_up, mlp.down
+        return self.qkv, self.o
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """Weights of an MLP, as `spec` says."""
+
+    spec: MlpSpec
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices that every token is multiplied with."""
+        return self.gate_up, self.down
+
+
+BranchWeights = AttentionWeights | MlpWeights | MoeWeights
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """Weights of one step of a layer, as its StepSpec says."""
+
+    branches: tuple[BranchWeights, ...]
+    pre: Norm | None
+    post: Norm | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Weights of one layer: those of its steps in order."""
+
+    steps: tuple[StepWeights, ...]
+
+    @property
+    def branches(self) -> tuple[BranchWeights, ...]:
+        return tuple(chain.from_iterable(step.branches for step in self.steps))
+
+    @property
+    def attention(self) -> AttentionWeights:
+        """Weights of the layer's attention."""
+        return next(branch for branch in self.branches if isinstance(branch, AttentionWeights))
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices that every token is multiplied with."""
+        return tuple(chain.from_iterable(branch.linears for branch in self.branches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,46 +178,53 @@ def load_weights(
 
 
 def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeights:
-    spec = model.layers[index]
-    norms = spec.norms
-
     def optional(norm: NormSpec | None) -> Norm | None:
         return None if norm is None else _norm(source, norm, index)
 
-    return LayerWeights(
-        qkv=source.linear(spec.qkv, index),
-        o=source.linear(spec.o, index),
-        mlp=_load_mlp(source, spec, index),
-        pre_attention=optional(norms.pre_attention),
-        pre_mlp=optional(norms.pre_mlp),
-        post_attention=optional(norms.post_attention),
-        post_mlp=optional(norms.post_mlp),
-        qk_norm=_qk_norm(source, spec.attention, index),
-        sinks=_sinks(source, spec.attention, index),
-        kv_scales=KvScales(*(source.kv_scale(layer_path(index, "self_attn"), of) for of in "kv")),
+    steps = (
+        StepWeights(
+            tuple(_load_branch(source, branch, index) for branch in step.branches),
+            optional(step.pre),
+            optional(step.post),
+        )
+        for step in model.layers[index].steps
     )
+    return LayerWeights(tuple(steps))
 
 
 def _norm(source: WeightSource, spec: NormSpec, layer: int | None = None) -> Norm:
-    name = f"{path_in(spec.path, layer)}.weight"
-    weight = source.get(name)
+    path = path_in(spec.path, layer)
+    weight = source.get(f"{path}.weight")
     if spec.offset:  # whose sum the model's dtype would round
-        weight = source.mapped(name).float().to(source.device) + spec.offset
-    return Norm(weight, spec.epsilon)
+        weight = source.mapped(f"{path}.weight").float().to(source.device) + spec.offset
+    if spec.kind == "rms":
+        return RmsNorm(weight, spec.epsilon)
+    return LayerNorm(weight, source.get(f"{path}.bias") if spec.bias else None, spec.epsilon)
 
 
-def _load_mlp(source: WeightSource, spec: LayerSpec, index: int) -> MlpWeights | MoeWeights:
-    if not isinstance(spec.mlp, MoeSpec):
-        gate_up, down = source.linear(spec.gate_up, index), source.linear(spec.down, index)
-        return MlpWeights(spec.mlp, gate_up, down)
-    router = layer_path(index, spec.mlp.router)
-    bias = source.get(f"{router}.bias") if spec.mlp.router_bias else None
-    return MoeWeights(
-        spec.mlp,
-        DenseLinear(source.get(f"{router}.weight"), bias),
-        source.experts(spec.gate_up, index),
-        source.experts(spec.down, index),
-    )
+def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeights:
+    match spec:
+        case AttentionSpec():
+            path = layer_path(index, "self_attn")
+            return AttentionWeights(
+                source.linear(spec.qkv, index),
+                source.linear(spec.o, index),
+                _qk_norm(source, spec, index),
+                _sinks(source, spec, index),
+                KvScales(*(source.kv_scale(path, of) for of in "kv")),
+            )
+        case MlpSpec():
+            gate_up, down = source.linear(spec.gate_up, index), source.linear(spec.down, index)
+            return MlpWeights(spec, gate_up, down)
+        case MoeSpec():
+            router = layer_path(index, spec.router)
+            bias = source.get(f"{router}.bias") if spec.router_bias else None
+            return MoeWeights(
+                spec,
+                DenseLinear(source.get(f"{router}.weight"), bias),
+                source.experts(spec.gate_up, index),
+                source.experts(spec.down, index),
+            )
 
 
 def _qk_norm(source: WeightSource, spec: AttentionSpec, index: int) -> torch.Tensor | None:

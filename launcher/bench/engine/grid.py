@@ -361,9 +361,8 @@ def matrix_bytes(model: ModelSpec, rows: int, dtype: SlabDtype) -> float:
 def _read(layer: LayerSpec, experts: int, rows: int) -> float:
     """Counts the matrices, among as many as there are experts, that `rows` tokens read, where each
     expert is as likely as another."""
-    if experts == 1 or not isinstance(layer.mlp, MoeSpec):
-        return 1
-    return experts * (1 - (1 - layer.mlp.top_k / experts) ** rows)
+    top_k = (branch.top_k for branch in layer.feed_forwards if isinstance(branch, MoeSpec))
+    return 1 if experts == 1 else experts * (1 - (1 - next(top_k) / experts) ** rows)
 
 
 def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:

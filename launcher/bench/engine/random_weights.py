@@ -26,15 +26,28 @@ from loraplex.server.model.quantisation.forms import (
     WeightForm,
 )
 from loraplex.server.model.quantisation.quantisation import Quantisation
+from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK, LinearSpec
 from loraplex.server.model.spec.model_spec import (
+    AttentionSpec,
+    Branch,
     LayerSpec,
-    LinearSpec,
+    MlpSpec,
     ModelSpec,
     NormSpec,
     layer_path,
 )
-from loraplex.server.model.spec.moe_spec import MXFP4_BLOCK, MoeSpec
-from loraplex.server.model.weights import LayerWeights, MlpWeights, ModelWeights, Norm
+from loraplex.server.model.spec.moe_spec import MoeSpec
+from loraplex.server.model.weights import (
+    AttentionWeights,
+    BranchWeights,
+    LayerNorm,
+    LayerWeights,
+    MlpWeights,
+    ModelWeights,
+    Norm,
+    RmsNorm,
+    StepWeights,
+)
 
 STD = 0.02
 _STD_OF_CODES = 2.9  # of E2M1, each code as likely as another
@@ -78,30 +91,40 @@ class _RandomWeights:
         return QuantisedLinear(matrix, bias, self.dtype)
 
     def norm(self, spec: NormSpec) -> Norm:
-        return Norm(self._ones(spec.size), spec.epsilon)
+        if spec.kind == "rms":
+            return RmsNorm(self._ones(spec.size), spec.epsilon)
+        bias = self._bias(spec.size) if spec.bias else None
+        return LayerNorm(self._ones(spec.size), bias, spec.epsilon)
 
     def layer(self, index: int, spec: LayerSpec) -> LayerWeights:
-        norms, attention = spec.norms, spec.attention
-        heads = attention.num_heads + attention.num_kv_heads
-        return LayerWeights(
-            qkv=self.linear(spec.qkv, index),
-            o=self.linear(spec.o, index),
-            mlp=self._mlp(index, spec),
-            pre_attention=self._optional(norms.pre_attention),
-            pre_mlp=self._optional(norms.pre_mlp),
-            post_attention=self._optional(norms.post_attention),
-            post_mlp=self._optional(norms.post_mlp),
-            qk_norm=self._ones(heads, attention.head_dim) if attention.q_norm else None,
-            sinks=self._ones(attention.num_heads).float() if attention.sinks else None,
+        steps = (
+            StepWeights(
+                tuple(self._branch(index, branch) for branch in step.branches),
+                self._optional(step.pre),
+                self._optional(step.post),
+            )
+            for step in spec.steps
         )
+        return LayerWeights(tuple(steps))
 
-    def _mlp(self, index: int, spec: LayerSpec) -> MlpWeights | MoeWeights:
-        moe, gate_up, down = spec.mlp, spec.gate_up, spec.down
-        if not isinstance(moe, MoeSpec):
-            return MlpWeights(moe, self.linear(gate_up, index), self.linear(down, index))
-        bias = self._bias(moe.experts) if moe.router_bias else None
-        router = DenseLinear(self.matrix(moe.experts, gate_up.in_features), bias)
-        return MoeWeights(moe, router, self._experts(gate_up, index), self._experts(down, index))
+    def _branch(self, index: int, spec: Branch) -> BranchWeights:
+        match spec:
+            case AttentionSpec():
+                heads = spec.num_heads + spec.num_kv_heads
+                return AttentionWeights(
+                    self.linear(spec.qkv, index),
+                    self.linear(spec.o, index),
+                    self._ones(heads, spec.head_dim) if spec.q_norm else None,
+                    self._ones(spec.num_heads).float() if spec.sinks else None,
+                )
+            case MlpSpec():
+                gate_up, down = self.linear(spec.gate_up, index), self.linear(spec.down, index)
+                return MlpWeights(spec, gate_up, down)
+            case MoeSpec():
+                bias = self._bias(spec.experts) if spec.router_bias else None
+                router = DenseLinear(self.matrix(spec.experts, spec.gate_up.in_features), bias)
+                of_each = (self._experts(linear, index) for linear in spec.linears)
+                return MoeWeights(spec, router, *of_each)
 
     def _experts(self, spec: LinearSpec, layer: int) -> ExpertsLinear:
         bias = self._bias(spec.experts, spec.out_features) if spec.bias else None

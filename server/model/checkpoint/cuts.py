@@ -8,7 +8,7 @@ import torch
 from loraplex.adapters.sharding import WHOLE, Piece, Shard, Span, pieces, total_width
 from loraplex.server.model.checkpoint.area import Area, UnpackedArea
 from loraplex.server.model.linear.packed import PackedWeight, joined
-from loraplex.server.model.spec.model_spec import LinearSpec, Part
+from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 
 
 class Cut(NamedTuple):

@@ -5,8 +5,9 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from loraplex.server.model.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, layer_path
-from loraplex.server.model.spec.moe_spec import ExpertForm, ExpertStorage, MoeSpec
+from loraplex.server.model.spec.linear_spec import ExpertForm, ExpertStorage, LinearSpec
+from loraplex.server.model.spec.model_spec import Branch, ModelSpec, layer_path
+from loraplex.server.model.spec.moe_spec import MoeSpec
 
 
 def as_stored(model: ModelSpec, names: Container[str]) -> ModelSpec:
@@ -22,7 +23,10 @@ def as_stored(model: ModelSpec, names: Container[str]) -> ModelSpec:
     form = next(forms, None)
     if form is None:
         return model
-    return replace(model, layers=tuple(_layer(layer, form) for layer in model.layers))
+    return replace(
+        model,
+        layers=tuple(layer.mapped(lambda branch: _branch(branch, form)) for layer in model.layers),
+    )
 
 
 def _forms(path: str, stored: ExpertStorage, names: Container[str]) -> list[ExpertForm]:
@@ -33,15 +37,15 @@ def _forms(path: str, stored: ExpertStorage, names: Container[str]) -> list[Expe
     return []
 
 
-def _layer(layer: LayerSpec, form: ExpertForm) -> LayerSpec:
-    moe, stored = layer.mlp, layer.gate_up.stored
-    if stored is None or not isinstance(moe, MoeSpec):
-        return layer
-    if form == "stacked":  # the router lies beside the experts
-        block, router = stored.path.rsplit(".", 2)[0], moe.router.rpartition(".")[2]
-        moe = replace(moe, router=f"{block}.{router}")
-    gate_up, down = _linear(layer.gate_up, form), _linear(layer.down, form)
-    return replace(layer, mlp=moe, gate_up=gate_up, down=down)
+def _branch(branch: Branch, form: ExpertForm) -> Branch:
+    if not isinstance(branch, MoeSpec):
+        return branch
+    stored, router = branch.gate_up.stored, branch.router
+    if stored is not None and form == "stacked":  # the router lies beside the experts
+        block = stored.path.rsplit(".", 2)[0]
+        router = f"{block}.{router.rpartition('.')[2]}"
+    gate_up, down = _linear(branch.gate_up, form), _linear(branch.down, form)
+    return replace(branch, router=router, gate_up=gate_up, down=down)
 
 
 def _linear(linear: LinearSpec, form: ExpertForm) -> LinearSpec:

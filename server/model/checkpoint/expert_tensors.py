@@ -9,8 +9,7 @@ from loraplex.server.model.checkpoint.area import Area, UnpackedArea
 from loraplex.server.model.checkpoint.cuts import Cut
 from loraplex.server.model.checkpoint.mxfp4 import grouped
 from loraplex.server.model.linear.packed import GroupedWeight, joined
-from loraplex.server.model.spec.model_spec import LinearSpec
-from loraplex.server.model.spec.moe_spec import ExpertStorage
+from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec
 
 _Unpack = Callable[[Area], UnpackedArea]
 # Writes a device's part of a matrix, as the cut says.

@@ -4,7 +4,7 @@ import torch
 
 from loraplex.server.model.checkpoint.area import Area, UnpackedArea, around, units
 from loraplex.server.model.linear.packed import GroupedWeight
-from loraplex.server.model.spec.moe_spec import MXFP4_BLOCK
+from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK
 
 # By a code's four bits: sign, two of the exponent, one of the mantissa.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -17,7 +17,8 @@ from loraplex.server.model.quantisation.forms import (
     TensorForm,
     WeightForm,
 )
-from loraplex.server.model.spec.model_spec import Matrix, ModelSpec
+from loraplex.server.model.spec.linear_spec import Matrix
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 StoredForms = Mapping[str, WeightForm]
 

@@ -18,8 +18,8 @@ from loraplex.server.model.checkpoint.expert_forms import as_stored
 from loraplex.server.model.checkpoint.stored_forms import Expected, expected_tensors, stored_forms
 from loraplex.server.model.checkpoint.text_part import model_shards
 from loraplex.server.model.quantisation.forms import FLOATS, UINT8
+from loraplex.server.model.spec.linear_spec import MXFP4_TENSORS
 from loraplex.server.model.spec.model_spec import ModelSpec
-from loraplex.server.model.spec.moe_spec import MXFP4_TENSORS
 
 _MAX_LISTED = 8
 _LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<rest>.+)")

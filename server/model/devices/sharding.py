@@ -4,14 +4,13 @@ from msgspec.structs import replace
 
 from loraplex.adapters.sharding import Span, total_width
 from loraplex.server.config import ConfigError
+from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
+    Branch,
     EmbeddingSpec,
-    LayerSpec,
-    LinearSpec,
     ModelSpec,
     NormSpec,
-    Part,
 )
 
 _MOST_SHARDS = 64
@@ -29,7 +28,7 @@ def sharded(model: ModelSpec, count: int) -> ModelSpec:
     return replace(
         model,
         embedding=_embedding(model.embedding, count),
-        layers=tuple(_layer(layer, count) for layer in model.layers),
+        layers=tuple(layer.mapped(lambda branch: _branch(branch, count)) for layer in model.layers),
         head=replace(head, linear=_linear(head.linear, count)),
     )
 
@@ -62,11 +61,11 @@ def _embedding(embedding: EmbeddingSpec, count: int) -> EmbeddingSpec:
     return replace(embedding, rows=Span(embedding.vocab_size).width(count))
 
 
-def _layer(layer: LayerSpec, count: int) -> LayerSpec:
-    mlp = replace(layer.mlp, size=Span(layer.mlp.size).width(count))
-    qkv, o, gate_up, down = (_linear(linear, count) for linear in layer.linears)
-    attention = _attention(layer.attention, count)
-    return replace(layer, attention=attention, mlp=mlp, qkv=qkv, o=o, gate_up=gate_up, down=down)
+def _branch(branch: Branch, count: int) -> Branch:
+    if isinstance(branch, AttentionSpec):
+        return _attention(branch, count)
+    gate_up, down = (_linear(linear, count) for linear in branch.linears)
+    return replace(branch, gate_up=gate_up, down=down)
 
 
 def _attention(attention: AttentionSpec, count: int) -> AttentionSpec:
@@ -77,7 +76,13 @@ def _attention(attention: AttentionSpec, count: int) -> AttentionSpec:
         for norm, size in ((attention.q_norm, q), (attention.k_norm, kv))
     )
     return replace(
-        attention, num_heads=q // head, num_kv_heads=kv // head, q_norm=q_norm, k_norm=k_norm
+        attention,
+        qkv=_linear(attention.qkv, count),
+        o=_linear(attention.o, count),
+        num_heads=q // head,
+        num_kv_heads=kv // head,
+        q_norm=q_norm,
+        k_norm=k_norm,
     )
 
 

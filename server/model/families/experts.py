@@ -2,13 +2,11 @@
 
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from loraplex.server.model.families import family
 from loraplex.server.model.families.family import ModelSizes
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.spec.model_spec import LayerSpec, LinearSpec, Part
-from loraplex.server.model.spec.moe_spec import ExpertStorage, MoeSpec
+from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec, Part
+from loraplex.server.model.spec.moe_spec import MoeSpec, RouterRule
 
 # What other families with experts have, as their configurations spell it.
 _SHARED = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size")
@@ -18,10 +16,12 @@ _COUNTS = ("num_local_experts", "num_experts")
 
 
 class ExpertNames(NamedTuple):
-    """Names of experts' modules in a checkpoint. of: the module of one expert, for its number;
-    gate, up, down: its matrices. stacked: the module that holds the weights of all.
+    """Names of experts' modules in a checkpoint. router: what chooses them. of: the module of one
+    expert, for its number; gate, up, down: its matrices. stacked: the module that holds the weights
+    of all.
     """
 
+    router: str
     of: str
     gate: str
     up: str
@@ -65,27 +65,31 @@ def read_same_windows(fields: Fields, sizes: ModelSizes, window: object) -> tupl
     return family.read_windows(fields, sizes, window)
 
 
-def sparse(layer: LayerSpec, moe: MoeSpec, names: ExpertNames) -> LayerSpec:
-    """Return the layer with experts in place of its MLP, all without bias."""
-    hidden = layer.gate_up.in_features
+def moe(
+    hidden: int, size: int, counts: tuple[int, int], names: ExpertNames, rule: RouterRule
+) -> MoeSpec:
+    """Make a layer's experts, all without bias. size: of features inside one. counts: of experts,
+    and of those that a token has."""
+    experts, top_k = counts
     gate, up, down = (f"{names.of}.{name}" for name in (names.gate, names.up, names.down))
-    return replace(
-        layer,
-        mlp=moe,
-        gate_up=LinearSpec(
+    return MoeSpec(
+        LinearSpec(
             "experts_gate_up",
             hidden,
-            (Part(gate, moe.size), Part(up, moe.size)),
+            (Part(gate, size), Part(up, size)),
             "column",
-            experts=moe.experts,
+            experts=experts,
             stored=ExpertStorage(f"{names.stacked}.gate_up_proj"),
         ),
-        down=LinearSpec(
+        LinearSpec(
             "experts_down",
-            moe.size,
+            size,
             (Part(down, hidden),),
             "row",
-            experts=moe.experts,
+            experts=experts,
             stored=ExpertStorage(f"{names.stacked}.down_proj"),
         ),
+        top_k,
+        names.router,
+        rule,
     )

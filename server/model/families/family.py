@@ -11,19 +11,19 @@ import msgspec
 
 from loraplex.adapters.sharding import Span
 from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import (
     Activation,
     AttentionSpec,
     EmbeddingSpec,
+    FeedForward,
     HeadSpec,
     LayerSpec,
-    LinearSpec,
     MlpSpec,
     ModelSpec,
     NormSpec,
-    NormsSpec,
-    Part,
     RopeSpec,
+    StepSpec,
 )
 
 # By transformers' names of it.
@@ -61,6 +61,16 @@ class Biases(NamedTuple):
 
 
 NO_BIASES = Biases()
+
+
+class Norms(NamedTuple):
+    """Norms of a layer of two steps. pre_*: of what attention and MLP read. post_*: of what they
+    give, before the residual sum. None = read, or summed, as it is."""
+
+    pre_attention: NormSpec | None
+    pre_mlp: NormSpec | None
+    post_attention: NormSpec | None = None
+    post_mlp: NormSpec | None = None
 
 
 class ModelSizes(NamedTuple):
@@ -205,21 +215,30 @@ def attention(
     sizes: ModelSizes,
     rope: RopeSpec | None,
     window: int | None = None,
+    biases: Biases = NO_BIASES,
     *,
     scale: float | None = None,
     softcap: float | None = None,
     qk_norm: bool = False,
 ) -> AttentionSpec:
-    """Make the attention of a layer. scale: None = `head_dim ** -0.5`."""
+    """Make the attention of a layer, with the usual names. scale: None = `head_dim ** -0.5`."""
     q_norm, k_norm = (
         NormSpec(f"self_attn.{name}_norm", sizes.head_dim, sizes.epsilon) if qk_norm else None
         for name in "qk"
     )
+    hidden, head = sizes.hidden, sizes.head_dim
+    q_size, kv_size = sizes.heads * head, sizes.kv_heads * head
+    parts = tuple(
+        Part(f"self_attn.{name}_proj", size, (Span(size, head),))
+        for name, size in zip("qkv", (q_size, kv_size, kv_size), strict=True)
+    )
     return AttentionSpec(
+        qkv=LinearSpec("qkv", hidden, parts, "column", biases.qkv),
+        o=LinearSpec("o", q_size, (Part("self_attn.o_proj", hidden),), "row", biases.o),
         num_heads=sizes.heads,
         num_kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        scale=sizes.head_dim**-0.5 if scale is None else scale,
+        head_dim=head,
+        scale=head**-0.5 if scale is None else scale,
         rope=rope,
         window=window,
         softcap=softcap,
@@ -228,39 +247,41 @@ def attention(
     )
 
 
+def mlp(sizes: ModelSizes, biases: Biases = NO_BIASES, activation: Activation = "silu") -> MlpSpec:
+    """Make the MLP of a layer, with the usual names."""
+    hidden, inner = sizes.hidden, sizes.inner
+    parts = tuple(Part(f"mlp.{name}_proj", inner) for name in ("gate", "up"))
+    return MlpSpec(
+        LinearSpec("gate_up", hidden, parts, "column", biases.mlp),
+        LinearSpec("down", inner, (Part("mlp.down_proj", hidden),), "row", biases.mlp),
+        activation,
+    )
+
+
+def fused_mlp(sizes: ModelSizes) -> MlpSpec:
+    """Make an MLP whose gate and up are one module."""
+    usual = mlp(sizes)
+    gate_up = fused(usual.gate_up, "mlp.gate_up_proj")
+    return msgspec.structs.replace(usual, gate_up=gate_up)
+
+
 def layer(
     sizes: ModelSizes,
     of: AttentionSpec,
-    biases: Biases = NO_BIASES,
-    norms: NormsSpec | None = None,
-    activation: Activation = "silu",
+    feed_forward: FeedForward | None = None,
+    norms: Norms | None = None,
+    factor: float = 1.0,
 ) -> LayerSpec:
-    """Make a layer with the usual names. norms: None = those of Llama, before attention and before
-    the MLP.
-    """
-    hidden, inner = sizes.hidden, sizes.inner
-    qkv = zip("qkv", (of.q_size, of.kv_size, of.kv_size), strict=True)
-    head = of.head_dim
+    """Make a layer of two steps: attention, then the MLP. feed_forward: None = an MLP without
+    biases. norms: None = those of Llama, before attention and before the MLP. factor: of what each
+    step adds."""
+    norms = norms or llama_norms(sizes)
+    feed_forward = feed_forward or mlp(sizes)
     return LayerSpec(
-        attention=of,
-        mlp=MlpSpec(inner, activation),
-        norms=norms or llama_norms(sizes),
-        qkv=LinearSpec(
-            "qkv",
-            hidden,
-            tuple(Part(f"self_attn.{name}_proj", size, (Span(size, head),)) for name, size in qkv),
-            "column",
-            biases.qkv,
-        ),
-        o=LinearSpec("o", of.q_size, (Part("self_attn.o_proj", hidden),), "row", biases.o),
-        gate_up=LinearSpec(
-            "gate_up",
-            hidden,
-            tuple(Part(f"mlp.{name}_proj", inner) for name in ("gate", "up")),
-            "column",
-            biases.mlp,
-        ),
-        down=LinearSpec("down", inner, (Part("mlp.down_proj", hidden),), "row", biases.mlp),
+        (
+            StepSpec((of,), norms.pre_attention, norms.post_attention, factor),
+            StepSpec((feed_forward,), norms.pre_mlp, norms.post_mlp, factor),
+        )
     )
 
 
@@ -270,8 +291,8 @@ def fused(linear: LinearSpec, path: str) -> LinearSpec:
     return msgspec.structs.replace(linear, parts=(Part(path, linear.out_features, spans),))
 
 
-def llama_norms(sizes: ModelSizes) -> NormsSpec:
-    return NormsSpec(
+def llama_norms(sizes: ModelSizes) -> Norms:
+    return Norms(
         pre_attention=NormSpec("input_layernorm", sizes.hidden, sizes.epsilon),
         pre_mlp=NormSpec("post_attention_layernorm", sizes.hidden, sizes.epsilon),
     )

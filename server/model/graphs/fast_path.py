@@ -22,7 +22,6 @@ from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.ops.attention_cuda import PagedAttention, prompt_backend
 from loraplex.server.model.ops.device_lora import DeviceLora
 from loraplex.server.model.ops.graph_attention import GraphAttention
-from loraplex.server.model.ops.group_ops import SUMMED
 from loraplex.server.model.ops.lora_linear import LinearOutput
 from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, SummedSites
 from loraplex.server.model.ops.memory import LOGITS_ROWS
@@ -228,7 +227,8 @@ def _summed(parts: Parts) -> SummedSites:
         return NONE_SUMMED
     norms_all = any(layer.attention.norms_all_heads for layer in parts.whole.layers)
     before = frozenset[Role](("qkv",) if norms_all else ())
-    return SummedSites(before, SUMMED, group.term_rows)
+    summed = frozenset(site.role for site in parts.table.sites if site.turn is not None)
+    return SummedSites(before, summed, group.term_rows)
 
 
 def _by_shape(layers: Iterable[LayerWeights]) -> list[list[Linear]]:
@@ -250,10 +250,11 @@ def _prompt_sizes(limits: ExecutorLimits, layers: Iterable[LayerWeights]) -> tup
 def _weights_of_token(layer: LayerWeights) -> int:
     """How many of a layer's a token is multiplied with."""
     weights = sum(linear.out_features * linear.in_features for linear in layer.linears)
-    if isinstance(layer.mlp, MoeWeights):
-        experts = (layer.mlp.gate_up, layer.mlp.down)
-        each = sum(linear.out_features * linear.in_features for linear in experts)
-        weights += layer.mlp.spec.top_k * each
+    for branch in layer.branches:
+        if isinstance(branch, MoeWeights):
+            experts = (branch.gate_up, branch.down)
+            each = sum(linear.out_features * linear.in_features for linear in experts)
+            weights += branch.spec.top_k * each
     return weights
 
 

@@ -230,10 +230,9 @@ class TokenGraphs:
         self, graphs: list[torch.cuda.CUDAGraph], plan: CudaPlan, tokens: int
     ) -> None:
         qkv, plan = Ready(self._qkv[:tokens]), replace(plan, attended=self._attended[:tokens])
-        layers = self._decoder.weights.layers
-        for layer, (weights, graph) in enumerate(zip(layers, graphs, strict=True)):
+        for number, graph in enumerate(graphs):
             graph.replay()
-            self._decoder.ops.attend(plan, layer, qkv, weights.qk_norm, weights.sinks)
+            self._decoder.attend(plan, number, qkv)
 
     def _lora(self, size: int, reach: Reach) -> DeviceLora | None:
         if reach is Reach.NONE:
@@ -277,16 +276,15 @@ class TokenGraphs:
             hidden.copy_(begun)
             self._project(normed, 0, lora)
 
-        def follow(layer: int) -> None:
-            normed, _ = decoder.after_attention(layer, attended, hidden, lora)  # hidden in place
-            self._project(normed, layer + 1, lora)
+        def follow(number: int) -> None:
+            normed, _ = decoder.after_attention(number, attended, hidden, lora)  # hidden in place
+            self._project(normed, number + 1, lora)
 
-        layers = range(len(decoder.weights.layers) - 1)
-        return [begin, *(partial(follow, layer) for layer in layers)]
+        numbers = range(len(decoder.attentions) - 1)
+        return [begin, *(partial(follow, number) for number in numbers)]
 
-    def _project(self, normed: torch.Tensor, layer: int, lora: DeviceLora | None) -> None:
-        weights, site = self._decoder.weights.layers[layer], self._decoder.sites.layers[layer].qkv
-        out = self._qkv[: len(normed)]
-        done = self._ops.linear(normed, weights.qkv, lora, site, out=out)
+    def _project(self, normed: torch.Tensor, number: int, lora: DeviceLora | None) -> None:
+        attention, out = self._decoder.attentions[number], self._qkv[: len(normed)]
+        done = self._ops.linear(normed, attention.weights.qkv, lora, attention.qkv, out=out)
         if not isinstance(done, Ready):
             raise TypeError("attention outside the graph takes complete outputs alone")

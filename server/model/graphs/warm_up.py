@@ -50,7 +50,8 @@ def warm_decodes(kv_heads: int, limits: ExecutorLimits) -> list[int]:
 
 def _of_experts(model: ModelSpec) -> set[int]:
     """Tokens that between them use every kernel of experts."""
-    specs = {layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)}
+    branches = {branch for layer in model.layers for branch in layer.feed_forwards}
+    specs = {branch for branch in branches if isinstance(branch, MoeSpec)}
     return {n for spec in specs for n in tokens_of_each_shape(spec.top_k, spec.experts)}
 
 

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.model.linear.dense import DenseLinear
+from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.quantised import QuantisedLinear
 from loraplex.server.model.spec.moe_spec import MoeSpec
 
@@ -55,3 +56,8 @@ class MoeWeights:
     router: DenseLinear
     gate_up: ExpertsLinear
     down: ExpertsLinear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices that every token is multiplied with."""
+        return (self.router,)

@@ -6,15 +6,16 @@ the adapter are added, less those of the base that it replaces.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import torch
 
 from loraplex.adapters.peft.lora_tensors import B_BIAS, MAGNITUDES, OWN_BIAS
+from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.arena_weights import Adapter, Projection, SiteWeights
-from loraplex.server.model.lora.sites import BY_INPUTS, Site, Sites
+from loraplex.server.model.lora.sites import Site, Sites
 from loraplex.server.model.weights import ModelWeights
 
 # Of a matrix, in float32 at once; a piece is what is queued at once beside running steps.
@@ -33,14 +34,13 @@ class OutputVectors:
         self._sites, self._is_shared = sites, sites.shard.count > 1
         self._embed = weights.embed
         self._linears: dict[int, Linear] = {sites.lm_head.number: weights.lm_head}
-        for of_layer, layer in zip(sites.layers, weights.layers, strict=True):
-            each = (of_layer.qkv, of_layer.o, of_layer.gate_up, of_layer.down)
-            # Adapters change routers nowhere, and outputs of experts in no way but by LoRA.
-            self._linears |= {
-                site.number: linear
-                for site, linear in zip(each, layer.linears, strict=False)
-                if not site.experts
-            }
+        steps = chain.from_iterable(layer.steps for layer in weights.layers)
+        for of_step, step in zip(sites.branches, steps, strict=True):
+            for of_branch, branch in zip(of_step, step.branches, strict=True):
+                # Adapters change outputs of experts in no way but by LoRA.
+                if not isinstance(branch, MoeWeights):
+                    of_each = zip(of_branch, branch.linears, strict=True)
+                    self._linears |= {site.number: linear for site, linear in of_each}
 
     def pieces(self, adapter: Adapter) -> Iterator[torch.Tensor | None]:
         """Compute an adapter's factors and addends, piece by piece. Each step queues a piece of the
@@ -71,7 +71,7 @@ class OutputVectors:
 
     def _room(self, found: Sequence[tuple[int, SiteWeights]]) -> "_Squares":
         measured = [
-            (self._sites[number].role in BY_INPUTS, number, projection)
+            (self._sites[number].sharding == "row", number, projection)
             for number, weights in found
             for projection, bits in _projections(self._sites[number], weights)
             if projection is not None and bits & MAGNITUDES

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from loraplex.server.model.spec.model_spec import NormSpec
-from loraplex.server.model.weights import Norm
+from loraplex.server.model.weights import Norm, RmsNorm
 
 # The logit of a token that an adapter does not have: never drawn, and finite in every dtype.
 NEVER = -6e4
@@ -96,7 +96,7 @@ def norms_of(
         spec = specs[place]
         assert spec is not None
         own = weight.float() + spec.offset if spec.offset else weight
-        found[place] = Norm(own, spec.epsilon)
+        found[place] = RmsNorm(own, spec.epsilon)
     return found
 
 

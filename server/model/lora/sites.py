@@ -12,14 +12,13 @@ import numpy as np
 
 from loraplex.adapters.base import MAX_NEW_IDS, MODEL_SITES, Role
 from loraplex.adapters.manifest import SiteLayout, SlabLayout
-from loraplex.adapters.sharding import WHOLE, Shard
+from loraplex.adapters.sharding import WHOLE, Shard, Sharding
 from loraplex.adapters.slab.layout import num_vectors
 from loraplex.adapters.token_rows import ids_of_shard, rows_of_each
 from loraplex.server.kernels.lora.table import MAX_PROJECTIONS
-from loraplex.server.model.spec.model_spec import LinearSpec, ModelSpec, NormSpec
+from loraplex.server.model.spec.linear_spec import LinearSpec
+from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, StepSpec
 
-# Whose inputs devices share out; they all have every output.
-BY_INPUTS: tuple[Role, ...] = ("o", "down", "embed_tokens")
 _FLOAT32_BYTES = 4
 # Offsets and bytes of matrices -> where they begin in the arena.
 _Find = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -31,7 +30,8 @@ class Site:
 
     number: its record in the device's table. layer: 0-based, -1 outside the layers. out_features:
     of its projections, side by side in the output. experts: how many such products there are; 0 =
-    it is an ordinary one.
+    it is an ordinary one. sharding: how devices share it; of "row" they sum the outputs. turn: 0 or
+    1, of a sum that the norm behind may make, never that of the sum before; None = of no such sum.
     """
 
     number: int
@@ -40,23 +40,20 @@ class Site:
     in_features: int
     out_features: tuple[int, ...]
     experts: int = 0
+    sharding: Sharding = "none"
+    turn: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSites:
-    """The sites of one layer, in the order of `LayerSpec.linears`."""
-
-    qkv: Site
-    o: Site
-    gate_up: Site
-    down: Site
+# The sites of one branch, in the order of its `linears`.
+BranchSites = tuple[Site, ...]
 
 
 class Sites:
     """All sites of a model, numbered layer by layer, then `embed_tokens`, then `lm_head`.
 
     in_features: int64 `[sites]`. out_features: int64 `[sites, 3]`, 0 = no such projection.
-    norms: by place, as of `BaseNorm`; None = there is none.
+    branches: those of each step of the model, branch by branch. norms: by place, as of `BaseNorm`;
+    None = there is none.
     outside: bool `[sites]`, True for the embedding and the head. products: int64 `[sites]`, how
     many there are, one for each expert. of_experts: bool `[sites]`. vocab_size: of the whole model.
     """
@@ -65,16 +62,16 @@ class Sites:
         """Number the sites of a model. model: the part of the device with this shard."""
         self.vocab_size, self.shard = model.vocab_size, shard
         self._all: list[Site] = []
-        self.layers = tuple(
-            LayerSites(*(self._add(number, linear) for linear in layer.linears))
-            for number, layer in enumerate(model.layers)
+        steps = [(layer, step) for layer, of in enumerate(model.layers) for step in of.steps]
+        self.branches = tuple(
+            self._of_step(layer, step, number % 2) for number, (layer, step) in enumerate(steps)
         )
         embedding = model.embedding
-        self.embed = self._new(-1, "embed_tokens", embedding.num_rows, (embedding.size,))
+        self.embed = self._new(
+            -1, "embed_tokens", embedding.num_rows, (embedding.size,), sharding="row"
+        )
         self.lm_head = self._add(-1, model.head.linear)
-        of_layers = (layer.norms for layer in model.layers)
-        each = chain.from_iterable((norms.pre_attention, norms.pre_mlp) for norms in of_layers)
-        self.norms: tuple[NormSpec | None, ...] = (*each, model.norm)
+        self.norms: tuple[NormSpec | None, ...] = (*(step.pre for _, step in steps), model.norm)
         self._places = {(site.layer, site.role): site for site in self._all}
         self.in_features = np.array([site.in_features for site in self._all])
         self.out_features = np.zeros((len(self), MAX_PROJECTIONS), dtype=np.int64)
@@ -84,9 +81,26 @@ class Sites:
         self.of_experts = np.array([site.experts > 0 for site in self._all])
         self.products = np.array([max(site.experts, 1) for site in self._all])
 
-    def _add(self, layer: int, linear: LinearSpec) -> Site:
+    def _of_step(self, layer: int, step: StepSpec, turn: int) -> tuple[BranchSites, ...]:
+        """Number the sites of one step. turn: of its sum, where one branch gives all of that."""
+        alone = turn if len(step.branches) == 1 else None
+        return tuple(
+            tuple(self._add(layer, linear, alone) for linear in branch.linears)
+            for branch in step.branches
+        )
+
+    def _add(self, layer: int, linear: LinearSpec, turn: int | None = None) -> Site:
         experts = linear.experts if linear.stored is not None else 0
-        return self._new(layer, linear.role, linear.in_features, linear.widths, experts)
+        sums = linear.sharding == "row" and not experts
+        return self._new(
+            layer,
+            linear.role,
+            linear.in_features,
+            linear.widths,
+            experts,
+            linear.sharding,
+            turn if sums else None,
+        )
 
     def _new(
         self,
@@ -95,19 +109,26 @@ class Sites:
         in_features: int,
         out_features: tuple[int, ...],
         experts: int = 0,
+        sharding: Sharding = "none",
+        turn: int | None = None,
     ) -> Site:
-        self._all.append(Site(len(self._all), layer, role, in_features, out_features, experts))
-        return self._all[-1]
+        site = Site(len(self._all), layer, role, in_features, out_features, experts, sharding, turn)
+        self._all.append(site)
+        return site
 
     @property
     def summed_outputs(self) -> int:
         """Outputs of the sites whose inputs devices share out; 0 where there is one device."""
         if self.shard.count == 1:
             return 0
-        return sum(sum(site.out_features) for site in self._all if site.role in BY_INPUTS)
+        shared = (site for site in self._all if site.sharding == "row" and not site.experts)
+        return sum(sum(site.out_features) for site in shared)
 
     def __len__(self) -> int:
         return len(self._all)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._all)
 
     def __getitem__(self, number: int) -> Site:
         return self._all[number]

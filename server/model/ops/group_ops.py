@@ -6,7 +6,6 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from loraplex.adapters.base import Role
 from loraplex.adapters.sharding import Shard, heads_of
 from loraplex.adapters.token_rows import new_ids_width, tokens_of_shard
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
@@ -28,11 +27,6 @@ class _WithOwn(Protocol):
 P = TypeVar("P")
 L = TypeVar("L", bound=_WithOwn)
 Y = TypeVar("Y")
-
-
-# Products by input features. Between two sums of one turn lies one of the other, or another sum.
-_TURNS: dict[Role, int] = {"o": 0, "down": 1}
-SUMMED: frozenset[Role] = frozenset(_TURNS)
 
 
 class ShardedOps(Ops[P, L, Y], Protocol[P, L, Y]):
@@ -78,8 +72,13 @@ class GroupOps(Generic[P, L, Y]):
         self._whole, self._ops, self._group = whole, ops, group
         self.plan: Callable[[StepLayout], P] = ops.plan
         self.lora: Callable[[np.ndarray], L | None] = ops.lora
-        self.gated, self.moe = ops.gated, ops.moe
-        self.rms_norm, self.add_norm, self.norm_own = ops.rms_norm, ops.add_norm, ops.norm_own
+        self.gated, self.activated, self.moe, self.plus = (
+            ops.gated,
+            ops.activated,
+            ops.moe,
+            ops.plus,
+        )
+        self.norm, self.add_norm, self.norm_own = ops.norm, ops.add_norm, ops.norm_own
 
     def embed(
         self, token_ids: torch.Tensor, weight: torch.Tensor, lora: L | None, site: Site
@@ -97,10 +96,9 @@ class GroupOps(Generic[P, L, Y]):
         return self._group.sum(found * mine.unsqueeze(1))
 
     def linear(self, x: torch.Tensor, linear: Linear, lora: L | None, site: Site) -> Y:
-        turn = _TURNS.get(site.role)
-        if turn is None:
+        if site.turn is None:
             return self._ops.linear(x, linear, lora, site)
-        terms = self._group.terms(len(x), turn)
+        terms = self._group.terms(len(x), site.turn)
         if terms is None:
             return self._ops.linear(x, linear, lora, site, self._group.place(len(x)))
         y = self._ops.linear(x, linear, lora, site, terms.y, terms.delta)

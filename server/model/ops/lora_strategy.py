@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from loraplex.adapters.base import Role
 from loraplex.server.kernels.launch.configs import Phase
-from loraplex.server.model.spec.model_spec import ModelSpec
-from loraplex.server.model.spec.moe_spec import MoeSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 
 # Up to so many tokens a delta of gate_up beside its linear costs less than expanding in the
 # activation, and tiles are shared out among programs.
@@ -70,8 +69,14 @@ class Regime(Enum):
 Strategies = MappingProxyType[Role, Strategy]
 
 
+# Roles whose consumer finishes no LoRA.
+_COMPLETE: tuple[Role, ...] = ("up", "shared_gate_up", "shared_down")
+
+
 def _row(qkv: Strategy, o: Strategy, gate_up: Strategy, down: Strategy) -> Strategies:
-    return MappingProxyType({"qkv": qkv, "o": o, "gate_up": gate_up, "down": down})
+    others = Strategy.FUSED if qkv is Strategy.FUSED else Strategy.IN_PLACE
+    of_each = dict.fromkeys(_COMPLETE, others)
+    return MappingProxyType(of_each | {"qkv": qkv, "o": o, "gate_up": gate_up, "down": down})
 
 
 _S = Strategy
@@ -111,10 +116,10 @@ class Consumers:
     """Reasons that keep a model's consumers from a part of LoRA.
 
     whole: sites of one module, of whose output the consumer takes parts: kernels finish LoRA by the
-    ranks of each part. summed: LoRA is complete before devices sum. sums_first: the rotation
-    expands nothing, since norms of q and k over all heads need the sum before, or since it would
-    write to a cache of another dtype. fused: linears of few tokens have a kernel with LoRA in it;
-    quantised ones end before A x would be there.
+    ranks of each part; and sites of branches that are summed with others. summed: LoRA is complete
+    before devices sum. sums_first: the rotation expands nothing, since norms of q and k over all
+    heads need the sum before, or since it would write to a cache of another dtype. fused: linears
+    of few tokens have a kernel with LoRA in it; quantised ones end before A x would be there.
     """
 
     whole: frozenset[Role] = frozenset()
@@ -124,11 +129,16 @@ class Consumers:
 
     @classmethod
     def of(cls, model: ModelSpec, *, fp8_cache: bool, summed: SummedSites) -> "Consumers":
-        takes_parts = {layer.qkv for layer in model.layers}
-        takes_parts |= {x.gate_up for x in model.layers if not isinstance(x.mlp, MoeSpec)}
-        whole = frozenset(linear.role for linear in takes_parts if len(linear.parts) == 1)
+        branches = {branch for layer in model.layers for branch in layer.branches}
+        takes_parts = {x.qkv if isinstance(x, AttentionSpec) else x.gate_up for x in branches}
+        whole = {linear.role for linear in takes_parts if len(linear.parts) == 1}
+        for step in set(model.steps):
+            if len(step.branches) > 1:
+                whole |= {branch.linears[-1].role for branch in step.branches}
         norms_all = any(layer.attention.norms_all_heads for layer in model.layers)
-        return cls(whole, summed, norms_all or fp8_cache, fused=model.quantisation is None)
+        return cls(
+            frozenset(whole), summed, norms_all or fp8_cache, fused=model.quantisation is None
+        )
 
     def strategies(self, regime: Regime, tokens: int) -> Strategies:
         """The row of STRATEGIES, with IN_PLACE for what a consumer cannot finish."""
@@ -137,7 +147,7 @@ class Consumers:
             row["qkv"] = Strategy.IN_PLACE
         summed = self.summed
         late = frozenset[Role]() if tokens <= summed.term_rows else summed.late
-        for role in self.whole | summed.before | late:
+        for role in (self.whole | summed.before | late) & row.keys():
             if row[role] is not Strategy.FUSED:
                 row[role] = Strategy.IN_PLACE
         if row["gate_up"] is Strategy.IN_PLACE and row["down"] is Strategy.DELTA_OF_SHRUNK:

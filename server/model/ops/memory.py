@@ -10,8 +10,9 @@ from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.engine.memory.room import pages_held, tokens_that_fit
 from loraplex.server.model.ops.sizes import MOST_PADDING
 from loraplex.server.model.quantisation.forms import packed_bytes
-from loraplex.server.model.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, layer_path
-from loraplex.server.model.spec.moe_spec import MXFP4_BLOCK, MXFP4_TENSORS, MoeSpec
+from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK, MXFP4_TENSORS, LinearSpec
+from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec, layer_path
+from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.page_groups import page_groups
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
@@ -112,12 +113,13 @@ def _written_out(model: ModelSpec) -> int:
 
 
 def _inner_width(layer: LayerSpec, hidden: int) -> int:
-    """Numbers that a token needs within the MLP; with experts those of each that it has, whose
-    inputs and results lie apart from the token's."""
-    width = 3 * layer.mlp.size
-    if isinstance(layer.mlp, MoeSpec):
-        return layer.mlp.top_k * (width + 2 * hidden)
-    return width
+    """Numbers that a token needs within MLPs; with experts those of each that it has, whose inputs
+    and results lie apart from the token's."""
+    found = 0
+    for branch in layer.feed_forwards:
+        width = 3 * branch.size
+        found += branch.top_k * (width + 2 * hidden) if isinstance(branch, MoeSpec) else width
+    return found
 
 
 def _rotation_bytes(model: ModelSpec, context: int) -> int:

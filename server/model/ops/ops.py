@@ -11,7 +11,7 @@ import torch
 
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
-from loraplex.server.model.lora.sites import LayerSites, Site
+from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.spec.model_spec import Activation
 from loraplex.server.model.spec.page_groups import PageGroups
 from loraplex.server.model.weights import KvScales, Norm
@@ -146,8 +146,8 @@ class Ops(Protocol[P, L, Y]):
         """A product by input features, summed over the devices that share the model."""
         ...
 
-    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """Over the last dimension, in float32."""
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Norm over the last dimension, in float32."""
         ...
 
     def norm_own(self, normed: torch.Tensor, hidden: torch.Tensor, lora: L, place: int) -> None:
@@ -190,11 +190,19 @@ class Ops(Protocol[P, L, Y]):
         """
         ...
 
-    def moe(self, x: torch.Tensor, weights: MoeWeights, lora: L | None, sites: LayerSites) -> Y:
+    def activated(self, up: Y, activation: Activation) -> torch.Tensor:
+        """Apply an activation without gate: `[tokens, n]` -> `[tokens, n]`."""
+        ...
+
+    def plus(self, a: Y, b: Y) -> Y:
+        """The sum of what two branches give, `[tokens, hidden]` each."""
+        ...
+
+    def moe(self, x: torch.Tensor, weights: MoeWeights, lora: L | None, sites: BranchSites) -> Y:
         """The output of a layer's experts for normed rows, as `weights.spec` says.
 
         `[tokens, hidden]` -> `[tokens, hidden]`. A token's experts are summed in the order of their
         weights, so that the sum depends on nothing else of the batch. The adapters' deltas are
-        those of each expert at `sites.gate_up` and `sites.down`.
+        those of each expert at the sites of gate_up and of down.
         """
         ...

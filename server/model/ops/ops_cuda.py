@@ -34,7 +34,7 @@ from loraplex.server.model.lora.own_rows import (
     own_logits,
     widened,
 )
-from loraplex.server.model.lora.sites import LayerSites, Site
+from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.ops.attention_cuda import Attention, PagedAttention
 from loraplex.server.model.ops.cache_pages import cache_pages
 from loraplex.server.model.ops.device_lora import DeviceLora, LoraBatches
@@ -51,6 +51,7 @@ from loraplex.server.model.ops.lora_linear import (
 )
 from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, Consumers, SummedSites
 from loraplex.server.model.ops.ops import KVCache, StepLayout
+from loraplex.server.model.ops.pointwise import activated, layer_norm
 from loraplex.server.model.ops.products import Products
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
 from loraplex.server.model.spec.model_spec import (
@@ -60,7 +61,7 @@ from loraplex.server.model.spec.model_spec import (
     PositionScale,
     RopeSpec,
 )
-from loraplex.server.model.weights import Norm
+from loraplex.server.model.weights import LayerNorm, Norm
 
 
 class Rotations:
@@ -128,7 +129,7 @@ class Experts:
         self._early = configs.programmatic_launch
 
     def run(
-        self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: LayerSites
+        self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: BranchSites
     ) -> ByExperts:
         """Route tokens to experts and compute these, with LoRA, as `Ops.moe` says."""
         spec = weights.spec
@@ -146,7 +147,7 @@ class Experts:
         if lora is None or not lora.expert_sites:
             inner = self._product(x, weights.gate_up, cut, activation)
             return ByExperts(self._product(inner, weights.down, cut), shares)
-        of_gate_up, of_down = self._lora_at(sites.gate_up, lora), self._lora_at(sites.down, lora)
+        of_gate_up, of_down = (self._lora_at(site, lora) for site in sites)
         inner = self._gated_adapted(x, weights.gate_up, cut, of_gate_up, activation)
         return ByExperts(self._adapted(inner, weights.down, cut, of_down), shares)
 
@@ -363,13 +364,15 @@ class CudaOps:
             case _:
                 raise TypeError("the norm expands no LoRA")
 
-    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        if isinstance(norm, LayerNorm):
+            return layer_norm(x, norm)
         return rms_norm(x, norm, programmatic_launch=self._configs.programmatic_launch)
 
     def norm_own(
         self, normed: torch.Tensor, hidden: torch.Tensor, lora: DeviceLora, place: int
     ) -> None:
-        norm_own(lora.own, place, hidden, normed, self.rms_norm)
+        norm_own(lora.own, place, hidden, normed, self.norm)
 
     def add_norm(
         self,
@@ -380,6 +383,11 @@ class CudaOps:
         factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add delta to hidden, in place, and norm the sum. Returns the normed rows and hidden."""
+        if isinstance(norm, LayerNorm):
+            _, hidden = self.add_norm(delta, hidden, None, post, factor)
+            return layer_norm(hidden, norm), hidden
+        if isinstance(post, LayerNorm):
+            raise TypeError("no kernel has a LayerNorm before the residual sum")
         pending, early = None, self._configs.programmatic_launch
         rule = (hidden, norm, post, factor)
         match delta:
@@ -483,7 +491,13 @@ class CudaOps:
             case _:
                 assert_never(gate_up)
 
+    def activated(self, up: LinearOutput, activation: Activation) -> torch.Tensor:
+        return activated(self.complete(up), activation)
+
+    def plus(self, a: LinearOutput, b: LinearOutput) -> LinearOutput:
+        return Ready(self.complete(a) + self.complete(b))
+
     def moe(
-        self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: LayerSites
+        self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: BranchSites
     ) -> LinearOutput:
         return self._experts.run(x, weights, lora, sites)

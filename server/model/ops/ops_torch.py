@@ -19,8 +19,9 @@ from loraplex.server.model.lora.own_rows import (
     own_logits,
     widened,
 )
-from loraplex.server.model.lora.sites import LayerSites, Site
+from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.ops.ops import KVCache, StepLayout
+from loraplex.server.model.ops.pointwise import activated, layer_norm
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.model_spec import (
@@ -31,27 +32,28 @@ from loraplex.server.model.spec.model_spec import (
     RopeSpec,
 )
 from loraplex.server.model.spec.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertActivation
-from loraplex.server.model.weights import Norm
+from loraplex.server.model.weights import LayerNorm, Norm, RmsNorm
 
 Masks = dict[int | None, torch.Tensor | None]
 
 
 def run_experts(
-    x: torch.Tensor, weights: MoeWeights, lora: LoraBatch | None, sites: LayerSites
+    x: torch.Tensor, weights: MoeWeights, lora: LoraBatch | None, sites: BranchSites
 ) -> torch.Tensor:
     """Route tokens to experts and compute these, with LoRA, as `Ops.moe` says."""
     chosen, shares = route(x, weights)
+    of_gate_up, of_down = sites
     results = x.new_empty(*chosen.shape, weights.down.out_features)
     for expert in chosen.unique().tolist():
         rows, places = (chosen == expert).nonzero(as_tuple=True)
         inputs = x[rows]
         gate_up = weights.gate_up.run(expert, inputs)
         if lora is not None:
-            lora.add_expert(sites.gate_up, expert, rows, inputs, gate_up)
+            lora.add_expert(of_gate_up, expert, rows, inputs, gate_up)
         inner = _activated(gate_up, weights.spec.activation)
         found = weights.down.run(expert, inner)
         if lora is not None:
-            lora.add_expert(sites.down, expert, rows, inner, found)
+            lora.add_expert(of_down, expert, rows, inner, found)
         results[rows, places] = found
     return (results * shares.unsqueeze(-1)).sum(1).to(x.dtype)
 
@@ -296,7 +298,9 @@ class TorchOps:
     def with_terms(self, y: torch.Tensor, terms: SharedTerms) -> torch.Tensor:
         return y
 
-    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        if isinstance(norm, LayerNorm):
+            return layer_norm(x, norm)
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.epsilon)
         return (norm.weight * scaled.to(norm.weight.dtype)).to(x.dtype)
@@ -304,7 +308,7 @@ class TorchOps:
     def norm_own(
         self, normed: torch.Tensor, hidden: torch.Tensor, lora: LoraBatch, place: int
     ) -> None:
-        norm_own(lora.own, place, hidden, normed, self.rms_norm)
+        norm_own(lora.own, place, hidden, normed, self.norm)
 
     def add_norm(
         self,
@@ -315,9 +319,9 @@ class TorchOps:
         factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if post is not None:
-            delta = self.rms_norm(delta, post)
+            delta = self.norm(delta, post)
         hidden = hidden + (delta if factor == 1.0 else delta * factor)
-        return hidden if norm is None else self.rms_norm(hidden, norm), hidden
+        return hidden if norm is None else self.norm(hidden, norm), hidden
 
     def attend(
         self,
@@ -353,10 +357,10 @@ class TorchOps:
     ) -> torch.Tensor:
         """Norm q and k. qk `[tokens, heads + kv_heads, head_dim]`; weight: as of `attend`."""
         if not spec.norms_all_heads:
-            return self.rms_norm(qk, Norm(weight, spec.qk_epsilon))
+            return self.norm(qk, RmsNorm(weight, spec.qk_epsilon))
         sizes = (spec.num_heads, spec.num_kv_heads)
         normed = [
-            self.rms_norm(x.flatten(1), Norm(w.flatten(), spec.qk_epsilon)).view_as(x)
+            self.norm(x.flatten(1), RmsNorm(w.flatten(), spec.qk_epsilon)).view_as(x)
             for x, w in zip(qk.split(sizes, dim=1), weight.split(sizes), strict=True)
         ]
         return torch.cat(normed, dim=1)
@@ -399,12 +403,16 @@ class TorchOps:
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        if activation == "silu":
-            return functional.silu(gate) * up
-        return functional.gelu(gate, approximate="tanh") * up
+        return activated(gate, activation) * up
+
+    def activated(self, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return activated(up, activation)
+
+    def plus(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
 
     def moe(
-        self, x: torch.Tensor, weights: MoeWeights, lora: LoraBatch | None, sites: LayerSites
+        self, x: torch.Tensor, weights: MoeWeights, lora: LoraBatch | None, sites: BranchSites
     ) -> torch.Tensor:
         return run_experts(x, weights, lora, sites)
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from loraplex.adapters.base import BaseNorm, BaseSpec, ExpertWeight, ModuleShape, layer_path
-from loraplex.server.model.spec.model_spec import LinearSpec, ModelSpec
+from loraplex.server.model.spec.linear_spec import LinearSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec, NormSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec
 
 
@@ -51,14 +52,23 @@ def base_spec(
 
 
 def _norms(model: ModelSpec) -> Iterator[BaseNorm]:
+    """Yields all norms. Adapters may change those before steps, and the last one."""
+    place = 0
     for index, layer in enumerate(model.layers):
-        norms, attention = layer.norms, layer.attention
-        places = ((norms.pre_attention, 2 * index), (norms.pre_mlp, 2 * index + 1))
-        others = (norms.post_attention, norms.post_mlp, attention.q_norm, attention.k_norm)
-        for norm, place in (*places, *((norm, -1) for norm in others)):
-            if norm is not None:
-                yield BaseNorm(layer_path(index, norm.path), norm.size, place)
-    yield BaseNorm(model.norm.path, model.norm.size, 2 * model.num_layers)
+        for step in layer.steps:
+            others = [step.post]
+            for branch in step.branches:
+                if isinstance(branch, AttentionSpec):
+                    others += branch.q_norm, branch.k_norm
+            for norm, at in ((step.pre, place), *((norm, -1) for norm in others)):
+                if norm is not None:
+                    yield _norm(norm, layer_path(index, norm.path), at)
+            place += 1
+    yield _norm(model.norm, model.norm.path, place)
+
+
+def _norm(norm: NormSpec, path: str, place: int) -> BaseNorm:
+    return BaseNorm(path, norm.size, place if norm.kind == "rms" else -1)
 
 
 def _adapted(model: ModelSpec) -> dict[LinearSpec, tuple[int, ...] | None]:
@@ -84,9 +94,10 @@ def _routers(model: ModelSpec) -> tuple[str, ...]:
     """Paths of routers: where transformers has them now, and beside modules of each expert."""
     found: dict[str, None] = {}
     for layer in model.layers:
-        stored = layer.gate_up.stored
-        if isinstance(layer.mlp, MoeSpec) and stored is not None:
-            name = layer.mlp.router.rpartition(".")[2]
-            blocks = stored.path.rsplit(".", 2)[0], layer.gate_up.parts[0].path.rsplit(".", 3)[0]
-            found.update((f"{block}.{name}", None) for block in blocks)
+        for branch in layer.feed_forwards:
+            if isinstance(branch, MoeSpec) and branch.gate_up.stored is not None:
+                name, stored = branch.router.rpartition(".")[2], branch.gate_up.stored
+                part = branch.gate_up.parts[0].path
+                blocks = stored.path.rsplit(".", 2)[0], part.rsplit(".", 3)[0]
+                found.update((f"{block}.{name}", None) for block in blocks)
     return tuple(found)

@@ -5,19 +5,20 @@ memory, and the products to time at start. A family (`loraplex.server.model.fami
 `config.json`.
 """
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Literal
 
 import msgspec
 
-from loraplex.adapters.base import ModuleShape, Role, module_name
 from loraplex.adapters.base import layer_path as layer_path
 from loraplex.adapters.classes import SCORE, ClassForm
-from loraplex.adapters.sharding import Sharding, Span
 from loraplex.server.model.quantisation.quantisation import Quantisation
-from loraplex.server.model.spec.moe_spec import ExpertStorage, MoeSpec, Tensors
+from loraplex.server.model.spec.linear_spec import LinearSpec, Matrix, Tensors
+from loraplex.server.model.spec.moe_spec import MoeSpec
 
 Activation = Literal["silu", "gelu_tanh"]
+NormKind = Literal["rms", "layer"]
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
@@ -56,114 +57,22 @@ class PositionScale(msgspec.Struct, frozen=True):
 
 
 class NormSpec(msgspec.Struct, frozen=True):
-    """An RMS norm over `size` features. path: its module. offset: added to the stored weight at
-    load, as Gemma stores the weight less one."""
+    """A norm over `size` features. path: its module. offset: added to the stored weight at load, as
+    Gemma stores the weight less one. kind: by the root of the mean square, or LayerNorm, which
+    takes the mean away before. bias: of a LayerNorm."""
 
     path: str
     size: int
     epsilon: float
     offset: float = 0.0
-
-    def tensors(self) -> Tensors:
-        """Name and shape of what the checkpoint holds."""
-        yield f"{self.path}.weight", (self.size,)
-
-
-class Matrix(NamedTuple):
-    """One module with a weight `[out_features, in_features]`."""
-
-    path: str
-    out_features: int
-    in_features: int
-
-
-class Part(msgspec.Struct, frozen=True):
-    """One module of a matrix. path: as PEFT and the checkpoint name it, `self_attn.q_proj`; of
-    experts `mlp.experts.{}.w1`, for the number of one. spans: of its outputs, as devices share
-    them; () = one."""
-
-    path: str
-    out_features: int
-    spans: tuple[Span, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return module_name(self.path)
-
-
-class LinearSpec(msgspec.Struct, frozen=True):
-    """`x W^T + bias`. role: of its site. parts: modules with the same input, whose rows lie one
-    below the other; one part where the checkpoint stores the matrix whole. experts: how many such
-    matrices there are, of the same shape; then `stored` says how."""
-
-    role: Role
-    in_features: int
-    parts: tuple[Part, ...]
-    sharding: Sharding
+    kind: NormKind = "rms"
     bias: bool = False
-    experts: int = 1
-    stored: ExpertStorage | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """PEFT's short name of each part."""
-        return tuple(part.name for part in self.parts)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Output features of each part."""
-        return tuple(part.out_features for part in self.parts)
-
-    @property
-    def out_features(self) -> int:
-        return sum(self.widths)
-
-    def spans_of(self, part: Part) -> tuple[Span, ...]:
-        """Spans of the features that devices share: the part's outputs, or all inputs."""
-        features = self.in_features if self.sharding == "row" else part.out_features
-        return part.spans or (Span(features),)
 
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
-        if self.stored is not None:
-            shape = (self.experts, self.out_features, self.in_features)
-            parts = [(part.path, part.out_features) for part in self.parts]
-            yield from self.stored.tensors(shape, parts, bias=self.bias)
-            return
-        for part in self.parts:
-            yield f"{part.path}.weight", (part.out_features, self.in_features)
-            if self.bias:
-                yield f"{part.path}.bias", (part.out_features,)
-
-    def matrices(self) -> Iterator[Matrix]:
-        """List modules whose weight is a matrix of its own in the checkpoint, one expert's after
-        the other's.
-        """
-        if self.stored is not None and self.stored.form != "each":
-            return
-        for expert in range(self.experts):
-            for part in self.parts:
-                path = part.path if self.stored is None else part.path.format(expert)
-                yield Matrix(path, part.out_features, self.in_features)
-
-    def modules(self, layers: tuple[int, ...] | None = None) -> dict[str, ModuleShape]:
-        """Return the shapes of the modules that LoRA can change, by PEFT's short name. layers:
-        those that have them; None = all.
-        """
-        has_bias = self.bias and self.stored is None
-        return {
-            part.name: ModuleShape(
-                part.path,
-                self.in_features,
-                part.out_features,
-                self.experts,
-                layers,
-                sharding=self.sharding,
-                spans=self.spans_of(part),
-                has_bias=has_bias,
-            )
-            for part in self.parts
-        }
+        yield f"{self.path}.weight", (self.size,)
+        if self.bias:
+            yield f"{self.path}.bias", (self.size,)
 
 
 # The tensor of a layer's sinks.
@@ -171,12 +80,15 @@ SINKS = "self_attn.sinks"
 
 
 class AttentionSpec(msgspec.Struct, frozen=True):
-    """Attention of one layer. scale: of `q k^T`. rope: None = positions do not turn q and k.
-    window: a token sees that many latest tokens, itself included; None = all. softcap: scores
-    become `softcap * tanh(score / softcap)`. q_norm, k_norm: before the rotation, over each
-    head or, where their size says so, all heads together; both or none. q_scale: of rotated q.
-    sinks: each head has a further score beside those of the tokens, which gives no value."""
+    """Attention between the products `qkv` and `o`. scale: of `q k^T`. rope: None = positions do
+    not turn q and k. window: a token sees that many latest tokens, itself included; None = all.
+    softcap: scores become `softcap * tanh(score / softcap)`. q_norm, k_norm: before the rotation,
+    over each head or, where their size says so, all heads together; both or none. q_scale: of
+    rotated q. sinks: each head has a further score beside those of the tokens, which gives no
+    value."""
 
+    qkv: LinearSpec
+    o: LinearSpec
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -207,58 +119,97 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         """Whether the norms of q and k are over all heads together."""
         return self.q_norm is not None and self.q_norm.size != self.head_dim
 
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Products that adapters may change, in the order of their sites."""
+        return self.qkv, self.o
+
+    def tensors(self) -> Tensors:
+        """Names, relative to the layer, and shapes of what the checkpoint holds."""
+        for part in (*self.linears, self.q_norm, self.k_norm):
+            if part is not None:
+                yield from part.tensors()
+        if self.sinks:
+            yield SINKS, (self.num_heads,)
+
 
 class MlpSpec(msgspec.Struct, frozen=True):
-    """`down(activation(gate) * up)`, with `size` features inside."""
+    """`down(activation(gate) * up)`. is_gated: False = `down(activation(up))`, where `gate_up` has
+    no gate."""
 
-    size: int
-    activation: Activation = "silu"
-
-
-class NormsSpec(msgspec.Struct, frozen=True):
-    """Norms of one layer. pre_*: of what attention and MLP read. post_*: of what they give, before
-    the residual sum. None = read, or summed, as it is."""
-
-    pre_attention: NormSpec | None
-    pre_mlp: NormSpec | None
-    post_attention: NormSpec | None = None
-    post_mlp: NormSpec | None = None
-
-
-class LayerSpec(msgspec.Struct, frozen=True):
-    """One block: attention, MLP or experts, their norms and matrices. Paths are relative to the
-    layer.
-    residual_scale: what attention and MLP give is multiplied by it before the residual sum."""
-
-    attention: AttentionSpec
-    mlp: MlpSpec | MoeSpec
-    norms: NormsSpec
-    qkv: LinearSpec
-    o: LinearSpec
     gate_up: LinearSpec
     down: LinearSpec
-    residual_scale: float = 1.0
+    activation: Activation = "silu"
+    is_gated: bool = True
 
     @property
-    def linears(self) -> tuple[LinearSpec, LinearSpec, LinearSpec, LinearSpec]:
-        """Products of a layer in the order of their sites. Kernels rely on `down`
-        behind `gate_up`.
-        """
-        return self.qkv, self.o, self.gate_up, self.down
+    def size(self) -> int:
+        """Features inside."""
+        return self.down.in_features
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Products that adapters may change, in the order of their sites."""
+        return self.gate_up, self.down
 
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
         for linear in self.linears:
             yield from linear.tensors()
-        if isinstance(self.mlp, MoeSpec):
-            yield from self.mlp.router_tensors(self.gate_up.in_features)
-        norms, attention = self.norms, self.attention
-        if attention.sinks:
-            yield SINKS, (attention.num_heads,)
-        of_blocks = (norms.pre_attention, norms.post_attention, norms.pre_mlp, norms.post_mlp)
-        for norm in (*of_blocks, attention.q_norm, attention.k_norm):
-            if norm is not None:
-                yield from norm.tensors()
+
+
+FeedForward = MlpSpec | MoeSpec
+Branch = AttentionSpec | FeedForward
+
+
+class StepSpec(msgspec.Struct, frozen=True):
+    """A part of a layer that ends with a residual sum: `x + factor * post(sum of branches)`. Every
+    branch reads `pre(x)`. pre, post: None = read, or summed, as it is. At most one branch attends.
+    """
+
+    branches: tuple[Branch, ...]
+    pre: NormSpec | None
+    post: NormSpec | None = None
+    factor: float = 1.0
+
+
+class LayerSpec(msgspec.Struct, frozen=True):
+    """One layer: its steps in order. Paths are relative to the layer."""
+
+    steps: tuple[StepSpec, ...]
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return tuple(chain.from_iterable(step.branches for step in self.steps))
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The layer's attention."""
+        return next(branch for branch in self.branches if isinstance(branch, AttentionSpec))
+
+    @property
+    def feed_forwards(self) -> tuple[FeedForward, ...]:
+        return tuple(each for each in self.branches if not isinstance(each, AttentionSpec))
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Products that adapters may change, in the order of their sites."""
+        return tuple(chain.from_iterable(branch.linears for branch in self.branches))
+
+    def tensors(self) -> Tensors:
+        """Names, relative to the layer, and shapes of what the checkpoint holds."""
+        for step in self.steps:
+            for part in (*step.branches, step.pre, step.post):
+                if part is not None:
+                    yield from part.tensors()
+
+    def mapped(self, change: Callable[[Branch], Branch]) -> "LayerSpec":
+        """The layer with every branch changed."""
+        steps = (
+            msgspec.structs.replace(step, branches=tuple(map(change, step.branches)))
+            for step in self.steps
+        )
+        return LayerSpec(tuple(steps))
 
 
 class EmbeddingSpec(msgspec.Struct, frozen=True):
@@ -337,7 +288,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
         leave is no window, and factors that no sequence reaches are none.
         """
         return msgspec.structs.replace(
-            self, layers=tuple(_within(layer, max_context) for layer in self.layers)
+            self,
+            layers=tuple(
+                layer.mapped(lambda branch: _within(branch, max_context)) for layer in self.layers
+            ),
         )
 
     @property
@@ -353,6 +307,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def num_sites(self) -> int:
         """Products that adapters may change: those of layers, the embedding and the head."""
         return sum(len(layer.linears) for layer in self.layers) + 2
+
+    @property
+    def steps(self) -> tuple[StepSpec, ...]:
+        """Steps of all layers, in order."""
+        return tuple(chain.from_iterable(layer.steps for layer in self.layers))
 
     @property
     def hidden_size(self) -> int:
@@ -426,11 +385,14 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return shapes
 
 
-def _within(layer: LayerSpec, max_context: int) -> LayerSpec:
-    attention, rope = layer.attention, layer.attention.rope
-    if attention.window is not None and attention.window >= max_context:
-        attention = msgspec.structs.replace(attention, window=None)
+def _within(branch: Branch, max_context: int) -> Branch:
+    if not isinstance(branch, AttentionSpec):
+        return branch
+    rope = branch.rope
+    if branch.window is not None and branch.window >= max_context:
+        branch = msgspec.structs.replace(branch, window=None)
     if rope is not None and rope.long_factors and rope.original_context >= max_context:
-        rope = msgspec.structs.replace(rope, long_factors=())
-        attention = msgspec.structs.replace(attention, rope=rope)
-    return msgspec.structs.replace(layer, attention=attention)
+        branch = msgspec.structs.replace(
+            branch, rope=msgspec.structs.replace(rope, long_factors=())
+        )
+    return branch

@@ -126,7 +126,7 @@ def test_scales_are_found_under_their_names(names: tuple[str, str], tmp_path: Pa
     with_scales(tmp_path, SCALES, names)
     weights = load_weights(tmp_path, read_config(tmp_path), torch.float32, CPU)
     for layer, scale in zip(weights.layers, SCALES, strict=True):
-        assert layer.kv_scales == pytest.approx(scale)
+        assert layer.attention.kv_scales == pytest.approx(scale)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

@@ -7,7 +7,7 @@ from typing import Any
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import read_rope
-from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, NormsSpec
+from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec
 
 _WINDOW, _PATTERN, _EOS = 4096, 4, 2
 
@@ -16,7 +16,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     family.refuse_other_maths(fields)
     sizes = family.read_sizes(fields, kv_heads=32, epsilon=1e-5)
     rope, max_context = read_rope(fields, sizes)
-    norms = NormsSpec(
+    norms = family.Norms(
         pre_attention=None,
         pre_mlp=None,
         post_attention=NormSpec("post_attention_layernorm", sizes.hidden, sizes.epsilon),

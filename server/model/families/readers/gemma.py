@@ -13,7 +13,6 @@ from loraplex.server.model.spec.model_spec import (
     LayerSpec,
     ModelSpec,
     NormSpec,
-    NormsSpec,
 )
 
 _ACTIVATION = "gelu_pytorch_tanh"
@@ -31,7 +30,7 @@ def read_gemma(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     if fields.config.get("hidden_activation") not in (None, _ACTIVATION):
         named = fields.config["hidden_activation"]
         fields.refuse(f"hidden_activation must be {_ACTIVATION}, got {named!r}")
-    norms = NormsSpec(
+    norms = family.Norms(
         pre_attention=_norm("input_layernorm", sizes.hidden, sizes),
         pre_mlp=_norm("post_attention_layernorm", sizes.hidden, sizes),
     )
@@ -40,8 +39,8 @@ def read_gemma(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     activation = family.read_activation(
         fields, "hidden_act", _ACTIVATION if named == "gelu" else named
     )
-    of = family.attention(sizes, rope)
-    layer = family.layer(sizes, of, _read_biases(fields), norms, activation)
+    of = family.attention(sizes, rope, biases=_read_biases(fields))
+    layer = family.layer(sizes, of, family.mlp(sizes, activation=activation), norms)
     return _model(fields, generation, sizes, (layer,) * sizes.layers, max_context)
 
 
@@ -52,12 +51,15 @@ def read_gemma2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     rope, max_context = read_rope(fields, sizes)
     scale = fields.number(config, "query_pre_attn_scalar", _SCALAR) ** -0.5
     softcap = _read_softcap(fields, "attn_logit_softcapping", 50.0)
-    window = config.get("sliding_window", _WINDOW)
+    window, biases = config.get("sliding_window", _WINDOW), _read_biases(fields)
     windows = family.read_windows(fields, sizes, window, lambda layer: layer % 2 == 0)
     layers = _layers(
         fields,
         sizes,
-        [family.attention(sizes, rope, each, scale=scale, softcap=softcap) for each in windows],
+        [
+            family.attention(sizes, rope, each, biases, scale=scale, softcap=softcap)
+            for each in windows
+        ],
     )
     cap = _read_softcap(fields, "final_logit_softcapping", 30.0)
     return _model(fields, generation, sizes, layers, max_context, cap)
@@ -81,9 +83,10 @@ def read_gemma3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     full, windowed = (read_table(fields, table, sizes)[0] for table in tables)
     ropes = [windowed if has else full for has in family.read_windowed(fields, sizes, has_window)]
     scale = fields.number(config, "query_pre_attn_scalar", _SCALAR) ** -0.5
+    biases = _read_biases(fields)
     attentions = [
         replace(
-            family.attention(sizes, rope, window, scale=scale),
+            family.attention(sizes, rope, window, biases, scale=scale),
             q_norm=_norm("self_attn.q_norm", sizes.head_dim, sizes),
             k_norm=_norm("self_attn.k_norm", sizes.head_dim, sizes),
         )
@@ -114,7 +117,7 @@ def _layers(
     fields: Fields, sizes: family.ModelSizes, attentions: Sequence[AttentionSpec]
 ) -> list[LayerSpec]:
     """Make the layers, with norms before and behind attention and MLP."""
-    norms = NormsSpec(
+    norms = family.Norms(
         pre_attention=_norm("input_layernorm", sizes.hidden, sizes),
         post_attention=_norm("post_attention_layernorm", sizes.hidden, sizes),
         pre_mlp=_norm("pre_feedforward_layernorm", sizes.hidden, sizes),
@@ -122,8 +125,8 @@ def _layers(
     )
     named = fields.config.get("hidden_activation", _ACTIVATION)
     activation = family.read_activation(fields, "hidden_activation", named)
-    biases = _read_biases(fields)
-    return [family.layer(sizes, of, biases, norms, activation) for of in attentions]
+    mlp = family.mlp(sizes, activation=activation)
+    return [family.layer(sizes, of, mlp, norms) for of in attentions]
 
 
 def _read_biases(fields: Fields) -> family.Biases:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import RopeRules, read_rope
-from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, NormsSpec
+from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec
 
 _ROPE = RopeRules(partial=0.5)
 _EPSILON = 1.5625e-07
@@ -25,9 +25,8 @@ def read_glm4(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     return _read(fields, generation, _glm4_norms)
 
 
-def _glm4_norms(sizes: family.ModelSizes) -> NormsSpec:
-    return replace(
-        family.llama_norms(sizes),
+def _glm4_norms(sizes: family.ModelSizes) -> family.Norms:
+    return family.llama_norms(sizes)._replace(
         post_attention=NormSpec("post_self_attn_layernorm", sizes.hidden, sizes.epsilon),
         post_mlp=NormSpec("post_mlp_layernorm", sizes.hidden, sizes.epsilon),
     )
@@ -36,15 +35,14 @@ def _glm4_norms(sizes: family.ModelSizes) -> NormsSpec:
 def _read(
     fields: Fields,
     generation: Mapping[str, Any],
-    norms: Callable[[family.ModelSizes], NormsSpec],
+    norms: Callable[[family.ModelSizes], family.Norms],
 ) -> ModelSpec:
     family.refuse_other_maths(fields)
     sizes = family.read_sizes(fields, kv_heads=2, head_dim=128, epsilon=_EPSILON)
     rope, max_context = read_rope(fields, sizes, _ROPE)
     biases = family.Biases(qkv=bool(fields.config.get("attention_bias", True)))
-    of = family.attention(sizes, replace(rope, interleaved=True))
-    layer = family.layer(sizes, of, biases, norms(sizes))
-    layer = replace(layer, gate_up=family.fused(layer.gate_up, "mlp.gate_up_proj"))
+    of = family.attention(sizes, replace(rope, interleaved=True), biases=biases)
+    layer = family.layer(sizes, of, family.fused_mlp(sizes), norms(sizes))
     if fields.config.get("eos_token_id") is None:
         fields = fields.changed(eos_token_id=_EOS)
     eos = family.read_eos(fields, generation, sizes)

@@ -8,15 +8,14 @@ from msgspec.structs import replace
 from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import RopeRules, read_table, rope_table
-from loraplex.server.model.spec.model_spec import LayerSpec, LinearSpec, ModelSpec
-from loraplex.server.model.spec.moe_spec import (
+from loraplex.server.model.spec.linear_spec import (
     MXFP4_BLOCK,
-    SWIGLU_ALPHA,
-    SWIGLU_LIMIT,
     ExpertForm,
     ExpertStorage,
-    MoeSpec,
+    LinearSpec,
 )
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, MoeSpec
 
 _KV_HEADS, _HEAD_DIM = 8, 64
 _EPSILON = 1e-5
@@ -29,7 +28,7 @@ _YARN: Mapping[str, Any] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_NAMES = experts.ExpertNames("mlp.experts.{}", gate="gate_proj", up="up_proj", down="down_proj")
+_NAMES = experts.ExpertNames("mlp.router", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -40,15 +39,14 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     rope, max_context = read_table(fields, rope_table(fields) or _YARN, sizes, _ROPE)
     bias = bool(config.get("attention_bias", True))
     moe = _read_moe(fields, sizes)
-    form: ExpertForm = "mxfp4" if _is_mxfp4(fields) else "stacked"
     windows = family.read_windows(
         fields, sizes, config.get("sliding_window", _WINDOW), lambda layer: layer % 2 == 0
     )
-    layers = []
-    for window in windows:
-        of = replace(family.attention(sizes, rope, window), sinks=True)
-        dense = family.layer(sizes, of, family.Biases(qkv=bias, o=bias))
-        layers.append(_with_biases(experts.sparse(dense, moe, _NAMES), form))
+    biases = family.Biases(qkv=bias, o=bias)
+    layers = [
+        family.layer(sizes, replace(family.attention(sizes, rope, window, biases), sinks=True), moe)
+        for window in windows
+    ]
     eos = family.read_eos(fields, generation, sizes)
     return family.model(fields, sizes, layers, max_context, eos)
 
@@ -61,13 +59,13 @@ def _read_moe(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:
         for key, size in (("hidden_size", sizes.hidden), ("intermediate_size", sizes.inner)):
             if sizes.is_sound and size % MXFP4_BLOCK:
                 fields.refuse(f"{key} must be a multiple of {MXFP4_BLOCK} in MXFP4, got {size}")
-    count, top_k = experts.read_counts(fields, default=128, default_of_token=4)
-    return MoeSpec(
-        experts=count,
-        top_k=top_k,
-        size=sizes.inner,
-        router="mlp.router",
-        rule="top_k_softmax",
+    counts = experts.read_counts(fields, default=128, default_of_token=4)
+    form: ExpertForm = "mxfp4" if _is_mxfp4(fields) else "stacked"
+    moe = experts.moe(sizes.hidden, sizes.inner, counts, _NAMES, "top_k_softmax")
+    return replace(
+        moe,
+        gate_up=_with_bias(moe.gate_up, form, interleaved=True),
+        down=_with_bias(moe.down, form, interleaved=False),
         router_bias=True,
         activation="clamped_swiglu",
     )
@@ -77,16 +75,8 @@ def _is_mxfp4(fields: Fields) -> bool:
     return fields.table(fields.config, "quantization_config").get("quant_method") == "mxfp4"
 
 
-def _with_biases(layer: LayerSpec, form: ExpertForm) -> LayerSpec:
-    """Add biases to a layer of experts, whose weights lie as this family stores them."""
-
-    def stored(linear: LinearSpec, *, interleaved: bool) -> LinearSpec:
-        assert linear.stored is not None
-        storage = ExpertStorage(linear.stored.path, form, interleaved, transposed=True)
-        return replace(linear, bias=True, stored=storage)
-
-    return replace(
-        layer,
-        gate_up=stored(layer.gate_up, interleaved=True),
-        down=stored(layer.down, interleaved=False),
-    )
+def _with_bias(linear: LinearSpec, form: ExpertForm, *, interleaved: bool) -> LinearSpec:
+    """Add a bias to a product of experts, whose weights lie as this family stores them."""
+    assert linear.stored is not None
+    storage = ExpertStorage(linear.stored.path, form, interleaved, transposed=True)
+    return replace(linear, bias=True, stored=storage)

@@ -27,10 +27,10 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
             "logits_scaling",
         )
     )
-    layer = family.layer(sizes, family.attention(sizes, rope, scale=scale), biases)
-    layers = (replace(layer, residual_scale=residual),) * sizes.layers
+    of = family.attention(sizes, rope, biases=biases, scale=scale)
+    layer = family.layer(sizes, of, family.mlp(sizes, biases), factor=residual)
     eos = family.read_eos(fields, generation, sizes, default=2)
-    model = family.model(fields, sizes, layers, max_context, eos)
+    model = family.model(fields, sizes, (layer,) * sizes.layers, max_context, eos)
     return replace(
         model,
         embedding=replace(model.embedding, scale=embedding),

@@ -15,6 +15,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     rope, max_context = read_rope(fields, sizes)
     bias = bool(fields.config.get("attention_bias", False))
     biases = family.Biases(qkv=bias, o=bias, mlp=bool(fields.config.get("mlp_bias", False)))
-    layer = family.layer(sizes, family.attention(sizes, rope), biases)
+    of = family.attention(sizes, rope, biases=biases)
+    layer = family.layer(sizes, of, family.mlp(sizes, biases))
     eos = family.read_eos(fields, generation, sizes, default=2)
     return family.model(fields, sizes, (layer,) * sizes.layers, max_context, eos)

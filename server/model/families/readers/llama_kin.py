@@ -57,7 +57,7 @@ def _read(
 ) -> ModelSpec:
     family.refuse_other_maths(fields)
     rope, max_context = read_rope(fields, sizes, rules)
-    of = family.attention(sizes, replace(rope, interleaved=interleaved))
-    layers = (family.layer(sizes, of, biases),) * sizes.layers
+    of = family.attention(sizes, replace(rope, interleaved=interleaved), biases=biases)
+    layers = (family.layer(sizes, of, family.mlp(sizes, biases)),) * sizes.layers
     eos = family.read_eos(fields, generation, sizes, default=_EOS)
     return family.model(fields, sizes, layers, max_context, eos, tied=tied)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import RopeRules, read_rope, read_table, read_tables
-from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec, NormSpec, NormsSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec, NormSpec
 
 _EOS = 50279
 _WINDOW = 4096
@@ -18,7 +18,7 @@ _OLMO3 = RopeRules(theta=5e5)
 def read_olmo2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = _read_sizes(fields)
     rope, max_context = read_rope(fields, sizes)
-    attentions = [family.attention(sizes, rope)] * sizes.layers
+    attentions = [family.attention(sizes, rope, biases=_read_biases(fields))] * sizes.layers
     return _model(fields, generation, sizes, attentions, max_context)
 
 
@@ -40,8 +40,9 @@ def read_olmo3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     (rope, max_context), (windowed_rope, _) = (
         read_table(fields, table, sizes, _OLMO3) for table in (full, windowed)
     )
+    biases = _read_biases(fields)
     attentions = [
-        family.attention(sizes, windowed_rope if has else rope, each)
+        family.attention(sizes, windowed_rope if has else rope, each, biases)
         for has, each in zip(family.read_windowed(fields, sizes, has_window), windows, strict=True)
     ]
     return _model(fields, generation, sizes, attentions, max_context)
@@ -51,6 +52,11 @@ def _read_sizes(fields: Fields) -> family.ModelSizes:
     family.refuse_other_maths(fields)
     fields.only("clip_qkv", None)
     return family.read_sizes(fields, epsilon=1e-5)
+
+
+def _read_biases(fields: Fields) -> family.Biases:
+    bias = bool(fields.config.get("attention_bias", False))
+    return family.Biases(qkv=bias, o=bias)
 
 
 def _model(
@@ -63,14 +69,12 @@ def _model(
     def norm(path: str, size: int) -> NormSpec:
         return NormSpec(path, size, sizes.epsilon)
 
-    norms = NormsSpec(
+    norms = family.Norms(
         pre_attention=None,
         pre_mlp=None,
         post_attention=norm("post_attention_layernorm", sizes.hidden),
         post_mlp=norm("post_feedforward_layernorm", sizes.hidden),
     )
-    bias = bool(fields.config.get("attention_bias", False))
-    biases = family.Biases(qkv=bias, o=bias)
     layers = [
         family.layer(
             sizes,
@@ -79,8 +83,7 @@ def _model(
                 q_norm=norm("self_attn.q_norm", of.q_size),
                 k_norm=norm("self_attn.k_norm", of.kv_size),
             ),
-            biases,
-            norms,
+            norms=norms,
         )
         for of in attentions
     ]

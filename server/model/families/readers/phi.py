@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import RopeRules, read_rope
-from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 
 # Phi 3's first configurations say "su", and transformers takes "yarn" for the same.
 _ROPE = RopeRules(
@@ -31,15 +31,12 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     rope, max_context = read_rope(fields, sizes, _ROPE)
     windows = family.read_windows(fields, sizes, fields.config.get("sliding_window"))
     layers = [
-        _fused(family.layer(sizes, family.attention(sizes, rope, window))) for window in windows
+        family.layer(sizes, _fused(family.attention(sizes, rope, window)), family.fused_mlp(sizes))
+        for window in windows
     ]
     eos = family.read_eos(fields, generation, sizes, default=_EOS)
     return family.model(fields, sizes, layers, max_context, eos)
 
 
-def _fused(layer: LayerSpec) -> LayerSpec:
-    return replace(
-        layer,
-        qkv=family.fused(layer.qkv, "self_attn.qkv_proj"),
-        gate_up=family.fused(layer.gate_up, "mlp.gate_up_proj"),
-    )
+def _fused(of: AttentionSpec) -> AttentionSpec:
+    return replace(of, qkv=family.fused(of.qkv, "self_attn.qkv_proj"))

@@ -18,7 +18,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     rope, max_context = read_rope(fields, sizes)
     biases = family.Biases(qkv=True)
     layers = [
-        family.layer(sizes, family.attention(sizes, rope, window), biases)
+        family.layer(sizes, family.attention(sizes, rope, window, biases))
         for window in read_windows(fields, sizes)
     ]
     eos = family.read_eos(fields, generation, sizes)

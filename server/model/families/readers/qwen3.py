@@ -19,7 +19,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     bias = bool(fields.config.get("attention_bias", False))
     biases = family.Biases(qkv=bias, o=bias)
     layers = [
-        family.layer(sizes, family.attention(sizes, rope, window, qk_norm=True), biases)
+        family.layer(sizes, family.attention(sizes, rope, window, biases, qk_norm=True))
         for window in read_windows(fields, sizes)
     ]
     eos = family.read_eos(fields, generation, sizes)

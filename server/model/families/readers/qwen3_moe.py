@@ -7,12 +7,12 @@ from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import read_rope
 from loraplex.server.model.spec.model_spec import ModelSpec
-from loraplex.server.model.spec.moe_spec import MoeSpec
+from loraplex.server.model.spec.moe_spec import MoeSpec, RouterRule
 
 _KV_HEADS = 4
 _WINDOW = 4096
 _SIZE = 768
-_NAMES = experts.ExpertNames("mlp.experts.{}", gate="gate_proj", up="up_proj", down="down_proj")
+_NAMES = experts.ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -24,26 +24,26 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias", False))
     asked = config.get("use_sliding_window", False)
     window = config.get("sliding_window", _WINDOW) if asked else None
-    moe, sparse = _read_moe(fields), _read_sparse(fields, sizes)
-    layers = []
-    for layer, found in enumerate(experts.read_same_windows(fields, sizes, window)):
-        of = family.attention(sizes, rope, found, qk_norm=True)
-        dense = family.layer(sizes, of, family.Biases(qkv=bias, o=bias))
-        layers.append(experts.sparse(dense, moe, _NAMES) if layer in sparse else dense)
+    biases = family.Biases(qkv=bias, o=bias)
+    moe, sparse = _read_moe(fields, sizes), _read_sparse(fields, sizes)
+    layers = [
+        family.layer(
+            sizes,
+            family.attention(sizes, rope, found, biases, qk_norm=True),
+            moe if layer in sparse else None,
+        )
+        for layer, found in enumerate(experts.read_same_windows(fields, sizes, window))
+    ]
     eos = family.read_eos(fields, generation, sizes)
     return family.model(fields, sizes, layers, max_context, eos)
 
 
-def _read_moe(fields: Fields) -> MoeSpec:
-    count, top_k = experts.read_counts(fields, default=128, default_of_token=8)
+def _read_moe(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:
+    counts = experts.read_counts(fields, default=128, default_of_token=8)
+    size = fields.positive("moe_intermediate_size", _SIZE)
     normed = bool(fields.config.get("norm_topk_prob", False))
-    return MoeSpec(
-        experts=count,
-        top_k=top_k,
-        size=fields.positive("moe_intermediate_size", _SIZE),
-        router="mlp.gate",
-        rule="softmax_top_k_normed" if normed else "softmax_top_k",
-    )
+    rule: RouterRule = "softmax_top_k_normed" if normed else "softmax_top_k"
+    return experts.moe(sizes.hidden, size, counts, _NAMES, rule)
 
 
 def _read_sparse(fields: Fields, sizes: family.ModelSizes) -> frozenset[int]:

@@ -22,7 +22,11 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     biases = family.Biases(qkv=bias, o=bias, mlp=bool(config.get("mlp_bias", False)))
     windows = _read_windows(fields, sizes, turns)
     layers = [
-        family.layer(sizes, family.attention(sizes, rope if turn else None, window), biases)
+        family.layer(
+            sizes,
+            family.attention(sizes, rope if turn else None, window, biases),
+            family.mlp(sizes, biases),
+        )
         for turn, window in zip(turns, windows, strict=True)
     ]
     eos = family.read_eos(fields, generation, sizes, default=_EOS)

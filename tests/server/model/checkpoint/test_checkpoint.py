@@ -132,7 +132,7 @@ def test_a_reader_hears_how_much_was_read(folder: Path) -> None:
 def test_weights_are_cast(folder: Path) -> None:
     stored = load_file(folder / "model.safetensors")["model.norm.weight"]
     weights = load_weights(folder, read_config(folder), torch.bfloat16, CPU)
-    assert weights.layers[2].qkv.dequantised().dtype == torch.bfloat16
+    assert weights.layers[2].attention.qkv.dequantised().dtype == torch.bfloat16
     assert torch.equal(weights.norm.weight, stored.to(torch.bfloat16))
 
 

@@ -31,7 +31,7 @@ def read(model_type: str, **changes: Any) -> ModelSpec:
 
 
 def experts_of(model: ModelSpec) -> tuple[bool, ...]:
-    return tuple(isinstance(layer.mlp, MoeSpec) for layer in model.layers)
+    return tuple(isinstance(layer.feed_forwards[0], MoeSpec) for layer in model.layers)
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -49,7 +49,7 @@ def test_layers_with_experts() -> None:
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
 def test_both_names_of_the_number_of_experts(key: str) -> None:
-    mlp = read("qwen3_moe", **{key: 9}).layers[0].mlp
+    mlp = read("qwen3_moe", **{key: 9}).layers[0].feed_forwards[0]
     assert isinstance(mlp, MoeSpec)
     assert mlp.experts == 9
 

@@ -15,6 +15,7 @@ from loraplex.server.model.spec.base_spec import base_spec
 from loraplex.server.model.spec.model_spec import ModelSpec, PositionScale, RopeSpec
 from tests.server.model.families.variants import LLAMA3_ROPE, VARIANTS
 from tests.server.model.hub_models import make_model
+from tests.server.model.spec.layers import with_attention
 
 LLAMA = {
     "model_type": "llama",
@@ -303,6 +304,5 @@ def test_every_problem_at_once() -> None:
 def test_layers_must_share_heads_and_modules() -> None:
     model = read()
     first, *others = model.layers
-    attention = replace(first.attention, num_kv_heads=1)
     with pytest.raises(ValueError, match="same heads"):
-        replace(model, layers=(replace(first, attention=attention), *others))
+        replace(model, layers=(with_attention(first, num_kv_heads=1), *others))

@@ -102,13 +102,13 @@ def test_plain_steps_norm_nothing_again(norms: Norms, monkeypatch: pytest.Monkey
     driver, counts = norms.driver, list[int]()
     slots = driver.load_all(norms.adapters, 0, first=0)
     ops = driver.executor._decoder.ops
-    rms_norm = type(ops).rms_norm
+    norm = type(ops).norm
 
     def counted(self: object, *arguments: object) -> object:
         counts.append(1)
-        return rms_norm(self, *arguments)  # type: ignore[arg-type]
+        return norm(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(type(ops), "rms_norm", counted)
+    monkeypatch.setattr(type(ops), "norm", counted)
     used = []
     for slot in (-1, slots["plain"], slots["dora"], slots["end"], slots["every"]):
         counts.clear()

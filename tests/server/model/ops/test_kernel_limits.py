@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, PositionScale
+from tests.server.model.spec.layers import with_attention
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -24,8 +25,7 @@ def changed(attention: dict[str, Any], rope: dict[str, Any]) -> ModelSpec:
     model = read_model(LLAMA)
     layer = model.layers[0]
     turned = replace(layer.attention.rope, **rope)  # type: ignore[type-var]
-    changes = {"rope": turned, **attention}
-    layer = replace(layer, attention=replace(layer.attention, **changes))
+    layer = with_attention(layer, **{"rope": turned, **attention})
     return replace(model, layers=(layer,) * model.num_layers)
 
 

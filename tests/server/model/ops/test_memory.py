@@ -26,6 +26,7 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.quantised_at_load import quantised_at_load
 from loraplex.server.worker.process.sizing import choose_sizes
 from tests.server.model.driver import engine_config
+from tests.server.model.spec.layers import with_attention
 
 GIB = 1 << 30
 FOLDER: Path = SHIPPED / "llama-3.1-8b"
@@ -127,12 +128,7 @@ def test_tables_of_pages_and_adapters_are_counted() -> None:
 def windowed(*windows: int | None) -> ModelSpec:
     """Llama-3.1-8B, whose layers have these windows in turn."""
     layers = tuple(
-        msgspec.structs.replace(
-            layer,
-            attention=msgspec.structs.replace(
-                layer.attention, window=windows[number % len(windows)]
-            ),
-        )
+        with_attention(layer, window=windows[number % len(windows)])
         for number, layer in enumerate(MODEL.layers)
     )
     return msgspec.structs.replace(MODEL, layers=layers)
@@ -246,11 +242,8 @@ def test_that_room_can_be_needed() -> None:
 
 
 def of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelSpec:
-    layer = MODEL.layers[0]
-    attention = msgspec.structs.replace(
-        layer.attention, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
-    )
-    layers = (msgspec.structs.replace(layer, attention=attention),)
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    layers = (with_attention(MODEL.layers[0], **heads),)
     return msgspec.structs.replace(MODEL, layers=layers)
 
 

@@ -18,6 +18,7 @@ from loraplex.server.model.spec.page_groups import PageGroups
 from loraplex.server.model.weights import KvScales
 from tests.kernels.test_prompt_attention import attended
 from tests.server.model import fake_flashinfer
+from tests.server.model.spec.layers import with_attention
 
 PAGE, ROWS, PAGES_A_ROW = 16, 3, 24
 SLICES = ((2, 0, 130), (0, 33, 17), (1, 300, 60))  # row, start, tokens
@@ -40,8 +41,7 @@ def model_of(head_dim: int) -> ModelSpec:
     }
     model = read_model(config)
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, **change))
-        for layer, change in zip(model.layers, CHANGES, strict=True)
+        with_attention(layer, **change) for layer, change in zip(model.layers, CHANGES, strict=True)
     )
     return replace(model, layers=layers)
 

@@ -40,7 +40,7 @@ def weights_of(spec: MoeSpec, router: Any) -> MoeWeights:
 def test_as_transformers(name: str, dtype: torch.dtype) -> None:
     config_class, router_class, settings = ROUTERS[name]
     config = config_class(**SIZES, **settings, num_experts_per_tok=TOP_K)
-    moe = read_model(config.to_dict()).layers[0].mlp
+    moe = read_model(config.to_dict()).layers[0].feed_forwards[0]
     assert isinstance(moe, MoeSpec)
     torch.manual_seed(1)
     router = router_class(config).to(dtype)

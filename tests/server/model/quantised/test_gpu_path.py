@@ -89,7 +89,7 @@ def test_dora_as_the_reference(pair: Pair) -> None:
 
 def test_experts_as_the_reference(experts: Pair) -> None:
     for layer in experts.gpu.executor._decoder.weights.layers:
-        assert isinstance(layer.mlp, MoeWeights)
-        assert isinstance(layer.mlp.gate_up.weight, PackedMatrix)
-        assert isinstance(layer.mlp.down.weight, PackedMatrix)
+        assert isinstance(layer.branches[1], MoeWeights)
+        assert isinstance(layer.branches[1].gate_up.weight, PackedMatrix)
+        assert isinstance(layer.branches[1].down.weight, PackedMatrix)
     assert_same(experts, [0, -1, 1, 1], abs=3e-4)

@@ -71,9 +71,7 @@ def assert_experts_stay(folder: Path) -> None:
         for packed in (False, True)
     ]
     for plain, packed in zip(*(each.layers for each in loaded), strict=True):
-        assert isinstance(plain.mlp, MoeWeights)
-        assert isinstance(packed.mlp, MoeWeights)
-        for a, b in ((plain.mlp.gate_up, packed.mlp.gate_up), (plain.mlp.down, packed.mlp.down)):
+        for a, b in zip(_experts(plain), _experts(packed), strict=True):
             assert isinstance(b.weight, PackedMatrix)
             assert b.out_features == a.out_features
             assert b.nbytes < 0.4 * a.nbytes
@@ -87,14 +85,18 @@ def assert_experts_stay(folder: Path) -> None:
         for plain, packed in zip(*(each.layers for each in loaded), strict=True)
         for a, b in zip(_experts(plain), _experts(packed), strict=True)
     )
-    kept = sum(layer.qkv.nbytes + layer.o.nbytes for each in loaded[1:] for layer in each.layers)
+    kept = sum(
+        layer.attention.qkv.nbytes + layer.attention.o.nbytes
+        for each in loaded[1:]
+        for layer in each.layers
+    )
     # What config.json does not say is in floating point counts as quantised.
     assert dense - estimate == pytest.approx(saved, rel=0.1, abs=kept)
 
 
 def _experts(layer: LayerWeights) -> tuple[ExpertsLinear, ExpertsLinear]:
-    assert isinstance(layer.mlp, MoeWeights)
-    return layer.mlp.gate_up, layer.mlp.down
+    assert isinstance(layer.branches[1], MoeWeights)
+    return layer.branches[1].gate_up, layer.branches[1].down
 
 
 def test_mxfp4_stays_so(tmp_path: Path) -> None:
@@ -128,8 +130,8 @@ def test_biases_that_the_model_does_not_have(tmp_path: Path) -> None:
     tensors["model.layers.1.self_attn.v_proj.bias"] = bias
     save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
     weights = load_weights(tmp_path, read_config(tmp_path), torch.float32, torch.device("cpu"))
-    assert weights.layers[0].qkv.bias is None
-    found = weights.layers[1].qkv.bias
+    assert weights.layers[0].attention.qkv.bias is None
+    found = weights.layers[1].attention.qkv.bias
     assert found is not None
     assert torch.equal(found, torch.cat((torch.zeros(96), bias.float())))
 

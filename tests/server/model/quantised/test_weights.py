@@ -40,11 +40,11 @@ def assert_loaded(weights: ModelWeights, oracle: Any, ulp: float = 0.0) -> None:
     found = {name: module.weight for name, module in matrices(oracle)}
     for number, layer in enumerate(weights.layers):
         path = f"model.layers.{number}"
-        mlp = layer.mlp
+        mlp = layer.branches[1]
         assert isinstance(mlp, MlpWeights)
         expected = {
-            layer.qkv: [f"self_attn.{part}_proj" for part in "qkv"],
-            layer.o: ["self_attn.o_proj"],
+            layer.attention.qkv: [f"self_attn.{part}_proj" for part in "qkv"],
+            layer.attention.o: ["self_attn.o_proj"],
             mlp.gate_up: ["mlp.gate_proj", "mlp.up_proj"],
             mlp.down: ["mlp.down_proj"],
         }

@@ -36,8 +36,8 @@ def test_odd_widths(form: str, inner: int, tmp_path: Path) -> None:
     config = read_config(tmp_path)
     load: Any = partial(load_weights, tmp_path, config, torch.float32, torch.device("cpu"))
     for count in (2, 4):
-        parts = [load(shard=Shard(index, count)).layers[1].mlp for index in range(count)]
-        mlp = load().layers[1].mlp
+        parts = [load(shard=Shard(index, count)).layers[1].branches[1] for index in range(count)]
+        mlp = load().layers[1].branches[1]
         down = torch.cat([part.down.weight for part in parts], 1)
         assert torch.equal(down[:, :inner], mlp.down.weight)
         assert not down[:, inner:].any()
@@ -168,7 +168,10 @@ def test_parts_of_experts_in_mxfp4(inner: int, tmp_path: Path) -> None:
     mxfp4_model(tmp_path, intermediate_size=inner)
     model = read_config(tmp_path)
     load: Any = partial(load_weights, tmp_path, model, torch.float32, torch.device("cpu"))
-    mlp, parts = load().layers[1].mlp, [load(shard=Shard(i, 2)).layers[1].mlp for i in range(2)]
+    mlp, parts = (
+        load().layers[1].branches[1],
+        [load(shard=Shard(i, 2)).layers[1].branches[1] for i in range(2)],
+    )
     down = torch.cat([part.down.weight for part in parts], 2)
     assert torch.equal(down, mlp.down.weight)
     halves = [part.gate_up.weight.chunk(2, 1) for part in parts]

@@ -1,0 +1,151 @@
+"""One product of a model: the modules that it is made of, and how they are stored. Pure."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from loraplex.adapters.base import ModuleShape, Role, module_name
+from loraplex.adapters.sharding import Sharding, Span
+
+ExpertForm = Literal["each", "stacked", "mxfp4"]
+Tensors = Iterator[tuple[str, tuple[int, ...]]]
+
+# Features that share a scale in MXFP4, two in a byte.
+MXFP4_BLOCK = 32
+# How the names of its tensors end.
+MXFP4_TENSORS = ("_blocks", "_scales")
+
+
+class Matrix(NamedTuple):
+    """One module with a weight `[out_features, in_features]`."""
+
+    path: str
+    out_features: int
+    in_features: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One module of a matrix. path: as PEFT and the checkpoint name it, `self_attn.q_proj`; of
+    experts `mlp.experts.{}.w1`, for the number of one. spans: of its outputs, as devices share
+    them; () = one."""
+
+    path: str
+    out_features: int
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return module_name(self.path)
+
+
+class ExpertStorage(msgspec.Struct, frozen=True):
+    """How a checkpoint stores one matrix of all experts of a layer.
+
+    form: `each` = a tensor for each expert and part; `stacked` = one tensor, `[experts, out, in]`;
+    `mxfp4` = the same in blocks of MXFP4_BLOCK features. path: of the tensor of all experts, to
+    which `mxfp4` adds suffixes. interleaved: in such a tensor row i belongs to part i % parts; else
+    each part's rows lie together. transposed: `stacked` is `[experts, in, out]`.
+    """
+
+    path: str
+    form: ExpertForm = "each"
+    interleaved: bool = False
+    transposed: bool = False
+
+    def tensors(
+        self, shape: tuple[int, int, int], parts: Sequence[tuple[str, int]], *, bias: bool
+    ) -> Tensors:
+        """List the tensors that hold the experts, with their shapes. shape: experts, output and
+        input features. parts: paths and output features.
+        """
+        experts, outputs, inputs = shape
+        if self.form == "each":
+            for path, features in parts:
+                for expert in range(experts):
+                    yield f"{path.format(expert)}.weight", (features, inputs)
+            return
+        if self.form == "stacked":
+            inner = (inputs, outputs) if self.transposed else (outputs, inputs)
+            yield self.path, (experts, *inner)
+        else:
+            blocks = (experts, outputs, inputs // MXFP4_BLOCK)
+            yield f"{self.path}_blocks", (*blocks, MXFP4_BLOCK // 2)
+            yield f"{self.path}_scales", blocks
+        if bias:
+            yield f"{self.path}_bias", (experts, outputs)
+
+
+class LinearSpec(msgspec.Struct, frozen=True):
+    """`x W^T + bias`. role: of its site. parts: modules with the same input, whose rows lie one
+    below the other; one part where the checkpoint stores the matrix whole. experts: how many such
+    matrices there are, of the same shape; then `stored` says how."""
+
+    role: Role
+    in_features: int
+    parts: tuple[Part, ...]
+    sharding: Sharding
+    bias: bool = False
+    experts: int = 1
+    stored: ExpertStorage | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """PEFT's short name of each part."""
+        return tuple(part.name for part in self.parts)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Output features of each part."""
+        return tuple(part.out_features for part in self.parts)
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.widths)
+
+    def spans_of(self, part: Part) -> tuple[Span, ...]:
+        """Spans of the features that devices share: the part's outputs, or all inputs."""
+        features = self.in_features if self.sharding == "row" else part.out_features
+        return part.spans or (Span(features),)
+
+    def tensors(self) -> Tensors:
+        """Names and shapes of what the checkpoint holds."""
+        if self.stored is not None:
+            shape = (self.experts, self.out_features, self.in_features)
+            parts = [(part.path, part.out_features) for part in self.parts]
+            yield from self.stored.tensors(shape, parts, bias=self.bias)
+            return
+        for part in self.parts:
+            yield f"{part.path}.weight", (part.out_features, self.in_features)
+            if self.bias:
+                yield f"{part.path}.bias", (part.out_features,)
+
+    def matrices(self) -> Iterator[Matrix]:
+        """List modules whose weight is a matrix of its own in the checkpoint, one expert's after
+        the other's.
+        """
+        if self.stored is not None and self.stored.form != "each":
+            return
+        for expert in range(self.experts):
+            for part in self.parts:
+                path = part.path if self.stored is None else part.path.format(expert)
+                yield Matrix(path, part.out_features, self.in_features)
+
+    def modules(self, layers: tuple[int, ...] | None = None) -> dict[str, ModuleShape]:
+        """Return the shapes of the modules that LoRA can change, by PEFT's short name. layers:
+        those that have them; None = all.
+        """
+        has_bias = self.bias and self.stored is None
+        return {
+            part.name: ModuleShape(
+                part.path,
+                self.in_features,
+                part.out_features,
+                self.experts,
+                layers,
+                sharding=self.sharding,
+                spans=self.spans_of(part),
+                has_bias=has_bias,
+            )
+            for part in self.parts
+        }

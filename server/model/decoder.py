@@ -44,8 +44,8 @@ class Embedded:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """The attention of a layer, prepared. layer: 0-based. qkv, o: sites of its products."""
+class PreparedAttention:
+    """The attention of a layer. layer: 0-based. qkv, o: sites of its products."""
 
     layer: int
     weights: AttentionWeights
@@ -54,11 +54,11 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Step(Generic[L, Y]):
-    """A step of a layer, prepared. feed_forwards: give the output of a branch for normed rows, with
+class PreparedStep(Generic[L, Y]):
+    """A step of a layer. feed_forwards: give the output of a branch for normed rows, with
     its adapters. The others are those of StepSpec and StepWeights."""
 
-    attention: Attention | None
+    attention: PreparedAttention | None
     feed_forwards: tuple[Callable[[torch.Tensor, L | None], Y], ...]
     pre: Norm | None
     post: Norm | None
@@ -94,18 +94,18 @@ class Decoder(Generic[P, L, Y]):
 
     def _prepared(
         self, layer: int, spec: StepSpec, weights: StepWeights, sites: Sequence[BranchSites]
-    ) -> Step[L, Y]:
+    ) -> PreparedStep[L, Y]:
         """Choose what runs each branch of a step."""
         attention, feed_forwards = None, []
         for branch, of_branch in zip(weights.branches, sites, strict=True):
             match branch:
                 case AttentionWeights():
-                    attention = Attention(layer, branch, *of_branch)
+                    attention = PreparedAttention(layer, branch, *of_branch)
                 case MlpWeights():
                     feed_forwards.append(partial(self._mlp, branch, of_branch))
                 case MoeWeights():
                     feed_forwards.append(partial(self._moe, branch, of_branch))
-        return Step(attention, tuple(feed_forwards), weights.pre, weights.post, spec.factor)
+        return PreparedStep(attention, tuple(feed_forwards), weights.pre, weights.post, spec.factor)
 
     def forward(
         self,

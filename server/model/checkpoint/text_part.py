@@ -19,9 +19,9 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 
 _BODY = re.compile(
     r"(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.text_model\.|"
-    r"model\.)(?P<rest>(?:layers|embed_tokens|norm)\..+)"
+    r"model\.)(?P<rest>(?:layers|embed_tokens|[a-z_]*norm)\..+)"
 )
-_BARE = re.compile(r"(?:layers|embed_tokens|norm)\..+")
+_BARE = re.compile(r"(?:layers|embed_tokens|[a-z_]*norm)\..+")
 _HEAD = re.compile(r"(?:language_model\.)?(?P<head>lm_head\..+)")
 
 
@@ -30,10 +30,17 @@ def model_shards(folder: Path, model: ModelSpec) -> tuple[ModelFile, ...]:
     CheckpointError, also where two tensors would have one name.
     """
     shards = read_shards(folder)
-    if not model.is_text_part and model.writes:
+    if not model.is_text_part and model.writes and not model.stored_names:
         return shards
     seen: dict[str, str] = {}
-    name_of = plain_name if model.is_text_part else _under_model
+
+    def name_of(stored: str) -> str:
+        name = plain_name(stored) if model.is_text_part else _under_model(stored)
+        for end, other in model.stored_names:
+            if name.endswith(f".{end}"):
+                return name.removesuffix(end) + other
+        return name
+
     return tuple(replace(shard, tensors=_renamed(shard, seen, name_of)) for shard in shards)
 
 

@@ -31,6 +31,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
 }
 # Kinds of layers in `layer_types`: those that attend to all tokens, and those with a window.
 FULL, WINDOWED = "full_attention", "sliding_attention"
@@ -63,8 +64,8 @@ class Biases(NamedTuple):
 NO_BIASES = Biases()
 
 
-class Norms(NamedTuple):
-    """Norms of a layer of two steps. pre_*: of what attention and MLP read. post_*: of what they
+class NormPlaces(NamedTuple):
+    """NormPlaces of a layer of two steps. pre_*: of what attention and MLP read. post_*: of what they
     give, before the residual sum. None = read, or summed, as it is."""
 
     pre_attention: NormSpec | None
@@ -97,6 +98,7 @@ def read_sizes(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     epsilon: float = 1e-6,
+    epsilon_key: str = "rms_norm_eps",
 ) -> ModelSizes:
     """Read the sizes of a model. kv_heads, head_dim, epsilon: where `config.json` says nothing;
     None = as many as heads, and `hidden / heads`.
@@ -123,7 +125,7 @@ def read_sizes(
         fields.refuse(f"{heads} attention heads do not divide among {kv_heads} key-value heads")
     if is_sound and head_dim % 2:
         fields.refuse(f"head_dim must be even, got {head_dim}")
-    epsilon = fields.number(fields.config, "rms_norm_eps", epsilon)
+    epsilon = fields.number(fields.config, epsilon_key, epsilon)
     return ModelSizes(
         vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, epsilon, is_sound
     )
@@ -269,7 +271,7 @@ def layer(
     sizes: ModelSizes,
     of: AttentionSpec,
     feed_forward: FeedForward | None = None,
-    norms: Norms | None = None,
+    norms: NormPlaces | None = None,
     factor: float = 1.0,
 ) -> LayerSpec:
     """Make a layer of two steps: attention, then the MLP. feed_forward: None = an MLP without
@@ -291,8 +293,8 @@ def fused(linear: LinearSpec, path: str) -> LinearSpec:
     return msgspec.structs.replace(linear, parts=(Part(path, linear.out_features, spans),))
 
 
-def llama_norms(sizes: ModelSizes) -> Norms:
-    return Norms(
+def llama_norms(sizes: ModelSizes) -> NormPlaces:
+    return NormPlaces(
         pre_attention=NormSpec("input_layernorm", sizes.hidden, sizes.epsilon),
         pre_mlp=NormSpec("post_attention_layernorm", sizes.hidden, sizes.epsilon),
     )

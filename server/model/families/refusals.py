@@ -27,7 +27,7 @@ BY_TYPE: dict[str, tuple[str, ...]] = {
     ),
     _STATE_SPACE: (
         *("*mamba*", "*jamba*", "bamba", "falcon_h1", "*zamba*", "nemotron_h*"),
-        *("granitemoehybrid", "plamo2"),
+        "plamo2",
     ),
     "recurrent layers": ("*rwkv*", "recurrent_gemma", "xlstm"),
     "layers of convolutions": ("lfm2*", "lfm3*", "*hyena*"),
@@ -45,7 +45,7 @@ BY_TYPE: dict[str, tuple[str, ...]] = {
     _SHARED: ("qwen2_moe", "hunyuan_v1_moe", "granitemoeshared", "afmoe", "cohere2_moe"),
     "attention whose queries and values are clipped": ("olmoe", "dbrx"),
     "layer norms, where the served families have RMS norms": (
-        *("gpt2", "gpt_neo*", "gptj", "codegen", "opt", "bloom", "mpt", "falcon", "phi", "phimoe"),
+        *("gpt2", "gpt_neo*", "gptj", "codegen", "opt", "bloom", "mpt", "falcon", "phimoe"),
         *("persimmon", "stablelm*", "starcoder2", "gpt_bigcode", "biogpt", "xglm", "nemotron"),
         *("jais2", "cohere", "cohere2", "openai-gpt", "gpt-sw3", "ctrl", "olmo"),
     ),

@@ -255,6 +255,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     none.
     writes: whether it has a head for text. Without one that of its embedding stands in its place,
     and nobody asks it for a token. classes: of a classifier. pad_token_id: see `ClassForm`.
+    stored_names: ends of tensors' names, as checkpoints may have them and as `tensors` does.
     Raises ValueError where layers differ in what all must share: heads, and the modules of each
     role.
     """
@@ -273,6 +274,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     writes: bool = True
     classes: ClassForm | None = None
     pad_token_id: int | None = None
+    stored_names: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         kinds = set(self.layers)

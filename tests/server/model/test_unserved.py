@@ -33,7 +33,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bert": {"architectures": ["BertForMaskedLM"], "hidden_act": "gelu", "type_vocab_size": 2},
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
-    "phi": {"architectures": ["PhiForCausalLM"], "partial_rotary_factor": 0.4},
+    "phimoe": {"architectures": ["PhimoeForCausalLM"], "num_local_experts": 16},
     "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 60},
     "qwen3_5": {
         "architectures": ["Qwen3_5ForConditionalGeneration"],

@@ -16,7 +16,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     family.refuse_other_maths(fields)
     sizes = family.read_sizes(fields, kv_heads=32, epsilon=1e-5)
     rope, max_context = read_rope(fields, sizes)
-    norms = family.Norms(
+    norms = family.NormPlaces(
         pre_attention=None,
         pre_mlp=None,
         post_attention=NormSpec("post_attention_layernorm", sizes.hidden, sizes.epsilon),

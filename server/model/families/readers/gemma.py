@@ -30,7 +30,7 @@ def read_gemma(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     if fields.config.get("hidden_activation") not in (None, _ACTIVATION):
         named = fields.config["hidden_activation"]
         fields.refuse(f"hidden_activation must be {_ACTIVATION}, got {named!r}")
-    norms = family.Norms(
+    norms = family.NormPlaces(
         pre_attention=_norm("input_layernorm", sizes.hidden, sizes),
         pre_mlp=_norm("post_attention_layernorm", sizes.hidden, sizes),
     )
@@ -117,7 +117,7 @@ def _layers(
     fields: Fields, sizes: family.ModelSizes, attentions: Sequence[AttentionSpec]
 ) -> list[LayerSpec]:
     """Make the layers, with norms before and behind attention and MLP."""
-    norms = family.Norms(
+    norms = family.NormPlaces(
         pre_attention=_norm("input_layernorm", sizes.hidden, sizes),
         post_attention=_norm("post_attention_layernorm", sizes.hidden, sizes),
         pre_mlp=_norm("pre_feedforward_layernorm", sizes.hidden, sizes),

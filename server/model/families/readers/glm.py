@@ -25,7 +25,7 @@ def read_glm4(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     return _read(fields, generation, _glm4_norms)
 
 
-def _glm4_norms(sizes: family.ModelSizes) -> family.Norms:
+def _glm4_norms(sizes: family.ModelSizes) -> family.NormPlaces:
     return family.llama_norms(sizes)._replace(
         post_attention=NormSpec("post_self_attn_layernorm", sizes.hidden, sizes.epsilon),
         post_mlp=NormSpec("post_mlp_layernorm", sizes.hidden, sizes.epsilon),
@@ -35,7 +35,7 @@ def _glm4_norms(sizes: family.ModelSizes) -> family.Norms:
 def _read(
     fields: Fields,
     generation: Mapping[str, Any],
-    norms: Callable[[family.ModelSizes], family.Norms],
+    norms: Callable[[family.ModelSizes], family.NormPlaces],
 ) -> ModelSpec:
     family.refuse_other_maths(fields)
     sizes = family.read_sizes(fields, kv_heads=2, head_dim=128, epsilon=_EPSILON)

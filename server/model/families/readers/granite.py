@@ -1,38 +1,113 @@
-"""Granite 3: Llama with factors of embedding, scores, branches and logits. Pure."""
+"""Granite 3 and 4: Llama with factors of embedding, scores, branches and logits. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
-from loraplex.server.model.families import family
+from loraplex.adapters.sharding import Span
+from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import read_rope
-from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec, Part
+from loraplex.server.model.spec.model_spec import LayerSpec, MlpSpec, ModelSpec
+from loraplex.server.model.spec.moe_spec import MoeSpec
+
+_ATTENDS = ("attention", family.FULL)
+_BLOCK = "block_sparse_moe"
+_NAMES = experts.ExpertNames(
+    router=f"{_BLOCK}.router",
+    of=f"{_BLOCK}.experts.{{}}",
+    gate="gate_proj",
+    up="up_proj",
+    down="down_proj",
+    stacked=f"{_BLOCK}.experts",
+)
+# As checkpoints name tensors, and as transformers does.
+_STORED = (
+    (f"{_BLOCK}.input_linear.weight", f"{_BLOCK}.experts.gate_up_proj"),
+    (f"{_BLOCK}.output_linear.weight", f"{_BLOCK}.experts.down_proj"),
+    (f"{_BLOCK}.router.layer.weight", f"{_BLOCK}.router.weight"),
+)
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Granite 3 and 4.1: dense."""
+    family.refuse_other_maths(fields)
+    sizes = family.read_sizes(fields)
+    rope, max_context = read_rope(fields, sizes)
+    bias = bool(fields.config.get("attention_bias", False))
+    biases = family.Biases(qkv=bias, o=bias, mlp=bool(fields.config.get("mlp_bias", False)))
+    of = family.attention(sizes, rope, biases=biases, scale=_factor(fields, "attention_multiplier"))
+    residual = _factor(fields, "residual_multiplier")
+    layer = family.layer(sizes, of, family.mlp(sizes, biases), factor=residual)
+    return _model(fields, generation, sizes, layer, max_context)
+
+
+def read_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Granite 4.0 whose layers all attend: experts and a shared MLP in one step, or that alone."""
     family.refuse_other_maths(fields)
     config = fields.config
     sizes = family.read_sizes(fields)
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or any(kind not in _ATTENDS for kind in kinds):
+        fields.refuse("state-space layers (Mamba's), which layer_types names, are not served")
     rope, max_context = read_rope(fields, sizes)
+    turns = config.get("position_embedding_type") == "rope"
     bias = bool(config.get("attention_bias", False))
-    biases = family.Biases(qkv=bias, o=bias, mlp=bool(config.get("mlp_bias", False)))
-    embedding, scale, residual, logits = (
-        fields.number(config, key, 1.0)
-        for key in (
-            "embedding_multiplier",
-            "attention_multiplier",
-            "residual_multiplier",
-            "logits_scaling",
-        )
+    of = family.attention(
+        sizes,
+        rope if turns else None,
+        biases=family.Biases(qkv=bias, o=bias),
+        scale=_factor(fields, "attention_multiplier"),
     )
-    of = family.attention(sizes, rope, biases=biases, scale=scale)
-    layer = family.layer(sizes, of, family.mlp(sizes, biases), factor=residual)
+    residual = _factor(fields, "residual_multiplier")
+    attend, feed = family.layer(sizes, of, factor=residual).steps
+    feed = replace(feed, branches=_read_branches(fields, sizes))
+    return _model(fields, generation, sizes, LayerSpec((attend, feed)), max_context)
+
+
+def _read_branches(fields: Fields, sizes: family.ModelSizes) -> tuple[MoeSpec | MlpSpec, ...]:
+    if fields.config.get("num_local_experts", 8) == 0:
+        return (_read_shared(fields, sizes, is_alone=True),)
+    counts = experts.read_counts(fields, default=8, default_of_token=2)
+    moe = experts.moe(sizes.hidden, sizes.inner, counts, _NAMES, "top_k_softmax")
+    gate_up, down = (_stacked(linear) for linear in (moe.gate_up, moe.down))
+    moe = replace(moe, gate_up=gate_up, down=down)
+    return moe, _read_shared(fields, sizes, is_alone=False)
+
+
+def _stacked(linear: LinearSpec) -> LinearSpec:
+    assert linear.stored is not None
+    return replace(linear, stored=ExpertStorage(linear.stored.path, "stacked"))
+
+
+def _read_shared(fields: Fields, sizes: family.ModelSizes, *, is_alone: bool) -> MlpSpec:
+    hidden, inner = sizes.hidden, fields.positive("shared_intermediate_size", 1024)
+    gate_up = Part("shared_mlp.input_linear", 2 * inner, (Span(inner), Span(inner)))
+    down = Part("shared_mlp.output_linear", hidden)
+    return MlpSpec(
+        LinearSpec("gate_up" if is_alone else "shared_gate_up", hidden, (gate_up,), "column"),
+        LinearSpec("down" if is_alone else "shared_down", inner, (down,), "row"),
+    )
+
+
+def _factor(fields: Fields, key: str) -> float:
+    return fields.number(fields.config, key, 1.0)
+
+
+def _model(
+    fields: Fields,
+    generation: Mapping[str, Any],
+    sizes: family.ModelSizes,
+    layer: LayerSpec,
+    max_context: int,
+) -> ModelSpec:
     eos = family.read_eos(fields, generation, sizes, default=2)
     model = family.model(fields, sizes, (layer,) * sizes.layers, max_context, eos)
     return replace(
         model,
-        embedding=replace(model.embedding, scale=embedding),
-        head=replace(model.head, scale=1.0 / logits),
+        embedding=replace(model.embedding, scale=_factor(fields, "embedding_multiplier")),
+        head=replace(model.head, scale=1.0 / _factor(fields, "logits_scaling")),
+        stored_names=_STORED,
     )

@@ -69,7 +69,7 @@ def _model(
     def norm(path: str, size: int) -> NormSpec:
         return NormSpec(path, size, sizes.epsilon)
 
-    norms = family.Norms(
+    norms = family.NormPlaces(
         pre_attention=None,
         pre_mlp=None,
         post_attention=norm("post_attention_layernorm", sizes.hidden),

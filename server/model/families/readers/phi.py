@@ -1,5 +1,4 @@
-"""Phi 3, 3.5 and 4, and Phi 4 mini: fused matrices, LongRoPE, rotation of a part of each head.
-Pure."""
+"""Phi 1 to 4: first parallel blocks with LayerNorm, since Phi 3 Llama with fused matrices. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,18 +8,58 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import RopeRules, read_rope
-from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
+from loraplex.server.model.spec.linear_spec import LinearSpec, Part
+from loraplex.server.model.spec.model_spec import (
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    StepSpec,
+)
 
+_PHI = RopeRules(partial=0.5)
 # Phi 3's first configurations say "su", and transformers takes "yarn" for the same.
-_ROPE = RopeRules(
+_PHI3 = RopeRules(
     partial=1.0,
     kinds={"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"},
     original_context=4096,
 )
-_EOS = 32000
+_EOS, _PHI3_EOS = 2, 32000
 
 
-def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_phi(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Phi 1 to 2: attention and an MLP without gate read one LayerNorm; the head has a bias."""
+    family.refuse_other_attention(fields)
+    fields.only("qk_layernorm", False)
+    sizes = family.read_sizes(fields, epsilon=1e-5, epsilon_key="layer_norm_eps")
+    rope, max_context = read_rope(fields, sizes, _PHI)
+    of = family.attention(sizes, rope, biases=family.Biases(qkv=True))
+    of = replace(of, o=replace(of.o, parts=(Part("self_attn.dense", sizes.hidden),), bias=True))
+    step = StepSpec((of, _read_mlp(fields, sizes)), _layer_norm("input_layernorm", sizes))
+    eos = family.read_eos(fields, generation, sizes, default=_EOS)
+    layers = (LayerSpec((step,)),) * sizes.layers
+    model = family.model(fields, sizes, layers, max_context, eos)
+    head = replace(model.head, linear=replace(model.head.linear, bias=True))
+    return replace(model, norm=_layer_norm("model.final_layernorm", sizes), head=head)
+
+
+def _layer_norm(path: str, sizes: family.ModelSizes) -> NormSpec:
+    return NormSpec(path, sizes.hidden, sizes.epsilon, kind="layer", bias=True)
+
+
+def _read_mlp(fields: Fields, sizes: family.ModelSizes) -> MlpSpec:
+    hidden, inner = sizes.hidden, sizes.inner
+    named = fields.config.get("hidden_act", "gelu_new")
+    return MlpSpec(
+        LinearSpec("up", hidden, (Part("mlp.fc1", inner),), "column", bias=True),
+        LinearSpec("down", inner, (Part("mlp.fc2", hidden),), "row", bias=True),
+        family.read_activation(fields, "hidden_act", named),
+        is_gated=False,
+    )
+
+
+def read_phi3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     family.refuse_other_maths(fields)
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         fields.only(key, False)
@@ -28,13 +67,14 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         fields.only(key, 1)
     fields.only("layer_types", None)
     sizes = family.read_sizes(fields, epsilon=1e-5)
-    rope, max_context = read_rope(fields, sizes, _ROPE)
+    rope, max_context = read_rope(fields, sizes, _PHI3)
     windows = family.read_windows(fields, sizes, fields.config.get("sliding_window"))
+    mlp = family.fused_mlp(sizes)
     layers = [
-        family.layer(sizes, _fused(family.attention(sizes, rope, window)), family.fused_mlp(sizes))
+        family.layer(sizes, _fused(family.attention(sizes, rope, window)), mlp)
         for window in windows
     ]
-    eos = family.read_eos(fields, generation, sizes, default=_EOS)
+    eos = family.read_eos(fields, generation, sizes, default=_PHI3_EOS)
     return family.model(fields, sizes, layers, max_context, eos)
 
 

@@ -37,6 +37,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("glm4", "fa3"): {"head_dim": 16},
     ("gpt-oss", "fa3"): {"head_dim": 16, "layer_types": BOTH},
     ("granite", "fa3"): {"hidden_size": 64},
+    ("granite-hybrid", "fa3"): {"hidden_size": 64, "layer_types": ["attention"] * 2},
     ("ministral3", "fa2"): {},
     ("mixtral", "fa3"): {},
     ("mixtral", "fa2"): {},
@@ -44,6 +45,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("olmo2", "fa3"): {},
     ("olmo2", "fa2"): {},
     ("olmo3", "fa3"): {"hidden_size": 64, "layer_types": BOTH},
+    ("phi", "fa3"): {"hidden_size": 64},
     ("phi3", "fa3"): {"hidden_size": 64},
     ("phi3-long", "fa3"): {"hidden_size": 64, "original_max_position_embeddings": 8},
     ("phi3-long", "fa2"): {"hidden_size": 64, "original_max_position_embeddings": 8},
@@ -59,7 +61,9 @@ ALWAYS = {
     ("gemma3", "fa3"),
     ("glm4", "fa3"),
     ("gpt-oss", "fa3"),
+    ("granite-hybrid", "fa3"),
     ("olmo2", "fa2"),
+    ("phi", "fa3"),
     ("phi3-long", "fa3"),
 }
 

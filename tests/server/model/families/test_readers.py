@@ -306,3 +306,29 @@ def test_layers_must_share_heads_and_modules() -> None:
     first, *others = model.layers
     with pytest.raises(ValueError, match="same heads"):
         replace(model, layers=(with_attention(first, num_kv_heads=1), *others))
+
+
+GRANITE: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+}
+
+
+@pytest.mark.parametrize("kinds", [None, ["mamba", "attention"], ["linear_attention"] * 2, "all"])
+def test_granite_needs_layers_that_attend(kinds: object) -> None:
+    with pytest.raises(ValueError, match="state-space layers"):
+        read_model({**GRANITE, "layer_types": kinds})
+
+
+def test_granite_without_experts_has_the_roles_of_llama() -> None:
+    config = {**GRANITE, "layer_types": ["attention"] * 2}
+    dense = read_model({**config, "num_local_experts": 0}).layers[0]
+    assert [linear.role for linear in dense.linears] == ["qkv", "o", "gate_up", "down"]
+    roles = [linear.role for linear in read_model(config).layers[0].linears]
+    assert roles[2:] == ["experts_gate_up", "experts_down", "shared_gate_up", "shared_down"]
+
+
+def test_phi_with_norms_of_queries_is_refused() -> None:
+    with pytest.raises(ValueError, match="qk_layernorm must be false"):
+        read(model_type="phi", architectures=["PhiForCausalLM"], qk_layernorm=True)

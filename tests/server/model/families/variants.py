@@ -4,6 +4,7 @@ A row is a tiny random model of transformers' own class. `test_parity.py` compar
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from peft import LoraConfig
@@ -27,6 +28,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
     Idefics3ForConditionalGeneration,
@@ -45,6 +48,8 @@ from transformers import (
     Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -84,9 +89,9 @@ def no_others() -> Mapping[str, LoraConfig]:
     return {}
 
 
-def on_experts() -> Mapping[str, LoraConfig]:
+def on_experts(block: str = "mlp") -> Mapping[str, LoraConfig]:
     """PEFT wants the same tensors in all adapters of a model, and no name that a module has."""
-    tensors = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    tensors = [f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj"]
     return {
         "sparse": LoraConfig(r=3, lora_alpha=5, target_modules=[], target_parameters=tensors),
         "sparse_and_attention": LoraConfig(
@@ -134,6 +139,12 @@ _PHI3 = Variant(
     {"pad_token_id": 0},
     ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
 )
+_PHI = Variant(
+    PhiConfig,
+    PhiForCausalLM,
+    {"partial_rotary_factor": 0.5},
+    ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"),
+)
 _SMOLLM3 = Variant(SmolLM3Config, SmolLM3ForCausalLM, {"pad_token_id": 0})
 _ERNIE = Variant(Ernie4_5Config, Ernie4_5ForCausalLM, {"head_dim": 16})
 _EXAONE = Variant(Exaone4Config, Exaone4ForCausalLM)
@@ -149,6 +160,25 @@ _GEMMA2 = Variant(Gemma2Config, Gemma2ForCausalLM)
 
 # The other ways to compute experts know no float64.
 _EXPERTS: dict[str, Any] = {"experts_implementation": "eager", "num_experts_per_tok": 3}
+_GRANITE_HYBRID = Variant(
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    {
+        **_EXPERTS,
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 6,
+        "intermediate_size": 40,
+        "shared_intermediate_size": 48,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 0.5,
+        "mamba_n_heads": 4,
+    },
+    ("q_proj", "k_proj", "v_proj", "o_proj", "input_linear", "output_linear"),
+    others=partial(on_experts, "block_sparse_moe"),
+)
 _MIXTRAL = Variant(
     MixtralConfig,
     MixtralForCausalLM,
@@ -272,6 +302,13 @@ VARIANTS: dict[str, Variant] = {
         logits_scaling=0.5,
         attention_bias=True,
     ),
+    "granite-hybrid": _GRANITE_HYBRID,
+    "granite-hybrid-dense": _of(
+        _GRANITE_HYBRID,
+        num_local_experts=0,
+        position_embedding_type=None,
+        is_adapted=False,
+    ),
     "llama2": _of(_LLAMA, num_key_value_heads=4, is_adapted=False),
     "llama3": _of(_LLAMA, rope_parameters=LLAMA3_ROPE),
     "llama-biases-tied": _of(_LLAMA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
@@ -326,6 +363,7 @@ VARIANTS: dict[str, Variant] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
         },
     ),
+    "phi": _PHI,
     "phi3": _of(_PHI3, sliding_window=9, is_adapted=False),
     "phi3-long": _of(_PHI3, **_LONG_ROPE, tie_word_embeddings=True),
     "smollm3": _of(_SMOLLM3, no_rope_layer_interval=3),

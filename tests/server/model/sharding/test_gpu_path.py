@@ -35,11 +35,15 @@ pytestmark = [
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("llama3", "fa3"): {},
+    ("granite-hybrid", "fa3"): {"hidden_size": 64, "layer_types": ["attention"] * 2},
     ("olmo2", "fa2"): {},
+    ("phi", "fa3"): {"hidden_size": 64},
     ("qwen3-moe", "fa3"): {"head_dim": 16},
     ("phi3", "fa3"): {"hidden_size": 64},
 }
 ALWAYS = {("qwen3-moe", "fa3")}
+# Whose branches are summed on each device first, so that no norm sums the devices' terms.
+SUMS_BEFORE = {"phi"}
 
 
 @pytest.mark.parametrize("row", ordinary(SERVED, ALWAYS))
@@ -55,7 +59,8 @@ def test_two_devices(row: tuple[str, str], tmp_path: Path, monkeypatch: pytest.M
     with small_pair(model, adapters, tmp_path, monkeypatch, **options) as pair:
         assert_same(pair, [len(adapters) - 1, -1, 1, 1])
         assert_same(pair, [0, 1, -1], in_graphs=False)
-        assert all(group.sums and group.late_sums for group in pair.groups)
+        if name not in SUMS_BEFORE:
+            assert all(group.sums and group.late_sums for group in pair.groups)
 
 
 @pytest.mark.parametrize(

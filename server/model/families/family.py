@@ -65,7 +65,7 @@ NO_BIASES = Biases()
 
 
 class NormPlaces(NamedTuple):
-    """NormPlaces of a layer of two steps. pre_*: of what attention and MLP read. post_*: of what they
+    """Norms of a layer of two steps. pre_*: of what attention and MLP read. post_*: of what they
     give, before the residual sum. None = read, or summed, as it is."""
 
     pre_attention: NormSpec | None

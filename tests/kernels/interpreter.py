@@ -19,7 +19,7 @@ COMPILED = ROOT / ".cache" / "triton"
 _module: Any = interpreter
 _language: Any = core
 _Semantic: Any = semantic.TritonSemantic
-_replace, _launch = _module._patch_lang, _module.GridExecutor.__call__
+_replace = _module._patch_lang
 _numpy_type_of = _module._get_np_dtype
 _block_type = _language.block_type.__init__
 _match_operands = _Semantic.binary_op_type_checking_impl
@@ -31,16 +31,16 @@ _numpy_types = dict[str, Any]()
 
 
 def hasten() -> None:
-    """A launch puts the interpreter's functions into Triton's language, and every call of a device
-    function within it does so again, a third of the time in all. Now it is once a launch and
-    module. Another quarter went into a search for integers that overflow, of which it told nobody;
-    now they are an error. Of what is left two fifths described shapes and types anew for every
-    result; now those that are known are looked up. The interpreter's FP8 does not carry when it
-    rounds up to a power of two; torch's does.
+    """A launch puts the interpreter's functions into Triton's language and takes them out again.
+    Every call of a device function within it puts them there once more: a third of the time in all.
+    Now they are put there once for a module of kernels, and stay. Another quarter went into a
+    search for integers that overflow, of which it told nobody; now those are an error. Of what is
+    left two fifths described shapes and types anew for every result; now those that are known are
+    looked up. The interpreter's FP8 does not carry when it rounds up to a power of two; torch's
+    does.
     """
     _module._convert_float = _convert_by_torch
     _module._patch_lang = _replace_once
-    _module.GridExecutor.__call__ = _launch_anew
     _module.interpreter_semantic.binary_op_sanitize_overflow_impl = _refuse_overflow
     _module._get_np_dtype = _numpy_type
     _language.block_type.__init__ = _init_block_type
@@ -50,17 +50,19 @@ def hasten() -> None:
     _Semantic.broadcast_impl_value = _broadcast_unlike
 
 
-def _replace_once(function: FunctionType) -> Any:
+class _Kept:
+    """What a launch takes for the functions' return, which never comes."""
+
+    def restore(self) -> None:
+        pass
+
+
+def _replace_once(function: FunctionType) -> _Kept:
     module = id(function.__globals__)
-    if module in _replaced:
-        return None  # of a device function's call, which never restores
-    _replaced.add(module)
-    return _replace(function)
-
-
-def _launch_anew(self: Any, *args: Any, **options: Any) -> Any:
-    _replaced.clear()
-    return _launch(self, *args, **options)
+    if module not in _replaced:
+        _replaced.add(module)
+        _replace(function)
+    return _Kept()
 
 
 def _refuse_overflow(lhs: Any, rhs: Any, operation: Any) -> None:

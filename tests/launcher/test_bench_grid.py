@@ -259,6 +259,7 @@ def test_more_adapters_than_a_server_has_slots(tiny: Path) -> None:
     engine.close()
 
 
+@pytest.mark.exhaustive
 def test_sampling(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("decode", "--config", str(tiny), "--batch", "1", "--adapters", "0")
     hot = '{"temperature": 0.8, "top_p": 0.9, "logprobs": 1}'

@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from loraplex.launcher.__main__ import main
 from loraplex.launcher.demo import model_path
 from tests.certifying.factory import certify
 from tests.e2e.serving import ROOT
@@ -238,9 +239,32 @@ def test_what_is_of_one_process_alone(lasting: Processes) -> None:
     assert lasting.process.poll() is None
 
 
-def failure(*arguments: str) -> tuple[int, str]:
+SEVERAL = ["router", "--router-processes", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--worker ws://127.0.0.1:1", "--router-processes 2 needs --redis"),
+        ("--redis redis://h --port 9000 --metrics-port 8999", "--metrics-port 8999"),
+        ("--redis redis://h --port 0 --adapter noequals", "--adapter"),
+    ],
+)
+def test_what_several_cannot_have_is_said_before_anything_starts(
+    words: str, why: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("LORAPLEX_")]:
+        monkeypatch.delenv(name)
+    worker = [] if "--worker" in words else ["--worker", "ws://127.0.0.1:1"]
+    with pytest.raises(SystemExit) as left:
+        main([*SEVERAL, *worker, *words.split()])
+    assert left.value.code == 2
+    assert why in capfd.readouterr().err
+
+
+def test_a_port_in_use_is_said(options: list[str], lasting: Processes) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "loraplex", "router", "--router-processes", "2", *arguments],
+        [sys.executable, "-m", "loraplex", *SEVERAL, *options, "--port", str(lasting.port)],
         cwd=ROOT,
         env={k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")},
         capture_output=True,
@@ -248,15 +272,4 @@ def failure(*arguments: str) -> tuple[int, str]:
         timeout=TIMEOUT_S,
     )
     assert "Traceback" not in done.stderr
-    return done.returncode, done.stderr
-
-
-def test_what_several_cannot_have_is_said(options: list[str], lasting: Processes) -> None:
-    code, said = failure("--worker", "ws://127.0.0.1:1")
-    assert (code, "--router-processes 2 needs --redis" in said) == (2, True), said
-    code, said = failure(*options, "--port", "9000", "--metrics-port", "8999")
-    assert (code, "--metrics-port 8999" in said) == (2, True), said
-    code, said = failure(*options, "--port", str(lasting.port))
-    assert (code, f"port {lasting.port}" in said) == (1, True), said
-    code, said = failure(*options, "--port", "0", "--adapter", "noequals")
-    assert (code, "--adapter" in said) == (2, True), said
+    assert (done.returncode, f"port {lasting.port}" in done.stderr) == (1, True), done.stderr

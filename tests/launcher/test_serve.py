@@ -18,7 +18,7 @@ import pytest
 from loraplex.launcher.__main__ import main
 from loraplex.launcher.demo import adapter_paths, model_path
 from tests.certifying.factory import certify
-from tests.grids import sparse
+from tests.grids import beyond, sparse
 from tests.ports import free_port
 from tests.tethered import tethered
 
@@ -393,7 +393,7 @@ def test_every_line_of_a_run_is_json(tmp_path: Path) -> None:
     assert any("loraplex.prompt" in line for line in lines if line["message"] == "request")
 
 
-@pytest.mark.parametrize("command", ["router", "worker"])
+@pytest.mark.parametrize("command", beyond(1, ["router", "worker"]))
 def test_a_failed_start_is_json_too(tmp_path: Path, command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = ("--port", str(taken.getsockname()[1]), "--log-format", "json")

@@ -66,6 +66,7 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_nothing_else_needs_the_extra() -> None:
     done = run_without_boto3("adapter", "check", "launcher/demo/adapters/polite", "--base", "demo")
     assert done.returncode == 0, done.stderr

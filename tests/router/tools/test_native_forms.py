@@ -83,10 +83,10 @@ def made_up(name: str, random: Random) -> tuple[list[Call], str, str]:
     return calls, *answer_of(name, calls, random.choice(BEFORE), random.choice(AFTER))
 
 
-def check_reading(name: str, seed: str, cut: int) -> None:
-    """Of COUNT answers, one in `cut` is cut at every byte."""
+def check_reading(name: str, seed: str, cut: int, count: int = COUNT) -> None:
+    """Of `count` answers, one in `cut` is cut at every byte."""
     random = Random(seed)
-    for number in range(COUNT):
+    for number in range(count):
         calls, answer, text = made_up(name, random)
         reading = read(reader_of(name), [answer])
         found = [(called, json.loads(arguments)) for called, arguments in reading.calls]
@@ -101,7 +101,7 @@ def reader_of(name: str) -> PartsReader:
 
 @pytest.mark.parametrize("name", sorted(NATIVE))
 def test_made_up_calls_are_read(name: str) -> None:
-    check_reading(name, name, cut=20)
+    check_reading(name, name, cut=20, count=60)
 
 
 @pytest.mark.exhaustive

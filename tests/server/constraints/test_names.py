@@ -26,6 +26,7 @@ from loraplex.server.constraints.names import Names, NameTokens
 from loraplex.server.constraints.rules import TokenRules, mask_words
 from loraplex.server.constraints.wishes import ConstraintWish, MaskWish
 from loraplex.server.protocol import NamesOnce, SamplingParams
+from tests.grids import sparse
 from tests.router.tools.native import NATIVE, Call
 from tests.server.constraints.grammar_harness import constraint_of
 from tests.server.constraints.serving import VOCAB, constraints, tokens, vocabulary
@@ -276,8 +277,7 @@ class Walker:
         return None
 
 
-@pytest.mark.parametrize("words", ["bytes", "demo"])
-@pytest.mark.parametrize("name", WALKED)
+@pytest.mark.parametrize(("name", "words"), sparse([*WALKED], ["bytes", "demo"]))
 def test_random_answers(name: str, words: str) -> None:
     walker = Walker(composed(name), known_words(words), 120)
     validator = jsonschema.Draft202012Validator(WALKED[name])
@@ -288,8 +288,7 @@ def test_random_answers(name: str, words: str) -> None:
         validator.validate(json.loads(answer))
 
 
-@pytest.mark.parametrize("words", ["bytes", "demo", "llama-2"])
-@pytest.mark.parametrize("name", RUN_OUT)
+@pytest.mark.parametrize(("name", "words"), sparse([*RUN_OUT], ["bytes", "demo", "llama-2"]))
 def test_all_names_come_once_until_none_is_left(name: str, words: str) -> None:
     names, schema = RUN_OUT[name]
     walker = Walker(

@@ -2,16 +2,20 @@
 
 from pathlib import Path
 
+import pytest
+
+from tests.grids import beyond
 from tests.server.worker.churn import churn
 
-OPERATIONS = 3_000
 
-
-def test_no_token_is_wrong_and_nothing_is_lost_whatever_comes_and_goes(tmp_path: Path) -> None:
-    report = churn(tmp_path, OPERATIONS, seed=1, kill_every=1_000)
+@pytest.mark.parametrize("operations", beyond(1, [1_200, 3_000]))
+def test_no_token_is_wrong_and_nothing_is_lost_whatever_comes_and_goes(
+    tmp_path: Path, operations: int
+) -> None:
+    report = churn(tmp_path, operations, seed=1, kill_every=operations // 3)
     print(report)
     assert report["wrong"] == []
-    assert report["tokens_checked"] > OPERATIONS
+    assert report["tokens_checked"] > operations
     assert report["engine_kills"] > 0
     evictions = "adapter_evictions_total"
     for tier in ("device", "host"):

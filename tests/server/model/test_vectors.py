@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.protocol import Pooling, SamplingParams, VectorParams
+from tests.grids import sparse
 from tests.server.model.adapter_zoo import ZOO, with_zoo
 from tests.server.model.driver import Driver, Stream, generate, step
 from tests.server.model.families.parity import TOLERANCE, prompt
@@ -70,8 +71,7 @@ def assert_vectors(streams: Sequence[Stream], states_of: Callable[[Stream], torc
         assert np.abs(stream.vector - expected).max() < tolerance, stream.wish
 
 
-@pytest.mark.parametrize("chunk", [3, 64])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "chunk"), sparse(FAMILIES, [3, 64]))
 def test_vectors_beside_answers(name: str, chunk: int, tmp_path: Path) -> None:
     """In one batch with a chat, whose tokens stay what they are alone."""
     model = make_model(name)

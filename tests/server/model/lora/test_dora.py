@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.grids import beyond
 from tests.server.model.adapter_zoo import with_zoo
 from tests.server.model.driver import Stream, generate, step
 from tests.server.model.families.parity import (
@@ -24,8 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
 ]
-# With biases and tied tables; a scaled embedding, windows and caps; one module of q, k and v.
-FAMILIES = ["llama-biases-tied", "qwen2", "gemma3", "phi3"]
+# With biases and tied tables; one module of q, k and v; a scaled embedding, windows and caps.
+FAMILIES = beyond(2, ["llama-biases-tied", "phi3", "qwen2", "gemma3"])
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -38,7 +39,7 @@ def served(
     found.driver.close()
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("chunk", beyond(2, [3, 64, 1]))
 def test_beside_plain_ones_and_the_base(served: Served, chunk: int) -> None:
     served.assert_together((9, 2, 23, 14), 5, chunk)
 

@@ -9,14 +9,15 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from loraplex.adapters.manifest import SlabLayout
+from tests.grids import beyond
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, TOLERANCE, assert_parity, prompt
 from tests.server.model.hub_models import add_adapter, make_model, reference_logprobs, save_model
 from tests.server.model.slabs import pack
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-# Tied tables; tables of their own; a scaled embedding and tied tables.
-FAMILIES = ["llama-biases-tied", "llama3", "gemma3"]
+# Tables of their own; a scaled embedding and tied tables; tied tables.
+FAMILIES = beyond(2, ["llama3", "gemma3", "llama-biases-tied"])
 FEW = ["q_proj", "down_proj"]
 EVEN = list(range(4, 90, 2))
 SAVED: dict[str, dict[str, Any]] = {

@@ -11,14 +11,15 @@ from peft import LoraConfig, PeftModel
 
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.protocol import SamplingParams
+from tests.grids import beyond
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.hub_models import VOCAB, add_adapter, make_model, save_model
 from tests.server.model.slabs import TOKENS, pack
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-# Tied tables; tables of their own; a scaled embedding and tied tables; a head with a soft cap.
-FAMILIES = ["llama-biases-tied", "llama3", "gemma3", "gemma2"]
+# Tables of their own; a scaled embedding, tied, whose head has a soft cap; others.
+FAMILIES = beyond(2, ["llama3", "gemma2", "llama-biases-tied", "gemma3"])
 FEW = ["q_proj", "down_proj"]
 BOTH = ["lm_head", "embed_tokens"]
 NEW = [VOCAB, VOCAB + 1, VOCAB + 2]

@@ -16,6 +16,7 @@ from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.page_groups import PageGroups
 from loraplex.server.model.weights import KvScales
+from tests.grids import sparse
 from tests.kernels.test_prompt_attention import attended
 from tests.server.model import fake_flashinfer
 from tests.server.model.spec.layers import with_attention
@@ -69,8 +70,7 @@ def layout_of(slices: Sequence[tuple[int, int, int]], page_table: torch.Tensor) 
     return StepLayout(0, seq_rows, starts, num_new, nothing, nothing, page_table, nothing)
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(("head_dim", "captured"), sparse([64, 96, 128, 256], [False, True]))
 def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: bool) -> None:
     """Captured: for a step of more tokens than this one."""
     from loraplex.server.model.ops.attention_cuda import prompt_backend

@@ -120,10 +120,10 @@ def test_there_are_enough_prompts() -> None:
     assert len(PROMPTS) >= 64
 
 
-def first_of_a_kind() -> list[Any]:
+def first_of_a_kind(listed: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     """Rows with a model type, a class or a setting that no row before has; others are long."""
     seen, rows = set[str](), []
-    for model_type, settings in SETTINGS:
+    for model_type, settings in listed:
         kinds = {model_type, settings.get("tokenizer_class", ""), *settings}
         marks = [pytest.mark.exhaustive] if kinds <= seen else []
         rows.append(pytest.param(model_type, settings, marks=marks))
@@ -131,7 +131,7 @@ def first_of_a_kind() -> list[Any]:
     return rows
 
 
-@pytest.mark.parametrize(("model_type", "settings"), first_of_a_kind(), ids=repr)
+@pytest.mark.parametrize(("model_type", "settings"), first_of_a_kind(SETTINGS), ids=repr)
 def test_sentence_piece(model_type: str, settings: dict[str, Any], tmp_path: Path) -> None:
     save(tmp_path, vocabularies.load("llama-2"), model_type, settings)
     check(tmp_path)
@@ -147,7 +147,7 @@ def test_sentence_piece_of_others(
     check(tmp_path)
 
 
-@pytest.mark.parametrize(("model_type", "settings"), BYTE_LEVEL, ids=repr)
+@pytest.mark.parametrize(("model_type", "settings"), first_of_a_kind(BYTE_LEVEL), ids=repr)
 def test_byte_level(model_type: str, settings: dict[str, Any], tmp_path: Path) -> None:
     save(tmp_path, small_models.byte_level().to_str(), model_type, settings)
     check(tmp_path)

@@ -1,5 +1,6 @@
 """The S3 source, with the real boto3 against a stub S3: pinned, resumed, refused, never said."""
 
+import functools
 import logging
 import threading
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import botocore.session
 import pytest
 
 from loraplex.adapters.common.retries import RetryPolicy
@@ -24,6 +26,15 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 REF = AdapterRef("s3", "models/team/a")
 KEY_ID, SECRET, SESSION = "AKIATHISISTHEID", "thisIsTheSecretKey", "thisIsTheSessionToken"
 SECRETS = (KEY_ID, SECRET, SESSION)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def descriptions() -> Iterator[None]:
+    """Botocore reads its megabytes of descriptions once, and not for each client."""
+    with pytest.MonkeyPatch.context() as patch:
+        loaders = functools.cache(botocore.session.create_loader)
+        patch.setattr(botocore.session, "create_loader", loaders)
+        yield
 
 
 @pytest.fixture(autouse=True)

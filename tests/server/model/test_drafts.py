@@ -133,7 +133,7 @@ def test_rows_together(driver: Driver) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["greedy", "cut", "repeating", "bound", "bound hot"], id="in-graphs"),
+        pytest.param(["greedy", "cut", "bound hot"], id="in-graphs"),
         pytest.param([*ROWS], marks=pytest.mark.exhaustive, id="all"),
     ],
 )
@@ -146,7 +146,7 @@ def test_on_the_gpu_path(
     folder, model = tmp_path_factory.mktemp("gpu"), make_model("llama3", **SIZES)
     changes = {"max_running": 48, "max_draft": 5}
     with small_pair(model, adapters, folder, monkeypatch, **changes) as pair:
-        monkeypatch.setitem(globals(), "TOKENS", 10)
+        monkeypatch.setitem(globals(), "TOKENS", 8)
         check(pair.gpu, names)
         in_graphs = all(slot < 1 for _, slot, _ in (ROWS[name] for name in names))
         assert max(pair.graphs, default=0) > len(names) or not in_graphs

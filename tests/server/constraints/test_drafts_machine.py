@@ -7,10 +7,11 @@ import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from tests.certifying.certificates import CertifyOptions
+from tests.grids import beyond
 from tests.server.constraints.grammar_harness import GrammarHarness, KnownAnswers, answer_alone
 from tests.server.constraints.grammars import GRAMMARS
 from tests.server.constraints.serving import EOS, VOCAB, tokens
@@ -79,8 +80,11 @@ class ConstrainedDraftsMachine(TwinsMachine):
         self.submit_to_both(request)
 
 
-ConstrainedDraftsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=16)
-TestConstrainedDrafts = ConstrainedDraftsMachine.TestCase
+@pytest.mark.parametrize("count", beyond(1, [20, 60]))
+def test_constrained_drafts(count: int) -> None:
+    run_state_machine_as_test(
+        ConstrainedDraftsMachine, settings=settings(max_examples=count, stateful_step_count=16)
+    )
 
 
 def drafting(depth: int, right_percent: int, **changes: Any) -> GrammarHarness:

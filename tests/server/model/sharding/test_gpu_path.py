@@ -57,15 +57,14 @@ def test_two_devices(row: tuple[str, str], tmp_path: Path, monkeypatch: pytest.M
     adapters |= dict(list(variant.others().items())[:1])  # of experts, where there are some
     options: dict[str, Any] = {"backend": backend, "shards": 2}
     with small_pair(model, adapters, tmp_path, monkeypatch, **options) as pair:
-        assert_same(pair, [len(adapters) - 1, -1, 1, 1])
-        assert_same(pair, [0, 1, -1], in_graphs=False)
+        assert_same(pair, [len(adapters) - 1, -1, 1])
+        assert_same(pair, [0, -1], in_graphs=False)
         if name not in SUMS_BEFORE:
             assert all(group.sums and group.late_sums for group in pair.groups)
 
 
-@pytest.mark.parametrize(
-    "row", ordinary([("llama-biases-tied", "fa2"), ("phi3", "fa3")], [("phi3", "fa3")])
-)
+# `lora/test_dora_gpu_path.py` has DoRA, biases and own tables in a short run, of one device.
+@pytest.mark.parametrize("row", ordinary([("llama-biases-tied", "fa2"), ("phi3", "fa3")], []))
 def test_dora(row: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, backend = row
     model = make_model(name, **{**SMALL, "hidden_size": 64})
@@ -97,7 +96,7 @@ def test_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(pair, [1, -1, 0, 1])
 
 
-@own_tables(1)
+@own_tables(0)
 def test_own_tables(
     tables: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

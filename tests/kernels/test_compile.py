@@ -10,10 +10,10 @@ from tests.kernels.interpreter import ROOT, run_uninterpreted
 from tests.unchanged import unless_unchanged
 
 
-@pytest.mark.parametrize("forms", ["fullest", pytest.param("all", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("forms", ["once", pytest.param("all", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("capability", ["90"])
 def test_kernels_compile_without_a_gpu(capability: str, forms: str) -> None:
-    """`fullest`: of two forms that differ by a part alone, only the one that has the part."""
+    """`once`: each kernel in one form, for a short run."""
     read = ("server/kernels", "server/model/linear", "tests/kernels")
     with unless_unchanged(f"compile-{capability}-{forms}", *read):
         printed = run_uninterpreted("tests.kernels.compile_all", capability, forms)

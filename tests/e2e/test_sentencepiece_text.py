@@ -17,6 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.e2e.serving import Serving, start_serving
+from tests.grids import beyond
 from tests.vocabularies import load
 
 SCRIPT = (
@@ -44,6 +45,7 @@ class Reference:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         loaded: Any = LlamaForCausalLM
         self.model = loaded.from_pretrained(folder, dtype=torch.float32).eval()
+        self._written: dict[tuple[Any, ...], list[int]] = {}
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         text = self.tokenizer.decode(
@@ -54,10 +56,13 @@ class Reference:
 
     def answer(self, prompt: list[int], most: int, skip_special: bool = True) -> Expected:
         """Without the token that ended it."""
-        out = self.model.generate(
-            torch.tensor([prompt]), max_new_tokens=most, do_sample=False, pad_token_id=0
-        )
-        ids = [i for i in out[0, len(prompt) :].tolist() if i != self.tokenizer.eos_token_id]
+        asked = (*prompt, most)
+        if asked not in self._written:  # several tests have the same question
+            out = self.model.generate(
+                torch.tensor([prompt]), max_new_tokens=most, do_sample=False, pad_token_id=0
+            )
+            self._written[asked] = out[0, len(prompt) :].tolist()
+        ids = [i for i in self._written[asked] if i != self.tokenizer.eos_token_id]
         before = self.decode(prompt, skip_special)
         whole = self.decode(prompt + ids, skip_special)
         text = whole[len(os.path.commonprefix([before, whole])) :]
@@ -196,7 +201,7 @@ def test_the_script_is_what_the_model_says(reference: Reference) -> None:
     assert expected.text == " this? The quick,日本🙂\n cat went   e!� overüber"
 
 
-@pytest.mark.parametrize("most", [1, 3, 9, 11, 12, 13, 20, 32])
+@pytest.mark.parametrize("most", beyond(2, [11, 32, 1, 3, 9, 12, 13, 20]))
 def test_texts(client: httpx.Client, reference: Reference, most: int) -> None:
     """However the answer is cut: within a character, before a special token."""
     expected = reference.answer(reference.tokenizer.encode(PROMPT), most).text
@@ -206,22 +211,23 @@ def test_texts(client: httpx.Client, reference: Reference, most: int) -> None:
         assert (text, reason) == (expected, ended), route
 
 
+# Of the first four, one ends plainly, one in bytes, one holds a special token, one is the end.
 STOPS = {
     # the text without the stop string, and its end with it
     " The": (" this?", " The"),
-    "日本": (" this? The quick,", "日本"),
     "🙂\n": (" this? The quick,日本", "🙂\n"),
+    "<s> went": (" this? The quick,日本🙂\n cat", " went"),
+    "über</s>": (" this? The quick,日本🙂\n cat went   e!� over", "über"),
+    "日本": (" this? The quick,", "日本"),
     "<s>": (" this? The quick,日本🙂\n cat", ""),
     "cat<s>": (" this? The quick,日本🙂\n ", "cat"),
-    "<s> went": (" this? The quick,日本🙂\n cat", " went"),
     "cat went": (" this? The quick,日本🙂\n ", "cat went"),
     "!": (" this? The quick,日本🙂\n cat went   e", "!"),
     "</s>": (" this? The quick,日本🙂\n cat went   e!� overüber", ""),
-    "über</s>": (" this? The quick,日本🙂\n cat went   e!� over", "über"),
 }
 
 
-@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("stop", beyond(4, [*STOPS]))
 def test_stop_strings(client: httpx.Client, stop: str) -> None:
     """LoRAX's routes keep what is found of them; OpenAI's do not."""
     without, found = STOPS[stop]

@@ -17,7 +17,7 @@ from loraplex.server.kernels.lora.workspace import allocate_workspace
 from loraplex.server.kernels.pointwise.add_norm import add_norm, rms_norm
 from loraplex.server.kernels.pointwise.gated import Activation, gated
 from loraplex.server.kernels.pointwise.gated_lora import gated_lora
-from tests.grids import sparse
+from tests.grids import beyond, sparse
 from tests.kernels.batches import SITE, Adapters, assert_close, launch_configs, make_batch
 from tests.kernels.reference import lora_reference
 
@@ -187,7 +187,9 @@ def test_activation_of_more_rows_than_a_grid_has_in_its_second_dimension() -> No
     assert_close(out, functional.silu(gate) * up, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("inner", "width"), [(200, 16), (200, 32), (1500, 32)])
+@pytest.mark.parametrize(
+    ("inner", "width"), beyond(2, [(200, 16), (600, 32), (200, 32), (1500, 32)])
+)
 def test_activation_that_shrinks_for_the_next_site(
     device: torch.device, inner: int, width: int
 ) -> None:

@@ -162,12 +162,11 @@ def _make_cache(
 ) -> KVCache:
     groups, dtype = page_groups(model), DTYPES[config.dtype]
     # One page more than the scheduler has: padding of batches is written there.
-    shape = (pages + 1, config.page_size, model.num_kv_heads, model.head_dim)
+    shape = (pages + 1, 2 * config.page_size * groups.width)
     kept = dtype if config.kv_dtype == "auto" else torch.float8_e4m3fn
-    k, v = (torch.zeros(groups.places, *shape, dtype=kept, device=device) for _ in "kv")
-    return KVCache(
-        k, v, groups, dtype, tuple(layer.attention.kv_scales for layer in weights.layers)
-    )
+    pool = torch.zeros(shape, dtype=kept, device=device)
+    scales = tuple(layer.attention.kv_scales for layer in weights.layers)
+    return KVCache(pool, model, groups, dtype, scales)
 
 
 def host_arena_made(memory: memoryview, device: torch.device) -> AbstractContextManager[None]:

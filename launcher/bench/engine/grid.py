@@ -22,7 +22,6 @@ from loraplex.launcher.bench.engine.offline import (
     MadeForm,
     OfflineEngine,
     adapted_modules,
-    token_bytes,
 )
 from loraplex.launcher.bench.errors import BenchError
 from loraplex.server.config import KvDtype
@@ -31,7 +30,7 @@ from loraplex.server.engine.messages import StepOutput
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.devices.sharding import sharded
 from loraplex.server.model.lora.arena_weights import DTYPES
-from loraplex.server.model.ops.memory import weights_bytes
+from loraplex.server.model.ops.memory import layer_token_bytes, weights_bytes
 from loraplex.server.model.spec.base_spec import base_spec
 from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec
@@ -373,14 +372,15 @@ def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
     weights += model.embedding.num_rows * model.hidden_size * ITEM_BYTES[grid.dtype]
     context = grid.prompt_tokens + (SHORT_OUTPUT + grid.output_tokens) / 2
     adapters = distinct * adapter_bytes(grid, lora_rank, batch // max(distinct, 1))
-    cache = batch * _seen(model, context) * token_bytes(model, grid.dtype, grid.kv_dtype)
+    cache = batch * sum(_seen_bytes(grid, layer, context) for layer in model.layers)
     return weights + adapters + cache
 
 
-def _seen(model: ModelSpec, context: float) -> float:
-    """Counts tokens of a context that a layer reads, on average."""
-    seen = [context if window is None else min(context, window) for window in model.windows]
-    return sum(seen) / len(seen)
+def _seen_bytes(grid: Grid, layer: LayerSpec, context: float) -> float:
+    """Counts the bytes of keys and values that a layer reads of a context."""
+    window = layer.attention.window
+    seen = context if window is None else min(context, window)
+    return seen * layer_token_bytes(layer.attention, grid.dtype, grid.kv_dtype)
 
 
 def copy_bandwidth(device: str) -> float:

@@ -46,7 +46,7 @@ from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.checkpoint.model_files import CONFIG_FILE
 from loraplex.server.model.devices.sharding import sharded
-from loraplex.server.model.ops.memory import layer_token_bytes
+from loraplex.server.model.ops.memory import page_token_bytes
 from loraplex.server.model.spec.base_spec import base_spec
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.page_groups import page_groups
@@ -154,11 +154,6 @@ def shared_base(model: ModelSpec, shards: int) -> BaseSpec:
     return msgspec.structs.replace(base_spec(model, "0" * 64, ("base",)), shards=shards)
 
 
-def token_bytes(model: ModelSpec, dtype: SlabDtype, kv_dtype: KvDtype = "auto") -> int:
-    """Counts the bytes of keys and values of one token."""
-    return model.num_layers * layer_token_bytes(model, dtype, kv_dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
     """An engine's capacity: `adapters` of rank `lora_rank` on the device, sequences of up to
@@ -190,10 +185,8 @@ class EngineSizes:
         context = min((-(-self.tokens // PAGE_SIZE) + 1) * PAGE_SIZE, model.max_context)
         kv_memory = 0
         if self.cached is not None:  # every sequence at full length, and as much again
-            groups = page_groups(model)
-            empty = len(groups.windows) * groups.places / model.num_layers
-            tokens = 2 * self.cached * context
-            kv_memory = int(tokens * empty * token_bytes(model, dtype, self.kv_dtype)) + _SPARE_KV
+            in_all = len(page_groups(model).windows) * page_token_bytes(model, dtype, self.kv_dtype)
+            kv_memory = 2 * self.cached * context * in_all + _SPARE_KV
         base = shared_base(whole, self.shards)
         plain, slab = (
             lora_layout(base, "0" * 64, self.lora_rank, dtype, form)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.attention.decode_work import PIECE_STEP, DecodeItems, max_items
-from loraplex.server.kernels.attention.pages import CachePages, as_stored
+from loraplex.server.kernels.attention.pages import CachePages, as_stored, place_in_pages
 from loraplex.server.kernels.attention.rotation import (
     QkNorm,
     Rotation,
@@ -381,7 +381,7 @@ def _attend_piece(
     and keeps the token. Returns what `_attend` does."""
     q = token[0]
     dtype: tl.constexpr = q[0].dtype
-    STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
+    TOKEN: tl.constexpr = KV_HEADS * HEAD_DIM
     HALF: tl.constexpr = HEAD_DIM // 2
     k_ptr = cache[0] + kv_head * HEAD_DIM
     v_ptr = cache[1] + kv_head * HEAD_DIM
@@ -389,7 +389,7 @@ def _attend_piece(
     new_v = (as_stored(token[2][0], cache[3], v_ptr), as_stored(token[2][1], cache[3], v_ptr))
     is_last = begin + piece > position
     page = tl.load(pages_ptr + position // PAGE_SIZE)
-    place = (page * PAGE_SIZE + position % PAGE_SIZE) * STRIDE
+    place = place_in_pages(page, position % PAGE_SIZE, cache[5], TOKEN)
     kept = tl.where(is_last, HALF, 0)
     _store_halves(k_ptr + place, new_k, kept, HALF, BLOCK_H)
     _store_halves(v_ptr + place, new_v, kept, HALF, BLOCK_H)
@@ -404,8 +404,8 @@ def _attend_piece(
         so_far = _with_sink(so_far, tl.where(is_last, sink * LOG2_E, NO_SCORE))
     return _attend(
         (_padded(q[0], BLOCK_G), _padded(q[1], BLOCK_G)), so_far,
-        begin, tl.minimum(begin + piece, position), seen, pages_ptr, k_ptr, v_ptr, factors,
-        STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_H, CAPPED, WINDOWED,
+        begin, tl.minimum(begin + piece, position), seen, pages_ptr, k_ptr, v_ptr, cache[5],
+        factors, TOKEN, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_H, CAPPED, WINDOWED,
     )  # fmt: skip
 
 
@@ -478,8 +478,9 @@ def _attend(
     pages_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    stride: tl.tensor,
     factors: tl.tuple,
-    STRIDE: tl.constexpr,
+    TOKEN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -488,11 +489,12 @@ def _attend(
     WINDOWED: tl.constexpr,
 ) -> tuple[Any, Any, Any, Any]:
     """Cached tokens begin .. end, but those before `seen`, into the running softmax
-    (arXiv:1805.02867), two tiles of BLOCK_N at a time. factors: inner and outer of the rule."""
+    (arXiv:1805.02867), two tiles of BLOCK_N at a time. stride: from page to page; factors: inner
+    and outer of the rule."""
     HALF: tl.constexpr = HEAD_DIM // 2
     n = tl.arange(0, BLOCK_N)
     h = tl.arange(0, BLOCK_H)[None, :]
-    at = n[:, None] * STRIDE + h
+    at = n[:, None] * TOKEN + h
     inside = h < HALF
     inner, outer = factors
     top, total, acc_a, acc_b = so_far
@@ -502,10 +504,10 @@ def _attend(
         if WINDOWED:
             x_live = x_live & (n >= seen - first)
             y_live = y_live & (n >= seen - first - BLOCK_N)
-        x = _tile_start(pages_ptr, first, end, seen, PAGE_SIZE, BLOCK_N, WINDOWED) * STRIDE
+        x = _tile_start(pages_ptr, first, end, seen, stride, TOKEN, PAGE_SIZE, BLOCK_N, WINDOWED)
         # Where the second tile would begin behind the end, the first is read in its place.
         second = tl.where(end - first > BLOCK_N, first + BLOCK_N, first)
-        y = _tile_start(pages_ptr, second, end, seen, PAGE_SIZE, BLOCK_N, WINDOWED) * STRIDE
+        y = _tile_start(pages_ptr, second, end, seen, stride, TOKEN, PAGE_SIZE, BLOCK_N, WINDOWED)
         # Keys of tokens that are not seen may be anything, as their scores are not taken.
         kx_a = tl.load((k_ptr + x) + at, mask=inside, other=0.0)
         kx_b = tl.load((k_ptr + x) + (at + HALF), mask=inside, other=0.0)
@@ -537,6 +539,8 @@ def _tile_start(
     first: tl.tensor,
     end: tl.tensor,
     seen: tl.tensor,
+    stride: tl.tensor,
+    TOKEN: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -545,14 +549,15 @@ def _tile_start(
     all, where no tile is in two pages. No page is looked up of which no token is seen."""
     if PAGE_SIZE % BLOCK_N == 0 and PIECE_STEP % BLOCK_N == 0:
         known = tl.maximum(first, seen) if WINDOWED else first
-        start = tl.load(pages_ptr + known // PAGE_SIZE) * PAGE_SIZE + first % PAGE_SIZE
+        page = tl.load(pages_ptr + known // PAGE_SIZE)
+        start = place_in_pages(page, first % PAGE_SIZE, stride, TOKEN)
     else:
         n = tl.arange(0, BLOCK_N)
         token = tl.minimum(first + n, end - 1)
         if WINDOWED:
             token = tl.maximum(token, seen)
-        of_page = tl.load(pages_ptr + token // PAGE_SIZE) * PAGE_SIZE
-        start = (of_page + token % PAGE_SIZE - n)[:, None]
+        page = tl.load(pages_ptr + token // PAGE_SIZE)
+        start = place_in_pages(page, token % PAGE_SIZE - n, stride, TOKEN)[:, None]
     return start
 
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.pages import CachePages, place_in_pages
 from loraplex.server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped
 
 TILE_COLUMNS = 4
@@ -105,6 +105,7 @@ def prompt_attention(
         cache.k,
         cache.v,
         cache.v_scale,
+        cache.stride,
         page_table,
         page_table.stride(0),
         tiles,
@@ -135,6 +136,7 @@ def _prompt_attention_kernel(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     v_scale: tl.tensor,
+    stride: tl.tensor,
     page_table_ptr: tl.tensor,
     stride_pages: tl.tensor,
     tiles_ptr: tl.tensor,
@@ -176,8 +178,9 @@ def _prompt_attention_kernel(
             top = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
             total += 1.0
         keys = _Keys(
-            pages_ptr, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, start + count
-        )
+            pages_ptr, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, stride,
+            start + count,
+        )  # fmt: skip
         top, total, acc = _attend_tile(
             q, (top, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32)), start + token, start,
             keys, (inner, outer, window),
@@ -191,13 +194,14 @@ def _prompt_attention_kernel(
 
 
 class _Keys(NamedTuple):
-    """Keys and values of one kv head: the sequence's pages, addresses, and the position
-    of the end.
+    """Keys and values of one kv head: the sequence's pages, addresses, the stride from page to
+    page, and the position of the end.
     """
 
     pages_ptr: Any
     k_ptr: Any
     v_ptr: Any
+    stride: Any
     end: Any
 
 
@@ -206,7 +210,7 @@ class _Form(NamedTuple):
     page, keys of a step, and whether scores are capped and seen through a window.
     """
 
-    stride: Any
+    token: Any
     head_dim: Any
     page_size: Any
     step: Any
@@ -268,7 +272,7 @@ def _attend(
         # Behind the end lies what nobody sees: the last key is read in its place.
         token = tl.minimum(first + n, keys.end - 1)
         page = tl.load(keys.pages_ptr + token // form.page_size)
-        at = ((page * form.page_size + token % form.page_size) * form.stride)[:, None] + d
+        at = place_in_pages(page, token % form.page_size, keys.stride, form.token)[:, None] + d
         k = tl.load(keys.k_ptr + at, mask=d < form.head_dim, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if form.capped:

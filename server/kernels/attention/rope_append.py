@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loraplex.server.kernels.attention.pages import CachePages, as_stored
+from loraplex.server.kernels.attention.pages import CachePages, as_stored, place_in_pages
 from loraplex.server.kernels.attention.rotation import (
     QkNorm,
     Rotation,
@@ -37,7 +37,7 @@ def rope_append(
     of the rotation's tables. slots: int64 `[tokens]`, page * page_size + offset; a token at -1 is
     left out, and so are its queries. Raises ValueError where more turns than a head has.
     """
-    kv_heads, head_dim = cache.k.shape[2:]
+    page_size, kv_heads, head_dim = cache.k.shape[1:]
     tokens = qkv.shape[0]
     all_heads = qkv.shape[1] // head_dim
     heads = all_heads - 2 * kv_heads
@@ -57,6 +57,7 @@ def rope_append(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
+        PAGE_SIZE=page_size,
         BLOCK_D=triton.next_power_of_2(head_dim // 2),
         BLOCK_H=_HEADS_A_PROGRAM,
         NORM=norm_switch(norm),
@@ -83,6 +84,7 @@ def _rope_append_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     NORM: tl.constexpr,
@@ -116,12 +118,13 @@ def _rope_append_kernel(
     target = q_ptr + (token * HEADS + head) * 2 * HALF + d
     tl.store(target, new_first, mask=is_q)
     tl.store(target + HALF, new_second, mask=is_q)
-    place = slot * KV_HEADS
+    page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
+    place = place_in_pages(page, offset, cache[5], KV_HEADS * 2 * HALF)
     is_k = live & rotated & is_key
-    target = cache[0] + (place + head - HEADS) * 2 * HALF + d
+    target = cache[0] + place + (head - HEADS) * 2 * HALF + d
     tl.store(target, as_stored(new_first, cache[2], target), mask=is_k)
     tl.store(target + HALF, as_stored(new_second, cache[2], target), mask=is_k)
     is_v = live & (head >= HEADS + KV_HEADS)
-    target = cache[1] + (place + head - HEADS - KV_HEADS) * 2 * HALF + d
+    target = cache[1] + place + (head - HEADS - KV_HEADS) * 2 * HALF + d
     tl.store(target, as_stored(new_first, cache[3], target), mask=is_v)
     tl.store(target + HALF, as_stored(new_second, cache[3], target), mask=is_v)

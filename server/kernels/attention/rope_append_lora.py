@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.pages import CachePages, place_in_pages
 from loraplex.server.kernels.attention.rotation import (
     QkNorm,
     Rotation,
@@ -67,7 +67,7 @@ def rope_append_lora(
     if norm is not None and norm.all_heads:
         raise ValueError("a norm over all heads needs the sum that is rotated")
     segments, workspace, table = pending.segments, pending.workspace, pending.table
-    tokens, (kv_heads, head_dim) = len(qkv), cache.k.shape[2:]
+    tokens, (page_size, kv_heads, head_dim) = len(qkv), cache.k.shape[1:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     _check(qkv, pending, num_decodes, positions, slots, cache)
     q = torch.empty(tokens - num_decodes, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -75,7 +75,7 @@ def rope_append_lora(
         return q
     items = segments.max_tiles * (heads + 2 * kv_heads)
     _rope_lora_kernel[(min(items, config.num_programs),)](
-        (qkv, q, cache.k, cache.v),
+        (qkv, q, cache.k, cache.v, cache.stride),
         rotation.tables,
         positions,
         slots,
@@ -90,6 +90,7 @@ def rope_append_lora(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
+        PAGE_SIZE=page_size,
         MAX_SPLIT=workspace.max_split,
         BLOCK_M=segments.tile_rows,
         MAX_HEADS=config.max_heads,
@@ -132,8 +133,11 @@ def _check(
             f"positions {list(positions.shape)} and slots {list(slots.shape)} are not [{tokens}]"
         )
     for name, pages in (("k_pages", cache.k), ("v_pages", cache.v)):
-        if pages.dtype != qkv.dtype or pages.shape != cache.k.shape or not pages.is_contiguous():
+        form = (pages.shape, pages.stride())
+        if pages.dtype != qkv.dtype or form != (cache.k.shape, cache.k.stride()):
             raise ValueError(f"{name} is {pages.dtype} {list(pages.shape)}")
+        if not pages[:1].is_contiguous():
+            raise ValueError(f"pages of {name} are not contiguous")
 
 
 # Positions and slots begin anywhere in an upload: no kernel for each alignment.
@@ -158,6 +162,7 @@ def _rope_lora_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     MAX_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     MAX_HEADS: tl.constexpr,
@@ -192,7 +197,7 @@ def _rope_lora_kernel(
             low_rank_of(projection, tile, workspace, splits, targets[0].dtype.element_ty),
             order_ptr + tile.start, _Cut(item % blocks, n0, n01, heads),
             _Form(
-                HEADS, KV_HEADS, HALF, PAIRS, INTERLEAVED, SCALED, NORM,
+                HEADS, KV_HEADS, HALF, PAGE_SIZE, PAIRS, INTERLEAVED, SCALED, NORM,
                 MAX_SPLIT, STAGES, PRECISION,
             ),
             BLOCK_M,
@@ -201,13 +206,14 @@ def _rope_lora_kernel(
 
 
 class _Form(NamedTuple):
-    """Form of the kernel. Constants: heads of q and of k, pairs of a head; `Rotation.switches` and
-    `norm_switch`; planes of v, stages of the loop, precision of float32.
+    """Form of the kernel. Constants: heads of q and of k, pairs of a head, tokens of a page;
+    `Rotation.switches` and `norm_switch`; planes of v, stages of the loop, precision of float32.
     """
 
     heads: Any
     kv_heads: Any
     half: Any
+    page_size: Any
     pairs: Any
     interleaved: Any
     scaled: Any
@@ -301,7 +307,7 @@ def _half_block(half: int) -> int:
 @triton.jit
 def _rope_rows(tokens: _Tokens, rows: tl.tensor, span: _Span, low: LowRank, form: _Form) -> None:
     """Where each row is read and goes, for the projection's first head, and its angles."""
-    qkv_ptr, q_ptr, k_pages_ptr, v_pages_ptr = tokens.targets
+    qkv_ptr, q_ptr, k_pages_ptr, v_pages_ptr, stride = tokens.targets
     HEADS: tl.constexpr = form.heads
     KV_HEADS: tl.constexpr = form.kv_heads
     HALF: tl.constexpr = form.half
@@ -312,7 +318,11 @@ def _rope_rows(tokens: _Tokens, rows: tl.tensor, span: _Span, low: LowRank, form
     slot = tl.load(tokens.slots_ptr + rows, mask=live, other=0)
     place = tl.where(is_q, rows - tokens.num_decodes, slot)
     target_ptr = tl.where(is_q, q_ptr, tl.where(is_qk, k_pages_ptr, v_pages_ptr))
-    target_rows = target_ptr + place * (tl.where(is_q, HEADS, KV_HEADS) * 2 * HALF)
+    # Rows of q lie as if each had a page.
+    page = tl.where(is_q, place, slot // form.page_size)
+    offset = tl.where(is_q, 0, slot % form.page_size)
+    stride = tl.where(is_q, HEADS * 2 * HALF, stride)
+    target_rows = target_ptr + place_in_pages(page, offset, stride, KV_HEADS * 2 * HALF)
     d = tl.arange(0, _half_block(HALF))[None, :]
     turned = tl.where(is_qk, HALF, 0)
     real = live[:, None] & (d < turned)

@@ -40,7 +40,7 @@ def build(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases
     """Build the decoder by the fastest way that the device has. graph_batches: padded batch sizes
     of decode graphs; None = all that the limits need. phases: what takes long is noted there.
     """
-    device = parts.cache.k.device
+    device = parts.cache.pool.device
     if device.type == "cpu":
         return _build_reference(parts, "computing on the CPU")
     reason = why_not_fast(parts.model, parts.cache.dtype, device)

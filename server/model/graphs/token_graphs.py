@@ -21,9 +21,10 @@ from loraplex.server.model.ops.device_lora import DeviceLora
 from loraplex.server.model.ops.graph_attention import GraphAttention
 from loraplex.server.model.ops.lora_linear import LinearOutput, Ready
 from loraplex.server.model.ops.ops import StepLayout
-from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan
+from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan, first_rows
 from loraplex.server.model.ops.sizes import MAX_PROMPTS, padded_size
 from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.spec.model_spec import AttentionSpec
 
 _NOBODY = np.zeros(0, dtype=np.int32)
 
@@ -40,8 +41,8 @@ class EndGraphs:
         pool: Any,
     ) -> None:
         """Allocate the inputs and outputs of graphs for a step's end. begun: `[sizes[-1], heads *
-        head_dim]` and `[sizes[-1], hidden]`, where steps leave what the last layer attended and
-        the hidden states. pool: of graphs.
+        head_dim]` of the last layer and `[sizes[-1], hidden]`, where steps leave what that layer
+        attended and the hidden states. pool: of graphs.
         """
         self.sizes = sizes
         self._decoder, self._ops, self._begun, self._pool = decoder, ops, begun, pool
@@ -137,14 +138,16 @@ class TokenGraphs:
         self._is_given = torch.zeros(1, 1, dtype=torch.bool, device=device)
         self._gives = False  # what is there when all that was launched is done
         if attention is None:
-            qkv_size = model.q_size + 2 * model.kv_size
-            self._qkv = torch.zeros(most, qkv_size, dtype=dtype, device=device)
-            self._attended = torch.zeros(most, model.q_size, dtype=dtype, device=device)
+            attentions = [layer.attention for layer in model.layers]
+            widths = (max(map(_qkv_size, attentions)), max(a.q_size for a in attentions))
+            self._qkv, self._attended = (
+                torch.zeros(most * width, dtype=dtype, device=device) for width in widths
+            )
         else:
             self._attended = attention.attended
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, Reach], _Captured] = {}
-        begun = (self._attended, self._hidden)
+        begun = (self._attended_by(len(decoder.weights.layers) - 1, most), self._hidden)
         self.ends = EndGraphs(decoder, ops, sizes, begun, self._pool)
 
     def rehearse(self, reach: Reach, example: Callable[[int], StepLayout]) -> None:
@@ -229,10 +232,16 @@ class TokenGraphs:
     def _replay_between(
         self, graphs: list[torch.cuda.CUDAGraph], plan: CudaPlan, tokens: int
     ) -> None:
-        qkv, plan = Ready(self._qkv[:tokens]), replace(plan, attended=self._attended[:tokens])
+        plan = replace(plan, attended=self._attended)
         for number, graph in enumerate(graphs):
             graph.replay()
-            self._decoder.attend(plan, number, qkv)
+            self._decoder.attend(plan, number, Ready(self._qkv_of(number, tokens)))
+
+    def _qkv_of(self, layer: int, rows: int) -> torch.Tensor:
+        return first_rows(self._qkv, rows, _qkv_size(self._decoder.spec.layers[layer].attention))
+
+    def _attended_by(self, layer: int, rows: int) -> torch.Tensor:
+        return first_rows(self._attended, rows, self._decoder.spec.layers[layer].attention.q_size)
 
     def _lora(self, size: int, reach: Reach) -> DeviceLora | None:
         if reach is Reach.NONE:
@@ -265,8 +274,7 @@ class TokenGraphs:
         return [step]
 
     def _pieces_between(self, size: int, lora: DeviceLora | None) -> list[Callable[[], None]]:
-        decoder = self._decoder
-        attended, hidden = self._attended[:size], self._hidden[:size]
+        decoder, hidden = self._decoder, self._hidden[:size]
 
         def begin() -> None:
             if lora is not None:
@@ -277,6 +285,7 @@ class TokenGraphs:
             self._project(normed, 0, lora)
 
         def follow(number: int) -> None:
+            attended = self._attended_by(number, size)
             normed, _ = decoder.after_attention(number, attended, hidden, lora)  # hidden in place
             self._project(normed, number + 1, lora)
 
@@ -284,7 +293,11 @@ class TokenGraphs:
         return [begin, *(partial(follow, number) for number in numbers)]
 
     def _project(self, normed: torch.Tensor, number: int, lora: DeviceLora | None) -> None:
-        attention, out = self._decoder.attentions[number], self._qkv[: len(normed)]
+        attention, out = self._decoder.attentions[number], self._qkv_of(number, len(normed))
         done = self._ops.linear(normed, attention.weights.qkv, lora, attention.qkv, out=out)
         if not isinstance(done, Ready):
             raise TypeError("attention outside the graph takes complete outputs alone")
+
+
+def _qkv_size(attention: AttentionSpec) -> int:
+    return attention.q_size + 2 * attention.kv_size

@@ -34,7 +34,8 @@ def run_steps(
     most = min(limits.max_step_tokens, limits.max_rows * context)
     for tokens in warm_sizes(most, _of_experts(decoder.spec)):
         run_step(decoder, ops, rows, tokens, context, adapters)
-    for decodes in warm_decodes(decoder.spec.num_kv_heads, limits):
+    kv_heads = {layer.attention.num_kv_heads for layer in decoder.spec.layers}
+    for decodes in {n for heads in kv_heads for n in warm_decodes(heads, limits)}:
         layout = _on_scratch(rows, np.array([1] * decodes + [2]))
         token_ids = torch.zeros(decodes + 2, dtype=torch.int64, device=rows.device)
         decoder.forward(token_ids, ops.plan(layout), None)

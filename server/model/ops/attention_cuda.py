@@ -62,9 +62,10 @@ class PagedAttention:
         """
         self.model = model
         self.cache = cache
-        self.device = cache.k.device
-        heads, head_dim = model.num_heads, model.head_dim
-        self._scratch = DecodeScratch(most_decodes, heads, head_dim, self.device, most_rows)
+        self.device = cache.pool.device
+        attentions = [layer.attention for layer in model.layers]
+        widest = max(a.num_heads for a in attentions), max(a.head_dim for a in attentions)
+        self._scratch = DecodeScratch(most_decodes, *widest, self.device, most_rows)
         capability = torch.cuda.get_device_capability(self.device)
         self._programmatic_launch = capability >= (9, 0)
         self._prompts = PromptAttention(model, cache, prefill_backend)

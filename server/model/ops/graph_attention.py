@@ -18,7 +18,7 @@ _ALL = slice(0, None)
 
 class GraphAttention:
     """Attention whose inputs lie where graphs read them. most_tokens: of a graph; most_decodes: of
-    a step. attended: `[most_tokens, heads * head_dim]`, where each layer's result lies.
+    a step. attended: flat, where each layer's result lies, `[tokens, heads * head_dim]`.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class GraphAttention:
         slots = (len(page_table), most_tokens)
         self._kv_slots = torch.full(slots, -1, dtype=torch.int64, device=device)
         # What pads a step reads what earlier ones left.
-        q_size, dtype = ops.model.q_size, ops.cache.dtype
-        self.attended = torch.zeros(most_tokens, q_size, dtype=dtype, device=device)
-        widest = most_tokens + ops.decode_work(most_decodes).length
-        self._packed = torch.zeros(widest, dtype=torch.int32, device=device)
+        widest = max(layer.attention.q_size for layer in ops.model.layers)
+        self.attended = torch.zeros(most_tokens * widest, dtype=ops.cache.dtype, device=device)
+        length = most_tokens + ops.decode_work(most_decodes).length
+        self._packed = torch.zeros(length, dtype=torch.int32, device=device)
 
     def plan(self, size: int) -> CudaPlan:
         """Plan a graph of `size` tokens, whatever they are."""
@@ -49,8 +49,7 @@ class GraphAttention:
         turns = self._turns[:size] if self._ops.rotations.has_long else None
         views = decode_views(rows, positions, self._page_table, work, turns)
         attention = Attention(_ALL, views, _ALL, self._prompts)
-        slots, attended = self._kv_slots[:, :size], self.attended[:size]
-        return CudaPlan(positions, slots, attention, attended, turns)
+        return CudaPlan(positions, self._kv_slots[:, :size], attention, self.attended, turns)
 
     def fill(self, size: int, layout: StepLayout) -> None:
         """Write the inputs of a step for the next replay of the graph with this size."""

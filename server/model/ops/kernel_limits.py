@@ -15,9 +15,10 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
         return f"FlashInfer needs compute capability 8.0, this GPU has {found}"
     if dtype == "float32":
         return "FlashInfer computes in bfloat16 and float16, not in float32"
-    if model.head_dim % _HEAD_DIM_STEP or model.head_dim > _WIDEST_HEAD:
-        return (
-            f"the kernels' head sizes are multiples of {_HEAD_DIM_STEP} up to {_WIDEST_HEAD}, the"
-            f" model's is {model.head_dim}"
-        )
+    for size in {layer.attention.head_dim for layer in model.layers}:
+        if size % _HEAD_DIM_STEP or size > _WIDEST_HEAD:
+            return (
+                f"the kernels' head sizes are multiples of {_HEAD_DIM_STEP} up to {_WIDEST_HEAD},"
+                f" the model's is {size}"
+            )
     return None

@@ -11,7 +11,7 @@ from loraplex.server.engine.memory.room import pages_held, tokens_that_fit
 from loraplex.server.model.ops.sizes import MOST_PADDING
 from loraplex.server.model.quantisation.forms import packed_bytes
 from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK, MXFP4_TENSORS, LinearSpec
-from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec, layer_path
+from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, layer_path
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.page_groups import page_groups
 
@@ -68,21 +68,30 @@ def _beside(model: ModelSpec, layer: int, linear: LinearSpec, item: int, packed:
 
 
 def page_bytes(model: ModelSpec, engine: EngineConfig) -> int:
-    """Bytes of the keys and values of one page, in the layers of a group."""
-    tokens = page_groups(model).places * engine.page_size
-    return tokens * layer_token_bytes(model, engine.dtype, engine.kv_dtype)
+    """Bytes of one page: keys and values of its tokens, in the layers of a group."""
+    return engine.page_size * page_token_bytes(model, engine.dtype, engine.kv_dtype)
 
 
-def layer_token_bytes(model: ModelSpec, dtype: SlabDtype, kv_dtype: KvDtype) -> int:
+def page_token_bytes(model: ModelSpec, dtype: SlabDtype, kv_dtype: KvDtype) -> int:
+    """Bytes of a page for each of its tokens."""
+    return 2 * page_groups(model).width * _kept_bytes(dtype, kv_dtype)
+
+
+def layer_token_bytes(attention: AttentionSpec, dtype: SlabDtype, kv_dtype: KvDtype) -> int:
     """Bytes of the keys and values of one token, in one layer."""
-    return 2 * model.kv_size * (1 if kv_dtype == "fp8" else ITEM_BYTES[dtype])
+    return 2 * attention.kv_size * _kept_bytes(dtype, kv_dtype)
+
+
+def _kept_bytes(dtype: SlabDtype, kv_dtype: KvDtype) -> int:
+    return 1 if kv_dtype == "fp8" else ITEM_BYTES[dtype]
 
 
 def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     """Upper estimate of what a step needs beside weights, KV cache and adapters."""
     item = ITEM_BYTES[engine.dtype]
     inner = max(_inner_width(layer, model.hidden_size) for layer in model.layers)
-    widths = 4 * model.hidden_size + 3 * model.q_size + inner
+    attentions = [layer.attention for layer in model.layers]
+    widths = 4 * model.hidden_size + 3 * max(a.q_size for a in attentions) + inner
     activations = engine.max_step_tokens * widths * item
     # Of every row in the model's dtype twice: those of the graphs, and those of a step outside.
     # What new ids add comes when the activations are gone.
@@ -91,7 +100,8 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     logits = copies * model.vocab_size
     masks = engine.max_running * -(-model.vocab_size // 32) * 4
     # What pieces of contexts give, in float32; of a sequence one piece and a half.
-    pieces = rows * 6 * model.q_size
+    heads = max(a.num_heads for a in attentions)
+    pieces = rows * 6 * heads * max(a.head_dim for a in attentions)
     context = engine.max_context or model.max_context
     # Of each row its tokens, of rows with penalties once more, and its pages; the rotation of each
     # position; adapters' records.
@@ -125,21 +135,21 @@ def _inner_width(layer: LayerSpec, hidden: int) -> int:
 def _rotation_bytes(model: ModelSpec, context: int) -> int:
     """Cosines and sines of every position, of each rotation that layers have, and of its long
     factors."""
-    ropes = {layer.attention.rope for layer in model.layers}
-    turned = sum(rope.rotary_dim or model.head_dim for rope in ropes if rope is not None)
+    kinds = {(layer.attention.rope, layer.attention.head_dim) for layer in model.layers}
+    turned = sum(rope.rotary_dim or head for rope, head in kinds if rope is not None)
     forms = 1 if model.within(context).short_context is None else 2
     return forms * context * turned * 4
 
 
-def split_prompts_bytes(model: ModelSpec, processors: int) -> int:
+def split_prompts_bytes(attention: AttentionSpec, processors: int) -> int:
     """Bytes that FlashInfer's FA2 needs at most to cut the contexts of few prompts into pieces.
 
     The bytes are for float32 results and sums. Two programs run at once on each multiprocessor, one
     for each piece and kv head. Each has a tile of up to 128 queries, tokens of all heads of its
     group counted (`PrefillPlan` in scheduler.cuh).
     """
-    pieces = _FA2_PROGRAMS * processors // model.num_kv_heads
-    return pieces * model.num_heads * _FA2_QUERIES * (model.head_dim + 1) * 4
+    pieces = _FA2_PROGRAMS * processors // attention.num_kv_heads
+    return pieces * attention.num_heads * _FA2_QUERIES * (attention.head_dim + 1) * 4
 
 
 def fill_device(model: ModelSpec, engine: EngineConfig, memory: DeviceMemory) -> EngineConfig:

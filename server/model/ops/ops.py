@@ -4,6 +4,7 @@ One decoder, several sets of ops: plain torch (ops_torch.py), and kernels for a 
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -12,35 +13,49 @@ import torch
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.sites import BranchSites, Site
-from loraplex.server.model.spec.model_spec import Activation
+from loraplex.server.model.spec.model_spec import Activation, AttentionSpec, ModelSpec
 from loraplex.server.model.spec.page_groups import PageGroups
 from loraplex.server.model.weights import KvScales, Norm
 
 
-@dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of every layer, `[places, pages, page_size, kv_heads, head_dim]` each.
-    groups: which layer has which place of which pages. dtype: of what is computed; k and v are
-    that, or float8_e4m3fn. scales: of each layer's keys and values in FP8."""
+    """Keys and values of every layer, in pages of one size.
 
-    k: torch.Tensor
-    v: torch.Tensor
-    groups: PageGroups
-    dtype: torch.dtype
-    scales: tuple[KvScales, ...]
+    pool: `[pages, 2 * page_size * groups.width]`. A page holds for each place of its group
+    `page_size` keys `[kv_heads, head_dim]`, then as many values. groups: which layer has which
+    place of which pages. dtype: of what is computed; the pool is of that, or float8_e4m3fn.
+    scales: of each layer's keys and values in FP8.
+    """
 
-    @property
-    def page_size(self) -> int:
-        return self.k.shape[2]
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        model: ModelSpec,
+        groups: PageGroups,
+        dtype: torch.dtype,
+        scales: tuple[KvScales, ...],
+    ) -> None:
+        self.pool, self.groups, self.dtype, self.scales = pool, groups, dtype, scales
+        self.page_size = pool.shape[1] // (2 * groups.width)
+        self._layers = [
+            self._views(layer.attention, place)
+            for layer, (_, place) in zip(model.layers, groups.layers, strict=True)
+        ]
+
+    def _views(self, attention: AttentionSpec, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (self.page_size, attention.num_kv_heads, attention.head_dim)
+        size = prod(shape)
+        k, v = self.pool[:, 2 * place * size :][:, : 2 * size].split(size, dim=1)
+        return k.unflatten(1, shape), v.unflatten(1, shape)
 
     @property
     def is_fp8(self) -> bool:
-        return self.k.dtype != self.dtype
+        return self.pool.dtype != self.dtype
 
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v of one layer, `[pages, page_size, kv_heads, head_dim]`."""
-        _, place = self.groups.layers[layer]
-        return self.k[place], self.v[place]
+        """k and v of one layer, views `[pages, page_size, kv_heads, head_dim]`: from one page to
+        the next are all numbers of a page, and a page's own lie together."""
+        return self._layers[layer]
 
     def read(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Read keys and values of these pages, `[n, p]`: `[n, kv_heads, p * page_size, head_dim]`

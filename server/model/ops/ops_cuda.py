@@ -64,6 +64,11 @@ from loraplex.server.model.spec.model_spec import (
 from loraplex.server.model.weights import LayerNorm, Norm
 
 
+def first_rows(buffer: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """Return `[rows, width]` at the beginning of a flat buffer, which layers of any width share."""
+    return buffer[: rows * width].view(rows, width)
+
+
 class Rotations:
     """Layers that rotate alike share their tables. Where the model has long factors, every table
     has them below, from row `max_context` on."""
@@ -72,7 +77,7 @@ class Rotations:
         self._positions = torch.arange(max_context, device=device)
         self._first_long = None if model.short_context is None else max_context
         kinds = {_kind(layer.attention) for layer in model.layers}
-        made = {kind: self._rotation(model.head_dim, *kind) for kind in kinds}
+        made = {kind: self._rotation(*kind) for kind in kinds}
         self._by_layer = tuple(made[_kind(layer.attention)] for layer in model.layers)
 
     def __getitem__(self, layer: int) -> Rotation:
@@ -115,8 +120,8 @@ class Rotations:
         return 1.0 + scale.beta * (1.0 + self._positions // scale.context).log()
 
 
-def _kind(attention: AttentionSpec) -> tuple[RopeSpec | None, PositionScale | None]:
-    return attention.rope, attention.q_scale
+def _kind(attention: AttentionSpec) -> tuple[int, RopeSpec | None, PositionScale | None]:
+    return attention.head_dim, attention.rope, attention.q_scale
 
 
 class Experts:
@@ -197,8 +202,8 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class CudaPlan:
     """Preparation of a step's attention. positions: int64 `[tokens]`; slots: `CudaOps.kv_slots`, -1
-    = a token that is no prompt's; captured steps of decodes have no slots. attended: `[tokens,
-    heads * head_dim]`, where the result is to lie; None: anywhere. turns: see `Rotations.turns`.
+    = a token that is no prompt's; captured steps of decodes have no slots. attended: flat, where
+    each layer's result is to lie; None: anywhere. turns: see `Rotations.turns`.
     """
 
     positions: torch.Tensor
@@ -236,7 +241,7 @@ class CudaOps:
         self.cache = cache
         self.table = table
         self._attention = attention
-        self.device = cache.k.device
+        self.device = cache.pool.device
         self._configs: KernelConfigs = load_configs(self.device)
         self.products = Products(self._configs)
         self._experts = Experts(self._configs, self.products, table)
@@ -415,9 +420,12 @@ class CudaOps:
         qk_norm: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        y, attention, model = qkv.y, plan.attention, self.model
-        out = y.new_empty(len(y), model.q_size) if plan.attended is None else plan.attended
-        heads = out.view(len(y), model.num_heads, model.head_dim)
+        y, attention, spec = qkv.y, plan.attention, self.model.layers[layer].attention
+        if plan.attended is None:
+            out = y.new_empty(len(y), spec.q_size)
+        else:
+            out = first_rows(plan.attended, len(y), spec.q_size)
+        heads = out.view(len(y), spec.num_heads, spec.head_dim)
         delta = q = None
         match qkv:
             case Ready():

@@ -35,6 +35,8 @@ from loraplex.server.model.spec.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, Expe
 from loraplex.server.model.weights import LayerNorm, Norm, RmsNorm
 
 Masks = dict[int | None, torch.Tensor | None]
+# A rotation of heads of one size.
+Turn = tuple[RopeSpec, int]
 
 
 def run_experts(
@@ -111,14 +113,15 @@ class PrefillChunk:
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
     """Preparation of a step's attention. rope: cos and sin, `[tokens, 1, rotary_dim / 2]`, of each
-    rotation. q_scales: `[tokens, 1, 1]`. slot_mapping: int64 `[groups, tokens]`, page *
-    page_size + offset. fresh_pages: `[groups, n]`, those whose first token is written in this
-    step.
+    rotation. q_scales: `[tokens, 1, 1]`. pages, offsets: of each token's keys and values, int64
+    `[groups, tokens]` and `[tokens]`. fresh_pages: `[groups, n]`, those whose first token is
+    written in this step.
     """
 
-    rope: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
+    rope: dict[Turn, tuple[torch.Tensor, torch.Tensor]]
     q_scales: dict[PositionScale, torch.Tensor]
-    slot_mapping: torch.Tensor
+    pages: torch.Tensor
+    offsets: torch.Tensor
     fresh_pages: torch.Tensor
     decodes: tuple[DecodeGroup, ...]
     chunks: tuple[PrefillChunk, ...]
@@ -132,21 +135,21 @@ class TorchOps:
         self.cache = cache
         self.table = table
         self.windows = tuple(set(model.windows))
-        self.device = cache.k.device
+        self.device = cache.pool.device
         # `[groups, 1, 1]`
         windows = [model.max_context if w is None else w for w in cache.groups.windows]
         self._page_windows = torch.tensor(windows, device=self.device)[:, None, None]
         attentions = {layer.attention for layer in model.layers}
-        self._inv_freq = {a.rope: self._inverse_frequencies(a.rope) for a in attentions if a.rope}
+        turns = {(a.rope, a.head_dim) for a in attentions if a.rope}
+        self._inv_freq = {turn: self._inverse_frequencies(*turn) for turn in turns}
         self._q_scales = {a.q_scale for a in attentions if a.q_scale}
 
-    def _inverse_frequencies(self, rope: RopeSpec) -> torch.Tensor:
+    def _inverse_frequencies(self, rope: RopeSpec, head_dim: int) -> torch.Tensor:
         """Compute a rotation's inverse frequencies: `[n]`, or `[2, n]` where sequences
         may be long.
         """
         forms = [False, True] if rope.long_factors else [False]
-        head_dim, device = self.model.head_dim, self.device
-        found = [inverse_frequencies(rope, head_dim, device, long=long) for long in forms]
+        found = [inverse_frequencies(rope, head_dim, self.device, long=long) for long in forms]
         return torch.stack(found) if len(found) > 1 else found[0]
 
     def lora(self, token_slots: np.ndarray) -> LoraBatch | None:
@@ -157,16 +160,17 @@ class TorchOps:
         pages = layout.page_table[:, layout.token_rows, layout.positions // size]
         offsets = layout.positions % size
         return TorchPlan(
-            rope={rope: self._turns(rope, layout) for rope in self._inv_freq},
+            rope={turn: self._turns(turn, layout) for turn in self._inv_freq},
             q_scales={scale: self._q_scale(scale, layout) for scale in self._q_scales},
-            slot_mapping=pages * size + offsets,
+            pages=pages,
+            offsets=offsets,
             fresh_pages=pages[:, offsets == 0],
             decodes=self._decode_groups(layout, layout.num_decodes),
             chunks=self._chunks(layout, layout.num_decodes),
         )
 
-    def _turns(self, rope: RopeSpec, layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        inv_freq = self._inv_freq[rope]
+    def _turns(self, turn: Turn, layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        rope, inv_freq = turn[0], self._inv_freq[turn]
         if rope.long_factors:
             inv_freq = inv_freq[layout.long_rows[layout.token_rows]]
         return cos_sin(layout.positions, inv_freq, rope.attention_factor)
@@ -344,7 +348,7 @@ class TorchOps:
         if qk_norm is not None:
             qk = self._qk_normed(spec, qk, qk_norm)
         if spec.rope is not None:
-            qk = rotate(qk, *plan.rope[spec.rope], spec.rope)
+            qk = rotate(qk, *plan.rope[spec.rope, spec.head_dim], spec.rope)
         k_pages, v_pages = self.cache.of(layer)
         scales = self.cache.scales[layer]
         self._store(plan, layer, k_pages, qk[:, num_heads:], scales.k)
@@ -377,7 +381,7 @@ class TorchOps:
         # A reused page may hold another sequence's NaN behind the last token written.
         if plan.fresh_pages.numel():
             cache.index_fill_(0, plan.fresh_pages[group], 0)
-        cache.flatten(0, 1).index_copy_(0, plan.slot_mapping[group], new)
+        cache[plan.pages[group], plan.offsets] = new
 
     def _attention(
         self, plan: TorchPlan, layer: int, q: torch.Tensor, sinks: torch.Tensor | None

@@ -6,6 +6,7 @@ of its modules is used, for layers that see their whole context, and the project
 all others. `docs/internals/prompt-attention.md` says more.
 """
 
+from collections import defaultdict
 from typing import Any, Literal
 
 import flashinfer
@@ -23,7 +24,7 @@ from loraplex.server.kernels.attention.prompt_attention import (
 from loraplex.server.model.ops.cache_pages import cache_pages
 from loraplex.server.model.ops.memory import split_prompts_bytes
 from loraplex.server.model.ops.ops import KVCache, StepLayout
-from loraplex.server.model.ops.score_rules import score_rules
+from loraplex.server.model.ops.score_rules import score_rule
 from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
@@ -39,17 +40,21 @@ _PLAN_BUFFERS = 3
 
 
 class TiledPrompts:
-    """Attention of prompts by this package's own kernel. One plan serves all layers. One step at a
-    time is planned; several may be in flight.
+    """Attention of prompts by this package's own kernel. One plan serves all layers of one form.
+    One step at a time is planned; several may be in flight.
     """
 
-    def __init__(self, model: ModelSpec, cache: KVCache, captured: PromptRoom | None) -> None:
-        """Choose tiles for the model and the device. captured: a graph launches it."""
-        self._cache, self._device = cache, cache.k.device
-        group = model.num_heads // model.num_kv_heads
+    def __init__(
+        self, layers: dict[int, AttentionSpec], cache: KVCache, captured: PromptRoom | None
+    ) -> None:
+        """Choose tiles for the layers and the device. layers: by number. captured: a graph launches
+        it.
+        """
+        self._cache, self._device = cache, cache.pool.device
+        of = next(iter(layers.values()))
         capability = torch.cuda.get_device_capability(self._device)
-        self._shape = tile_shape(group, model.head_dim, capability)
-        self._rules = score_rules(model)
+        self._shape = tile_shape(of.num_heads // of.num_kv_heads, of.head_dim, capability)
+        self._rules = {number: score_rule(of) for number, of in layers.items()}
         self._captured = captured is not None
         room = self._most_tiles(captured.tokens) if captured is not None else 0
         self._tiles = torch.zeros(room, TILE_COLUMNS, dtype=torch.int32, device=self._device)
@@ -82,23 +87,30 @@ class TiledPrompts:
 
 
 class FlashInferPrompts:
-    """Attention of prompts by FlashInfer. Owns its workspace. One step at a time is planned;
-    several may be in flight.
+    """Attention of prompts by FlashInfer, in layers of one form that share pages. Owns its
+    workspace. One step at a time is planned; several may be in flight.
     """
 
     def __init__(
-        self, model: ModelSpec, cache: KVCache, backend: str, captured: PromptRoom | None
+        self,
+        layers: dict[int, AttentionSpec],
+        cache: KVCache,
+        backend: str,
+        captured: PromptRoom | None,
     ) -> None:
-        """Allocate what FlashInfer needs. captured: a graph launches it, and its first plan is of
-        the most tokens.
+        """Allocate what FlashInfer needs. layers: by number, of one page group. captured: a graph
+        launches it, and its first plan is of the most tokens.
         """
-        self._model, self._cache = model, cache
-        self._device = cache.k.device
+        self._scales = {number: attention.scale for number, attention in layers.items()}
+        first, attention = next(iter(layers.items()))
+        self._group, self._cache = cache.groups.group(first), cache
+        self._heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+        self._device = cache.pool.device
         self._captured = captured is not None
         nbytes = _LEAST_WORKSPACE_BYTES  # FA3 leaves nothing in it
         if backend == "fa2":
             processors = torch.cuda.get_device_properties(self._device).multi_processor_count
-            nbytes += split_prompts_bytes(model, processors)
+            nbytes += split_prompts_bytes(attention, processors)
         workspace = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._pinned = [
             torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -129,7 +141,7 @@ class FlashInferPrompts:
             seq_rows, starts, num_new = (
                 np.pad(a, (0, missing)) for a in (seq_rows, starts, num_new)
             )
-        size, dtype, model = self._cache.page_size, self._cache.k.dtype, self._model
+        size, dtype = self._cache.page_size, self._cache.pool.dtype
         contexts = starts + num_new
         counts = -(-contexts // size)
         indptr = _pinned_indptr(counts)
@@ -137,20 +149,19 @@ class FlashInferPrompts:
         # Real pages even where kernels are compiled and not launched.
         pages = torch.zeros(int(counts.sum()), dtype=torch.int32, device=self._device)
         rows = to_device(seq_rows, self._device)
-        # Layers that see all are in the first group.
-        table = layout.page_table[0]
+        table = layout.page_table[self._group]
         gather_pages(rows, indptr.to(self._device, non_blocking=True), table, pages)
         self._plans += 1
         # Its upload goes by way of pinned memory that no plan in flight uses.
         wrapper = self._wrapper
         wrapper._pin_memory_int_workspace_buffer = self._pinned[self._plans % _PLAN_BUFFERS]
-        heads = (model.num_heads, model.num_kv_heads, model.head_dim, size)
         wrapper.plan(
             _pinned_indptr(num_new),
             indptr,
             pages,
             torch.from_numpy(last).pin_memory(),
-            *heads,
+            *self._heads,
+            size,
             causal=True,
             sm_scale=1.0,  # each layer's own comes with it
             q_data_type=dtype,
@@ -166,9 +177,7 @@ class FlashInferPrompts:
         """
         if sinks is not None:
             raise ValueError("FlashInfer's module has no sinks")
-        scale = self._model.layers[layer].attention.scale
-        pages = self._cache.of(layer)
-        self._wrapper.run(q, pages, out=out, q_scale=scale)
+        self._wrapper.run(q, self._cache.of(layer), out=out, q_scale=self._scales[layer])
 
 
 def _pinned_indptr(counts: np.ndarray) -> torch.Tensor:
@@ -201,6 +210,22 @@ def prompts_in_graphs(model: ModelSpec, backend: str, *, fp8_cache: bool = False
     return backend == "fa3" or "FlashInfer" not in prompt_kernels(model, fp8_cache=fp8_cache)
 
 
+def _planned_together(
+    model: ModelSpec, cache: KVCache
+) -> list[tuple[PromptKernel, dict[int, AttentionSpec]]]:
+    """Layers by number that one plan serves, and their kernel: for FlashInfer layers that have the
+    same pages, too."""
+    found = defaultdict[tuple[PromptKernel, int, int], dict[int, AttentionSpec]](dict)
+    kernels = prompt_kernels(model, fp8_cache=cache.is_fp8)
+    for number, (layer, kernel) in enumerate(zip(model.layers, kernels, strict=True)):
+        of = layer.attention
+        if kernel == "FlashInfer":
+            found[kernel, cache.groups.group(number), of.num_heads][number] = of
+        else:
+            found[kernel, of.num_heads // of.num_kv_heads, of.head_dim][number] = of
+    return [(kernel, layers) for (kernel, *_), layers in found.items()]
+
+
 class PromptAttention:
     """Attention of prompts, by the kernel that each layer needs. Owns its workspace. One step at a
     time is planned; several may be in flight.
@@ -213,18 +238,22 @@ class PromptAttention:
         launches it, the first plan is of the most tokens, all are of one page table, and of at
         most MAX_PROMPTS.
         """
-        self._kernels = prompt_kernels(model, fp8_cache=cache.is_fp8)
-        self._plans: dict[PromptKernel, FlashInferPrompts | TiledPrompts] = {}
-        if "FlashInfer" in self._kernels:
-            self._plans["FlashInfer"] = FlashInferPrompts(model, cache, backend, captured)
-        if "Triton" in self._kernels:
-            self._plans["Triton"] = TiledPrompts(model, cache, captured)
+        self._plans: list[FlashInferPrompts | TiledPrompts] = []
+        self._of_layer: dict[int, FlashInferPrompts | TiledPrompts] = {}
+        for kernel, layers in _planned_together(model, cache):
+            plan: FlashInferPrompts | TiledPrompts
+            if kernel == "FlashInfer":
+                plan = FlashInferPrompts(layers, cache, backend, captured)
+            else:
+                plan = TiledPrompts(layers, cache, captured)
+            self._plans.append(plan)
+            self._of_layer.update(dict.fromkeys(layers, plan))
 
     def plan(self, layout: StepLayout) -> None:
         """Plan the layout's prompts, whose tokens follow one another from the first on in `run`'s
         input.
         """
-        for plan in self._plans.values():
+        for plan in self._plans:
             plan.plan(layout)
 
     def run(
@@ -237,4 +266,4 @@ class PromptAttention:
         """Compute one layer's attention of prompts. q, out: `[tokens, heads, head_dim]`; keys and
         values are in their pages. sinks: float32 `[heads]`.
         """
-        self._plans[self._kernels[layer]].run(layer, q, out, sinks)
+        self._of_layer[layer].run(layer, q, out, sinks)

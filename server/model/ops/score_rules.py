@@ -1,13 +1,17 @@
 """From a model's description to the rules by which kernels make scores. Pure."""
 
 from loraplex.server.kernels.attention.scores import ScoreRule
-from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 
 
 def score_rules(model: ModelSpec) -> list[ScoreRule]:
     """The rule of each layer."""
-    attentions = [layer.attention for layer in model.layers]
-    return [ScoreRule(each.scale, each.softcap, each.window) for each in attentions]
+    return [score_rule(layer.attention) for layer in model.layers]
+
+
+def score_rule(attention: AttentionSpec) -> ScoreRule:
+    """The rule of one layer."""
+    return ScoreRule(attention.scale, attention.softcap, attention.window)
 
 
 def distinct_windows(model: ModelSpec) -> tuple[int | None, ...]:

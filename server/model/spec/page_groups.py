@@ -1,55 +1,100 @@
 """Layers in groups that have pages of their own, so that pages behind a window can go. Pure."""
 
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loraplex.server.model.spec.model_spec import ModelSpec
 
-# Of a page's places, those that may be empty: of more, one group holds all layers.
+# Of the pages' room, the part that may be empty: of more, layers of all windows share groups.
 _MOST_EMPTY = 0.25
+
+
+class LayerPages(NamedTuple):
+    """What layers must share to share pages. heads, size: of keys, number and size. window: None =
+    layers see all tokens."""
+
+    heads: int
+    size: int
+    window: int | None
+
+    @property
+    def features(self) -> int:
+        """Features of one token's keys in one layer."""
+        return self.heads * self.size
 
 
 @dataclass(frozen=True, slots=True)
 class PageGroups:
-    """Layers in groups of up to `places`. A page holds the keys and values of some tokens in all
-    layers of one group, and each group has its own page table: pages are of one size, and any group
-    may have any page.
+    """Layers of one form (number and size of heads of keys) in groups. A page holds the keys and
+    values of some tokens in all layers of one group, and each group has its own page table: pages
+    are of one size, and any group may have any page.
 
-    windows: of each group, the tokens that its layers see at most; None = all. A group of layers
-    that see all comes first. layers: of each layer, its group and its place in the group's pages.
+    windows: of each group, the tokens that its layers see at most; None = all. Groups of layers
+    that see all come first. layers: of each layer, its group and its place in the group's pages.
+    width: features of one token's keys that a page has room for, and of as many of its values.
     """
 
     windows: tuple[int | None, ...]
     layers: tuple[tuple[int, int], ...]
-    places: int
+    width: int
 
     def group(self, layer: int) -> int:
         return self.layers[layer][0]
 
 
 def page_groups(model: ModelSpec) -> PageGroups:
-    """Layers of one window make a group, or several where they are more than the layers that see
-    all. Where pages would be left with many empty places all layers make one group, and nothing is
-    freed before its sequence ends."""
-    windows = [None if w is None or w >= model.max_context else w for w in model.windows]
-    sizes = Counter(windows)
-    places = sizes.get(None) or min(sizes.values())
-    groups: list[int | None] = []
-    of_layer: list[tuple[int, int]] = [(0, 0)] * len(windows)
-    for window in sorted(sizes, key=lambda window: window or 0):
-        members = [layer for layer, of in enumerate(windows) if of == window]
-        parts = -(-len(members) // places)
-        for number, layer in enumerate(members):
+    """Group the layers of a model by form and window, as `group_layers` does."""
+    attentions = [layer.attention for layer in model.layers]
+    windows = [
+        a.window and (a.window if a.window < model.max_context else None) for a in attentions
+    ]
+    return group_layers(
+        [
+            LayerPages(a.num_kv_heads, a.head_dim, window)
+            for a, window in zip(attentions, windows, strict=True)
+        ]
+    )
+
+
+def group_layers(layers: Sequence[LayerPages]) -> PageGroups:
+    """Group layers of one form and window: in one group, or in several where they are more than a
+    page holds. A page holds the layers that see all, of the form where these need least. Where more
+    than a quarter of the pages' room would be empty, and less would be if layers of a form shared
+    groups whatever their windows, they do: nothing is freed then before its sequence ends.
+    """
+    found = _grouped(layers)
+    if _empty(found, layers) <= _MOST_EMPTY:
+        return found
+    together = _grouped([layer._replace(window=_widest(layers, layer)) for layer in layers])
+    return min(found, together, key=lambda groups: _empty(groups, layers))
+
+
+def _grouped(layers: Sequence[LayerPages]) -> PageGroups:
+    members = defaultdict[LayerPages, list[int]](list)
+    for number, layer in enumerate(layers):
+        members[layer].append(number)
+    sizes = {kind: kind.features * len(of_kind) for kind, of_kind in members.items()}
+    see_all = [size for kind, size in sizes.items() if kind.window is None]
+    width = max(min(see_all or sizes.values()), *(kind.features for kind in members))
+    windows: list[int | None] = []
+    places: list[tuple[int, int]] = [(0, 0)] * len(layers)
+    for kind in sorted(members, key=lambda kind: kind.window or 0):
+        parts = -(-len(members[kind]) // (width // kind.features))
+        for number, member in enumerate(members[kind]):
             place, part = divmod(number, parts)
-            of_layer[layer] = (len(groups) + part, place)
-        groups += [window] * parts
-    empty = 1 - len(windows) / (len(groups) * places)
-    if empty > _MOST_EMPTY:
-        together = tuple((0, layer) for layer in range(len(windows)))
-        return PageGroups((_widest(windows),), together, len(windows))
-    return PageGroups(tuple(groups), tuple(of_layer), places)
+            places[member] = (len(windows) + part, place)
+        windows += [kind.window] * parts
+    return PageGroups(tuple(windows), tuple(places), width)
 
 
-def _widest(windows: list[int | None]) -> int | None:
-    seen = [window for window in windows if window is not None]
-    return max(seen) if len(seen) == len(windows) else None
+def _empty(groups: PageGroups, layers: Sequence[LayerPages]) -> float:
+    """The part of the pages' room that no layer has."""
+    return 1 - sum(layer.features for layer in layers) / (len(groups.windows) * groups.width)
+
+
+def _widest(layers: Sequence[LayerPages], like: LayerPages) -> int | None:
+    """The widest window of layers of this form."""
+    windows = {layer.window for layer in layers if layer[:2] == like[:2]}
+    return None if None in windows else max(window for window in windows if window is not None)

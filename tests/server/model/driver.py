@@ -85,8 +85,7 @@ class Driver:
             ops: Any = device._decoder.ops
             cache = getattr(ops, "_ops", ops).cache
             with torch.inference_mode():
-                for part in (cache.k, cache.v):
-                    part[:, pages] = float("nan")
+                cache.pool[pages] = float("nan")
         self.free_pages += pages
 
     def load(self, slot: int, layout: SlabLayout, slab: bytes, first: int) -> CopyOver:

@@ -121,7 +121,8 @@ def test_a_text_config_says_what_differs_from_its_class() -> None:
             },
         }
     )
-    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (8, 4, 256)
+    attention = model.layers[0].attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (8, 4, 256)
     assert (model.vocab_size, model.max_context) == (262208, 131072)
     assert (model.eos_token_ids, model.dtype, model.head.tied) == ((1, 106), "bfloat16", True)
     assert model.family == "gemma3"

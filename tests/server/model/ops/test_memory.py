@@ -22,7 +22,7 @@ from loraplex.server.model.ops.memory import (
     weights_bytes,
     workspace_bytes,
 )
-from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 from loraplex.server.model.spec.quantised_at_load import quantised_at_load
 from loraplex.server.worker.process.sizing import choose_sizes
 from tests.server.model.driver import engine_config
@@ -241,10 +241,13 @@ def test_that_room_can_be_needed() -> None:
     assert planned_bytes([(8, 74 * 16)], heads, processors) == room > 256 << 20
 
 
-def of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelSpec:
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    layers = (with_attention(MODEL.layers[0], **heads),)
-    return msgspec.structs.replace(MODEL, layers=layers)
+def of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionSpec:
+    return msgspec.structs.replace(
+        MODEL.layers[0].attention,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
 
 
 def test_quantised_matrices_need_room_to_be_written_out() -> None:

@@ -24,7 +24,7 @@ from tests.server.model.spec.layers import with_attention
 PAGE, ROWS, PAGES_A_ROW = 16, 3, 24
 SLICES = ((2, 0, 130), (0, 33, 17), (1, 300, 60))  # row, start, tokens
 CHANGES: tuple[dict[str, Any], ...] = ({}, {"scale": 0.3}, {"window": 40}, {"softcap": 5.0})
-GROUPS = PageGroups((None, 40), ((0, 0), (0, 1), (1, 0), (0, 2)), 3)
+LAYERS = ((0, 0), (0, 1), (1, 0), (0, 2))  # group, place
 
 
 def model_of(head_dim: int) -> ModelSpec:
@@ -85,15 +85,15 @@ def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: boo
     if captured and backend != "fa3" and plain == "FlashInfer":
         pytest.skip("graphs launch FlashInfer's FA3 alone")
     torch.manual_seed(head_dim)
-    shape = (GROUPS.places, ROWS * PAGES_A_ROW, PAGE, model.num_kv_heads, head_dim)
-    k, v = (torch.randn(shape).to(device, dtype) for _ in "kv")
-    cache = KVCache(k, v, GROUPS, dtype, (KvScales(),) * model.num_layers)
-    pages = torch.stack([torch.randperm(ROWS * PAGES_A_ROW) for _ in GROUPS.windows])
+    groups = PageGroups((None, 40), LAYERS, 3 * 2 * head_dim)
+    pool = torch.randn(ROWS * PAGES_A_ROW, 2 * PAGE * groups.width).to(device, dtype)
+    cache = KVCache(pool, model, groups, dtype, (KvScales(),) * model.num_layers)
+    pages = torch.stack([torch.randperm(ROWS * PAGES_A_ROW) for _ in groups.windows])
     page_table = pages.view(-1, ROWS, PAGES_A_ROW).to(device)
     tokens, most = sum(n for _, _, n in SLICES), 250
     room = PromptRoom(most, MAX_PROMPTS * PAGES_A_ROW) if captured else None
     prompts = PromptAttention(model, cache, backend, room)
-    q = torch.randn(most if captured else tokens, model.num_heads, head_dim).to(device, dtype)
+    q = torch.randn(most if captured else tokens, 8, head_dim).to(device, dtype)
     outs = [torch.zeros_like(q) for _ in model.layers]
     launches: list[Callable[[], None]] = [
         partial(prompts.run, number, q, out) for number, out in enumerate(outs)
@@ -106,7 +106,7 @@ def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: boo
         launch()
     tolerance = 5e-5 if dtype == torch.float32 else 2e-2
     for number, out in enumerate(outs):
-        table = page_table[GROUPS.group(number)]
+        table = page_table[groups.group(number)]
         wanted = expected(model, number, q, cache.of(number), table)
         torch.testing.assert_close(out[:tokens].double(), wanted, atol=tolerance, rtol=tolerance)
 

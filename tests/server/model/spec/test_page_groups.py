@@ -1,6 +1,7 @@
 """Layers of a model in groups that share pages."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,9 @@ class _Model:
     """What a grouping looks at."""
 
     def __init__(self, *windows: int | None, max_context: int = 4096) -> None:
-        self.windows, self.max_context = windows, max_context
+        attentions = [SimpleNamespace(num_kv_heads=1, head_dim=1, window=w) for w in windows]
+        self.layers = [SimpleNamespace(attention=attention) for attention in attentions]
+        self.max_context = max_context
 
 
 def groups_of(*windows: int | None, max_context: int = 4096):  # type: ignore[no-untyped-def]
@@ -40,7 +43,7 @@ def test_layers_of_one_window_share_pages(
     windows: tuple[int | None, ...], expected: tuple[int | None, ...], places: int
 ) -> None:
     groups = groups_of(*windows)
-    assert (groups.windows, groups.places) == (expected, places)
+    assert (groups.windows, groups.width) == (expected, places)
 
 
 @given(st.lists(st.sampled_from([None, 128, 512]), min_size=1, max_size=40))
@@ -49,10 +52,10 @@ def test_every_layer_has_a_place_of_its_own(windows: list[int | None]) -> None:
     assert len(set(groups.layers)) == len(windows)
     assert Counter(group for group, _ in groups.layers).keys() == set(range(len(groups.windows)))
     for layer, (group, place) in enumerate(groups.layers):
-        assert 0 <= place < groups.places
+        assert 0 <= place < groups.width
         of_group, own = groups.windows[group], windows[layer]
         assert of_group is None or (own is not None and own <= of_group)
-    assert len(windows) >= 0.75 * len(groups.windows) * groups.places
+    assert len(windows) >= 0.75 * len(groups.windows) * groups.width
     assert None not in groups.windows[1:]
 
 

@@ -3,7 +3,7 @@
 from loraplex.launcher.known_models import KnownModel, served_families
 from loraplex.server.model.families.registry import architectures, read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
-from loraplex.server.model.ops.memory import weights_bytes
+from loraplex.server.model.ops.memory import layer_token_bytes, weights_bytes
 from loraplex.server.model.spec.model_spec import ModelSpec
 
 _HEAD = """\
@@ -59,4 +59,4 @@ def _example(known: KnownModel) -> str:
 
 
 def _kv_bytes(model: ModelSpec) -> int:
-    return 2 * 2 * model.kv_size * model.num_layers
+    return sum(layer_token_bytes(layer.attention, "bfloat16", "auto") for layer in model.layers)

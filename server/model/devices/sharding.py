@@ -37,9 +37,10 @@ def check_shards(model: ModelSpec, count: int) -> None:
     """Check that so many devices can share the model. Raises ConfigError where they cannot."""
     served = shard_counts(model)
     if count not in served:
+        attention = model.layers[0].attention
         raise ConfigError(
-            f"--tp {count}: the model's {model.num_heads} heads and {model.num_kv_heads} key-value"
-            f" heads can be shared by {', '.join(map(str, served))} devices"
+            f"--tp {count}: the model's {attention.num_heads} heads and {attention.num_kv_heads}"
+            f" key-value heads can be shared by {', '.join(map(str, served))} devices"
         )
 
 

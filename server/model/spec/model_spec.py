@@ -256,8 +256,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     writes: whether it has a head for text. Without one that of its embedding stands in its place,
     and nobody asks it for a token. classes: of a classifier. pad_token_id: see `ClassForm`.
     stored_names: ends of tensors' names, as checkpoints may have them and as `tensors` does.
-    Raises ValueError where layers differ in what all must share: heads, and the modules of each
-    role.
+    Raises ValueError where layers differ in what all must share: the modules of each role.
     """
 
     family: str
@@ -277,11 +276,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     stored_names: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        kinds = set(self.layers)
-        heads = {(a.num_heads, a.num_kv_heads, a.head_dim) for a in (k.attention for k in kinds)}
-        linears = {linear for layer in kinds for linear in layer.linears}
-        if len(heads) != 1 or len(linears) != len({linear.role for linear in linears}):
-            raise ValueError("every layer must have the same heads and modules, and one must exist")
+        linears = {linear for layer in set(self.layers) for linear in layer.linears}
+        if not linears or len(linears) != len({linear.role for linear in linears}):
+            raise ValueError("every layer must have the same modules, and one must exist")
         if len(self._switches) > 1:
             raise ValueError("long factors must begin at the same length in every layer")
 
@@ -339,26 +336,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def _switches(self) -> set[int]:
         ropes = {layer.attention.rope for layer in self.layers}
         return {rope.original_context for rope in ropes if rope is not None and rope.long_factors}
-
-    @property
-    def num_heads(self) -> int:
-        return self.layers[0].attention.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.layers[0].attention.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.layers[0].attention.head_dim
-
-    @property
-    def q_size(self) -> int:
-        return self.layers[0].attention.q_size
-
-    @property
-    def kv_size(self) -> int:
-        return self.layers[0].attention.kv_size
 
     def matrices(self) -> Iterator[Matrix]:
         """Matrices of layers, and of the head where it is no table of the embedding's."""

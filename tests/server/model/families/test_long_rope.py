@@ -149,7 +149,8 @@ def test_frequencies_are_those_of_transformers() -> None:
     rotary: Any = make_long().model.rotary_emb
     for length, long in ((SHORT, False), (SHORT + 1, True)):
         rotary(torch.zeros(1), torch.arange(length)[None])
-        assert torch.equal(inverse_frequencies(rope, model.head_dim, long=long), rotary.inv_freq)
+        found = inverse_frequencies(rope, model.layers[0].attention.head_dim, long=long)
+        assert torch.equal(found, rotary.inv_freq)
     assert rope.attention_factor == pytest.approx(rotary.attention_scaling)
     assert model.short_context == SHORT
     assert model.within(SHORT).short_context is None

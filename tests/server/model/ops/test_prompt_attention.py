@@ -23,8 +23,14 @@ from tests.server.model.spec.layers import with_attention
 
 PAGE, ROWS, PAGES_A_ROW = 16, 3, 24
 SLICES = ((2, 0, 130), (0, 33, 17), (1, 300, 60))  # row, start, tokens
-CHANGES: tuple[dict[str, Any], ...] = ({}, {"scale": 0.3}, {"window": 40}, {"softcap": 5.0})
-LAYERS = ((0, 0), (0, 1), (1, 0), (0, 2))  # group, place
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"scale": 0.3},
+    {"window": 40},
+    {"softcap": 5.0},
+    {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64},
+)
+LAYERS = ((0, 0), (0, 1), (1, 0), (0, 2), (2, 1))  # group, place
 
 
 def model_of(head_dim: int) -> ModelSpec:
@@ -79,13 +85,13 @@ def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: boo
 
     model, dtype = model_of(head_dim), torch.bfloat16 if device.type == "cuda" else torch.float32
     plain = "Triton" if head_dim == 96 else "FlashInfer"
-    assert prompt_kernels(model) == (plain, plain, "Triton", "Triton")
+    assert prompt_kernels(model) == (plain, plain, "Triton", "Triton", "FlashInfer")
     capability = torch.cuda.get_device_capability(device)
     backend = prompt_backend(capability) if device.type == "cuda" else "fa3"
-    if captured and backend != "fa3" and plain == "FlashInfer":
+    if captured and backend != "fa3":
         pytest.skip("graphs launch FlashInfer's FA3 alone")
     torch.manual_seed(head_dim)
-    groups = PageGroups((None, 40), LAYERS, 3 * 2 * head_dim)
+    groups = PageGroups((None, 40, None), LAYERS, 3 * 2 * head_dim)
     pool = torch.randn(ROWS * PAGES_A_ROW, 2 * PAGE * groups.width).to(device, dtype)
     cache = KVCache(pool, model, groups, dtype, (KvScales(),) * model.num_layers)
     pages = torch.stack([torch.randperm(ROWS * PAGES_A_ROW) for _ in groups.windows])
@@ -93,10 +99,13 @@ def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: boo
     tokens, most = sum(n for _, _, n in SLICES), 250
     room = PromptRoom(most, MAX_PROMPTS * PAGES_A_ROW) if captured else None
     prompts = PromptAttention(model, cache, backend, room)
-    q = torch.randn(most if captured else tokens, 8, head_dim).to(device, dtype)
-    outs = [torch.zeros_like(q) for _ in model.layers]
+    sizes = [(of.attention.num_heads, of.attention.head_dim) for of in model.layers]
+    rows = most if captured else tokens
+    queries = [torch.randn(rows, *size).to(device, dtype) for size in sizes]
+    outs = [torch.zeros_like(q) for q in queries]
     launches: list[Callable[[], None]] = [
-        partial(prompts.run, number, q, out) for number, out in enumerate(outs)
+        partial(prompts.run, number, q, out)
+        for number, (q, out) in enumerate(zip(queries, outs, strict=True))
     ]
     if captured:
         prompts.plan(layout_of([(0, 0, most)], page_table))
@@ -107,7 +116,7 @@ def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: boo
     tolerance = 5e-5 if dtype == torch.float32 else 2e-2
     for number, out in enumerate(outs):
         table = page_table[groups.group(number)]
-        wanted = expected(model, number, q, cache.of(number), table)
+        wanted = expected(model, number, queries[number], cache.of(number), table)
         torch.testing.assert_close(out[:tokens].double(), wanted, atol=tolerance, rtol=tolerance)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from loraplex.launcher.known_models import served_families
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.spec.model_spec import ModelSpec
-from loraplex.server.model.spec.page_groups import page_groups
+from loraplex.server.model.spec.page_groups import LayerPages, group_layers, page_groups
 
 
 class _Model:
@@ -65,3 +65,48 @@ def test_every_layer_has_a_place_of_its_own(windows: list[int | None]) -> None:
 def test_known_models(family: str, groups: int) -> None:
     model: ModelSpec = read_model(served_families()[family].config)
     assert len(page_groups(model).windows) == groups
+
+
+ALL, LESS = LayerPages(4, 512, None), LayerPages(16, 256, 1024)
+TWICE = LESS._replace(window=2048)
+WIDE = LayerPages(1, 8192, None)
+
+
+@pytest.mark.parametrize(
+    ("layers", "windows", "width"),
+    [
+        # Each group fills its pages: ten layers of the one form, five of the other.
+        (([LESS] * 5 + [ALL]) * 10, (None, *[1024] * 10), 10 * 2048),
+        # One place stays empty.
+        ([LESS] * 11 + [ALL] * 8, (None, *[1024] * 3), 8 * 2048),
+        # The form that needs least sets the width; the other has as many groups as that takes.
+        ([ALL] * 4 + [WIDE] * 2, (None, None, None), 8192),
+        # Windows of one form share a group where apart they would leave too much empty.
+        ([ALL] * 8 + [LESS] * 3 + [TWICE], (None, 2048), 8 * 2048),
+        # What no grouping can fill stays empty, and windows stay apart.
+        ([ALL, LayerPages(1, 16, 1024)], (None, 1024), 2048),
+    ],
+)
+def test_layers_of_one_form_fill_pages(
+    layers: list[LayerPages], windows: tuple[int | None, ...], width: int
+) -> None:
+    groups = group_layers(layers)
+    assert (groups.windows, groups.width) == (windows, width)
+
+
+forms = st.builds(LayerPages, st.integers(1, 4), st.sampled_from([16, 32]), st.just(None))
+
+
+@given(st.lists(forms | forms.map(lambda form: form._replace(window=128)), min_size=1, max_size=40))
+def test_layers_of_several_forms_have_places_in_pages_of_their_form(
+    layers: list[LayerPages],
+) -> None:
+    groups = group_layers(layers)
+    assert len(set(groups.layers)) == len(layers)
+    of_group: dict[int, LayerPages] = {}
+    for layer, (group, place) in zip(layers, groups.layers, strict=True):
+        assert (place + 1) * layer.features <= groups.width
+        assert of_group.setdefault(group, layer)[:2] == layer[:2]
+        assert groups.windows[group] in (None, layer.window)
+    assert of_group.keys() == set(range(len(groups.windows)))
+    assert groups.windows == tuple(sorted(groups.windows, key=lambda window: window or 0))

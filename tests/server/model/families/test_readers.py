@@ -102,7 +102,7 @@ def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
             assert of.layer_types[index] == "full_attention" or not of.no_rope_layers[index]
             continue
         expected = getattr(rotary, f"{prefix}inv_freq")
-        assert torch.equal(inverse_frequencies(rope, config.head_dim), expected)
+        assert torch.equal(inverse_frequencies(rope, layer.attention.head_dim), expected)
         factor = getattr(rotary, f"{prefix}attention_scaling")
         assert rope.attention_factor == pytest.approx(factor)
 
@@ -121,7 +121,7 @@ def test_yarn_options(truncate: bool, extra: dict[str, Any]) -> None:
     model = make_model("llama2", rope_parameters=rope)
     config = read_model(json.loads(model.config.to_json_string()))
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](model.config)
-    got = inverse_frequencies(rope_of(config), config.head_dim)
+    got = inverse_frequencies(rope_of(config), config.layers[0].attention.head_dim)
     assert torch.allclose(got, expected, rtol=1e-6, atol=0)
     assert rope_of(config).attention_factor == pytest.approx(factor)
 

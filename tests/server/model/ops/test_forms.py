@@ -99,7 +99,8 @@ def layout_of(slices: tuple[tuple[int, int, int], ...], page_table: torch.Tensor
 def dense(attention: AttentionSpec, qkv: torch.Tensor) -> torch.Tensor:
     """Attention of a whole sequence. qkv: `[tokens, features]` -> `[tokens, heads * head_dim]`."""
     heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    q, k, v = qkv.view(len(qkv), -1, size).split((heads, kv_heads, kv_heads), dim=1)
+    each = qkv.view(len(qkv), -1, size)
+    q, k, v = each[:, :heads], each[:, heads:-kv_heads], each[:, -kv_heads:]
     at = torch.arange(len(qkv))
     assert attention.rope is not None
     turns = cos_sin(at, inverse_frequencies(attention.rope, size), 1.0)

@@ -196,7 +196,7 @@ def test_a_longer_context_is_counted() -> None:
         return workspace_bytes(MODEL, msgspec.structs.replace(AUTO, max_context=context))
 
     of_rows = AUTO.max_running * (4 * 4096 + 8 * 256)
-    more = of_rows + LOGITS_ROWS * 4 * 4096 + 4 * 4096 * MODEL.head_dim
+    more = of_rows + LOGITS_ROWS * 4 * 4096 + 4 * 4096 * MODEL.layers[0].attention.head_dim
     assert workspace(8192) - workspace(4096) == more
 
 

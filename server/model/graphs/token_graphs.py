@@ -24,7 +24,6 @@ from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan, first_rows
 from loraplex.server.model.ops.sizes import MAX_PROMPTS, padded_size
 from loraplex.server.model.ops.transfers import to_device
-from loraplex.server.model.spec.model_spec import AttentionSpec
 
 _NOBODY = np.zeros(0, dtype=np.int32)
 
@@ -131,6 +130,9 @@ class TokenGraphs:
         self.sizes = sizes
         self._decoder, self._ops, self._attention = decoder, ops, attention
         model, device, dtype = decoder.spec, ops.device, ops.cache.dtype
+        attentions = [model.layers[each.layer].attention for each in decoder.attentions]
+        self._q_sizes = [of.q_size for of in attentions]
+        self._qkv_sizes = [of.q_size + 2 * of.kv_size for of in attentions]
         most = sizes[-1]
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._slots = torch.full((most,), -1, dtype=torch.int32, device=device)
@@ -138,16 +140,15 @@ class TokenGraphs:
         self._is_given = torch.zeros(1, 1, dtype=torch.bool, device=device)
         self._gives = False  # what is there when all that was launched is done
         if attention is None:
-            attentions = [layer.attention for layer in model.layers]
-            widths = (max(map(_qkv_size, attentions)), max(a.q_size for a in attentions))
             self._qkv, self._attended = (
-                torch.zeros(most * width, dtype=dtype, device=device) for width in widths
+                torch.zeros(most * max(widths), dtype=dtype, device=device)
+                for widths in (self._qkv_sizes, self._q_sizes)
             )
         else:
             self._attended = attention.attended
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, Reach], _Captured] = {}
-        begun = (self._attended_by(len(decoder.weights.layers) - 1, most), self._hidden)
+        begun = (self._attended_by(-1, most), self._hidden)
         self.ends = EndGraphs(decoder, ops, sizes, begun, self._pool)
 
     def rehearse(self, reach: Reach, example: Callable[[int], StepLayout]) -> None:
@@ -237,11 +238,13 @@ class TokenGraphs:
             graph.replay()
             self._decoder.attend(plan, number, Ready(self._qkv_of(number, tokens)))
 
-    def _qkv_of(self, layer: int, rows: int) -> torch.Tensor:
-        return first_rows(self._qkv, rows, _qkv_size(self._decoder.spec.layers[layer].attention))
+    def _qkv_of(self, number: int, rows: int) -> torch.Tensor:
+        """The product that an attention reads. number: see `Decoder.attentions`."""
+        return first_rows(self._qkv, rows, self._qkv_sizes[number])
 
-    def _attended_by(self, layer: int, rows: int) -> torch.Tensor:
-        return first_rows(self._attended, rows, self._decoder.spec.layers[layer].attention.q_size)
+    def _attended_by(self, number: int, rows: int) -> torch.Tensor:
+        """The result of an attention."""
+        return first_rows(self._attended, rows, self._q_sizes[number])
 
     def _lora(self, size: int, reach: Reach) -> DeviceLora | None:
         if reach is Reach.NONE:
@@ -297,7 +300,3 @@ class TokenGraphs:
         done = self._ops.linear(normed, attention.weights.qkv, lora, attention.qkv, out=out)
         if not isinstance(done, Ready):
             raise TypeError("attention outside the graph takes complete outputs alone")
-
-
-def _qkv_size(attention: AttentionSpec) -> int:
-    return attention.q_size + 2 * attention.kv_size

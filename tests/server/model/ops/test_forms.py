@@ -43,8 +43,7 @@ def model_of_two_forms() -> ModelSpec:
     }
     model = read_model(config)
     layers = tuple(
-        with_attention(layer, **change)
-        for layer, change in zip(model.layers, CHANGES, strict=True)
+        with_attention(layer, **change) for layer, change in zip(model.layers, CHANGES, strict=True)
     )
     return replace(model, layers=layers)
 

@@ -21,16 +21,15 @@ Role = Literal[
     "lm_head",
 ]
 
-# A *site* is one fused matrix product of the base; its projections share the input. These are of
-# Llama and of models after it.
-SITE_PROJECTIONS: dict[Role, tuple[str, ...]] = {
+# A *site* is one fused matrix product of the base; its projections share the input. These are of a
+# layer of Llama and of models after it.
+LAYER_SITES: dict[Role, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
-    "embed_tokens": ("embed_tokens",),
-    "lm_head": ("lm_head",),
 }
+# Sites outside the layers, before and behind them. Each has one module, of the same name.
 MODEL_SITES: tuple[Role, ...] = ("embed_tokens", "lm_head")
 # Stands for an expert's number in the path of a module that each expert of a layer has.
 ANY_EXPERT = "{}"
@@ -42,16 +41,14 @@ class ModuleShape(msgspec.Struct, frozen=True):
     """A linear module `y = x W^T`. path: as in the checkpoint, e.g. `self_attn.q_proj`.
 
     experts: how many experts of a layer have such a module; its path has `{}` for their number, as
-    in `mlp.experts.{}.gate_proj`. 1 = an ordinary module. layers: those that have it; None = all.
-    sharding: how devices share it. spans: of its inputs or outputs that are shared; () = one.
-    has_bias: of an ordinary module.
+    in `mlp.experts.{}.gate_proj`. 1 = an ordinary module. sharding: how devices share it.
+    spans: of its inputs or outputs that are shared; () = one. has_bias: of an ordinary module.
     """
 
     path: str
     in_features: int
     out_features: int
     experts: int = 1
-    layers: tuple[int, ...] | None = None
     sharding: Sharding = "none"
     spans: tuple[Span, ...] = ()
     has_bias: bool = False
@@ -59,9 +56,6 @@ class ModuleShape(msgspec.Struct, frozen=True):
     @property
     def is_of_experts(self) -> bool:
         return ANY_EXPERT in self.path
-
-    def is_in(self, layer: int) -> bool:
-        return self.layers is None or layer in self.layers
 
     @property
     def shared(self) -> tuple[Span, ...]:
@@ -138,14 +132,46 @@ def module_name(path: str) -> str:
     return f"experts.{last}" if head.endswith(ANY_EXPERT) else last
 
 
-def module_path(shape: ModuleShape, layer: int) -> str:
-    """A module's name in the whole model. layer: 0-based, or -1 outside the layers."""
-    return shape.path if layer < 0 else layer_path(layer, shape.path)
+def layer_stem(layer: int) -> str:
+    """The whole name of a decoder's layer."""
+    return f"model.layers.{layer}"
 
 
 def layer_path(layer: int, path: str) -> str:
-    """The whole name of what a layer has at `path`."""
-    return f"model.layers.{layer}.{path}"
+    """The whole name of what a decoder's layer has at `path`."""
+    return f"{layer_stem(layer)}.{path}"
+
+
+class LayerModules(msgspec.Struct, frozen=True):
+    """The modules of one layer. Layers with the same modules share the objects that say so.
+
+    path: the layer's whole name, `model.layers.3`; all paths within are relative to it.
+    modules: short name (`q_proj`, …; see `module_name`) -> shape.
+    sites: role -> short names of the site's modules, in the order of a step.
+    expert_weights: tensors that hold all experts, in the order in which transformers registers
+        them.
+    frozen: paths of linear modules that adapters may not change: routers, which choose experts.
+    """
+
+    path: str
+    modules: dict[str, ModuleShape]
+    sites: dict[Role, tuple[str, ...]]
+    expert_weights: tuple[ExpertWeight, ...] = ()
+    frozen: tuple[str, ...] = ()
+
+    def whole(self, path: str) -> str:
+        """The whole name of what the layer has at `path`."""
+        return f"{self.path}.{path}"
+
+
+class BaseModule(msgspec.Struct, frozen=True):
+    """One module of the base, or one of all experts of a layer. layer: 0-based, -1 outside the
+    layers. path: its whole name."""
+
+    layer: int
+    name: str
+    path: str
+    shape: ModuleShape
 
 
 class BaseSpec(msgspec.Struct, frozen=True):
@@ -153,18 +179,13 @@ class BaseSpec(msgspec.Struct, frozen=True):
 
     digest: identity of the base (sha256 hex); "" = it was inferred from an adapter's tensors.
     names: what it is called; `names_base` says which other names mean the same.
-    layer_modules: short name (`q_proj`, …; see `module_name`) -> shape; the same in every layer
-        that has the module.
+    layers: their modules, numbered through over all stacks of layers.
     model_modules: `embed_tokens` (in = vocabulary, out = hidden) and `lm_head` -> shape.
     embedding_digests: `embed_tokens` and `lm_head` -> `float_digest` of the base's weights
         (`loraplex.adapters.safetensors.floats`). An adapter that brings an equal copy of them, as
         PEFT saves it, is then accepted.
-    sites: the modules of each site, in the order of a step within a layer.
     tokens: text -> id, all that the base's tokenizer knows; None = not known.
     eos_token_ids: ids that its files name as the end of an answer.
-    expert_weights: tensors that hold all experts of a layer, in the order in which transformers
-        registers them.
-    routers: paths, within a layer, of modules that choose experts. Adapters may not change them.
     shards: devices that share the base. quantize: how its weights are quantised at load, "" = they
         are not.
     is_tied: the head's matrix is the embedding's. num_classes: labels of its score head; 0 = it
@@ -173,24 +194,22 @@ class BaseSpec(msgspec.Struct, frozen=True):
 
     digest: str
     names: tuple[str, ...]
-    num_layers: int
     hidden_size: int
     vocab_size: int
-    layer_modules: dict[str, ModuleShape]
+    layers: tuple[LayerModules, ...]
     model_modules: dict[str, ModuleShape]
-    sites: dict[Role, tuple[str, ...]] = msgspec.field(
-        default_factory=lambda: dict(SITE_PROJECTIONS)
-    )
     embedding_digests: dict[str, str] = {}
     tokens: dict[str, int] | None = None
     eos_token_ids: tuple[int, ...] = ()
-    expert_weights: tuple[ExpertWeight, ...] = ()
-    routers: tuple[str, ...] = ()
     shards: int = 1
     quantize: str = ""
     is_tied: bool = False
     num_classes: int = 0
     norms: tuple[BaseNorm, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def is_inferred(self) -> bool:
@@ -206,27 +225,27 @@ class BaseSpec(msgspec.Struct, frozen=True):
         """The number of the tokenizer's ids; the tables may have more rows. 0 = not known."""
         return max(self.tokens.values()) + 1 if self.tokens else self.vocab_size
 
-    def of_site(self, role: Role, projection: int) -> ModuleShape:
+    def modules_of(self, layer: int) -> dict[str, ModuleShape]:
+        """The modules of a layer by short name; of -1, those outside the layers."""
+        return self.model_modules if layer < 0 else self.layers[layer].modules
+
+    def module(self, layer: int, name: str) -> BaseModule:
+        """The module of that short name in a layer; -1 = outside the layers."""
+        shape = self.modules_of(layer)[name]
+        path = shape.path if layer < 0 else self.layers[layer].whole(shape.path)
+        return BaseModule(layer, name, path, shape)
+
+    def site_names(self, layer: int, role: Role) -> tuple[str, ...]:
+        """Short names of a site's modules. layer: 0-based, or -1 outside the layers."""
+        return (role,) if layer < 0 else self.layers[layer].sites[role]
+
+    def of_site(self, layer: int, role: Role, projection: int) -> ModuleShape:
         """A module of a site, whole. Those of one site share their input, and their experts."""
-        modules = self.model_modules if role in MODEL_SITES else self.layer_modules
-        return modules[self.sites[role][projection]]
-
-
-class BaseModule(msgspec.Struct, frozen=True):
-    """One module of the base, or one of all experts of a layer. layer: 0-based, -1 outside the
-    layers. path: its whole name."""
-
-    layer: int
-    name: str
-    path: str
-    shape: ModuleShape
+        return self.modules_of(layer)[self.site_names(layer, role)[projection]]
 
 
 def base_modules(base: BaseSpec) -> Iterator[BaseModule]:
     """Yields all modules: those of each layer, then those outside the layers."""
-    for layer in range(base.num_layers):
-        for name, shape in base.layer_modules.items():
-            if shape.is_in(layer):
-                yield BaseModule(layer, name, module_path(shape, layer), shape)
-    for name, shape in base.model_modules.items():
-        yield BaseModule(-1, name, shape.path, shape)
+    for layer in (*range(base.num_layers), -1):
+        for name in base.modules_of(layer):
+            yield base.module(layer, name)

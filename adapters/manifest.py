@@ -12,7 +12,7 @@ from loraplex.adapters.coverage import Coverage
 SlabDtype = Literal["float32", "float16", "bfloat16"]
 ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 
 
 class AdapterTemplate(msgspec.Struct, frozen=True):
@@ -137,7 +137,7 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Places of one site's LoRA tensors. Offsets are bytes from the slab's start, 256-byte aligned.
 
     layer: 0-based, or -1 for `embed_tokens` and `lm_head`.
-    ranks, scales, b_offsets: one entry per projection of the site (`BaseSpec.sites`);
+    ranks, scales, b_offsets: one entry per projection of the site (`BaseSpec.site_names`);
         rank 0 = not targeted (its b_offset is 0 and means nothing).
     a_offset: A of all projections stacked, `[sum(ranks), in_features]` row-major;
         for `embed_tokens` it is A transposed, `[vocab, rank]`, so that a token reads one row.

@@ -5,6 +5,7 @@ from collections import Counter
 
 import msgspec
 
+from loraplex.adapters.base import base_modules
 from loraplex.launcher.demo import model_path
 from loraplex.launcher.model_needs import ModelNeeds, Needs, choose_groups
 from loraplex.launcher.options import OptionError
@@ -123,7 +124,7 @@ def describe(config: WorkerConfig) -> ModelFacts:
         max_context=model.max_context,
         windows=dict(Counter(window for window in model.windows if window is not None)),
         dtype=model.dtype,
-        adapters=(*base.layer_modules, *base.model_modules),
+        adapters=tuple(dict.fromkeys(module.name for module in base_modules(base))),
         reference=_reference(model, dtype if on_gpu else "bfloat16", capability),
         shared={count: needs.weights(count) for count in needs.counts},
         fits=next((count for count in needs.counts if needs.fit(count) != "no"), None),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.adapters.base import BaseSpec, ModuleShape
+from loraplex.adapters.base import LAYER_SITES, BaseSpec, LayerModules, ModuleShape, layer_stem
 
 Dtype = Literal["F32", "F16", "BF16"]
 ALL_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -38,7 +38,8 @@ def small_base(
         "embed_tokens": ModuleShape("model.embed_tokens", vocab, hidden),
         "lm_head": ModuleShape("lm_head", hidden, vocab),
     }
-    return BaseSpec("0" * 64, names, num_layers, hidden, vocab, shapes, model)
+    layers = (LayerModules(layer_stem(n), shapes, LAYER_SITES) for n in range(num_layers))
+    return BaseSpec("0" * 64, names, hidden, vocab, tuple(layers), model)
 
 
 def write_adapter(
@@ -111,9 +112,8 @@ def lora_tensors(
 
     for layer in range(base.num_layers) if layers is None else layers:
         for target in targets:
-            if target in base.layer_modules:
-                shape = base.layer_modules[target]
-                path = f"model.layers.{layer}.{shape.path}"
+            if target in base.modules_of(layer):
+                path, shape = base.module(layer, target).path, base.module(layer, target).shape
                 add(path, shape, (ranks or {}).get(target, rank), "lora_A.weight", "lora_B.weight")
     for target in targets:
         if target in base.model_modules:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from loraplex.adapters.base import BaseSpec, ModuleShape, module_path
+from loraplex.adapters.base import BaseSpec, ModuleShape
 from loraplex.adapters.coverage import Coverage, coverage_of
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.merge.recipe import MergeRecipe
@@ -31,6 +31,10 @@ class MergePart(msgspec.Struct, frozen=True):
     member: int
     lora: ModuleLora
     factor: float
+
+
+# Rank, scale and parts of a merged module.
+_Merged = tuple[int, float, tuple[MergePart, ...]]
 
 
 class MergedModule(msgspec.Struct, frozen=True):
@@ -100,12 +104,12 @@ def plan_merge(
     findings = Findings()
     modules: list[MergedModule] = []
     for layer, name in sorted(sites):
-        table = base.model_modules if layer < 0 else base.layer_modules
-        shape, parts = table[name], sites[layer, name]
+        module, parts = base.module(layer, name), sites[layer, name]
         if recipe.strategy == "linear":
-            made = _stacked(layer, name, shape, parts, recipe)
+            merged = _stacked(parts, recipe)
         else:
-            made = _reduced(layer, name, shape, parts, largest)
+            merged = _reduced(module.shape, parts, largest)
+        made = MergedModule(layer, module.path, name, module.shape, *merged)
         _check(made, recipe, limits, findings)
         modules.append(made)
     findings.raise_if_any()
@@ -187,35 +191,21 @@ def _check_size(plan: MergePlan, base: BaseSpec, limits: AdapterLimits) -> None:
         raise AdapterError("too_large", f"merged, {problem}")
 
 
-def _stacked(
-    layer: int,
-    name: str,
-    shape: ModuleShape,
-    parts: Iterable[tuple[int, ModuleLora]],
-    recipe: MergeRecipe,
-) -> MergedModule:
+def _stacked(parts: Iterable[tuple[int, ModuleLora]], recipe: MergeRecipe) -> _Merged:
     """Stacks the parts of a module. The largest scale stays out of the weights, so that a lone or
     equal factor rounds nothing.
     """
     scales = {index: recipe.members[index].weight * lora.scale for index, lora in parts}
     common = max(scales.values(), key=abs)
     merged = tuple(MergePart(index, lora, scales[index] / common) for index, lora in parts)
-    lora_rank = sum(lora.lora_rank for _, lora in parts)
-    path = module_path(shape, layer)
-    return MergedModule(layer, path, name, shape, lora_rank, common, merged)
+    return sum(lora.lora_rank for _, lora in parts), common, merged
 
 
 def _reduced(
-    layer: int,
-    name: str,
-    shape: ModuleShape,
-    parts: Iterable[tuple[int, ModuleLora]],
-    largest_rank: int,
-) -> MergedModule:
+    shape: ModuleShape, parts: Iterable[tuple[int, ModuleLora]], largest_rank: int
+) -> _Merged:
     merged = tuple(MergePart(index, lora, lora.scale) for index, lora in parts)
-    lora_rank = min(largest_rank, shape.in_features, shape.out_features)
-    path = module_path(shape, layer)
-    return MergedModule(layer, path, name, shape, lora_rank, 1.0, merged)
+    return min(largest_rank, shape.in_features, shape.out_features), 1.0, merged
 
 
 def _check(
@@ -263,7 +253,7 @@ def _targets(modules: Sequence[MergedModule], base: BaseSpec) -> set[str]:
     counts = Counter(module.module for module in modules)
     return {
         module.module
-        if counts[module.module] == (base.num_layers if module.module in base.layer_modules else 1)
+        if counts[module.module] == (base.num_layers if module.layer >= 0 else 1)
         else module.path
         for module in modules
     }

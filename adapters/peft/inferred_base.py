@@ -3,7 +3,15 @@
 import re
 from collections.abc import Iterable, Iterator
 
-from loraplex.adapters.base import SITE_PROJECTIONS, BaseNorm, BaseSpec, ModuleShape
+from loraplex.adapters.base import (
+    LAYER_SITES,
+    MODEL_SITES,
+    BaseNorm,
+    BaseSpec,
+    LayerModules,
+    ModuleShape,
+    layer_stem,
+)
 from loraplex.adapters.classes import HEAD_OF_CLASSES
 from loraplex.adapters.peft.config import is_norm
 from loraplex.adapters.peft.tensor_names import TensorName, parse_tensor_name, spelling_of
@@ -13,7 +21,7 @@ _LAYER = re.compile(
     r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>(?:self_attn|mlp)\.(?P<name>[a-z]+_proj))"
 )
 _TABLE = re.compile(r"(?P<path>(?:model\.)?(?P<name>embed_tokens|lm_head))")
-_KNOWN = frozenset(name for names in SITE_PROJECTIONS.values() for name in names)
+_KNOWN = frozenset((*MODEL_SITES, *(name for names in LAYER_SITES.values() for name in names)))
 
 
 def infer_base(trained_for: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
@@ -46,13 +54,15 @@ def infer_base(trained_for: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
     head, embedding = modules.get("lm_head"), modules.get("embed_tokens")
     vocab = head.out_features if head else embedding.in_features if embedding else 0
     hidden = head.in_features if head else embedding.out_features if embedding else score_width
+    of_layers = {k: v for k, v in modules.items() if k.endswith("_proj")}
     return BaseSpec(
         digest="",
         names=(trained_for,),
-        num_layers=num_layers,
         hidden_size=hidden,
         vocab_size=vocab,
-        layer_modules={k: v for k, v in modules.items() if k.endswith("_proj")},
+        layers=tuple(
+            LayerModules(layer_stem(layer), of_layers, LAYER_SITES) for layer in range(num_layers)
+        ),
         model_modules={k: v for k, v in modules.items() if not k.endswith("_proj")},
         norms=tuple(_norms((naming.meant(name.path), shape) for name, shape in named)),
     )

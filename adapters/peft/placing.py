@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from loraplex.adapters.base import BaseModule, BaseSpec, ExpertWeight, base_modules, layer_path
+from loraplex.adapters.base import BaseModule, BaseSpec, ExpertWeight, base_modules
 from loraplex.adapters.coverage import Site
 from loraplex.adapters.peft.lora_tensors import (
     ExpertPair,
@@ -33,7 +33,6 @@ from loraplex.adapters.peft.targeting import (
     Targeting,
     expert_path,
     holders,
-    stacked_weights,
     targeted_paths,
 )
 from loraplex.adapters.safetensors.header import TensorInfo
@@ -149,20 +148,16 @@ class StackedPlace(NamedTuple):
 
 def stacked_places(base: BaseSpec, targeted: Mapping[str, str]) -> Iterator[StackedPlace]:
     """Yields the places of targeted tensors. targeted: their paths, among others."""
-    for layer in range(base.num_layers):
-        wanted = [
-            weight
-            for weight in stacked_weights(base, layer)
-            if layer_path(layer, weight.path) in targeted
-        ]
+    for layer, of_layer in enumerate(base.layers):
+        wanted = [each for each in of_layer.expert_weights if of_layer.whole(each.path) in targeted]
         for holder, held in groupby(wanted, key=lambda weight: weight.holder):
             for depth, weight in enumerate(reversed(list(held))):
-                parts = [base.layer_modules[name] for name in weight.parts]
+                parts = [of_layer.modules[name] for name in weight.parts]
                 yield StackedPlace(
                     layer=layer,
                     weight=weight,
-                    path=layer_path(layer, weight.path),
-                    saved=layer_path(layer, holder) + INNER * depth,
+                    path=of_layer.whole(weight.path),
+                    saved=of_layer.whole(holder) + INNER * depth,
                     experts=parts[0].experts,
                     inputs=parts[0].in_features,
                     outputs=sum(part.out_features for part in parts),
@@ -206,7 +201,7 @@ def stacked_loras(
     """Yields a LoRA for each module that the tensor holds rows of."""
     names = place.weight.parts
     for index, name in enumerate(names):
-        count = base.layer_modules[name].out_features
+        count = base.modules_of(place.layer)[name].out_features
         rows = range(index * count, (index + 1) * count)
         if place.weight.interleaved:
             rows = range(index, len(names) * count, len(names))

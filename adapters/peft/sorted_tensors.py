@@ -7,7 +7,7 @@ import msgspec
 
 from loraplex.adapters.base import ANY_EXPERT, BaseModule, BaseSpec, base_modules
 from loraplex.adapters.classes import HEAD_OF_CLASSES
-from loraplex.adapters.peft.targeting import holders, router_paths
+from loraplex.adapters.peft.targeting import frozen_paths, holders
 from loraplex.adapters.peft.tensor_names import (
     Naming,
     Spelling,
@@ -103,7 +103,7 @@ class _Sorter:
         }
         self._table = {path: modules[path] for path in modules.keys() - self._experts.keys()}
         self._holders = frozenset(holders(base))
-        self._routers = frozenset(router_paths(base))
+        self._frozen = frozenset(frozen_paths(base))
 
     def add(self, tensor: TensorInfo, name: TensorName | None) -> None:
         path = None if name is None else meant_by_any(name.path)
@@ -241,7 +241,7 @@ class _Sorter:
         if layer and int(layer["layer"]) >= self._base.num_layers:
             message = f"{stored_name}: the base model has {self._base.num_layers} layers"
             return "layer_out_of_range", stored_name, message
-        if path in self._routers:
+        if path in self._frozen:
             message = f"{stored_name}: LoRA on routers, which choose experts, is not served"
             return "unsupported_target", stored_name, message
         experts = self._experts.get(_expert_of(path or "")[0])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Generic, TypeVar
 
-from loraplex.adapters.base import ANY_EXPERT, BaseSpec, ExpertWeight, base_modules, layer_path
+from loraplex.adapters.base import ANY_EXPERT, BaseSpec, base_modules
 from loraplex.adapters.common.timed_pattern import PatternBudget, PatternError, TimedPattern
 from loraplex.adapters.peft.config import PeftConfig
 from loraplex.adapters.peft.tensor_names import NAMINGS, Naming
@@ -191,13 +191,6 @@ def module_paths(base: BaseSpec) -> Iterator[str]:
             yield module.path
 
 
-def stacked_weights(base: BaseSpec, layer: int) -> Iterator[ExpertWeight]:
-    """The tensors of all experts that a layer has."""
-    for weight in base.expert_weights:
-        if base.layer_modules[weight.parts[0]].is_in(layer):
-            yield weight
-
-
 def targeted_paths(matcher: Targeting, base: BaseSpec, naming: Naming) -> dict[str, str]:
     """Maps each targeted module or tensor of experts to its name in the trained model.
 
@@ -230,7 +223,7 @@ def check_parameters(names: tuple[str, ...], base: BaseSpec, findings: Findings)
         findings.add("needs_base", "target_parameters", message)
         return
     known = {*_stacked_paths(base), *(path + _WEIGHT for path in module_paths(base))}
-    routers = {path + _WEIGHT for path in router_paths(base)}
+    routers = {path + _WEIGHT for path in frozen_paths(base)}
     for name in names:
         if _names_any(name, known):
             continue
@@ -244,10 +237,11 @@ def check_parameters(names: tuple[str, ...], base: BaseSpec, findings: Findings)
             findings.add("unknown_target", "target_parameters", message)
 
 
-def router_paths(base: BaseSpec) -> Iterator[str]:
-    for layer in range(base.num_layers):
-        for path in base.routers:
-            yield layer_path(layer, path)
+def frozen_paths(base: BaseSpec) -> Iterator[str]:
+    """Whole names of linear modules that adapters may not change."""
+    for layer in base.layers:
+        for path in layer.frozen:
+            yield layer.whole(path)
 
 
 def _names_any(name: str, paths: set[str]) -> bool:
@@ -263,15 +257,14 @@ def _names_any(name: str, paths: set[str]) -> bool:
 
 
 def _stacked_paths(base: BaseSpec) -> Iterator[str]:
-    for layer in range(base.num_layers):
-        for weight in stacked_weights(base, layer):
-            yield layer_path(layer, weight.path)
+    for layer in base.layers:
+        for weight in layer.expert_weights:
+            yield layer.whole(weight.path)
 
 
 def holders(base: BaseSpec) -> Iterator[str]:
     """Yields the modules under whose names PEFT may save LoRA on tensors of all experts."""
-    for layer in range(base.num_layers):
-        weights = list(stacked_weights(base, layer))
-        for holder, held in groupby(weights, key=lambda weight: weight.holder):
+    for layer in base.layers:
+        for holder, held in groupby(layer.expert_weights, key=lambda weight: weight.holder):
             for depth in range(len(list(held))):
-                yield layer_path(layer, holder) + INNER * depth
+                yield layer.whole(holder) + INNER * depth

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.base import BaseSpec, base_modules
 from loraplex.adapters.classes import HEAD_OF_CLASSES
 from loraplex.adapters.manifest import SlabDtype
 from loraplex.adapters.peft.config import MAX_RANK, PeftConfig
@@ -148,7 +148,7 @@ def check_config(
     matcher = Targeting(config, findings)
     if not matcher.is_sound:
         return matcher
-    if not any(_all_targeted(matcher, base)) and (base.layer_modules or base.model_modules):
+    if not any(_all_targeted(matcher, base)) and any(base_modules(base)):
         key = "target_modules" if config.target_modules else "target_parameters"
         findings.add("unknown_target", key, f"{key} match no module of the base model")
     check_parameters(config.target_parameters, base, findings)

@@ -87,13 +87,13 @@ def make_layout(
     sites: list[SiteLayout] = []
     placer = _Tables(base, ITEM_BYTES[dtype], cursor)
     for layer, role in _site_order(base):
-        names = base.sites[role]
+        names = base.site_names(layer, role)
         modules = [by_site.get((layer, name)) for name in names]
         vectors = tuple(
             (module.vectors if module else 0) | (OWN_BIAS if (layer, name) in own else 0)
             for name, module in zip(names, modules, strict=True)
         )
-        table = tables.get(names[0]) if role in MODEL_SITES else None
+        table = tables.get(names[0]) if layer < 0 else None
         if any(modules) or any(vectors) or table is not None:
             site = _unplaced(layer, role, modules, vectors)
             site = _place_site(site, base, ITEM_BYTES[dtype], cursor)
@@ -138,7 +138,7 @@ def room_problem(adapter: Packable, base: BaseSpec, room: SlabRoom) -> str | Non
 def a_matrix(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
     """The stacked A of a site; for `embed_tokens`, A transposed; of experts one A each. Of one
     shard, as all that lies in a slab."""
-    module = base.of_site(site.role, 0).of_shard(base.shards)
+    module = base.of_site(site.layer, site.role, 0).of_shard(base.shards)
     shape: tuple[int, ...] = (site.a_rank, module.in_features)
     if site.role == "embed_tokens":
         shape = shape[::-1]
@@ -151,7 +151,7 @@ def b_matrices(
     """The B of each projection of a site, or of each expert's; None where it is not targeted."""
     result: list[PlacedMatrix | None] = []
     for index, lora_rank in enumerate(site.ranks):
-        module = base.of_site(site.role, index).of_shard(base.shards)
+        module = base.of_site(site.layer, site.role, index).of_shard(base.shards)
         shape = (module.out_features, lora_rank)
         placed = _matrix(site.b_offsets[index], module, shape, item_bytes)
         result.append(placed if lora_rank else None)
@@ -162,7 +162,7 @@ def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
     """Places a site's vectors of one shard: float32, `[2, outputs]` or more; None = no vectors."""
     if not site.vectors:
         return None
-    shape = (num_vectors(site.vectors), sum(widths_of(site.role, base)))
+    shape = (num_vectors(site.vectors), sum(widths_of(site, base)))
     return PlacedMatrix(site.vectors_offset, shape, math.prod(shape) * ITEM_BYTES["float32"])
 
 
@@ -197,9 +197,9 @@ def num_vectors(vectors: Iterable[int]) -> int:
     return 3 if any(bits & B_BIAS for bits in vectors) else 2
 
 
-def widths_of(role: Role, base: BaseSpec) -> tuple[int, ...]:
+def widths_of(site: SiteLayout, base: BaseSpec) -> tuple[int, ...]:
     """Outputs of each projection of a site, of one shard."""
-    modules = (base.of_site(role, i) for i in range(len(base.sites[role])))
+    modules = (base.of_site(site.layer, site.role, i) for i in range(len(site.ranks)))
     return tuple(module.of_shard(base.shards).out_features for module in modules)
 
 
@@ -217,9 +217,8 @@ def _matrix(
 def _site_order(base: BaseSpec) -> Iterator[tuple[int, Role]]:
     """Yields sites in a step's order, so that the first layers can be used first."""
     yield -1, MODEL_SITES[0]
-    of_layer = [role for role in base.sites if role not in MODEL_SITES]
-    for layer in range(base.num_layers):
-        for role in of_layer:
+    for layer, of_layer in enumerate(base.layers):
+        for role in of_layer.sites:
             yield layer, role
     yield -1, MODEL_SITES[1]
 

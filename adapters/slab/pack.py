@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.adapters.base import BaseSpec, Role
+from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.content_check import ContentCheck
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import ITEM_BYTES, SiteLayout, SlabDtype, SlabLayout
@@ -154,23 +154,24 @@ def _of_sites(
 
     for site, index in product(layout.sites, range(layout.shards)):
         shard = Shard(index, layout.shards)
-        loras = [modules.get((site.layer, name)) for name in base.sites[site.role]]
+        names = base.site_names(site.layer, site.role)
+        loras = [modules.get((site.layer, name)) for name in names]
         a = region(a_matrix(site, base, own_bytes), shard)
-        for piece in base.of_site(site.role, 0).inputs(shard):
+        for piece in base.of_site(site.layer, site.role, 0).inputs(shard):
             a.targets.extend(_a_targets(site, loras, a.numbers, piece))
         yield a
         of_parts = enumerate(zip(loras, b_matrices(site, base, own_bytes), strict=True))
         for projection, (lora, placed) in of_parts:
             if lora is not None and placed is not None:
                 b = region(placed, shard)
-                for piece in base.of_site(site.role, projection).outputs(shard):
+                for piece in base.of_site(site.layer, site.role, projection).outputs(shard):
                     b.targets.extend(_b_targets(lora, b.numbers, piece))
                 yield b
         table = table_rows(site, base, own_bytes)
         if table is not None and (table.offset, index) not in done:
             done.add((table.offset, index))
             own_rows = region(table, shard)
-            of_table = tables[base.sites[site.role][0]]
+            of_table = tables[names[0]]
             own_rows.targets.extend(
                 _table_targets(of_table, own_rows.numbers, base.vocab_size, shard)
             )
@@ -178,10 +179,10 @@ def _of_sites(
         rows = vector_rows(site, base)
         if rows is not None:
             of_outputs = region(rows, shard, ITEM_BYTES["float32"])
-            own = [biases.get((site.layer, name)) for name in base.sites[site.role]]
-            adds = base.of_site(site.role, 0).sharding != "row" or index == 0
+            own = [biases.get((site.layer, name)) for name in names]
+            adds = base.of_site(site.layer, site.role, 0).sharding != "row" or index == 0
             of_each = [_of_outputs(*each, adds) for each in zip(loras, own, strict=True)]
-            found = _vector_targets(site.role, of_each, of_outputs.numbers, base, shard)
+            found = _vector_targets(site, of_each, of_outputs.numbers, base, shard)
             of_outputs.targets.extend(found)
             yield of_outputs
 
@@ -298,7 +299,7 @@ def _of_outputs(
 
 
 def _vector_targets(
-    role: Role,
+    site: SiteLayout,
     rows: Sequence[Sequence[TensorInfo | None]],
     numbers: Numbers,
     base: BaseSpec,
@@ -307,9 +308,9 @@ def _vector_targets(
     """Lists where a shard's part of biases or other vectors goes. rows: of each projection.
     numbers: of all of them, side by side.
     """
-    places = np.split(numbers, np.cumsum(widths_of(role, base))[:-1], 1)
+    places = np.split(numbers, np.cumsum(widths_of(site, base))[:-1], 1)
     for projection, (tensors, place) in enumerate(zip(rows, places, strict=True)):
-        for piece in base.of_site(role, projection).outputs(shard):
+        for piece in base.of_site(site.layer, site.role, projection).outputs(shard):
             for row, tensor in zip(place[:, piece.target], tensors, strict=False):
                 if tensor is not None:
                     yield SlabTarget(tensor, row, _rows(tensor)[piece.source], is_wide=True)

@@ -12,7 +12,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from loraplex.adapters.base import BaseSpec, ExpertWeight, ModuleShape, Role
+from loraplex.adapters.base import (
+    LAYER_SITES,
+    BaseSpec,
+    ExpertWeight,
+    LayerModules,
+    ModuleShape,
+    layer_stem,
+)
 
 HIDDEN, INNER, EXPERTS, VOCAB = 32, 24, 4, 64
 _SIZES: dict[str, Any] = {
@@ -47,43 +54,50 @@ def expert_base(
     """dense: layers without experts. as_gpt_oss: gate and up take turns in tensors `[experts, in,
     out]`."""
     hidden, experts = HIDDEN, EXPERTS
-    sparse = tuple(layer for layer in range(num_layers) if layer not in dense) if dense else None
     gate, up, down = (f"experts.{name}" for name in names)
-    shapes = {
+    attention = {
         "q_proj": ModuleShape("self_attn.q_proj", hidden, hidden),
         "k_proj": ModuleShape("self_attn.k_proj", hidden, hidden // 2),
         "v_proj": ModuleShape("self_attn.v_proj", hidden, hidden // 2),
         "o_proj": ModuleShape("self_attn.o_proj", hidden, hidden),
     }
-    sites: dict[Role, tuple[str, ...]] = {
-        "qkv": ("q_proj", "k_proj", "v_proj"),
-        "o": ("o_proj",),
-    }
-    if dense:
-        for name, sizes in (("gate", (hidden, 40)), ("up", (hidden, 40)), ("down", (40, hidden))):
-            shapes[f"{name}_proj"] = ModuleShape(f"mlp.{name}_proj", *sizes, layers=dense)
-        sites |= {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+    of_dense, of_sparse = dict(attention), dict(attention)
+    for name, sizes in (("gate", (hidden, 40)), ("up", (hidden, 40)), ("down", (40, hidden))):
+        of_dense[f"{name}_proj"] = ModuleShape(f"mlp.{name}_proj", *sizes)
     for name, sizes in ((gate, (hidden, inner)), (up, (hidden, inner)), (down, (inner, hidden))):
         path = f"{stem}.{name.removeprefix('experts.')}"
-        shapes[name] = ModuleShape(path, *sizes, experts=experts, layers=sparse)
-    sites |= {"experts_gate_up": (gate, up), "experts_down": (down,)}
+        of_sparse[name] = ModuleShape(path, *sizes, experts=experts)
+
+    def layer(index: int) -> LayerModules:
+        path = layer_stem(index)
+        if index in dense:
+            return LayerModules(path, of_dense, LAYER_SITES)
+        return LayerModules(
+            path,
+            of_sparse,
+            {
+                "qkv": LAYER_SITES["qkv"],
+                "o": LAYER_SITES["o"],
+                "experts_gate_up": (gate, up),
+                "experts_down": (down,),
+            },
+            expert_weights=(
+                ExpertWeight("mlp.experts.gate_up_proj", (gate, up), as_gpt_oss, as_gpt_oss),
+                ExpertWeight("mlp.experts.down_proj", (down,), transposed=as_gpt_oss),
+            ),
+            frozen=(router,),
+        )
+
     return BaseSpec(
         digest="0" * 64,
         names=("base",),
-        num_layers=num_layers,
         hidden_size=hidden,
         vocab_size=VOCAB,
-        layer_modules=shapes,
+        layers=tuple(map(layer, range(num_layers))),
         model_modules={
             "embed_tokens": ModuleShape("model.embed_tokens", VOCAB, hidden),
             "lm_head": ModuleShape("lm_head", hidden, VOCAB),
         },
-        sites={"embed_tokens": ("embed_tokens",), **sites, "lm_head": ("lm_head",)},
-        expert_weights=(
-            ExpertWeight("mlp.experts.gate_up_proj", (gate, up), as_gpt_oss, as_gpt_oss),
-            ExpertWeight("mlp.experts.down_proj", (down,), transposed=as_gpt_oss),
-        ),
-        routers=(router,),
     )
 
 

@@ -73,16 +73,14 @@ def logits_of_judged(folder: Path, base: BaseSpec = BASE) -> Any:
     model, adapter = causal(), judge_folder(folder, base).tensors
     assert adapter.modules
     assert judge_folder(folder).manifest.targets == judge_folder(folder, base).manifest.targets
-    modules = BASE.layer_modules | BASE.model_modules
     with open_weights(folder / WEIGHTS) as weights, torch.no_grad():
         for lora in adapter.ordinary:
             a, b = (
                 torch.from_numpy(read_floats(weights.read(t), t.dtype).reshape(t.shape).copy())
                 for t in (lora.a, lora.b)
             )
-            layer = f"model.layers.{lora.layer}." if lora.layer >= 0 else ""
             delta = lora.scale * (b @ a)
-            module: Any = model.get_submodule(layer + modules[lora.module].path)
+            module: Any = model.get_submodule(BASE.module(lora.layer, lora.module).path)
             module.weight += delta.T if lora.module == "embed_tokens" else delta
         return model(IDS).logits
 

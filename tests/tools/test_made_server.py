@@ -95,7 +95,7 @@ def test_made_adapters_are_whole_and_each_its_own(made: Path) -> None:
     assert len({manifest.digest for manifest in manifests}) == ADAPTERS
     assert {manifest.ranks for manifest in manifests} == {(LORA_RANK,)}
     assert {manifest.dtype for manifest in manifests} == {"F8_E4M3"}
-    assert set(manifests[0].targets) == set(base.layer_modules)
+    assert set(manifests[0].targets) == set(base.modules_of(0))
 
 
 def test_nothing_is_overwritten(made: Path, capsys: pytest.CaptureFixture[str]) -> None:

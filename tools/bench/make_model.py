@@ -111,7 +111,7 @@ class Maker:
             "base_model_name_or_path": base,
             "r": lora_rank,
             "lora_alpha": lora_rank,
-            "target_modules": sorted(adapted_modules(self.base)),
+            "target_modules": sorted({module.name for module in adapted_modules(self.base)}),
         }
 
         def write(name: str) -> int:
@@ -180,13 +180,10 @@ def _model_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator)
 def _lora_shapes(base: BaseSpec, lora_rank: int) -> dict[str, tuple[int, ...]]:
     """Lists PEFT's tensors: A `[lora_rank, in_features]`, B `[out_features, lora_rank]`."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(base.num_layers):
-        for module in adapted_modules(base).values():
-            if not module.is_in(layer):
-                continue
-            stem = f"base_model.model.model.layers.{layer}.{module.path}"
-            shapes[f"{stem}.lora_A.weight"] = (lora_rank, module.in_features)
-            shapes[f"{stem}.lora_B.weight"] = (module.out_features, lora_rank)
+    for module in adapted_modules(base):
+        stem, shape = f"base_model.model.{module.path}", module.shape
+        shapes[f"{stem}.lora_A.weight"] = (lora_rank, shape.in_features)
+        shapes[f"{stem}.lora_B.weight"] = (shape.out_features, lora_rank)
     return shapes
 
 

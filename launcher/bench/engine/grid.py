@@ -333,11 +333,10 @@ def adapter_bytes(grid: Grid, lora_rank: int, rows: int) -> float:
     room of extents."""
     model = grid.model
     base = base_spec(model, "0" * 64, ("base",))
-    modules = adapted_modules(base, experts=grid.form.experts).values()
     features = sum(
-        (of.in_features + of.out_features) * _read(model.layers[layer], of.experts, rows)
-        for of in modules
-        for layer in of.layers or range(base.num_layers)
+        (of.shape.in_features + of.shape.out_features)
+        * _read(model.layers[of.layer], of.shape.experts, rows)
+        for of in adapted_modules(base, experts=grid.form.experts)
     )
     return features * lora_rank * ITEM_BYTES[grid.dtype]
 

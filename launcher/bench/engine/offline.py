@@ -3,7 +3,7 @@
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import torch
 
-from loraplex.adapters.base import BaseSpec, ModuleShape
+from loraplex.adapters.base import BaseModule, BaseSpec, base_modules
 from loraplex.adapters.grammar.vocabulary import Vocabulary, make_vocabulary
 from loraplex.adapters.manifest import SlabDtype, SlabLayout
 from loraplex.adapters.peft.config import parse_config
@@ -111,11 +111,12 @@ class MadeForm(NamedTuple):
 PLAIN = MadeForm()
 
 
-def adapted_modules(base: BaseSpec, *, experts: bool = False) -> dict[str, ModuleShape]:
-    """Lists the modules that made-up adapters change: the projections of all tokens in every layer,
-    and experts where that is asked for."""
-    modules = base.layer_modules.items()
-    return {name: of for name, of in modules if experts or not of.is_of_experts}
+def adapted_modules(base: BaseSpec, *, experts: bool = False) -> Iterator[BaseModule]:
+    """Yields the modules that made-up adapters change: the projections of all tokens in every
+    layer, and experts where that is asked for."""
+    for module in base_modules(base):
+        if module.layer >= 0 and (experts or not module.shape.is_of_experts):
+            yield module
 
 
 def lora_layout(
@@ -123,13 +124,12 @@ def lora_layout(
 ) -> SlabLayout:
     """Lays out an adapter of one rank on all of `adapted_modules`, with a head of its own where the
     form has any."""
-    modules_of = adapted_modules(base, experts=form.experts)
-    names = sorted(modules_of)
+    adapted = list(adapted_modules(base, experts=form.experts))
     peft: dict[str, Any] = {
         "peft_type": "LORA",
         "r": lora_rank,
         "lora_alpha": lora_rank,
-        "target_modules": names,
+        "target_modules": sorted({module.name for module in adapted}),
     }
     peft["use_dora"] = form.dora
     findings = Findings()
@@ -138,10 +138,10 @@ def lora_layout(
     assert config is not None
     nowhere = TensorInfo("", "BF16", (), 0, 0)  # a layout needs ranks alone
     modules = tuple(
-        ModuleLora(layer, name, lora_rank, 1.0, nowhere, nowhere, nowhere if form.dora else None)
-        for layer in range(base.num_layers)
-        for name in names
-        if modules_of[name].is_in(layer)
+        ModuleLora(
+            of.layer, of.name, lora_rank, 1.0, nowhere, nowhere, nowhere if form.dora else None
+        )
+        for of in adapted
     )
     head = TensorInfo("", "BF16", (base.vocab_size, base.hidden_size), 0, 0)
     tables = (OwnTable("lm_head", head, ()),) if form.own_heads else ()

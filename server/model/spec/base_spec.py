@@ -2,9 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 
-from loraplex.adapters.base import BaseNorm, BaseSpec, ExpertWeight, ModuleShape, layer_path
+from msgspec.structs import replace
+
+from loraplex.adapters.base import (
+    BaseNorm,
+    BaseSpec,
+    ExpertWeight,
+    LayerModules,
+    ModuleShape,
+    layer_path,
+    layer_stem,
+)
 from loraplex.server.model.spec.linear_spec import LinearSpec
-from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec, NormSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec
 
 
@@ -17,34 +27,22 @@ def base_spec(
     eos_token_ids: tuple[int, ...] = (),
 ) -> BaseSpec:
     """The module table that adapters for this model are validated against."""
-    linears = _adapted(model)
     embedding = model.embedding
     return BaseSpec(
         digest=digest,
         names=names,
-        num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
-        layer_modules={
-            name: shape
-            for linear, layers in linears.items()
-            for name, shape in linear.modules(layers).items()
-        },
+        layers=tuple(_layers(model)),
         model_modules={
             "embed_tokens": ModuleShape(
                 embedding.path, embedding.vocab_size, embedding.size, sharding="row"
             ),
             **model.head.linear.modules(),
         },
-        sites={
-            "embed_tokens": ("embed_tokens",),
-            **{linear.role: linear.names for linear in (*linears, model.head.linear)},
-        },
         embedding_digests=dict(embedding_digests or {}),
         tokens=tokens,
         eos_token_ids=eos_token_ids,
-        expert_weights=tuple(_expert_weight(linear) for linear in linears if linear.stored),
-        routers=_routers(model),
         is_tied=model.head.tied,
         norms=tuple(_norms(model)),
         num_classes=0 if model.classes is None else len(model.classes.labels),
@@ -71,17 +69,25 @@ def _norm(norm: NormSpec, path: str, place: int) -> BaseNorm:
     return BaseNorm(path, norm.size, place if norm.kind == "rms" else -1)
 
 
-def _adapted(model: ModelSpec) -> dict[LinearSpec, tuple[int, ...] | None]:
-    """The matrices that adapters may change, in the order of a step, and the layers that have them;
-    None = all."""
-    found: dict[LinearSpec, list[int]] = {}
+def _layers(model: ModelSpec) -> Iterator[LayerModules]:
+    made: dict[LayerSpec, LayerModules] = {}
     for index, layer in enumerate(model.layers):
-        for linear in layer.linears:
-            found.setdefault(linear, []).append(index)
-    return {
-        linear: None if len(layers) == model.num_layers else tuple(layers)
-        for linear, layers in found.items()
-    }
+        if layer not in made:
+            made[layer] = _layer(layer)
+        yield replace(made[layer], path=layer_stem(index))
+
+
+def _layer(layer: LayerSpec) -> LayerModules:
+    """The matrices of a layer that adapters may change, in the order of a step. Without a path."""
+    return LayerModules(
+        path="",
+        modules={
+            name: shape for linear in layer.linears for name, shape in linear.modules().items()
+        },
+        sites={linear.role: linear.names for linear in layer.linears},
+        expert_weights=tuple(_expert_weight(linear) for linear in layer.linears if linear.stored),
+        frozen=tuple(_routers(layer)),
+    )
 
 
 def _expert_weight(linear: LinearSpec) -> ExpertWeight:
@@ -90,14 +96,12 @@ def _expert_weight(linear: LinearSpec) -> ExpertWeight:
     return ExpertWeight(stored.path, linear.names, stored.interleaved, stored.transposed)
 
 
-def _routers(model: ModelSpec) -> tuple[str, ...]:
-    """Paths of routers: where transformers has them now, and beside modules of each expert."""
-    found: dict[str, None] = {}
-    for layer in model.layers:
-        for branch in layer.feed_forwards:
-            if isinstance(branch, MoeSpec) and branch.gate_up.stored is not None:
-                name, stored = branch.router.rpartition(".")[2], branch.gate_up.stored
-                part = branch.gate_up.parts[0].path
-                blocks = stored.path.rsplit(".", 2)[0], part.rsplit(".", 3)[0]
-                found.update((f"{block}.{name}", None) for block in blocks)
-    return tuple(found)
+def _routers(layer: LayerSpec) -> Iterator[str]:
+    """Yields paths of routers: where transformers has them now, and beside modules of each expert,
+    where these differ."""
+    for branch in layer.feed_forwards:
+        if isinstance(branch, MoeSpec) and branch.gate_up.stored is not None:
+            name, stored = branch.router.rpartition(".")[2], branch.gate_up.stored
+            part = branch.gate_up.parts[0].path
+            blocks = stored.path.rsplit(".", 2)[0], part.rsplit(".", 3)[0]
+            yield from dict.fromkeys(f"{block}.{name}" for block in blocks)

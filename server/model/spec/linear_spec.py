@@ -131,10 +131,8 @@ class LinearSpec(msgspec.Struct, frozen=True):
                 path = part.path if self.stored is None else part.path.format(expert)
                 yield Matrix(path, part.out_features, self.in_features)
 
-    def modules(self, layers: tuple[int, ...] | None = None) -> dict[str, ModuleShape]:
-        """Return the shapes of the modules that LoRA can change, by PEFT's short name. layers:
-        those that have them; None = all.
-        """
+    def modules(self) -> dict[str, ModuleShape]:
+        """Return the shapes of the modules that LoRA can change, by PEFT's short name."""
         has_bias = self.bias and self.stored is None
         return {
             part.name: ModuleShape(
@@ -142,7 +140,6 @@ class LinearSpec(msgspec.Struct, frozen=True):
                 self.in_features,
                 part.out_features,
                 self.experts,
-                layers,
                 sharding=self.sharding,
                 spans=self.spans_of(part),
                 has_bias=has_bias,

@@ -103,7 +103,9 @@ def choose_extent_bytes(base: BaseSpec, dtype: SlabDtype, adapter_memory: int) -
     adapters.
     """
     widest = max(
-        max(module.in_features, module.out_features) for module in base.layer_modules.values()
+        max(module.in_features, module.out_features)
+        for layer in base.layers
+        for module in layer.modules.values()
     )
     largest_tensor = widest * TYPICAL_LORA_RANK * ITEM_BYTES[dtype]
     extent = MIN_EXTENT

@@ -13,7 +13,7 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.base import BaseSpec, base_modules
 from loraplex.adapters.judge import judge_folder
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.adapters.peft.validate import WEIGHTS_FILE
@@ -52,7 +52,7 @@ def packed_deltas(folder: Path, base: BaseSpec) -> Deltas:
             own = a[..., begin : begin + site.ranks[index], :]
             begin += 0 if site.shares_a else site.ranks[index]
             if b is not None:
-                name = base.sites[site.role][index]
+                name = base.site_names(site.layer, site.role)[index]
                 found[site.layer, name] = site.scales[index] * (numbers(b) @ own)
     return found
 
@@ -155,17 +155,15 @@ class Tree(nn.Module):
 
     def __init__(self, family: str) -> None:
         super().__init__()
-        model = MODELS[family]
-        modules = model.base.layer_modules
         self.config = {"model_type": "custom"}
-        for layer in range(model.base.num_layers):
-            for name, shape in modules.items():
-                if not shape.is_in(layer):
-                    continue
-                count = shape.experts if name.startswith("experts.") else 1
-                for expert in range(count):
-                    path = f"model.layers.{layer}." + shape.path.replace("{}", str(expert))
-                    self._put(path, nn.Linear(shape.in_features, shape.out_features, bias=False))
+        for module in base_modules(MODELS[family].base):
+            shape = module.shape
+            if module.layer < 0:
+                continue
+            count = shape.experts if shape.is_of_experts else 1
+            for expert in range(count):
+                path = module.path.replace("{}", str(expert))
+                self._put(path, nn.Linear(shape.in_features, shape.out_features, bias=False))
 
     def _put(self, path: str, linear: nn.Linear) -> None:
         *parents, last = path.split(".")
@@ -189,7 +187,7 @@ def tree_deltas(peft: Any, family: str) -> Deltas:
         if not parts[-2].isdigit():
             found[layer, name] = delta
             continue
-        shape = base.layer_modules[f"experts.{name}"]
+        shape = base.modules_of(layer)[f"experts.{name}"]
         sizes = (shape.experts, shape.out_features, shape.in_features)
         found.setdefault((layer, f"experts.{name}"), np.zeros(sizes, np.float32))
         found[layer, f"experts.{name}"][int(parts[-2])] = delta

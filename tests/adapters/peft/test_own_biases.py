@@ -21,16 +21,17 @@ from tests.adapters.refusals import violation_codes
 LIMITS = AdapterLimits()
 _PLAIN = small_base()
 # q, k and v have biases, as in Qwen2.
+MODULES = {
+    name: msgspec.structs.replace(shape, has_bias=name in ("q_proj", "k_proj", "v_proj"))
+    for name, shape in _PLAIN.modules_of(0).items()
+}
 BASE = msgspec.structs.replace(
     _PLAIN,
-    layer_modules={
-        name: msgspec.structs.replace(shape, has_bias=name in ("q_proj", "k_proj", "v_proj"))
-        for name, shape in _PLAIN.layer_modules.items()
-    },
+    layers=tuple(msgspec.structs.replace(layer, modules=MODULES) for layer in _PLAIN.layers),
 )
 LAYER = "base_model.model.model.layers.0.self_attn"
 HIDDEN = BASE.hidden_size
-KV = BASE.layer_modules["k_proj"].out_features
+KV = MODULES["k_proj"].out_features
 
 
 def written(folder: Path, biases: dict[str, Any], **config: Any) -> Path:

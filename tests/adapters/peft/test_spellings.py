@@ -16,6 +16,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
+from loraplex.adapters.base import base_modules
 from loraplex.adapters.judge import judge_folder
 from loraplex.adapters.peft.tensor_names import NAMINGS, parse_tensor_name
 from tests.adapters.refusals import refusal, violation_codes
@@ -200,11 +201,7 @@ def test_several_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
 
 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
-PATHS = st.sampled_from([shape.path for shape in BASE.model_modules.values()]) | st.builds(
-    lambda layer, shape: f"model.layers.{layer}.{shape.path}",
-    st.integers(0, 2),
-    st.sampled_from(list(BASE.layer_modules.values())),
-)
+PATHS = st.sampled_from([module.path for module in base_modules(BASE)])
 
 
 @given(PATHS, st.sampled_from(NAMINGS), st.sampled_from("AB"), st.data())

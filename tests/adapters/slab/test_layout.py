@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.adapters.base import BaseSpec, ModuleShape
+from loraplex.adapters.base import LAYER_SITES, BaseSpec, LayerModules, ModuleShape, layer_stem
 from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
 from loraplex.adapters.peft.config import parse_config
 from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora
@@ -136,7 +136,8 @@ def test_little_room_is_lost_between_tensors() -> None:
     shapes |= {"down_proj": (inner, hidden)}
     shapes |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, inner))
     modules = {name: ModuleShape(f"x.{name}", *shape) for name, shape in shapes.items()}
-    base = msgspec.structs.replace(BASE, num_layers=32, layer_modules=modules)
+    layers = tuple(LayerModules(layer_stem(n), modules, LAYER_SITES) for n in range(32))
+    base = msgspec.structs.replace(BASE, layers=layers)
     ranks = {(layer, name): 16 for layer in range(32) for name in modules}
     layout = make_layout(adapter(ranks), base, "d", "bfloat16", 512 << 10)
     tensors = sum(piece.end - piece.start for piece in pieces(layout, base))

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from loraplex.adapters.base import SITE_PROJECTIONS
 from loraplex.adapters.common.disk import release
 from loraplex.adapters.content_check import DigestCheck, SealCheck
 from loraplex.adapters.judge import judge_folder
@@ -85,7 +85,7 @@ def test_every_tensor_is_where_the_layout_says(
     assert {site.layer for site in layout.sites} == {-1, 0, 2}
     item = ITEM_BYTES[dtype]
     for site in layout.sites:
-        paths = [_path(site.layer, name) for name in SITE_PROJECTIONS[site.role]]
+        paths = [_path(site.layer, name) for name in BASE.site_names(site.layer, site.role)]
         a, b = ("lora_embedding_A", "lora_embedding_B")
         if site.role != "embed_tokens":
             a, b = ("lora_A.weight", "lora_B.weight")
@@ -104,10 +104,28 @@ def test_every_tensor_is_where_the_layout_says(
             )
 
 
+def test_a_layer_with_other_shapes_is_packed_by_its_own(tmp_path: Path) -> None:
+    narrow = small_base(num_layers=3, inner=24).layers[2]
+    base = msgspec.structs.replace(BASE, layers=(*BASE.layers[:2], narrow))
+    folder = write_adapter(tmp_path / "a", base, targets=ALL_PROJECTIONS)
+    assert violation_codes(lambda: judge_folder(folder, BASE)) == {"shape_mismatch"}
+    judged = judge_folder(folder, base)
+    layout = make_layout(judged.tensors, base, judged.manifest.digest, "float32", EXTENT)
+    write_slab(folder / WEIGHTS_FILE, judged.tensors, base, layout, tmp_path / "slab")
+    payload = read_payload(tmp_path / "slab")
+    tensors = lora_tensors(base, targets=ALL_PROJECTIONS)
+    downs = [site for site in layout.sites if site.role == "down"]
+    assert [a_matrix(site, base, 4).shape for site in downs] == [(8, 48), (8, 48), (8, 24)]
+    for site in layout.sites:
+        for name, placed in zip(
+            base.site_names(site.layer, site.role), b_matrices(site, base, 4), strict=True
+        ):
+            b = tensors[f"base_model.model.{base.module(site.layer, name).path}.lora_B.weight"]
+            np.testing.assert_array_equal(matrix(payload, placed, "float32"), b)
+
+
 def _path(layer: int, name: str) -> str:
-    if layer < 0:
-        return f"base_model.model.{BASE.model_modules[name].path}"
-    return f"base_model.model.model.layers.{layer}.{BASE.layer_modules[name].path}"
+    return f"base_model.model.{BASE.module(layer, name).path}"
 
 
 @pytest.mark.parametrize("piece", [64, 1000, 1 << 18])
@@ -144,7 +162,8 @@ def test_packing_in_pieces_is_packing_as_a_whole(
             return convert(weights.read(tensor), tensor.dtype, dtype).reshape(tensor.shape)
 
         for site in layout.sites:
-            parts = [modules[site.layer, name] for name in SITE_PROJECTIONS[site.role]]
+            names = BASE.site_names(site.layer, site.role)
+            parts = [modules[site.layer, name] for name in names]
             stacked = np.concatenate([whole(part.a) for part in parts])
             a = stacked.T if site.role == "embed_tokens" else stacked
             expected[site.a_offset : site.a_offset + a.nbytes] = a.tobytes()

@@ -19,10 +19,10 @@ from loraplex.adapters.common.disk import Hold, hold, release, remove_held
 from loraplex.adapters.content_check import ContentDigest
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.judge import rejudge
-from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.manifest import LAYOUT_VERSION, AdapterManifest
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.ref import AdapterRef, RefSource
-from loraplex.adapters.slab.file import SlabGarbled
+from loraplex.adapters.slab.file import SlabError, SlabFile, SlabGarbled, write_slab_file
 from loraplex.adapters.slab.layout import make_layout
 from loraplex.adapters.slab.memory import one_after_another
 from loraplex.adapters.sources.local import LocalSource
@@ -177,6 +177,23 @@ def test_a_finished_slab_is_kept_beside_the_other_for_its_base(
     quantised = msgspec.structs.replace(BASE, quantize="nf4")
     other = AdapterStore(tmp_path / "store", quantised, {})
     assert slab_path(other, digest, "float32", 4096) == before
+
+
+def test_a_slab_of_another_layout_version_is_packed_anew(hub: FakeHub, tmp_path: Path) -> None:
+    """Even where its name says this version."""
+    store = store_of(hub, tmp_path)
+    digest = store.admit(PINNED, None).digest
+    kept = save_slab(store, digest, "float32", 4096)
+    layout, payload = read_layout(kept), read_payload(kept)
+    old = msgspec.structs.replace(layout, version=LAYOUT_VERSION - 1)
+    garbage = memoryview(b"\x07" * layout.nbytes)
+    kept.unlink()
+    assert write_slab_file(kept, old, garbage, one_after_another(old))
+    with pytest.raises(SlabError, match="layout version"):
+        SlabFile(kept)
+    assert save_slab(store, digest, "float32", 4096) == kept
+    assert read_layout(kept) == layout
+    assert read_payload(kept) == payload
 
 
 def test_identity_is_content(hub: FakeHub, tmp_path: Path) -> None:

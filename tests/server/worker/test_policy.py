@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters.base import BaseSpec, ModuleShape
+from loraplex.adapters.base import LAYER_SITES, BaseSpec, LayerModules, ModuleShape, layer_stem
 from loraplex.adapters.common.loopback import is_loopback
 from loraplex.adapters.manifest import SlabDtype
 from loraplex.adapters.ref import AdapterRef
@@ -33,7 +33,8 @@ def base(hidden: int, inner: int) -> BaseSpec:
         "q_proj": ModuleShape("self_attn.q_proj", hidden, hidden),
         "down_proj": ModuleShape("mlp.down_proj", inner, hidden),
     }
-    return BaseSpec(DIGEST, (), 2, hidden, 100, modules, {})
+    layers = tuple(LayerModules(layer_stem(n), modules, LAYER_SITES) for n in range(2))
+    return BaseSpec(DIGEST, (), hidden, 100, layers, {})
 
 
 def test_extent_of_an_8b_model_in_bf16() -> None:

@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from loraplex.adapters.base import BaseSpec, ExpertWeight
+from loraplex.adapters.base import ExpertWeight, LayerModules
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.ops.rope import inverse_frequencies
 from loraplex.server.model.spec.base_spec import base_spec
@@ -45,9 +45,9 @@ def refusal(**changes: Any) -> str:
     return str(caught.value)
 
 
-def stacked_shape(spec: BaseSpec, stored: ExpertWeight) -> tuple[int, int, int]:
+def stacked_shape(layer: LayerModules, stored: ExpertWeight) -> tuple[int, int, int]:
     """[experts, out, in], or as `stored` turns it."""
-    parts = [spec.layer_modules[part] for part in stored.parts]
+    parts = [layer.modules[part] for part in stored.parts]
     ((experts, in_features),) = {(part.experts, part.in_features) for part in parts}
     out_features = sum(part.out_features for part in parts)
     if stored.transposed:
@@ -63,28 +63,33 @@ def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
     decoder = model.get_decoder()
     modules = dict(decoder.named_modules())
     assert spec.num_layers == config.num_layers == 3
-    of_experts = {part for weight in spec.expert_weights for part in weight.parts}
-    assert set(spec.layer_modules) == {*VARIANTS[name].targets, *of_experts}
-    for layer in range(spec.num_layers):
-        for short, shape in spec.layer_modules.items():
-            if shape.is_of_experts:
-                continue
-            assert shape.is_in(layer) == (f"layers.{layer}.{shape.path}" in modules)
-            if not shape.is_in(layer):
-                continue
-            weight: Any = modules[f"layers.{layer}.{shape.path}"].weight
+    weights = [weight for layer in spec.layers for weight in layer.expert_weights]
+    of_experts = {part for weight in weights for part in weight.parts}
+    names = {short: shape.path for layer in spec.layers for short, shape in layer.modules.items()}
+    assert set(names) == {*VARIANTS[name].targets, *of_experts}
+    for index, layer in enumerate(spec.layers):
+        assert layer.path == f"model.layers.{index}"
+        has = {short for short, path in names.items() if f"layers.{index}.{path}" in modules}
+        assert {s for s, shape in layer.modules.items() if not shape.is_of_experts} == has
+        for short in has:
+            shape = layer.modules[short]
+            weight: Any = modules[f"layers.{index}.{shape.path}"].weight
             assert shape.path.endswith(short)
             assert tuple(weight.shape) == (shape.out_features, shape.in_features)
-        for stored in spec.expert_weights:
-            if not spec.layer_modules[stored.parts[0]].is_in(layer):
-                continue
-            tensor = decoder.get_parameter(f"layers.{layer}.{stored.path}")
-            assert tuple(tensor.shape) == stacked_shape(spec, stored)
+        for stored in layer.expert_weights:
+            tensor = decoder.get_parameter(f"layers.{index}.{stored.path}")
+            assert tuple(tensor.shape) == stacked_shape(layer, stored)
     embed, head = spec.model_modules["embed_tokens"], spec.model_modules["lm_head"]
     embedding: Any = decoder.embed_tokens.weight
     output: Any = model.get_output_embeddings().weight
     assert tuple(embedding.shape) == (embed.in_features, embed.out_features)
     assert tuple(output.shape) == (head.out_features, head.in_features)
+
+
+def test_equal_layers_share_their_tables() -> None:
+    layers = base_spec(read(num_hidden_layers=100), "d" * 64, ("base",)).layers
+    assert [layer.path for layer in layers] == [f"model.layers.{index}" for index in range(100)]
+    assert len({(id(layer.modules), id(layer.sites)) for layer in layers}) == 1
 
 
 @pytest.mark.parametrize("name", VARIANTS)

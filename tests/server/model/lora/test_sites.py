@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters.base import MODEL_SITES, BaseSpec, Role
+from loraplex.adapters.base import MODEL_SITES, BaseSpec, Role, base_modules
 from loraplex.adapters.manifest import SiteLayout, SlabLayout
 from loraplex.adapters.peft.config import parse_config
 from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora
@@ -53,8 +53,7 @@ def layout_of(modules: Sequence[ModuleLora], extent_bytes: int) -> SlabLayout:
 
 def random_layout(rng: random.Random, extent_bytes: int) -> SlabLayout:
     """Any module of any rank, or without one."""
-    names = [(layer, name) for layer in range(model().num_layers) for name in base().layer_modules]
-    names += [(-1, name) for name in base().model_modules]
+    names = [(module.layer, module.name) for module in base_modules(base())]
     nowhere = TensorInfo("", "BF16", (), 0, 0)
     ranks = [(layer, name, rng.choice(RANKS)) for layer, name in names]
     return layout_of(

@@ -153,6 +153,8 @@ def _bad_vector(request: GenerateRequest, limits: ExecutorLimits) -> str | None:
     vector = request.vector
     if vector is None:
         return None if limits.writes else "the model writes no text: it gives vectors alone"
+    if request.adapter_from and not limits.is_causal:
+        return "adapter: one that acts from a token on needs attention to earlier tokens alone"
     sampling = request.sampling
     if sampling.max_tokens or request.accepted_ids or sampling.prompt_logprobs is not None:
         return "vector: expected max_tokens 0, and neither accepted_ids nor prompt_logprobs"

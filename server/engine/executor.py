@@ -25,9 +25,11 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     row is of one kind, that of the tokens it was started with; None = there is one kind.
 
     page_windows: of each group of layers, which has pages of its own, the tokens that its layers
-    see at most; None = all. Pages wholly behind the window of every token to come are never read.
+    see at most; None = all; () = no layer keeps keys and values. Pages wholly behind the window of
+    every token to come are never read.
 
     num_classes: of the base's score head; 0 = it has none. writes: whether it gives tokens.
+    is_causal: whether tokens see none behind them. Else a prompt is computed in one step.
     """
 
     num_pages: int
@@ -45,6 +47,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     page_windows: tuple[int | None, ...] = (None,)
     num_classes: int = 0
     writes: bool = True
+    is_causal: bool = True
 
     @property
     def table_slots(self) -> int:

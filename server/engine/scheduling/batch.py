@@ -38,10 +38,14 @@ class Batch:
         self._short_context = limits.short_context
         self.drafts_left = max(0, min(self.budget, limits.max_decodes) - num_running)
         self._prompts = prompts
+        self._is_causal = limits.is_causal
 
     def room(self, sequence: Sequence) -> int:
         """Tokens of its prompt for which the step has room; 0 or less = none."""
-        return min(self.budget, self._prompts.most(sequence, self._max_tokens - self.budget))
+        most = self._prompts.most(sequence, self._max_tokens - self.budget)
+        if self._is_causal or most <= 0:
+            return min(self.budget, most)
+        return sequence.num_wanted if sequence.num_wanted <= self.budget else 0
 
     def start(self, sequence: Sequence) -> None:
         """The sequence has just been given its row and pages."""

@@ -48,7 +48,7 @@ class SequencePages:
         if self._short_context is not None:
             sequence.set_long(len(sequence.tokens) > self._short_context)
         hashes, size = sequence.hashes, self.pool.page_size
-        full = 0 if sequence.computes_all else (len(sequence.tokens) - 1) // size
+        full = 0 if self._computes_all(sequence) else (len(sequence.tokens) - 1) // size
         while len(hashes) < full:
             if hashes and not (hashes[-1] in self._computing or self.pool.knows(hashes[-1])):
                 break
@@ -121,7 +121,7 @@ class SequencePages:
         left = spare - sum(needed)
         if left < 0:
             return None
-        each = left // len(self.windows)
+        each = left // max(1, len(self.windows))
         counts = [min(most, least + each) for least, most in zip(needed, wanted, strict=True)]
         pages = self.pool.allocate(sum(counts))
         assert pages is not None
@@ -137,7 +137,7 @@ class SequencePages:
         """Offer its full pages for reuse, and give up those behind windows. Its first
         `num_computed` tokens are accepted, and their keys and values are valid."""
         num_full = num_computed // self.pool.page_size
-        if num_full <= sequence.num_published:
+        if num_full <= sequence.num_published or not self.windows:
             return
         for i in range(sequence.num_published, num_full):
             digest = sequence.page_hash(self.pool.page_size, i)
@@ -176,6 +176,9 @@ class SequencePages:
             self.pool.release(group.pages)
         sequence.pages = []
         sequence.rewind(0)
+
+    def _computes_all(self, sequence: Sequence) -> bool:
+        return sequence.computes_all or not self.windows
 
     @property
     def _groups(self) -> int:
@@ -217,7 +220,7 @@ class SequencePages:
 
         At least one token is always computed.
         """
-        if sequence.computes_all:
+        if self._computes_all(sequence):
             return
         size = self.pool.page_size
         for page in range(first, (len(sequence.tokens) - 1) // size):

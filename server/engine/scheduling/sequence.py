@@ -1,6 +1,7 @@
 """A request inside the engine: its tokens, how many are computed, its row and pages. Pure."""
 
 import enum
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -232,7 +233,8 @@ class Sequence:
 
     def room(self, page_size: int) -> int:
         """Tokens beyond the computed ones that its pages in every group can take."""
-        return min(group.end for group in self.pages) * page_size - self.num_computed
+        ends = (group.end for group in self.pages)
+        return min(ends, default=sys.maxsize) * page_size - self.num_computed
 
     def page_hash(self, page_size: int, page: int) -> PageHash:
         """The hash of page number `page`, which is full of known tokens. Hashes are kept."""

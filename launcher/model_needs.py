@@ -64,7 +64,7 @@ class Needs(msgspec.Struct, frozen=True):
             in_all = f"{self.kv_tokens:,} tokens in {self.kv_memory / _GIB:.2f} GiB"
             if self.long_tokens > self.kv_tokens:
                 of_each += f", and {self.long_tokens:,} in sequences so long"
-            rows.append(("cache", f"{in_all}; {of_each}"))
+            rows.append(("cache", f"{in_all}; {of_each}" if self.kv_bytes else of_each))
         return rows
 
 

@@ -216,6 +216,8 @@ def _ready(executor: Executor[Any], config: EngineConfig) -> EngineReady:
 def _cache_line(limits: ExecutorLimits) -> str:
     """How much the KV cache holds, for a person."""
     pages, size, windows = limits.num_pages, limits.page_size, limits.page_windows
+    if not windows:
+        return "KV cache: none, since each prompt is computed in one step"
     whole = tokens_together(pages, size, windows, each=size)
     line = f"KV cache: {whole} tokens ({pages} pages of {size}"
     if len(windows) > 1:

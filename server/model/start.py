@@ -166,7 +166,7 @@ def _make_cache(
     kept = dtype if config.kv_dtype == "auto" else torch.float8_e4m3fn
     pool = torch.zeros(shape, dtype=kept, device=device)
     scales = tuple(layer.attention.kv_scales for layer in weights.layers)
-    return KVCache(pool, model, groups, dtype, scales)
+    return KVCache(pool, model, groups, config.page_size, dtype, scales)
 
 
 def host_arena_made(memory: memoryview, device: torch.device) -> AbstractContextManager[None]:

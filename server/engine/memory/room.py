@@ -15,8 +15,10 @@ def pages_held(tokens: int, page_size: int, windows: Sequence[int | None]) -> in
 def tokens_together(
     num_pages: int, page_size: int, windows: Sequence[int | None], each: int
 ) -> int:
-    """Tokens of sequences of `each` tokens that fit in `num_pages` pages together."""
-    return num_pages * each // pages_held(each, page_size, windows)
+    """Tokens of sequences of `each` tokens that fit in `num_pages` pages together; 0 where none
+    holds a page."""
+    held = pages_held(each, page_size, windows)
+    return num_pages * each // held if held else 0
 
 
 def tokens_that_fit(num_pages: int, page_size: int, windows: Sequence[int | None]) -> int:

@@ -140,13 +140,17 @@ def refuse_other_maths(fields: Fields) -> None:
 
 
 def refuse_other_attention(fields: Fields) -> None:
-    """Attention that is not causal."""
+    """Refuse attention that is neither to earlier tokens nor to all."""
     config = fields.config
-    if config.get("is_causal", True) is not True:
-        fields.refuse(f"is_causal must be true, got {config['is_causal']!r}")
+    if config.get("is_causal", True) not in (True, False):
+        fields.refuse(f"is_causal must be true or false, got {config['is_causal']!r}")
     if config.get("use_bidirectional_attention"):
         both = config["use_bidirectional_attention"]
         fields.refuse(f"use_bidirectional_attention must be false, got {both!r}")
+
+
+def is_causal(fields: Fields) -> bool:
+    return fields.config.get("is_causal") is not False
 
 
 def read_activation(fields: Fields, key: str, value: object) -> Activation:
@@ -193,6 +197,8 @@ def read_windows(
         fields.refuse(f"sliding_window must be a positive integer, got {window!r}")
         return full
     windowed = read_windowed(fields, sizes, has_window)
+    if not is_causal(fields):
+        window += 1  # transformers means the largest distance
     return tuple(window if has else None for has in windowed)
 
 
@@ -321,5 +327,6 @@ def model(
         max_context=max_context,
         eos_token_ids=eos_token_ids,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        is_causal=is_causal(fields),
         extra_layers=fields.positive(_EXTRA_LAYERS) if config.get(_EXTRA_LAYERS) else 0,
     )

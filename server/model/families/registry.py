@@ -103,6 +103,8 @@ def read_model(
             fields.refuse("vectors of a model for text and images are not served")
     form = head_form(whole, architecture) or "text"
     model = with_head(model, "none" if for_vectors and form == "text" else form, fields)
+    if model.writes and not model.is_causal:
+        fields.refuse("is_causal is false: such a model gives vectors, and has no head for text")
     if fields.problems:
         raise ValueError("this model is not supported: " + "; ".join(fields.problems))
     within = model.within(model.max_context)
@@ -113,6 +115,8 @@ def _refuse_beside(config: Mapping[str, Any], fields: Fields) -> None:
     """Refuse by values next to `text_config`, which count for the text part, too."""
     beside = Fields(config)
     refuse_other_attention(beside)
+    for of in (beside, fields):
+        of.only("is_causal", True)
     for problem in beside.problems:
         if problem not in fields.problems:
             fields.refuse(problem)

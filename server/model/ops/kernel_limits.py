@@ -13,6 +13,8 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
     if capability < (8, 0):
         found = ".".join(map(str, capability))
         return f"FlashInfer needs compute capability 8.0, this GPU has {found}"
+    if not model.is_causal:
+        return "the kernels let tokens see earlier ones alone"
     if dtype == "float32":
         return "FlashInfer computes in bfloat16 and float16, not in float32"
     for size in {layer.attention.head_dim for layer in model.layers}:

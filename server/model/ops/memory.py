@@ -171,6 +171,8 @@ def fill_device(model: ModelSpec, engine: EngineConfig, memory: DeviceMemory) ->
         return engine
     parts["workspace"] = workspace_bytes(model, engine)
     left = usable - sum(parts.values())
+    if not model.is_causal:
+        return engine
     if left < page_bytes(model, engine) * 2:
         share = f"{engine.gpu_memory_utilization:.2f} of {memory.total / _GIB:.1f} GiB"
         raise ConfigError(_too_little(parts, f"{usable / _GIB:.1f} GiB ({share})"))
@@ -207,7 +209,7 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
     """
     page = page_bytes(model, engine)
     windows = page_groups(model).windows
-    num_pages, least = engine.kv_memory // page, page * len(windows)
+    num_pages, least = engine.kv_memory // page if page else 0, page * len(windows)
     if num_pages < len(windows):
         raise ConfigError(f"--kv-memory is {engine.kv_memory} bytes; one page alone takes {least}")
     extents = engine.adapter_memory // engine.extent_bytes
@@ -233,6 +235,7 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
         page_windows=windows,
         num_classes=0 if model.classes is None else len(model.classes.labels),
         writes=model.writes,
+        is_causal=model.is_causal,
     )
 
 
@@ -244,10 +247,16 @@ def _max_context(model: ModelSpec, engine: EngineConfig, num_pages: int, page: i
     of_pages = (engine.page_size, page_groups(model).windows)
     room = tokens_that_fit(num_pages, *of_pages)
     if engine.max_context is None:
-        return min(model.max_context, room)
+        whole = room if model.is_causal else engine.max_step_tokens
+        return min(model.max_context, room, whole)
     if engine.max_context > model.max_context:
         raise ConfigError(
             f"--max-context is {engine.max_context}; the model reaches {model.max_context} tokens"
+        )
+    if not model.is_causal and engine.max_context > engine.max_step_tokens:
+        raise ConfigError(
+            f"--max-context is {engine.max_context}; tokens of the model see those behind them, so"
+            f" a prompt must fit a step, of --max-step-tokens {engine.max_step_tokens}"
         )
     if engine.max_context > room:
         needed = pages_held(engine.max_context, *of_pages) * page

@@ -32,14 +32,15 @@ class KVCache:
         pool: torch.Tensor,
         model: ModelSpec,
         groups: PageGroups,
+        page_size: int,
         dtype: torch.dtype,
         scales: tuple[KvScales, ...],
     ) -> None:
         self.pool, self.groups, self.dtype, self.scales = pool, groups, dtype, scales
-        self.page_size = pool.shape[1] // (2 * groups.width)
+        self.page_size = page_size
         self._layers = [
-            self._views(layer.attention, place)
-            for layer, (_, place) in zip(model.layers, groups.layers, strict=True)
+            self._views(model.layers[layer].attention, place)
+            for layer, (_, place) in enumerate(groups.layers)
         ]
 
     def _views(self, attention: AttentionSpec, place: int) -> tuple[torch.Tensor, torch.Tensor]:

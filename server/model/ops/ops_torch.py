@@ -159,14 +159,15 @@ class TorchOps:
         size = self.cache.page_size
         pages = layout.page_table[:, layout.token_rows, layout.positions // size]
         offsets = layout.positions % size
+        decodes = layout.num_decodes if self.model.is_causal else 0
         return TorchPlan(
             rope={turn: self._turns(turn, layout) for turn in self._inv_freq},
             q_scales={scale: self._q_scale(scale, layout) for scale in self._q_scales},
             pages=pages,
             offsets=offsets,
             fresh_pages=pages[:, offsets == 0],
-            decodes=self._decode_groups(layout, layout.num_decodes),
-            chunks=self._chunks(layout, layout.num_decodes),
+            decodes=self._decode_groups(layout, decodes),
+            chunks=self._chunks(layout, decodes),
         )
 
     def _turns(self, turn: Turn, layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,6 +238,9 @@ class TorchOps:
         return tuple(chunks)
 
     def _chunk_mask(self, start: int, count: int, window: int | None) -> torch.Tensor | None:
+        if not self.model.is_causal:
+            places = torch.arange(count, device=self.device)
+            return (places - places[:, None]).abs() < (count if window is None else window)
         if start == 0 and (window is None or count <= window):
             return None
         seen = torch.arange(start + count, device=self.device)
@@ -335,11 +339,29 @@ class TorchOps:
         qk_norm: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self._attention(plan, layer, self._rotate_store(plan, layer, qkv, qk_norm), sinks)
+        q, k, v = self._rotated(plan, layer, qkv, qk_norm)
+        spec = self.model.layers[layer].attention
+        grouped = q.reshape(len(q), spec.num_kv_heads, -1, spec.head_dim)
+        if sinks is not None:
+            sinks = sinks.view(*grouped.shape[1:3], 1)
+        if self.model.is_causal:
+            k_pages, v_pages = self.cache.of(layer)
+            scales = self.cache.scales[layer]
+            self._store(plan, layer, k_pages, k, scales.k)
+            self._store(plan, layer, v_pages, v, scales.v)
+            return self._attend_pages(plan, layer, grouped, sinks).flatten(1)
+        out = torch.empty_like(grouped)
+        for chunk in plan.chunks:
+            tokens = slice(chunk.begin, chunk.end)
+            keys, values = k[tokens].transpose(0, 1), v[tokens].transpose(0, 1)
+            mask = chunk.masks[spec.window]
+            out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, sinks)
+        return out.flatten(1)
 
-    def _rotate_store(
+    def _rotated(
         self, plan: TorchPlan, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v, `[tokens, heads, head_dim]` each; q and k normed and rotated."""
         spec = self.model.layers[layer].attention
         num_heads = spec.num_heads
         heads = qkv.view(len(qkv), -1, spec.head_dim)
@@ -349,12 +371,8 @@ class TorchOps:
             qk = self._qk_normed(spec, qk, qk_norm)
         if spec.rope is not None:
             qk = rotate(qk, *plan.rope[spec.rope, spec.head_dim], spec.rope)
-        k_pages, v_pages = self.cache.of(layer)
-        scales = self.cache.scales[layer]
-        self._store(plan, layer, k_pages, qk[:, num_heads:], scales.k)
-        self._store(plan, layer, v_pages, v, scales.v)
-        q = qk[:, :num_heads]
-        return q if spec.q_scale is None else q * plan.q_scales[spec.q_scale]
+        q, k = qk[:, :num_heads], qk[:, num_heads:]
+        return q if spec.q_scale is None else q * plan.q_scales[spec.q_scale], k, v
 
     def _qk_normed(
         self, spec: AttentionSpec, qk: torch.Tensor, weight: torch.Tensor
@@ -383,16 +401,14 @@ class TorchOps:
             cache.index_fill_(0, plan.fresh_pages[group], 0)
         cache[plan.pages[group], plan.offsets] = new
 
-    def _attention(
-        self, plan: TorchPlan, layer: int, q: torch.Tensor, sinks: torch.Tensor | None
+    def _attend_pages(
+        self, plan: TorchPlan, layer: int, grouped: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
+        """Attend to keys and values in pages. grouped: queries, `[tokens, kv_heads, group,
+        head_dim]` -> the same; sinks `[kv_heads, group, 1]`."""
         spec = self.model.layers[layer].attention
         of_pages = self.cache.groups.group(layer)
-        heads, head_dim = q.shape[1:]
-        grouped = q.reshape(len(q), spec.num_kv_heads, heads // spec.num_kv_heads, head_dim)
         out = torch.empty_like(grouped)
-        if sinks is not None:
-            sinks = sinks.view(*grouped.shape[1:3], 1)
         for group in plan.decodes:
             keys, values = self.cache.read(layer, group.pages[of_pages])
             mask = group.masks[spec.window]
@@ -403,7 +419,7 @@ class TorchOps:
             tokens = slice(chunk.begin, chunk.end)
             mask = chunk.masks[spec.window]
             out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, sinks)
-        return out.view(len(q), heads * head_dim)
+        return out
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -256,6 +256,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     writes: whether it has a head for text. Without one that of its embedding stands in its place,
     and nobody asks it for a token. classes: of a classifier. pad_token_id: see `ClassForm`.
     stored_names: ends of tensors' names, as checkpoints may have them and as `tensors` does.
+    is_causal: whether tokens see none behind them. Else a window is the least distance of a token
+    that is not seen, and nothing keeps keys and values.
     Raises ValueError where layers differ in what all must share: the modules of each role.
     """
 
@@ -274,6 +276,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     classes: ClassForm | None = None
     pad_token_id: int | None = None
     stored_names: tuple[tuple[str, str], ...] = ()
+    is_causal: bool = True
 
     def __post_init__(self) -> None:
         linears = {linear for layer in set(self.layers) for linear in layer.linears}

@@ -12,8 +12,8 @@ _MOST_EMPTY = 0.25
 
 
 class LayerPages(NamedTuple):
-    """What layers must share to share pages. heads, size: of keys, number and size. window: None =
-    layers see all tokens."""
+    """The form of keys and the window that layers have in common. heads, size: number and size of
+    keys. window: None = layers see all tokens."""
 
     heads: int
     size: int
@@ -45,7 +45,10 @@ class PageGroups:
 
 
 def page_groups(model: ModelSpec) -> PageGroups:
-    """Group the layers of a model by form and window, as `group_layers` does."""
+    """Group the layers of a model by form and window, as `group_layers` does; no group where no
+    layer keeps keys and values."""
+    if not model.is_causal:
+        return PageGroups((), (), 0)
     attentions = [layer.attention for layer in model.layers]
     windows = [
         a.window and (a.window if a.window < model.max_context else None) for a in attentions

@@ -19,6 +19,7 @@ from tests.server.model.driver import Driver, Stream, generate, step
 from tests.server.model.families.parity import TOLERANCE, prompt
 from tests.server.model.families.variants import SEVEN
 from tests.server.model.hub_models import VOCAB, add_adapter, make_model, save_model
+from tests.server.model.sharding.lockstep import ShardedDriver
 from tests.server.model.slabs import pack
 
 pytestmark = pytest.mark.filterwarnings(
@@ -98,6 +99,28 @@ def test_a_decoder_without_a_head(name: str, tmp_path: Path) -> None:
     generate(driver, streams, 0, 7)
     loaded = AutoModel.from_pretrained(tmp_path, dtype="float32")
     assert_vectors(streams, lambda stream: hidden_of(loaded, stream.tokens))
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "shards"), [("llama3", 1), ("llama3", 2), ("mistral-window", 1), ("gpt-oss", 1)]
+)
+def test_tokens_that_see_all(name: str, shards: int, tmp_path: Path) -> None:
+    """Prompts of one batch, each with an adapter or without, none cut."""
+    base = decoder_of(make_model(name, is_causal=False))
+    folder = save_model(base, tmp_path)
+    driver = Driver(folder) if shards == 1 else ShardedDriver(folder, shards)
+    zoo = {each: ZOO[each](SEVEN[:4]) for each in ("rank1", "rank16")}
+    peft, first = with_zoo(base, zoo), 0
+    for slot, adapter in enumerate(zoo):
+        layout, slab = pack(peft, adapter, shards=shards)
+        assert driver.load(slot, layout, slab, first).error is None
+        first += sum(layout.runs)
+    streams = readers(driver, (0, -1, 1))
+    generate(driver, streams, 0, 64)
+    names = {-1: None, **dict(enumerate(zoo))}
+    for stream in streams:
+        assert_vectors([stream], partial(states_of, peft, names[stream.slot]))
     driver.close()
 
 

@@ -1,5 +1,7 @@
 """A model whose tokens see those behind them: prompts are computed whole, and keep no pages."""
 
+from typing import Any
+
 import pytest
 
 from loraplex.server.protocol import VectorParams
@@ -8,7 +10,7 @@ from tests.server.engine.harness import Harness, limits, make_request
 WHOLE = limits(page_windows=(), num_pages=0, is_causal=False, max_context=12, writes=False)
 
 
-def submit(harness: Harness, length: int, **changes: object) -> int:
+def submit(harness: Harness, length: int, **changes: Any) -> int:
     prompt = [5 + i % 9 for i in range(length)]
     wish = VectorParams(pooling="last")
     return harness.submit(make_request(prompt, 0, vector=wish, **changes))

@@ -57,7 +57,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
     groups = page_groups(MODEL)
     shape = (len(groups.windows) * ROWS * PAGES_A_ROW, 2 * PAGE * groups.width)
     pool = torch.full(shape, torch.nan)
-    cache = KVCache(pool, MODEL, groups, torch.float32, (KvScales(),) * MODEL.num_layers)
+    cache = KVCache(pool, MODEL, groups, PAGE, torch.float32, (KvScales(),) * MODEL.num_layers)
     sites = Sites(MODEL, Shard())
     table = AdapterTable(
         sites, slots=1, extents=1, extent_bytes=4096, dtype=torch.float32, device=CPU

@@ -20,7 +20,9 @@ DEFERRED = {Strategy.DEFER, Strategy.DEFER_AND_SHRINK_NEXT}
 
 @pytest.mark.parametrize("regime", Regime)
 def test_every_regime_has_a_strategy_for_every_site_of_a_layer(regime: Regime) -> None:
-    assert set(STRATEGIES[regime]) == {"qkv", "o", "gate_up", "down"}
+    of_consumers = {"qkv", "o", "gate_up", "down"}
+    others = {STRATEGIES[regime][role] for role in STRATEGIES[regime].keys() - of_consumers}
+    assert others == {Strategy.FUSED if regime is Regime.FUSED else Strategy.IN_PLACE}
 
 
 @pytest.mark.parametrize("regime", Regime)

@@ -93,7 +93,7 @@ def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: boo
     torch.manual_seed(head_dim)
     groups = PageGroups((None, 40, None), LAYERS, 3 * 2 * head_dim)
     pool = torch.randn(ROWS * PAGES_A_ROW, 2 * PAGE * groups.width).to(device, dtype)
-    cache = KVCache(pool, model, groups, dtype, (KvScales(),) * model.num_layers)
+    cache = KVCache(pool, model, groups, PAGE, dtype, (KvScales(),) * model.num_layers)
     pages = torch.stack([torch.randperm(ROWS * PAGES_A_ROW) for _ in groups.windows])
     page_table = pages.view(-1, ROWS, PAGES_A_ROW).to(device)
     tokens, most = sum(n for _, _, n in SLICES), 250

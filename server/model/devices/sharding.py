@@ -46,10 +46,10 @@ def check_shards(model: ModelSpec, count: int) -> None:
 
 def shard_counts(model: ModelSpec) -> tuple[int, ...]:
     """Numbers of devices that can share the model, 1 first."""
-    attention = model.layers[0].attention
-    q, kv = _heads(attention)
-    most = min(attention.num_heads, _MOST_SHARDS)
-    return tuple(n for n in range(1, most + 1) if q.units % n == 0 and kv.divides(n))
+    heads = {_heads(layer.attention) for layer in model.layers}
+    most = min(_MOST_SHARDS, *(q.units for q, _ in heads))
+    counts = range(1, most + 1)
+    return tuple(n for n in counts if all(q.units % n == 0 and kv.divides(n) for q, kv in heads))
 
 
 def _heads(attention: AttentionSpec) -> tuple[Span, Span]:

@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from loraplex.adapters.sharding import Shard
+from loraplex.server.model.devices.sharding import shard_counts
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.lora.sites import Sites
@@ -133,6 +134,11 @@ def test_layers_of_two_forms_attend_as_dense_attention_does(ops: Any) -> None:
     for attention, qkv, out in zip(of_layers, given, found, strict=True):
         for row in range(ROWS):
             torch.testing.assert_close(out[row], dense(attention, qkv[row]), atol=1e-5, rtol=1e-5)
+
+
+def test_devices_share_the_heads_of_every_layer() -> None:
+    counts = [shard_counts(replace(MODEL, layers=(layer,))) for layer in MODEL.layers[:2]]
+    assert (*counts, shard_counts(MODEL)) == ((1, 2, 4), (1, 3), (1,))
 
 
 def as_product(ops: Any, qkv: torch.Tensor) -> Any:

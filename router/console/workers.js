@@ -113,6 +113,8 @@ class WorkerCard {
     if (known) {
       const device = worker.device === "cpu" ? "Device (CPU)" : "GPU";
       setText(this.deviceName, worker.shards > 1 ? `${device}, one of ${worker.shards}` : device);
+      const uses = worker.memory.map(([use, size]) => `${use} ${bytes(size)}`);
+      setAttribute(this.deviceName, "title", uses.join(", "));
       this.arena("device", worker, style, picked);
       this.arena("host", worker, style, picked);
     }

@@ -14,6 +14,13 @@ from loraplex.server.engine.plan import SliceResult, StepPlan
 COPY_FAILED = "it could not be copied to the device"
 
 
+class MemoryLine(NamedTuple):
+    """One use of a device's memory."""
+
+    name: str
+    nbytes: int
+
+
 class ExecutorLimits(msgspec.Struct, frozen=True):
     """Sizes that the executor allocated; constant for its life.
 
@@ -151,7 +158,8 @@ class Executor(Protocol[T]):
     """
 
     limits: ExecutorLimits
-    summary: tuple[str, ...]  # lines for a person: memory split, back ends
+    summary: tuple[str, ...]  # lines for a person: back ends, times of the start
+    memory: tuple[MemoryLine, ...]  # what fills the device; () = nobody counts
 
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> T:
         """Begin a step.

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ from loraplex.server.config import ConfigError, EngineConfig, set_unset_variable
 from loraplex.server.constraints.build import make_constraints
 from loraplex.server.constraints.constraints import Constraints
 from loraplex.server.engine.channel import WorkerChannel, WorkerGone
-from loraplex.server.engine.executor import Executor, ExecutorLimits
+from loraplex.server.engine.executor import Executor, ExecutorLimits, MemoryLine
 from loraplex.server.engine.group.follower import Follower
 from loraplex.server.engine.group.leader import GroupExecutor
 from loraplex.server.engine.loop import EngineLoop, ExecutorLost
@@ -204,13 +204,22 @@ def _ready(executor: Executor[Any], config: EngineConfig) -> EngineReady:
         device=config.device,
         adapter_slots=limits.adapter_slots,
         shards=config.shards,
+        memory=executor.memory,
         summary=(
             _cache_line(limits),
             f"adapters: {arena_bytes / 2**20:.0f} MiB, at most {limits.adapter_slots} at once",
             f"a step: at most {limits.max_rows} sequences, {limits.max_step_tokens} tokens",
+            *_memory_lines(executor.memory),
             *executor.summary,
         ),
     )
+
+
+def _memory_lines(memory: Iterable[MemoryLine]) -> Iterator[str]:
+    """How the device's memory is split, for a person."""
+    split = ", ".join(f"{line.name} {line.nbytes / 2**30:.2f} GiB" for line in memory)
+    if split:
+        yield f"GPU memory: {split}"
 
 
 def _cache_line(limits: ExecutorLimits) -> str:

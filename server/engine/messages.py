@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from loraplex.adapters.manifest import SlabLayout
+from loraplex.server.engine.executor import MemoryLine
 from loraplex.server.engine.memory.eviction import EvictionReason
 from loraplex.server.protocol import GenerateRequest, TokenEvent
 
@@ -101,7 +102,8 @@ class StartProgress(msgspec.Struct, frozen=True, array_like=True, tag="sp"):
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="er"):
     """Report that the engine is ready: all memory is allocated and warm. summary: lines for a
-    person (memory split, back ends). shards: devices that share the model; arena_bytes: of each.
+    person (memory split, back ends). shards: devices that share the model; arena_bytes, memory: of
+    each.
     """
 
     total_pages: int
@@ -115,6 +117,7 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="er"):
     summary: tuple[str, ...] = ()
     adapter_slots: int = 0
     shards: int = 1
+    memory: tuple[MemoryLine, ...] = ()
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="ef"):

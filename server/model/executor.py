@@ -105,7 +105,8 @@ class TorchExecutor:
         self._copies = AdapterCopies(self._table, host_arena, vectors)
         self._group = group
         self._remarked = set[Reach]()
-        self.summary = (*parts.summary, f"operations: {built.backend}", phases.line())
+        self.memory = parts.memory
+        self.summary: tuple[str, ...] = (f"operations: {built.backend}", phases.line())
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepTicket:

@@ -12,6 +12,7 @@ import torch
 from loraplex.adapters.sharding import Shard
 from loraplex.adapters.token_rows import new_ids_width
 from loraplex.server.config import AtLoad, ConfigError, EngineConfig
+from loraplex.server.engine.executor import MemoryLine
 from loraplex.server.engine.shared_memory import pages_made
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.devices.group import Group
@@ -24,9 +25,9 @@ from loraplex.server.model.lora.sites import Sites
 from loraplex.server.model.ops.memory import (
     MEMORY_ADVICE,
     DeviceMemory,
-    estimate_lines,
     executor_limits,
     fill_device,
+    memory_table,
     weights_bytes,
 )
 from loraplex.server.model.ops.ops import KVCache
@@ -118,11 +119,11 @@ def _build_parts(
     columns = max(model.head.linear.out_features, new_ids_width(group.shard.count))
     logits = (config.max_running + MOST_PADDING, columns)
     group.reserve(sums, logits, dtype)
-    summary: tuple[str, ...] = ()
+    memory: tuple[MemoryLine, ...] = ()
     if on_gpu:
         now = torch.cuda.mem_get_info(device)[0]
         config = fill_device(model, config, DeviceMemory(total, free, now))
-        summary = estimate_lines(model, config, free - now)
+        memory = memory_table(model, config, free - now)
         config = msgspec.structs.replace(config, kv_memory=group.least(config.kv_memory))
     limits = executor_limits(model, config)
     cache = _make_cache(model, config, limits.num_pages, weights, device)
@@ -148,7 +149,7 @@ def _build_parts(
         rows,
         parameters,
         limits,
-        summary,
+        memory,
         config.dora_graphs,
     )
 

@@ -99,6 +99,7 @@ class WorkerPicture(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
     version: of `places`; None = as the router has them. places_left_out: above the bound.
     restarts: engines lost since the worker was started. shards: devices that share its model.
     draft_tokens: that steps checked; accepted_draft_tokens: those that were right.
+    memory: what fills a device, with bytes of each; () = nobody counts.
     """
 
     order_id: str
@@ -119,6 +120,7 @@ class WorkerPicture(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
     shards: int = 1
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    memory: tuple[tuple[str, int], ...] = ()
 
 
 class VectorForm(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ from loraplex.server.engine.executor import (
     CopyUsable,
     ExecutorLimits,
     Masks,
+    MemoryLine,
 )
 from loraplex.server.engine.memory.extents import each
 from loraplex.server.engine.plan import (
@@ -144,6 +145,7 @@ class CertifyingExecutor:
     ) -> None:
         self.limits = limits
         self.summary: tuple[str, ...] = ("no model: tokens are certificates",)
+        self.memory: tuple[MemoryLine, ...] = ()
         self.options = options or CertifyOptions(limits.vocab_size, limits.eos_token_ids)
         self._witness: SlabWitness | None = None
         if self.options.check_bytes and host_arena is not None:

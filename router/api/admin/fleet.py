@@ -96,7 +96,8 @@ class WorkerObject(msgspec.Struct, frozen=True):
     in_use: digest -> sequences in flight. Counts (tokens, evictions, preemptions) begin with the
     engine; restarts: engines lost since the worker was started.
     shards: devices that share its model, each with as many extents. extents: of `extent_bytes`
-    each. places: null = as in the event before.
+    each. memory: [use, bytes] of all that fills a device; [] = not known. places: null = as in the
+    event before.
     """
 
     url: str
@@ -123,6 +124,7 @@ class WorkerObject(msgspec.Struct, frozen=True):
     device_extents: int = 0
     host_extents: int = 0
     shards: int = 1
+    memory: tuple[tuple[str, int], ...] = ()
     in_use: dict[str, int] = {}
     places: tuple[PlaceObject, ...] | None = None
     places_left_out: int = 0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.engine.executor import ExecutorLimits, MemoryLine
 from loraplex.server.model.decoder import Decoder
 from loraplex.server.model.devices.group import Group
 from loraplex.server.model.lora.lora import AdapterTable
@@ -20,7 +20,7 @@ from loraplex.server.model.weights import ModelWeights
 class Parts:
     """Parts of a set of ops, all on one device. model: the device's part of the whole.
 
-    The device shares the whole with its group. summary: of its memory, for a person. dora_graphs:
+    The device shares the whole with its group. memory: what fills the device. dora_graphs:
     see WorkerConfig.
     """
 
@@ -33,7 +33,7 @@ class Parts:
     rows: Rows
     parameters: RowSampling
     limits: ExecutorLimits
-    summary: tuple[str, ...]
+    memory: tuple[MemoryLine, ...]
     dora_graphs: bool
 
     def decoder(self, ops: Any, weights: ModelWeights | None = None) -> Decoder[Any, Any, Any]:

@@ -1,12 +1,13 @@
 """How an engine's memory options turn into pages, extents and a context length. Pure arithmetic."""
 
+from collections.abc import Sequence
 from math import prod
 
 import msgspec
 
 from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype
 from loraplex.server.config import ConfigError, EngineConfig, KvDtype
-from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.engine.executor import ExecutorLimits, MemoryLine
 from loraplex.server.engine.memory.room import pages_held, tokens_that_fit
 from loraplex.server.model.ops.sizes import MOST_PADDING
 from loraplex.server.model.quantisation.forms import packed_bytes
@@ -23,6 +24,7 @@ LOGITS_ROWS = 64
 _LOGITS_COPIES = 8
 _FA2_PROGRAMS, _FA2_QUERIES = 2, 128
 _GIB = 1 << 30
+_WORKSPACE = "workspace"
 MEMORY_ADVICE = (
     "Raise --gpu-memory-utilization, lower --adapter-memory, --kv-memory, --max-running,"
     " --max-step-tokens or --max-context, or take a smaller model or a larger GPU"
@@ -152,6 +154,21 @@ def split_prompts_bytes(attention: AttentionSpec, processors: int) -> int:
     return pieces * attention.num_heads * _FA2_QUERIES * (attention.head_dim + 1) * 4
 
 
+def memory_table(
+    model: ModelSpec, engine: EngineConfig, weights: int, others: int = 0
+) -> tuple[MemoryLine, ...]:
+    """List all uses of the device's memory. weights, others: bytes of the model's weights, and of
+    other programs."""
+    lines = (
+        MemoryLine("weights", weights),
+        MemoryLine("adapters", engine.adapter_memory),
+        MemoryLine("other programs", others),
+        MemoryLine("KV cache", engine.kv_memory),
+        MemoryLine(_WORKSPACE, workspace_bytes(model, engine)),
+    )
+    return tuple(line for line in lines if line.nbytes)
+
+
 def fill_device(model: ModelSpec, engine: EngineConfig, memory: DeviceMemory) -> EngineConfig:
     """Return `engine` with `kv_memory` resolved. memory: with the weights there.
 
@@ -159,23 +176,19 @@ def fill_device(model: ModelSpec, engine: EngineConfig, memory: DeviceMemory) ->
     less than was asked for.
     """
     usable = int(memory.total * engine.gpu_memory_utilization)
-    parts = {
-        "weights": memory.free_before - memory.free_now,
-        "adapters": engine.adapter_memory,
-        "other programs": memory.total - memory.free_before,
-    }
-    if engine.kv_memory:  # whoever asks for that much may leave a step less than we would
-        parts["KV cache"] = engine.kv_memory
-        if sum(parts.values()) > memory.total:
-            raise ConfigError(_too_little(parts, f"{memory.total / _GIB:.1f} GiB"))
+    weights, others = memory.free_before - memory.free_now, memory.total - memory.free_before
+    table = memory_table(model, engine, weights, others)
+    if engine.kv_memory:  # whoever asks for that much may leave a step less than the estimate
+        asked = tuple(line for line in table if line.name != _WORKSPACE)
+        if sum(line.nbytes for line in asked) > memory.total:
+            raise ConfigError(_too_little(asked, f"{memory.total / _GIB:.1f} GiB"))
         return engine
-    parts["workspace"] = workspace_bytes(model, engine)
-    left = usable - sum(parts.values())
     if not model.is_causal:
         return engine
+    left = usable - sum(line.nbytes for line in table)
     if left < page_bytes(model, engine) * 2:
         share = f"{engine.gpu_memory_utilization:.2f} of {memory.total / _GIB:.1f} GiB"
-        raise ConfigError(_too_little(parts, f"{usable / _GIB:.1f} GiB ({share})"))
+        raise ConfigError(_too_little(table, f"{usable / _GIB:.1f} GiB ({share})"))
     return msgspec.structs.replace(engine, kv_memory=min(left, _most_kv(model, engine) or left))
 
 
@@ -186,21 +199,9 @@ def _most_kv(model: ModelSpec, engine: EngineConfig) -> int:
     return engine.kv_contexts * pages * page_bytes(model, engine) * len(page_groups(model).windows)
 
 
-def _too_little(parts: dict[str, int], of: str) -> str:
-    estimate = ", ".join(f"{name} {size / _GIB:.1f} GiB" for name, size in parts.items())
+def _too_little(table: Sequence[MemoryLine], of: str) -> str:
+    estimate = ", ".join(f"{line.name} {line.nbytes / _GIB:.1f} GiB" for line in table)
     return f"not enough GPU memory for a KV cache: {estimate}, of {of}. {MEMORY_ADVICE}"
-
-
-def estimate_lines(model: ModelSpec, engine: EngineConfig, weights: int) -> tuple[str, ...]:
-    """How the device's memory is split, for a person."""
-    parts = (
-        ("weights", weights),
-        ("KV cache", engine.kv_memory),
-        ("adapters", engine.adapter_memory),
-        ("workspace", workspace_bytes(model, engine)),
-    )
-    split = ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts)
-    return (f"GPU memory: {split}",)
 
 
 def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:

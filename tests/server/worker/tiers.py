@@ -144,7 +144,7 @@ class DeviceExecutor(CertifyingExecutor):
         self._host = tiers.memory
         self._wrong = tiers.wrong
         self._broken = tiers.broken
-        self.memory: list[str | None] = [None] * tiers.limits.arena_extents
+        self.extents: list[str | None] = [None] * tiers.limits.arena_extents
         self.copying: dict[str, AdapterCopy] = {}  # not over
         self.nearing: set[str] = set()  # of these, made usable
         self.ending: set[str] = set()  # and ended
@@ -203,7 +203,7 @@ class DeviceExecutor(CertifyingExecutor):
 
     def _fill(self, copy: AdapterCopy, digest: str | None) -> None:
         for extent in copy.device_extents:
-            self.memory[extent] = digest
+            self.extents[extent] = digest
 
 
 def holds(memory: memoryview, extent: int, digest: str) -> bool:

@@ -41,6 +41,7 @@ class Alone:
 
     limits: Any = None
     summary = ()
+    memory = ()
 
     def __init__(self) -> None:
         self.calls: list[str] = []

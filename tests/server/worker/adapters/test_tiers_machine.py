@@ -244,7 +244,7 @@ class TiersMachine(RuleBasedStateMachine):
             for first, count in host.spans(digest):
                 places = range(first, first + count)
                 assert all(holds(self.tiers.memory, x, digest) for x in places)
-        memory = self.tiers.engine.executor.memory
+        memory = self.tiers.engine.executor.extents
         for digest in device.ready:
             for first, count in device.spans(digest):
                 assert memory[first : first + count] == [digest] * count

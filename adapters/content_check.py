@@ -67,7 +67,8 @@ class Fingerprint:
 class Seal(NamedTuple):
     """Recognises weights whose digest this process has computed.
 
-    identity: of their file. fingerprint: of their LoRA tensors, in the file's order.
+    identity: `WeightsFile.identity` when the digest was computed. fingerprint: the value of a
+    `Fingerprint` of their LoRA tensors, in the file's order.
     """
 
     identity: tuple[int, ...]

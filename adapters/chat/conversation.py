@@ -132,7 +132,8 @@ def shaped(messages: Collection[Mapping[str, Any]], form: MessageForm) -> list[M
 def listed_templates(value: object) -> dict[str, str]:
     """Reads templates by name from a `chat_template` in JSON; other values are left out.
 
-    The value is one source, a list of {name, template}, or an object.
+    The value is one source, a list of {name, template}, or an object of sources by name. One source
+    gets the name DEFAULT_TEMPLATE.
     """
     if isinstance(value, str):
         return {DEFAULT_TEMPLATE: value}

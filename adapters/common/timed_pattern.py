@@ -53,9 +53,10 @@ class PatternBudget:
 
 
 class TimedPattern:
-    """A compiled pattern that answers as `re.fullmatch` does.
+    """A compiled pattern that answers as `re.fullmatch` does, within a bounded time.
 
-    before, after: trusted syntax that is put around `text`. Raises PatternError.
+    budget: bounds this pattern and others that share it; None = a budget of its own. before, after:
+    trusted syntax that is put around `text`. Making one raises PatternError, as matching does.
     """
 
     def __init__(

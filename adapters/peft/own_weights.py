@@ -247,7 +247,10 @@ def saved_norms(config: PeftConfig, base: BaseSpec) -> tuple[BaseNorm, ...]:
 
 
 def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
-    """Checks what the config says of norms."""
+    """Adds a finding for each norm in `modules_to_save` that the base lacks or that is not served.
+
+    Norms beside `alora_invocation_tokens` are a finding, too.
+    """
     names = [name for name in config.modules_to_save if is_norm(name)]
     if names and config.alora_invocation_tokens:
         message = "modules_to_save: norms not with alora_invocation_tokens, since they act on all"

@@ -58,8 +58,9 @@ def adapter_from(prompt_ids: Sequence[int], invocation: Sequence[int]) -> int | 
 
 
 class PromptTask(msgspec.Struct, frozen=True):
-    """One prompt of a call, and how its output is drawn; choices differ by their number.
+    """One prompt of a call, and how its output is drawn.
 
+    index: of the prompt in its call. seed: of all its choices, which draw apart by their numbers.
     division: how its answers are divided; None = all of them is text.
     adapter_from: the first token on which the call's adapter acts; None = it acts on none.
     vector: what it is read for, in place of an answer.

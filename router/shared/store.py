@@ -119,8 +119,9 @@ class Store(Protocol):
     async def count(
         self, book: str, amounts: Mapping[str, int], groups: Mapping[str, str], ttl_s: float
     ) -> None:
-        """Adds amounts to counters of a book. groups: counter -> the one that counts in its place
-        when the book is full.
+        """Adds amounts to counters of a book, which lasts for `ttl_s` after its latest count.
+
+        groups: each counter of `amounts` -> the one that counts in its place when the book is full.
         """
         ...
 

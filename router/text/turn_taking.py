@@ -128,7 +128,11 @@ class TurnTaking:
         return CallersTurns(self, tenant, is_batch)
 
     async def enter(self, kind: Kind, size: int, tenant: str, is_batch: bool) -> _Waiting:
-        """Returns when it may begin; `leave` ends it. Raises RequestError (overloaded)."""
+        """Returns when a piece of work may begin; `leave` of the result ends its turn.
+
+        size: as `ROOMS` counts it: characters of "text", else processes. Raises RequestError
+        (overloaded) when its line is full.
+        """
         has_begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         turn = WorkTurn(kind, tenant, is_batch, size, has_begun)
         try:

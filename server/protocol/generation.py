@@ -43,7 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     bad_words: sequences of tokens that are never completed.
     logprob_token_ids: further tokens whose logprobs are reported, wherever there are any.
     thinking: bound of the reasoning; None = none.
-    names_once: what the grammar does not say of names; None = all of it.
+    names_once: keeps names from coming twice in an object of JSON; None = the grammar suffices.
     Logprobs are those of the raw logits (log-softmax before temperature, penalties and truncation).
     """
 

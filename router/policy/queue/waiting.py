@@ -52,8 +52,11 @@ class DrainRate:
         return self._weight / _WINDOW_S
 
     def retry_after_s(self, waiting: int, now: float) -> float:
-        """Seconds until half of those who wait will have gone, so that who comes back then finds
-        room.
+        """Estimates the seconds until half of those who wait will have gone: 1 to 60. A caller that
+        comes back then finds room.
+
+        now: in seconds, as in `departed`. Before anybody has left the answer is 30, or 1 if nobody
+        waits.
         """
         rate = self.per_second(now)
         if rate <= 0.0:

@@ -19,7 +19,10 @@ ANY_VALUE: Form = 1
 
 
 class TextSet(NamedTuple):
-    """Texts that are in the set for certain, and texts that may be."""
+    """A set of texts that is known within bounds.
+
+    sure: texts that are in the set. possible: these and texts that may be; all others are not.
+    """
 
     sure: Regex
     possible: Regex

@@ -235,8 +235,10 @@ def _object(scan: Scan) -> Steps[bool]:
 
 
 def read_rest(scan: Scan) -> Steps[None]:
-    """Reads what follows a broken value. A value that is cut off is dropped; what is no value
-    belongs to the arguments as it is.
+    """Reads the rest of an answer after arguments that could not be read.
+
+    At the answer's end their last part was cut off, and is dropped. Otherwise that part and all
+    that follows are added to the arguments as they are.
     """
     if not (yield from scan.peek()):
         scan.drop()

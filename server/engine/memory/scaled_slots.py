@@ -38,9 +38,9 @@ class ScaledSlots:
         return slot, news
 
     def give_back(self, slot: int) -> None:
-        """Give back the slot of one sequence that no step in flight contains.
+        """End the use of a slot by one sequence that no step in flight contains.
 
-        Slots without a scale are left alone.
+        The slot is free when no other sequence uses it. Slots without a scale are left alone.
         """
         if slot < self._first:
             return

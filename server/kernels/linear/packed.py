@@ -254,7 +254,7 @@ def _from_codes(codes: tl.tensor, of_out: tl.tuple, FORM: tl.constexpr, dtype: t
 
 @triton.jit
 def from_fp8(numbers: tl.tensor, NATIVE: tl.constexpr) -> Any:
-    """Floats of FP8 bytes. NATIVE: the device converts them itself."""
+    """Floats of E4M3 bytes, as float32. NATIVE: the device converts them itself."""
     if NATIVE:
         return numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:

@@ -214,8 +214,9 @@ def stack_of(
 
 @triton.jit
 def load_ahead(stack: tl.tuple, of_b: tl.tuple, EVEN: tl.constexpr) -> tuple[Any, Any]:
-    """B of the stack's first ranks, and of the next, where all are multiples of 8: asked for before
-    they are needed."""
+    """B of the stack's first ranks, and of as many after them, each `[BLOCK_N, ranks]`: asked for
+    before they are needed. Zeros where not all ranks are multiples of 8. EVEN: all columns are
+    real."""
     RANKS: tl.constexpr = _ranks_ahead(stack[3].shape[0])
     first = _load_b(stack, of_b, stack[7], 0, RANKS, EVEN, True)
     return first, _load_b(stack, of_b, stack[7], RANKS, RANKS, EVEN, True)

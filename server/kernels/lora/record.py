@@ -27,7 +27,8 @@ _WIDEST = tl.constexpr(WIDEST)
 
 @triton.jit
 def record_of(slot: tl.tensor, site: tl.tensor, num_sites: tl.tensor) -> Any:
-    """Its number; without an adapter (slot -1) one that may be read, and means nothing."""
+    """The number of a slot's record for a site, int64. Without an adapter (slot -1) the record is
+    slot 0's: it may be read, and means nothing."""
     return tl.maximum(slot, 0).to(tl.int64) * num_sites + site
 
 

@@ -44,11 +44,11 @@ _PROMPT_LEN = tl.constexpr(draw_columns.PROMPT_LEN)
 
 @dataclass(frozen=True, slots=True)
 class DrawRows:
-    """Rows to draw for; all on the device, int32 `[n]`.
+    """Rows to draw for; all on the device. The tensors are int32 `[n]`.
 
     sources: the logits' row of each. rows: whose parameters and tokens. places: where its token
-    goes; also gives the index of the draw, which counts from the row's prompt. masks: what they may
-    choose, None = any id.
+    goes; also gives the index of the draw, which counts from the row's prompt. masks: ids that each
+    of the n may choose; None = any id.
     """
 
     sources: torch.Tensor

@@ -50,7 +50,11 @@ def head_form(config: Mapping[str, Any], served: str) -> HeadForm | None:
 
 
 def with_head(model: ModelSpec, form: HeadForm, fields: Fields) -> ModelSpec:
-    """The model with what stands on top of it."""
+    """Return the model with the padding token that the config states, and a head of this form.
+
+    "text": its own head stays. "none", "classes": the model writes no text, and "classes" are as
+    the config says. `fields` collects what is refused.
+    """
     model = replace(model, pad_token_id=pad_said(fields.config, model.vocab_size))
     if form == "text":
         return model

@@ -63,9 +63,13 @@ def page_groups(model: ModelSpec) -> PageGroups:
 
 def group_layers(layers: Sequence[LayerPages]) -> PageGroups:
     """Group layers of one form and window: in one group, or in several where they are more than a
-    page holds. A page holds the layers that see all, of the form where these need least. Where more
-    than a quarter of the pages' room would be empty, and less would be if layers of a form shared
-    groups whatever their windows, they do: nothing is freed then before its sequence ends.
+    page holds.
+
+    A page holds the layers that see all tokens, of the form where these need least room. Without
+    such layers it holds those of the form and window that need least. Any one layer fits a page.
+
+    Layers of a form share groups whatever their windows, if more than a quarter of the pages' room
+    would be empty otherwise, and sharing leaves less. All then have the form's widest window.
     """
     found = _grouped(layers)
     if _empty(found, layers) <= _MOST_EMPTY:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.server.kernels.attention.pages import CachePages
@@ -18,7 +18,7 @@ from loraplex.server.kernels.attention.prompt_attention import (
     tile_shape,
 )
 from loraplex.server.kernels.attention.scores import ScoreRule
-from tests.grids import beyond, sparse
+from tests.grids import beyond, examples, sparse
 from tests.kernels.batches import interpreted
 
 CPU, NO_PAGE = torch.device("cpu"), 10**6
@@ -162,8 +162,7 @@ def test_pages_of_any_size(device: torch.device, page_size: int) -> None:
 
 
 @interpreted
-@settings(max_examples=10, deadline=None)
-@given(st.data())
+@examples(10, 25, st.data())
 def test_any_chunks(data: st.DataObject) -> None:
     chunk = st.tuples(st.integers(0, 70), st.integers(1, 40))
     chunks = data.draw(st.lists(chunk, min_size=1, max_size=3))

@@ -16,7 +16,8 @@ from tests.grids import beyond
 from tests.server.model.families.parity import TOLERANCE, prompt
 from tests.server.model.hub_models import VOCAB, make_model, save_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+# Slices, pages and judgement of activated adapters have short tests in their rooms.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.exhaustive]
 TIMEOUT_S = 240
 PAGE = 16
 NEW_TOKENS = 9

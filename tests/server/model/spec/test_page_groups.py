@@ -19,7 +19,7 @@ class _Model:
     def __init__(self, *windows: int | None, max_context: int = 4096) -> None:
         attentions = [SimpleNamespace(num_kv_heads=1, head_dim=1, window=w) for w in windows]
         self.layers = [SimpleNamespace(attention=attention) for attention in attentions]
-        self.max_context = max_context
+        self.max_context, self.is_causal = max_context, True
 
 
 def groups_of(*windows: int | None, max_context: int = 4096):  # type: ignore[no-untyped-def]
@@ -110,3 +110,9 @@ def test_layers_of_several_forms_have_places_in_pages_of_their_form(
         assert groups.windows[group] in (None, layer.window)
     assert of_group.keys() == set(range(len(groups.windows)))
     assert groups.windows == tuple(sorted(groups.windows, key=lambda window: window or 0))
+
+
+def test_tokens_that_see_all_keep_no_pages() -> None:
+    model = _Model(None, 5)
+    model.is_causal = False
+    assert page_groups(model).windows == ()  # type: ignore[arg-type]

@@ -51,6 +51,15 @@ def masks_of(constraint: Constraint, draft: list[int]) -> list[list[int]]:
     return [allowed_by(row) for row in rows]
 
 
+def test_an_end_comes_with_the_last_token_that_min_tokens_asks_for() -> None:
+    letter, least = tokens("x")[-1], 3
+    sampling = SamplingParams(grammar="start: /x+/", min_tokens=least)
+    constraint = constraint_of(ConstraintWish(1, sampling, ()))
+    for taken in range(least + 2):
+        assert any(end in mask_of(constraint) for end in EOS) is (taken >= least)
+        constraint.take(letter)
+
+
 class Answer:
     """Of a grammar, drawn at random token by token, with the mask before each."""
 

@@ -135,6 +135,8 @@ def generate(serving: Serving, **parameters: str) -> httpx.Response:
 
 
 def test_the_same_adapter_from_everywhere(remote: Serving, s3: FileServer, web: FileServer) -> None:
+    weights = ("GET", "adapter_model.safetensors")
+    before = s3.asked[weights], web.asked[weights]
     expected = generate(remote, adapter_id="sql")
     assert expected.status_code == 200, expected.text
     digest = expected.headers["x-loraplex-adapter-digest"]
@@ -148,11 +150,12 @@ def test_the_same_adapter_from_everywhere(remote: Serving, s3: FileServer, web: 
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-loraplex-adapter-digest"] == digest
         assert answer.json() == expected.json()
-    assert s3.asked["GET", "adapter_model.safetensors"] == 1
-    assert web.asked["GET", "adapter_model.safetensors"] == 1
+    assert s3.asked[weights] - before[0] <= 1
+    assert web.asked[weights] - before[1] <= 1
 
 
 def test_other_places_are_refused(remote: Serving, s3: FileServer, web: FileServer) -> None:
+    generate(remote, adapter_id="named")  # else the start may still look for what is registered
     before = sum(s3.asked.values()) + sum(web.asked.values())
     for name in (
         "s3:private/sql",

@@ -44,7 +44,7 @@ def is_there(name: str) -> bool:
 
 @cache
 def words_beside() -> dict[str, set[str]]:
-    """Of each class, the words of the files that define it."""
+    """Find for each class the words of the files that define it."""
     found: dict[str, set[str]] = {}
     for text in (path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
         for owner in re.findall(r"^class (\w+)", text, re.M):

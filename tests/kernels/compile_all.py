@@ -108,7 +108,7 @@ def compile_for(capability: int) -> list[str]:
 
 
 def compile_once() -> None:
-    """Of each kernel one form from now on: the first that is called."""
+    """Take one form of each kernel from now on: the first that is called."""
     called = set[str]()
 
     def is_known(*, fn: Any, **_: object) -> bool:

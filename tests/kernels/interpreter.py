@@ -51,7 +51,7 @@ def hasten() -> None:
 
 
 class _Kept:
-    """What a launch takes for the functions' return, which never comes."""
+    """Stands for the end of a launch's replacements, which stay."""
 
     def restore(self) -> None:
         pass

@@ -19,9 +19,9 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 
 _BODY = re.compile(
     r"(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.text_model\.|"
-    r"model\.)(?P<rest>(?:layers|embed_tokens|[a-z_]*norm)\..+)"
+    r"model\.)(?P<rest>(?:layers|embed_tokens|norm|final_layernorm)\..+)"
 )
-_BARE = re.compile(r"(?:layers|embed_tokens|[a-z_]*norm)\..+")
+_BARE = re.compile(r"(?:layers|embed_tokens|norm|final_layernorm)\..+")
 _HEAD = re.compile(r"(?:language_model\.)?(?P<head>lm_head\..+)")
 
 
@@ -35,7 +35,9 @@ def model_shards(folder: Path, model: ModelSpec) -> tuple[ModelFile, ...]:
     seen: dict[str, str] = {}
 
     def name_of(stored: str) -> str:
-        name = plain_name(stored) if model.is_text_part else _under_model(stored)
+        name = plain_name(stored) if model.is_text_part else stored
+        if not (model.is_text_part or model.writes):
+            name = _under_model(stored)
         for end, other in model.stored_names:
             if name.endswith(f".{end}"):
                 return name.removesuffix(end) + other

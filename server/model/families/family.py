@@ -142,7 +142,7 @@ def refuse_other_maths(fields: Fields) -> None:
 def refuse_other_attention(fields: Fields) -> None:
     """Refuse attention that is neither to earlier tokens nor to all."""
     config = fields.config
-    if config.get("is_causal", True) not in (True, False):
+    if type(config.get("is_causal", True)) is not bool:
         fields.refuse(f"is_causal must be true or false, got {config['is_causal']!r}")
     if config.get("use_bidirectional_attention"):
         both = config["use_bidirectional_attention"]

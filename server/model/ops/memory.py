@@ -183,12 +183,12 @@ def fill_device(model: ModelSpec, engine: EngineConfig, memory: DeviceMemory) ->
         if sum(line.nbytes for line in asked) > memory.total:
             raise ConfigError(_too_little(asked, f"{memory.total / _GIB:.1f} GiB"))
         return engine
-    if not model.is_causal:
-        return engine
     left = usable - sum(line.nbytes for line in table)
     if left < page_bytes(model, engine) * 2:
         share = f"{engine.gpu_memory_utilization:.2f} of {memory.total / _GIB:.1f} GiB"
         raise ConfigError(_too_little(table, f"{usable / _GIB:.1f} GiB ({share})"))
+    if not model.is_causal:
+        return engine
     return msgspec.structs.replace(engine, kv_memory=min(left, _most_kv(model, engine) or left))
 
 

@@ -15,7 +15,7 @@ from loraplex.adapters.base import layer_path as layer_path
 from loraplex.adapters.classes import SCORE, ClassForm
 from loraplex.server.model.quantisation.quantisation import Quantisation
 from loraplex.server.model.spec.linear_spec import LinearSpec, Matrix, Tensors
-from loraplex.server.model.spec.moe_spec import MoeSpec
+from loraplex.server.model.spec.moe_spec import FeedForwardSpec, MoeSpec
 
 Activation = Literal["silu", "gelu_tanh"]
 NormKind = Literal["rms", "layer"]
@@ -133,29 +133,12 @@ class AttentionSpec(msgspec.Struct, frozen=True):
             yield SINKS, (self.num_heads,)
 
 
-class MlpSpec(msgspec.Struct, frozen=True):
+class MlpSpec(FeedForwardSpec, frozen=True):
     """`down(activation(gate) * up)`. is_gated: False = `down(activation(up))`, where `gate_up` has
     no gate."""
 
-    gate_up: LinearSpec
-    down: LinearSpec
     activation: Activation = "silu"
     is_gated: bool = True
-
-    @property
-    def size(self) -> int:
-        """Features inside."""
-        return self.down.in_features
-
-    @property
-    def linears(self) -> tuple[LinearSpec, ...]:
-        """Products that adapters may change, in the order of their sites."""
-        return self.gate_up, self.down
-
-    def tensors(self) -> Tensors:
-        """Names, relative to the layer, and shapes of what the checkpoint holds."""
-        for linear in self.linears:
-            yield from linear.tensors()
 
 
 FeedForward = MlpSpec | MoeSpec

@@ -17,30 +17,15 @@ SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
 
 
-class MoeSpec(msgspec.Struct, frozen=True):
-    """The weighted sum of `top_k` of all experts, which are gated MLPs.
-
-    router: the module whose product with the normed input are the experts' logits; router_bias:
-    whether it has one. wide_weights: experts' weights stay in float32; else they are rounded to the
-    model's dtype.
-    """
+class FeedForwardSpec(msgspec.Struct, frozen=True):
+    """Two products, with an activation between them."""
 
     gate_up: LinearSpec
     down: LinearSpec
-    top_k: int
-    router: str
-    rule: RouterRule
-    router_bias: bool = False
-    wide_weights: bool = False
-    activation: ExpertActivation = "silu"
-
-    @property
-    def experts(self) -> int:
-        return self.down.experts
 
     @property
     def size(self) -> int:
-        """Features inside one expert."""
+        """Features inside; with experts, inside one."""
         return self.down.in_features
 
     @property
@@ -52,6 +37,30 @@ class MoeSpec(msgspec.Struct, frozen=True):
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
         for linear in self.linears:
             yield from linear.tensors()
+
+
+class MoeSpec(FeedForwardSpec, frozen=True):
+    """The weighted sum of `top_k` of all experts, which are gated MLPs.
+
+    router: the module whose product with the normed input are the experts' logits; router_bias:
+    whether it has one. wide_weights: experts' weights stay in float32; else they are rounded to the
+    model's dtype.
+    """
+
+    top_k: int
+    router: str
+    rule: RouterRule
+    router_bias: bool = False
+    wide_weights: bool = False
+    activation: ExpertActivation = "silu"
+
+    @property
+    def experts(self) -> int:
+        return self.down.experts
+
+    def tensors(self) -> Tensors:
+        """Names, relative to the layer, and shapes of what the checkpoint holds."""
+        yield from FeedForwardSpec.tensors(self)
         yield f"{self.router}.weight", (self.experts, self.gate_up.in_features)
         if self.router_bias:
             yield f"{self.router}.bias", (self.experts,)

@@ -84,7 +84,7 @@ def made_up(name: str, random: Random) -> tuple[list[Call], str, str]:
 
 
 def check_reading(name: str, seed: str, cut: int, count: int = COUNT) -> None:
-    """Of `count` answers, one in `cut` is cut at every byte."""
+    """Try `count` answers, and cut one in `cut` of them at every byte."""
     random = Random(seed)
     for number in range(count):
         calls, answer, text = made_up(name, random)

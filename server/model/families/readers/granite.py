@@ -64,7 +64,8 @@ def read_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     residual = _factor(fields, "residual_multiplier")
     attend, feed = family.layer(sizes, of, factor=residual).steps
     feed = replace(feed, branches=_read_branches(fields, sizes))
-    return _model(fields, generation, sizes, LayerSpec((attend, feed)), max_context)
+    model = _model(fields, generation, sizes, LayerSpec((attend, feed)), max_context)
+    return replace(model, stored_names=_STORED)
 
 
 def _read_branches(fields: Fields, sizes: family.ModelSizes) -> tuple[MoeSpec | MlpSpec, ...]:
@@ -109,5 +110,4 @@ def _model(
         model,
         embedding=replace(model.embedding, scale=_factor(fields, "embedding_multiplier")),
         head=replace(model.head, scale=1.0 / _factor(fields, "logits_scaling")),
-        stored_names=_STORED,
     )

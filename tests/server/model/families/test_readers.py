@@ -209,6 +209,7 @@ def test_windows_that_contexts_cannot_leave_are_none() -> None:
         ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map"),
         ({"is_causal": False}, "is_causal"),
         ({"is_causal": None}, "is_causal"),
+        ({"is_causal": 0}, "is_causal must be true or false"),
         ({"num_key_value_heads": 3}, "4 attention heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"vocab_size": "many"}, "vocab_size"),

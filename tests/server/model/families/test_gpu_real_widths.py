@@ -35,6 +35,8 @@ def made(name: str) -> PreTrainedModel:
     changes: dict[str, Any] = {"num_hidden_layers": LAYERS, "vocab_size": VOCAB}
     if known.get("sliding_window") is not None:
         changes |= {"sliding_window": WINDOW, "layer_types": KINDS}
+    elif known.get("layer_types"):
+        changes["layer_types"] = known["layer_types"][:LAYERS]
     changes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = AutoConfig.for_model(**{**known, **changes, "initializer_range": 0.03})
     torch.manual_seed(1)

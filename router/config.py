@@ -142,6 +142,13 @@ class RouterConfig:
     max_logprobs: int = field(
         default=20, metadata={"min": 0, "max": 1 << 16, "help": "most alternatives a token"}
     )
+    logprobs_mode: Literal["raw", "processed", "raw_logprobs", "processed_logprobs"] = field(
+        default="raw",
+        metadata={
+            "help": "logprobs of generated tokens: of the raw logits, or processed: of the"
+            " distribution that the draw used"
+        },
+    )
     request_timeout_s: float = field(
         default=600.0,
         metadata={"min": 0.1, "help": "longest time from a request to its last token"},

@@ -44,7 +44,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logprob_token_ids: further tokens whose logprobs are reported, wherever there are any.
     thinking: bound of the reasoning; None = none.
     names_once: keeps names from coming twice in an object of JSON; None = the grammar suffices.
-    Logprobs are those of the raw logits (log-softmax before temperature, penalties and truncation).
+    processed_logprobs: logprobs of drawn tokens are those that the draw used, minus infinity for
+    what it could not choose; else those of the raw logits, as those of the prompt always are.
     """
 
     temperature: float = 1.0
@@ -69,6 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logprob_token_ids: tuple[int, ...] = ()
     names_once: NamesOnce | None = None
     thinking: ThinkingBudget | None = None
+    processed_logprobs: bool = False
 
     @property
     def is_constrained(self) -> bool:

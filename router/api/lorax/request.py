@@ -309,6 +309,7 @@ def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool)
         ignore_eos=bool(given.ignore_eos_token),
         logprobs=alternatives if with_logprobs or alternatives else None,
         prompt_logprobs=0 if given.decoder_input_details else None,
+        processed=limits.processed_logprobs,
     )
 
 

@@ -254,6 +254,7 @@ def sampling_of(
         ignore_eos=bool(request.ignore_eos or request.ignore_eos_token),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        processed=limits.processed_logprobs,
     )
 
 

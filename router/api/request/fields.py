@@ -20,7 +20,7 @@ from loraplex.adapters.merge.recipe import (
 from loraplex.adapters.ref import RefSource, parse_ref
 from loraplex.router.api.request.body import require
 from loraplex.router.api.request.formatter import ApiLimits
-from loraplex.router.api.request.known_elsewhere import Body
+from loraplex.router.api.request.known_elsewhere import Body, unsupported
 from loraplex.router.call import AdapterChoice, GenerationCall, MergedChoice, RequestError, Secret
 from loraplex.router.text.stop_patterns import compiled
 from loraplex.server.protocol import SamplingParams
@@ -46,6 +46,11 @@ LogitBias = dict[NonNegative, Annotated[float, Meta(ge=-100, le=100)]]
 # Steps behind the caller's own: nobody raises what the key was given.
 Priority = Annotated[int, Meta(ge=0, le=100)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
+# Kinds of log-probabilities, by vLLM's names and by short ones -> whether they are processed.
+LOGPROBS_MODES = {"raw": False, "processed": True, "raw_logprobs": False} | {
+    "processed_logprobs": True
+}
+LogprobsMode = Annotated[str, Meta(extra_json_schema={"enum": [*LOGPROBS_MODES]})]
 # The caller's own, in place of the request's.
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 
@@ -335,7 +340,7 @@ class AdapterFields(Body, frozen=True, kw_only=True):
 class GenerationFields(AdapterFields, frozen=True, kw_only=True):
     """Fields of every request that generates text. Each may be null. priority: how far behind the
     key's own the request stands. drafts: false = the answer has none, which is never another
-    answer.
+    answer. logprobs_mode: what the logprobs of generated tokens are, where there are any.
     """
 
     top_p: Probability | None = None
@@ -353,6 +358,7 @@ class GenerationFields(AdapterFields, frozen=True, kw_only=True):
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     drafts: bool | None = None
+    logprobs_mode: LogprobsMode | None = None
 
 
 def adapter_named(
@@ -403,8 +409,11 @@ def sampling_params(
     ignore_eos: bool,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    processed: bool,
 ) -> SamplingParams:
-    """Takes what the fields say of a draw, else the model's advice, else what changes nothing."""
+    """Takes what the fields say of a draw, else the model's advice, else what changes nothing.
+    processed: whether logprobs are, where the fields do not say. Raises RequestError.
+    """
     said = {name: getattr(fields, name) for name in _DRAWN}
     found = {name: advised.get(name) if value is None else value for name, value in said.items()}
     drawn: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
@@ -415,7 +424,18 @@ def sampling_params(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        processed_logprobs=_is_processed(fields.logprobs_mode, processed),
     )
+
+
+def _is_processed(mode: str | None, default: bool) -> bool:
+    if mode is None:
+        return default
+    if mode in ("raw_logits", "processed_logits"):
+        raise unsupported("logprobs_mode", "logits are not sent, log-probabilities are")
+    expected = f"expected one of {', '.join(LOGPROBS_MODES)}; got {mode!r:.40}"
+    require(mode in LOGPROBS_MODES, expected, "logprobs_mode")
+    return LOGPROBS_MODES[mode]
 
 
 def with_fields(call: GenerationCall, fields: GenerationFields) -> GenerationCall:

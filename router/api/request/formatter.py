@@ -24,6 +24,7 @@ class ApiLimits(msgspec.Struct, frozen=True):
     sampling_defaults: the model's own. LoRAX routes, which have LoRAX's defaults of a draw, take
     only what has nothing to do with one.
     max_prompts: prompts in one completions request. max_stop_chars: of one stop string.
+    processed_logprobs: whether logprobs are those of the draw, where a body does not say.
     vocab_size: of the base. gives: what the base does.
     stores_responses: answers of `/v1/responses` are stored where requests want it.
     """
@@ -38,6 +39,7 @@ class ApiLimits(msgspec.Struct, frozen=True):
     max_stop_token_ids: int = 64
     max_logit_bias: int = 1024
     max_logprobs: int = 20
+    processed_logprobs: bool = False
     vocab_size: int = 2**31
     max_messages: int = 4096
     max_bad_words: int = 256
@@ -60,6 +62,7 @@ def limits_from(
         max_n=config.max_n,
         max_stop_sequences=config.max_stop_sequences,
         max_logprobs=config.max_logprobs,
+        processed_logprobs=config.logprobs_mode.startswith("processed"),
         vocab_size=vocab_size,
         sampling_defaults=sampling_defaults,
         gives=gives,

@@ -13,6 +13,7 @@ from loraplex.router.api.request.fields import (
     MAX_INT32,
     CacheSalt,
     LogitBias,
+    LogprobsMode,
     NonNegative,
     Penalty,
     Positive,
@@ -348,6 +349,7 @@ class SglangBody(Body, frozen=True, kw_only=True):
     return_text_in_logprobs: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
+    logprobs_mode: LogprobsMode | None = None
 
 
 # A completion's names of the fields.
@@ -476,6 +478,7 @@ def _completion(
         stream=body.stream,
         priority=body.priority,
         cache_salt=body.cache_salt,
+        logprobs_mode=body.logprobs_mode,
         **{name: getattr(sampling, name) for name in _SAME},
     )
 

@@ -7,7 +7,7 @@ import torch
 from loraplex.server.model.ops.memory import LOGITS_ROWS
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.sampling.row_sampling import RowSampling
-from loraplex.server.model.sampling.sampling import sample
+from loraplex.server.model.sampling.sampling import Sampled, sample
 from loraplex.server.model.sampling.to_draw import ToDraw
 from loraplex.server.model.steps.rows import Rows
 
@@ -28,10 +28,15 @@ class TorchDraws:
         return in_pieces(self._draw, rows)
 
     def _draw(self, rows: ToDraw) -> torch.Tensor:
+        sampled = self.sampled(rows)
+        return sampled.token_ids.masked_fill(sampled.failed, -1)
+
+    def sampled(self, rows: ToDraw) -> Sampled:
+        """Draw and append, and return the logits of the draw, too. For at most LOGITS_ROWS rows."""
         device = self._rows.device
         scores = rows.logits[to_device(rows.which, device)].float()
         asked = self._parameters.batch(self._rows, rows.seq_rows, rows.lengths, rows.masks)
         sampled = sample(scores, asked)
         on_device = to_device(rows.seq_rows, device), to_device(rows.lengths, device)
         self._rows.append(*on_device, sampled.token_ids)
-        return sampled.token_ids.masked_fill(sampled.failed, -1)
+        return sampled

@@ -45,6 +45,7 @@ class RowSampling:
     """Sampling parameters of all rows. One entry a row; host arrays, gathered for the rows of a
     step without a loop over them.
 
+    processed: bool `[rows]`, whose logprobs are those that its draws use.
     table: int32 `[rows + 1, 8]` on the device, the columns of
     `loraplex.server.kernels.sampling.draw_columns`; the last row is no sequence's.
     """
@@ -60,6 +61,7 @@ class RowSampling:
         )
         self.logprobs = np.full(max_rows, _NONE, dtype=np.int64)
         self.prompt_logprobs = np.full(max_rows, _NONE, dtype=np.int64)
+        self.processed = np.zeros(max_rows, dtype=bool)
         self.num_listed = np.zeros(max_rows, dtype=np.int64)
         self._listed = np.zeros((max_rows, MAX_LOGPROB_TOKEN_IDS), dtype=np.int64)
         self._floats = {name: np.zeros(max_rows, dtype=np.float32) for name in _FLOATS}
@@ -88,6 +90,7 @@ class RowSampling:
             self.logprobs[row] = _NONE if params.logprobs is None else params.logprobs
             wanted = params.prompt_logprobs
             self.prompt_logprobs[row] = _NONE if wanted is None else wanted
+            self.processed[row] = params.processed_logprobs and params.logprobs is not None
             listed = params.logprob_token_ids
             self.num_listed[row], self._listed[row] = len(listed), 0
             self._listed[row, : len(listed)] = listed

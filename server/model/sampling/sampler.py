@@ -9,6 +9,7 @@ import torch
 
 from loraplex.server.model.ops.memory import LOGITS_ROWS
 from loraplex.server.model.ops.transfers import to_device, to_host
+from loraplex.server.model.sampling.draws_torch import TorchDraws
 from loraplex.server.model.sampling.results import HostLogprobs, PromptLogprobs
 from loraplex.server.model.sampling.row_sampling import RowSampling
 from loraplex.server.model.sampling.sampling import Logprobs, logprobs, ranks
@@ -55,46 +56,72 @@ class Sampler:
         self.rows = rows
         self.parameters = parameters
         self._draws = draws
+        self._by_torch = TorchDraws(rows, parameters)
 
     def draw(self, rows: ToDraw, places: np.ndarray) -> Drawn:
         """Draw a token for each row. places: the slices' places in the step, int64 `[n]`. Logprobs
-        are of the raw logits, whatever changes or masks them for the draw.
+        are of the raw logits, whatever changes or masks them for the draw; where a row asks for
+        processed ones, they are of the very logits that the draw used.
         """
-        alike = rows.alike(self.parameters.vocab_size)
-        if len(alike) == 1:
-            return self._draw(alike[0][1], places)
+        parts = self._alike(rows)
+        if len(parts) == 1:
+            return self._draw(parts[0][1], places)
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=self.rows.device)
         logprobs: tuple[HostLogprobs, ...] = ()
-        for chosen, part in alike:
+        for chosen, part in parts:
             drawn = self._draw(part, places[chosen])
             at = to_device(chosen, self.rows.device)
             token_ids.index_copy_(0, at, drawn.token_ids.to(token_ids.dtype))
             logprobs += drawn.logprobs
         return Drawn(token_ids, logprobs)
 
+    def _alike(self, rows: ToDraw) -> list[tuple[np.ndarray, ToDraw]]:
+        """Rows that choose from equally many ids and have logprobs of one kind; their places."""
+        found = []
+        for at, part in rows.alike(self.parameters.vocab_size):
+            processed = self.parameters.processed[part.seq_rows]
+            if processed.all() or not processed.any():
+                found.append((at, part))
+                continue
+            found += [(at[kind], part.pick(kind)) for kind in (processed, ~processed)]
+        return found
+
     def _draw(self, rows: ToDraw, places: np.ndarray) -> Drawn:
-        """Draw for rows that choose from equally many ids."""
+        """Draw for rows as `_alike` finds them."""
+        if self.parameters.processed[rows.seq_rows[0]]:
+            return self._draw_processed(rows, places)
         token_ids = self._draws(rows)
         counts = self.parameters.logprobs[rows.seq_rows]
         wanted = np.flatnonzero(counts >= 0)
-        if not wanted.size:
-            return Drawn(token_ids, ())
-        pieces = (wanted[i : i + LOGITS_ROWS] for i in range(0, wanted.size, LOGITS_ROWS))
-        return Drawn(token_ids, tuple(self._scored(rows, p, places, token_ids) for p in pieces))
+        scored, device = [], self.rows.device
+        for i in range(0, wanted.size, LOGITS_ROWS):
+            part = wanted[i : i + LOGITS_ROWS]
+            chosen = token_ids[to_device(part, device)].long().clamp(min=0)
+            logits = rows.logits[to_device(rows.which[part], device)].float()
+            scored.append(self._scored(logits, chosen, rows.seq_rows[part], places[part]))
+        return Drawn(token_ids, tuple(scored))
+
+    def _draw_processed(self, rows: ToDraw, places: np.ndarray) -> Drawn:
+        """Draw in torch, whose logits are at hand."""
+        token_ids, scored = [], []
+        for i in range(0, len(rows), LOGITS_ROWS):
+            piece = slice(i, i + LOGITS_ROWS)
+            found = self._by_torch.sampled(rows.pick(piece))
+            token_ids.append(found.token_ids.masked_fill(found.failed, -1))
+            own = found.logits, found.token_ids, rows.seq_rows[piece], places[piece]
+            scored.append(self._scored(*own))
+        return Drawn(torch.cat(token_ids), tuple(scored))
 
     def _scored(
-        self, rows: ToDraw, wanted: np.ndarray, places: np.ndarray, token_ids: torch.Tensor
+        self, logits: torch.Tensor, chosen: torch.Tensor, seq_rows: np.ndarray, places: np.ndarray
     ) -> HostLogprobs:
-        """Compute logprobs for rows that ask for them. wanted: which of the rows ask for logprobs,
-        int64 `[n]`; the rest as `_draw` has it.
+        """Compute the logprobs of rows that ask for some. logits: float32 `[n, vocab]`; chosen:
+        int64 `[n]`, the tokens that were drawn.
         """
-        device, seq_rows = self.rows.device, rows.seq_rows[wanted]
-        chosen = token_ids[to_device(wanted, device)].long().clamp(min=0)
-        logits = rows.logits[to_device(rows.which[wanted], device)].float()
         counts = self.parameters.logprobs[seq_rows]
         found = logprobs(logits, chosen, int(counts.max()), self.parameters.listed(seq_rows))
         return HostLogprobs(
-            places[wanted].tolist(),
+            places.tolist(),
             counts.tolist(),
             self.parameters.num_listed[seq_rows].tolist(),
             _logprobs_to_host(found),

@@ -103,16 +103,18 @@ class SamplingBatch:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """Tokens that were sampled. token_ids: int64 `[rows]`. failed: bool `[rows]`, no token could be
-    chosen (its id is 0).
+    chosen (its id is 0). logits: float32 `[rows, vocab]`, whose softmax the draw used: minus
+    infinity for what is cut off. Those of a greedy row are before temperature and truncation.
     """
 
     token_ids: torch.Tensor
     failed: torch.Tensor
+    logits: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities from the raw logits.
+    """Log-probabilities from the logits.
 
     chosen: float32 `[rows]`; top_ids, top: `[rows, n]`, most likely first. ranks: of the chosen,
     int64 `[rows]`, where they are counted. listed: `[rows, m]`, of further ids that were asked for.
@@ -134,16 +136,16 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     token_ids = logits.argmax(dim=-1)
     failed |= ~torch.isfinite(logits.gather(1, token_ids[:, None])).squeeze(1)
     if batch.any_random:
-        drawn = _draw(_warp(logits, batch), batch)
-        token_ids = torch.where(batch.temperature > 0, drawn, token_ids)
-    return Sampled(token_ids.masked_fill(failed, 0), failed)
+        logits = _warp(logits, batch)
+        token_ids = torch.where(batch.temperature > 0, _draw(logits, batch), token_ids)
+    return Sampled(token_ids.masked_fill(failed, 0), failed, logits)
 
 
 def logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, top: int, listed: torch.Tensor | None = None
 ) -> Logprobs:
-    """Compute logprobs of tokens, and of the most likely ones. logits: float32 `[rows, vocab]`,
-    raw; token_ids: int64 `[rows]`; listed: further ids, int64 `[rows, m]`.
+    """Compute logprobs of tokens, and of the most likely ones. logits: float32 `[rows, vocab]`;
+    token_ids: int64 `[rows]`; listed: further ids, int64 `[rows, m]`.
     """
     scores = logits.log_softmax(dim=-1)
     best = scores.topk(min(top, scores.shape[1]), dim=-1)
@@ -207,7 +209,7 @@ def _count(penalties: Penalties, vocab: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _warp(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Temperature, and -inf for what is cut off; what it makes of greedy rows is not used."""
+    """Temperature, and -inf for what is cut off. Greedy rows keep their softmax."""
     heat = batch.temperature.where(batch.temperature > 0, 1.0)
     # Relative to the best, so that a tiny temperature cannot overflow.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / heat[:, None]

@@ -397,6 +397,7 @@ ASKED: dict[str, Any] = {
     "skip_special_tokens": False,
     "drafts": False,
     "cache_salt": "a",
+    "logprobs_mode": "raw",
 }
 
 

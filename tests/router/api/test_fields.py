@@ -530,3 +530,36 @@ def test_the_callers_id(path: str, prefix: str) -> None:
     assert whole(path, request_id="mine")["id"] == f"{prefix}-mine"
     assert {part["id"] for part in streamed(path, request_id="mine")} == {f"{prefix}-mine"}
     assert whole(path)["id"] == f"{prefix}-req1"
+
+
+# Which logprobs
+
+
+@pytest.mark.parametrize("path", MINIMAL)
+@pytest.mark.parametrize("by_default", [False, True])
+def test_a_request_says_which_logprobs_it_wants(path: str, by_default: bool) -> None:
+    limits = msgspec.structs.replace(LIMITS, processed_logprobs=by_default)
+
+    def processed(**said: Any) -> bool:
+        fields = {"parameters": said} if path == GENERATE else said
+        body = json.dumps(MINIMAL[path] | fields).encode()
+        kinds: dict[str, Any] = {CHAT: openai_chat, COMPLETIONS: openai_completions}
+        parsed = kinds[path].parse(body, limits) if path in kinds else lorax.parse(body, limits)
+        return parsed.call.sampling.processed_logprobs
+
+    assert processed() is by_default
+    assert processed(logprobs_mode=None) is by_default
+    for name in ("raw", "raw_logprobs"):
+        assert processed(logprobs_mode=name) is False
+        assert processed(logprobs_mode=name.replace("raw", "processed")) is True
+
+
+@pytest.mark.parametrize("path", OPENAI)
+def test_logits_are_refused_by_name_and_other_modes_are_unknown(path: str) -> None:
+    for mode in ("raw_logits", "processed_logits"):
+        error = refused(path, logprobs_mode=mode)
+        assert (error.cause, error.param) == ("unsupported", "logprobs_mode")
+        assert "logits are not sent" in error.message
+    error = refused(path, logprobs_mode="cooked")
+    assert (error.cause, error.param) == ("invalid", "logprobs_mode")
+    assert "expected one of raw, processed" in error.message

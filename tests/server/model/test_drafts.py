@@ -34,6 +34,16 @@ ROWS: dict[str, tuple[SamplingParams, int, int]] = {
     ),
     "typical": (SamplingParams(temperature=1.0, typical_p=0.7, frequency_penalty=0.5), -1, 90),
     "biased": (SamplingParams(temperature=0.0, logit_bias={7: 2.0}, logprobs=0), 1, 0),
+    "processed": (
+        SamplingParams(temperature=0.8, top_k=9, logprobs=2, processed_logprobs=True),
+        0,
+        80,
+    ),
+    "bound processed": (
+        SamplingParams(presence_penalty=0.4, logprobs=1, processed_logprobs=True),
+        1,
+        90,
+    ),
     "bound": (SamplingParams(temperature=0.0, logprobs=1), -1, 90),
     "bound hot": (SamplingParams(temperature=1.2), 0, 90),
     "bound cut": (SamplingParams(temperature=0.9, top_k=20), 0, 100),

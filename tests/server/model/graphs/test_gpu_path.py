@@ -120,7 +120,7 @@ RANDOM = [
     SamplingParams(temperature=0.7, top_k=30, repetition_penalty=1.2),
     SamplingParams(top_p=0.9, logprobs=2),
     SamplingParams(temperature=1.5, typical_p=0.8),
-    SamplingParams(min_p=0.1, logit_bias={5: 3.0}, logprobs=0),
+    SamplingParams(min_p=0.1, logit_bias={5: 3.0}, logprobs=0, processed_logprobs=True),
     SamplingParams(temperature=0.0, presence_penalty=0.5),
     SamplingParams(),
 ]
@@ -134,8 +134,9 @@ def test_random_rows_draw_what_the_reference_draws(pair: Pair, each: list[Sampli
     found, expected = (answer(driver, slots, each, 4) for driver in (pair.gpu, pair.reference))
     assert [s.output for s in found] == [s.output for s in expected]
     for ours, theirs in zip(found, expected, strict=True):
-        scored = zip(ours.logprobs, theirs.logprobs, strict=True)
-        assert all(a.token_id == b.token_id for a, b in scored)
+        for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert a.token_id == b.token_id
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
 
 
 @pairs(BIASED)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -117,6 +118,8 @@ def oracle(
     logits: torch.Tensor,
     suppressed_until: int = 0,
     allowed: Sequence[int] | None = None,
+    tokens: Sequence[int] = (7, 8, 9, 7),
+    prompt_len: int = 2,
 ) -> torch.Tensor:
     """Scores after the processors, in the order in which `generate` applies them; the tokens are
     those of `start`."""
@@ -126,13 +129,26 @@ def oracle(
         found.append(SequenceBiasLogitsProcessor(biases))
     if params.repetition_penalty != 1:
         found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    found.append(Counted(params, tokens[prompt_len:]))
     if suppressed_until:
         found.append(MinNewTokensLengthLogitsProcessor(2, suppressed_until, list(EOS)))
     if allowed is not None:
         found.append(PrefixConstrainedLogitsProcessor(lambda *_: list(allowed), 1))
     found += warpers(params)
-    scores: torch.Tensor = found(torch.LongTensor([[7, 8, 9, 7]]), logits.clone())
+    scores: torch.Tensor = found(torch.LongTensor([[*tokens]]), logits.clone())
     return scores[0]
+
+
+class Counted(LogitsProcessor):
+    """OpenAI's two penalties, which transformers does not have."""
+
+    def __init__(self, params: SamplingParams, output: Sequence[int]) -> None:
+        self.params, self.output = params, torch.tensor([*output], dtype=torch.long)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(self.output, minlength=scores.shape[1])
+        scores = scores - self.params.frequency_penalty * counts
+        return scores - self.params.presence_penalty * (counts > 0)
 
 
 CASES = {

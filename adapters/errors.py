@@ -13,6 +13,7 @@ AdapterErrorCode = Literal[
     "too_large",  # larger than the operator allows
     "conflict",  # the name is taken, or taken out of service
     "gone",  # the name was deleted
+    "missing",  # an upload whose files the worker has not been sent, see `UploadSource`
     "unavailable",  # the source, the disk or the worker cannot serve it now; a retry may help
 ]
 

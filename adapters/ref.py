@@ -8,7 +8,7 @@ import msgspec
 
 from loraplex.adapters.errors import AdapterError
 
-RefSource = Literal["hub", "local", "s3", "https", "modelscope", "alias"]
+RefSource = Literal["hub", "local", "s3", "https", "modelscope", "upload", "alias"]
 
 MODELSCOPE_ENDPOINT = "https://modelscope.cn"
 MAX_REF_CHARS = 1024
@@ -28,30 +28,32 @@ _NAMES: dict[RefSource, re.Pattern[str]] = {
     "s3": re.compile(rf"{_BUCKET}(?:/{_SEGMENT})+"),
     "https": re.compile(rf"{_HOST}(?:/{_SEGMENT})+"),
     "modelscope": re.compile(rf"{_WORD}/{_WORD}"),
+    "upload": re.compile(r"[0-9a-f]{64}"),
 }
 # Sources whose names others write as URLs, with `//` before and `/` after.
 _URLS = ("s3", "https")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _TOKEN = re.compile(rf"[!-~]{{1,{MAX_TOKEN_CHARS}}}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_VERSION = re.compile(r"[1-9][0-9]{0,8}")
 # Between a revision of ModelScope and a fingerprint: no name of Git's has it.
 _PINNED = "~"
 _MODELSCOPE_BRANCH = "master"
 _EXPECTED = (
     "hub:org/name, hub:org/name/folder@revision, local:path, s3:bucket/prefix, https://host/path, "
-    "modelscope:owner/name, or the name of a registered adapter"
+    "modelscope:owner/name, upload:digest, or the name of a registered adapter"
 )
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
     """A parsed reference. It names an adapter; it never identifies one (the digest does).
 
-    source: `alias` is a name that the operator registered.
+    source: `alias` is a name that the operator registered; `upload` was sent to a router.
     name: `org/name` or `org/name/folder` for `hub`, `bucket/prefix` for `s3`, `host[:port]/path`
         for `https`, `owner/name` for `modelscope`. For `local` a path; characters other than
-        A-Za-z0-9._+=,~- are written as in URLs (`my%20adapter`).
-    revision: branch, tag or commit for `hub`, fingerprint of the folder for the others, both for
-        `modelscope` (`master~<fingerprint>`); None = the default branch, or whatever the folder
+        A-Za-z0-9._+=,~- are written as in URLs (`my%20adapter`). For `upload` the digest of files.
+    revision: number of a version for `alias`; branch, tag or commit for `hub`; fingerprint of the
+        folder for the others; both for `modelscope` (`master~<fingerprint>`); None = the default branch, or whatever the folder
         holds now.
     """
 
@@ -82,6 +84,7 @@ def parse_ref(text: str, default_source: RefSource = "hub") -> AdapterRef:
     if at and not _is_revision(source, revision):
         is_git = source in ("hub", "modelscope")
         kind = "a branch, tag or commit" if is_git else "a fingerprint of 40 digits"
+        kind = "a version's number" if source == "alias" else kind
         raise _bad_ref(text, f"what follows '@' is not {kind}")
     return AdapterRef(source, name, revision if at else None)
 
@@ -111,7 +114,7 @@ def hub_place(name: str) -> tuple[str, str]:
 
 def shown_name(ref: AdapterRef) -> str:
     """Shortens a reference for answers: callers never learn a path, bucket or host."""
-    is_public = ref.source in ("hub", "modelscope", "alias")
+    is_public = ref.source in ("hub", "modelscope", "upload", "alias")
     return format_ref(ref) if is_public else ref.name.rpartition("/")[2]
 
 
@@ -144,6 +147,12 @@ def name_fault(text: str) -> str | None:
     return "a name with a '/' is written as the Hub writes owner/name"
 
 
+def split_version(text: str) -> tuple[str, int | None]:
+    """A registered name, and the number of the version that follows it as `@17`; None = none."""
+    name, _, version = text.partition("@")
+    return (name, int(version)) if _VERSION.fullmatch(version) else (text, None)
+
+
 def is_owner(text: str) -> bool:
     """Whether the Hub could have an owner of this name."""
     return bool(re.fullmatch(_WORD, text))
@@ -155,7 +164,11 @@ def is_bucket(text: str) -> bool:
 
 
 def is_pinned(ref: AdapterRef) -> bool:
-    """Whether the reference names one content for ever: a commit, or a folder's fingerprint."""
+    """Whether the reference names one content for ever: a commit, an upload, or a folder's
+    fingerprint.
+    """
+    if ref.source == "upload":
+        return True
     if ref.revision is None:
         return False
     return bool(_COMMIT.fullmatch(pin_of(ref).fingerprint or ""))
@@ -195,8 +208,9 @@ def _explicit(text: str, prefix: str, rest: str) -> tuple[RefSource, str]:
 
 
 def _implied(text: str, default_source: RefSource) -> tuple[RefSource, str]:
-    bare = "/" not in text.partition("@")[0]
-    return "alias" if bare and default_source != "local" else default_source, text
+    name, _, version = text.partition("@")
+    is_alias = "/" not in name and (default_source != "local" or _VERSION.fullmatch(version))
+    return "alias" if is_alias else default_source, text
 
 
 def _well_formed(source: RefSource, name: str) -> bool:
@@ -217,7 +231,9 @@ def _is_revision(source: RefSource, text: str) -> bool:
             return False
     if source in ("hub", "modelscope"):
         return bool(_REVISION.fullmatch(text)) and _safe_path(text)
-    return source != "alias" and bool(_COMMIT.fullmatch(text))
+    if source == "upload":
+        return False
+    return bool((_VERSION if source == "alias" else _COMMIT).fullmatch(text))
 
 
 def _safe_path(text: str) -> bool:

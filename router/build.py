@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from loraplex.adapters.common.meters import Meters
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.uploads.shelf import UploadShelf
 from loraplex.router.background import Background
 from loraplex.router.batches.build import make_batches
 from loraplex.router.batches.desk import BatchDesk
@@ -64,6 +65,8 @@ from loraplex.router.telemetry.tracing import Tracing, make_tracing
 from loraplex.router.tenancy.keys_file import KeysFileError
 from loraplex.router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
 from loraplex.router.text.template_sandbox import TemplateSandbox
+from loraplex.router.uploads.courier import UploadCourier
+from loraplex.router.uploads.receiver import UploadReceiver
 from loraplex.router.workers.base_model import BaseModel
 from loraplex.router.workers.client import WorkerClient
 from loraplex.router.workers.connections import Connections
@@ -106,6 +109,7 @@ class _Ground:
     background: Background
     errors: CallerErrors
     body_limits: BodyLimits
+    shelf: UploadShelf
 
 
 def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> Service:
@@ -148,6 +152,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         declared_check=_declared_check(ground),
         batches=batches,
         responses=_responses(ground, answerer),
+        uploads=_uploads(ground),
     )
     _declare_gauges(service, registry)
     return service
@@ -188,6 +193,18 @@ def _ground(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> _Gro
         background=Background(),
         errors=CallerErrors(metrics),
         body_limits=BodyLimits(config.max_body_bytes, config.body_timeout_s),
+        shelf=_shelf(config),
+    )
+
+
+def _shelf(config: RouterConfig) -> UploadShelf:
+    return UploadShelf(config.upload.store or config.cache_dir / "uploads", config.upload.disk)
+
+
+def _uploads(ground: _Ground) -> UploadReceiver:
+    aliases, config = ground.catalog.rules.aliases, ground.config
+    return UploadReceiver(
+        ground.shelf, config.upload.max_bytes, config.body_timeout_s, aliases.uploads
     )
 
 
@@ -283,6 +300,7 @@ def _connections(ground: _Ground, admin: AdapterAdmin, dispatcher: Dispatcher) -
         secret=ground.config.secret,
         cards=CardStore(ground.config.cache_dir),
         listener=Membership(ground.base, ground.fleet, admin, dispatcher, ground.background),
+        courier=UploadCourier(ground.shelf),
     )
     return Connections(ground.roster, ground.config.workers, new_client)
 

@@ -7,6 +7,7 @@ from typing import Literal
 from loraplex.adapters.errors import CommandError
 from loraplex.adapters.grammar.limits import GrammarLimits
 from loraplex.router.policy.batch_limits import BatchLimits, FilesLimits, ResponsesLimits
+from loraplex.router.policy.upload_options import UploadOptions
 
 # The oldest proof of a caller's access that a request is accepted with.
 MAX_ADAPTER_TTL_S = 60.0
@@ -213,6 +214,7 @@ class RouterConfig:
     files: FilesLimits = FilesLimits()
     batch: BatchLimits = BatchLimits()
     responses: ResponsesLimits = ResponsesLimits()
+    upload: UploadOptions = UploadOptions()
     max_requests: int = field(
         default=4096,
         metadata={"min": 1, "help": "requests being answered at once, streams included"},

@@ -31,6 +31,7 @@ from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.telemetry.tracing import Tracing
 from loraplex.router.tenancy.tenancy import Tenancy
 from loraplex.router.text.template_sandbox import TemplateSandbox
+from loraplex.router.uploads.receiver import UploadReceiver
 from loraplex.router.workers.base_model import BaseModel
 from loraplex.router.workers.connections import Connections
 from loraplex.router.workers.discovery import Discovery
@@ -73,6 +74,7 @@ class Service:
     declared_check: DeclaredCheck
     batches: BatchDesk | None
     responses: ResponseDesk | None
+    uploads: UploadReceiver
 
     def why_not_ready(self) -> str | None:
         """The reason why requests are not answered yet; None = they are. An adapter that failed

@@ -78,6 +78,13 @@ class WorkerConfig:
     cache_dir: Path = field(
         default=Path("~/.cache/loraplex"), metadata={"help": "fetched adapters and packed slabs"}
     )
+    upload_store: Path | None = field(
+        default=None,
+        metadata={
+            "help": "folder of uploaded adapters; routers share it, and workers that see it are not"
+            " sent files (default: uploads in --cache-dir)"
+        },
+    )
     adapter_roots: tuple[Path, ...] = field(
         default=(), metadata={"help": "folder under which local: adapters may lie"}
     )

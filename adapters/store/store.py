@@ -168,9 +168,9 @@ class AdapterStore:
     def recall(self, ref: AdapterRef) -> AdapterManifest | None:
         """Returns what `admit` would, if all of it is here: quick, without any network."""
         source = self._sources.get(ref.source)
-        if source is None or not (_is_commit(ref) or ref.source == "local"):
+        if source is None or not (_is_known_by_name(ref) or ref.source == "local"):
             return None
-        pinned = ref if _is_commit(ref) else source.resolve(ref, None)
+        pinned = ref if _is_known_by_name(ref) else source.resolve(ref, None)
         with disk_errors(self._home):
             manifest = self._recall(pinned)
         return manifest if manifest and manifest.knows_ends else None
@@ -224,7 +224,7 @@ class AdapterStore:
         self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
     ) -> AdapterManifest:
         pinned = ref
-        if not _is_commit(ref):
+        if not _is_known_by_name(ref):
             pinned = self._retries.run(lambda: source.resolve(ref, token))
         credential = hashlib.sha256((token or "").encode()).hexdigest()
         return self._admissions.run(
@@ -342,7 +342,7 @@ class AdapterStore:
         """Opens the folder to fetch to. Folders are copied; what comes over a network goes on where
         it broke off.
         """
-        if ref.source == "local":
+        if ref.source in ("local", "upload"):
             return unfinished_folder(self._unfinished)
         return resumable_folder(self._unfinished, format_ref(ref))
 
@@ -409,9 +409,9 @@ class AdapterStore:
         return AdapterError("unavailable", message, (), 1.0)
 
 
-def _is_commit(ref: AdapterRef) -> bool:
-    """Whether this is a commit of the Hub: its callers were authorised when it was pinned."""
-    return ref.source == "hub" and is_pinned(ref)
+def _is_known_by_name(ref: AdapterRef) -> bool:
+    """Whether this is a commit of the Hub or an upload: a router has authorised its callers."""
+    return ref.source in ("hub", "upload") and is_pinned(ref)
 
 
 class Known(msgspec.Struct, frozen=True):

@@ -116,6 +116,7 @@ _OF_ADAPTER: dict[AdapterErrorCode, Cause] = {
     "too_large": "adapter_too_large",
     "conflict": "conflict",
     "gone": "gone",
+    "missing": "unavailable",
     "unavailable": "unavailable",
 }
 _OF_ENGINE: dict[ErrorCode, Cause] = {

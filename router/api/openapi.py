@@ -24,6 +24,7 @@ from loraplex.router.api.sglang.lmdeploy import SHAPES as SHAPES_OF_LMDEPLOY
 from loraplex.router.api.vectors.cohere import SHAPES as COHERE_SHAPES
 from loraplex.router.api.vectors.fields import MAX_INPUTS, READ
 from loraplex.router.api.vectors.score import SIDES
+from loraplex.router.names.registration import MAX_KEPT
 
 Schema = dict[str, Any]
 
@@ -50,6 +51,8 @@ _QUERY: dict[str, Schema] = {
     "order": {"enum": ["asc", "desc"]},
     "limit of /v1/files": {"type": "integer", "minimum": 1, "maximum": MAX_FILES_LISTED},
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED},
+    "keep": {"type": "integer", "minimum": 1, "maximum": MAX_KEPT},
+    "replace": {"type": "boolean"},
     "tenant": {"type": "string", "pattern": "^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"},
 }
 

@@ -15,6 +15,7 @@ from loraplex.router.api.about import (
     VersionAnswer,
 )
 from loraplex.router.api.admin.adapters import (
+    AdapterFiles,
     AdapterHistory,
     AdapterList,
     AdapterObject,
@@ -30,6 +31,7 @@ from loraplex.router.api.admin.adapters import (
     SglangLoadBody,
     UnloadBody,
     UnloadLoraBody,
+    Uploaded,
 )
 from loraplex.router.api.admin.fleet import FleetObject
 from loraplex.router.api.admin.keys import (
@@ -95,7 +97,7 @@ from loraplex.router.api.vectors.embeddings import (
 from loraplex.router.api.vectors.rerank import RerankAnswer, RerankBody, TeiRank, TeiRerankBody
 from loraplex.router.api.vectors.score import LabelScoreBody, LabelScores, ScoreBody, ScoreList
 
-Method = Literal["get", "post", "patch", "delete"]
+Method = Literal["get", "post", "put", "patch", "delete"]
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -195,10 +197,16 @@ _KEYS = (
     ),
 )
 _ONE = "/v1/adapters/{name}"
+UPLOAD_QUERY = ("tenant", "keep", "replace")
 _NAMED = (
     _admin("/v1/adapters", "get", "Registered adapters, by tier and worker", AdapterList),
     _admin(_ONE, "get", "One of them", AdapterObject),
     _admin(_ONE, "delete", "Delete it: requests that name it get 410", Deleted),
+    msgspec.structs.replace(
+        _admin(_ONE, "put", "Upload it: files as a tar or a form", Uploaded, AdapterFiles),
+        media="multipart/form-data",
+        query=UPLOAD_QUERY,
+    ),
     _admin(f"{_ONE}/load", "post", "To every worker's device, and into service", AdapterObject),
     _admin(f"{_ONE}/pin", "post", "The same; and there it stays", AdapterObject),
     _admin(f"{_ONE}/unpin", "post", "It may be evicted again", AdapterObject),
@@ -218,7 +226,10 @@ _NAMED = (
     _admin(f"{_ONE}/history", "get", "What it meant, newest first", AdapterHistory),
 )
 _LIFECYCLE = (
-    *(msgspec.structs.replace(operation, query=("tenant",)) for operation in _NAMED),
+    *(
+        msgspec.structs.replace(operation, query=operation.query or ("tenant",))
+        for operation in _NAMED
+    ),
     _admin("/v1/adapters", "post", "Register an adapter", AdapterObject, RegisterBody),
     _admin("/v1/load_lora_adapter", "post", "Register and load (vLLM)", str, LoadLoraBody),
     _admin("/v1/unload_lora_adapter", "post", "Unload and delete (vLLM)", str, UnloadLoraBody),

@@ -138,6 +138,13 @@ class Aliases:
         """Digests of the content that stays on the device."""
         return {content.digest for one in self.pinned() for content in one.pinned_contents}
 
+    def uploads(self) -> set[str]:
+        """Digests of the uploads that names need. Raises AdapterError while names are not known."""
+        if not self.is_known:
+            message = "registered adapters are not known yet: no Redis; try again soon"
+            raise AdapterError("unavailable", message, (), _RETRY_S)
+        return {digest for registration in self.all() for digest in registration.uploads}
+
     def note(self, before: Registration, registration: Registration) -> None:
         """Keep a fact that this router found out by itself; other routers do not learn of it.
 

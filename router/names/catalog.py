@@ -17,7 +17,7 @@ from loraplex.adapters.common.nearest import did_you_mean, one_edit_away
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.merge.recipe import sole_member
-from loraplex.adapters.ref import AdapterRef, format_ref, is_name
+from loraplex.adapters.ref import AdapterRef, format_ref, is_name, split_version
 from loraplex.router.call import AdapterChoice, MergedChoice, Secret
 from loraplex.router.config import MAX_ADAPTER_TTL_S
 from loraplex.router.names.aliases import Aliases
@@ -68,10 +68,12 @@ class CatalogRules:
         if choice.ref.source == "alias" or self.aliases.is_claimed(
             choice.tenant, choice.adapter_id
         ):
-            if self.aliases.is_expected(choice.tenant, _spelled(choice)):
+            if self.aliases.is_expected(choice.tenant, split_version(_spelled(choice))[0]):
                 soon = f"adapter {choice.adapter_id!r} is still being checked; try again soon"
                 raise AdapterError("unavailable", soon, (), 2.0)
             raise AdapterError("not_found", f"no adapter is registered as {choice.adapter_id!r}")
+        if choice.ref.source == "upload":
+            raise AdapterError("forbidden", "an upload is used by the name that it was put under")
         self.check_owner(choice.ref)
         if choice.ref.source != "hub":
             return choice.ref, None
@@ -89,7 +91,24 @@ class CatalogRules:
 
     def registration(self, choice: AdapterChoice) -> Registration | None:
         """The registration that the caller named, present or past."""
-        return self.aliases.find(choice.tenant, _spelled(choice))
+        return self._named(choice)[0]
+
+    def content(self, choice: AdapterChoice, alias: Registration, sticky: str) -> Content:
+        """The content of a registration in service, for one caller. Raises AdapterError for a
+        version that is not kept.
+        """
+        number = self._named(choice)[1]
+        content = alias.chosen(sticky) if number is None else alias.version(number)
+        assert content is not None
+        return content
+
+    def _named(self, choice: AdapterChoice) -> tuple[Registration | None, int | None]:
+        """The registration that the caller named, and the number of its version."""
+        name, number = split_version(_spelled(choice))
+        found = self.aliases.find(choice.tenant, name)
+        if number is None or choice.ref.source == "alias" or (found and found.last_version):
+            return found, number
+        return None, None  # a branch of the Hub may have a number for its name
 
     def registered_name(self, choice: AdapterChoice) -> str | None:
         registration = self.registration(choice)
@@ -100,7 +119,11 @@ class CatalogRules:
         out to be registered, or the tenant's own.
         """
         is_certain = alias is not None and alias.tenant == choice.tenant
-        if not is_certain and not self.aliases.is_known and is_name(_spelled(choice)):
+        if (
+            not is_certain
+            and not self.aliases.is_known
+            and is_name(split_version(_spelled(choice))[0])
+        ):
             unread = "registered adapters are not known yet: no Redis; try again soon"
             raise AdapterError("unavailable", unread, (), 2.0)
 
@@ -344,8 +367,7 @@ class Catalog:
         return Content(outcome.origin, outcome.manifest)
 
     def _served(self, choice: AdapterChoice, alias: Registration, sticky: str) -> ServedAdapter:
-        content = alias.chosen(sticky)
-        assert content is not None
+        content = self.rules.content(choice, alias, sticky)
         rollout = "" if alias.rollout is None else alias.rollout.id
         return ServedAdapter(
             adapter_id=choice.adapter_id,
@@ -401,7 +423,9 @@ class Catalog:
 
 
 def _spelled(choice: AdapterChoice) -> str:
-    return choice.ref.name if choice.ref.source == "alias" else choice.adapter_id
+    """The registered name that the caller may mean, with the version that follows it."""
+    is_alias = choice.ref.source == "alias"
+    return format_ref(choice.ref).removeprefix("alias:") if is_alias else choice.adapter_id
 
 
 def _name(origin: Origin) -> str:

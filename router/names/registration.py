@@ -3,17 +3,19 @@
 A name is only what somebody wrote: what is served is the content behind it, by its digest.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
-from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError, AdapterErrorCode
 from loraplex.adapters.ref import AdapterRef, format_ref
 from loraplex.router.call import Secret
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.policy.rollout import Content, Declared, Guards, Rollout
 
 MAX_HISTORY = 32
+MAX_KEPT = 32
 MAX_NOTE = 300
 
 Origin = Literal["option", "api", "file"]
@@ -24,7 +26,7 @@ AliasState = Literal[
     "unloaded",  # out of service and out of the workers' memory, until it is loaded
     "deleted",  # kept so that requests get 410
 ]
-Action = Literal["register", "refresh", "rollout", "promote", "rollback"]
+Action = Literal["register", "refresh", "rollout", "promote", "rollback", "upload"]
 Event = Literal["admit", "refresh", "pin", "unload", "drained", "delete"]
 
 _IN_SERVICE: tuple[AliasState, ...] = ("registered", "ready")
@@ -68,6 +70,13 @@ class Change(msgspec.Struct, frozen=True):
     note: str = ""
 
 
+class UploadedVersion(msgspec.Struct, frozen=True):
+    """A version of a name that was uploaded. number: counts from 1, and is never used again."""
+
+    number: int
+    content: Content
+
+
 class Registration(msgspec.Struct, frozen=True):
     """A registered name, with all that is known of its adapter. token: opens the reference at its
     source; it never leaves this process but to a worker.
@@ -75,7 +84,8 @@ class Registration(msgspec.Struct, frozen=True):
     content: set once known; it is served as it is while `ready`. history: oldest first, the last is
     the present one. error: what went wrong last. rollout: other versions beside `content`. tenant:
     whose name it is; "" = the fleet's. drainer: the router that sees an unload through.
-    tool_format: in which it writes calls; "" = by its chat template, or the base's.
+    tool_format: in which it writes calls; "" = by its chat template, or the base's. kept: uploaded
+    versions that `name@17` may name, the newest last. keep: how many. last_version: its number.
     """
 
     name: str
@@ -91,6 +101,9 @@ class Registration(msgspec.Struct, frozen=True):
     tenant: str = ""
     drainer: str = ""
     tool_format: str = ""
+    kept: tuple[UploadedVersion, ...] = ()
+    keep: int = 1
+    last_version: int = 0
 
     @property
     def key(self) -> OwnedName:
@@ -118,7 +131,15 @@ class Registration(msgspec.Struct, frozen=True):
         """All that requests may get by this name, now or soon."""
         own = () if self.content is None else (self.content.digest,)
         versions = () if self.rollout is None else self.rollout.versions
-        return frozenset((*own, *(v.digest for v in versions if v.live or v.weight)))
+        kept = (version.content.digest for version in self.kept)
+        return frozenset((*own, *kept, *(v.digest for v in versions if v.live or v.weight)))
+
+    @property
+    def uploads(self) -> frozenset[str]:
+        """Digests of the uploads whose files may still be wanted."""
+        contents = (*(version.content for version in self.kept), *self.pinned_contents)
+        refs = (self.ref, *(content.ref for content in contents))
+        return frozenset(ref.name for ref in refs if ref.source == "upload")
 
     @property
     def pinned_contents(self) -> tuple[Content, ...]:
@@ -127,6 +148,15 @@ class Registration(msgspec.Struct, frozen=True):
             return ()
         versions = () if self.rollout is None else self.rollout.versions
         return (self.content, *(v.content for v in versions if v.live or v.weight))
+
+    def version(self, number: int) -> Content:
+        """The content of an uploaded version. Raises AdapterError unless it is kept."""
+        for version in self.kept:
+            if version.number == number:
+                return version.content
+        code: AdapterErrorCode = "gone" if number <= self.last_version else "not_found"
+        kept = ", ".join(str(version.number) for version in self.kept) or "none"
+        raise AdapterError(code, f"no version {number} of adapter '{self.key}'; kept: {kept}")
 
     def chosen(self, sticky: str) -> Content | None:
         """The content for one caller."""
@@ -187,6 +217,61 @@ def noted(
     return msgspec.structs.replace(registration, history=(*known, change)[-MAX_HISTORY:])
 
 
+def uploaded(
+    registration: Registration, content: Content, keep: int | None, now: float, by: str
+) -> Registration:
+    """The registration once its name means an upload: a new version, unless the name means this
+    content already. keep: how many versions stay; None = as many as before.
+    """
+    keep = registration.keep if keep is None else keep
+    kept, number = registration.kept, registration.last_version
+    if not kept or kept[-1].content.digest != content.digest:
+        number += 1
+        kept = (*kept, UploadedVersion(number, content))
+    after = msgspec.structs.replace(
+        registration, ref=content.ref, kept=kept[-keep:], keep=keep, last_version=number
+    )
+    return seen(after, content, now, "upload", by)
+
+
+def renewed(existing: Registration | None, name: OwnedName, ref: AdapterRef) -> Registration:
+    """The registration that an upload begins with: as the name is, or as it counted before."""
+    if existing is None or existing.state == "deleted":
+        last = 0 if existing is None else existing.last_version
+        return Registration(name.name, ref, "api", tenant=name.tenant, last_version=last)
+    return msgspec.structs.replace(existing, ref=ref, origin="api", token=None)
+
+
+def check_kept_bytes(others: Iterable[Registration], after: Registration, most: int) -> None:
+    """Checks that a tenant may keep so much. others: the tenant's other names. Raises AdapterError
+    (too_large).
+    """
+    versions = [v for one in (*others, after) for v in one.kept]
+    nbytes = sum(version.content.manifest.nbytes for version in versions)
+    if nbytes > most:
+        raise AdapterError(
+            "too_large",
+            f"the tenant would keep {nbytes} bytes of uploads, and may keep {most}: "
+            "delete a name, or keep fewer versions",
+        )
+
+
+def check_uploadable(existing: Registration | None, replace: bool) -> None:
+    """Checks that an upload may become what a name means. Raises AdapterError (conflict)."""
+    if existing is None or existing.state == "deleted":
+        return
+    if existing.rollout is not None:
+        message = f"adapter '{existing.key}' has a rollout: end it first"
+        raise AdapterError("conflict", message)
+    if existing.ref.source != "upload" and not replace:
+        message = (
+            f"adapter '{existing.key}' is registered with {format_ref(existing.ref)}: "
+            "`?replace=true` lets the upload take its place"
+        )
+        raise AdapterError("conflict", message)
+    move(existing, "admit")
+
+
 def conflicts(existing: Registration, ref: AdapterRef, replace: bool) -> None:
     """Checks that a name may get this reference. Raises AdapterError when a name is to mean another
     reference, and nobody said so.
@@ -218,6 +303,22 @@ class RegistrationRequest(msgspec.Struct, frozen=True):
     once: bool = False
     load: bool = False
     tool_format: str | None = None
+
+
+class PublishRequest(msgspec.Struct, frozen=True):
+    """A wish that a name mean an upload. digest: of the upload's files.
+
+    keep: how many versions stay; None = as before. replace: also a name that was no upload. copies:
+    workers that must have it before the answer; 0 = all. most_bytes: of the tenant's kept versions.
+    """
+
+    name: OwnedName
+    digest: str
+    keep: int | None
+    replace: bool
+    by: str
+    copies: int
+    most_bytes: int
 
 
 class RolloutRequest(msgspec.Struct, frozen=True):

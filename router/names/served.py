@@ -37,6 +37,12 @@ def home_key(origin: Origin) -> str:
     return origin.recipe.digest if isinstance(origin, Merge) else format_ref(origin)
 
 
+def uploads_of(origin: Origin) -> list[str]:
+    """Digests of the uploads that an origin needs."""
+    refs = [ref for ref, _ in origin.members] if isinstance(origin, Merge) else [origin]
+    return [ref.name for ref in refs if ref.source == "upload"]
+
+
 class ServedAdapter(msgspec.Struct, frozen=True):
     """An adapter that this caller may use now.
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -23,11 +23,16 @@ from loraplex.router.names.catalog import Catalog
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import (
     Event,
+    PublishRequest,
     Registration,
     RegistrationRequest,
+    check_kept_bytes,
+    check_uploadable,
     conflicts,
     move,
+    renewed,
     seen,
+    uploaded,
 )
 from loraplex.router.names.use import AdapterUse
 from loraplex.router.operations.workers import AdapterWorkers
@@ -39,6 +44,13 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _HEARD_S = 1.5 * REFRESH_S
+
+
+class Published(NamedTuple):
+    """An upload that its name means now. problems: of workers that do not have it, by their ids."""
+
+    registration: Registration
+    problems: dict[str, str]
 
 
 class AdapterAdmin:
@@ -154,11 +166,35 @@ class AdapterAdmin:
             token = self.token(wanted)
             content = await self._catalog.fetch(request.ref, token)
             if before is not None:
-                wanted = msgspec.structs.replace(wanted, history=before.history)
+                last = before.last_version
+                wanted = msgspec.structs.replace(wanted, history=before.history, last_version=last)
             if wanted.pinned or request.load:
                 await self.workers.bring(content, token)
             after = seen(wanted, content, self.clock(), "register", request.by)
             return await self.commit(before, move(after, "admit"), declare=request.origin == "file")
+
+    def check_uploadable(self, name: OwnedName, replace: bool) -> None:
+        """Checks that an upload may become what a name means. Raises AdapterError (conflict)."""
+        if self._is_taken(name.name):
+            raise AdapterError("conflict", f"{name.name!r} is a name of the base model")
+        self.check_free(name, "file", "option")
+        check_uploadable(self._aliases.get(name), replace)
+
+    async def publish(self, request: PublishRequest) -> Published:
+        """Makes an upload what its name means, once a worker has judged it and enough of them have
+        it. What runs goes on with the version that it began with.
+        """
+        name, ref = request.name, AdapterRef("upload", request.digest)
+        async with self.lock(name):
+            self.check_uploadable(name, request.replace)
+            before = self._aliases.get(name)
+            content = await self._catalog.fetch(ref, None)
+            wanted = renewed(before, name, ref)
+            after = uploaded(wanted, content, request.keep, self.clock(), request.by)
+            others = (r for r in self.all() if r.tenant == name.tenant and r.key != name)
+            check_kept_bytes(others, after, request.most_bytes)
+            problems = await self.workers.spread(content, request.copies)
+            return Published(await self.commit(before, move(after, "admit")), problems)
 
     def _wanted(self, request: RegistrationRequest, before: Registration | None) -> Registration:
         """Makes the registration that a request asks for. Raises AdapterError where another owner
@@ -275,6 +311,7 @@ class AdapterAdmin:
                 token=None,
                 rollout=None,
                 tool_format="",
+                kept=(),
             )
             if before.origin == "api":
                 await self._aliases.write(deleted)

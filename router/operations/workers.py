@@ -34,6 +34,7 @@ class AdapterWorkers:
         self._aliases: Aliases = catalog.rules.aliases
         self._fleet = fleet
         self._timeout_s = timeout_s
+        self._spreading: set[asyncio.Task[str | None]] = set()
 
     @property
     def ready(self) -> bool:
@@ -61,6 +62,34 @@ class AdapterWorkers:
         problems = await self._bring_to(sessions, content, token)
         if len(problems) == len(sessions):
             raise AdapterError("unavailable", problems[0], (), 2.0)
+
+    async def spread(self, content: Content, copies: int) -> dict[str, str]:
+        """Brings an upload to the device of every worker. Waits for `copies` of them (0 = all);
+        the others get it afterwards. Returns what is wrong, by the id of the worker.
+
+        Raises AdapterError when not one of them has it then.
+        """
+        sessions = {session.worker_id: session for session in self._fleet.sessions}
+        tasks = {
+            worker_id: asyncio.create_task(self._bring_one(session, content, None))
+            for worker_id, session in sessions.items()
+        }
+        self._spreading.update(tasks.values())
+        for task in tasks.values():
+            task.add_done_callback(self._spreading.discard)
+        waiting, done = set(tasks.values()), 0
+        while waiting and not (copies and done >= copies):
+            ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            done += sum(task.result() is None for task in ended)
+        problems = {
+            worker_id: task.result() if task.done() else "it is on its way"
+            for worker_id, task in tasks.items()
+        }
+        found = {worker_id: problem for worker_id, problem in problems.items() if problem}
+        if not done:
+            first = next(iter(found.values()), "no worker is connected")
+            raise AdapterError("unavailable", first, (), 2.0)
+        return found
 
     async def warm(self, content: Content, token: Secret | None, copies: int) -> None:
         """Brings an adapter to the devices of so many workers, its homes first. Raises AdapterError

@@ -16,11 +16,13 @@ from loraplex.router.api.admin.adapters import (
     Deleted,
     EndToken,
     LoadLoraBody,
+    Received,
     Refreshed,
     SagemakerAdapters,
     SagemakerBody,
     SglangLoadBody,
     UnloadLoraBody,
+    Uploaded,
     adapter_object,
     change_objects,
     check_name,
@@ -33,6 +35,7 @@ from loraplex.router.api.admin.adapters import (
     parse_target,
     parse_tenant,
     parse_unload,
+    parse_upload,
     partial_note,
     rollout_object,
     rollout_request,
@@ -42,13 +45,20 @@ from loraplex.router.call import RequestError, Secret
 from loraplex.router.http.body import BodyLimits, read_json_body
 from loraplex.router.http.edge import path_name
 from loraplex.router.names.owned_name import OwnedName
-from loraplex.router.names.registration import Registration, RegistrationRequest
+from loraplex.router.names.registration import (
+    PublishRequest,
+    Registration,
+    RegistrationRequest,
+)
 from loraplex.router.names.rollout_moves import running
 from loraplex.router.operations.workers import Tiers
 from loraplex.router.routes.info import json_response
 from loraplex.router.routes.operator import Endpoint, who
 from loraplex.router.service import Service
 from loraplex.router.shared.store import StoreDown
+from loraplex.router.tenancy.keys import Caller
+from loraplex.router.uploads.receiver import PartReceived
+from loraplex.router.uploads.upload_head import read_head
 
 
 class AdapterRoutes:
@@ -89,6 +99,36 @@ class AdapterRoutes:
             await self._admin.delete(name)
             return json_response(Deleted(name.name, name.tenant or None))
         return await self._answer(self._admin.get(name))
+
+    async def put(self, request: Request) -> Response:
+        """Takes an upload, and makes it what its name means: 200, or 308 for a part of it."""
+        name, options = _named(request), self._service.config.upload
+        check_name(name.name, "name")
+        keep, replace = parse_upload(request.query_params)
+        caller: Caller | None = getattr(request.state, "caller", None)
+        own = None if caller is None else caller.owner.upload_bytes
+        self._admin.check_uploadable(name, replace)
+        try:
+            head = read_head(request.headers, options.max_bytes)
+            digest = await self._service.uploads.receive(request.receive, head, name)
+        except PartReceived as part:
+            headers = {"range": f"bytes=0-{part.nbytes - 1}"} if part.nbytes else {}
+            return json_response(Received(part.nbytes), 308, headers)
+        published = await self._admin.publish(
+            PublishRequest(
+                name=name,
+                digest=digest,
+                keep=keep,
+                replace=replace,
+                by=who(request),
+                copies=options.wait,
+                most_bytes=options.tenant_bytes if own is None else own,
+            )
+        )
+        registration, problems = published
+        shown = await self._shown(registration)
+        ref = format_ref(registration.ref)
+        return json_response(Uploaded(registration.last_version, ref, problems, shown))
 
     async def load(self, request: Request) -> Response:
         return await self._answer(await self._admin.load(_named(request)))
@@ -299,10 +339,16 @@ class AdapterRoutes:
 
 
 def _named(request: Request) -> OwnedName:
-    """Returns the name in the path, with the tenant that `?tenant` may say. Raises RequestError."""
-    tenant = request.state.tenant = parse_tenant(request.query_params) or ""
-    request.state.target = path_name(request)
-    return OwnedName(path_name(request), tenant)
+    """Returns the name in the path, with the tenant that `?tenant` may say: a key's holder has only
+    names of the own tenant. Raises RequestError.
+    """
+    said, name = parse_tenant(request.query_params), path_name(request)
+    caller: Caller | None = getattr(request.state, "caller", None)
+    request.state.tenant = tenant = said or "" if caller is None else caller.tenant
+    request.state.target = name
+    if caller is not None and (said not in (None, tenant) or not caller.may_use((name,))):
+        raise RequestError("forbidden", f"this key does not open {name[:200]!r}")
+    return OwnedName(name, tenant)
 
 
 def _named_in_body(request: Request, name: str, tenant: str | None) -> OwnedName:

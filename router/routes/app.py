@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Lifespan
 
 from loraplex.router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
 from loraplex.router.api.missing_routes import hint
+from loraplex.router.api.operations import UPLOAD_QUERY
 from loraplex.router.batches.desk import running_batches
 from loraplex.router.call import Cause, RequestError
 from loraplex.router.http.body import CLIENT_GONE_STATUS, ClientGone
@@ -103,7 +104,7 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=("GET", "POST", "PATCH", "DELETE"),
+        allow_methods=("GET", "POST", "PUT", "PATCH", "DELETE"),
         allow_headers=("*",),  # clients add their own
         expose_headers=("*",),
     )
@@ -147,11 +148,15 @@ def _adapter_routes(service: Service) -> list[Route]:
     def guarded(endpoint: Endpoint, *bodies: str) -> Endpoint:
         return operator.guarded(adapters.current(endpoint), *bodies, query=("tenant",))
 
+    def held(endpoint: Endpoint, *bodies: str, query: tuple[str, ...] = ("tenant",)) -> Endpoint:
+        return operator.guarded(adapters.current(endpoint), *bodies, query=query, right="upload")
+
     one = "/v1/adapters/{name}"
     return [
         *_key_routes(service, operator),
         Route("/v1/adapters", guarded(adapters.collection, "POST"), methods=["GET", "POST"]),
-        Route(one, guarded(adapters.one), methods=["GET", "DELETE"]),
+        Route(one, held(adapters.one), methods=["GET", "DELETE"]),
+        Route(one, held(adapters.put, "PUT", query=UPLOAD_QUERY), methods=["PUT"]),
         _post(f"{one}/load", guarded(adapters.load)),
         _post(f"{one}/pin", guarded(adapters.pin)),
         _post(f"{one}/unpin", guarded(adapters.unpin)),

@@ -16,6 +16,7 @@ from loraplex.router.config import RouterConfig
 from loraplex.router.http.body import BodyLimits, read_json_body
 from loraplex.router.service import Service
 from loraplex.router.tenancy.audit import Audit, now
+from loraplex.router.tenancy.keys import Right
 from loraplex.router.tenancy.records import AuditRecord
 
 API_KEY_HEADER = "x-api-key"
@@ -101,6 +102,7 @@ class OperatorRoutes:
     """`guarded` wraps each of them. An endpoint may set `request.state.target` and `.tenant`."""
 
     def __init__(self, service: Service) -> None:
+        self._tenancy = service.tenancy
         self._audit: Audit = service.tenancy.audit
         self._gate = AdminGate(service.config)
         self.body_limits = BodyLimits(MAX_BODY_BYTES, service.config.body_timeout_s)
@@ -112,15 +114,35 @@ class OperatorRoutes:
         headers = request.headers
         self._gate.check(headers.get("authorization"), headers.get("origin"), headers.get("host"))
 
-    def guarded(self, endpoint: Endpoint, *bodies: str, query: Collection[str] = ()) -> Endpoint:
+    async def _admit(self, request: Request, right: Right | None) -> None:
+        """Checks that a request comes from the operator, or from a key with the right. A key's
+        request is noted in `request.state.caller`. Raises RequestError.
+        """
+        try:
+            self.check(request)
+        except RequestError:
+            if right is None:
+                raise
+            caller = await self._tenancy.identify(request.headers.get("authorization"))
+            if caller.key is None or right not in caller.key.rights:
+                raise
+            request.state.caller = caller
+
+    def guarded(
+        self,
+        endpoint: Endpoint,
+        *bodies: str,
+        query: Collection[str] = (),
+        right: Right | None = None,
+    ) -> Endpoint:
         """Makes an endpoint that checks its caller, and records each change. bodies: methods whose
-        body it reads. query: the parameters that it knows.
+        body it reads. query: the parameters that it knows. right: keys that have it may call, too.
         """
 
         async def answer(request: Request) -> Response:
             status, dialect = 500, dialect_of_path(request.scope["path"])
             try:
-                self.check(request)
+                await self._admit(request, right)
                 check_query(request.query_params.multi_items(), query)
                 if request.method not in (*bodies, *_SAFE):
                     check_no_fields(await read_json_body(request, self.body_limits), query)

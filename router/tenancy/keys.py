@@ -28,6 +28,8 @@ Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 KeyOrigin = Literal["api", "file"]
 # Bands are strict: what waits in one goes before all that waits in the next.
 Priority = Literal["high", "normal", "low"]
+# What a key may do beside asking for answers.
+Right = Literal["upload"]
 Weight = Annotated[float, Meta(ge=0.01, le=100)]
 _BANDS: dict[Priority, int] = {"high": -1, "normal": 0, "low": 1}
 # Behind all others, whatever a body says of its own priority.
@@ -39,7 +41,7 @@ class ApiKey(msgspec.Struct, frozen=True):
 
     models: patterns (`*`, `?`, `[…]`) of the names that it opens, as `names_of` spells them.
     priority: of its requests; None = its tenant's. previous: the digest before a rotation, good
-    until `previous_until`.
+    until `previous_until`. rights: what else its holder may do, with names of the tenant.
     """
 
     id: Word
@@ -55,6 +57,7 @@ class ApiKey(msgspec.Struct, frozen=True):
     previous_until: int = 0
     origin: KeyOrigin = "api"
     priority: Priority | None = None
+    rights: tuple[Right, ...] = ()
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -62,7 +65,7 @@ class Tenant(msgspec.Struct, frozen=True):
     when others want it too.
 
     priority: of requests whose key says none. files, file_bytes: what it may store; None = as the
-    router's options say.
+    router's options say. upload_bytes: of kept versions of its adapters; None = the same.
     """
 
     name: Word
@@ -71,6 +74,7 @@ class Tenant(msgspec.Struct, frozen=True):
     priority: Priority = "normal"
     files: Amount | None = None
     file_bytes: Annotated[int, Meta(ge=1, le=2**50)] | None = None
+    upload_bytes: Annotated[int, Meta(ge=1, le=2**50)] | None = None
 
 
 class Caller(msgspec.Struct, frozen=True):

@@ -26,6 +26,7 @@ from loraplex.router.tenancy.keys import (
     Label,
     Models,
     Priority,
+    Right,
     Tenant,
     Word,
 )
@@ -43,6 +44,7 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     models: Models = ("*",)
     limits: Limits = Limits()
     priority: Priority | None = None
+    rights: tuple[Right, ...] = ()
     expires_at: datetime | None = None
     blocked: bool = False
 
@@ -99,6 +101,7 @@ def _key(entry: KeyEntry) -> ApiKey:
         models=entry.models,
         limits=entry.limits,
         priority=entry.priority,
+        rights=entry.rights,
         expires_at=None if expires_at is None else int(expires_at.timestamp()),
         blocked=entry.blocked,
         origin="file",

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import random
+from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -32,6 +34,14 @@ _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 1.0
 _STARTING_STATUS = 503  # its engine is not ready yet
 _STABLE_S = 10.0  # a connection that held so long starts the back-off anew
+
+
+class Courier(Protocol):
+    """Brings the files of uploads to workers."""
+
+    async def deliver(self, worker: str, secret: str, digests: Sequence[str]) -> None:
+        """Sends uploads to a worker's HTTP address. Raises AdapterError."""
+        ...
 
 
 class WorkerListener(Protocol):
@@ -64,7 +74,13 @@ class WorkerClient:
     """
 
     def __init__(
-        self, url: str, router_id: str, secret: str, cards: CardStore, listener: WorkerListener
+        self,
+        url: str,
+        router_id: str,
+        secret: str,
+        cards: CardStore,
+        listener: WorkerListener,
+        courier: Courier,
     ) -> None:
         self.url = url.rstrip("/")
         self.session: WorkerSession | None = None
@@ -75,6 +91,7 @@ class WorkerClient:
         self._secret = secret
         self._cards = cards
         self._listener = listener
+        self._courier = courier
 
     async def run(self) -> None:
         delay = _FIRST_DELAY_S
@@ -140,7 +157,8 @@ class WorkerClient:
                 refusal = self._listener.accept_worker(hello)
             if refusal is not None:
                 raise CardError(refusal)
-            self.session = WorkerSession(socket, hello, self._listener.worker_changed)
+            supply = partial(self._courier.deliver, _http(self.url), self._secret)
+            self.session = WorkerSession(socket, hello, self._listener.worker_changed, supply)
             self.card = msgspec.structs.replace(
                 card, tokenizer_json="", chat_template=None, named_templates={}
             )
@@ -173,10 +191,15 @@ class WorkerClient:
         card = await asyncio.to_thread(self._cards.load, digest)
         if card is not None:
             return card
-        payload = await fetch_card("http" + self.url.removeprefix("ws"), self._secret)
+        payload = await fetch_card(_http(self.url), self._secret)
         card = await asyncio.to_thread(parse_card, payload, digest)
         await asyncio.to_thread(self._cards.save, digest, payload)
         return card
+
+
+def _http(url: str) -> str:
+    """The address of the worker's HTTP face."""
+    return "http" + url.removeprefix("ws")
 
 
 def _frame_logger() -> logging.Logger:

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import AdapterManifest
-from loraplex.router.names.served import Merge, Origin
+from loraplex.router.names.served import Merge, Origin, uploads_of
 from loraplex.server.protocol import (
     AdapterLoad,
     AdapterMerge,
@@ -21,6 +21,8 @@ MAX_LOADS = 1024
 MAX_ORDERS = 256
 MAX_REMEMBERED_ADAPTERS = 1 << 16
 
+# Sends a worker the files of uploads, by their digests. Raises AdapterError.
+Supply = Callable[[Sequence[str]], Awaitable[None]]
 _Admission = tuple[str, Origin, str | None]
 
 
@@ -31,12 +33,14 @@ class ProtocolFault(Exception):
 class ConnectionLoads:
     """Tracks the loads that were asked for over one connection.
 
-    `send` puts a frame on the wire; it raises what the connection raises when it is gone.
+    `send` puts a frame on the wire; it raises what the connection raises when it is gone. `supply`
+    sends the worker the files of uploads.
     """
 
-    def __init__(self, send: Callable[[AdapterLoad | AdapterMerge], None]) -> None:
+    def __init__(self, send: Callable[[AdapterLoad | AdapterMerge], None], supply: Supply) -> None:
         self.admitted: OrderedDict[str, None] = OrderedDict()
         self._send = send
+        self._supply = supply
         self._loads: dict[str, asyncio.Future[AdapterManifest]] = {}
         self._admitting: dict[_Admission, asyncio.Future[AdapterManifest]] = {}
         self._next_load = 0
@@ -54,7 +58,21 @@ class ConnectionLoads:
     async def load(
         self, origin: Origin, token: str | None, expected_digest: str | None = None
     ) -> AdapterManifest:
-        """Asks the worker to bring an adapter. token: opens a reference. Raises AdapterError."""
+        """Asks the worker to bring an adapter. token: opens a reference. Raises AdapterError.
+
+        The worker is sent the files of an upload that it does not have.
+        """
+        try:
+            return await self._load(origin, token, expected_digest)
+        except AdapterError as error:
+            if error.code != "missing":
+                raise
+        await self._supply(uploads_of(origin))
+        return await self._load(origin, token, expected_digest)
+
+    async def _load(
+        self, origin: Origin, token: str | None, expected_digest: str | None
+    ) -> AdapterManifest:
         if len(self._loads) >= MAX_LOADS:
             raise AdapterError("unavailable", "too many adapters are being fetched", (), 2.0)
         load_id = f"l{self._next_load}"

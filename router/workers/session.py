@@ -20,7 +20,12 @@ from loraplex.adapters.manifest import AdapterManifest
 from loraplex.router.names.served import Origin
 from loraplex.router.policy.placement.liveness import Hearing, Liveness
 from loraplex.router.policy.placement.workers import WorkerView
-from loraplex.router.workers.loads import ConnectionLoads, ConnectionOrders, ProtocolFault
+from loraplex.router.workers.loads import (
+    ConnectionLoads,
+    ConnectionOrders,
+    ProtocolFault,
+    Supply,
+)
 from loraplex.server.protocol import (
     MAX_FRAME_BYTES,
     Abort,
@@ -150,10 +155,15 @@ class WorkerSession:
     """One connection to a worker, from its hello to its end.
 
     `on_change` is called, once a frame, when room, readiness or residency may have changed.
+    `supply`: see `ConnectionLoads`.
     """
 
     def __init__(
-        self, socket: ClientConnection, hello: WorkerHello, on_change: Callable[[], None]
+        self,
+        socket: ClientConnection,
+        hello: WorkerHello,
+        on_change: Callable[[], None],
+        supply: Supply,
     ) -> None:
         self.hello = hello
         self.status: WorkerStatus | None = None
@@ -162,7 +172,7 @@ class WorkerSession:
         self._socket = socket
         self._on_change = on_change
         self._live: dict[SequenceKey, _Live] = {}
-        self._loads = ConnectionLoads(self._send)
+        self._loads = ConnectionLoads(self._send, supply)
         self.view.admitted = self._loads.admitted
         self._orders = ConnectionOrders(self._send)
         self._hinted: set[str] = set()  # since the last status

@@ -12,7 +12,7 @@ from loraplex.server.protocol.generation import Pooling
 
 # What a model gives: the last are scores of documents.
 Gift = Literal["text", "vectors", "classes", "fits"]
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class RouterHello(msgspec.Struct, frozen=True, array_like=True, tag="rh"):

@@ -1,4 +1,4 @@
-"""The worker's HTTP face: model card, WebSocket for routers, health, metrics."""
+"""The worker's HTTP face: model card, uploads, WebSocket for routers, health, metrics."""
 
 import hmac
 
@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from loraplex.server.worker.connections import RouterConnection
+from loraplex.server.worker.upload_face import UploadFace
 from loraplex.server.worker.worker import Worker
 
 MAX_ROUTERS = 256
@@ -17,10 +18,13 @@ _RETRY = {"Retry-After": "1"}
 
 
 class WorkerApp:
-    """Routes. `/card` and `/connect` need the secret; health and metrics show no secrets."""
+    """Routes. `/card`, `/uploads` and `/connect` need the secret; health and metrics show no
+    secrets.
+    """
 
-    def __init__(self, worker: Worker, secret: str) -> None:
+    def __init__(self, worker: Worker, secret: str, uploads: UploadFace) -> None:
         self._worker = worker
+        self._uploads = uploads
         self._secret = secret.encode()
         self._connections = 0
         self._next_number = 0
@@ -34,7 +38,11 @@ class WorkerApp:
             Route("/health/ready", self.ready),
             Route("/metrics", self.metrics),
         ]
-        own = [Route("/card", self.card), WebSocketRoute("/connect", self.connect)]
+        own = [
+            Route("/card", self.card),
+            Route("/uploads/{digest}", self.upload, methods=["PUT"]),
+            WebSocketRoute("/connect", self.connect),
+        ]
         app, watched = Starlette(routes=[*open_to_all, *own]), Starlette(routes=open_to_all)
 
         async def by_port(scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,6 +75,9 @@ class WorkerApp:
             return Response(status_code=304, headers={"ETag": etag})
         body = self._worker.card
         return Response(body, media_type="application/json", headers={"ETag": etag})
+
+    async def upload(self, request: Request) -> Response:
+        return self._refusal(request) or await self._uploads.receive(request)
 
     async def connect(self, websocket: WebSocket) -> None:
         refusal = self._refusal(websocket)

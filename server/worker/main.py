@@ -64,7 +64,9 @@ def _server(prepared: Prepared, secret: str, sockets: Sequence[socket.socket]) -
     logging.getLogger("uvicorn.error").addFilter(_not_a_denial)
     return _Server(
         uvicorn.Config(
-            WorkerApp(prepared.worker, secret).build(*(s.getsockname()[1] for s in sockets[1:])),
+            WorkerApp(prepared.worker, secret, prepared.uploads).build(
+                *(s.getsockname()[1] for s in sockets[1:])
+            ),
             http="httptools",
             ws="websockets-sansio",
             ws_max_size=MAX_FRAME_BYTES,

@@ -32,7 +32,7 @@ from loraplex.server.model.spec.vector_forms import PairWishes, VectorWishes
 from loraplex.server.protocol import ModelCard
 from loraplex.server.worker.adapters.adapter_orders import AdapterOrders
 from loraplex.server.worker.adapters.adapter_service import AdapterService
-from loraplex.server.worker.adapters.adapter_store import open_store
+from loraplex.server.worker.adapters.adapter_store import open_store, received_uploads
 from loraplex.server.worker.adapters.host_tier import HostTier
 from loraplex.server.worker.adapters.merging import Merger
 from loraplex.server.worker.adapters.slab_saver import SlabSaver
@@ -55,6 +55,7 @@ from loraplex.server.worker.process.sizing import (
     choose_sizes,
     heavy_threads,
 )
+from loraplex.server.worker.upload_face import UploadFace
 from loraplex.server.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Prepared:
     memory: HostMemory
     merger: Merger
     syncing: ThreadPoolExecutor
+    uploads: UploadFace
 
 
 def prepare(config: WorkerConfig) -> Prepared:
@@ -181,7 +183,10 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     supervisor = EngineSupervisor(start, config.step_timeout_s)
     known = KnownEngine(supervisor)
     worker = _worker(worker_id, card, store, merger, engine, memory, known)
-    return Prepared(worker, supervisor, worker_id, names[0], engine, memory, merger, syncing)
+    uploads = UploadFace(received_uploads(config), config.max_adapter_bytes)
+    return Prepared(
+        worker, supervisor, worker_id, names[0], engine, memory, merger, syncing, uploads
+    )
 
 
 def _apart(card: ModelCard, kind: str) -> ModelCard:

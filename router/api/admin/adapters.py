@@ -12,7 +12,7 @@ from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.ref import AdapterRef, RefSource, format_ref, name_fault, parse_ref
 from loraplex.router.api.request.body import decode_body, field_fault, require
 from loraplex.router.call import RequestError
-from loraplex.router.names.registration import Registration, RolloutRequest
+from loraplex.router.names.registration import MAX_KEPT, Registration, RolloutRequest
 from loraplex.router.policy.guards import Measurements, Verdict, quantile
 from loraplex.router.policy.rollout import MAX_VERSIONS, Guards, VersionState, Weight
 from loraplex.router.tenancy.keys import Word
@@ -327,6 +327,13 @@ class WorkerAdapter(msgspec.Struct, frozen=True):
     idle_s: float | None
 
 
+class KeptVersion(msgspec.Struct, frozen=True):
+    """An uploaded version that requests may name, as `name@version`."""
+
+    version: int
+    digest: str
+
+
 class AdapterObject(msgspec.Struct, frozen=True):
     """A registered adapter. digest, ranks, targets, nbytes: once it was resolved.
 
@@ -334,7 +341,7 @@ class AdapterObject(msgspec.Struct, frozen=True):
     partial: null = every module that its config targets has weights.
     ends: tokens that end its answers, in addition to the base's; null = not looked for yet.
     resident_on, loading_on: ids of workers. running: requests of this router. last_used: Unix
-    seconds. history: oldest first.
+    seconds. history: oldest first. kept: uploaded versions, the newest last.
     """
 
     id: str
@@ -359,6 +366,7 @@ class AdapterObject(msgspec.Struct, frozen=True):
     rollout: RolloutObject | None = None
     tenant: str | None = None
     tool_format: str | None = None
+    kept: list[KeptVersion] = []
     object: Literal["adapter"] = "adapter"
 
 
@@ -381,6 +389,36 @@ class Refreshed(msgspec.Struct, frozen=True):
     new_digest: str | None
     changed: bool
     adapter: AdapterObject
+
+
+class AdapterFiles(msgspec.Struct, frozen=True):
+    """An upload as a form: a part for each file, named as PEFT names them. Other files that say
+    something of an adapter may come, too.
+    """
+
+    config: Annotated[str, Meta(extra_json_schema={"format": "binary"})] = msgspec.field(
+        name="adapter_config.json"
+    )
+    weights: Annotated[str, Meta(extra_json_schema={"format": "binary"})] = msgspec.field(
+        name="adapter_model.safetensors"
+    )
+
+
+class Uploaded(msgspec.Struct, frozen=True):
+    """Answer to an upload. upload: a reference to its files. missing: workers that do not have it,
+    by id, and why.
+    """
+
+    version: int
+    upload: str
+    missing: dict[str, str]
+    adapter: AdapterObject
+
+
+class Received(msgspec.Struct, frozen=True):
+    """Answer to a part of an upload. received: bytes from the start that are here."""
+
+    received: int
 
 
 class Deleted(msgspec.Struct, frozen=True):
@@ -498,6 +536,17 @@ def parse_target(text: str, param: str, default_source: str) -> AdapterRef:
     return ref
 
 
+def parse_upload(query: Mapping[str, str]) -> tuple[int | None, bool]:
+    """How many versions an upload's name keeps (None = as before), and whether it may take the
+    place of what is no upload. Raises RequestError.
+    """
+    keep, replace = query.get("keep"), query.get("replace", "false")
+    good = keep is None or (keep.isascii() and keep.isdigit() and 1 <= int(keep[:4]) <= MAX_KEPT)
+    require(good, f"expected 1 to {MAX_KEPT}", "keep")
+    require(replace in ("true", "false"), "expected true or false", "replace")
+    return None if keep is None else int(keep), replace == "true"
+
+
 def parse_unload(body: bytes) -> float:
     """Seconds to wait. Raises RequestError."""
     return decode_body(body, UnloadBody)[0].wait_s if body else DEFAULT_WAIT_S
@@ -538,6 +587,7 @@ def adapter_object(
         rollout=rollout_object(registration, None, resident),
         tenant=registration.tenant or None,
         tool_format=registration.tool_format or None,
+        kept=[KeptVersion(v.number, v.content.digest) for v in registration.kept],
     )
 
 

@@ -18,6 +18,7 @@ from loraplex.router.tenancy.keys import (
     Label,
     ModelPattern,
     Priority,
+    Right,
     Word,
 )
 from loraplex.router.tenancy.records import AuditRecord
@@ -31,7 +32,7 @@ Seconds = Annotated[int, Meta(ge=1, le=2**33)]
 
 class CreateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of a request for a new key. id: made up if absent. expires_at: Unix seconds. models:
-    patterns of names; absent = all.
+    patterns of names; absent = all. rights: what it opens beside answers.
     """
 
     id: Word | None = None
@@ -41,6 +42,7 @@ class CreateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: Limits = Limits()
     expires_at: Seconds | None = None
     priority: Priority | None = None
+    rights: list[Right] = []
 
 
 class ChangeKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +55,7 @@ class ChangeKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: Limits | UnsetType = UNSET
     expires_at: Seconds | None | UnsetType = UNSET
     priority: Priority | None | UnsetType = UNSET
+    rights: list[Right] | UnsetType = UNSET
 
 
 class RotateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,6 +79,7 @@ class KeyObject(msgspec.Struct, frozen=True):
     created_at: int
     origin: KeyOrigin
     priority: Priority | None
+    rights: list[Right]
     object: Literal["key"] = "key"
 
 
@@ -142,6 +146,7 @@ def parse_create(body: bytes, made_up: str, now: float) -> ApiKey:
         limits=wanted.limits,
         expires_at=wanted.expires_at,
         priority=wanted.priority,
+        rights=tuple(wanted.rights),
     )
 
 
@@ -152,6 +157,8 @@ def parse_change(body: bytes) -> dict[str, object]:
     changes = {name: value for name, value in changes.items() if value is not UNSET}
     if "models" in changes:
         changes["models"] = _models(changes["models"])
+    if "rights" in changes:
+        changes["rights"] = tuple(wanted.rights or ())
     return changes
 
 

@@ -7,8 +7,13 @@ from loraplex.adapters.peft.validate import AdapterLimits, SlabRoom
 from loraplex.adapters.ref import RefSource
 from loraplex.adapters.sources.base import Source
 from loraplex.adapters.sources.enabled import open_sources
+from loraplex.adapters.sources.upload import UploadSource
 from loraplex.adapters.store.store import AdapterStore
+from loraplex.adapters.uploads.shelf import UploadShelf
 from loraplex.server.config import EngineConfig, WorkerConfig
+
+# Uploads of the largest size that wait for their admission. They are links to what was admitted.
+_RECEIVED = 4
 
 
 def open_store(
@@ -27,11 +32,16 @@ def open_store(
     )
 
 
+def received_uploads(config: WorkerConfig) -> UploadShelf:
+    """Open the shelf of uploads that routers send to this worker."""
+    return UploadShelf(config.cache_dir / "received", _RECEIVED * config.max_adapter_bytes)
+
+
 def sources_of(config: WorkerConfig) -> dict[RefSource, Source]:
     """Open the sources that adapters may come from. Raises AdapterError for an option that cannot
     hold.
     """
-    return open_sources(
+    sources = open_sources(
         config.hub_owners,
         config.adapter_roots,
         config.s3_buckets,
@@ -39,6 +49,9 @@ def sources_of(config: WorkerConfig) -> dict[RefSource, Source]:
         config.modelscope_owners,
         config.modelscope_endpoint,
     )
+    shared = UploadShelf(config.upload_store or config.cache_dir / "uploads", 0)
+    sources["upload"] = UploadSource((received_uploads(config), shared))
+    return sources
 
 
 def adapter_limits(config: WorkerConfig, engine: EngineConfig) -> AdapterLimits:

@@ -15,6 +15,7 @@ from loraplex.router.workers import session as worker_session
 from loraplex.router.workers.client import WorkerClient
 from loraplex.router.workers.fleet import Fleet
 from loraplex.router.workers.roster import Roster
+from loraplex.router.workers.loads import Supply
 from loraplex.router.workers.session import WorkerSession
 from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent, WorkerHello
 
@@ -67,7 +68,8 @@ async def test_a_worker_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPat
     aborted = asyncio.Event()
     socket = SimpleNamespace(transport=SimpleNamespace(abort=aborted.set))
     hello = WorkerHello("w", 1, "0" * 64, 64)
-    session = WorkerSession(cast(ClientConnection, socket), hello, lambda: None)
+    supply = cast(Supply, None)
+    session = WorkerSession(cast(ClientConnection, socket), hello, lambda: None, supply)
     events: list[TokenEvent] = []
     request = GenerateRequest("r", 0, 0, None, [1], [], SamplingParams(), 1)
     session.submit(request, events.append)

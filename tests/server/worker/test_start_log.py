@@ -1,5 +1,6 @@
 """What a worker says of its engine's start."""
 
+from typing import cast
 from unittest.mock import Mock
 
 from starlette.testclient import TestClient
@@ -7,6 +8,7 @@ from starlette.testclient import TestClient
 from loraplex.server.engine.messages import StartProgress
 from loraplex.server.worker.app import WorkerApp
 from loraplex.server.worker.start_log import StartLog
+from loraplex.server.worker.upload_face import UploadFace
 from loraplex.server.worker.worker import Worker
 
 READING = StartProgress("reading weights", 4.12, 15, "GiB")
@@ -28,7 +30,7 @@ def test_readiness_says_how_far_the_start_is() -> None:
     log.line(READING, 2.0)
     worker = Mock(spec=Worker, state="starting", takes_work=False)
     worker.start_facts.return_value = log.facts(2.5)
-    client = TestClient(WorkerApp(worker, "").build())
+    client = TestClient(WorkerApp(worker, "", cast(UploadFace, None)).build())
     answer = client.get("/health/ready")
     assert answer.status_code == 503
     assert answer.json() == {

@@ -1,0 +1,233 @@
+"""Receives uploads of adapters: a body becomes a folder of checked files on a shelf."""
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from loraplex.adapters.common.disk import disk_errors
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.peft.config import CONFIG_FILE
+from loraplex.adapters.safetensors.header import PREFIX_BYTES, WEIGHTS_FILE, header_size
+from loraplex.adapters.store.content import resumable_folder
+from loraplex.adapters.uploads.archive import PIECE_BYTES, ByteStream, unpack_archive
+from loraplex.adapters.uploads.body import BodyBroken, BodyStream, Receive
+from loraplex.adapters.uploads.shelf import UploadShelf
+from loraplex.adapters.uploads.sink import FileSink
+from loraplex.adapters.violations import invalid
+from loraplex.router.call import RequestError
+from loraplex.router.files.multipart import (
+    FormError,
+    FormEvent,
+    FormReader,
+    PartBegins,
+    PartContent,
+    boundary_of,
+)
+from loraplex.router.http.body import ClientGone
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.uploads.upload_head import BodyRange, UploadHead
+
+MAX_AT_ONCE = 16
+MAX_OF_TENANT = 4
+_TAR_MAGIC = slice(257, 262)
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+class PartReceived(Exception):
+    """The upload is not whole yet. nbytes: that are here."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
+
+class UploadReceiver:
+    """Puts uploads on a shelf. max_bytes: of one upload. idle_s: longest wait for its next bytes.
+    kept: digests of uploads that must stay. It raises AdapterError while that is not known.
+
+    Only so many run at once, so that they keep no disk and no thread from others.
+    """
+
+    def __init__(
+        self,
+        shelf: UploadShelf,
+        max_bytes: int,
+        idle_s: float,
+        kept: Callable[[], Collection[str]],
+    ) -> None:
+        self.shelf = shelf
+        self.max_bytes = max_bytes
+        self._kept = kept
+        self._idle_s = idle_s
+        self._threads = ThreadPoolExecutor(MAX_AT_ONCE, "uploads")
+        self._open: Counter[str] = Counter()
+
+    async def receive(self, receive: Receive, head: UploadHead, name: OwnedName) -> str:
+        """Returns the digest of the upload's files, which are on the shelf. Raises RequestError,
+        AdapterError and ClientGone, which leave nothing, and PartReceived.
+        """
+        open_now = self._open.total()
+        if open_now >= MAX_AT_ONCE or self._open[name.tenant] >= MAX_OF_TENANT:
+            raise RequestError("overloaded", f"{open_now} uploads are under way already")
+        self._open[name.tenant] += 1
+        body = BodyStream(receive, self._idle_s)
+        loop = asyncio.get_running_loop()
+        try:
+            take = partial(self._take, body, head, name, self._kept())
+            return await loop.run_in_executor(self._threads, take)
+        except BodyBroken as error:
+            if error.why == "gone":
+                raise ClientGone from None
+            message = f"nothing of the body came for {self._idle_s:g} s"
+            raise RequestError("body_timeout", message) from None
+        except _Incomplete as error:
+            raise PartReceived(error.nbytes) from None
+        finally:
+            self._open[name.tenant] -= 1
+
+    def _take(
+        self, body: BodyStream, head: UploadHead, name: OwnedName, kept: Collection[str]
+    ) -> str:
+        with disk_errors(self.shelf.root):
+            if head.part is None:
+                return self._unpack(body, head, kept)
+            self.shelf.staging_root.mkdir(parents=True, exist_ok=True)
+            key = f"{name} {head.part.total} {head.sha256}"
+            with resumable_folder(self.shelf.staging_root, key) as folder:
+                _append(folder / "body", body, head.part)
+                with (folder / "body").open("rb") as whole:
+                    return self._unpack(whole, head, kept)
+
+    def _unpack(self, stream: ByteStream, head: UploadHead, kept: Collection[str]) -> str:
+        """Unpacks a whole body and puts its files on the shelf; their digest."""
+        hashed = _Hashed(stream) if head.sha256 is not None else None
+        with self.shelf.staging() as folder:
+            sink = FileSink(folder, self.max_bytes)
+            with contextlib.closing(sink):
+                if head.form is not None:
+                    _unpack_form(hashed or stream, head.form, sink)
+                else:
+                    _unpack_bytes(hashed or stream, sink, folder)
+                digest = sink.finish()
+            if hashed is not None and hashed.hexdigest() != head.sha256:
+                message = f"the body's sha-256 is {hashed.hexdigest()}, and not {head.sha256}"
+                raise invalid("digest_mismatch", "", message)
+            self.shelf.keep(folder, digest, kept)
+        return digest
+
+
+class _Incomplete(AdapterError):
+    """The body is not whole; what has come is kept."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__("unavailable", "the upload is not whole yet")
+        self.nbytes = nbytes
+
+
+class _Hashed:
+    """A stream whose bytes are hashed as they are read."""
+
+    def __init__(self, stream: ByteStream) -> None:
+        self._stream = stream
+        self._sha256 = hashlib.sha256()
+
+    def read(self, count: int) -> bytes:
+        piece = self._stream.read(count)
+        self._sha256.update(piece)
+        return piece
+
+    def hexdigest(self) -> str:
+        """Hashes what nobody has read yet, too."""
+        while self.read(PIECE_BYTES):
+            pass
+        return self._sha256.hexdigest()
+
+
+class _Ahead:
+    """A stream of which some bytes were read already."""
+
+    def __init__(self, start: bytes, stream: ByteStream) -> None:
+        self._start = io.BytesIO(start)
+        self._stream = stream
+
+    def read(self, count: int) -> bytes:
+        piece = self._start.read(count)
+        return piece + self._stream.read(count - len(piece)) if len(piece) < count else piece
+
+
+def _append(path: Path, body: BodyStream, part: BodyRange) -> None:
+    """Appends a part to what has come. Raises _Incomplete until all is there."""
+    with path.open("ab") as file:
+        have = file.tell()
+        if part.start is None or part.start > have:
+            raise _Incomplete(have)
+        file.truncate(part.start)
+        left = part.stop - part.start
+        try:
+            while left and (piece := body.read(min(left, PIECE_BYTES))):
+                file.write(piece)
+                left -= len(piece)
+        except BodyBroken:
+            pass
+        have = part.stop - left
+    if have < part.total:
+        raise _Incomplete(have)
+
+
+def _unpack_bytes(stream: ByteStream, sink: FileSink, folder: Path) -> None:
+    """Unpacks a tar, or weights whose metadata have the config."""
+    start = stream.read(512)
+    if start.startswith(_GZIP_MAGIC):
+        raise invalid("bad_archive", "", "the upload is compressed; send an uncompressed tar")
+    ahead = _Ahead(start, stream)
+    if start[_TAR_MAGIC] == b"ustar":
+        unpack_archive(ahead, sink)
+        return
+    sink.begin(WEIGHTS_FILE)
+    while piece := ahead.read(PIECE_BYTES):
+        sink.write(piece)
+    sink.end()
+    sink.begin(CONFIG_FILE)
+    sink.write(_config_within(folder / WEIGHTS_FILE))
+    sink.end()
+
+
+def _config_within(weights: Path) -> bytes:
+    """The config in a weights file's metadata, under the name of its file."""
+    with weights.open("rb") as file:
+        size = header_size(file.read(PREFIX_BYTES), weights.stat().st_size)
+        header = json.loads(file.read(size))  # the sink has judged it
+    config = header.get("__metadata__", {}).get(CONFIG_FILE)
+    if config is None:
+        message = f"neither a tar nor weights with `{CONFIG_FILE}` among their metadata"
+        raise invalid("missing_file", CONFIG_FILE, message)
+    return str(config).encode()
+
+
+def _unpack_form(stream: ByteStream, content_type: str, sink: FileSink) -> None:
+    """Unpacks a form with a part for each file."""
+    try:
+        reader = FormReader(boundary_of(content_type))
+        while piece := stream.read(PIECE_BYTES):
+            for event in reader.feed(piece):
+                _take_event(event, sink)
+    except FormError as error:
+        raise RequestError("invalid", f"the form cannot be read: {error}") from None
+    if not reader.is_whole:
+        raise RequestError("invalid", "the form breaks off before its last boundary")
+
+
+def _take_event(event: FormEvent, sink: FileSink) -> None:
+    if isinstance(event, PartBegins):
+        sink.begin((event.filename or event.name).rpartition("/")[2])
+    elif isinstance(event, PartContent):
+        sink.write(event.content)
+    else:
+        sink.end()

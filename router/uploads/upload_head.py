@@ -1,0 +1,85 @@
+"""What the head of an upload says: the form of its body, its place and its digest. Pure."""
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from loraplex.router.api.request.body import require
+from loraplex.router.call import RequestError
+
+_TAR = ("application/x-tar", "application/tar")
+_BYTES = ("", "application/octet-stream", "application/vnd.safetensors", *_TAR)
+_RANGE = re.compile(r"bytes (?:(\d{1,15})-(\d{1,15})|\*)/(\d{1,15})")
+_SHA256 = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]{44}):")
+
+
+class BodyRange(msgspec.Struct, frozen=True):
+    """The part of a body that a request carries. start: None = it asks how much has come. stop:
+    behind its last byte. total: bytes of the whole.
+    """
+
+    start: int | None
+    stop: int
+    total: int
+
+
+class UploadHead(msgspec.Struct, frozen=True):
+    """An upload's head. form: its content type, if it is a form. nbytes: of the whole upload, if
+    they are said. part: None = the request is the whole. sha256: hex of the whole, if it is said.
+    """
+
+    form: str | None
+    nbytes: int | None
+    part: BodyRange | None
+    sha256: str | None
+
+
+def read_head(headers: Mapping[str, str], max_bytes: int) -> UploadHead:
+    """Reads an upload's head. headers: lower-case names. Raises RequestError (media_type, invalid,
+    too_large).
+    """
+    content_type = headers.get("content-type", "")
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind not in (*_BYTES, "multipart/form-data"):
+        expected = "application/x-tar, multipart/form-data or application/octet-stream"
+        raise RequestError("media_type", f"expected content-type {expected}, got {kind[:100]!r}")
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise RequestError("media_type", f"content-encoding {encoding[:100]!r}: send plain bytes")
+    part = _part(headers.get("content-range"))
+    length = headers.get("content-length", "")
+    nbytes = int(length[:18]) if length.isascii() and length.isdigit() else None
+    if part is not None:
+        nbytes = part.total
+    if nbytes is not None and nbytes > max_bytes:
+        raise RequestError("too_large", f"an upload may have at most {max_bytes} bytes")
+    said = headers.get("repr-digest") or (headers.get("content-digest") if part is None else None)
+    form = content_type if kind == "multipart/form-data" else None
+    return UploadHead(form, nbytes, part, _sha256(said))
+
+
+def _part(said: str | None) -> BodyRange | None:
+    if said is None:
+        return None
+    match = _RANGE.fullmatch(said.strip())
+    message = "expected `bytes FIRST-LAST/TOTAL`, or `bytes */TOTAL`"
+    if match is None:
+        raise RequestError("invalid", f"content-range: {message}")
+    total = int(match[3])
+    if match[1] is None:
+        return BodyRange(None, 0, total)
+    start, stop = int(match[1]), int(match[2]) + 1
+    require(start < stop <= total, message, "content-range")
+    return BodyRange(start, stop, total)
+
+
+def _sha256(said: str | None) -> str | None:
+    """Hex of the sha-256 in a digest field (RFC 9530); None where the field has none."""
+    match = _SHA256.search(said or "")
+    try:
+        return None if match is None else base64.b64decode(match[1], validate=True).hex()
+    except binascii.Error:
+        raise RequestError("invalid", "the digest field is not base64") from None

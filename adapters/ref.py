@@ -53,8 +53,8 @@ class AdapterRef(msgspec.Struct, frozen=True):
         for `https`, `owner/name` for `modelscope`. For `local` a path; characters other than
         A-Za-z0-9._+=,~- are written as in URLs (`my%20adapter`). For `upload` the digest of files.
     revision: number of a version for `alias`; branch, tag or commit for `hub`; fingerprint of the
-        folder for the others; both for `modelscope` (`master~<fingerprint>`); None = the default branch, or whatever the folder
-        holds now.
+        folder for the others; both for `modelscope` (`master~<fingerprint>`); None = the default
+        branch, or whatever the folder holds now.
     """
 
     source: RefSource

@@ -2,18 +2,22 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from loraplex.adapters.common.authorities import trusted_context
+from loraplex.adapters.uploads.archive import adapter_files, archive_pieces
 from loraplex.launcher.options import MAX_PORT, OptionError
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 HTTP_URL = "http://host:port or https://host:port"
 # Loading waits for a download, unloading for running requests.
 TIMEOUT_S = 900.0
+_ATTEMPTS = 5
+_INCOMPLETE = 308
 
 
 class Failed(Exception):
@@ -74,6 +78,11 @@ def send(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None
         ) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Failed(f"{http.base_url}: {error}") from error
+    return _content(http, answer)
+
+
+def _content(http: httpx.Client, answer: httpx.Response) -> Any:
+    """The JSON of an answer that is a success. Raises Failed."""
     try:
         content = answer.json()
     except json.JSONDecodeError:
@@ -83,6 +92,55 @@ def send(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None
     fault = content.get("error") if isinstance(content, dict) else None
     message = fault.get("message") if isinstance(fault, dict) else fault
     raise Failed(str(message or f"{http.base_url} answered {answer.status_code}"))
+
+
+def push(http: httpx.Client, path: str, folder: Path) -> Any:
+    """Uploads the adapter in a folder, and gives the answer's JSON. An upload that breaks off goes
+    on where it was. Raises Failed.
+    """
+    try:
+        files = adapter_files(folder)
+        total = sum(len(piece) for piece in archive_pieces(files))
+        return _put(http, path, files, 0, total)
+    except OSError as error:
+        raise Failed(f"{folder}: {error.strerror or error}") from error
+
+
+def _put(http: httpx.Client, path: str, files: list[Path], start: int, total: int) -> Any:
+    for attempt in range(_ATTEMPTS):
+        try:
+            part = {"content-range": f"bytes {start}-{total - 1}/{total}"} if attempt else {}
+            body = _from(archive_pieces(files), start)
+            headers = {"content-type": "application/x-tar", **part}
+            headers["content-length"] = str(total - start)
+            answer = http.put(path, content=body, headers=headers)
+        except httpx.TransportError as error:
+            start = _received(http, path, total, error)
+            continue
+        if answer.status_code != _INCOMPLETE:
+            return _content(http, answer)
+        start = int(answer.json()["received"])
+    raise Failed(f"{http.base_url}: the upload broke off {_ATTEMPTS} times")
+
+
+def _received(http: httpx.Client, path: str, total: int, cause: Exception) -> int:
+    """Bytes of a broken upload that the router has. Raises Failed when it does not answer."""
+    try:
+        headers = {"content-type": "application/x-tar", "content-range": f"bytes */{total}"}
+        answer = http.put(path, headers=headers)
+    except httpx.HTTPError:
+        raise Failed(f"{http.base_url}: {cause}") from cause
+    if answer.status_code != _INCOMPLETE:
+        _content(http, answer)
+    return int(answer.json()["received"])
+
+
+def _from(pieces: Iterator[bytes], start: int) -> Iterator[bytes]:
+    """The bytes from `start` on."""
+    for piece in pieces:
+        if start < len(piece):
+            yield piece[start:]
+        start = max(0, start - len(piece))
 
 
 def as_json(content: list[Any]) -> str:

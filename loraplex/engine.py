@@ -22,9 +22,12 @@ from collections.abc import (
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from urllib.parse import quote
 
 import httpx
 
+from loraplex.adapters.peft.config import CONFIG_FILE
+from loraplex.adapters.uploads.archive import adapter_files, archive_pieces
 from loraplex.launcher.config import environment
 from loraplex.launcher.local_worker import until_ready
 from loraplex.launcher.processes import Child, start_child
@@ -240,6 +243,31 @@ class Engine:
     ) -> Any:
         return await self._wait(self._embed(texts, adapter, parameters))
 
+    def load_adapter(
+        self,
+        name: str,
+        adapter: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        config: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> str:
+        """Make a name mean an adapter: the next version of it. What runs keeps the one before.
+
+        adapter: a folder as PEFT saves one, or its tensors by name, with the config. keep: how many
+        versions stay; None = as before, or 1. Returns the version's own name, such as `policy@3`.
+        """
+        return self._call(self._load_adapter(name, adapter, config, keep))
+
+    async def aload_adapter(
+        self,
+        name: str,
+        adapter: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        config: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> str:
+        return await self._wait(self._load_adapter(name, adapter, config, keep))
+
     def stream(
         self, prompt: Prompt | Conversation, *, adapter: str | None = None, **parameters: Any
     ) -> Generator[Chunk, None, None]:
@@ -349,6 +377,24 @@ class Engine:
         bodies, is_one = _bodies("input", texts, _is_prompt, adapter, parameters)
         return await self._ask("/v1/embeddings", bodies, is_one, Vector.of)
 
+    async def _load_adapter(
+        self,
+        name: str,
+        adapter: str | os.PathLike[str] | Mapping[str, Any],
+        config: Mapping[str, Any] | None,
+        keep: int | None,
+    ) -> str:
+        content = await asyncio.to_thread(_upload_of, adapter, config)
+        query = {} if keep is None else {"keep": keep}
+        path = f"/v1/adapters/{quote(name, safe='')}"
+        try:
+            answer = await self._http.put(path, content=content, params=query)
+        except httpx.TransportError as error:
+            raise EngineError(self._last_words(f"has lost the upload: {error}")) from error
+        if answer.status_code != httpx.codes.OK:
+            raise _failed(answer.status_code, answer.json())
+        return f"{name}@{answer.json()['version']}"
+
     async def _ask(
         self,
         path: str,
@@ -408,6 +454,20 @@ def _httpx_of(openai: Any) -> Any:
 def _failed(status: int, body: Mapping[str, Any]) -> RequestFailed:
     error = body["error"]
     return RequestFailed(status, error.get("code"), error["message"])
+
+
+def _upload_of(
+    adapter: str | os.PathLike[str] | Mapping[str, Any], config: Mapping[str, Any] | None
+) -> bytes:
+    """The body of an upload: a tar of a folder's files, or tensors with the config among them."""
+    if not isinstance(adapter, Mapping):
+        return b"".join(archive_pieces(adapter_files(Path(adapter))))
+    if config is None:
+        raise ValueError("tensors need the `config` of their adapter, as of adapter_config.json")
+    import safetensors.torch
+
+    tensors = {name: tensor.contiguous() for name, tensor in adapter.items()}
+    return safetensors.torch.save(tensors, {CONFIG_FILE: json.dumps(dict(config))})
 
 
 def _bodies(

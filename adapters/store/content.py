@@ -5,15 +5,9 @@ has a name that only this boot of the machine knows. After a crash, files that m
 reached the disk are not taken for content.
 """
 
-import errno
-import fcntl
-import hashlib
 import logging
-import os
 import re
 import shutil
-import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -27,23 +21,15 @@ from loraplex.adapters.common.disk import (
     hold,
     mark_used,
     publish_folder,
-    release,
     remove_held,
-    stored_bytes,
     sync_files,
     sync_path,
 )
-from loraplex.adapters.errors import AdapterChanged, AdapterError, Violation
+from loraplex.adapters.errors import AdapterError, Violation
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.adapters.peft.validate import WEIGHTS_FILE
 
-# Of downloads that broke off, together.
-MAX_KEPT = 16
-MAX_KEPT_BYTES = 16 << 30
-KEPT_S = 86_400.0
-_ATTEMPTS = 8
-_KEPT = "resume-"
 log = logging.getLogger(__name__)
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -173,105 +159,3 @@ def merged_member(manifest: AdapterManifest | None, digest: str) -> AdapterManif
         reason = Violation("unsupported_merge", digest, f"{digest} adds tokens to the base's")
         raise AdapterError("invalid", message, (reason,))
     return manifest
-
-
-@contextmanager
-def unfinished_folder(parent: Path) -> Iterator[Path]:
-    """A private folder, removed at the end; its lock shows other processes that it is in use."""
-    folder, lock = _new_folder(parent)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-
-
-@contextmanager
-def resumable_folder(parent: Path, key: str) -> Iterator[Path]:
-    """Opens a private folder that keeps what an earlier download for `key` left.
-
-    key: names the content exactly. The folder is left when AdapterError `unavailable` ends it, and
-    when the process dies. A caller who finds it in use gets a fresh one.
-    """
-    folder = parent / f"{_KEPT}{hashlib.sha256(f'{boot_id()} {key}'.encode()).hexdigest()[:40]}"
-    lock = _take(folder)
-    if lock is None:
-        with unfinished_folder(parent) as fresh:
-            yield fresh
-        return
-    keep = False
-    try:
-        yield folder
-    except AdapterError as error:
-        keep = error.code == "unavailable" and not isinstance(error, AdapterChanged)
-        raise
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-        if keep:
-            remove_stale(parent)
-
-
-def remove_stale(parent: Path) -> None:
-    """Removes what dead processes left, but for downloads that can go on: few, and not for long."""
-    kept: list[tuple[float, Path]] = []
-    for entry in entries_of(parent):
-        path = Path(entry.path)
-        with suppress(OSError):
-            used = entry.stat().st_mtime
-            if entry.name.startswith(_KEPT) and 0 <= time.time() - used < KEPT_S:
-                kept.append((used, path))
-            else:
-                _remove(path)
-    for _, path in sorted(kept, reverse=True)[MAX_KEPT:]:
-        with suppress(OSError):
-            _remove(path)
-    release(stored_bytes((parent,)) - MAX_KEPT_BYTES, (parent,))
-
-
-def _new_folder(parent: Path) -> tuple[Path, int]:
-    """Makes a locked folder. A process may remove it before the lock: then it is made again."""
-    for _ in range(_ATTEMPTS):
-        folder = Path(tempfile.mkdtemp(dir=parent))
-        lock = _lock(folder)
-        if lock is not None:
-            return folder, lock
-    raise OSError(errno.EBUSY, "no private folder could be locked")
-
-
-def _take(folder: Path) -> int | None:
-    """The lock of a folder that is made if need be; None when another holds it."""
-    for _ in range(_ATTEMPTS):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        lock = _lock(folder)
-        if lock is not None:
-            os.utime(folder)
-            return lock
-        if folder.exists():
-            return None
-    return None
-
-
-def _lock(folder: Path) -> int | None:
-    """Locks a folder; None = another holds it, or it was removed or replaced meanwhile."""
-    with suppress(FileNotFoundError):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(fd), folder.stat()):
-                return fd
-        except OSError:
-            pass
-        os.close(fd)
-    return None
-
-
-def _remove(path: Path) -> None:
-    """Removes a file or folder unless somebody has it locked. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
-    finally:
-        os.close(fd)

@@ -34,6 +34,7 @@ from loraplex.adapters.common.disk import (
 from loraplex.adapters.common.recent import Recent
 from loraplex.adapters.common.retries import RetryPolicy
 from loraplex.adapters.common.single_flight import SingleFlight
+from loraplex.adapters.common.unfinished import remove_stale, resumable_folder, unfinished_folder
 from loraplex.adapters.content_check import ContentCheck, DigestCheck, SealCheck
 from loraplex.adapters.coverage import Coverage
 from loraplex.adapters.errors import AdapterChanged, AdapterError
@@ -59,14 +60,7 @@ from loraplex.adapters.slab.layout import make_layout
 from loraplex.adapters.slab.pack import Unpacked
 from loraplex.adapters.sources.base import ENABLING_OPTIONS, Source
 from loraplex.adapters.sources.partial import partial_bytes
-from loraplex.adapters.store.content import (
-    Contents,
-    merged_member,
-    present,
-    remove_stale,
-    resumable_folder,
-    unfinished_folder,
-)
+from loraplex.adapters.store.content import Contents, merged_member, present
 from loraplex.adapters.violations import Findings, invalid
 
 # Content leaves this much of the disk to others.

@@ -3,11 +3,12 @@ are refused; nothing is held in memory but one piece.
 """
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.peft.files import is_relevant, is_unsafe
 from loraplex.adapters.uploads.sink import FileSink
 from loraplex.adapters.violations import invalid, shown
 
@@ -45,9 +46,15 @@ def unpack_archive(stream: ByteStream, sink: FileSink) -> None:
         _exactly(stream, _padded(entry.size) - entry.size)
 
 
-def archive_pieces(folder: Path) -> Iterator[bytes]:
-    """A tar of a folder's files, in pieces of at most `PIECE_BYTES`. Raises OSError."""
-    for path in sorted(folder.iterdir()):
+def adapter_files(folder: Path) -> list[Path]:
+    """The files of a folder that say something of an adapter, without pickles. Raises OSError."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    return [folder / name for name in names if is_relevant(name) and not is_unsafe(name)]
+
+
+def archive_pieces(paths: Iterable[Path]) -> Iterator[bytes]:
+    """A tar of files, in pieces of at most `PIECE_BYTES`. Raises OSError."""
+    for path in paths:
         with path.open("rb", buffering=0) as file:
             size = path.stat().st_size
             entry = tarfile.TarInfo(path.name)

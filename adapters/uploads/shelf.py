@@ -19,8 +19,8 @@ from loraplex.adapters.common.disk import (
     sync_files,
     sync_path,
 )
+from loraplex.adapters.common.unfinished import remove_stale, unfinished_folder
 from loraplex.adapters.errors import AdapterError
-from loraplex.adapters.store.content import remove_stale, unfinished_folder
 
 _STAGING = "staging"
 # Left to others of the disk's users.

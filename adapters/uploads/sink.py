@@ -33,6 +33,7 @@ class FileSink:
         self._max_bytes = max_bytes
         self._files: dict[str, tuple[int, str]] = {}
         self._seen = 0
+        self._pickles: list[str] = []
         self._file: _OpenFile | None = None
         self.nbytes = 0
 
@@ -41,14 +42,13 @@ class FileSink:
         self._seen += 1
         if self._seen > MAX_FILES:
             raise invalid("too_many_files", "", f"the upload has more than {MAX_FILES} files")
-        if is_unsafe(name):
-            message = f"{shown(name)} is a pickle, which is never opened; send safetensors"
-            raise invalid("unsafe_file", name, message)
         if name in self._files:
             raise invalid("duplicate_file", name, f"{shown(name)} comes twice")
         self._check_size(name, size or 0)
         self._file = None
-        if is_relevant(name):
+        if is_unsafe(name):  # a trainer's own state, if there are weights beside it
+            self._pickles.append(name)
+        elif is_relevant(name):
             self._file = _OpenFile(self._folder / name, size)
 
     def write(self, piece: bytes | memoryview) -> None:
@@ -71,6 +71,9 @@ class FileSink:
         """
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if name not in self._files:
+                if self._pickles and name == WEIGHTS_FILE:
+                    message = f"{shown(self._pickles[0])} is a pickle, which is never opened"
+                    raise invalid("unsafe_format", self._pickles[0], message)
                 raise invalid("missing_file", name, f"the upload has no {name}")
         lines = (f"{name}\0{size}\0{sha}\n" for name, (size, sha) in sorted(self._files.items()))
         return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -48,6 +48,7 @@ def add_commands(actions: "argparse._SubParsersAction[Any]") -> dict[str, argpar
     create.add_argument(
         "--priority", choices=("high", "normal", "low"), help="of its requests [its tenant's]"
     )
+    create.add_argument("--upload", action="store_true", help="it may upload adapters, too")
     create.add_argument("--expires", metavar="TIME", help="such as 2030-01-01T00:00:00Z")
     for name, text in _LIMITS.items():
         flag = f"--{name.replace('_', '-')}"
@@ -129,6 +130,7 @@ def _wanted(arguments: argparse.Namespace) -> dict[str, Any]:
     fields = {"id": arguments.id, "tenant": arguments.tenant, "label": arguments.label}
     fields |= {"models": arguments.model, "expires_at": _moment(arguments.expires)}
     fields["priority"] = arguments.priority
+    fields["rights"] = ["upload"] if arguments.upload else None
     limits = {name: getattr(arguments, name) for name in _LIMITS}
     fields["limits"] = {name: limit for name, limit in limits.items() if limit is not None}
     return {name: value for name, value in fields.items() if value is not None}

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -14,6 +15,7 @@ from loraplex.launcher.router_client import (
     add_router_options,
     as_json,
     connect,
+    push,
     send,
     table,
 )
@@ -66,7 +68,12 @@ def add_commands(actions: "argparse._SubParsersAction[Any]") -> dict[str, argpar
     register.add_argument(
         "--tool-format", metavar="NAME", help="in which it writes calls of tools; auto = none said"
     )
-    parsers = {"list": listing, "register": register, **_rollout_parsers(actions)}
+    push = actions.add_parser("push", help="upload an adapter to a running router, as a name")
+    push.add_argument("name", metavar="NAME")
+    push.add_argument("folder", metavar="FOLDER", type=Path, help="as PEFT saves an adapter")
+    push.add_argument("--keep", metavar="N", type=int, help="versions that stay [as before, or 1]")
+    push.add_argument("--replace", action="store_true", help="even if the name is no upload's")
+    parsers = {"list": listing, "register": register, "push": push, **_rollout_parsers(actions)}
     for name, text in ACTIONS.items():
         parser = actions.add_parser(name, help=text)
         parser.add_argument("names", metavar="NAME", nargs="+")
@@ -121,7 +128,10 @@ def run(arguments: argparse.Namespace, admin_key: str, token: str | None = None)
     with connect(arguments.url, admin_key) as http:
         for request in _requests(arguments, token):
             try:
-                answers.append(send(http, *request))
+                if arguments.action == "push":
+                    answers.append(push(http, request[1], arguments.folder))
+                else:
+                    answers.append(send(http, *request))
             except Failed as error:
                 sys.stderr.write(f"loraplex: {error}\n")
                 code = 1
@@ -143,6 +153,8 @@ def _requests(
         if arguments.tool_format is not None:
             body["tool_format"] = arguments.tool_format
         yield "POST", "/v1/adapters", {**body, **flags, "token": token}
+    elif action == "push":
+        yield "PUT", _push_path(arguments), None
     elif action in ("rollout", "promote", "rollback", "history"):
         yield _rollout_request(arguments)
     else:
@@ -167,6 +179,13 @@ def _check_rollout(arguments: argparse.Namespace) -> None:
 
 def _path(arguments: argparse.Namespace, name: str, rest: str) -> str:
     return f"/v1/adapters/{quote(name, safe='')}{rest}{_query(arguments)}"
+
+
+def _push_path(arguments: argparse.Namespace) -> str:
+    said = {"tenant": arguments.tenant, "keep": arguments.keep}
+    said |= {"replace": "true"} if arguments.replace else {}
+    query = urlencode({name: value for name, value in said.items() if value is not None})
+    return f"/v1/adapters/{quote(arguments.name, safe='')}{'?' if query else ''}{query}"
 
 
 def _query(arguments: argparse.Namespace) -> str:
@@ -198,6 +217,8 @@ def _text(arguments: argparse.Namespace, answers: list[Any]) -> str:
         return "".join(f"{_named(one)} deleted\n" for one in answers)
     if arguments.action == "refresh":
         return "".join(_refreshed(one) for one in answers)
+    if arguments.action == "push":
+        return "".join(_pushed(one) for one in answers)
     if arguments.action == "history":
         return "".join(f"{line}\n" for one in answers for line in _history(one["data"]))
     if arguments.action == "rollout" and answers and answers[0].get("object") != "adapter":
@@ -250,6 +271,15 @@ def _refreshed(one: dict[str, Any]) -> str:
     if not one["changed"]:
         return f"{name} unchanged: {_short(new)}\n"
     return f"{name} changed: {_short(old)} -> {_short(new)}\n"
+
+
+def _pushed(one: dict[str, Any]) -> str:
+    adapter = one["adapter"]
+    there = f"on {', '.join(adapter['resident_on']) or 'no worker'}"
+    missing = "".join(
+        f"\n{worker} does not have it: {why}" for worker, why in one["missing"].items()
+    )
+    return f"{_named(adapter)}@{one['version']} {_short(adapter['digest'])} {there}{missing}\n"
 
 
 def _row(adapter: dict[str, Any]) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from loraplex.router.api.about import (
     VersionAnswer,
 )
 from loraplex.router.api.admin.adapters import (
-    AdapterFiles,
     AdapterHistory,
     AdapterList,
     AdapterObject,
@@ -31,7 +30,6 @@ from loraplex.router.api.admin.adapters import (
     SglangLoadBody,
     UnloadBody,
     UnloadLoraBody,
-    Uploaded,
 )
 from loraplex.router.api.admin.fleet import FleetObject
 from loraplex.router.api.admin.keys import (
@@ -46,6 +44,7 @@ from loraplex.router.api.admin.keys import (
     RotateKeyBody,
     UsageList,
 )
+from loraplex.router.api.admin.uploads import UPLOAD_QUERY, AdapterFiles, Uploaded
 from loraplex.router.api.cohere_chat import CohereChat, CohereChatBody, CohereEvent
 from loraplex.router.api.errors import Dialect, dialect_of_path
 from loraplex.router.api.files_and_batches import (
@@ -197,7 +196,6 @@ _KEYS = (
     ),
 )
 _ONE = "/v1/adapters/{name}"
-UPLOAD_QUERY = ("tenant", "keep", "replace")
 _NAMED = (
     _admin("/v1/adapters", "get", "Registered adapters, by tier and worker", AdapterList),
     _admin(_ONE, "get", "One of them", AdapterObject),

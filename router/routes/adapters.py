@@ -16,13 +16,11 @@ from loraplex.router.api.admin.adapters import (
     Deleted,
     EndToken,
     LoadLoraBody,
-    Received,
     Refreshed,
     SagemakerAdapters,
     SagemakerBody,
     SglangLoadBody,
     UnloadLoraBody,
-    Uploaded,
     adapter_object,
     change_objects,
     check_name,
@@ -35,11 +33,11 @@ from loraplex.router.api.admin.adapters import (
     parse_target,
     parse_tenant,
     parse_unload,
-    parse_upload,
     partial_note,
     rollout_object,
     rollout_request,
 )
+from loraplex.router.api.admin.uploads import Received, Uploaded, parse_upload
 from loraplex.router.api.request.body import decode_body, require
 from loraplex.router.call import RequestError, Secret
 from loraplex.router.http.body import BodyLimits, read_json_body

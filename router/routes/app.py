@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan
 
+from loraplex.router.api.admin.uploads import UPLOAD_QUERY
 from loraplex.router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
 from loraplex.router.api.missing_routes import hint
-from loraplex.router.api.operations import UPLOAD_QUERY
 from loraplex.router.batches.desk import running_batches
 from loraplex.router.call import Cause, RequestError
 from loraplex.router.http.body import CLIENT_GONE_STATUS, ClientGone

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from loraplex.adapters.errors import AdapterError
-from loraplex.adapters.uploads.archive import archive_pieces
+from loraplex.adapters.uploads.archive import adapter_files, archive_pieces
 from loraplex.adapters.uploads.shelf import UploadShelf
 from loraplex.router.http.client import http_client
 
@@ -59,6 +59,6 @@ class UploadCourier:
 
 async def _pieces(folder: Path) -> AsyncIterator[bytes]:
     """The tar of a folder; threads read the disk."""
-    pieces = archive_pieces(folder)
+    pieces = archive_pieces(adapter_files(folder))
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         yield piece

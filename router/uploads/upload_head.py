@@ -1,4 +1,4 @@
-"""What the head of an upload says: the form of its body, its place and its digest. Pure."""
+"""The head of an upload: the form of its body, its place and its digest. Pure."""
 
 import base64
 import binascii

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.adapters.uploads.archive import adapter_files, archive_pieces
 from loraplex.launcher.demo import EXAMPLES, adapter_paths
 from tests.e2e.commands import Done, adapter_command
 from tests.e2e.serving import Serving, start_serving
@@ -168,6 +169,32 @@ def test_the_same_from_a_shell(server: Serving, admin: httpx.Client, root: Path)
     assert command(server, "delete", "shell").stdout == "shell deleted\n"
     wrong = command(server, "list", key="wrong")
     assert (wrong.returncode, "admin key" in wrong.stderr) == (1, True)
+
+
+def upload(client: httpx.Client, name: str, demo: str, **query: Any) -> Any:
+    pieces = b"".join(archive_pieces(adapter_files(adapter_paths()[demo])))
+    answer = client.put(f"/v1/adapters/{name}", content=pieces, params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_uploads_change_a_name_under_a_stream(server: Serving, admin: httpx.Client) -> None:
+    first = upload(admin, "policy", "sql", keep=2)
+    assert (first["version"], first["missing"]) == (1, {})
+    long = generate(admin, "policy", 850)
+    with streaming(admin, "policy", 850) as events:
+        next(events)
+        second = upload(admin, "policy", "pirate")
+        assert generate(admin, "policy") == generate(admin, "pirate")
+        assert generate(admin, "policy@1") == generate(admin, "sql")
+        assert list(events)[-1]["generated_text"] == long
+    assert [kept["version"] for kept in second["adapter"]["kept"]] == [1, 2]
+    pushed = command(server, "push", "policy", str(adapter_paths()["summary"]))
+    assert pushed.returncode == 0, pushed.stderr
+    assert pushed.stdout.startswith("policy@3 ")
+    assert generate(admin, "policy") == generate(admin, "summary")
+    assert admin.post("/generate", json=body("policy@1", 4)).status_code == 410
+    assert admin.delete("/v1/adapters/policy").status_code == 200
 
 
 def test_the_file_is_followed(server: Serving, admin: httpx.Client, root: Path) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import loraplex
+from loraplex.adapters.safetensors.header import WEIGHTS_FILE
 from loraplex.launcher.demo import adapter_paths
 
 NOTEBOOK = Path(__file__).parents[2] / "docs/guides/in-a-notebook.ipynb"
@@ -82,6 +85,24 @@ def test_event_loops_get_the_same(engine: loraplex.Engine) -> None:
     assert generated[0].text == engine.generate("Good morning", **GREEDY).text == streamed
     assert chats[0].text == engine.chat(MESSAGES, adapter="mine", **GREEDY).text
     assert vectors[0].values == pytest.approx(engine.embed("Good morning").values, abs=1e-5)
+
+
+def test_an_adapter_is_loaded_from_a_folder_or_from_tensors(engine: loraplex.Engine) -> None:
+    folder = adapter_paths()["pirate"]
+    config = json.loads((folder / "adapter_config.json").read_text())
+    names = [
+        engine.load_adapter("policy", adapter_paths()["sql"], keep=2),
+        engine.load_adapter("policy", load_file(folder / WEIGHTS_FILE), config=config),
+    ]
+    assert names == ["policy@1", "policy@2"]
+    for name, known in (("policy@1", "sql"), ("policy@2", "pirate"), ("policy", "pirate")):
+        mine = engine.generate("Good morning", adapter=name, **GREEDY)
+        assert mine.text == engine.generate("Good morning", adapter=known, **GREEDY).text
+    with pytest.raises(loraplex.RequestFailed) as refused:
+        engine.load_adapter("policy", {"x": torch.ones(2)}, config=config)
+    assert refused.value.status == 422
+    with pytest.raises(ValueError, match="config"):
+        engine.load_adapter("policy", {"x": torch.ones(2)})
 
 
 def test_openai_s_client_is_bound_to_it(engine: loraplex.Engine) -> None:

@@ -12,7 +12,7 @@ from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.ref import AdapterRef, RefSource, format_ref, name_fault, parse_ref
 from loraplex.router.api.request.body import decode_body, field_fault, require
 from loraplex.router.call import RequestError
-from loraplex.router.names.registration import MAX_KEPT, Registration, RolloutRequest
+from loraplex.router.names.registration import Registration, RolloutRequest
 from loraplex.router.policy.guards import Measurements, Verdict, quantile
 from loraplex.router.policy.rollout import MAX_VERSIONS, Guards, VersionState, Weight
 from loraplex.router.tenancy.keys import Word
@@ -391,36 +391,6 @@ class Refreshed(msgspec.Struct, frozen=True):
     adapter: AdapterObject
 
 
-class AdapterFiles(msgspec.Struct, frozen=True):
-    """An upload as a form: a part for each file, named as PEFT names them. Other files that say
-    something of an adapter may come, too.
-    """
-
-    config: Annotated[str, Meta(extra_json_schema={"format": "binary"})] = msgspec.field(
-        name="adapter_config.json"
-    )
-    weights: Annotated[str, Meta(extra_json_schema={"format": "binary"})] = msgspec.field(
-        name="adapter_model.safetensors"
-    )
-
-
-class Uploaded(msgspec.Struct, frozen=True):
-    """Answer to an upload. upload: a reference to its files. missing: workers that do not have it,
-    by id, and why.
-    """
-
-    version: int
-    upload: str
-    missing: dict[str, str]
-    adapter: AdapterObject
-
-
-class Received(msgspec.Struct, frozen=True):
-    """Answer to a part of an upload. received: bytes from the start that are here."""
-
-    received: int
-
-
 class Deleted(msgspec.Struct, frozen=True):
     id: str
     tenant: str | None
@@ -534,17 +504,6 @@ def parse_target(text: str, param: str, default_source: str) -> AdapterRef:
     message = "names no source; write hub:, local:, s3:, https:// or modelscope:"
     require(ref.source != "alias", message, param)
     return ref
-
-
-def parse_upload(query: Mapping[str, str]) -> tuple[int | None, bool]:
-    """How many versions an upload's name keeps (None = as before), and whether it may take the
-    place of what is no upload. Raises RequestError.
-    """
-    keep, replace = query.get("keep"), query.get("replace", "false")
-    good = keep is None or (keep.isascii() and keep.isdigit() and 1 <= int(keep[:4]) <= MAX_KEPT)
-    require(good, f"expected 1 to {MAX_KEPT}", "keep")
-    require(replace in ("true", "false"), "expected true or false", "replace")
-    return None if keep is None else int(keep), replace == "true"
 
 
 def parse_unload(body: bytes) -> float:

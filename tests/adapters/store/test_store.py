@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from loraplex.adapters.common.disk import Hold, hold, release, remove_held
+from loraplex.adapters.common.unfinished import unfinished_folder
 from loraplex.adapters.content_check import ContentDigest
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.judge import rejudge
@@ -26,7 +27,6 @@ from loraplex.adapters.slab.file import SlabError, SlabFile, SlabGarbled, write_
 from loraplex.adapters.slab.layout import make_layout
 from loraplex.adapters.slab.memory import one_after_another
 from loraplex.adapters.sources.local import LocalSource
-from loraplex.adapters.store.content import unfinished_folder
 from loraplex.adapters.store.store import HEADROOM_BYTES, AdapterStore
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal, refused_as, violation_codes

@@ -4,6 +4,7 @@ import io
 import json
 import tarfile
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,6 @@ def archive(files: Iterable[tuple[str, bytes]] = tuple(FILES.items()), end: bool
 
 def unpacked(body: bytes, folder: Path, limit: int = LIMIT) -> str:
     """The digest of the files in a tar, which lie in `folder` then."""
-    sink = FileSink(folder, limit)
-    unpack_archive(io.BytesIO(body), sink)
-    return sink.finish()
+    with closing(FileSink(folder, limit)) as sink:
+        unpack_archive(io.BytesIO(body), sink)
+        return sink.finish()

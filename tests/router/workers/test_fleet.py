@@ -14,8 +14,8 @@ from loraplex.router.policy.queue.waiting import Waiting, WaitingQueue
 from loraplex.router.workers import session as worker_session
 from loraplex.router.workers.client import WorkerClient
 from loraplex.router.workers.fleet import Fleet
-from loraplex.router.workers.roster import Roster
 from loraplex.router.workers.loads import Supply
+from loraplex.router.workers.roster import Roster
 from loraplex.router.workers.session import WorkerSession
 from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent, WorkerHello
 

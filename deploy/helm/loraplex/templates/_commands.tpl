@@ -35,6 +35,7 @@
 - "--adapters-file=/etc/loraplex/adapters/adapters.yaml"
 {{- if $values.router.filesClaim }}
 - "--files-dir=/var/lib/loraplex/files"
+- "--upload-store=/var/lib/loraplex/files/uploads"
 {{- end }}
 - "--request-timeout-s={{ $values.requestTimeoutSeconds }}"
 - "--drain-delay-s={{ $values.router.drainDelaySeconds }}"

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapters.errors import AdapterChanged, AdapterError
-from loraplex.adapters.store.content import (
+from loraplex.adapters.common.unfinished import (
     KEPT_S,
     MAX_KEPT,
     remove_stale,
     resumable_folder,
     unfinished_folder,
 )
+from loraplex.adapters.errors import AdapterChanged, AdapterError
 
 
 def break_off(parent: Path, key: str, error: Exception) -> Path:
@@ -92,7 +92,7 @@ def test_few_are_kept_and_not_for_long(tmp_path: Path) -> None:
 
 
 def test_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loraplex.adapters.store.content.MAX_KEPT_BYTES", 6)
+    monkeypatch.setattr("loraplex.adapters.common.unfinished.MAX_KEPT_BYTES", 6)
     first = break_off(tmp_path, "a", passing())
     os.utime(first, (time.time() - 9, time.time() - 9))
     second = break_off(tmp_path, "b", passing())

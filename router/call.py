@@ -21,6 +21,7 @@ from loraplex.server.protocol import SamplingParams
 Api = Literal[
     "lorax",
     "completions",
+    "tokens",  # vLLM's tokens in, tokens out
     "chat",
     "responses",
     "messages",
@@ -234,6 +235,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     shape: the form that the answer must have; None = any. tools: what the model may call.
     divides_reasoning: what the model reasons is no part of the text. thinking_budget: tokens that
     it may have; None = any number.
+    lists_all: tokens that a stop string has taken out of the text have logprobs, too.
     bad_words: texts that must not occur; sampling.bad_words has their ids once the model is known.
     vector: nothing is generated, and that is wanted of each prompt.
     unbound: places in the body that bind nothing, though callers may think that they do.
@@ -269,6 +271,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     tools: Tools | None = None
     divides_reasoning: bool = False
     thinking_budget: int | None = None
+    lists_all: bool = False
     bad_words: tuple[str, ...] = ()
     vector: VectorCall | None = None
     unbound: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ import msgspec
 
 from loraplex.adapters.chat.conversation import MessageForm
 from loraplex.router.api.admin.adapters import EndToken
+from loraplex.router.api.vllm.control import VllmConfig
 from loraplex.server.protocol import ModelCard
 
 
@@ -88,7 +89,7 @@ class FleetState(msgspec.Struct, frozen=True):
 
 
 class ServedSettings(msgspec.Struct, frozen=True):
-    """SGLang's settings, as far as they mean something here."""
+    """SGLang's settings, as far as they mean something here. vllm_config: vLLM's."""
 
     model_path: str
     tokenizer_path: str
@@ -99,6 +100,7 @@ class ServedSettings(msgspec.Struct, frozen=True):
     max_lora_rank: int
     version: str
     internal_states: list[FleetState]
+    vllm_config: VllmConfig
     enable_lora: bool = True
 
 
@@ -117,7 +119,9 @@ def served_model(card: ModelCard) -> ServedModel:
     return ServedModel(card.names[0], root, card.base_digest, is_generation=card.writes)
 
 
-def served_settings(card: ModelCard, version: str, state: FleetState) -> ServedSettings:
+def served_settings(
+    card: ModelCard, version: str, state: FleetState, config: VllmConfig
+) -> ServedSettings:
     return ServedSettings(
         model_path=card.names[0],
         tokenizer_path=card.root or card.names[0],
@@ -128,6 +132,7 @@ def served_settings(card: ModelCard, version: str, state: FleetState) -> ServedS
         max_lora_rank=card.max_lora_rank,
         version=version,
         internal_states=[state],
+        vllm_config=config,
     )
 
 

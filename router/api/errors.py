@@ -24,6 +24,7 @@ _OPENAI_ROUTES = (
     *("/detokenize", "/tokenizer_info", "/flush_cache", "/abort_request"),
     *("/classify", "/score", "/rerank", "/v2/rerank"),
     *("/pooling", "/v2/embed", "/v2/chat", "/cohere/v2/chat"),
+    *("/inference/v1/generate", "/pause", "/resume", "/is_paused", "/get_world_size"),
 )
 
 

@@ -15,7 +15,6 @@ _HERE = {
     "/files": "POST /v1/files does it",
     "/batches": "POST /v1/batches does it",
     "/v1/embed": "POST /v2/embed does it",
-    "/inference/v1/generate": "POST /v1/completions takes token ids",
     "/generative_scoring": "POST /v1/score and POST /v1/completions with `logprob_token_ids` do it",
     "/reset_prefix_cache": "no cache has to be emptied: each is keyed by content",
 }

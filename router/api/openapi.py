@@ -24,6 +24,8 @@ from loraplex.router.api.sglang.lmdeploy import SHAPES as SHAPES_OF_LMDEPLOY
 from loraplex.router.api.vectors.cohere import SHAPES as COHERE_SHAPES
 from loraplex.router.api.vectors.fields import MAX_INPUTS, READ
 from loraplex.router.api.vectors.score import SIDES
+from loraplex.router.api.vllm.control import PAUSE_MODES
+from loraplex.router.api.vllm.tokens import VOID
 from loraplex.router.names.registration import MAX_KEPT
 
 Schema = dict[str, Any]
@@ -53,6 +55,8 @@ _QUERY: dict[str, Schema] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED},
     "keep": {"type": "integer", "minimum": 1, "maximum": MAX_KEPT},
     "replace": {"type": "boolean"},
+    "mode": {"enum": [*PAUSE_MODES]},
+    "clear_cache": {"type": "boolean"},
     "tenant": {"type": "string", "pattern": "^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"},
 }
 
@@ -208,6 +212,7 @@ def _operation_id(operation: Operation) -> str:
 # Parts of bodies whose unknown fields are refused unless they are null; so are all bodies'.
 _CLOSED = (
     *("StreamOptions", "LoraxParameters", "SglangSampling", "EmbedParameters"),
+    "TokensSampling",
     *("ResponseStreamOptions", "ReasoningFields", "TextFields", "TextFormat"),
     *("MessageMetadata", "ThinkingFields", "OutputFields"),
 )
@@ -230,10 +235,12 @@ def _say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     for name in _CLOSED:
         components[name]["additionalProperties"] = _NO
     components["UploadForm"]["properties"]["file"] = _BYTES
-    for name in ("LoraxParameters", "SglangSampling"):
+    for name in ("LoraxParameters", "SglangSampling", "TokensSampling"):
         _say_bounds(components[name]["properties"], limits)
-    sampling = components["SglangSampling"]
-    sampling["properties"] = _neutral(ELSEWHERE) | sampling["properties"]
+    for name, void in (("SglangSampling", ()), ("TokensSampling", VOID)):
+        sampling = components[name]
+        passing = _neutral(ELSEWHERE) | dict.fromkeys(void, {})
+        sampling["properties"] = passing | sampling["properties"]
     for kind in {kind for operation in OPERATIONS for kind in operation.requests}:
         _say_body(components[kind.__name__], kind, limits)
     _say_reads(components)

@@ -95,6 +95,8 @@ from loraplex.router.api.vectors.embeddings import (
 )
 from loraplex.router.api.vectors.rerank import RerankAnswer, RerankBody, TeiRank, TeiRerankBody
 from loraplex.router.api.vectors.score import LabelScoreBody, LabelScores, ScoreBody, ScoreList
+from loraplex.router.api.vllm.control import PAUSE_QUERY, IsPaused, PauseState, WorldSize
+from loraplex.router.api.vllm.tokens import TokensAnswer, TokensBody
 
 Method = Literal["get", "post", "put", "patch", "delete"]
 
@@ -318,6 +320,14 @@ OPERATIONS: tuple[Operation, ...] = (
         ChatCompletion,
     ),
     _post(
+        "/inference/v1/generate",
+        "Go on with token ids (vLLM)",
+        TokensBody,
+        TokensAnswer,
+        TokensAnswer,
+        done=True,
+    ),
+    _post(
         "/v1/responses",
         "Answer items (OpenAI)",
         ResponsesBody,
@@ -428,9 +438,15 @@ OPERATIONS: tuple[Operation, ...] = (
         for path in ("/model_info", "/get_model_info")
     ),
     *(
-        Operation(path, "get", "The server (SGLang)", answers=(ServedSettings,))
+        Operation(path, "get", "The server (SGLang, vLLM)", answers=(ServedSettings,))
         for path in ("/server_info", "/get_server_info")
     ),
+    msgspec.structs.replace(
+        _admin("/pause", "post", "Hold new sequences (vLLM)", PauseState), query=PAUSE_QUERY
+    ),
+    _admin("/resume", "post", "Hold them no more (vLLM)", PauseState),
+    _admin("/is_paused", "get", "Whether they are held (vLLM)", IsPaused),
+    Operation("/get_world_size", "get", "GPUs of a worker (vLLM)", answers=(WorldSize,)),
     _post("/abort_request", "End requests of the caller's tenant (SGLang)", AbortBody),
     *(
         Operation("/flush_cache", method, "Why nothing is flushed (SGLang)", key=True, status=400)

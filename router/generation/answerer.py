@@ -43,6 +43,7 @@ from loraplex.server.protocol import SamplingParams
 
 # Of a list of places; those behind are counted.
 _HEADER_CHARS = 2_000
+_SESSION_HEADER = "x-session-id"
 # Of a vector's number in JSON.
 _NUMBER_CHARS = 20
 
@@ -67,8 +68,9 @@ class Answerer:
         await self.intake.enter()
         caller = await self.tenancy.identify(request.headers.get("authorization"))
         body = await read_json_body(request, self.body_limits)
+        session = request.headers.get(_SESSION_HEADER, "")
         arrived = ArrivedRequest(
-            request.state.request_id, caller, body, parse, self.bearer(request)
+            request.state.request_id, caller, body, parse, self.bearer(request), session
         )
         return await until_disconnect(request, self._answer(request, arrived))
 

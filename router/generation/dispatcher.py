@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
 from loraplex.adapters.errors import AdapterError
 from loraplex.router.api.request.formatter import ApiRequest
 from loraplex.router.call import (
@@ -125,6 +127,7 @@ class Dispatcher:
         """
         api_request = await self._parse(arrived)
         authorised = self.authorise(api_request.call, arrived.caller, arrived.request_id)
+        authorised = msgspec.structs.replace(authorised, session=arrived.session)
         with _as_request_errors(authorised.call.api):
             await self._fleet.until_ready(authorised.tenant, len(arrived.body))
         # Not before: a worker that came in the meantime may serve another base.
@@ -168,11 +171,11 @@ class Dispatcher:
                 resolved = await self._with_text(model, adapter)
                 return resolved.model, await self._prompts(authorised, resolved, observer)
 
-    def abort(self, tenant: str, rid: str | None) -> None:
+    def abort(self, tenant: str | None, rid: str | None) -> None:
         """Ends those answers of the tenant's that have this id, the request's or the caller's own.
-        rid: None = all."""
+        tenant: None = everybody's. rid: None = all."""
         for inbox, (owner, ids) in self._abortable.items():
-            if owner == tenant and (rid is None or rid in ids):
+            if tenant in (None, owner) and (rid is None or rid in ids):
                 inbox.fail(Aborted())
 
     def give_up(self) -> None:
@@ -353,6 +356,7 @@ class Dispatcher:
             weight=authorised.caller.weight,
             salt=_salt(authorised, self._limits.share_prefixes),
             drafts=_salt(authorised, False) if authorised.call.drafts else None,
+            session=authorised.session,
         )
         generation = Generation(
             head=admitted.head,

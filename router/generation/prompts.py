@@ -119,6 +119,7 @@ _NEVER = -1e6
 _PARAM: dict[Api, str] = {
     "lorax": "inputs",
     "completions": "prompt",
+    "tokens": "token_ids",
     "chat": "messages",
     "responses": "input",
     "messages": "messages",
@@ -187,7 +188,7 @@ _CHAT_FIELDS: dict[Api, dict[str, str]] = {
 def _build(call: GenerationCall, model: TextModel, prompt: str | list[int]) -> Prompt:
     if isinstance(prompt, str):
         return _encode(call, model, prompt, _PARAM[call.api])
-    check_ids(prompt, model, "prompt")
+    check_ids(prompt, model, "token_ids" if call.api == "tokens" else "prompt")
     return _prompt(call, model, prompt)
 
 

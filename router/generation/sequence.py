@@ -19,7 +19,7 @@ from loraplex.router.generation.inbox import Inbox
 from loraplex.router.names.served import ServedAdapter, changed, has_changed, home_key
 from loraplex.router.policy.placement.attempts import Attempts, Quarantine, RetryBudget
 from loraplex.router.policy.placement.placement import PlacementRequest
-from loraplex.router.policy.placement.prefixes import prefix_keys
+from loraplex.router.policy.placement.prefixes import prefix_keys, session_key
 from loraplex.router.policy.queue.cost import Bill
 from loraplex.router.policy.queue.queue_limits import Promise
 from loraplex.router.policy.queue.waiting import Waiting
@@ -66,7 +66,8 @@ class RunContext(msgspec.Struct, frozen=True):
 
     forget_adapter: to be called when a worker does not admit what the catalog says. tenant: the
     request's; "" = nobody's. weight: the tenant's. salt: names the cached prefixes that may be
-    used. drafts: as in GenerateRequest. room: in the queue, for all of the sequences.
+    used. drafts: as in GenerateRequest. room: in the queue, for all of the sequences. session:
+    its sequences had better run where the last of this session ran; "" = none.
     """
 
     fleet: Fleet
@@ -80,6 +81,7 @@ class RunContext(msgspec.Struct, frozen=True):
     weight: float = 1.0
     salt: str = ""
     drafts: str | None = None
+    session: str = ""
 
 
 class SequenceRun:
@@ -182,6 +184,8 @@ class SequenceRun:
         digest = "" if adapter is None else adapter.digest
         request = self._request
         prefixes = prefix_keys(request.salt, request.acting or "", request.prompt_ids)
+        if session := self._context.session:
+            prefixes = (session_key(self._context.tenant, session), *prefixes)
         if adapter is None:
             return PlacementRequest("", prefixes=prefixes)
         return PlacementRequest(digest, home_key(adapter.origin), adapter.manifest.nbytes, prefixes)

@@ -17,22 +17,28 @@ Parse = Callable[[bytes, ApiLimits, str | None], ApiRequest]
 
 class ArrivedRequest(msgspec.Struct, frozen=True):
     """A request whose body is here. parse: of its API. bearer: for sources of adapters; None =
-    there is none, or it is a key."""
+    there is none, or it is a key. session: the caller's, which had better run on one worker; "" =
+    none.
+    """
 
     request_id: str
     caller: Caller
     body: bytes
     parse: Parse
     bearer: str | None = None
+    session: str = ""
 
 
 class AuthorisedRequest(msgspec.Struct, frozen=True):
-    """A request whose caller may have what it asks for. adapter: the call's, as this caller's."""
+    """A request whose caller may have what it asks for. adapter: the call's, as this caller's.
+    session: as it arrived.
+    """
 
     request_id: str
     caller: Caller
     call: GenerationCall
     adapter: AdapterChoice | MergedChoice | None
+    session: str = ""
 
     @property
     def tenant(self) -> str:

@@ -317,8 +317,7 @@ class AdapterAdmin:
                 await self._aliases.write(deleted)
             else:
                 await self._aliases.drop(deleted)
-            if name not in self._draining:
-                self._retire_all(name, before.digests)
+            self._retire_all(name, before.digests)
             return deleted
 
     # ---- for operations on rollouts, too

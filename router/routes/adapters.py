@@ -196,8 +196,8 @@ class AdapterRoutes:
         return json_response(self._loaded(loaded.tenant))
 
     async def unload_lora(self, request: Request) -> Response:
-        """Unloads an adapter, as vLLM's route does."""
-        name = await self._unload_named(request)
+        """Unloads an adapter, as vLLM's route does: at once, while requests still run on it."""
+        name = await self._unload_named(request, wait_s=0.0)
         text = f"Success: LoRA adapter '{name.name}' removed successfully."
         return PlainTextResponse(text)
 
@@ -224,7 +224,7 @@ class AdapterRoutes:
     async def unregister(self, request: Request) -> Response:
         """Unregisters an adapter, as SageMaker's route does."""
         name = _named(request)
-        await self._remove(name)
+        await self._remove(name, DEFAULT_WAIT_S)
         return PlainTextResponse(f"Adapter {name.name} unregistered")
 
     def _listed(self, request: Request) -> list[Registration]:
@@ -251,15 +251,15 @@ class AdapterRoutes:
         )
         return await self._admin.register(wanted)
 
-    async def _unload_named(self, request: Request) -> OwnedName:
+    async def _unload_named(self, request: Request, wait_s: float = DEFAULT_WAIT_S) -> OwnedName:
         body, _ = decode_body(await read_json_body(request, self._body_limits), UnloadLoraBody)
         name = _named_in_body(request, body.lora_name, body.tenant)
-        await self._remove(name)
+        await self._remove(name, wait_s)
         return name
 
-    async def _remove(self, name: OwnedName) -> None:
+    async def _remove(self, name: OwnedName, wait_s: float) -> None:
         self._admin.check_free(name, "file", "option")
-        await self._admin.unload(name, DEFAULT_WAIT_S)
+        await self._admin.unload(name, wait_s)
         await self._admin.delete(name)
 
     def _loaded(self, tenant: str) -> LoadedAdapters:

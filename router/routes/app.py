@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Lifespan
 from loraplex.router.api.admin.uploads import UPLOAD_QUERY
 from loraplex.router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
 from loraplex.router.api.missing_routes import hint
+from loraplex.router.api.vllm.control import PAUSE_QUERY
 from loraplex.router.batches.desk import running_batches
 from loraplex.router.call import Cause, RequestError
 from loraplex.router.http.body import CLIENT_GONE_STATUS, ClientGone
@@ -28,6 +29,7 @@ from loraplex.router.routes.keys import KeyRoutes, UsageRoutes
 from loraplex.router.routes.operator import Endpoint, OperatorRoutes, with_api_key
 from loraplex.router.routes.responses import ResponseRoutes
 from loraplex.router.routes.tokenize import TokenizeRoutes
+from loraplex.router.routes.trainers import TrainerRoutes
 from loraplex.router.service import Service
 from loraplex.router.shared.store import StoreDown
 from loraplex.router.telemetry.caller_errors import CallerErrors
@@ -48,6 +50,7 @@ def build_app(service: Service) -> ASGIApp:
         *_adapter_routes(service),
         *_info_routes(service, info),
         *_sglang_routes(service, info),
+        *_trainer_routes(service),
         *_file_routes(service),
         _get("/v1/fleet", OperatorRoutes(service).guarded(FleetRoute(service.watch).fleet)),
         *ConsoleRoutes().routes,
@@ -120,6 +123,7 @@ def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
         _post("/v1/completions", routes.completions),
         _post("/v1/chat/completions", routes.chat),
         _post("/v1/chat/completions/batch", routes.chat_batch),
+        _post("/inference/v1/generate", routes.tokens),
         _post("/v1/responses", responses.create),
         Route("/v1/responses/{id}", responses.one, methods=["GET", "DELETE"]),
         _post("/v1/responses/{id}/cancel", responses.cancel),
@@ -224,6 +228,17 @@ def _sglang_routes(service: Service, info: InfoRoutes) -> list[Route]:
         _get("/get_server_info", sglang.settings),
         _post("/abort_request", sglang.abort),
         Route("/flush_cache", sglang.flush, methods=["GET", "POST"]),
+    ]
+
+
+def _trainer_routes(service: Service) -> list[Route]:
+    """Lists vLLM's routes that trainers call between their steps."""
+    routes, guarded = TrainerRoutes(service), OperatorRoutes(service).guarded
+    return [
+        _post("/pause", guarded(routes.pause, query=PAUSE_QUERY)),
+        _post("/resume", guarded(routes.resume)),
+        _get("/is_paused", guarded(routes.is_paused)),
+        _get("/get_world_size", routes.world_size),
     ]
 
 

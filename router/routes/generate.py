@@ -19,6 +19,7 @@ from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.sglang import generate as sglang
 from loraplex.router.api.sglang import lmdeploy
 from loraplex.router.api.vectors import classify, cohere, embed, embeddings, rerank, score
+from loraplex.router.api.vllm import tokens
 from loraplex.router.generation.way_in import Parse
 from loraplex.router.http.sse import takes_events
 from loraplex.router.operations.compat_metrics import kv_usage, waiting
@@ -41,6 +42,7 @@ class GenerateRoutes:
         self.completions = self._with_load(self._fixed(completions.parse))
         self.chat = self._with_load(self._fixed(chat.parse))
         self.chat_batch = self._fixed(chat.parse_batch)
+        self.tokens = self._plain(tokens.parse)
         self.messages = self._fixed(messages.parse)
         self.chat_of_cohere = self._fixed(cohere_chat.parse)
         self._generate_or_stream = self._fixed(partial(lorax.parse, route="/"))

@@ -24,6 +24,7 @@ from loraplex.router.api.admin.fleet import FleetObject
 from loraplex.router.api.openapi import Access, openapi_document
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.api.sglang.generate import aborted_by
+from loraplex.router.api.vllm.control import vllm_config
 from loraplex.router.call import RequestError
 from loraplex.router.http.body import read_json_body
 from loraplex.router.http.sse import EventStream, takes_events, until_disconnect
@@ -250,7 +251,10 @@ class SglangRoutes:
             workers_ready=sum(view.able for view in fleet.views),
             max_running_requests=self._service.config.max_requests,
         )
-        return json_response(served_settings(self._service.base.require().card, VERSION, state))
+        card = self._service.base.require().card
+        processed = self._service.base.limits.processed_logprobs
+        config = vllm_config(card, processed, fleet.adapter_slots, fleet.shards)
+        return json_response(served_settings(card, VERSION, state, config))
 
     async def abort(self, request: Request) -> Response:
         """Aborts answers. An id that nothing has is no error: the answer may just have ended."""

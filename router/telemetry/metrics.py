@@ -20,7 +20,7 @@ from loraplex.server.protocol import ErrorCode
 GENERATION_PATHS = (
     *("/", "/generate", "/generate_stream", "/invocations"),
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
-    "/v1/chat/completions/batch",
+    *("/v1/chat/completions/batch", "/inference/v1/generate"),
     *("/v1/embeddings", "/embed", "/classify", "/classify_batch"),
     *("/pooling", "/v2/embed", "/v2/chat", "/cohere/v2/chat"),
     *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),

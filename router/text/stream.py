@@ -131,6 +131,7 @@ class ChoiceStream:
         self._prompt_index = prompt_index
         self._choice = choice
         self._wants_tokens = call.sampling.logprobs is not None
+        self._lists_all = call.lists_all
         self._listed = call.sampling.logprob_token_ids
         self._stop_ids = frozenset(call.sampling.stop_token_ids)
         self._ends = frozenset(call.sampling.end_token_ids)
@@ -309,9 +310,9 @@ class ChoiceStream:
             if self.finish is None and (token.is_open or end > self._released):
                 break
             if end > self._released:
-                if self._placed >= self._released:
+                if self._placed >= self._released and not self._lists_all:
                     break
-                token.text = token.text[: self._released - self._placed]
+                token.text = token.text[: max(0, self._released - self._placed)]
             self._placed += len(token.text)
             tokens.append(self._text_token(token))
             self._pending.popleft()

@@ -73,6 +73,8 @@ class Fleet:
         self._retry: asyncio.TimerHandle | None = None
         self._became_ready = asyncio.Event()
         self._unready_since = 0.0
+        self._changed = asyncio.Event()
+        self.paused = False
 
     async def run(self) -> None:
         """Ages what waits and hears who is silent, until cancelled."""
@@ -124,6 +126,18 @@ class Fleet:
         return self._without_worker.held
 
     @property
+    def shards(self) -> int:
+        """GPUs of a worker, which share the model."""
+        statuses = (session.status for session in self.sessions)
+        return max((status.shards for status in statuses if status is not None), default=1)
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters that the device of each worker may hold; 0 = no worker has said so yet."""
+        statuses = (session.status for session in self.sessions)
+        return min((status.adapter_slots for status in statuses if status is not None), default=0)
+
+    @property
     def ready(self) -> bool:
         return any(view.able for view in self.views)
 
@@ -148,6 +162,20 @@ class Fleet:
             self._without_worker.remove(tenant, nbytes)
         if not self.ready:  # the worker that came has left again
             raise self._no_worker()
+
+    def pause(self) -> None:
+        """Holds what waits in the queue until `resume`. What runs goes on."""
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+        self.worker_changed()
+
+    async def until_idle(self) -> None:
+        """Waits until no sequence runs, or the pause is over."""
+        while self.paused and any(view.in_flight for view in self.views):
+            self._changed.clear()
+            await self._changed.wait()
 
     async def acquire(self, entry: "Waiting[Any]") -> Placed:
         """Waits in the queue for a worker with room. Raises QueueFull, DeadlinePassed, NoWorker."""
@@ -209,6 +237,7 @@ class Fleet:
 
     def worker_changed(self) -> None:
         """Ends those whose time is over; hands out credits while there are some."""
+        self._changed.set()
         now = asyncio.get_running_loop().time()
         for entry in self.queue.expire(now):
             _fail(entry, DeadlinePassed())
@@ -222,7 +251,7 @@ class Fleet:
         self._grant()
 
     def _grant(self) -> None:
-        if not len(self.queue):
+        if self.paused or not len(self.queue):
             return
         sessions = self.sessions
         views = [session.view for session in sessions]

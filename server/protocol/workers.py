@@ -52,6 +52,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     rows: how many of them can be computed at once (0 = not known).
     load_bytes_s: how fast adapters came to the device lately (0 = not known).
     preemptions, step_tokens: since the engine was started, as `step`. page_size: in tokens.
+    shards: devices that share its model.
     """
 
     worker_id: str
@@ -74,6 +75,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     preemptions: int = 0
     step_tokens: int = 0
     page_size: int = 0
+    shards: int = 1
 
 
 class AdapterPlace(msgspec.Struct, frozen=True, array_like=True):

@@ -107,6 +107,7 @@ class Worker:
         self._table = SequenceTable(capacity)
         self._connections: dict[int, RouterConnection] = {}
         self._total_pages = self._adapter_slots = self._rows = self._page_size = 0
+        self._shards = 1
         self._step = self._step_tokens = 0
         self._epoch = 0
         self._suspected = False
@@ -258,6 +259,7 @@ class Worker:
             log.info("the engine is ready again")
         self._total_pages, self._adapter_slots = ready.total_pages, ready.adapter_slots
         self._rows, self._page_size, self._step_tokens = ready.max_rows, ready.page_size, 0
+        self._shards = ready.shards
         self._inspector.engine_ready(ready)
         self._metrics.engine_started(ready)
         self._engine.started(ready)
@@ -358,6 +360,7 @@ class Worker:
             preemptions=stats.preemptions,
             step_tokens=self._step_tokens,
             page_size=self._page_size,
+            shards=self._shards,
         )
 
     def _broadcast_status(self) -> None:

@@ -13,12 +13,12 @@ from schemathesis.openapi.checks import RejectedPositiveData
 
 _OPENAI = (
     r"POST /(v1/((chat/)?completions(/render)?|responses|messages(/count_tokens)?)"
-    r"|tokenize|invocations|(cohere/)?v2/chat)"
+    r"|tokenize|invocations|inference/v1/generate|(cohere/)?v2/chat)"
 )
 _LORAX = r"POST /(tokenize|generate|generate_stream|invocations)?"
 _TEXTS = (
     r"POST /(v1/((chat/)?completions(/render)?|responses|messages(/count_tokens)?)"
-    r"|(de)?tokenize|invocations|generate|generate_stream|(cohere/)?v2/chat)?"
+    r"|(de)?tokenize|invocations|(inference/v1/)?generate|generate_stream|(cohere/)?v2/chat)?"
 )
 _REGISTERS = r"POST /(v1/adapters.*|(v1/)?load_lora_adapter|adapters)"
 _READS = (
@@ -58,7 +58,7 @@ UNSAID = (
     # Of forms of answers
     Rule(_TEXTS, "the form of an answer", (400, 422), _FORM),
     # Of OpenAI's routes
-    Rule(_OPENAI, "as many tokens as are generated", (400,), r"`min_tokens`: expected at most the"),
+    Rule(_OPENAI, "as many tokens as are generated", (400,), r"min_tokens`: expected at most the"),
     Rule(_OPENAI, "nothing is generated but for echo", (400,), r"at least 1, or 0 with `echo`"),
     Rule(
         _OPENAI, "an answer begins or goes on", (400,), r"`(add_generation_prompt|continue_final_m)"

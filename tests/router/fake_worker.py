@@ -151,6 +151,7 @@ class FakeWorker:
         self.card = card or make_card()
         self.worker_id = worker_id
         self.credits = 64
+        self.shards = 1
         self.epoch = 1
         self.version = PROTOCOL_VERSION
         self.ready = True
@@ -254,6 +255,8 @@ class FakeWorker:
             resident=tuple(sorted(self.resident)),
             loading=(),
             step=self._step,
+            adapter_slots=16,
+            shards=self.shards,
         )
         await self._send(connection, status)
 

@@ -268,13 +268,18 @@ def _usage_wanted(request: OpenAIBody) -> UsageIn:
 def _bounded(plain: dict[str, Any], limits: ApiLimits) -> dict[str, Any]:
     """Check what no type states, and write -1 logprobs as a number of them. Raises
     RequestError."""
+    if isinstance(plain.get(LORA_PATH), list):
+        raise unsupported(LORA_PATH, "one adapter a request: put its name into `model`")
+    return whole_logprobs(plain, limits)
+
+
+def whole_logprobs(plain: dict[str, Any], limits: ApiLimits) -> dict[str, Any]:
+    """Writes -1 logprobs as a number of them. Raises RequestError where that is too many."""
     size, most = limits.vocab_size, limits.max_logprobs
     named = {name for name in WHOLE_AT_MINUS_ONE if same(plain.get(name), -1)}
     for name in named:
         asked = f"-1 asks for the whole vocabulary, {size} tokens; `--max-logprobs` is {most}"
         require(size <= most, asked, name)
-    if isinstance(plain.get(LORA_PATH), list):
-        raise unsupported(LORA_PATH, "one adapter a request: put its name into `model`")
     return plain | dict.fromkeys(named, most)
 
 
@@ -293,6 +298,7 @@ def with_shape(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> 
     return msgspec.structs.replace(
         call,
         shape=shape,
+        lists_all=bool(request.return_token_ids),
         bad_words=tuple(words),
         sampling=sampling,
         stop_regex=check_patterns(request.stop_regex, "stop_regex"),

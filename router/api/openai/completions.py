@@ -17,9 +17,9 @@ from loraplex.router.api.openai.common import (
 )
 from loraplex.router.api.openai.openai_formatter import (
     AnswerOptions,
-    OpenAIFinish,
     OpenAIFormatter,
     PromptLogprobs,
+    TextFinish,
     Usage,
     listed,
     stopped,
@@ -57,7 +57,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: OpenAIFinish | None
+    finish_reason: TextFinish | None
     stop_reason: int | str | None
     matched_stop: int | str | None
     token_ids: list[int] | None
@@ -112,7 +112,7 @@ class CompletionsFormatter(OpenAIFormatter):
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + sum(len(token.text) for token in tokens)
         logprobs = self._logprobs(tokens, _offsets(tokens, offset))
-        reason = None if event.finish is None else self._finish_reason(event.finish)
+        reason = None if event.finish is None else self._ended(event.finish)
         choice = CompletionChoice(index, event.text, logprobs, reason, *stopped(event), ids)
         return self._chunk(choice)
 
@@ -134,7 +134,7 @@ class CompletionsFormatter(OpenAIFormatter):
             index,
             before + result.text,
             self._logprobs((*prompt, *result.tokens), offsets),
-            self._finish_reason(result.finish),
+            self._ended(result.finish),
             *stopped(result),
             self._options.ids(result.token_ids),
             self._options.ids(info.token_ids),
@@ -203,15 +203,15 @@ class CompletionsBody(OpenAIBody, frozen=True, kw_only=True):
     """Body of a request to `/v1/completions`. prompt: a text, a list of texts, token ids, or a list
     of lists of token ids.
 
-    max_tokens: 0 wants the prompt alone, with `echo`. add_special_tokens: around texts; true by
-    default.
+    max_tokens: 0 wants the prompt alone, with `echo`. logprobs: true is 1, false is none.
+    add_special_tokens: around texts; true by default.
     """
 
     prompt: str | list[str | NonNegative | list[NonNegative]]
     max_tokens: NonNegative | None = None
     best_of: Positive | None = None
     echo: bool | None = None
-    logprobs: NonNegative | None = None
+    logprobs: NonNegative | bool | None = None
     add_special_tokens: bool | None = None
 
 
@@ -230,12 +230,15 @@ def request_of(request: CompletionsBody, limits: ApiLimits, bearer: str | None) 
     if max_tokens is None and "max_tokens" not in limits.sampling_defaults:
         max_tokens = DEFAULT_MAX_TOKENS
     require(max_tokens != 0 or request.echo, "expected at least 1, or 0 with `echo`", "max_tokens")
+    logprobs = request.logprobs
+    if isinstance(logprobs, bool):
+        logprobs = min(1, limits.max_logprobs) if logprobs else None
     sampling = sampling_of(
         request,
         limits,
         max_tokens=max_tokens,
-        logprobs=request.logprobs,
-        prompt_logprobs=_prompt_logprobs(request),
+        logprobs=logprobs,
+        prompt_logprobs=_prompt_logprobs(request, logprobs),
     )
     call = GenerationCall(
         api="completions",
@@ -253,9 +256,9 @@ def request_of(request: CompletionsBody, limits: ApiLimits, bearer: str | None) 
     return ApiRequest(call, CompletionsFormatter, options_of(request, call))
 
 
-def _prompt_logprobs(request: CompletionsBody) -> int | None:
+def _prompt_logprobs(request: CompletionsBody, logprobs: int | None) -> int | None:
     """Alternatives to the prompt's tokens: asked for, or those of an echoed prompt."""
-    echoed = request.logprobs if request.echo else None
+    echoed = logprobs if request.echo else None
     return max((n for n in (request.prompt_logprobs, echoed) if n is not None), default=None)
 
 

@@ -20,6 +20,8 @@ from loraplex.router.call import (
 )
 
 OpenAIFinish = Literal["stop", "length", "tool_calls"]
+# vLLM's of an answer that was aborted, beside OpenAI's of texts.
+TextFinish = Literal["stop", "length", "abort"]
 # The way of an answer's reasoning: sent as it comes, or at once when it is over, or left out.
 ReasoningSent = Literal["streamed", "whole", "never"]
 # Which chunks of a stream carry the counts.
@@ -138,6 +140,14 @@ class OpenAIFormatter(ABC):
         if completed(finish) == "length":
             return "length"
         return "tool_calls" if has_calls and not self._options.named_call else "stop"
+
+    def _ended(self, finish: FinishReason) -> TextFinish:
+        """Returns vLLM's name of the reason why a text ended. An answer that was aborted has what
+        there was. Raises RequestError (incomplete).
+        """
+        if finish == "abort":
+            return "abort"
+        return "length" if completed(finish) == "length" else "stop"
 
     def _prompt_logprobs(self, info: PromptInfo) -> PromptLogprobs | None:
         most = self._options.prompt_logprobs

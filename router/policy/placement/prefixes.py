@@ -20,6 +20,11 @@ def prefix_keys(salt: str, adapter: str, prompt_ids: Sequence[int]) -> tuple[int
     )
 
 
+def session_key(tenant: str, session: str) -> int:
+    """A key of a caller's session: its requests prefer the worker of the last one."""
+    return hash((tenant, session))
+
+
 class PrefixMemory:
     """Latest worker by prefix; the least recently used is forgotten."""
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from loraplex.router.api.about import FleetState, served_model, served_settings
 from loraplex.router.api.request.formatter import ApiLimits, Formatter
 from loraplex.router.api.sglang.generate import is_native, parse
+from loraplex.router.api.vllm.control import vllm_config
 from loraplex.router.call import AdapterChoice, GenerationCall, RequestError, TopToken
 from loraplex.router.shape.shape import JsonSchema, Regex
 from loraplex.server.protocol import SamplingParams
@@ -346,7 +347,8 @@ def test_about_the_server() -> None:
     model = msgspec.to_builtins(served_model(card))
     assert (model["model_path"], model["is_generation"]) == ("fake-base", True)
     assert not served_model(msgspec.structs.replace(card, writes=False)).is_generation
-    settings = msgspec.to_builtins(served_settings(card, "1", FleetState(2, 1, 9)))
+    config = vllm_config(card, processed_logprobs=False, adapter_slots=8, shards=2)
+    settings = msgspec.to_builtins(served_settings(card, "1", FleetState(2, 1, 9), config))
     state = {"workers": 2, "workers_ready": 1, "max_running_requests": 9}
     assert (settings["context_length"], settings["internal_states"]) == (512, [state])
 

@@ -62,7 +62,6 @@ async def test_an_aborted_answer_is_what_there_was(
     ("path", "body"),
     [
         ("/v1/chat/completions", {**CHAT, "request_id": "r"}),
-        ("/v1/completions", {"prompt": "hi", "rid": "r"}),
         ("/v1/messages", {**CHAT, "max_tokens": 200, "request_id": "r"}),
         ("/v1/responses", {"input": "hi", "request_id": "r"}),
     ],
@@ -80,6 +79,31 @@ async def test_other_routes_answer_an_error(
     answer = await asking
     assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
     assert "was aborted" in answer.text
+    await router.until_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hi", "rid": "r"}),
+        ("/inference/v1/generate", {"token_ids": [104], "sampling_params": {}, "request_id": "r"}),
+    ],
+)
+async def test_texts_end_as_vllms_do(
+    router: Running, worker: FakeWorker, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    worker.hold_finish = True
+    asking = asks(router, path, {**body, "stream": stream, "return_token_ids": True})
+    await worker.until(lambda: worker.held == 1)
+    await abort(router, {"rid": "r"})
+    answer = await asking
+    assert answer.status_code == 200
+    parts = events_of(answer.text) if stream else [answer.json()]
+    choices = [choice for part in parts for choice in part["choices"]]
+    assert choices[-1]["finish_reason"] == "abort"
+    ids = [token for choice in choices for token in choice["token_ids"] or ()]
+    assert bytes(ids[:15]) == b"base says hello"
     await router.until_idle()
 
 

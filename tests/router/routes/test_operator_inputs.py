@@ -55,7 +55,7 @@ async def test_a_field_that_is_not_known(router: Running, operation: Operation) 
     assert all(name in message for name in known)
 
 
-@pytest.mark.parametrize("operation", [one for one in WRITING if one.query], ids=named)
+@pytest.mark.parametrize("operation", [one for one in WRITING if "tenant" in one.query], ids=named)
 async def test_an_owner_in_the_body_is_not_the_fleet(router: Running, operation: Operation) -> None:
     body = {"tenant": "acme"}
     told = await router.client.request(operation.method, path_of(operation), json=body)

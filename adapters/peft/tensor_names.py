@@ -45,7 +45,8 @@ _BODY, _HEADS = "model.", ("lm_head", HEAD_OF_CLASSES)
 _WITHIN = "the text model within a larger model"
 # Parts beside that text model.
 _OF_IMAGES = re.compile(
-    r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|connector)\..+"
+    r"(?:model\.)?(?:(?:vision_tower|vision_model|visual|multi_modal_projector|connector|image_tower|"
+    r"vision_embed_tokens|embed_tokens_extend)\..+|image_newline)|.+\.lora_[AB]\.(?:vision|speech)\..+"
 )
 
 

@@ -236,8 +236,11 @@ class Decoder(Generic[P, L, Y]):
     ) -> Y:
         ops, spec, (gate_up, down) = self.ops, weights.spec, sites
         y = ops.linear(normed, weights.gate_up, lora, gate_up)
-        run = ops.gated if spec.is_gated else ops.activated
-        return ops.linear(run(y, spec.activation), weights.down, lora, down)
+        if spec.is_gated:
+            inner = ops.gated(y, spec.activation)
+        else:
+            inner = ops.activated(y, spec.activation, weights.xielu)
+        return ops.linear(inner, weights.down, lora, down)
 
     def _moe(
         self, weights: MoeWeights, sites: BranchSites, normed: torch.Tensor, lora: L | None

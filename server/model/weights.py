@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from loraplex.adapters.classes import SCORE
 from loraplex.adapters.sharding import WHOLE, Shard
@@ -22,6 +23,8 @@ from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.spec.model_spec import (
     SINKS,
+    XIELU,
+    XIELU_TENSORS,
     AttentionSpec,
     Branch,
     MlpSpec,
@@ -79,11 +82,12 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """Weights of an MLP, as `spec` says."""
+    """Weights of an MLP, as `spec` says. xielu: float32 `[4]`, what `pointwise.xielu` takes."""
 
     spec: MlpSpec
     gate_up: Linear
     down: Linear
+    xielu: torch.Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -199,6 +203,7 @@ def _norm(source: WeightSource, spec: NormSpec, layer: int | None = None) -> Nor
         weight = source.mapped(f"{path}.weight").float().to(source.device) + spec.offset
     if spec.kind == "rms":
         return RmsNorm(weight, spec.epsilon)
+    weight = weight.to(source.dtype)
     return LayerNorm(weight, source.get(f"{path}.bias") if spec.bias else None, spec.epsilon)
 
 
@@ -215,7 +220,7 @@ def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeight
             )
         case MlpSpec():
             gate_up, down = source.linear(spec.gate_up, index), source.linear(spec.down, index)
-            return MlpWeights(spec, gate_up, down)
+            return MlpWeights(spec, gate_up, down, _xielu(source, spec, index))
         case MoeSpec():
             router = layer_path(index, spec.router)
             bias = source.get(f"{router}.bias") if spec.router_bias else None
@@ -225,6 +230,17 @@ def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeight
                 source.experts(spec.gate_up, index),
                 source.experts(spec.down, index),
             )
+
+
+def _xielu(source: WeightSource, spec: MlpSpec, index: int) -> torch.Tensor | None:
+    if spec.activation != "xielu":
+        return None
+    alpha_p, alpha_n, beta, epsilon = (
+        source.mapped(layer_path(index, f"{XIELU}.{name}")).float().view(1)
+        for name in XIELU_TENSORS
+    )
+    numbers = (functional.softplus(alpha_p), beta + functional.softplus(alpha_n), beta, epsilon)
+    return torch.cat(numbers).to(source.device)
 
 
 def _qk_norm(source: WeightSource, spec: AttentionSpec, index: int) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ from loraplex.launcher.known_models import KnownModel, served_families
 from loraplex.server.model.families.registry import architectures, read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.model.ops.memory import layer_token_bytes, weights_bytes
-from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, MlpSpec, ModelSpec, StepSpec
 
 _HEAD = """\
 # Families of models
@@ -14,8 +14,10 @@ _HEAD = """\
 A model is served if its `config.json` names one of these types, and says nothing that its family
 cannot compute. [Models](models.md) has the rules; `loraplex info MODEL` tries any `config.json`.
 
-| `model_type` | architecture | models |
-| --- | --- | --- |
+The last column lists what is not as in Llama: each is a block that other families may use, too.
+
+| `model_type` | architecture | models | blocks |
+| --- | --- | --- | --- |
 """
 _KNOWN = """
 ## On a GPU
@@ -35,7 +37,8 @@ def render() -> str:
     """The whole page."""
     families, served = served_families(), architectures()
     rows = [
-        f"| `{name}` | `{served[name]}` | {known.covers} |\n" for name, known in families.items()
+        f"| `{name}` | `{served[name]}` | {known.covers} | {_blocks(known)} |\n"
+        for name, known in families.items()
     ]
     examples = [_example(known) for known in families.values() if known.example]
     return "".join([_HEAD, *rows, _KNOWN, *examples])
@@ -45,6 +48,50 @@ def listed() -> str:
     """All types, in the words of the README's list."""
     *names, last = (f"`{name}`" for name in sorted(architectures()))
     return f"{', '.join(names)} and {last}"
+
+
+def _blocks(known: KnownModel) -> str:
+    """List the parts of a known model that Llama has not, or has in another form."""
+    try:
+        model = read_model(known.config)
+    except ValueError:
+        return ""
+    attentions = {layer.attention for layer in model.layers}
+    feeds = {feed for layer in model.layers for feed in layer.feed_forwards}
+    ropes = {of.rope for of in attentions}
+    turned = [rope for rope in ropes if rope is not None]
+    mlps = [feed for feed in feeds if isinstance(feed, MlpSpec)]
+    found: dict[str, bool] = {
+        "LayerNorm": model.norm.kind == "layer",
+        "norms before and behind branches": any(
+            step.pre is not None and step.post is not None for step in model.steps
+        ),
+        "norms behind branches": all(step.pre is None for step in model.steps),
+        "parallel branches": any(len(step.branches) > 1 and _attends(step) for step in model.steps),
+        "norms of q and k": any(
+            of.q_norm is not None and not of.norms_rotated for of in attentions
+        ),
+        "norms of q and k behind the rotation": any(of.norms_rotated for of in attentions),
+        "windows": any(window is not None for window in model.windows),
+        "sinks": any(of.sinks for of in attentions),
+        "layers without rotation": None in ropes,
+        "rotation of a part of heads": any(rope.rotary_dim is not None for rope in turned),
+        "rotation of neighbours": any(rope.interleaved for rope in turned),
+        "queries that grow": any(of.q_scale is not None for of in attentions),
+        "soft caps": model.head.softcap is not None
+        or any(of.softcap is not None for of in attentions),
+        "a scaled embedding": model.embedding.scale != 1.0,
+        "an MLP without gate": any(not feed.is_gated for feed in mlps),
+        **{of.activation: of.activation != "silu" for of in mlps},
+        "experts": len(feeds) > len(mlps),
+        "a shared MLP": len(mlps) < len(feeds)
+        and any(len(step.branches) > 1 and not _attends(step) for step in model.steps),
+    }
+    return ", ".join(block for block, has in found.items() if has)
+
+
+def _attends(step: StepSpec) -> bool:
+    return any(isinstance(branch, AttentionSpec) for branch in step.branches)
 
 
 def _example(known: KnownModel) -> str:

@@ -119,7 +119,8 @@ class _RandomWeights:
                 )
             case MlpSpec():
                 gate_up, down = self.linear(spec.gate_up, index), self.linear(spec.down, index)
-                return MlpWeights(spec, gate_up, down)
+                numbers = self._ones(4).float() if spec.activation == "xielu" else None
+                return MlpWeights(spec, gate_up, down, numbers)
             case MoeSpec():
                 bias = self._bias(spec.experts) if spec.router_bias else None
                 router = DenseLinear(self.matrix(spec.experts, spec.gate_up.in_features), bias)

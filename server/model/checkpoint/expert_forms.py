@@ -1,16 +1,18 @@
-"""Which form a checkpoint's experts have, as the names of its tensors tell. No torch."""
+"""Which form a checkpoint's experts have, as its tensors tell. No torch."""
 
-from collections.abc import Container
+from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 
 from msgspec.structs import replace
 
+from loraplex.server.model.checkpoint.checkpoint import StoredTensor
 from loraplex.server.model.spec.linear_spec import ExpertForm, ExpertStorage, LinearSpec
 from loraplex.server.model.spec.model_spec import Branch, ModelSpec, layer_path
 from loraplex.server.model.spec.moe_spec import MoeSpec
 
 
-def as_stored(model: ModelSpec, names: Container[str]) -> ModelSpec:
+def as_stored(model: ModelSpec, names: Mapping[str, StoredTensor]) -> ModelSpec:
     """Return the model with experts in the form that a checkpoint with these tensors holds. Where
     it holds none, as the family says.
     """
@@ -25,11 +27,14 @@ def as_stored(model: ModelSpec, names: Container[str]) -> ModelSpec:
         return model
     return replace(
         model,
-        layers=tuple(layer.mapped(lambda branch: _branch(branch, form)) for layer in model.layers),
+        layers=tuple(
+            layer.mapped(partial(_branch, form, index, names))
+            for index, layer in enumerate(model.layers)
+        ),
     )
 
 
-def _forms(path: str, stored: ExpertStorage, names: Container[str]) -> list[ExpertForm]:
+def _forms(path: str, stored: ExpertStorage, names: Mapping[str, StoredTensor]) -> list[ExpertForm]:
     if path in names:
         return ["stacked"]
     if stored.form == "stacked" and f"{path}_blocks" in names:
@@ -37,18 +42,27 @@ def _forms(path: str, stored: ExpertStorage, names: Container[str]) -> list[Expe
     return []
 
 
-def _branch(branch: Branch, form: ExpertForm) -> Branch:
+def _branch(
+    form: ExpertForm, layer: int, names: Mapping[str, StoredTensor], branch: Branch
+) -> Branch:
     if not isinstance(branch, MoeSpec):
         return branch
     stored, router = branch.gate_up.stored, branch.router
     if stored is not None and form == "stacked":  # the router lies beside the experts
         block = stored.path.rsplit(".", 2)[0]
         router = f"{block}.{router.rpartition('.')[2]}"
-    gate_up, down = _linear(branch.gate_up, form), _linear(branch.down, form)
+    gate_up, down = (_linear(linear, form, layer, names) for linear in branch.linears)
     return replace(branch, router=router, gate_up=gate_up, down=down)
 
 
-def _linear(linear: LinearSpec, form: ExpertForm) -> LinearSpec:
-    if linear.stored is None:
+def _linear(
+    linear: LinearSpec, form: ExpertForm, layer: int, names: Mapping[str, StoredTensor]
+) -> LinearSpec:
+    stored = linear.stored
+    if stored is None:
         return linear
-    return replace(linear, stored=replace(linear.stored, form=form))
+    tensor = names.get(layer_path(layer, stored.path))
+    if stored.flips and form == "stacked" and tensor is not None:
+        usual = (linear.experts, linear.out_features, linear.in_features)
+        stored = replace(stored, transposed=tensor.shape != usual)
+    return replace(linear, stored=replace(stored, form=form))

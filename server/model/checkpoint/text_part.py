@@ -35,12 +35,13 @@ def model_shards(folder: Path, model: ModelSpec) -> tuple[ModelFile, ...]:
     seen: dict[str, str] = {}
 
     def name_of(stored: str) -> str:
-        name = plain_name(stored) if model.is_text_part else stored
+        name = stored
+        if model.is_text_part:  # whose towers may have brought LoRA of their own
+            name = plain_name(stored).replace(".base_layer.", ".")
         if not (model.is_text_part or model.writes):
             name = _under_model(stored)
-        for end, other in model.stored_names:
-            if name.endswith(f".{end}"):
-                return name.removesuffix(end) + other
+        for pattern, other in model.stored_names:
+            name = re.sub(pattern, other, name)
         return name
 
     return tuple(replace(shard, tensors=_renamed(shard, seen, name_of)) for shard in shards)

@@ -32,6 +32,7 @@ class ExpertNames(NamedTuple):
 def refuse_other_routing(fields: Fields) -> None:
     """Refuse settings that are no softmax over all experts, or that bring other experts."""
     config = fields.config
+    refuse_other_activation(fields)
     for key in _SHARED:
         if config.get(key):
             fields.refuse(f"{key}: experts that every token shares are not served")
@@ -40,6 +41,13 @@ def refuse_other_routing(fields: Fields) -> None:
             fields.refuse(f"{key} must be 1, got {config[key]!r}: groups of experts are not served")
     if config.get("scoring_func", "softmax") != "softmax":
         fields.refuse(f"scoring_func must be 'softmax', got {config['scoring_func']!r}")
+
+
+def refuse_other_activation(fields: Fields) -> None:
+    """Refuse another activation than SiLU, which alone experts have."""
+    named = fields.config.get("hidden_act", "silu")
+    if named not in ("silu", "swish"):
+        fields.refuse(f"hidden_act must be 'silu' with experts, got {named!r}")
 
 
 def read_counts(fields: Fields, *, default: int, default_of_token: int) -> tuple[int, int]:

@@ -32,6 +32,13 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
 }
 # Kinds of layers in `layer_types`: those that attend to all tokens, and those with a window.
 FULL, WINDOWED = "full_attention", "sliding_attention"
@@ -45,12 +52,13 @@ class Family(NamedTuple):
     """Family of models, and how its configuration is read. architecture: the class that
     `config.json` names. read: makes a ModelSpec of `config.json` and `generation_config.json`;
     what is malformed or unsupported it refuses (`Fields.refuse`). quantised: the `quant_method`
-    of weights that are read.
+    of weights that are read. others: further classes that `config.json` may name.
     """
 
     architecture: str
     read: Reader
     quantised: str | None = None
+    others: tuple[str, ...] = ()
 
 
 class Biases(NamedTuple):
@@ -76,6 +84,7 @@ class NormPlaces(NamedTuple):
 
 class ModelSizes(NamedTuple):
     """Sizes that most configurations have. positions: tokens of a context before any scaling.
+    activation: of MLPs.
 
     is_sound: False where something is malformed; then the rest means nothing.
     """
@@ -90,6 +99,7 @@ class ModelSizes(NamedTuple):
     positions: int
     epsilon: float
     is_sound: bool
+    activation: Activation = "silu"
 
 
 def read_sizes(
@@ -99,9 +109,10 @@ def read_sizes(
     head_dim: int | None = None,
     epsilon: float = 1e-6,
     epsilon_key: str = "rms_norm_eps",
+    activation: str | None = "silu",
 ) -> ModelSizes:
-    """Read the sizes of a model. kv_heads, head_dim, epsilon: where `config.json` says nothing;
-    None = as many as heads, and `hidden / heads`.
+    """Read the sizes of a model. kv_heads, head_dim, epsilon, activation: where `config.json` says
+    nothing; None = as many as heads, `hidden / heads`, and an activation that the family reads.
     """
     before = len(fields.problems)
     vocab, hidden, inner, layers, heads, positions = (
@@ -126,17 +137,11 @@ def read_sizes(
     if is_sound and head_dim % 2:
         fields.refuse(f"head_dim must be even, got {head_dim}")
     epsilon = fields.number(fields.config, epsilon_key, epsilon)
-    return ModelSizes(
-        vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, epsilon, is_sound
-    )
-
-
-def refuse_other_maths(fields: Fields) -> None:
-    """Refuse settings that no model with a gated SiLU and causal attention has."""
-    activation = fields.config.get("hidden_act", "silu")
-    if _ACTIVATIONS.get(str(activation)) != "silu":
-        fields.refuse(f"hidden_act must be 'silu', got {activation!r}")
-    refuse_other_attention(fields)
+    numbers = (vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, epsilon)
+    if activation is None:
+        return ModelSizes(*numbers, is_sound)
+    named = fields.config.get("hidden_act", activation)
+    return ModelSizes(*numbers, is_sound, read_activation(fields, "hidden_act", named))
 
 
 def refuse_other_attention(fields: Fields) -> None:
@@ -255,15 +260,24 @@ def attention(
     )
 
 
-def mlp(sizes: ModelSizes, biases: Biases = NO_BIASES, activation: Activation = "silu") -> MlpSpec:
-    """Make the MLP of a layer, with the usual names."""
+def mlp(
+    sizes: ModelSizes, biases: Biases = NO_BIASES, activation: Activation | None = None
+) -> MlpSpec:
+    """Make the MLP of a layer, with the usual names. activation: None = that of `sizes`."""
     hidden, inner = sizes.hidden, sizes.inner
     parts = tuple(Part(f"mlp.{name}_proj", inner) for name in ("gate", "up"))
     return MlpSpec(
         LinearSpec("gate_up", hidden, parts, "column", biases.mlp),
         LinearSpec("down", inner, (Part("mlp.down_proj", hidden),), "row", biases.mlp),
-        activation,
+        activation or sizes.activation,
     )
+
+
+def plain_mlp(sizes: ModelSizes, biases: Biases = NO_BIASES) -> MlpSpec:
+    """Make an MLP without gate, with the usual names."""
+    gated = mlp(sizes, biases)
+    up = LinearSpec("up", sizes.hidden, gated.gate_up.parts[1:], "column", biases.mlp)
+    return msgspec.structs.replace(gated, gate_up=up, is_gated=False)
 
 
 def fused_mlp(sizes: ModelSizes) -> MlpSpec:

@@ -3,7 +3,7 @@
 Pure. The class that `config.json` names decides.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -47,6 +47,13 @@ def head_form(config: Mapping[str, Any], served: str) -> HeadForm | None:
     known = architectures_of(served)
     forms = [known[str(name).lower()] for name in named if str(name).lower() in known]
     return forms[0] if forms else None
+
+
+def architecture_of(config: Mapping[str, Any], served: Sequence[str]) -> str:
+    """Return the class, of those that are served of a type, that a configuration names; the first
+    where it names none of them.
+    """
+    return next((name for name in served if head_form(config, name) is not None), served[0])
 
 
 def with_head(model: ModelSpec, form: HeadForm, fields: Fields) -> ModelSpec:

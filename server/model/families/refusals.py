@@ -1,8 +1,7 @@
 """The kinds of models that are served, and why others are not: type, head, stored form. Pure."""
 
 from collections.abc import Collection, Mapping
-from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from loraplex.adapters.violations import shown
 from loraplex.server.model.families.head_forms import head_form
@@ -10,88 +9,140 @@ from loraplex.server.model.families.head_forms import head_form
 _LISTED = "`loraplex info` lists what is"
 
 
-_LINEAR_ATTENTION = "linear attention with recurrent state"
-_STATE_SPACE = "state-space layers (Mamba's)"
-_MLA = "multi-head latent attention (MLA)"
-_CORRECTED = "a router that chooses experts by corrected scores"
-_SHARED = "experts that every token uses beside the routed ones"
-_ENCODER_DECODER = "an encoder whose output the decoder attends to"
-_ENCODES = "attention to later tokens, which encoders have"
-_IMAGES = "an encoder of images or sound"
+class _Part(NamedTuple):
+    """A part that is not served, and the fields that only models with it have.
 
-# The part that is missing -> patterns of `model_type`. The first row that fits counts.
-BY_TYPE: dict[str, tuple[str, ...]] = {
-    _LINEAR_ATTENTION: (
-        *("qwen3_5*", "qwen3_next", "qwen4_exp*", "kimi_linear", "bailing_hybrid"),
-        *("minimax", "olmo_hybrid"),
+    keys: of `config.json`, where they say more than null, false, 0 or nothing. named: keys that
+    count whatever they say. kinds: in its lists of layers. without: keys of models that have
+    another part in its place.
+    """
+
+    words: str
+    keys: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+
+_LISTS = (
+    *("layer_types", "layers_block_type", "block_types", "attn_layers", "attention_layers"),
+    "mixer_types",
+)
+# What is most of the work comes first.
+_PARTS: tuple[_Part, ...] = (
+    _Part(
+        "an encoder whose output the decoder attends to",
+        (
+            *("is_encoder_decoder", "add_cross_attention", "cross_attention_layers"),
+            *("decoder_layers", "num_decoder_layers", "cross_layer_interval", "aligner_ffn_mult"),
+            *("audio_encoder", "text_encoder"),
+        ),
     ),
-    _STATE_SPACE: (
-        *("*mamba*", "*jamba*", "bamba", "falcon_h1", "*zamba*", "nemotron_h*"),
-        "plamo2",
+    _Part(
+        "state-space layers (Mamba's)",
+        (
+            *("ssm_cfg", "hybrid_override_pattern", "mamba_d_state", "mamba_d_conv", "state_size"),
+            *("mamba_num_heads", "ssm_state_size", "n_mamba_heads", "mamba_n_heads"),
+        ),
+        kinds=("mamba", "mamba2"),
     ),
-    "recurrent layers": ("*rwkv*", "recurrent_gemma", "xlstm"),
-    "layers of convolutions": ("lfm2*", "lfm3*", "*hyena*"),
-    _MLA: (
-        *("deepseek_v2*", "deepseek_v3*", "deepseek_vl_v2", "kimi_k2*", "longcat_flash*"),
-        *("minicpm3", "glm4_moe_lite", "glm_moe_dsa", "youtu", "mistral4", "axk1", "axk2"),
-        *("dots3_note*", "hy_v4"),
+    _Part(
+        "recurrent layers",
+        (
+            *("lru_width", "rescale_every", "qk_dim_factor", "H_cycles", "n_recurrent_loops"),
+            "loop_num_passes",
+        ),
+        kinds=("recurrent",),
     ),
-    "embeddings of each layer, and layers that share keys and values": ("gemma3n*", "gemma4*"),
-    "attention in chunks, and experts whose input is scaled": ("llama4*",),
-    _CORRECTED: (
-        *("glm4_moe*", "glm4v_moe*", "dots1", "ernie4_5_moe", "exaone_moe", "hy_v3", "kolibri1"),
-        *("laguna", "mimo_v2_flash", "minimax_m2", "minimax_m3*", "solar_open", "deepseek_v4"),
+    _Part(
+        "linear attention with recurrent state",
+        (
+            *("linear_num_key_heads", "linear_num_heads", "linear_attn_config"),
+            *("linear_conv_kernel_dim", "linear_attn_alpha_factor"),
+        ),
+        kinds=("linear_attention",),
     ),
-    _SHARED: ("qwen2_moe", "hunyuan_v1_moe", "granitemoeshared", "afmoe", "cohere2_moe"),
-    "attention whose queries and values are clipped": ("olmoe", "dbrx"),
-    "layer norms, where the served families have RMS norms": (
-        *("gpt2", "gpt_neo*", "gptj", "codegen", "opt", "bloom", "mpt", "falcon", "phimoe"),
-        *("persimmon", "stablelm*", "starcoder2", "gpt_bigcode", "biogpt", "xglm", "nemotron"),
-        *("jais2", "cohere", "cohere2", "openai-gpt", "gpt-sw3", "ctrl", "olmo"),
+    _Part("layers of convolutions", ("conv_L_cache",), kinds=("conv",)),
+    _Part("attention over convolved keys and values", ("cca_time0",)),
+    _Part("multi-head latent attention (MLA)", ("kv_lora_rank",)),
+    _Part(
+        "attention to tokens that an index chooses, or to compressed ones",
+        ("index_topk", "index_topk_blocks", "o_lora_rank", "compress_ratios"),
+        kinds=("indexed_attention", "heavily_compressed_attention", "compressed_sparse_attention"),
     ),
-    "an MLP without a gate": ("arcee", "apertus"),
-    "norms inside attention and MLP": ("bitnet",),
-    "differential attention": ("diffllama",),
-    "attention masks that depend on the values": ("doge",),
-    "a model of bytes and patches, where others have tokens": ("blt",),
-    _ENCODES: (
-        *("*bert*", "roberta*", "xlm-roberta*", "electra", "deberta*", "ernie", "esm*", "mpnet"),
-        *("longformer", "big_bird", "camembert", "data2vec-text", "rembert", "xmod", "nomic*"),
+    _Part(
+        "embeddings of each layer, and layers that share keys and values",
+        (
+            *("hidden_size_per_layer_input", "num_kv_shared_layers", "altup_num_inputs"),
+            "vocab_size_per_layer_input",
+        ),
+        named=("attention_k_eq_v", "use_double_wide_mlp"),
     ),
-    _ENCODER_DECODER: (
-        *("*t5", "t5gemma*", "*bart", "bart", "marian", "*pegasus*", "m2m_100", "led", "whisper"),
-        *("prophetnet", "blenderbot*", "mvp", "nllb-moe", "switch_transformers", "fsmt", "udop"),
-        *("*encoder-decoder", "seamless*", "speech_to_text", "speecht5", "moonshine*"),
+    _Part(
+        "attention in chunks, and experts whose input is scaled",
+        ("attention_chunk_size", "interleave_moe_layer_step"),
+        kinds=("chunked_attention",),
     ),
-    _IMAGES: ("*llava*", "*_vl", "*_vl_*", "*vision*", "*audio*", "clip*", "siglip*", "idefics*"),
-}
-# Of a type that no row names: keys that only such a model has.
-_BY_KEY: dict[str, str] = {
-    "kv_lora_rank": _MLA,
-    "linear_num_key_heads": _LINEAR_ATTENTION,
-    "hybrid_override_pattern": _STATE_SPACE,
-    "ssm_cfg": _STATE_SPACE,
-    "n_shared_experts": _SHARED,
-    "vision_config": _IMAGES,
-    "audio_config": _IMAGES,
-}
+    _Part("convolutions and distances that attention adds to its scores", ("rel_extent", "d_rel")),
+    _Part("attention to references and the newest tokens", kinds=("reference_sliding_attention",)),
+    _Part("differential attention", ("lambda_std_dev",)),
+    _Part("attention masks that depend on the values", ("keep_window_size",)),
+    _Part("a model of bytes and patches, where others have tokens", ("patching_mode",)),
+    _Part("tokens of several codebooks", ("num_codebooks", "audio_vocab_size", "vq_config")),
+    _Part("attention whose queries and values are clipped", ("clip_qkv",)),
+    _Part("attention of hashed tokens", ("num_hashes",), kinds=("lsh",)),
+    _Part("two streams of attention", named=("bi_data",)),
+    _Part("actions beside text", named=("max_action_dim",)),
+    _Part(
+        "attention to later tokens, which encoders have",
+        (
+            *("type_vocab_size", "is_encoder", "use_lang_emb", "prefix_lm", "num_image_tokens"),
+            *("use_bidirectional_attention", "prompt_types"),
+        ),
+    ),
+    _Part("biases of scores by distance (ALiBi)", ("alibi",), named=("slow_but_exact",)),
+    _Part(
+        "positions that are learned, or added to the embedding",
+        (
+            *("n_positions", "do_layer_norm_before", "learned_pos_emb", "attention_types"),
+            *("scale_embedding", "afn"),
+        ),
+        without=("rotary_dim",),
+    ),
+)
+_TOWERS = ("vision_config", "audio_config")
 
 
 def missing_part(config: Mapping[str, Any]) -> str | None:
-    """The part that the model needs and that is not served, as a phrase; None = not known."""
-    model_type = str(config.get("model_type"))
-    for part, patterns in BY_TYPE.items():
-        if any(fnmatchcase(model_type, pattern) for pattern in patterns):
-            return part
-    if config.get("is_encoder_decoder") is True:
-        return _ENCODER_DECODER
-    if "linear_attention" in _listed(config.get("layer_types")):
-        return _LINEAR_ATTENTION
-    return next((part for key, part in _BY_KEY.items() if config.get(key)), None)
+    """The part that the model needs and that is not served, as a phrase; None = none shows. It is
+    found by the fields of `config.json`, not by the name of the type.
+    """
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else {}
+    attention = config.get("attn_config")
+    attention = attention if isinstance(attention, Mapping) else {}
+    fields = {**config, **text, **attention}
+    found = next((part.words for part in _PARTS if _has(fields, part)), None)
+    if found is None and any(config.get(key) for key in _TOWERS):
+        named = text.get("model_type")
+        of_type = f", of type {shown(named)}" if named else ""
+        return f"a reader of the text part{of_type}, beside its encoder of images or sound"
+    return found
 
 
-def _listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
+def _has(fields: Mapping[str, Any], part: _Part) -> bool:
+    if any(fields.get(key) for key in part.without):
+        return False
+    kinds = {kind for key in _LISTS for kind in _listed(fields.get(key))}
+    return (
+        any(fields.get(key) for key in part.keys)
+        or any(key in fields for key in part.named)
+        or not kinds.isdisjoint(part.kinds)
+    )
+
+
+def _listed(value: object) -> list[str]:
+    return [kind for kind in value if isinstance(kind, str)] if isinstance(value, list) else []
 
 
 def other_family(config: Mapping[str, Any], families: Collection[str]) -> str | None:

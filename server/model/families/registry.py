@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families.family import Family, refuse_other_attention
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.head_forms import head_form, with_head
+from loraplex.server.model.families.head_forms import architecture_of, head_form, with_head
 from loraplex.server.model.families.readers import (
     exaone,
     gemma,
@@ -26,7 +26,9 @@ from loraplex.server.model.families.readers import (
     qwen2,
     qwen3,
     qwen3_moe,
+    renamed,
     smollm,
+    ungated,
 )
 from loraplex.server.model.families.readers.composite import COMPOSITES, Text, text_of
 from loraplex.server.model.families.refusals import other_family, other_forms
@@ -34,9 +36,15 @@ from loraplex.server.model.quantisation.quantisation import Quantisation
 from loraplex.server.model.quantisation.read import read_quantisation
 from loraplex.server.model.spec.model_spec import ModelSpec
 
+# The class that transformers makes of some types.
+_LLAMA = ("LlamaForCausalLM",)
 # By `model_type`. A new family is a reader and a line here.
 FAMILIES: dict[str, Family] = {
+    "apertus": Family("ApertusForCausalLM", ungated.read_apertus),
+    "arcee": Family("ArceeForCausalLM", ungated.read_arcee),
+    "cwm": Family("CwmForCausalLM", mistral.read_cwm),
     "ernie4_5": Family("Ernie4_5ForCausalLM", llama_kin.read_ernie),
+    "exaone": Family("ExaoneForCausalLM", renamed.read_exaone, others=_LLAMA),
     "exaone4": Family("Exaone4ForCausalLM", exaone.read),
     "gemma": Family("GemmaForCausalLM", gemma.read_gemma),
     "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2),
@@ -47,10 +55,14 @@ FAMILIES: dict[str, Family] = {
     "glm": Family("GlmForCausalLM", glm.read_glm),
     "glm4": Family("Glm4ForCausalLM", glm.read_glm4),
     "helium": Family("HeliumForCausalLM", llama_kin.read_helium),
+    "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", renamed.read_hunyuan),
+    "internlm3": Family("InternLM3ForCausalLM", renamed.read_internlm3, others=_LLAMA),
     "llama": Family("LlamaForCausalLM", llama.read),
+    "ministral": Family("MinistralForCausalLM", mistral.read),
     "ministral3": Family("Ministral3ForCausalLM", mistral.read_ministral3),
     "mistral": Family("MistralForCausalLM", mistral.read),
     "mixtral": Family("MixtralForCausalLM", mixtral.read),
+    "nemotron": Family("NemotronForCausalLM", ungated.read_nemotron),
     "olmo2": Family("Olmo2ForCausalLM", olmo.read_olmo2),
     "olmo3": Family("Olmo3ForCausalLM", olmo.read_olmo3),
     "phi": Family("PhiForCausalLM", phi.read_phi),
@@ -60,6 +72,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe.read),
     "seed_oss": Family("SeedOssForCausalLM", llama_kin.read_seed_oss),
     "smollm3": Family("SmolLM3ForCausalLM", smollm.read),
+    "vaultgemma": Family("VaultGemmaForCausalLM", gemma.read_vaultgemma),
+}
+# Families that stand in a larger model alone.
+_WITHIN: dict[str, Family] = {
+    "glm4v_text": Family("Glm4vTextModel", glm.read_glm4v),
+    "qwen3_vl_moe_text": Family("Qwen3VLMoeTextModel", qwen3_moe.read_vl),
 }
 
 
@@ -90,8 +108,12 @@ def read_model(
     model_type = config["model_type"]
     composite = COMPOSITES.get(model_type)
     text = Text(model_type, dict(config)) if composite is None else text_of(config)
-    family, fields = FAMILIES[text.family], Fields(text.config)
-    architecture = family.architecture if composite is None else composite.architecture
+    family = FAMILIES.get(text.family) or _WITHIN[text.family]
+    fields = Fields(text.config)
+    served = (family.architecture, *family.others)
+    if composite is not None:
+        served = (composite.architecture,)
+    architecture = architecture_of(config, served)
     whole = {**text.config, "architectures": None, **config}
     for reason in other_forms(whole, architecture, for_vectors=for_vectors):
         fields.refuse(reason)

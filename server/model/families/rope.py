@@ -59,6 +59,15 @@ def rope_table(fields: Fields) -> Table:
     return old or fields.table(fields.config, "rope_parameters")
 
 
+def or_usual_table(fields: Fields, usual: Table) -> Fields:
+    """Return fields with this table of the rotation, where `config.json` has none. A single
+    `rope_theta` then means nothing.
+    """
+    if fields.config.get("rope_parameters") is None and not fields.config.get("rope_scaling"):
+        return fields.changed(rope_parameters=usual)
+    return fields
+
+
 def read_tables(fields: Fields, theta: object, windowed_theta: object) -> tuple[Table, Table]:
     """Tables of layers without a window, and of layers with one.
 

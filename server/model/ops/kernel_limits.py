@@ -17,6 +17,8 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
         return "the kernels let tokens see earlier ones alone"
     if dtype == "float32":
         return "FlashInfer computes in bfloat16 and float16, not in float32"
+    if any(layer.attention.norms_rotated for layer in model.layers):
+        return "the kernels norm q and k before the rotation, the model behind it"
     for size in {layer.attention.head_dim for layer in model.layers}:
         if size % _HEAD_DIM_STEP or size > _WIDEST_HEAD:
             return (

@@ -12,7 +12,12 @@ from typing import NamedTuple
 
 from loraplex.adapters.base import Role
 from loraplex.server.kernels.launch.configs import Phase
-from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
+from loraplex.server.model.spec.model_spec import (
+    FUSED_ACTIVATIONS,
+    AttentionSpec,
+    MlpSpec,
+    ModelSpec,
+)
 
 # Up to so many tokens a delta of gate_up beside its linear costs less than expanding in the
 # activation, and tiles are shared out among programs.
@@ -116,7 +121,8 @@ class Consumers:
     """Reasons that keep a model's consumers from a part of LoRA.
 
     whole: sites of one module, of whose output the consumer takes parts: kernels finish LoRA by the
-    ranks of each part; and sites of branches that are summed with others. summed: LoRA is complete
+    ranks of each part; sites whose activation no kernel computes; and those of branches that are
+    summed with others. summed: LoRA is complete
     before devices sum. sums_first: the rotation expands nothing, since norms of q and k over all
     heads need the sum before, or since it would write to a cache of another dtype. fused: linears
     of few tokens have a kernel with LoRA in it; quantised ones end before A x would be there.
@@ -132,6 +138,11 @@ class Consumers:
         branches = {branch for layer in model.layers for branch in layer.branches}
         takes_parts = {x.qkv if isinstance(x, AttentionSpec) else x.gate_up for x in branches}
         whole = {linear.role for linear in takes_parts if len(linear.parts) == 1}
+        whole |= {
+            branch.gate_up.role
+            for branch in branches
+            if isinstance(branch, MlpSpec) and branch.activation not in FUSED_ACTIVATIONS
+        }
         for step in set(model.steps):
             if len(step.branches) > 1:
                 whole |= {branch.linears[-1].role for branch in step.branches}

@@ -206,8 +206,10 @@ class Ops(Protocol[P, L, Y]):
         """
         ...
 
-    def activated(self, up: Y, activation: Activation) -> torch.Tensor:
-        """Apply an activation without gate: `[tokens, n]` -> `[tokens, n]`."""
+    def activated(
+        self, up: Y, activation: Activation, numbers: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Apply an activation without gate: `[tokens, n]` -> `[tokens, n]`. numbers: of xIELU."""
         ...
 
     def plus(self, a: Y, b: Y) -> Y:

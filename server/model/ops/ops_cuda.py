@@ -35,6 +35,7 @@ from loraplex.server.model.lora.own_rows import (
     widened,
 )
 from loraplex.server.model.lora.sites import BranchSites, Site
+from loraplex.server.model.ops import pointwise
 from loraplex.server.model.ops.attention_cuda import Attention, PagedAttention
 from loraplex.server.model.ops.cache_pages import cache_pages
 from loraplex.server.model.ops.device_lora import DeviceLora, LoraBatches
@@ -51,7 +52,7 @@ from loraplex.server.model.ops.lora_linear import (
 )
 from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, Consumers, SummedSites
 from loraplex.server.model.ops.ops import KVCache, StepLayout
-from loraplex.server.model.ops.pointwise import activated, layer_norm
+from loraplex.server.model.ops.pointwise import layer_norm
 from loraplex.server.model.ops.products import Products
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
 from loraplex.server.model.spec.model_spec import (
@@ -481,6 +482,8 @@ class CudaOps:
         return rope_append_lora(y, qkv.lora, prompts.start, *context, self._configs.rope(len(y)))
 
     def gated(self, gate_up: LinearOutput, activation: Activation) -> torch.Tensor:
+        if activation != "silu" and activation != "gelu_tanh":
+            return pointwise.gated(self.complete(gate_up), activation)
         y, configs = gate_up.y, self._configs
         early = configs.programmatic_launch
         match gate_up:
@@ -499,8 +502,10 @@ class CudaOps:
             case _:
                 assert_never(gate_up)
 
-    def activated(self, up: LinearOutput, activation: Activation) -> torch.Tensor:
-        return activated(self.complete(up), activation)
+    def activated(
+        self, up: LinearOutput, activation: Activation, numbers: torch.Tensor | None
+    ) -> torch.Tensor:
+        return pointwise.activated(self.complete(up), activation, numbers)
 
     def plus(self, a: LinearOutput, b: LinearOutput) -> LinearOutput:
         return Ready(self.complete(a) + self.complete(b))

@@ -21,7 +21,7 @@ from loraplex.server.model.lora.own_rows import (
 )
 from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.ops.ops import KVCache, StepLayout
-from loraplex.server.model.ops.pointwise import activated, layer_norm
+from loraplex.server.model.ops.pointwise import activated, gated, layer_norm
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.model_spec import (
@@ -367,10 +367,12 @@ class TorchOps:
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         qk: torch.Tensor
         qk, v = heads.split((num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
-        if qk_norm is not None:
+        if qk_norm is not None and not spec.norms_rotated:
             qk = self._qk_normed(spec, qk, qk_norm)
         if spec.rope is not None:
             qk = rotate(qk, *plan.rope[spec.rope, spec.head_dim], spec.rope)
+        if qk_norm is not None and spec.norms_rotated:
+            qk = self._qk_normed(spec, qk, qk_norm)
         q, k = qk[:, :num_heads], qk[:, num_heads:]
         return q if spec.q_scale is None else q * plan.q_scales[spec.q_scale], k, v
 
@@ -422,11 +424,12 @@ class TorchOps:
         return out
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return activated(gate, activation) * up
+        return gated(gate_up, activation)
 
-    def activated(self, up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        return activated(up, activation)
+    def activated(
+        self, up: torch.Tensor, activation: Activation, numbers: torch.Tensor | None
+    ) -> torch.Tensor:
+        return activated(up, activation, numbers)
 
     def plus(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b

@@ -12,8 +12,39 @@ def layer_norm(x: torch.Tensor, norm: LayerNorm) -> torch.Tensor:
     return functional.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.epsilon)
 
 
-def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The activation of every element."""
-    if activation == "silu":
-        return functional.silu(x)
-    return functional.gelu(x, approximate="tanh")
+def activated(
+    x: torch.Tensor, activation: Activation, numbers: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The activation of every element. numbers: of `xielu`."""
+    match activation:
+        case "silu":
+            return functional.silu(x)
+        case "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
+        case "gelu":
+            return functional.gelu(x)
+        case "relu":
+            return functional.relu(x)
+        case "relu2":
+            return functional.relu(x).square()
+        case "xielu":
+            if numbers is None:
+                raise TypeError("xIELU needs its numbers")
+            return xielu(x, numbers)
+
+
+def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`activation(gate) * up` of `[tokens, 2 n]`, gate first -> `[tokens, n]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activated(gate, activation) * up
+
+
+def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The activation xIELU (arXiv 2411.13010). numbers: float32 `[4]`, the curvature of positive
+    and of negative inputs, the slope, and the largest input of the exponential."""
+    wide = x.float()
+    positive, negative, slope, epsilon = numbers
+    below = (torch.expm1(torch.minimum(wide, epsilon)) - wide) * negative
+    curved = torch.where(wide > 0, positive * wide * wide, below)
+    found: torch.Tensor = (curved + slope * wide).to(x.dtype)
+    return found

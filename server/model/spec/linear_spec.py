@@ -45,13 +45,15 @@ class ExpertStorage(msgspec.Struct, frozen=True):
     form: `each` = a tensor for each expert and part; `stacked` = one tensor, `[experts, out, in]`;
     `mxfp4` = the same in blocks of MXFP4_BLOCK features. path: of the tensor of all experts, to
     which `mxfp4` adds suffixes. interleaved: in such a tensor row i belongs to part i % parts; else
-    each part's rows lie together. transposed: `stacked` is `[experts, in, out]`.
+    each part's rows lie together. transposed: `stacked` is `[experts, in, out]`. flips: a
+    checkpoint may have it so, where the module has not.
     """
 
     path: str
     form: ExpertForm = "each"
     interleaved: bool = False
     transposed: bool = False
+    flips: bool = False
 
     def tensors(
         self, shape: tuple[int, int, int], parts: Sequence[tuple[str, int]], *, bias: bool

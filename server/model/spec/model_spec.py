@@ -17,7 +17,9 @@ from loraplex.server.model.quantisation.quantisation import Quantisation
 from loraplex.server.model.spec.linear_spec import LinearSpec, Matrix, Tensors
 from loraplex.server.model.spec.moe_spec import FeedForwardSpec, MoeSpec
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
+# Activations that an operation behind the product of gate and up computes with LoRA of it.
+FUSED_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 NormKind = Literal["rms", "layer"]
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
@@ -84,8 +86,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     not turn q and k. window: a token sees that many latest tokens, itself included; None = all.
     softcap: scores become `softcap * tanh(score / softcap)`. q_norm, k_norm: before the rotation,
     over each head or, where their size says so, all heads together; both or none. q_scale: of
-    rotated q. sinks: each head has a further score beside those of the tokens, which gives no
-    value."""
+    rotated q. norms_rotated: these norms come behind the rotation. sinks: each head has a further
+    score beside those of the tokens, which gives no value."""
 
     qkv: LinearSpec
     o: LinearSpec
@@ -100,6 +102,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     k_norm: NormSpec | None = None
     q_scale: PositionScale | None = None
     sinks: bool = False
+    norms_rotated: bool = False
 
     @property
     def q_size(self) -> int:
@@ -133,12 +136,28 @@ class AttentionSpec(msgspec.Struct, frozen=True):
             yield SINKS, (self.num_heads,)
 
 
+# Tensors of xIELU (arXiv 2411.13010), by their names and shapes.
+XIELU = "mlp.act_fn"
+XIELU_TENSORS: dict[str, tuple[int, ...]] = {
+    "alpha_p": (1,),
+    "alpha_n": (1,),
+    "beta": (),
+    "eps": (),
+}
+
+
 class MlpSpec(FeedForwardSpec, frozen=True):
     """`down(activation(gate) * up)`. is_gated: False = `down(activation(up))`, where `gate_up` has
-    no gate."""
+    no gate. Only then the activation may be `xielu`, which has tensors of its own."""
 
     activation: Activation = "silu"
     is_gated: bool = True
+
+    def tensors(self) -> Tensors:
+        """Names, relative to the layer, and shapes of what the checkpoint holds."""
+        yield from FeedForwardSpec.tensors(self)
+        if self.activation == "xielu":
+            yield from ((f"{XIELU}.{name}", shape) for name, shape in XIELU_TENSORS.items())
 
 
 FeedForward = MlpSpec | MoeSpec
@@ -238,7 +257,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     none.
     writes: whether it has a head for text. Without one that of its embedding stands in its place,
     and nobody asks it for a token. classes: of a classifier. pad_token_id: see `ClassForm`.
-    stored_names: ends of tensors' names, as checkpoints may have them and as `tensors` does.
+    stored_names: patterns in tensors' names, as checkpoints may have them, and what `tensors` has
+    in their place, one after the other.
     is_causal: whether tokens see none behind them. Else a window is the least distance of a token
     that is not seen, and nothing keeps keys and values.
     Raises ValueError where layers differ in what all must share: the modules of each role.

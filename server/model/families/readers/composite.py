@@ -24,6 +24,55 @@ _QWEN25_TEXT: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
 }
+_QWEN2_TEXT: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+_QWEN3_MOE_TEXT: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 32768,
+}
+_QWEN3_VL_MOE_TEXT: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 128000,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 4,
+    "rope_theta": 5e5,
+}
+_GLM4V_TEXT: dict[str, Any] = {
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+}
+_PHI4_TEXT: dict[str, Any] = {
+    "vocab_size": 200064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "eos_token_id": [199999, 200020],
+}
 _QWEN3_TEXT: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -75,15 +124,26 @@ class TextPart(NamedTuple):
 class Composite(NamedTuple):
     """Composite model, and the text parts that are served of it. architecture: the class that
     `config.json` names. texts: by `model_type` of `text_config`, the first where that names
-    none. is_tied: where no `config.json` says so.
+    none. is_tied: where no `config.json` says so. inner_ties: whether `text_config` can say so.
     """
 
     architecture: str
     texts: Mapping[str, TextPart]
     is_tied: bool = False
+    inner_ties: bool = True
 
 
-_LLAMA = Composite("", {"llama": TextPart("llama", _LLAMA_TEXT)})
+_LLAMA = {"llama": TextPart("llama", _LLAMA_TEXT)}
+_MISTRAL = {"mistral": TextPart("mistral", _MISTRAL_TEXT)}
+_QWEN2 = {"qwen2": TextPart("qwen2", _QWEN2_TEXT)}
+_QWEN3 = {
+    "qwen3": TextPart("qwen3", _QWEN2_TEXT | {"head_dim": 128}),
+    "qwen3_moe": TextPart("qwen3_moe", _QWEN3_MOE_TEXT),
+}
+# The first is meant where `text_config` names no type.
+_LLAMA_FIRST = {**_LLAMA, **_MISTRAL, **_QWEN2, **_QWEN3}
+_QWEN_FIRST = {**_QWEN2, **_QWEN3, **_LLAMA, **_MISTRAL}
+_GLM4V = {"glm4v_text": TextPart("glm4v_text", _GLM4V_TEXT)}
 # By `model_type`.
 COMPOSITES: dict[str, Composite] = {
     "gemma3": Composite(
@@ -91,22 +151,42 @@ COMPOSITES: dict[str, Composite] = {
         {"gemma3_text": TextPart("gemma3_text", _GEMMA3_TEXT)},
         is_tied=True,
     ),
-    "idefics3": _LLAMA._replace(architecture="Idefics3ForConditionalGeneration"),
+    "glm46v": Composite("Glm46VForConditionalGeneration", _GLM4V, inner_ties=False),
+    "glm4v": Composite("Glm4vForConditionalGeneration", _GLM4V),
+    "idefics3": Composite("Idefics3ForConditionalGeneration", _LLAMA),
+    "internvl": Composite(
+        "InternVLForConditionalGeneration", _QWEN_FIRST, is_tied=True, inner_ties=False
+    ),
+    "llava": Composite("LlavaForConditionalGeneration", _LLAMA_FIRST),
+    "llava_next": Composite("LlavaNextForConditionalGeneration", _LLAMA_FIRST, inner_ties=False),
+    "llava_next_video": Composite("LlavaNextVideoForConditionalGeneration", _LLAMA_FIRST),
+    "llava_onevision": Composite("LlavaOnevisionForConditionalGeneration", _QWEN_FIRST),
     "mistral3": Composite(
         "Mistral3ForConditionalGeneration",
-        {
-            "mistral": TextPart("mistral", _MISTRAL_TEXT),
-            "ministral3": TextPart("ministral3", _MINISTRAL3_TEXT),
-        },
+        {**_MISTRAL, "ministral3": TextPart("ministral3", _MINISTRAL3_TEXT)},
     ),
+    "phi3_v": Composite("Phi3VForCausalLM", {"phi3_v": TextPart("phi3")}),
+    "phi4_multimodal": Composite(
+        "Phi4MultimodalForCausalLM", {"phi4_multimodal": TextPart("phi3", _PHI4_TEXT)}
+    ),
+    "phi4mm": Composite("Phi4MMForCausalLM", {"phi4mm": TextPart("phi3", _PHI4_TEXT)}),
     "qwen2_5_vl": Composite(
         "Qwen2_5_VLForConditionalGeneration",
         {"qwen2_5_vl_text": TextPart("qwen2", _QWEN25_TEXT)},
     ),
+    "qwen2_vl": Composite(
+        "Qwen2VLForConditionalGeneration", {"qwen2_vl_text": TextPart("qwen2", _QWEN25_TEXT)}
+    ),
     "qwen3_vl": Composite(
         "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": TextPart("qwen3", _QWEN3_TEXT)}
     ),
-    "smolvlm": _LLAMA._replace(architecture="SmolVLMForConditionalGeneration"),
+    "qwen3_vl_moe": Composite(
+        "Qwen3VLMoeForConditionalGeneration",
+        {"qwen3_vl_moe_text": TextPart("qwen3_vl_moe_text", _QWEN3_VL_MOE_TEXT)},
+        inner_ties=False,
+    ),
+    "smolvlm": Composite("SmolVLMForConditionalGeneration", _LLAMA),
+    "vipllava": Composite("VipLlavaForConditionalGeneration", _LLAMA_FIRST, inner_ties=False),
 }
 
 
@@ -147,7 +227,8 @@ def _of_both(
     config: Mapping[str, Any], inner: Mapping[str, Any], composite: Composite
 ) -> dict[str, Any]:
     """Values that stand next to `text_config`, or in it, or in both."""
-    tied = [table[_TIED] for table in (config, inner) if table.get(_TIED) is not None]
+    tables = (config, inner) if composite.inner_ties else (config,)
+    tied = [table[_TIED] for table in tables if table.get(_TIED) is not None]
     found: dict[str, Any] = {_TIED: any(tied) if tied else composite.is_tied}
     for key in ("dtype", "torch_dtype", "eos_token_id"):
         if config.get(key) is not None:

@@ -13,7 +13,7 @@ _WINDOW, _PATTERN, _EOS = 4096, 4, 2
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
-    family.refuse_other_maths(fields)
+    family.refuse_other_attention(fields)
     sizes = family.read_sizes(fields, kv_heads=32, epsilon=1e-5)
     rope, max_context = read_rope(fields, sizes)
     norms = family.NormPlaces(

@@ -44,6 +44,15 @@ def read_gemma(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     return _model(fields, generation, sizes, (layer,) * sizes.layers, max_context)
 
 
+def read_vaultgemma(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """VaultGemma: Gemma 2 without norms behind attention and MLP."""
+    model = read_gemma2(fields, generation)
+    layers = (
+        LayerSpec(tuple(replace(step, post=None) for step in layer.steps)) for layer in model.layers
+    )
+    return replace(model, layers=tuple(layers))
+
+
 def read_gemma2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Soft caps on scores and logits; a window in every other layer, from the first on."""
     config = fields.config
@@ -99,7 +108,7 @@ def read_gemma3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 
 def _read_sizes(fields: Fields, kv_heads: int) -> family.ModelSizes:
     family.refuse_other_attention(fields)
-    return family.read_sizes(fields, kv_heads=kv_heads, head_dim=_HEAD_DIM)
+    return family.read_sizes(fields, kv_heads=kv_heads, head_dim=_HEAD_DIM, activation=None)
 
 
 def _read_softcap(fields: Fields, key: str, usual: float | None) -> float | None:

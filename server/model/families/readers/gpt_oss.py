@@ -32,7 +32,7 @@ _NAMES = experts.ExpertNames("mlp.router", "mlp.experts.{}", "gate_proj", "up_pr
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
-    family.refuse_other_maths(fields)
+    family.refuse_other_attention(fields)
     experts.refuse_other_routing(fields)
     config = fields.config
     sizes = family.read_sizes(fields, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, epsilon=_EPSILON)

@@ -25,15 +25,15 @@ _NAMES = experts.ExpertNames(
 )
 # As checkpoints name tensors, and as transformers does.
 _STORED = (
-    (f"{_BLOCK}.input_linear.weight", f"{_BLOCK}.experts.gate_up_proj"),
-    (f"{_BLOCK}.output_linear.weight", f"{_BLOCK}.experts.down_proj"),
-    (f"{_BLOCK}.router.layer.weight", f"{_BLOCK}.router.weight"),
+    (rf"{_BLOCK}\.input_linear\.weight$", f"{_BLOCK}.experts.gate_up_proj"),
+    (rf"{_BLOCK}\.output_linear\.weight$", f"{_BLOCK}.experts.down_proj"),
+    (rf"{_BLOCK}\.router\.layer\.weight$", f"{_BLOCK}.router.weight"),
 )
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Granite 3 and 4.1: dense."""
-    family.refuse_other_maths(fields)
+    family.refuse_other_attention(fields)
     sizes = family.read_sizes(fields)
     rope, max_context = read_rope(fields, sizes)
     bias = bool(fields.config.get("attention_bias", False))
@@ -46,7 +46,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 
 def read_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Granite 4.0 whose layers all attend: experts and a shared MLP in one step, or that alone."""
-    family.refuse_other_maths(fields)
+    family.refuse_other_attention(fields)
     config = fields.config
     sizes = family.read_sizes(fields)
     kinds = config.get("layer_types")
@@ -71,6 +71,7 @@ def read_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 def _read_branches(fields: Fields, sizes: family.ModelSizes) -> tuple[MoeSpec | MlpSpec, ...]:
     if fields.config.get("num_local_experts", 8) == 0:
         return (_read_shared(fields, sizes, is_alone=True),)
+    experts.refuse_other_activation(fields)
     counts = experts.read_counts(fields, default=8, default_of_token=2)
     moe = experts.moe(sizes.hidden, sizes.inner, counts, _NAMES, "top_k_softmax")
     gate_up, down = (_stacked(linear) for linear in (moe.gate_up, moe.down))
@@ -90,6 +91,7 @@ def _read_shared(fields: Fields, sizes: family.ModelSizes, *, is_alone: bool) ->
     return MlpSpec(
         LinearSpec("gate_up" if is_alone else "shared_gate_up", hidden, (gate_up,), "column"),
         LinearSpec("down" if is_alone else "shared_down", inner, (down,), "row"),
+        sizes.activation,
     )
 
 

@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec.structs import replace
-
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.rope import LLAMA, RopeRules, read_rope
+from loraplex.server.model.families.readers import llama
+from loraplex.server.model.families.rope import RopeRules
 from loraplex.server.model.spec.model_spec import ModelSpec
 
-_EOS = 2
 _HELIUM, _ERNIE = RopeRules(theta=1e5), RopeRules(theta=5e5)
 
 
@@ -22,7 +20,7 @@ def read_seed_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         o=bool(fields.config.get("attention_out_bias", False)),
         mlp=bool(fields.config.get("mlp_bias", False)),
     )
-    return _read(fields, generation, sizes, biases, LLAMA)
+    return llama.assembled(fields, generation, sizes, biases)
 
 
 def read_helium(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -34,7 +32,7 @@ def read_helium(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         qkv=bool(fields.config.get("attention_bias", False)),
         mlp=bool(fields.config.get("mlp_bias", False)),
     )
-    return _read(fields, generation, sizes, biases, _HELIUM, interleaved=True)
+    return llama.assembled(fields, generation, sizes, biases, _HELIUM, interleaved=True)
 
 
 def read_ernie(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -42,22 +40,4 @@ def read_ernie(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = family.read_sizes(fields, kv_heads=2, head_dim=128, epsilon=1e-5)
     bias = bool(fields.config.get("use_bias", False))
     biases = family.Biases(qkv=bias, o=bias, mlp=bias)
-    return _read(fields, generation, sizes, biases, _ERNIE, interleaved=True, tied=True)
-
-
-def _read(
-    fields: Fields,
-    generation: Mapping[str, Any],
-    sizes: family.ModelSizes,
-    biases: family.Biases,
-    rules: RopeRules,
-    *,
-    interleaved: bool = False,
-    tied: bool = False,
-) -> ModelSpec:
-    family.refuse_other_maths(fields)
-    rope, max_context = read_rope(fields, sizes, rules)
-    of = family.attention(sizes, replace(rope, interleaved=interleaved), biases=biases)
-    layers = (family.layer(sizes, of, family.mlp(sizes, biases)),) * sizes.layers
-    eos = family.read_eos(fields, generation, sizes, default=_EOS)
-    return family.model(fields, sizes, layers, max_context, eos, tied=tied)
+    return llama.assembled(fields, generation, sizes, biases, _ERNIE, interleaved=True, tied=True)

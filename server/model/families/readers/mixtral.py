@@ -18,7 +18,7 @@ _NAMES = experts.ExpertNames(
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
-    family.refuse_other_maths(fields)
+    family.refuse_other_attention(fields)
     experts.refuse_other_routing(fields)
     sizes = family.read_sizes(fields, kv_heads=_KV_HEADS, epsilon=_EPSILON)
     rope, max_context = read_rope(fields, sizes, RopeRules(theta=1_000_000.0))

@@ -49,7 +49,7 @@ def read_olmo3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 
 
 def _read_sizes(fields: Fields) -> family.ModelSizes:
-    family.refuse_other_maths(fields)
+    family.refuse_other_attention(fields)
     fields.only("clip_qkv", None)
     return family.read_sizes(fields, epsilon=1e-5)
 

@@ -32,7 +32,9 @@ def read_phi(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Phi 1 to 2: attention and an MLP without gate read one LayerNorm; the head has a bias."""
     family.refuse_other_attention(fields)
     fields.only("qk_layernorm", False)
-    sizes = family.read_sizes(fields, epsilon=1e-5, epsilon_key="layer_norm_eps")
+    sizes = family.read_sizes(
+        fields, epsilon=1e-5, epsilon_key="layer_norm_eps", activation="gelu_new"
+    )
     rope, max_context = read_rope(fields, sizes, _PHI)
     of = family.attention(sizes, rope, biases=family.Biases(qkv=True))
     of = replace(of, o=replace(of.o, parts=(Part("self_attn.dense", sizes.hidden),), bias=True))
@@ -50,17 +52,16 @@ def _layer_norm(path: str, sizes: family.ModelSizes) -> NormSpec:
 
 def _read_mlp(fields: Fields, sizes: family.ModelSizes) -> MlpSpec:
     hidden, inner = sizes.hidden, sizes.inner
-    named = fields.config.get("hidden_act", "gelu_new")
     return MlpSpec(
         LinearSpec("up", hidden, (Part("mlp.fc1", inner),), "column", bias=True),
         LinearSpec("down", inner, (Part("mlp.fc2", hidden),), "row", bias=True),
-        family.read_activation(fields, "hidden_act", named),
+        sizes.activation,
         is_gated=False,
     )
 
 
 def read_phi3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
-    family.refuse_other_maths(fields)
+    family.refuse_other_attention(fields)
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         fields.only(key, False)
     for key in ("full_attn_mod", "interpolate_factor"):

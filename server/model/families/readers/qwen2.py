@@ -13,7 +13,7 @@ _WINDOW_LAYERS = 28
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
-    family.refuse_other_maths(fields)
+    family.refuse_other_attention(fields)
     sizes = family.read_sizes(fields)
     rope, max_context = read_rope(fields, sizes)
     biases = family.Biases(qkv=True)

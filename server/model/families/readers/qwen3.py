@@ -13,7 +13,7 @@ _HEAD_DIM = 128
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
-    family.refuse_other_maths(fields)
+    family.refuse_other_attention(fields)
     sizes = family.read_sizes(fields, head_dim=_HEAD_DIM)
     rope, max_context = read_rope(fields, sizes)
     bias = bool(fields.config.get("attention_bias", False))

@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.rope import read_rope
-from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.linear_spec import LinearSpec
+from loraplex.server.model.spec.model_spec import Branch, ModelSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec, RouterRule
 
 _KV_HEADS = 4
@@ -16,7 +19,7 @@ _NAMES = experts.ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
-    family.refuse_other_maths(fields)
+    family.refuse_other_attention(fields)
     experts.refuse_other_routing(fields)
     config = fields.config
     sizes = family.read_sizes(fields, kv_heads=_KV_HEADS)
@@ -36,6 +39,30 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     ]
     eos = family.read_eos(fields, generation, sizes)
     return family.model(fields, sizes, layers, max_context, eos)
+
+
+def read_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Read the text part of Qwen3-VL with experts, whose stored weights may be transposed."""
+    config = fields.config
+    kv_heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
+    fields.only("use_sliding_window", False)
+    fields.only("norm_topk_prob", True)
+    fields = fields.changed(norm_topk_prob=True, num_key_value_heads=kv_heads)
+    if config.get("num_local_experts") is None:
+        fields = fields.changed(num_experts=config.get("num_experts", 60))
+    model = read(fields, generation)
+    return replace(model, layers=tuple(layer.mapped(_flipped) for layer in model.layers))
+
+
+def _flipped(branch: Branch) -> Branch:
+    if not isinstance(branch, MoeSpec):
+        return branch
+    return replace(branch, gate_up=_flips(branch.gate_up), down=_flips(branch.down))
+
+
+def _flips(linear: LinearSpec) -> LinearSpec:
+    assert linear.stored is not None
+    return replace(linear, stored=replace(linear.stored, flips=True))
 
 
 def _read_moe(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:

@@ -14,7 +14,7 @@ _EOS = 128001
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     config = fields.config
-    family.refuse_other_maths(fields)
+    family.refuse_other_attention(fields)
     sizes = family.read_sizes(fields, kv_heads=4)
     rope, max_context = read_rope(fields, sizes, _ROPE)
     turns = _turning_layers(fields, sizes)

@@ -84,7 +84,7 @@ def test_gemma3_has_defaults() -> None:
         ({"hidden_activation": ["gelu"]}, "hidden_activation must be one of"),
         ({"final_logit_softcapping": -1}, "final_logit_softcapping"),
         ({"model_type": "gemma", "hidden_activation": "relu"}, "hidden_activation must be gelu"),
-        ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act must be one of"),
+        ({"model_type": "gemma", "hidden_act": "mish"}, "hidden_act must be one of"),
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
     ],
 )

@@ -27,9 +27,12 @@ pytestmark = [
     ),
 ]
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+EVEN: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 BOTH = ["sliding_attention", "full_attention"]
 # A row of parity's table and the backend of FlashInfer -> what differs from the row and from SMALL.
 SERVED: dict[tuple[str, str], dict[str, Any]] = {
+    ("apertus", "fa3"): {**EVEN},
+    ("arcee", "fa2"): {**EVEN, "head_dim": 16},
     ("gemma2", "fa3"): {"head_dim": 16, "sliding_window": 5},
     ("gemma2-uncapped", "fa3"): {"layer_types": ["full_attention"] * 2},
     ("gemma3", "fa3"): {"head_dim": 16, "layer_types": BOTH},
@@ -38,10 +41,12 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("gpt-oss", "fa3"): {"head_dim": 16, "layer_types": BOTH},
     ("granite", "fa3"): {"hidden_size": 64},
     ("granite-hybrid", "fa3"): {"hidden_size": 64, "layer_types": ["attention"] * 2},
+    ("llama-gelu", "fa3"): {**EVEN},
     ("ministral3", "fa2"): {},
     ("mixtral", "fa3"): {},
     ("mixtral", "fa2"): {},
     ("mistral-window", "fa3"): {"hidden_size": 64, "sliding_window": 5},
+    ("nemotron", "fa3"): {"head_dim": 16},
     ("olmo2", "fa3"): {},
     ("olmo2", "fa2"): {},
     ("olmo3", "fa3"): {"hidden_size": 64, "layer_types": BOTH},

@@ -20,7 +20,7 @@ from tests.server.model.families.parity import (
     prompt,
     round_adapters,
 )
-from tests.server.model.families.variants import VARIANTS
+from tests.server.model.families.variants import VARIANTS, rows
 from tests.server.model.hub_models import make_model, reference_logprobs, save_model
 from tests.server.model.slabs import pack
 
@@ -93,7 +93,7 @@ A_FEW = [
     name if name in AT_EVERY_CHUNK else pytest.param(name, marks=pytest.mark.exhaustive)
     for name in ADAPTED
 ]
-of_every_family = pytest.mark.parametrize("served", ADAPTED, indirect=True, scope="module")
+of_every_family = pytest.mark.parametrize("served", rows(ADAPTED), indirect=True, scope="module")
 of_a_few = pytest.mark.parametrize("served", A_FEW, indirect=True, scope="module")
 
 

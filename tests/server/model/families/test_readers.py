@@ -204,7 +204,7 @@ def test_windows_that_contexts_cannot_leave_are_none() -> None:
         ({"model_type": "gpt2"}, "gpt2"),
         ({"model_type": None}, "model_type"),
         ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForCausalLM"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "mish"}, "mish"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map"),
         ({"is_causal": False}, "is_causal"),
@@ -301,7 +301,7 @@ def test_what_says_the_usual_changes_nothing() -> None:
 
 
 def test_every_problem_at_once() -> None:
-    text = refusal(hidden_act="gelu", vocab_size=0, rope_scaling={"type": "su"})
+    text = refusal(hidden_act="mish", vocab_size=0, rope_scaling={"type": "su"})
     assert "hidden_act" in text
     assert "vocab_size" in text
     assert "'su'" in text

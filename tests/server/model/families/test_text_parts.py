@@ -134,7 +134,7 @@ def test_a_text_config_says_what_differs_from_its_class() -> None:
         ({"text_config": {"model_type": "mamba"}}, "a text part of type 'mamba' is not served"),
         ({"text_config": {"model_type": ["llama"]}}, "a text part of type"),
         ({"text_config": 3}, "text_config must be a table"),
-        ({"text_config": {"hidden_act": "relu"}}, "hidden_act must be 'silu'"),
+        ({"text_config": {"hidden_act": "mish"}}, "hidden_act must be one of"),
         ({"text_config": {"quantization_config": {"quant_method": "hqq"}}}, "quantised weights"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantised weights"),
         ({"architectures": ["SmolVLMModel"]}, "served is SmolVLMForConditionalGeneration"),

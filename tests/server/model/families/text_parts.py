@@ -7,16 +7,27 @@ from typing import Any
 
 from transformers import (
     Gemma3Config,
+    Glm4vConfig,
+    Glm46VConfig,
     Idefics3Config,
+    InternVLConfig,
+    LlavaConfig,
+    LlavaNextConfig,
+    LlavaNextVideoConfig,
+    LlavaOnevisionConfig,
     Mistral3Config,
+    Phi4MultimodalConfig,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
+    Qwen2VLConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SmolVLMConfig,
+    VipLlavaConfig,
 )
 
 # No adapter of the table changes these.
-OF_IMAGES = r".*(vision|visual|projector|connector).*"
+OF_IMAGES = r".*(vision|visual|projector|connector|embed_tokens_extend).*"
 _VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -25,6 +36,7 @@ _VISION: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 8,
 }
+_CLIP: dict[str, Any] = {"model_type": "clip_vision_model", **_VISION}
 _QWEN_VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 16,
@@ -71,3 +83,63 @@ def mistral3(**text: Any) -> PreTrainedConfig:
     text = {"model_type": "mistral", **text}
     vision = {"model_type": "pixtral", "head_dim": 16, **_VISION}
     return Mistral3Config(text_config=text, vision_config=vision, **_both(text))
+
+
+def qwen2_vl(**text: Any) -> PreTrainedConfig:
+    sizes = {"depth": 1, "embed_dim": 16, "num_heads": 1, "patch_size": 8, "mlp_ratio": 1}
+    vision = {**sizes, "hidden_size": text["hidden_size"]}
+    return Qwen2VLConfig(text_config=text, vision_config=vision, **_both(text))
+
+
+def qwen3_vl_moe(**text: Any) -> PreTrainedConfig:
+    vision = {**_QWEN_VISION, "out_hidden_size": text["hidden_size"]}
+    vision = {**vision, "deepstack_visual_indexes": [0], "num_position_embeddings": 4}
+    experts: dict[str, Any] = {"experts_implementation": text["experts_implementation"]}
+    return Qwen3VLMoeConfig(text_config=text, vision_config=vision, **_both(text), **experts)
+
+
+def glm4v(**text: Any) -> PreTrainedConfig:
+    vision = {**_QWEN_VISION, "out_hidden_size": text["hidden_size"], "image_size": 16}
+    return Glm4vConfig(text_config=text, vision_config=vision, **_both(text))
+
+
+def glm46v(**text: Any) -> PreTrainedConfig:
+    vision = {**_QWEN_VISION, "out_hidden_size": text["hidden_size"], "image_size": 16}
+    of_text = {"model_type": "glm4v_text", **text}
+    of_images = {"model_type": "glm4v_vision", **vision}
+    return Glm46VConfig(text_config=of_text, vision_config=of_images, **_both(text))
+
+
+def llava(**text: Any) -> PreTrainedConfig:
+    return LlavaConfig(text_config=text, vision_config=_CLIP, **_both(text))
+
+
+def llava_next(**text: Any) -> PreTrainedConfig:
+    return LlavaNextConfig(text_config=text, vision_config=_CLIP, **_both(text))
+
+
+def llava_next_video(**text: Any) -> PreTrainedConfig:
+    return LlavaNextVideoConfig(text_config=text, vision_config=_CLIP, **_both(text))
+
+
+def vipllava(**text: Any) -> PreTrainedConfig:
+    of: dict[str, Any] = {"vision_feature_layer": [-1]}
+    return VipLlavaConfig(text_config=text, vision_config=_CLIP, **_both(text), **of)
+
+
+def llava_onevision(**text: Any) -> PreTrainedConfig:
+    vision = {"model_type": "siglip_vision_model", **_VISION}
+    return LlavaOnevisionConfig(text_config=text, vision_config=vision, **_both(text))
+
+
+def internvl(**text: Any) -> PreTrainedConfig:
+    of_text = {"model_type": "qwen2", **text}
+    vision = {**_VISION, "image_size": [16, 16], "patch_size": [8, 8]}
+    return InternVLConfig(text_config=of_text, vision_config=vision, **_both(text))
+
+
+def phi4_multimodal(**text: Any) -> PreTrainedConfig:
+    vision = {**_VISION, "feature_layer": -1, "crop_size": 16}
+    audio = {"hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 1}
+    audio |= {"nemo_conv_channels": 16, "input_size": 16, "ext_pw_out_channel": 16}
+    return Phi4MultimodalConfig(**text, pad_token_id=0, vision_config=vision, audio_config=audio)

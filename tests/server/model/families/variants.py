@@ -3,11 +3,11 @@
 A row is a tiny random model of transformers' own class. `test_parity.py` compares it with PEFT.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from peft import LoraConfig
+import pytest
 from transformers import (
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
@@ -66,63 +66,12 @@ from transformers import (
 )
 
 from tests.server.model.families import text_parts
+from tests.server.model.families.kin import KIN
 from tests.server.model.families.text_parts import OF_IMAGES
-
-SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-
-def no_others() -> Mapping[str, LoraConfig]:
-    return {}
-
-
-def on_experts(block: str = "mlp") -> Mapping[str, LoraConfig]:
-    """PEFT wants the same tensors in all adapters of a model, and no name that a module has."""
-    tensors = [f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj"]
-    return {
-        "sparse": LoraConfig(r=3, lora_alpha=5, target_modules=[], target_parameters=tensors),
-        "sparse_and_attention": LoraConfig(
-            r=8,
-            lora_alpha=3,
-            use_rslora=True,
-            target_modules=["q_proj", "o_proj"],
-            target_parameters=tensors,
-            rank_pattern={"experts.down_proj": 2, r"layers\.0\..*gate_up_proj": 1},
-            alpha_pattern={r"layers\.2\..*gate_up_proj": 7},
-        ),
-    }
-
-
-class Variant(NamedTuple):
-    """config, model: transformers' classes. settings: what differs from `hub_models.SIZES`.
-
-    targets: the modules of a layer that adapters may change, the MLP's last behind all others.
-    excluded: a pattern of modules that no adapter changes.
-    others: adapters of this variant alone, by name, beside those of the zoo.
-    is_adapted: False where another row of the same modules has adapters, which then run there.
-    """
-
-    config: Callable[..., Any]
-    model: Callable[..., Any]
-    settings: Mapping[str, Any] = {}
-    targets: tuple[str, ...] = SEVEN
-    excluded: str | None = None
-    others: Callable[[], Mapping[str, LoraConfig]] = no_others
-    is_adapted: bool = True
-
+from tests.server.model.families.variant import EXPERTS, YARN_ROPE, of, on_experts
+from tests.server.model.families.variant import LLAMA3_ROPE as LLAMA3_ROPE
+from tests.server.model.families.variant import SEVEN as SEVEN
+from tests.server.model.families.variant import Variant as Variant
 
 _LLAMA = Variant(LlamaConfig, LlamaForCausalLM)
 _MISTRAL = Variant(MistralConfig, MistralForCausalLM)
@@ -158,13 +107,11 @@ _GRANITE = Variant(GraniteConfig, GraniteForCausalLM)
 _GEMMA2 = Variant(Gemma2Config, Gemma2ForCausalLM)
 
 
-# The other ways to compute experts know no float64.
-_EXPERTS: dict[str, Any] = {"experts_implementation": "eager", "num_experts_per_tok": 3}
 _GRANITE_HYBRID = Variant(
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     {
-        **_EXPERTS,
+        **EXPERTS,
         "layer_types": ["attention"] * 3,
         "num_local_experts": 6,
         "intermediate_size": 40,
@@ -182,7 +129,7 @@ _GRANITE_HYBRID = Variant(
 _MIXTRAL = Variant(
     MixtralConfig,
     MixtralForCausalLM,
-    {**_EXPERTS, "num_local_experts": 5},
+    {**EXPERTS, "num_local_experts": 5},
     SEVEN[:4],
     others=on_experts,
 )
@@ -191,7 +138,7 @@ _GPT_OSS = Variant(
     GptOssConfig,
     GptOssForCausalLM,
     {
-        **_EXPERTS,
+        **EXPERTS,
         "num_local_experts": 5,
         "head_dim": 24,
         "sliding_window": 7,
@@ -203,12 +150,8 @@ _GPT_OSS = Variant(
 _QWEN3_MOE = Variant(
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
-    {**_EXPERTS, "num_experts": 7, "moe_intermediate_size": 40, "head_dim": 24},
+    {**EXPERTS, "num_experts": 7, "moe_intermediate_size": 40, "head_dim": 24},
 )
-
-
-def _of(family: Variant, *, is_adapted: bool = True, **settings: Any) -> Variant:
-    return family._replace(settings={**family.settings, **settings}, is_adapted=is_adapted)
 
 
 _MINISTRAL3_ROPE: dict[str, Any] = {
@@ -255,21 +198,22 @@ _LONG_ROPE: dict[str, Any] = {
 }
 
 VARIANTS: dict[str, Variant] = {
-    "ernie": _of(_ERNIE),
-    "ernie-biases": _of(_ERNIE, use_bias=True, tie_word_embeddings=False, is_adapted=False),
-    "exaone": _of(
+    **KIN,
+    "ernie": of(_ERNIE),
+    "ernie-biases": of(_ERNIE, use_bias=True, tie_word_embeddings=False, is_adapted=False),
+    "exaone": of(
         _EXAONE,
         sliding_window=7,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "exaone-full": _of(
+    "exaone-full": of(
         _EXAONE, sliding_window=None, layer_types=["full_attention"] * 3, is_adapted=False
     ),
-    "helium": _of(_HELIUM, attention_bias=True),
-    "seed-oss": _of(_SEED_OSS, attention_out_bias=True, mlp_bias=True),
-    "seed-oss-plain": _of(_SEED_OSS, attention_bias=False, is_adapted=False),
-    "gemma": _of(_GEMMA, head_dim=24, num_key_value_heads=1),
-    "gemma-biases": _of(
+    "helium": of(_HELIUM, attention_bias=True),
+    "seed-oss": of(_SEED_OSS, attention_out_bias=True, mlp_bias=True),
+    "seed-oss-plain": of(_SEED_OSS, attention_bias=False, is_adapted=False),
+    "gemma": of(_GEMMA, head_dim=24, num_key_value_heads=1),
+    "gemma-biases": of(
         _GEMMA,
         head_dim=16,
         attention_bias=True,
@@ -277,14 +221,14 @@ VARIANTS: dict[str, Variant] = {
         hidden_act="gelu",
         is_adapted=False,
     ),
-    "gemma3": _of(_GEMMA3, **_GEMMA3_SETTINGS),
-    "gemma3-capped": _of(
+    "gemma3": of(_GEMMA3, **_GEMMA3_SETTINGS),
+    "gemma3-capped": of(
         _GEMMA3,
         **_GEMMA3_SETTINGS | {"final_logit_softcapping": 3.0, "attention_bias": True},
         is_adapted=False,
     ),
-    "gemma2": _of(_GEMMA2, **_CAPPED),
-    "gemma2-uncapped": _of(
+    "gemma2": of(_GEMMA2, **_CAPPED),
+    "gemma2-uncapped": of(
         _GEMMA2,
         head_dim=16,
         query_pre_attn_scalar=16,
@@ -294,7 +238,7 @@ VARIANTS: dict[str, Variant] = {
         attention_bias=True,
         is_adapted=False,
     ),
-    "granite": _of(
+    "granite": of(
         _GRANITE,
         embedding_multiplier=12.0,
         attention_multiplier=0.2,
@@ -303,58 +247,58 @@ VARIANTS: dict[str, Variant] = {
         attention_bias=True,
     ),
     "granite-hybrid": _GRANITE_HYBRID,
-    "granite-hybrid-dense": _of(
+    "granite-hybrid-dense": of(
         _GRANITE_HYBRID,
         num_local_experts=0,
         position_embedding_type=None,
         is_adapted=False,
     ),
-    "llama2": _of(_LLAMA, num_key_value_heads=4, is_adapted=False),
-    "llama3": _of(_LLAMA, rope_parameters=LLAMA3_ROPE),
-    "llama-biases-tied": _of(_LLAMA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    "llama-linear": _of(
+    "llama2": of(_LLAMA, num_key_value_heads=4, is_adapted=False),
+    "llama3": of(_LLAMA, rope_parameters=LLAMA3_ROPE),
+    "llama-biases-tied": of(_LLAMA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama-linear": of(
         _LLAMA,
         rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
         is_adapted=False,
     ),
-    "llama-dynamic": _of(
+    "llama-dynamic": of(
         _LLAMA,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
         is_adapted=False,
     ),
-    "mistral": _of(_MISTRAL, sliding_window=None, is_adapted=False),
-    "mistral-window": _of(_MISTRAL, sliding_window=7),
-    "mistral-head-dim": _of(_MISTRAL, head_dim=32, sliding_window=None, is_adapted=False),
+    "mistral": of(_MISTRAL, sliding_window=None, is_adapted=False),
+    "mistral-window": of(_MISTRAL, sliding_window=7),
+    "mistral-head-dim": of(_MISTRAL, head_dim=32, sliding_window=None, is_adapted=False),
     "gpt-oss": _GPT_OSS,
     # Wide enough that activations are clamped.
-    "gpt-oss-clamped": _of(_GPT_OSS, attention_bias=False, initializer_range=0.6, is_adapted=False),
-    "mixtral": _of(_MIXTRAL, sliding_window=None),
-    "mixtral-window": _of(_MIXTRAL, sliding_window=7, is_adapted=False),
+    "gpt-oss-clamped": of(_GPT_OSS, attention_bias=False, initializer_range=0.6, is_adapted=False),
+    "mixtral": of(_MIXTRAL, sliding_window=None),
+    "mixtral-window": of(_MIXTRAL, sliding_window=7, is_adapted=False),
     "qwen3-moe": _QWEN3_MOE._replace(targets=SEVEN[:4], others=on_experts),
     # Experts in the first and the last layer alone. PEFT would target them under the names of the
     # dense layer's modules.
-    "qwen3-moe-dense-layer": _of(
+    "qwen3-moe-dense-layer": of(
         _QWEN3_MOE, mlp_only_layers=[1], norm_topk_prob=True, attention_bias=True, is_adapted=False
     ),
-    "qwen3-moe-step": _of(
+    "qwen3-moe-step": of(
         _QWEN3_MOE,
         decoder_sparse_step=2,
         use_sliding_window=True,
         sliding_window=9,
         is_adapted=False,
     ),
-    "glm": _of(_GLM, attention_bias=True, tie_word_embeddings=True),
+    "glm": of(_GLM, attention_bias=True, tie_word_embeddings=True),
     "glm4": _GLM4,
-    "glm4-plain-yarn": _of(
+    "glm4-plain-yarn": of(
         _GLM4,
         attention_bias=False,
         rope_parameters={**YARN_ROPE, "partial_rotary_factor": 0.25},
         is_adapted=False,
     ),
-    "ministral3": _of(_MINISTRAL3, rope_parameters=_MINISTRAL3_ROPE),
-    "olmo2": _of(_OLMO2, num_key_value_heads=2),
-    "olmo2-biases": _of(_OLMO2, num_key_value_heads=4, attention_bias=True, is_adapted=False),
-    "olmo3": _of(
+    "ministral3": of(_MINISTRAL3, rope_parameters=_MINISTRAL3_ROPE),
+    "olmo2": of(_OLMO2, num_key_value_heads=2),
+    "olmo2-biases": of(_OLMO2, num_key_value_heads=4, attention_bias=True, is_adapted=False),
+    "olmo3": of(
         _OLMO3,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         sliding_window=7,
@@ -364,10 +308,10 @@ VARIANTS: dict[str, Variant] = {
         },
     ),
     "phi": _PHI,
-    "phi3": _of(_PHI3, sliding_window=9, is_adapted=False),
-    "phi3-long": _of(_PHI3, **_LONG_ROPE, tie_word_embeddings=True),
-    "smollm3": _of(_SMOLLM3, no_rope_layer_interval=3),
-    "smollm3-windows": _of(
+    "phi3": of(_PHI3, sliding_window=9, is_adapted=False),
+    "phi3-long": of(_PHI3, **_LONG_ROPE, tie_word_embeddings=True),
+    "smollm3": of(_SMOLLM3, no_rope_layer_interval=3),
+    "smollm3-windows": of(
         _SMOLLM3,
         no_rope_layers=[0, 1, 1, 1],
         use_sliding_window=True,
@@ -378,18 +322,18 @@ VARIANTS: dict[str, Variant] = {
         is_adapted=False,
     ),
     "qwen2": _QWEN2,
-    "qwen2-tied-yarn": _of(
+    "qwen2-tied-yarn": of(
         _QWEN2, tie_word_embeddings=True, rope_parameters=YARN_ROPE, is_adapted=False
     ),
-    "qwen2-window": _of(
+    "qwen2-window": of(
         _QWEN2,
         use_sliding_window=True,
         sliding_window=9,
         max_window_layers=1,
         is_adapted=False,
     ),
-    "qwen3": _of(_QWEN3, head_dim=24, tie_word_embeddings=True),
-    "qwen3-biases": _of(_QWEN3, head_dim=16, attention_bias=True, is_adapted=False),
+    "qwen3": of(_QWEN3, head_dim=24, tie_word_embeddings=True),
+    "qwen3-biases": of(_QWEN3, head_dim=16, attention_bias=True, is_adapted=False),
     "gemma3-images": Variant(
         text_parts.gemma3, Gemma3ForConditionalGeneration, _GEMMA3_SETTINGS, excluded=OF_IMAGES
     ),
@@ -435,3 +379,11 @@ VARIANTS: dict[str, Variant] = {
         is_adapted=False,
     ),
 }
+
+
+def rows(names: Iterable[str]) -> list[Any]:
+    """Names of rows as parameters of a test, those that are brief for the long run alone."""
+    return [
+        pytest.param(name, marks=pytest.mark.exhaustive) if VARIANTS[name].is_brief else name
+        for name in names
+    ]

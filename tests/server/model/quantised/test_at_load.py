@@ -17,8 +17,9 @@ from loraplex.server.model.spec.quantised_at_load import quantised_at_load
 from loraplex.server.model.weights import load_weights
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.driver import Driver
+from tests.server.model.families.kin import KIN
 from tests.server.model.families.parity import assert_parity_with
-from tests.server.model.families.variants import VARIANTS
+from tests.server.model.families.variants import VARIANTS, rows
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.quantised.checkpoints import matrices, save_quantised
 from tests.server.model.quantised.formats import FORMATS
@@ -64,13 +65,16 @@ def test_fp8_is_the_nearest_of_its_scale() -> None:
     assert torch.equal(back.abs().amax(1)[:5], weight.abs().amax(1)[:5])
 
 
+ADAPTED_KIN = [name for name, row in KIN.items() if row.is_adapted and not row.others()]
+
+
 def test_shapes_that_a_scheme_does_not_take_stay_as_they_are() -> None:
     assert quantise(torch.randn(4, 96), "nf4") is None
     assert isinstance(quantise(torch.randn(4, 128), "nf4"), GroupedWeight)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "nf4"])
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "gemma3"])
+@pytest.mark.parametrize("name", rows(["llama3", "qwen2", "gemma3", *ADAPTED_KIN]))
 def test_served_with_adapters(name: str, scheme: AtLoad, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"intermediate_size": 128}
     base = make_model(name, **sizes)

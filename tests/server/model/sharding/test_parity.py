@@ -11,7 +11,7 @@ from loraplex.server.model.devices.sharding import shard_counts, sharded
 from tests.grids import beyond
 from tests.server.model.driver import Stream, generate
 from tests.server.model.families.parity import GREEDY, Served, assert_parity, prompt
-from tests.server.model.families.variants import VARIANTS
+from tests.server.model.families.variants import VARIANTS, rows
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.sharding.lockstep import ShardedDriver
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("chunk", beyond(1, [5, 64]))
 @pytest.mark.parametrize("shards", beyond(1, [2, 4]))
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", rows(VARIANTS))
 def test_base_models(name: str, shards: int, chunk: int, tmp_path: Path) -> None:
     model = make_model(name)
     folder = save_model(model, tmp_path)

@@ -1,0 +1,221 @@
+"""Rows of parity's table for families that are made of other families' parts."""
+
+from typing import Any
+
+from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
+    ArceeConfig,
+    ArceeForCausalLM,
+    CwmConfig,
+    CwmForCausalLM,
+    ExaoneConfig,
+    Glm4vForConditionalGeneration,
+    Glm46VForConditionalGeneration,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
+    InternLM3Config,
+    InternVLForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaForConditionalGeneration,
+    LlavaNextForConditionalGeneration,
+    LlavaNextVideoForConditionalGeneration,
+    LlavaOnevisionForConditionalGeneration,
+    MinistralConfig,
+    MinistralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    Phi4MultimodalForCausalLM,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
+    VaultGemmaConfig,
+    VaultGemmaForCausalLM,
+    VipLlavaForConditionalGeneration,
+)
+
+from tests.server.model.families import text_parts
+from tests.server.model.families.text_parts import OF_IMAGES
+from tests.server.model.families.variant import (
+    EXPERTS,
+    LLAMA3_ROPE,
+    SEVEN,
+    YARN_ROPE,
+    Variant,
+    of,
+    on_experts,
+)
+
+_UNGATED = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+_PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+_GLM = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")
+_ODD: dict[str, Any] = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3}
+_APERTUS = Variant(ApertusConfig, ApertusForCausalLM, _ODD, _UNGATED)
+_ARCEE = Variant(ArceeConfig, ArceeForCausalLM, {**_ODD, "head_dim": 14}, _UNGATED)
+_NEMOTRON = Variant(NemotronConfig, NemotronForCausalLM, {"head_dim": 24}, _UNGATED)
+_EXAONE = Variant(ExaoneConfig, LlamaForCausalLM, {**_ODD, "pad_token_id": 0})
+_INTERNLM3 = Variant(InternLM3Config, LlamaForCausalLM, {"head_dim": 24, "num_key_value_heads": 1})
+_HUNYUAN = Variant(HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM, {"head_dim": 24})
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_LLAVA = Variant(text_parts.llava, LlavaForConditionalGeneration, excluded=OF_IMAGES)
+_GLM4V = Variant(
+    text_parts.glm4v,
+    Glm4vForConditionalGeneration,
+    {"rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+    _GLM,
+    OF_IMAGES,
+)
+
+_ROWS: dict[str, Variant] = {
+    "apertus": of(_APERTUS, num_key_value_heads=2),
+    "apertus-gelu": of(
+        _APERTUS,
+        hidden_act="gelu",
+        attention_bias=True,
+        rope_parameters=YARN_ROPE,
+        tie_word_embeddings=True,
+        is_adapted=False,
+    ),
+    "arcee": of(_ARCEE, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE),
+    "arcee-plain": of(_ARCEE, hidden_act="relu", tie_word_embeddings=True, is_adapted=False),
+    "cwm": Variant(CwmConfig, CwmForCausalLM, {"head_dim": 24, "sliding_window": 7}),
+    "cwm-biases": Variant(
+        CwmConfig,
+        CwmForCausalLM,
+        {
+            "head_dim": 16,
+            "sliding_window": 5,
+            "mlp_bias": True,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        is_adapted=False,
+    ),
+    "exaone3": of(_EXAONE, num_key_value_heads=2, rope_parameters=LLAMA3_ROPE),
+    "exaone3-biases": of(
+        _EXAONE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, is_adapted=False
+    ),
+    "hunyuan": of(
+        _HUNYUAN,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
+    ),
+    "hunyuan-biases": of(
+        _HUNYUAN, attention_bias=True, tie_word_embeddings=True, head_dim=16, is_adapted=False
+    ),
+    "internlm3": of(_INTERNLM3, attention_bias=True, mlp_bias=True),
+    "internlm3-dynamic": of(
+        _INTERNLM3,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 5e4, "factor": 6.0},
+        is_adapted=False,
+    ),
+    "llama-gelu": Variant(
+        LlamaConfig, LlamaForCausalLM, {**_ODD, "hidden_act": "gelu", "mlp_bias": True}
+    ),
+    "ministral": Variant(
+        MinistralConfig,
+        MinistralForCausalLM,
+        {
+            "head_dim": 24,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "nemotron": of(_NEMOTRON, attention_bias=True, mlp_bias=True),
+    "nemotron-whole": of(
+        _NEMOTRON,
+        hidden_act="silu",
+        rope_parameters={"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": 1.0},
+        tie_word_embeddings=True,
+        is_adapted=False,
+    ),
+    "vaultgemma": Variant(
+        VaultGemmaConfig,
+        VaultGemmaForCausalLM,
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 7,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "attn_implementation": "eager",
+        },
+    ),
+    "glm4v": _GLM4V,
+    "glm46v": _GLM4V._replace(
+        config=text_parts.glm46v, model=Glm46VForConditionalGeneration, is_adapted=False
+    ),
+    "internvl": Variant(
+        text_parts.internvl, InternVLForConditionalGeneration, _ODD, excluded=OF_IMAGES
+    ),
+    "internvl-qwen3": Variant(
+        text_parts.internvl,
+        InternVLForConditionalGeneration,
+        {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
+        excluded=OF_IMAGES,
+        is_adapted=False,
+    ),
+    "llava": of(_LLAVA, model_type="mistral", head_dim=24, sliding_window=None),
+    "llava-llama": of(_LLAVA, model_type="llama", is_adapted=False),
+    "llava-next": Variant(
+        text_parts.llava_next,
+        LlavaNextForConditionalGeneration,
+        {"model_type": "mistral", "sliding_window": 7},
+        excluded=OF_IMAGES,
+    ),
+    "llava-next-video": Variant(
+        text_parts.llava_next_video,
+        LlavaNextVideoForConditionalGeneration,
+        {"model_type": "llama"},
+        excluded=OF_IMAGES,
+        is_adapted=False,
+    ),
+    "llava-onevision": Variant(
+        text_parts.llava_onevision,
+        LlavaOnevisionForConditionalGeneration,
+        {**_ODD, "model_type": "qwen2", "tie_word_embeddings": True},
+        excluded=OF_IMAGES,
+    ),
+    "vipllava": Variant(
+        text_parts.vipllava,
+        VipLlavaForConditionalGeneration,
+        {"model_type": "llama"},
+        excluded=OF_IMAGES,
+        is_adapted=False,
+    ),
+    "phi4-multimodal": Variant(
+        text_parts.phi4_multimodal,
+        Phi4MultimodalForCausalLM,
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.3, 1.4, 1.6, 2.0],
+                "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 9.0],
+                "partial_rotary_factor": 0.75,
+            },
+        },
+        _PHI3,
+        OF_IMAGES,
+    ),
+    "qwen2-vl": Variant(
+        text_parts.qwen2_vl,
+        Qwen2VLForConditionalGeneration,
+        {"rope_parameters": _MROPE, "tie_word_embeddings": True},
+        excluded=OF_IMAGES,
+    ),
+    "qwen3-vl-moe": Variant(
+        text_parts.qwen3_vl_moe,
+        Qwen3VLMoeForConditionalGeneration,
+        {
+            **EXPERTS,
+            "num_experts": 7,
+            "moe_intermediate_size": 40,
+            "head_dim": 24,
+            "rope_parameters": {**_MROPE, "mrope_section": [4, 4, 4], "mrope_interleaved": True},
+        },
+        SEVEN[:4],
+        OF_IMAGES,
+        on_experts,
+    ),
+}
+KIN = {name: row._replace(is_brief=True) for name, row in _ROWS.items()}

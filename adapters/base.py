@@ -33,6 +33,7 @@ LAYER_SITES: dict[Role, tuple[str, ...]] = {
 MODEL_SITES: tuple[Role, ...] = ("embed_tokens", "lm_head")
 # Stands for an expert's number in the path of a module that each expert of a layer has.
 ANY_EXPERT = "{}"
+_NAMING_PARENTS = ("shared_expert", "shared_experts", "attn")
 # Ids behind the base's tables that an adapter may have.
 MAX_NEW_IDS = 4096
 
@@ -127,9 +128,16 @@ class BaseNorm(msgspec.Struct, frozen=True):
 
 
 def module_name(path: str) -> str:
-    """A module's short name: `q_proj`, and `experts.gate_proj` of one that each expert has."""
+    """A module's short name: `q_proj`, and `experts.gate_proj` of one that each expert has. Some
+    parents stay, since another module of the layer has the same last name.
+    """
     head, _, last = path.rpartition(".")
-    return f"experts.{last}" if head.endswith(ANY_EXPERT) else last
+    parent = head.rpartition(".")[2]
+    if head.endswith(ANY_EXPERT):
+        parent = "experts"
+    elif parent not in _NAMING_PARENTS:
+        return last
+    return f"{parent}.{last}"
 
 
 def layer_stem(layer: int) -> str:

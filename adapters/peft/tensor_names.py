@@ -40,7 +40,8 @@ _BASE_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:(?:\.token_adapter)?\.base_l
 # What PEFT calls an adapter that nobody named, and leaves out when it saves.
 _DEFAULT_ADAPTER = "default"
 # What the body of a decoder holds, in every model.
-_OF_BODY = ("layers.", "embed_tokens", "norm")
+_LAYERS = "layers."
+_OF_BODY = ("embed_tokens", "norm")
 _BODY, _HEADS = "model.", ("lm_head", HEAD_OF_CLASSES)
 _WITHIN = "the text model within a larger model"
 # Parts beside that text model.
@@ -87,28 +88,42 @@ class Naming(msgspec.Struct, frozen=True):
     """A model's names for the modules of its decoder.
 
     words: describes the model for people. body: the text before `layers.…`.
-    head: the text before `lm_head` or `score`; None = the model has neither.
+    head: the text before `lm_head` or `score`; None = the model has neither. layers: the text
+    before a layer's number. modules: begins of a module's path in a layer; () = any.
     """
 
     words: str
     body: str
     head: str | None
+    layers: str = _LAYERS
+    modules: tuple[str, ...] = ()
 
     def spelled(self, path: str) -> str | None:
         """Spells a module of the base as the trained model does; None = it has no such module."""
         if path.startswith(_BODY):
-            return self.body + path.removeprefix(_BODY)
+            rest = path.removeprefix(_BODY)
+            if not rest.startswith(_LAYERS):
+                return None if self.modules else self.body + rest
+            within = rest.removeprefix(_LAYERS)
+            return self.body + self.layers + within if self._has(within) else None
         return None if self.head is None else self.head + path
 
     def meant(self, path: str) -> str | None:
         """The module of the base that the trained model calls so, if it can be one."""
         rest = path.removeprefix(self.body)
-        if path.startswith(self.body) and rest.startswith(_OF_BODY):
+        if path.startswith(self.body) and rest.startswith(self.layers):
+            within = rest.removeprefix(self.layers)
+            return _BODY + _LAYERS + within if self._has(within) else None
+        if path.startswith(self.body) and rest.startswith(_OF_BODY) and not self.modules:
             return _BODY + rest
         if self.head is None or not path.startswith(self.head):
             return None
         name = path.removeprefix(self.head)
         return name if name in _HEADS else None
+
+    def _has(self, within: str) -> bool:
+        """Whether a layer of the model can have this module. within: from the layer's number on."""
+        return not self.modules or within.partition(".")[2].startswith(self.modules)
 
 
 WHOLE = Naming("the model itself", _BODY, "")
@@ -120,6 +135,13 @@ NAMINGS = (
     Naming(_WITHIN, "language_model.", None),
     Naming(_WITHIN, "model.text_model.", ""),
     Naming(_WITHIN, "text_model.", None),
+    Naming("a model with GPT-2's names", "transformer.", None, "h.", ("attn.", "mlp.w", "mlp.c")),
+    Naming(
+        "a model with ChatGLM's names",
+        "transformer.encoder.",
+        None,
+        modules=("self_attention.", "mlp.dense"),
+    ),
 )
 
 

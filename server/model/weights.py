@@ -177,6 +177,8 @@ def load_weights(
             read(mine * index / model.num_layers, mine, "GiB")
             layers.append(_load_layer(source, model, index))
         head = DenseLinear(embed) if model.head.tied else source.linear(model.head.linear)
+        if model.head.is_normed and isinstance(head, DenseLinear):
+            head.weight.copy_(functional.normalize(head.weight.float()))
         score = None if model.classes is None else source.get(SCORE)
         return ModelWeights(embed, tuple(layers), _norm(source, model.norm), head, score)
 

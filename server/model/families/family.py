@@ -60,6 +60,11 @@ class Family(NamedTuple):
     quantised: str | None = None
     others: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Classes that `config.json` may name, the usual one first."""
+        return self.architecture, *self.others
+
 
 class Biases(NamedTuple):
     """Matrices that have a bias."""

@@ -159,15 +159,20 @@ def other_family(config: Mapping[str, Any], families: Collection[str]) -> str | 
 
 
 def other_forms(
-    config: Mapping[str, Any], architecture: str, *, for_vectors: bool = False
+    config: Mapping[str, Any],
+    architecture: str,
+    names: Collection[str],
+    *,
+    for_vectors: bool = False,
 ) -> list[str]:
     """Reasons of a model of a served type: another head, MLX's weights, code of its own.
-    architecture: the class that is served. for_vectors: as of `read_model`."""
+    architecture: the class that is served. names: others of the type, too. for_vectors: as of
+    `read_model`."""
     has_no_head = for_vectors or head_form(config, architecture) == "none"
     reasons = (
         _head(config, architecture),
         _of_mlx(config),
-        _own_code(config, architecture),
+        _own_code(config, architecture, names),
         _own_body(config) if has_no_head else None,
     )
     return [reason for reason in reasons if reason is not None]
@@ -191,7 +196,7 @@ def _of_mlx(config: Mapping[str, Any]) -> str | None:
     return "quantization: quantised weights (MLX) are not served; serve the original"
 
 
-def _own_code(config: Mapping[str, Any], served: str) -> str | None:
+def _own_code(config: Mapping[str, Any], served: str, names: Collection[str]) -> str | None:
     """Code beside the weights under the name of a class that transformers has is left out, as
     transformers leaves it out: what is computed is the library's."""
     codes = config.get("auto_map") or {}
@@ -200,8 +205,8 @@ def _own_code(config: Mapping[str, Any], served: str) -> str | None:
     code = codes.get("AutoModelForCausalLM")
     if code is None and head_form(config, served) == "classes":
         code = codes.get("AutoModelForSequenceClassification")
-        served = str((config.get("architectures") or [""])[0])
-    if code is None or str(code).rpartition(".")[2].lower() == served.lower():
+        names = (str((config.get("architectures") or [""])[0]),)
+    if code is None or str(code).rpartition(".")[2].lower() in map(str.lower, names):
         return None
     return f"auto_map: the model needs code of its own ({shown(code)}), which is never run"
 

@@ -17,6 +17,7 @@ from loraplex.server.model.families.readers import (
     glm,
     gpt_oss,
     granite,
+    hub_code,
     llama,
     llama_kin,
     mistral,
@@ -42,6 +43,11 @@ _LLAMA = ("LlamaForCausalLM",)
 FAMILIES: dict[str, Family] = {
     "apertus": Family("ApertusForCausalLM", ungated.read_apertus),
     "arcee": Family("ArceeForCausalLM", ungated.read_arcee),
+    "Yi": Family("YiForCausalLM", hub_code.read_yi),
+    "baichuan": Family("BaichuanForCausalLM", hub_code.read_baichuan),
+    "chatglm": Family(
+        "ChatGLMForConditionalGeneration", hub_code.read_chatglm, others=("ChatGLMModel",)
+    ),
     "cwm": Family("CwmForCausalLM", mistral.read_cwm),
     "ernie4_5": Family("Ernie4_5ForCausalLM", llama_kin.read_ernie),
     "exaone": Family("ExaoneForCausalLM", renamed.read_exaone, others=_LLAMA),
@@ -58,6 +64,7 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", renamed.read_hunyuan),
     "internlm3": Family("InternLM3ForCausalLM", renamed.read_internlm3, others=_LLAMA),
     "llama": Family("LlamaForCausalLM", llama.read),
+    "mimo": Family("MiMoForCausalLM", qwen2.read),
     "ministral": Family("MinistralForCausalLM", mistral.read),
     "ministral3": Family("Ministral3ForCausalLM", mistral.read_ministral3),
     "mistral": Family("MistralForCausalLM", mistral.read),
@@ -67,12 +74,14 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family("Olmo3ForCausalLM", olmo.read_olmo3),
     "phi": Family("PhiForCausalLM", phi.read_phi),
     "phi3": Family("Phi3ForCausalLM", phi.read_phi3),
+    "qwen": Family("QWenLMHeadModel", hub_code.read_qwen),
     "qwen2": Family("Qwen2ForCausalLM", qwen2.read),
     "qwen3": Family("Qwen3ForCausalLM", qwen3.read),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe.read),
     "seed_oss": Family("SeedOssForCausalLM", llama_kin.read_seed_oss),
     "smollm3": Family("SmolLM3ForCausalLM", smollm.read),
     "vaultgemma": Family("VaultGemmaForCausalLM", gemma.read_vaultgemma),
+    "xverse": Family("XverseForCausalLM", hub_code.read_xverse),
 }
 # Families that stand in a larger model alone.
 _WITHIN: dict[str, Family] = {
@@ -110,12 +119,10 @@ def read_model(
     text = Text(model_type, dict(config)) if composite is None else text_of(config)
     family = FAMILIES.get(text.family) or _WITHIN[text.family]
     fields = Fields(text.config)
-    served = (family.architecture, *family.others)
-    if composite is not None:
-        served = (composite.architecture,)
+    served = family.names if composite is None else (composite.architecture,)
     architecture = architecture_of(config, served)
     whole = {**text.config, "architectures": None, **config}
-    for reason in other_forms(whole, architecture, for_vectors=for_vectors):
+    for reason in other_forms(whole, architecture, served, for_vectors=for_vectors):
         fields.refuse(reason)
     quantisation = _quantisation(fields, whole, family.quantised)
     model = family.read(fields, generation or {})

@@ -235,13 +235,15 @@ class EmbeddingSpec(msgspec.Struct, frozen=True):
 
 class HeadSpec(msgspec.Struct, frozen=True):
     """Head of a model, from the last norm to logits: the product times `scale`, then `softcap *
-    tanh(x / softcap)`. tied: its matrix is the embedding's.
+    tanh(x / softcap)`. tied: its matrix is the embedding's. is_normed: each row of the stored
+    matrix is divided by its length.
     """
 
     linear: LinearSpec
     tied: bool
     scale: float = 1.0
     softcap: float | None = None
+    is_normed: bool = False
 
     @property
     def tensor(self) -> str:

@@ -53,11 +53,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "text_config": {**TEXT, "layer_types": ["linear_attention", "full_attention"]},
     },
     "falcon": {"architectures": ["FalconForCausalLM"], "multi_query": True, "alibi": False},
-    "chatglm": {
-        "architectures": ["ChatGLMModel"],
-        "auto_map": {"AutoModel": "modeling_chatglm.ChatGLMForConditionalGeneration"},
-        "padded_vocab_size": 65024,
-    },
     "mamba": {"architectures": ["MambaForCausalLM"], "state_size": 16},
     "deepseek_v2": {"architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 512},
     "deepseek_v3": {

@@ -32,7 +32,7 @@ BOTH = ["sliding_attention", "full_attention"]
 # A row of parity's table and the backend of FlashInfer -> what differs from the row and from SMALL.
 SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("apertus", "fa3"): {**EVEN},
-    ("arcee", "fa2"): {**EVEN, "head_dim": 16},
+    ("arcee", "fa2"): {**EVEN, "head_dim": 16, "initializer_range": 0.1},
     ("gemma2", "fa3"): {"head_dim": 16, "sliding_window": 5},
     ("gemma2-uncapped", "fa3"): {"layer_types": ["full_attention"] * 2},
     ("gemma3", "fa3"): {"head_dim": 16, "layer_types": BOTH},

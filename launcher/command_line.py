@@ -38,6 +38,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
         {
             "adapters",
             "adapters_file",
+            "watch_folders",
             "check_adapters",
             "adapter_roots",
             "hub_owners",

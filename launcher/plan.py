@@ -37,7 +37,7 @@ def plan(values: Mapping[str, Values]) -> ServePlan:
     OptionError."""
     is_demo = values["model"] is None
     aliases: list[str] = []
-    roots: list[Path] = list(_paths(values["adapter_roots"]))
+    roots = [*_paths(values["adapter_roots"]), *_paths(values["watch_folders"])]
     if is_demo:
         given = {text.partition("=")[0] for text in _texts(values["adapters"])}
         for name, path in adapter_paths().items():

@@ -3,6 +3,7 @@
 import asyncio
 import time
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -35,9 +36,11 @@ from loraplex.router.names.rollout_tally import RolloutTally
 from loraplex.router.names.use import AdapterUse
 from loraplex.router.operations.admin import AdapterAdmin
 from loraplex.router.operations.compat_metrics import COMPAT_PREFIX, CompatMetrics
+from loraplex.router.operations.declarations import Declarations, DeclarationWatch
 from loraplex.router.operations.declared_check import DeclaredCheck
 from loraplex.router.operations.file_watch import AdaptersFile
 from loraplex.router.operations.fleet_watch import FleetWatch
+from loraplex.router.operations.folder_watch import WatchedFolders
 from loraplex.router.operations.membership import Membership
 from loraplex.router.operations.orphaned_unloads import OrphanedUnloads
 from loraplex.router.operations.other_work import work_of
@@ -118,7 +121,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     ground = _ground(config, registry, hub)
     admin = _admin(ground)
     rollouts = Rollouts(admin, lambda by: ground.metrics.rollbacks.labels(by).inc())
-    file = _adapters_file(config, admin, rollouts, ground.fleet.names_known)
+    declarations = Declarations(_watches(config, admin, rollouts), ground.fleet.names_known)
     tokeniser = _tokeniser(ground)
     dispatcher = _dispatcher(ground, tokeniser)
     batches = _batches(ground, dispatcher)
@@ -135,7 +138,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         admin=admin,
         rollouts=rollouts,
         keeper=_keeper(ground, rollouts),
-        adapters_file=file,
+        declarations=declarations,
         connections=_connections(ground, admin, dispatcher),
         tokeniser=tokeniser,
         dispatcher=dispatcher,
@@ -143,7 +146,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         sandbox=ground.sandbox,
         saved_card=saved_card(config),
         errors=ground.errors,
-        watch=_watch(ground, dispatcher, file, batches),
+        watch=_watch(ground, dispatcher, declarations, batches),
         tracing=_tracing(config),
         front_door=FrontDoor(config.max_connections, config.max_connections_per_address),
         idempotency=_idempotency(ground),
@@ -253,7 +256,7 @@ def _responses(ground: _Ground, answerer: Answerer) -> ResponseDesk | None:
 def _watch(
     ground: _Ground,
     dispatcher: Dispatcher,
-    file: AdaptersFile | None,
+    declarations: Declarations,
     batches: BatchDesk | None,
 ) -> FleetWatch:
     return FleetWatch(
@@ -261,7 +264,7 @@ def _watch(
         ground.catalog,
         ground.fleet,
         dispatcher,
-        file,
+        declarations,
         ground.errors,
         lambda: work_of(ground.metrics, batches),
     )
@@ -282,7 +285,7 @@ def _declare_gauges(service: Service, registry: CollectorRegistry) -> None:
     """Metrics that are read at each scrape."""
     metrics, fleet, door = service.metrics, service.fleet, service.front_door
     watch_state(metrics, fleet, service.catalog, service.dispatcher)
-    watch_declared(metrics, service.catalog.rules.aliases, service.adapters_file)
+    watch_declared(metrics, service.catalog.rules.aliases, service.declarations)
     watch_sharing(metrics, service.sharing, service.tenancy)
     watch_batches(metrics, service.batches)
     if service.config.metrics_compat:
@@ -376,14 +379,14 @@ def _tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tenancy:
         return make_tenancy(config, sharing, router_id)
 
 
-def _adapters_file(
-    config: RouterConfig, admin: AdapterAdmin, rollouts: Rollouts, applied: asyncio.Event
-) -> AdaptersFile | None:
-    if config.adapters_file is None:
-        return None
-    applied.clear()
-    source = config.default_source
-    return AdaptersFile(config.adapters_file, admin, rollouts, source, time.monotonic, applied)
+def _watches(
+    config: RouterConfig, admin: AdapterAdmin, rollouts: Rollouts
+) -> Iterator[DeclarationWatch]:
+    file, folders, clock = config.adapters_file, config.watch_folders, time.monotonic
+    if file is not None:
+        yield AdaptersFile(file, admin, rollouts, config.default_source, clock)
+    if folders:
+        yield WatchedFolders(folders, admin, clock)
 
 
 def _declared_check(ground: _Ground) -> DeclaredCheck:

@@ -55,6 +55,14 @@ class RouterConfig:
         default=None,
         metadata={"help": "YAML or JSON file of adapters, followed as it changes"},
     )
+    watch_folders: tuple[Path, ...] = field(
+        default=(),
+        metadata={
+            "help": "folder whose sub-folders are adapters by their names, followed as they come,"
+            " change and go; workers must have it below an --adapter-root",
+            "flag": "watch-folder",
+        },
+    )
     hub_owners: tuple[str, ...] = field(
         default=(), metadata={"help": "Hub owners whose adapters are allowed (default: all)"}
     )

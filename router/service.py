@@ -16,8 +16,8 @@ from loraplex.router.generation.tokenise import Tokeniser
 from loraplex.router.http.idempotency import Idempotency
 from loraplex.router.names.catalog import Catalog
 from loraplex.router.operations.admin import AdapterAdmin
+from loraplex.router.operations.declarations import Declarations
 from loraplex.router.operations.declared_check import DeclaredCheck
-from loraplex.router.operations.file_watch import AdaptersFile
 from loraplex.router.operations.fleet_watch import FleetWatch
 from loraplex.router.operations.orphaned_unloads import OrphanedUnloads
 from loraplex.router.operations.rollout_keeper import RolloutKeeper
@@ -52,7 +52,7 @@ class Service:
     admin: AdapterAdmin
     rollouts: Rollouts
     keeper: RolloutKeeper
-    adapters_file: AdaptersFile | None
+    declarations: Declarations
     fleet: Fleet
     connections: Connections
     tokeniser: Tokeniser
@@ -84,9 +84,7 @@ class Service:
             return "the router is being stopped"
         if not self.fleet.ready or self.base.text is None:
             return "no worker is ready"
-        if self.adapters_file is not None and not self.adapters_file.applied.is_set():
-            return "the adapters of --adapters-file are being checked"
-        return None
+        return self.declarations.why_not_applied
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
@@ -118,11 +116,10 @@ class Service:
             self.catalog.rules.aliases.run(),
             self.keeper.run(),
             self.orphaned_unloads.run(),
+            self.declarations.run(),
         ]
         if self.sharing.link is not None:
             works.append(Discovery(self.sharing.store, self.connections, self.config.secret).run())
-        if self.adapters_file is not None:
-            works.append(self.adapters_file.run())
         if self.config.check_adapters == "start":
             works.append(self.declared_check.run())
         try:

@@ -1,12 +1,13 @@
 """Checks options, and the files that they name, before anything runs."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 
 from loraplex.adapters.common.worker_record import is_worker_url
 from loraplex.adapters.errors import AdapterError
-from loraplex.adapters.ref import is_owner, name_fault, parse_ref
+from loraplex.adapters.ref import is_owner, local_name, name_fault, parse_ref
 from loraplex.router.call import BASE_PLACEHOLDERS
 from loraplex.router.config import RouterConfig, RouterConfigError
 from loraplex.router.files.store import folder_id
@@ -58,6 +59,7 @@ def check_options(config: RouterConfig) -> None:
         with blaming(f"--keys-file {config.keys_file}", KeysFileError):
             read_keys_file(config.keys_file)
     _check_adapters_file(config)
+    _check_watched(config)
     if config.files_dir is not None:
         with blaming("--files-dir", OSError):
             folder_id(config.files_dir.expanduser())
@@ -162,6 +164,16 @@ def _check_adapters_file(config: RouterConfig) -> None:
     contents = read_file(config.adapters_file, config.default_source)
     if not contents.is_readable:
         raise RouterConfigError(f"--adapters-file {config.adapters_file}: {contents.errors[WHOLE]}")
+
+
+def _check_watched(config: RouterConfig) -> None:
+    """Checks that watched folders are there, and that references can name them."""
+    for folder in config.watch_folders:
+        option, path = f"--watch-folder {folder}", os.path.abspath(folder.expanduser())
+        if not os.path.isdir(path):
+            raise RouterConfigError(f"{option}: there is no such folder")
+        with blaming(option, AdapterError):
+            parse_ref(f"local:{local_name(path)}/name")
 
 
 def _declared(text: str, config: RouterConfig) -> Registration:

@@ -64,7 +64,7 @@ class LocalSource:
                 copied = copy_bytes(fd, target.fileno(), before.st_size + 1)
             after = os.fstat(fd)
         try:
-            if copied != before.st_size or _identity(before) != _identity(after):
+            if copied != before.st_size or identity(before) != identity(after):
                 raise _changed(ref)
             self.list_files(ref, token)  # the files before this one are of the same revision, too
         except AdapterError:
@@ -163,11 +163,11 @@ def _source_errors(ref: AdapterRef) -> Iterator[None]:
 
 
 def _fingerprint(files: dict[str, os.stat_result]) -> str:
-    parts = [f"{name}\0{_identity(found)}" for name, found in files.items()]
+    parts = [f"{name}\0{identity(found)}" for name, found in files.items()]
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:40]
 
 
-def _identity(found: os.stat_result) -> tuple[int, ...]:
+def identity(found: os.stat_result) -> tuple[int, ...]:
     """Facts that identify a file's content. Tools that copy a folder set the modification time
     back; nobody can set the change time.
     """

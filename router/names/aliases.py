@@ -1,8 +1,8 @@
 """The table of registered names: this router's declarations, and the changes that routers share.
 
-A declaration (`--adapter`, the adapters file) is each router's own and says what a name means. The
-shared table adds what was done to the name since. Other names are the table's alone. A name is the
-fleet's or one tenant's, and a tenant's own comes before the fleet's.
+A declaration (`--adapter`, the adapters file, a watched folder) is each router's own and says what
+a name means. The shared table adds what was done to the name since. Other names are the table's
+alone. A name is the fleet's or one tenant's, and a tenant's own comes before the fleet's.
 """
 
 import contextlib
@@ -119,6 +119,12 @@ class Aliases:
     def declared(self, name: OwnedName) -> Registration | None:
         return self._declared.get(name)
 
+    def was_pinned(self, name: OwnedName) -> bool:
+        """Whether a watched folder's name is to stay on the device, whatever it meant before."""
+        row = self._row(name)
+        last = row if row is not None and row.origin == "folder" else self.get(name)
+        return last is not None and last.pinned
+
     def all(self) -> list[Registration]:
         """All registrations by name, without the deleted."""
         if self._all is None:
@@ -161,7 +167,7 @@ class Aliases:
         self._changed()
 
     def declare(self, registration: Registration) -> None:
-        """Adds a registration that the adapters file declares. Raises AdapterError when there are
+        """Adds a registration that a file or folder declares. Raises AdapterError when there are
         too many.
         """
         name = registration.key
@@ -237,6 +243,8 @@ def _counts(row: Registration, declared: Registration | None) -> bool:
     if declared is None:
         return row.origin == "api"
     is_same = row.origin == declared.origin and row.ref == declared.ref
+    if declared.origin == "folder":  # its declaration says which content of the folder it means
+        is_same &= row.digest == declared.digest
     return is_same and row.state != "deleted"
 
 

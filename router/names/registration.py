@@ -18,7 +18,14 @@ MAX_HISTORY = 32
 MAX_KEPT = 32
 MAX_NOTE = 300
 
-Origin = Literal["option", "api", "file"]
+Origin = Literal["option", "api", "file", "folder"]
+# Where registrations of an origin come from, for people.
+DECLARED_BY: dict[Origin, str] = {
+    "option": "--adapter",
+    "api": "the API",
+    "file": "the adapters file",
+    "folder": "--watch-folder",
+}
 AliasState = Literal[
     "registered",  # resolved when a request names it, and again every now and then
     "ready",  # admitted: it means one content until it is refreshed or replaced

@@ -133,7 +133,7 @@ def plan(contents: FileContents, registrations: Iterable[Registration]) -> FileC
     """Plans the changes from what is registered to what the file says. What the file never named is
     left alone.
 
-    It takes a name over that was registered through the API.
+    It takes a name over that was registered through the API, or by a watched folder.
     """
     if not contents.is_readable:
         return FileChanges()
@@ -145,7 +145,12 @@ def plan(contents: FileContents, registrations: Iterable[Registration]) -> FileC
     for name, wanted in contents.wanted.items():
         there = present.get(name)
         is_broken = there is not None and there.origin == "file" and there.state == "registered"
-        if there is None or there.origin == "api" or is_broken or _is_new(there, wanted):
+        if (
+            there is None
+            or there.origin in ("api", "folder")
+            or is_broken
+            or _is_new(there, wanted)
+        ):
             replace = there is not None
             request = RegistrationRequest(name, wanted.ref, "file", wanted.pin, None, replace, BY)
             register.append(msgspec.structs.replace(request, tool_format=wanted.tool_format))

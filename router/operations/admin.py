@@ -22,7 +22,9 @@ from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.catalog import Catalog
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import (
+    DECLARED_BY,
     Event,
+    Origin,
     PublishRequest,
     Registration,
     RegistrationRequest,
@@ -126,9 +128,7 @@ class AdapterAdmin:
         self._aliases.expected.discard(name)
 
     def declare_broken(self, request: RegistrationRequest, why: str) -> None:
-        """Notes that the adapters file names an adapter which cannot be had. It takes the place of
-        no other.
-        """
+        """Notes that an adapter is declared which cannot be had. It takes the place of no other."""
         name, before = request.name, self._aliases.get(request.name)
         is_free = before is None or before.state == "deleted" or before.is_broken
         if not is_free or self._is_taken(name.name):
@@ -136,7 +136,7 @@ class AdapterAdmin:
         broken = Registration(
             name=name.name,
             ref=request.ref,
-            origin="file",
+            origin=request.origin,
             pinned=bool(request.pin),
             error=why,
             tenant=name.tenant,
@@ -145,13 +145,13 @@ class AdapterAdmin:
         with contextlib.suppress(AdapterError):  # there may be too many
             self._aliases.declare(broken)
 
-    def check_free(self, name: OwnedName, *origins: str) -> None:
-        """Checks that no declaration of such an origin decides about a name. Raises AdapterError
-        (conflict).
+    def check_free(self, name: OwnedName, origin: Origin | None = None) -> None:
+        """Checks that no declaration, or none of this origin, decides about a name. Raises
+        AdapterError (conflict).
         """
         declared = self._aliases.declared(name)
-        if declared is not None and declared.origin in origins:
-            where = "the adapters file" if declared.origin == "file" else "--adapter"
+        if declared is not None and origin in (None, declared.origin):
+            where = DECLARED_BY[declared.origin]
             raise AdapterError(
                 "conflict", f"adapter '{name}' is declared by {where}: change it there"
             )
@@ -171,13 +171,13 @@ class AdapterAdmin:
             if wanted.pinned or request.load:
                 await self.workers.bring(content, token)
             after = seen(wanted, content, self.clock(), "register", request.by)
-            return await self.commit(before, move(after, "admit"), declare=request.origin == "file")
+            return await self.commit(before, move(after, "admit"), declare=request.origin != "api")
 
     def check_uploadable(self, name: OwnedName, replace: bool) -> None:
         """Checks that an upload may become what a name means. Raises AdapterError (conflict)."""
         if self._is_taken(name.name):
             raise AdapterError("conflict", f"{name.name!r} is a name of the base model")
-        self.check_free(name, "file", "option")
+        self.check_free(name)
         check_uploadable(self._aliases.get(name), replace)
 
     async def publish(self, request: PublishRequest) -> Published:
@@ -219,13 +219,11 @@ class AdapterAdmin:
             tool_format=known if request.tool_format is None else request.tool_format,
         )
         declared = self._aliases.declared(name)
-        if request.origin == "file":
-            if before is not None and before.origin == "option":
-                conflicts(before, request.ref, request.replace)
-            return wanted
+        if request.origin != "api":
+            return self._wanted_by_declaration(wanted, before, request.replace)
         if declared is not None:
             if declared.ref != request.ref:
-                self.check_free(name, "file", "option")
+                self.check_free(name)
             if declared.origin == "file":
                 pinned = declared.pinned
                 wanted = msgspec.structs.replace(wanted, tool_format=declared.tool_format)
@@ -237,6 +235,19 @@ class AdapterAdmin:
             if before.ref == request.ref and request.token is None:
                 wanted = msgspec.structs.replace(wanted, token=before.token)
         return wanted
+
+    def _wanted_by_declaration(
+        self, wanted: Registration, before: Registration | None, replace: bool
+    ) -> Registration:
+        """Makes the registration that a file or folder asks for. Raises AdapterError where another
+        comes first.
+        """
+        stronger = ("option",) if wanted.origin == "file" else ("option", "file", "api")
+        if before is not None and before.origin in stronger:
+            conflicts(before, wanted.ref, replace)
+        if wanted.origin == "file":
+            return wanted
+        return msgspec.structs.replace(wanted, pinned=self._aliases.was_pinned(wanted.key))
 
     async def load(self, name: OwnedName) -> Registration:
         """Brings an adapter to the device of every worker, and into service if it was unloaded."""

@@ -27,7 +27,7 @@ from loraplex.router.call import RequestError
 from loraplex.router.generation.dispatcher import Dispatcher
 from loraplex.router.names.catalog import Catalog
 from loraplex.router.names.registration import Registration
-from loraplex.router.operations.file_watch import AdaptersFile
+from loraplex.router.operations.declarations import Declarations
 from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.version import VERSION
 from loraplex.router.workers.base_model import BaseModel
@@ -52,7 +52,7 @@ class FleetWatch:
         catalog: Catalog,
         fleet: Fleet,
         dispatcher: Dispatcher,
-        file: AdaptersFile | None,
+        declarations: Declarations,
         errors: CallerErrors,
         work: Callable[[], WorkObject],
     ) -> None:
@@ -61,7 +61,7 @@ class FleetWatch:
         self._catalog = catalog
         self._fleet = fleet
         self._dispatcher = dispatcher
-        self._file = file
+        self._declarations = declarations
         self._errors = errors
         self._work = work
         self._watchers = 0
@@ -140,7 +140,7 @@ class FleetWatch:
             workers=workers,
             adapters=self._registered[1],
             adapters_left_out=max(0, len(registrations) - MAX_ADAPTERS),
-            problems=[] if self._file is None else self._file.problems,
+            problems=self._declarations.problems,
             errors=self._errors.newest_first,
         )
 

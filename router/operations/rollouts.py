@@ -118,7 +118,7 @@ class Rollouts:
     async def promote(self, name: OwnedName, digest: str | None, by: str) -> Registration:
         """Makes the name mean this version from now on, once enough workers have it."""
         admin = self._admin
-        admin.check_free(name, "file", "option")
+        admin.check_free(name)
         async with admin.lock(name):
             there = admin.get(name)
             version = to_promote(there, digest)
@@ -141,7 +141,7 @@ class Rollouts:
         that still.
         """
         admin = self._admin
-        admin.check_free(name, "file", "option")
+        admin.check_free(name)
         async with admin.lock(name):
             there = await admin.admitted(admin.get(name), "refresh")
             earlier = before(there, digest)

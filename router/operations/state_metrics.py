@@ -11,7 +11,7 @@ from loraplex.router.generation.dispatcher import Dispatcher
 from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.catalog import Catalog
 from loraplex.router.names.owned_name import OwnedName
-from loraplex.router.operations.file_watch import AdaptersFile
+from loraplex.router.operations.declarations import Declarations
 from loraplex.router.policy.quota import Reason as QuotaReason
 from loraplex.router.policy.rollout import VersionState
 from loraplex.router.shared.sharing import Sharing
@@ -93,20 +93,22 @@ def _watch_adapters(metrics: RouterMetrics, aliases: Aliases) -> None:
     )
 
 
-def watch_declared(metrics: RouterMetrics, aliases: Aliases, file: AdaptersFile | None) -> None:
+def watch_declared(metrics: RouterMetrics, aliases: Aliases, declarations: Declarations) -> None:
     """Registers the gauge of declared adapters that cannot be served. Called once, when the parts
     are built.
     """
 
     def broken() -> Iterator[Row]:
         yield ("option",), sum(one.is_broken and one.origin == "option" for one in aliases.all())
-        yield ("file",), 0 if file is None else len(file.errors)
+        yield ("file",), declarations.broken("file")
+        yield ("folder",), declarations.broken("folder")
 
     metrics.meters.rows(
         "adapters_broken",
         "gauge",
-        "Declared adapters that cannot be served as declared: --adapter's, the adapters file's",
-        {"origin": ("option", "file")},
+        "Declared adapters that cannot be served as declared: --adapter's, the adapters file's,"
+        " watched folders'",
+        {"origin": ("option", "file", "folder")},
         broken,
     )
 

@@ -86,14 +86,13 @@ class AdapterRoutes:
             return await self._register(request)
         registrations = self._listed(request)
         tiers = await self._admin.workers.tiers(d for r in registrations for d in r.digests)
-        file = self._service.adapters_file
-        problems = [] if file is None else file.problems
+        problems = self._service.declarations.problems
         return json_response(AdapterList([self._object(r, tiers) for r in registrations], problems))
 
     async def one(self, request: Request) -> Response:
         name = _named(request)
         if request.method == "DELETE":
-            self._admin.check_free(name, "file", "option")
+            self._admin.check_free(name)
             await self._admin.delete(name)
             return json_response(Deleted(name.name, name.tenant or None))
         return await self._answer(self._admin.get(name))
@@ -258,7 +257,7 @@ class AdapterRoutes:
         return name
 
     async def _remove(self, name: OwnedName, wait_s: float) -> None:
-        self._admin.check_free(name, "file", "option")
+        self._admin.check_free(name)
         await self._admin.unload(name, wait_s)
         await self._admin.delete(name)
 

@@ -27,15 +27,22 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Serving]:
-    """Room for two adapters on the device; an admin key; a file of adapters."""
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("watched")
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, root: Path, watched: Path
+) -> Iterator[Serving]:
+    """Room for two adapters on the device; an admin key; a file of adapters; a watched folder."""
     folder = tmp_path_factory.mktemp("serve")
     (folder / "key").write_text(KEY)
     (folder / "adapters.yaml").write_text("adapters: []\n")
     server = start_serving(
         *("--cache-dir", str(folder / "cache"), "--adapter-root", str(root)),
         *("--adapter-slots", str(SLOTS), "--admin-key-file", str(folder / "key")),
-        *("--adapters-file", str(folder / "adapters.yaml")),
+        *("--adapters-file", str(folder / "adapters.yaml"), "--watch-folder", str(watched)),
         log=folder / "log",
     )
     try:
@@ -197,17 +204,43 @@ def test_uploads_change_a_name_under_a_stream(server: Serving, admin: httpx.Clie
     assert admin.delete("/v1/adapters/policy").status_code == 200
 
 
+def until_listed(admin: httpx.Client, condition: Any) -> dict[str, Any]:
+    for _ in range(1200):
+        listed: dict[str, Any] = admin.get("/v1/adapters").json()
+        by_name = {adapter["id"]: adapter for adapter in listed["data"]}
+        if condition(by_name, listed["file_errors"]):
+            return by_name
+        time.sleep(0.2)  # polls a condition, bounded
+    raise AssertionError(listed)
+
+
+def test_a_folder_is_watched(admin: httpx.Client, watched: Path) -> None:
+    put(watched / "run-1", "sentiment")
+    until_listed(admin, lambda names, _: "run-1" in names)
+    assert generate(admin, "run-1") == generate(admin, "sentiment")
+    put(watched / "run-1", "summary")
+    until_listed(admin, lambda names, _: len(names["run-1"]["history"]) == 2)
+    assert generate(admin, "run-1") == generate(admin, "summary")
+    weights = watched / "run-1" / "adapter_model.safetensors"
+    shutil.copytree(watched / "run-1", watched / "run-2")
+    (watched / "run-2" / weights.name).write_bytes(weights.read_bytes()[:-100])
+    names = until_listed(admin, lambda names, errors: errors)
+    assert names["run-2"]["state"] == "broken"
+    assert weights.name in names["run-2"]["error"]
+    shutil.copyfile(weights, watched / "run-2" / weights.name)
+    until_listed(admin, lambda names, errors: not errors)
+    assert generate(admin, "run-2") == generate(admin, "summary")
+    for name in ("run-1", "run-2"):
+        shutil.rmtree(watched / name)
+    until_listed(admin, lambda names, _: not names.keys() & {"run-1", "run-2"})
+    assert admin.post("/generate", json=body("run-1", 4)).status_code == 410
+
+
 def test_the_file_is_followed(server: Serving, admin: httpx.Client, root: Path) -> None:
     file = server.log.parent / "adapters.yaml"
 
     def until(condition: Any) -> dict[str, Any]:
-        for _ in range(600):
-            listed: dict[str, Any] = admin.get("/v1/adapters").json()
-            by_name = {adapter["id"]: adapter for adapter in listed["data"]}
-            if condition(by_name, listed["file_errors"]):
-                return by_name
-            time.sleep(0.05)  # polls a condition, bounded
-        raise AssertionError(listed)
+        return until_listed(admin, condition)
 
     put(root / "declared", "sentiment")
     entry = {"name": "declared", "ref": f"local:{root / 'declared'}", "pin": True}

@@ -107,6 +107,13 @@ def test_options_reach_the_half_they_are_for(tmp_path: Path) -> None:
     assert made.aliases == ("p",)
 
 
+def test_workers_may_read_what_the_router_watches(tmp_path: Path) -> None:
+    folders = (tmp_path / "one", tmp_path / "two")
+    made = planned("org/model", *(f"--watch-folder={folder}" for folder in folders))
+    assert made.router.watch_folders == folders
+    assert made.worker.adapter_roots == folders
+
+
 def test_a_name_of_the_demos_may_be_given_another_adapter(tmp_path: Path) -> None:
     name = planned().aliases[0]
     made = planned("--adapter", f"{name}={tmp_path}")

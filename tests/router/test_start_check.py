@@ -126,6 +126,19 @@ def test_pem_that_is_none(tmp_path: Path, option: str, part: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "why"),
+    [("absent", "there is no such folder"), ("file", "there is no such folder"), ("a\nb", "%20")],
+)
+def test_a_watched_folder_must_be_there_and_be_named(tmp_path: Path, name: str, why: str) -> None:
+    named_file(tmp_path, b"").rename(tmp_path / "file")
+    (tmp_path / "a\nb").mkdir()
+    folder = tmp_path / name
+    said = refused(watch_folders=(tmp_path, folder))
+    assert said.startswith(f"--watch-folder {folder}: ")
+    assert why in said
+
+
+@pytest.mark.parametrize(
     ("content", "why"),
     [
         (None, "No such file"),
@@ -148,7 +161,8 @@ FILES = {field.name for field in dataclasses.fields(RouterConfig) if "Path" in s
 
 
 @pytest.mark.parametrize(
-    "option", sorted(FILES - {"cache_dir", "files_dir", "tls_cert", "tls_key", "uds"})
+    "option",
+    sorted(FILES - {"cache_dir", "files_dir", "tls_cert", "tls_key", "uds", "watch_folders"}),
 )
 def test_every_file_that_is_named_must_be_there(tmp_path: Path, option: str) -> None:
     """But folders, which are made."""

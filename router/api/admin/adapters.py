@@ -371,8 +371,8 @@ class AdapterObject(msgspec.Struct, frozen=True):
 
 
 class AdapterList(msgspec.Struct, frozen=True):
-    """Answer that lists the registered adapters. file_errors: what is wrong in the adapters file,
-    if there is one.
+    """Answer that lists the registered adapters. file_errors: problems of the adapters file and of
+    watched folders.
     """
 
     data: list[AdapterObject]

@@ -16,7 +16,7 @@ from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.ref import AdapterRef
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Origin, Registration
-from loraplex.router.operations import file_watch as adapters_watch
+from loraplex.router.operations import declarations
 from loraplex.router.operations.adapters_file import (
     MAX_FILE_BYTES,
     WHOLE,
@@ -25,7 +25,8 @@ from loraplex.router.operations.adapters_file import (
     plan,
     read,
 )
-from loraplex.router.operations.file_watch import RETRY_S, AdaptersFile
+from loraplex.router.operations.declarations import RETRY_S
+from loraplex.router.operations.file_watch import AdaptersFile
 from loraplex.server.protocol import AdapterLoad
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.operations.test_declared_check import load
@@ -173,9 +174,7 @@ class Followed:
         self.path = path
         self.clock = Clock()
         self.rollouts = router.service.rollouts
-        self.file = AdaptersFile(
-            path, self.admin, self.rollouts, "hub", self.clock, asyncio.Event()
-        )
+        self.file = AdaptersFile(path, self.admin, self.rollouts, "hub", self.clock)
         self.writes = 0
 
     def write(self, *entries: dict[str, Any]) -> None:
@@ -232,7 +231,7 @@ async def test_first_requests_wait_for_the_operators_names(tmp_path: Path) -> No
 async def test_a_slow_source_holds_up_its_own_name_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters_watch, "NAMES_WAIT_S", 0.05)
+    monkeypatch.setattr(declarations, "NAMES_WAIT_S", 0.05)
     file = tmp_path / "adapters.json"
     entries = [{"name": name, "ref": f"org/{name}"} for name in ("slow", "quick")]
     file.write_text(json.dumps({"adapters": entries}))

@@ -24,7 +24,8 @@ from loraplex.router.operations.adapters_file import (
     plan_rollouts,
     read,
 )
-from loraplex.router.operations.file_watch import RETRY_S, AdaptersFile
+from loraplex.router.operations.declarations import RETRY_S
+from loraplex.router.operations.file_watch import AdaptersFile
 from loraplex.router.operations.rollouts import GUARD
 from loraplex.router.policy.rollout import Content, Declared, Guards, Rollout, Version
 from loraplex.server.protocol import AdapterLoad
@@ -191,9 +192,7 @@ class Follower:
         self.router = router
         self.admin, self.rollouts = router.service.admin, router.service.rollouts
         self.path = path
-        self.file = AdaptersFile(
-            path, self.admin, self.rollouts, "hub", lambda: self.now, asyncio.Event()
-        )
+        self.file = AdaptersFile(path, self.admin, self.rollouts, "hub", lambda: self.now)
 
     @property
     def states(self) -> dict[str, tuple[str, int]]:

@@ -1,13 +1,16 @@
 """Registrations of a fleet: made at one router, known to all, also after a restart."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from loraplex.router.operations import folder_watch
 from tests.router.fake_worker import FakeWorker, make_manifest
+from tests.router.operations.test_watched_folders import digest_of, fill, load
 from tests.router.serving import Running, poll
 from tests.router.shared.redis_server import RedisServer
 from tests.router.shared.test_redis import routers
@@ -136,3 +139,38 @@ async def test_without_redis_what_was_known_is_served(
                 return (await generate(two, "mine")).status_code == 200
 
             await poll(known)
+
+
+async def test_routers_watch_one_folder_each_for_itself(
+    tmp_path: Path, redis: RedisServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was done to a name at one of them holds at the others, and for one that starts again."""
+    monkeypatch.setattr(folder_watch, "POLL_S", 0.05)
+    worker.loader = load
+    root = tmp_path / "root"
+    root.mkdir()
+    fill(root / "run", "one")
+    options: dict[str, Any] = {"auth": "none", "watch_folders": (root,)}
+
+    async def until_all(routers: Sequence[Running], digest: str) -> None:
+        async def so() -> bool:
+            shown = [(await call(router, "GET", "/run")).json() for router in routers]
+            return all((one["digest"], one["pinned"]) == (digest, True) for one in shown)
+
+        await poll(so)
+
+    async with routers(tmp_path, redis, worker, 2, **options) as (one, two):
+        await until_state(two, "run", "ready")
+        assert (await call(one, "POST", "/run/pin")).status_code == 200
+        await until_all((one, two), digest_of("one"))
+        fill(root / "run", "two")
+        await until_all((one, two), digest_of("two"))
+        assert not (*one.service.declarations.problems, *two.service.declarations.problems)
+    async with routers(tmp_path / "again", redis, worker, 1, **options) as (three,):
+        await until_all((three,), digest_of("two"))
+        (root / "run").rename(root / ".run")
+
+        async def is_gone() -> bool:
+            return (await generate(three, "run")).status_code == 410
+
+        await poll(is_gone)

@@ -28,6 +28,14 @@ UNFIT: list[tuple[str, Object, str]] = [
     ("small", {"adapters": [{"name": "a", "ref": "local:/c"}]}, "no options.adapter-root"),
     (
         "small",
+        {
+            "router": {"options": {"watch-folder": ["/srv/a"]}},
+            "worker": {"options": {"adapter-root": ["/srv/ab"]}},
+        },
+        "pool main may not read /srv/a: mount it",
+    ),
+    (
+        "small",
         {"adapters": [{"name": "a", "ref": "modelscope:b/c"}]},
         "add it to options.modelscope",
     ),

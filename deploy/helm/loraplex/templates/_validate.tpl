@@ -129,9 +129,18 @@
 {{- end -}}
 {{- end -}}
 
-{{/* A declared adapter that its workers would refuse. dict: root, pool, where */}}
+{{/* A declared adapter, or a watched folder, that its workers would refuse. dict: root, pool, where */}}
 {{- define "loraplex.validate.adapters" -}}
 {{- $options := .pool.options -}}
+{{- range $folder := index .root.Values.router.options "watch-folder" | default list -}}
+{{- $isBelow := false -}}
+{{- range index $options "adapter-root" | default list -}}
+{{- if hasPrefix (printf "%s/" (trimSuffix "/" .)) (printf "%s/" $folder) -}}{{- $isBelow = true -}}{{- end -}}
+{{- end -}}
+{{- if not $isBelow -}}
+{{- fail (printf "router.options.watch-folder: %s may not read %s: mount it there and add it to options.adapter-root" $.where $folder) -}}
+{{- end -}}
+{{- end -}}
 {{- $owners := .root.Values.hubOwners -}}
 {{- range $adapter := .root.Values.adapters -}}
 {{- $refs := list .ref -}}

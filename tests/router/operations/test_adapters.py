@@ -272,6 +272,8 @@ async def test_what_one_worker_cannot_get_another_gets(tmp_path: Path) -> None:
         running_worker(sound),
         running_router(tmp_path, full, sound) as router,
     ):
+        await full.until(lambda: full.connected)
+        await sound.until(lambda: sound.connected)
         for number in range(12):
             assert (await generate(router, f"org/a{number}")).status_code == 200
         assert full.loads, "some have their home there"

@@ -1,6 +1,7 @@
 """Settings that must stand before any test module is imported."""
 
 import os
+import sys
 from pathlib import Path
 
 import certifi
@@ -9,6 +10,10 @@ from hypothesis import HealthCheck, settings
 
 from tests.left_out import LeftOut
 from tests.longest_first import LongestFirst
+
+# Without bytecode each process compiles the tests and the product anew: a tenth of a run.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Triton reads this when it is first imported: without a GPU its kernels run under the interpreter.
 if not Path("/dev/nvidiactl").exists():

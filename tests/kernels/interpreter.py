@@ -23,11 +23,15 @@ _replace = _module._patch_lang
 _numpy_type_of = _module._get_np_dtype
 _block_type = _language.block_type.__init__
 _match_operands = _Semantic.binary_op_type_checking_impl
-_broadcast = _Semantic.broadcast_impl_value
 _unwrap = _language._unwrap_if_constexpr
 _convert = _module._convert_float
 _replaced = set[int]()
 _numpy_types = dict[str, Any]()
+# Numbers as blocks of a shape and a type: the results of earlier matches.
+_constants = dict[tuple[Any, ...], Any]()
+_MOST_CONSTANTS = 10_000
+# Shapes that hold two, by the ids of both.
+_joint = dict[tuple[int, int], tuple[int, ...]]()
 
 
 def hasten() -> None:
@@ -36,11 +40,13 @@ def hasten() -> None:
     Now they are put there once for a module of kernels, and stay. Another quarter went into a
     search for integers that overflow, of which it told nobody; now those are an error. Of what is
     left two fifths described shapes and types anew for every result; now those that are known are
-    looked up. The interpreter's FP8 does not carry when it rounds up to a power of two; torch's
-    does.
+    looked up, as are numbers beside blocks, made blocks of the same shape. The interpreter's FP8
+    does not carry when it rounds up to a power of two; torch's does.
     """
     _module._convert_float = _convert_by_torch
     _module._patch_lang = _replace_once
+    _module._patch_attr = _place
+    _module.TensorHandle.__init__ = _init_handle
     _module.interpreter_semantic.binary_op_sanitize_overflow_impl = _refuse_overflow
     _module._get_np_dtype = _numpy_type
     _language.block_type.__init__ = _init_block_type
@@ -48,6 +54,23 @@ def hasten() -> None:
     _language._unwrap_if_constexpr = _unwrap_known
     _Semantic.binary_op_type_checking_impl = _match_known_operands
     _Semantic.broadcast_impl_value = _broadcast_unlike
+
+
+def _place(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+    """Puts an interpreter's function in its place: called as the compiler calls it."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        named["_semantic"] = _module.interpreter_semantic
+        return function(*arguments, **named)
+
+    scope.set_attr(owner, name, call)
+
+
+def _init_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+    if not dtype.is_ptr() and data.itemsize > max(1, dtype.primitive_bitwidth // 8):
+        raise ValueError(f"{data.dtype} is wider than {dtype}")
 
 
 class _Kept:
@@ -104,7 +127,7 @@ def _tensor(sizes: tuple[int, ...]) -> tuple[Any, Any]:
 def _convert_by_torch(values: Any, of: Any, to: Any, rounding: Any) -> Any:
     if to != core.float8e4nv or of != core.float32:
         return _convert(values, of, to, rounding)
-    return torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return torch.tensor(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 # Two operands of one of these types compute in that type.
@@ -114,16 +137,65 @@ _PLAIN = frozenset(
 
 
 def _match_known_operands(self: Any, lhs: Any, rhs: Any, *rules: Any, **named_rules: Any) -> Any:
-    tensors = isinstance(lhs, _language.tensor) and isinstance(rhs, _language.tensor)
-    if tensors and lhs.dtype is rhs.dtype and id(lhs.dtype) in _PLAIN:
+    left, right = isinstance(lhs, _language.tensor), isinstance(rhs, _language.tensor)
+    if left and right and lhs.dtype is rhs.dtype and id(lhs.dtype) in _PLAIN:
         return _broadcast_unlike(self, lhs, rhs)
-    return _match_operands(self, lhs, rhs, *rules, **named_rules)
+    if left is right or named_rules or id((lhs if left else rhs).dtype) not in _PLAIN:
+        return _match_operands(self, lhs, rhs, *rules, **named_rules)
+    return _match_number(self, lhs, rhs, rules) if left else _number_matches(self, lhs, rhs, rules)
+
+
+def _match_number(self: Any, lhs: Any, number: Any, rules: Any) -> Any:
+    key = _key(lhs, number, rules)
+    if key in _constants:
+        return lhs, _constants[key]
+    matched, constant = _match_operands(self, lhs, number, *rules)
+    if matched is lhs:
+        _keep(key, constant)
+    return matched, constant
+
+
+def _number_matches(self: Any, number: Any, rhs: Any, rules: Any) -> Any:
+    key = _key(rhs, number, rules)
+    if key in _constants:
+        return _constants[key], rhs
+    constant, matched = _match_operands(self, number, rhs, *rules)
+    if matched is rhs:
+        _keep(key, constant)
+    return constant, matched
+
+
+def _key(tensor: Any, number: Any, rules: Any) -> tuple[Any, ...]:
+    """Tells numbers in blocks from each other. 0.0 and -0.0 are equal."""
+    return id(tensor.dtype), id(tensor.shape), type(number), number, str(number), rules
+
+
+def _keep(key: tuple[Any, ...], constant: Any) -> None:
+    constant.handle.data.flags.writeable = False
+    if len(_constants) > _MOST_CONSTANTS:
+        _constants.clear()
+    _constants[key] = constant
 
 
 def _broadcast_unlike(self: Any, lhs: Any, rhs: Any) -> Any:
     if lhs.shape is rhs.shape:
         return lhs, rhs
-    return _broadcast(self, lhs, rhs)
+    key = id(lhs.shape), id(rhs.shape)
+    if key not in _joint:
+        _joint[key] = np.broadcast_shapes(_sizes(lhs), _sizes(rhs))
+    return _stretched(self, lhs, _joint[key]), _stretched(self, rhs, _joint[key])
+
+
+def _sizes(tensor: Any) -> tuple[int, ...]:
+    return tuple(size.value for size in tensor.shape)
+
+
+def _stretched(self: Any, tensor: Any, sizes: tuple[int, ...]) -> Any:
+    if tensor.shape is _tensor(sizes)[0]:
+        return tensor
+    data = np.broadcast_to(tensor.handle.data, sizes)
+    handle = _module.TensorHandle(data, tensor.handle.dtype.scalar)
+    return self.tensor(handle, _language.block_type(tensor.dtype, sizes))
 
 
 def _unwrap_known(value: Any) -> Any:

@@ -8,7 +8,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from loraplex.adapters.common.pauses import shorten_pauses
-from loraplex.adapters.sources.hub import HubSource
+from loraplex.adapters.sources.enabled import open_hub
 from loraplex.router.build import build_service
 from loraplex.router.config import RouterConfig, RouterConfigError
 from loraplex.router.helper_check import check_helpers
@@ -34,7 +34,7 @@ def run(config: RouterConfig) -> None:
     """
     is_alone = config.router_processes == 1
     allow_connections(config.max_connections)
-    service = build_service(config, CollectorRegistry(), HubSource())
+    service = build_service(config, CollectorRegistry(), open_hub())
     listener = _listener(config, is_alone)
     own = [_metrics_listener(config)] if config.metrics_port else []
     scheme = "http" if config.tls_cert is None else "https"

@@ -4,6 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -52,6 +53,25 @@ class Source(Protocol):
         After a failure, what had come may lie in `folder` under another name, for the next call.
         """
         ...
+
+
+class LateSource:
+    """A source that is opened when it is first asked: its library takes long to load."""
+
+    def __init__(self, opener: Callable[[], Source]) -> None:
+        self._source = cache(opener)
+
+    def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
+        return self._source().resolve(ref, token)
+
+    def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
+        return self._source().list_files(ref, token)
+
+    def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
+        return self._source().adapters_in(ref, token)
+
+    def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
+        self._source().fetch_file(ref, token, name, folder)
 
 
 class RemoteFile(NamedTuple):

@@ -8,9 +8,8 @@ from pathlib import Path
 from loraplex.adapters.common import extras
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import MODELSCOPE_ENDPOINT, RefSource, is_bucket, is_owner
-from loraplex.adapters.sources.base import Source
+from loraplex.adapters.sources.base import LateSource, Source
 from loraplex.adapters.sources.https import HttpsSource
-from loraplex.adapters.sources.hub import HubSource
 from loraplex.adapters.sources.local import LocalSource
 from loraplex.adapters.sources.modelscope import ModelScopeSource
 
@@ -43,7 +42,7 @@ def open_sources(
         re.fullmatch(r"https?://[^/?#@\s]+/?", modelscope_endpoint),
         f"--modelscope-endpoint {modelscope_endpoint!r}: expected https://host",
     )
-    sources: dict[RefSource, Source] = {"hub": HubSource(owners=hub_owners)}
+    sources: dict[RefSource, Source] = {"hub": open_hub(hub_owners)}
     sources["local"] = LocalSource(roots)
     if s3_buckets:
         sources["s3"] = _s3(s3_buckets)
@@ -52,6 +51,17 @@ def open_sources(
     if modelscope_owners:
         sources["modelscope"] = ModelScopeSource(modelscope_owners, modelscope_endpoint)
     return sources
+
+
+def open_hub(owners: Sequence[str] = ()) -> Source:
+    """Opens the Hub. owners: those allowed; none = all."""
+
+    def opened() -> Source:
+        from loraplex.adapters.sources.hub import HubSource
+
+        return HubSource(owners=owners)
+
+    return LateSource(opened)
 
 
 def _require(condition: object, message: str) -> None:

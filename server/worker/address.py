@@ -1,13 +1,16 @@
-"""The address that a process may listen on, and its socket."""
+"""The address that a process may listen on, its socket, and where routers reach a worker."""
 
 import errno
 import socket
 
 from loraplex.adapters.common.loopback import is_loopback
+from loraplex.adapters.common.worker_record import is_worker_url
 from loraplex.adapters.errors import CommandError
+from loraplex.server.config import WorkerConfig
 
 # A peer that takes no byte for so long is cut off by TCP itself.
 PEER_TIMEOUT_MS = 30_000
+_WILDCARDS = ("0.0.0.0", "::", "")
 
 
 class AddressError(CommandError):
@@ -57,3 +60,19 @@ def _why_not(host: str, port: int, error: OSError, flag: str) -> str:
         )
     which = "another of 1024 and more" if error.errno == errno.EACCES else "another"
     return f"port {port} of {host} cannot be used: {error.strerror}; choose {which} with {flag}"
+
+
+def advertised(config: WorkerConfig, port: int) -> str:
+    """Return the URL where routers reach this worker. Raises AddressError where none is known."""
+    if config.advertise:
+        if not is_worker_url(config.advertise):
+            raise AddressError(f"--advertise {config.advertise!r}: expected ws://host:port")
+        return config.advertise
+    if config.host in _WILDCARDS:
+        name = socket.gethostname()
+        raise AddressError(
+            "routers need an address of this worker: give it as --advertise, "
+            f"such as ws://{name}:{port}"
+        )
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"ws://{host}:{port}"

@@ -15,8 +15,7 @@ import uvloop
 from loraplex.adapters.common.pauses import shorten_pauses
 from loraplex.server.config import WorkerConfig
 from loraplex.server.protocol import MAX_FRAME_BYTES
-from loraplex.server.worker.adapters.registry import Registry, advertised
-from loraplex.server.worker.address import check_exposure, open_listener
+from loraplex.server.worker.address import advertised, check_exposure, open_listener
 from loraplex.server.worker.app import WorkerApp
 from loraplex.server.worker.process.engine_supervisor import EngineStartError
 from loraplex.server.worker.setup import Prepared, WorkerStartError, prepare
@@ -104,6 +103,9 @@ async def _serve(
         "stop": asyncio.create_task(stop.wait()),
     }
     if url is not None:
+        # The client library takes its time to load, and is needed only where there is a Redis.
+        from loraplex.server.worker.adapters.registry import Registry
+
         registry = Registry(config, url, prepared.worker_id)
         listed = registry.run(
             lambda: worker.epoch, lambda: worker.state in ("ready", "engine_lost")

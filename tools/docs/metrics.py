@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry
 
 from loraplex.adapters.common.meters import DeclaredMetric, Meters
-from loraplex.adapters.sources.hub import HubSource
+from loraplex.adapters.sources.enabled import open_hub
 from loraplex.router.build import build_service
 from loraplex.router.config import RouterConfig
 from loraplex.router.operations.compat_metrics import COMPAT_PREFIX, CompatMetrics
@@ -47,12 +47,12 @@ _COLUMNS = "| name | kind | labels | meaning |\n| --- | --- | --- | --- |\n"
 def router_meters() -> Meters:
     """Metrics that a router declares."""
     config = RouterConfig(workers=())
-    return build_service(config, CollectorRegistry(), HubSource()).metrics.meters
+    return build_service(config, CollectorRegistry(), open_hub()).metrics.meters
 
 
 def compat_meters() -> Meters:
     """Metrics that `--metrics-compat` adds to a router's."""
-    service = build_service(RouterConfig(workers=()), CollectorRegistry(), HubSource())
+    service = build_service(RouterConfig(workers=()), CollectorRegistry(), open_hub())
     meters = Meters(CollectorRegistry(), COMPAT_PREFIX)
     aliases = service.catalog.rules.aliases
     compat = CompatMetrics(service.base, service.fleet, aliases, service.admin.use)

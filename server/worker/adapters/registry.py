@@ -7,7 +7,6 @@ the ends of their leases.
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +19,6 @@ from loraplex.adapters.common.worker_record import (
     GROUP,
     LEASE_S,
     WorkerRecord,
-    is_worker_url,
     signed,
 )
 from loraplex.server.config import WorkerConfig
@@ -30,7 +28,6 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 2.0
 _TIMEOUT_S = 2.0
-_WILDCARDS = ("0.0.0.0", "::", "")
 # Returns 0 when another of this name, begun later, is there.
 _LEASE = """
 local time = redis.call('TIME')
@@ -116,22 +113,6 @@ class Registry:
 
 class _Superseded(Exception):
     pass
-
-
-def advertised(config: WorkerConfig, port: int) -> str:
-    """Return the URL where routers reach this worker. Raises AddressError where none is known."""
-    if config.advertise:
-        if not is_worker_url(config.advertise):
-            raise AddressError(f"--advertise {config.advertise!r}: expected ws://host:port")
-        return config.advertise
-    if config.host in _WILDCARDS:
-        name = socket.gethostname()
-        raise AddressError(
-            "routers need an address of this worker: give it as --advertise, "
-            f"such as ws://{name}:{port}"
-        )
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"ws://{host}:{port}"
 
 
 def _client(config: WorkerConfig) -> Redis:

@@ -11,8 +11,8 @@ import pytest
 
 from loraplex.adapters.common.worker_record import GROUP, WorkerRecord, signed, verified
 from loraplex.server.config import WorkerConfig
-from loraplex.server.worker.adapters.registry import Registry, advertised
-from loraplex.server.worker.address import AddressError
+from loraplex.server.worker.adapters.registry import Registry
+from loraplex.server.worker.address import AddressError, advertised
 from tests.router.fake_worker import BASE_NAME, SECRET, FakeWorker, running_worker
 from tests.router.serving import Running, poll, running_router
 from tests.router.shared.redis_server import RedisServer

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import httpx
 import msgspec
+import uvicorn.server
 from prometheus_client import CollectorRegistry
 
 from loraplex.adapters.errors import AdapterError
@@ -24,6 +25,19 @@ from loraplex.router.service import Service
 from tests.router.fake_worker import SECRET
 
 COMMIT = "c" * 40
+
+
+class _Hasty:
+    """asyncio for uvicorn, which looks ten times a second whether it should stop."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 20)
+
+
+setattr(uvicorn.server, "asyncio", _Hasty())  # noqa: B010
 
 
 async def poll(condition: Callable[[], Awaitable[bool]], patience_s: float = 120.0) -> None:

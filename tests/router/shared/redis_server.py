@@ -1,9 +1,9 @@
 """A real redis-server on a Unix socket, and what may befall it."""
 
 import asyncio
-import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,21 +31,18 @@ class RedisServer:
             *("--port", "0", "--unixsocket", str(self.socket), "--dir", str(folder)),
             *("--save", "", "--appendonly", "no", "--logfile", str(self._log), *options),
         )
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         return f"unix://{self.socket}"
 
     async def start(self) -> None:
-        assert PROGRAM, "the tests need redis-server on the PATH"
-        process = self._process = await asyncio.create_subprocess_exec(
-            *tethered(PROGRAM, *self._options)
-        )
+        process = self._process = self._spawn()
         async with Redis.from_url(self.url) as client:
 
             async def answers() -> bool:
-                assert process.returncode is None, self._log.read_text()
+                assert process.poll() is None, self._log.read_text()
                 try:
                     async with asyncio.timeout(ANSWER_S):
                         return bool(await client.ping())
@@ -54,12 +51,20 @@ class RedisServer:
 
             await poll(answers, START_S)
 
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        """A process that outlives the event loop."""
+        assert PROGRAM, "the tests need redis-server on the PATH"
+        return subprocess.Popen(tethered(PROGRAM, *self._options))
+
     async def kill(self) -> None:
+        self.end()
+
+    def end(self) -> None:
         process = self._process
-        if process is not None and process.returncode is None:
-            os.kill(process.pid, signal.SIGCONT)
+        if process is not None and process.poll() is None:
+            process.send_signal(signal.SIGCONT)
             process.kill()
-            await process.wait()
+            process.wait()
         self.socket.unlink(missing_ok=True)
 
     def freeze(self) -> None:
@@ -74,7 +79,7 @@ class RedisServer:
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
-        os.kill(self._process.pid, number)
+        self._process.send_signal(number)
 
 
 @asynccontextmanager
@@ -86,4 +91,4 @@ async def running_redis(*options: str) -> AsyncIterator[RedisServer]:
         try:
             yield server
         finally:
-            await server.kill()
+            server.end()

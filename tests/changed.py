@@ -26,14 +26,28 @@ ELSEWHERE = {
     "server/kernels": "tests/kernels",
     "server/model/devices": "tests/server/model/sharding",
 }
-# Rooms whose tests of whole servers and fleets lie elsewhere. The first are in each answer's way.
+# Rooms and files that have tests in other rooms, too: mostly of whole servers and fleets. The first
+# are in each answer's way.
 BESIDES = {
     **dict.fromkeys(
         ("router/http", "router/generation", "router/workers", "server/worker"),
         ("tests/chaos", "tests/e2e"),
     ),
-    **dict.fromkeys(("router/console", "router/telemetry", "deploy/boards"), ("tests/e2e",)),
+    **dict.fromkeys(
+        (
+            *("adapters/merge", "adapters/peft", "deploy/boards", "launcher/worker_groups.py"),
+            *("router/console", "router/names", "router/operations", "router/telemetry"),
+            *("server/engine/group", "server/model/devices", "server/model/lora"),
+        ),
+        ("tests/e2e",),
+    ),
+    **dict.fromkeys(
+        ("server/model/linear", "server/model/ops"), ("tests/kernels", "tests/server/model/graphs")
+    ),
+    "constraints.txt": ("tests/kernels",),  # Triton's version
+    "docs/guides": ("tests/loraplex",),
     "router/policy": ("tests/tools",),
+    "server/kernels": ("tests/server/model",),
 }
 
 
@@ -66,7 +80,7 @@ def asked_by(path: str, folders: set[str]) -> Iterator[str]:
         elif str(file.parent) in folders:
             yield str(file.parent)
         return
-    rooms = [str(parent) for parent in file.parents if parent.parts]
+    rooms = [str(room) for room in (file, *file.parents) if room.parts]
     mirrored = (ELSEWHERE.get(room, f"tests/{room}") for room in rooms)
     yield from [folder for folder in mirrored if folder in folders][:1]
     yield from dict.fromkeys(folder for room in rooms for folder in BESIDES.get(room, ()))

@@ -6,7 +6,8 @@ from tests.changed import asked_by, changed_paths, files_of, outermost
 
 FOLDERS = {
     *("tests/router", "tests/router/api", "tests/router/generation", "tests/server"),
-    *("tests/server/worker", "tests/kernels", "tests/e2e", "tests/deploy"),
+    *("tests/server/worker", "tests/server/model/sharding"),
+    *("tests/kernels", "tests/e2e", "tests/deploy"),
 }
 
 
@@ -27,7 +28,10 @@ def test_a_file_moved_as_it_was_is_no_change() -> None:
         ("server/worker/adapters/ahead.py", ["tests/server/worker", "tests/chaos", "tests/e2e"]),
         ("router/console/chart.js", ["tests/router", "tests/e2e"]),
         ("router/policy/queue/limits.py", ["tests/router", "tests/tools"]),
-        ("server/kernels/lora/expand.py", ["tests/kernels"]),
+        ("server/kernels/lora/expand.py", ["tests/kernels", "tests/server/model"]),
+        ("server/model/devices/group.py", ["tests/server/model/sharding", "tests/e2e"]),
+        ("launcher/worker_groups.py", ["tests/e2e"]),
+        ("constraints.txt", ["tests/kernels"]),
         ("deploy/helm/values.yaml", ["tests/deploy"]),
         ("tests/router/test_main.py", ["tests/router/test_main.py"]),
         ("tests/kernels/batches.py", ["tests/kernels"]),

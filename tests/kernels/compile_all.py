@@ -1,7 +1,6 @@
 """Compile every kernel for a GPU that need not be there.
 
-`python -m tests.kernels.compile_all 90 all`: for the capability 9.0, all forms of kernels. With
-`once` in place of `all`, of each kernel the first form that is called.
+`python -m tests.kernels.compile_all 90`: for the capability 9.0.
 
 The wrappers are called on tensors of the CPU and in bfloat16, as they are on a GPU; nothing is
 launched. The interpreter that other tests use accepts more than the compiler does.
@@ -10,7 +9,6 @@ launched. The interpreter that other tests use accepts more than the compiler do
 import os
 import sys
 from dataclasses import replace
-from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
 
@@ -107,20 +105,7 @@ def compile_for(capability: int) -> list[str]:
     return compiled
 
 
-def compile_once() -> None:
-    """Take one form of each kernel from now on: the first that is called."""
-    called = set[str]()
-
-    def is_known(*, fn: Any, **_: object) -> bool:
-        """For Triton: true says that a form need not be compiled."""
-        known = fn.name in called
-        called.add(fn.name)
-        return known
-
-    triton.knobs.runtime.jit_cache_hook = is_known
-
-
-def lora(configs: KernelConfigs, phase: Phase, rows: int, every_form: bool) -> None:
+def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
     table = LoraTable(2, 8, CPU)
     segments = allocate_segments(rows, configs.tile_rows(phase, rows), 8, CPU)
     shared = segments
@@ -128,21 +113,20 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int, every_form: bool) -> N
         shared = allocate_segments(rows, segments.tile_rows, 8, CPU, shared=True)
     workspace = allocate_workspace(rows, DTYPE, CPU, configs.max_split(phase, rows))
     slots = torch.zeros(rows, dtype=torch.int32)
-    each = {id(of): of for of in ((segments, shared) if every_form else (shared,))}.values()
+    each = {id(of): of for of in (segments, shared)}.values()
     for routed in each:
         route(slots, routed, table)
     x, y = torch.zeros(rows, 512, dtype=DTYPE), torch.zeros(rows, sum(WIDTHS), dtype=DTYPE)
     of_shrink = configs.shrink(phase, rows)
     of_expand = configs.expand(phase, rows)
-    if every_form:
-        shrink(x, table, 0, segments, workspace, of_shrink, after_input=False)
+    shrink(x, table, 0, segments, workspace, of_shrink, after_input=False)
     for routed in each:
         of_site = (table, 0, routed, workspace)
         shrink(x, *of_site, of_shrink, after_input=True)
         expand(y, WIDTHS, *of_site, of_expand, accumulate=phase != "decode", after_gemm=True)
     scale_outputs(y, slots, VectorTable(2, 8, CPU), 0)
     pending = PendingLora(table, 0, segments, workspace)
-    for activation in ACTIVATIONS if every_form else ACTIVATIONS[:1]:
+    for activation in ACTIVATIONS:
         gated_lora(y, pending, configs.fused(phase, rows), activation)
     gather_embedding(torch.zeros(rows, dtype=torch.int32), table, 0, segments, workspace)
     if phase == "decode":
@@ -154,7 +138,7 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int, every_form: bool) -> N
             norms(y, of, early)
         attentions(rows, delta, early)
     elif phase == "prefill":
-        many_tokens(configs, y, pending, every_form)
+        many_tokens(configs, y, pending)
 
 
 def norms(y: torch.Tensor, delta: PendingDelta | None, early: bool) -> None:
@@ -177,17 +161,15 @@ def attentions(rows: int, delta: PendingDelta, early: bool) -> None:
     attention(rows, None, None, HALVES, early, FULL)
 
 
-def many_tokens(
-    configs: KernelConfigs, y: torch.Tensor, pending: PendingLora, every_form: bool
-) -> None:
+def many_tokens(configs: KernelConfigs, y: torch.Tensor, pending: PendingLora) -> None:
     rows = len(y)
-    for width in RANK_BLOCKS if every_form else RANK_BLOCKS[:1]:
+    for width in RANK_BLOCKS:
         down = allocate_workspace(rows, DTYPE, CPU, 16, width)
         gated_lora(y, pending, configs.fused_shrink(rows), "silu", down)
     places, (k, v) = torch.zeros(rows, dtype=torch.int64), torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
     norm = QkNorm(torch.zeros(10, 64, dtype=DTYPE), 1e-5)
     forms = [(HALVES, None), (HALVES, norm), (PART, norm), (NEIGHBOURS, None)]
-    for rotation, of in forms if every_form else forms[:1]:
+    for rotation, of in forms:
         rope_append_lora(
             y, pending, 3, rotation, places, places, CachePages(k, v), of, configs.rope(rows)
         )
@@ -213,17 +195,17 @@ def lora_of(rows: int, config: SkinnyLoraConfig, n: int) -> SkinnyLora:
     return SkinnyLora(table, 0, slots, (n - 600, 300, 300), workspace, stack)
 
 
-def quantised(configs: KernelConfigs, every_form: bool) -> None:
+def quantised(configs: KernelConfigs) -> None:
     """Of every layout products of one row, of few and of more."""
     setattr(matrix_module, "_converts", lambda bits, device: True)  # noqa: B010
     quantised_experts()
-    for make in LAYOUTS.values() if every_form else [LAYOUTS["int4-order"], LAYOUTS["fp8-blocks"]]:
+    for make in LAYOUTS.values():
         weight = matrix_of(make(4096, 4096))
         assert weight is not None
         dequantise(weight, torch.zeros(4096, 4096, dtype=DTYPE), programmatic_launch=True)
         for rows in (1, 8, 64):
             x, out = torch.zeros(2, rows, 4096, dtype=DTYPE)
-            for config in configs.packed(rows) if every_form else configs.packed(rows)[:1]:
+            for config in configs.packed(rows):
                 packed_product(x, weight, None, out, config)
 
 
@@ -280,21 +262,21 @@ def fp8_pages(early: bool) -> None:
     prompt_attention(q, pages, table, tiles, shape, PLAIN.rule, None, q.clone())
 
 
-def prompts(capability: int, every_form: bool) -> None:
+def prompts(capability: int) -> None:
     """Of padded head sizes, with and without a window, a soft cap and sinks."""
     table, tiles = torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int32)
-    for head_dim in (64, 96, 256) if every_form else (96,):
+    for head_dim in (64, 96, 256):
         q, pages = (
             torch.zeros(8, 8, head_dim, dtype=DTYPE),
             torch.zeros(4, 16, 2, head_dim).to(DTYPE),
         )
         shape = tile_shape(4, head_dim, divmod(capability, 10))
-        for scores in (FULL, PLAIN) if every_form else (FULL,):
+        for scores in (FULL, PLAIN):
             context = (table, tiles, shape, scores.rule, scores.sinks, q.clone())
             prompt_attention(q, CachePages(pages, pages), *context)
 
 
-def experts(early: bool, every_form: bool) -> None:
+def experts(early: bool) -> None:
     """Products of few rows and of many, with and without an activation; LoRA."""
     table, slots = LoraTable(2, 8, CPU), torch.zeros(4, dtype=torch.int32)
     both = ExpertLora(table, 0, (128, 128), slots)
@@ -306,10 +288,7 @@ def experts(early: bool, every_form: bool) -> None:
     for tokens in tokens_of_each_shape(2, 8):
         shape = grouped_shape(tokens, 2, 8)
         tiles, weights = assign(logits[:4], shape.tile_rows, early)
-        for activation in (ACTIVATION_OF_EXPERTS, None) if every_form else (None,):
-            grouped_product(
-                x, of_experts, bias, tiles, shape, activation, programmatic_launch=early
-            )
+        grouped_product(x, of_experts, bias, tiles, shape, None, programmatic_launch=early)
         y = grouped_product(
             x, of_experts, bias, tiles, shape, ACTIVATION_OF_EXPERTS, programmatic_launch=early
         )
@@ -348,21 +327,18 @@ def step() -> None:
 
 
 def main() -> None:
-    capability, every_form = int(sys.argv[1]), sys.argv[2] == "all"
+    capability = int(sys.argv[1])
     compiled = compile_for(capability)
-    if not every_form:
-        compile_once()
     configs = read_configs(f"sm{capability}", 132, programmatic_launch=capability >= 90)
     with compiled_together():
-        lora(configs, "prefill", 300, every_form)
-        if every_form:  # of the same forms as prefill's; numbers differ
-            lora(configs, "mixed", 300, every_form)
-        lora(configs, "decode", 256, every_form)
-        prompts(capability, every_form)
-        experts(configs.programmatic_launch, every_form)
+        lora(configs, "prefill", 300)
+        lora(configs, "mixed", 300)
+        lora(configs, "decode", 256)
+        prompts(capability)
+        experts(configs.programmatic_launch)
         step()
         products(configs)
-        quantised(configs, every_form)
+        quantised(configs)
         fp8_pages(configs.programmatic_launch)
     print(*sorted(set(compiled)))
 

@@ -10,13 +10,12 @@ from tests.kernels.interpreter import ROOT, run_uninterpreted
 from tests.unchanged import unless_unchanged
 
 
-@pytest.mark.parametrize("forms", ["once", pytest.param("all", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("capability", ["90"])
-def test_kernels_compile_without_a_gpu(capability: str, forms: str) -> None:
-    """`once`: each kernel in one form, for a short run."""
+def test_kernels_compile_without_a_gpu(capability: str) -> None:
     read = ("server/kernels", "server/model/linear", "tests/kernels")
-    with unless_unchanged(f"compile-{capability}-{forms}", *read):
-        printed = run_uninterpreted("tests.kernels.compile_all", capability, forms)
+    with unless_unchanged(f"compile-{capability}", *read):
+        printed = run_uninterpreted("tests.kernels.compile_all", capability)
         kernels = (ROOT / "server" / "kernels").rglob("*.py")
         names = {
             line.split("(")[0].removeprefix("def ")

@@ -9,6 +9,7 @@ import pytest
 from loraplex.launcher.bench.report import percentile
 from loraplex.router.policy.placement.placement import Placer
 from loraplex.router.policy.queue.queue_limits import QueueLimits
+from tests.grids import beyond
 from tools.bench.simulation.fleet import SimulatedFleet
 from tools.bench.simulation.traffic import Arrival, Traffic
 from tools.bench.simulation.worker import Job, WorkerModel
@@ -99,6 +100,7 @@ def test_nor_where_rows_are_few_and_nearly_all_taken(tenants: int, goal: float) 
     assert beside_s <= goal * alone_s
 
 
+@pytest.mark.exhaustive
 def test_tenants_that_all_want_more_get_the_same() -> None:
     """One asks for ten times its share, the others for one and a half: Jain's index of tokens."""
     uneven = crowd(10.0, 1.5)
@@ -119,7 +121,7 @@ def test_the_coldest_adapter_waits_no_longer_than_two_turns() -> None:
     assert max(waits) <= 2 * (a_turn + MODEL.load_s)
 
 
-@pytest.mark.parametrize(("times", "least"), [(2.0, 0.9), (10.0, 0.85)])
+@pytest.mark.parametrize(("times", "least"), beyond(1, [(2.0, 0.9), (10.0, 0.85)]))
 def test_overload_costs_no_goodput_and_passes(times: float, least: float) -> None:
     """Good: answered within two seconds of the first token's due. Limits as a router has them."""
     seconds, capacity = 5.0, 2 * MODEL.requests_per_s(100, 50)

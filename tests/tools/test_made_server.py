@@ -18,6 +18,7 @@ from loraplex.launcher.bench.engine.offline import SHIPPED
 from loraplex.launcher.bench.report import Outcome
 from loraplex.server.model.base_facts import read_base_spec
 from loraplex.server.worker.metrics import WorkerMetrics
+from tests.grids import beyond
 from tests.launcher.test_bench_grid import TINY
 from tests.launcher.test_serve import Serving
 from tools.bench.__main__ import main as tool
@@ -113,6 +114,7 @@ def test_every_id_of_a_made_tokenizer_has_a_text(vocab_size: int, special: set[i
     assert sorted(tokenizer.get_added_tokens_decoder()) == inside
 
 
+@pytest.mark.exhaustive
 def test_many_adapters_are_ordered_and_loads_counted(
     served: Serving, made: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,6 +170,7 @@ def test_a_load_from_several_processes(
     assert hit["requests"] + miss["requests"] == 24
 
 
+@pytest.mark.exhaustive
 def test_windows_beside_steady_streams(
     served: Serving, made: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +194,7 @@ def test_windows_beside_steady_streams(
     assert sum(lookups.values()) > 0
 
 
+@pytest.mark.exhaustive
 def test_steady_streams_of_the_base(served: Serving, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     options = ("--streams", "2", "--seconds", "1", "--settle", "0", "--stream-output", "8000")
@@ -203,7 +207,7 @@ def test_steady_streams_of_the_base(served: Serving, capfd: pytest.CaptureFixtur
     assert told == "loraplex: window busy: there is no adapter from 0 on\n"
 
 
-@pytest.mark.parametrize("api", ["completions", "chat", "lorax"])
+@pytest.mark.parametrize("api", beyond(1, ["completions", "chat", "lorax"]))
 def test_every_api_of_a_real_server(
     api: str, served: Serving, made: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from loraplex.router.policy.placement.placement import Placer
+from tests.grids import beyond
 from tools.bench.__main__ import main
 from tools.bench.placement import POLICIES, PlacementResult, PlacementScene, simulate
 from tools.bench.simulation.fleet import SimulatedFleet
@@ -35,7 +36,7 @@ def test_every_request_is_computed_once(shape: Shape) -> None:
     assert all(job.arrived_s <= job.started_s < job.ended_s for job in fleet.jobs)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", beyond(1, SHAPES))
 def test_misses_and_waits_beside_simple_policies(shape: Shape) -> None:
     """Far fewer misses than policies that know no adapters, and shorter waits than all."""
     ours = run("loraplex", shape=shape)
@@ -48,6 +49,7 @@ def test_misses_and_waits_beside_simple_policies(shape: Shape) -> None:
             assert ours.miss_rate < 1.25 * other.miss_rate
 
 
+@pytest.mark.exhaustive
 def test_no_cliff_as_adapters_outgrow_the_fleet() -> None:
     results = [run("loraplex", adapters=count) for count in (32, 64, 128, 256)]
     misses = [result.miss_rate for result in results]

@@ -7,6 +7,7 @@ import pytest
 from tools.bench.__main__ import main
 
 
+@pytest.mark.exhaustive
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["--streams", "4", "--tokens", "40", "--requests", "40", "--burst", "30"]
     main(["router", *arguments, "--json"])

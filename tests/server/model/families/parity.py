@@ -114,8 +114,8 @@ class Served:
             first += sum(layout.runs)
         self.next_extent = first
 
-    def streams(self, lengths: tuple[int, ...]) -> list[tuple[str | None, Stream]]:
-        names = [*self.slots, *self.slots]
+    def streams(self, lengths: tuple[int, ...], times: int = 2) -> list[tuple[str | None, Stream]]:
+        names = [*self.slots] * times
         return [
             (
                 name,
@@ -130,9 +130,11 @@ class Served:
             for row, name in enumerate(names)
         ]
 
-    def assert_together(self, lengths: tuple[int, ...], count: int, chunk: int) -> None:
-        """Each adapter and the base twice in one batch, for `count` tokens, as the oracle."""
-        pairs = self.streams(lengths)
+    def assert_together(
+        self, lengths: tuple[int, ...], count: int, chunk: int, times: int = 2
+    ) -> None:
+        """Each adapter and the base so often in one batch, for `count` tokens, as the oracle."""
+        pairs = self.streams(lengths, times)
         generate(self.driver, [stream for _, stream in pairs], count, chunk)
         for adapter, stream in pairs:
             assert_parity(self.oracle, adapter, stream)

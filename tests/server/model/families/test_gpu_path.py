@@ -60,16 +60,14 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
 }
 # Between them these have windows, sinks, norms behind, over each head and over all, rotations of a
-# part, of neighbours and of long factors, experts. `graphs/test_gpu_path_prompts.py` has caps, and
-# `tests/kernels` other scales and layers without rotation.
+# part, experts. `graphs/test_gpu_path_prompts.py` has caps, and `tests/kernels` rotations of
+# neighbours, other scales and layers without rotation.
 ALWAYS = {
     ("gemma3", "fa3"),
-    ("glm4", "fa3"),
     ("gpt-oss", "fa3"),
     ("granite-hybrid", "fa3"),
     ("olmo2", "fa2"),
     ("phi", "fa3"),
-    ("phi3-long", "fa3"),
 }
 
 

@@ -136,7 +136,8 @@ def test_same_as_the_reference(
     assert min(tokens for tokens, _ in taken) > FEW
 
 
-@pytest.mark.parametrize("slot", beyond(1, [1, -1]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("slot", [1, -1])
 def test_no_product_has_a_size_that_none_had_at_start(
     pair: Pair, at_start: set[tuple[int, ...]], slot: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

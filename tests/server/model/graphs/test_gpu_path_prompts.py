@@ -62,12 +62,13 @@ def assert_same(found: list[Stream], expected: list[Stream]) -> None:
             assert mine.logprob == pytest.approx(wanted.logprob, abs=1e-3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "backend", "kernels"),
     [
         ("qwen2-window", "fa3", {"FlashInfer", "Triton"}),
-        pytest.param("mistral-window", "fa2", {"Triton"}, marks=pytest.mark.exhaustive),
-        pytest.param("qwen2-window", "fa2", {"FlashInfer", "Triton"}, marks=pytest.mark.exhaustive),
+        ("mistral-window", "fa2", {"Triton"}),
+        ("qwen2-window", "fa2", {"FlashInfer", "Triton"}),
     ],
 )
 def test_windows_of_some_layers_or_all(

@@ -63,7 +63,7 @@ def test_same_as_the_reference(pair: Pair, slots: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "slots", beyond(1, [[TABLES, DORA, BASE], [TABLES, DORA, BASE, PLAIN], [TABLES, BASE] * 2])
+    "slots", beyond(0, [[TABLES, DORA, BASE], [TABLES, DORA, BASE, PLAIN], [TABLES, BASE] * 2])
 )
 def test_tables_lie_around_graphs(pair: Pair, slots: list[int]) -> None:
     pair.graphs.clear()
@@ -73,6 +73,7 @@ def test_tables_lie_around_graphs(pair: Pair, slots: list[int]) -> None:
     assert_same(pair, [PLAIN, BASE])  # takes nothing of theirs
 
 
+@pytest.mark.exhaustive
 def test_without_graphs_of_their_own(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is where `--dora-graphs` is not given."""
     executor: Any = pair.gpu.executor

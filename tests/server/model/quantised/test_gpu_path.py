@@ -91,6 +91,7 @@ def test_same_as_the_reference(pair: Pair) -> None:
     assert_same(pair, [0, -1, 1], abs=3e-4)
 
 
+@pytest.mark.exhaustive
 @pairs(1)
 def test_dora_as_the_reference(pair: Pair) -> None:
     """Lengths are of the matrix that the kernels multiply with."""

@@ -41,7 +41,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen3-moe", "fa3"): {"head_dim": 16},
     ("phi3", "fa3"): {"hidden_size": 64},
 }
-ALWAYS = {("qwen3-moe", "fa3")}
+ALWAYS = {("llama3", "fa3")}
 # Whose branches are summed on each device first, so that no norm sums the devices' terms.
 SUMS_BEFORE = {"phi"}
 

@@ -16,7 +16,7 @@ from loraplex.server.model.checkpoint.text_part import model_shards
 from loraplex.server.model.spec.model_spec import layer_path
 from loraplex.server.model.weight_source import WeightSource
 from loraplex.server.model.weights import load_weights
-from tests.grids import beyond
+from tests.grids import sparse
 from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import save_quantised
@@ -116,12 +116,12 @@ def read_by(folder: Path, shard: Shard, packed: bool, monkeypatch: pytest.Monkey
     return counter
 
 
-@pytest.mark.parametrize(("packed", "count"), beyond(2, [(False, 2), (True, 2), (False, 4)]))
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("form", "way"), sparse([*FORMATS], [(False, 2), (True, 2), (False, 4)]))
 def test_bytes_that_a_process_reads(
-    form: str, packed: bool, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, way: tuple[bool, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own numbers and whole blocks around them. All processes together read all."""
+    packed, count = way
     save_quantised(make_model("llama3", **SIZES), tmp_path, FORMATS[form])
     read = [read_by(tmp_path, Shard(i, count), packed, monkeypatch) for i in range(count)]
     most = 1 / count + 2 * BLOCKS.get(form, 0) / SIZES["intermediate_size"] + FEW

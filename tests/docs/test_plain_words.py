@@ -89,7 +89,9 @@ def test_docstrings_and_comments_are_plain(path: Path) -> None:
     text = path.read_text()
     found = docstrings(text)
     assert [words for words in found if BEGINNINGS.match(words)] == []
-    assert [words for words in (*found, *comments(text)) if BANNED.search(words)] == []
+    # Comments take longer to find than all else here.
+    said = [*found, *comments(text)] if BANNED.search(text) else found
+    assert [words for words in said if BANNED.search(words)] == []
 
 
 def test_docstrings_without_a_subject_are_found() -> None:

@@ -86,6 +86,7 @@ async def answered(client: httpx.AsyncClient, router: Process, order: Order) -> 
     return await until_not(409, lambda: ask(client, router, order))
 
 
+@pytest.mark.exhaustive
 async def test_orphans_are_freed_and_a_retry_runs_once(tmp_path: Path) -> None:
     certifier = Certifier()
     orders = long_orders(certifier, random.Random(1))

@@ -100,6 +100,7 @@ def helm_test(release: Release, patience: str) -> subprocess.CompletedProcess[st
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.exhaustive
 async def test_the_bundled_redis_opens_to_routers_alone(tmp_path: Path) -> None:
     made = objects_of(render(merged(case("small"), {"redis": {"mode": "bundled"}})))
     cluster = Cluster(tmp_path)

@@ -17,7 +17,8 @@ from tests.e2e.serving import Serving, start_serving
 from tests.server.model.families.parity import TOLERANCE, prompt
 from tests.server.model.hub_models import VOCAB, make_model, reference_logprobs, save_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+# `tests/server/model/lora` has these adapters in a short run.
+pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
 TIMEOUT_S = 240
 NEW_TOKENS = 6
 SLOTS = 2
@@ -63,13 +64,7 @@ def save_adapter(family: str, folder: Path, options: dict[str, Any], seed: int) 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        ("llama-biases-tied", 1),
-        *(
-            pytest.param(row, marks=pytest.mark.exhaustive)
-            for row in (("llama-biases-tied", 2), ("gemma3", 1))
-        ),
-    ],
+    params=[("llama-biases-tied", 1), ("llama-biases-tied", 2), ("gemma3", 1)],
     ids=lambda row: f"{row[0]}-{row[1]}",
 )
 def beside(
@@ -119,7 +114,6 @@ def test_tokens_are_those_of_peft(beside: Beside) -> None:
     assert_as_peft(beside.serving, beside.oracles, (4, 51, 17))
 
 
-@pytest.mark.exhaustive
 def test_a_device_finishes_an_adapter_once(beside: Beside) -> None:
     """Another server finds on disk what the first one's devices have made."""
     assert_as_peft(beside.serving, beside.oracles, (5,))

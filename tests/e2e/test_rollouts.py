@@ -1,6 +1,6 @@
 """A rollout in a fleet of real processes: two routers, two workers, a Redis, certified tokens.
 
-What is exhaustive here has a short test with routers in process, in `tests/router/operations`.
+Each has a short test with routers in process, in `tests/router/operations`.
 """
 
 import asyncio
@@ -23,6 +23,8 @@ from tests.router.serving import poll
 from tests.router.shared.redis_server import running_redis
 
 OLD, NEW, BROKEN = "local:pirate", "local:sql", "local:broken"
+pytestmark = pytest.mark.exhaustive
+
 PATIENCE_S = 240.0
 USERS = [f"user-{number}" for number in range(24)]
 
@@ -195,7 +197,6 @@ async def until_back(rolling: Rolling) -> set[int]:
     return statuses
 
 
-@pytest.mark.exhaustive
 async def test_a_broken_version_goes_back_by_itself(rolling: Rolling) -> None:
     await rolling.roll_out(BROKEN, 50, {"min_requests": 5, "max_latency_ratio": None})
     await rolling.until_live(50, 50)
@@ -210,7 +211,6 @@ async def test_a_broken_version_goes_back_by_itself(rolling: Rolling) -> None:
     assert sum(counts) == 1
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", ["frozen", "killed"])
 async def test_a_broken_version_goes_back_without_redis(rolling: Rolling, fault: str) -> None:
     """On each router by itself, with nobody asked; and for good when Redis is back."""
@@ -309,7 +309,6 @@ class Drill:
         return first == second and "warming" not in states
 
 
-@pytest.mark.exhaustive
 async def test_nothing_is_lost_while_shares_move_and_things_die(rolling: Rolling) -> None:
     drill = Drill(rolling)
     async with asyncio.TaskGroup() as clients:

@@ -24,6 +24,9 @@ from tests.e2e.under_load import TIMEOUT_S, assert_same_answers, under_load
 from tests.ports import free_port
 from tools.bench.make_model import Maker
 
+# `tests/chaos` has two workers in a short run.
+pytestmark = pytest.mark.exhaustive
+
 KILLS = 2  # each worker once
 NAMES = ("worker-0", "worker-1")
 
@@ -109,7 +112,6 @@ def test_each_workers_metrics_have_a_port(several: Serving, watched_port: int) -
     assert [answer.status_code for answer in refused] == [404, 404, 404]
 
 
-@pytest.mark.exhaustive
 async def test_killed_workers_cost_no_token(several: Serving) -> None:
     """Each in turn."""
     before = {process.pid for process in processes(several).values()}
@@ -126,7 +128,6 @@ async def test_killed_workers_cost_no_token(several: Serving) -> None:
     assert not before & {process.pid for process in processes(several).values()}, "both are new"
 
 
-@pytest.mark.exhaustive
 async def test_many_adapters_are_placed_on_both(tmp_path: Path) -> None:
     shape = tmp_path / "shape"
     shape.mkdir()

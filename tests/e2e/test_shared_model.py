@@ -16,6 +16,9 @@ from tests.e2e.test_mixed_batch import bodies, generate
 from tests.e2e.under_load import TIMEOUT_S, assert_same_answers, client, under_load
 from tests.engines import engines_below
 
+# `tests/server/model/sharding` has processes that share a model in a short run.
+pytestmark = pytest.mark.exhaustive
+
 KILLS = 2  # each process once
 
 
@@ -59,7 +62,6 @@ async def kill_under_load(shared: Serving, kills: int) -> list[float]:
     return away
 
 
-@pytest.mark.exhaustive
 async def test_a_killed_process_costs_no_token(shared: Serving) -> None:
     pids = {process.pid for process in engines(shared)}
     away = await kill_under_load(shared, KILLS)
@@ -67,7 +69,6 @@ async def test_a_killed_process_costs_no_token(shared: Serving) -> None:
     assert not pids & {process.pid for process in engines(shared)}, "both are new"
 
 
-@pytest.mark.exhaustive
 async def test_many_killed_processes_cost_no_token(tmp_path: Path) -> None:
     """Twenty, four to a server: a worker waits longer from one restart to the next."""
     away = []
@@ -83,7 +84,6 @@ async def test_many_killed_processes_cost_no_token(tmp_path: Path) -> None:
     assert len(away) == 20
 
 
-@pytest.mark.exhaustive
 async def test_a_stopped_process_is_noticed(tmp_path: Path) -> None:
     """One that stands still holds up the others: all are started again."""
     options = ("--tp", "2", "--cache-dir", str(tmp_path / "cache"), "--step-timeout-s", "2")

@@ -13,6 +13,7 @@ CLIENTS_PYTHON = ROOT / ".venv-clients/bin/python"
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parent / "clients").glob("of_*.py"))
 # They send what the openai package or huggingface_hub sends, which have scripts of their own.
 ON_OTHERS = (
+    *("of_cohere", "of_hub"),
     *("of_agents", "of_guidance", "of_haystack", "of_instructor", "of_langchain", "of_litellm"),
     *("of_llama_index", "of_outlines", "of_pydantic_ai", "of_smolagents"),
 )

@@ -13,6 +13,9 @@ from loraplex.launcher.demo import EXAMPLES, adapter_paths
 from tests.e2e.commands import Done, adapter_command
 from tests.e2e.serving import Serving, start_serving
 
+# `tests/router/names` has a router and tenants in a short run.
+pytestmark = pytest.mark.exhaustive
+
 ADMIN = "e2e-admin-key"
 # What `bot` means to each tenant: an adapter of the demo.
 BOTS = {"acme": "sql", "globex": "pirate", "other": "polite"}

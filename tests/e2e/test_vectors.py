@@ -119,7 +119,7 @@ def test_metrics_and_headers(embedder: Serving) -> None:
 @pytest.mark.skipif(
     not CLIENTS_PYTHON.exists(), reason="`make test` makes the environment for these clients"
 )
-@pytest.mark.parametrize("script", beyond(2, ["for_vectors", "for_cohere", *ON_OPENAI]))
+@pytest.mark.parametrize("script", beyond(1, ["for_cohere", "for_vectors", *ON_OPENAI]))
 def test_clients(embedder: Serving, script: str) -> None:
     done = subprocess.run(
         [str(CLIENTS_PYTHON), "-m", f"tests.e2e.clients.{script}", embedder.url],

@@ -186,6 +186,7 @@ def test_all_serve_and_one_that_is_killed_comes_back(lasting: Processes) -> None
     assert "Traceback" not in lasting.log.read_text()
 
 
+@pytest.mark.exhaustive
 def test_streams_finish_before_all_stop(processes: Processes) -> None:
     body = {"inputs": "x", "parameters": {"max_new_tokens": 100}}
     url = f"{processes.url}/generate_stream"

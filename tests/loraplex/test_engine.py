@@ -164,6 +164,7 @@ def test_a_dead_engine_fails_its_requests_and_leaves_nothing() -> None:
     assert not dying.socket.parent.exists()
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_runs() -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     names: dict[str, Any] = {}

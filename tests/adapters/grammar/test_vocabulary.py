@@ -35,7 +35,7 @@ def test_bytes_of_tokens_join_to_the_text_that_follows_a_prompt(name: str) -> No
         assert rest.removeprefix(begin) == joined.decode(), begin
 
 
-@pytest.mark.parametrize("name", beyond(2, ["llama-2", "tekken", "llama-3"]))
+@pytest.mark.parametrize("name", beyond(1, ["llama-2", "tekken", "llama-3"]))
 def test_every_byte_has_a_token(name: str) -> None:
     known = token_bytes(load(name), 131_072)
     assert {bytes((b,)) for b in range(256)} - {b for b in known.by_id if len(b) == 1} <= {

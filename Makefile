@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
+TRAINERS := .venv-trainers
 NPM_CLIENTS := .venv-npm
 PIP_FLAGS := --quiet --disable-pip-version-check
 
@@ -28,11 +29,11 @@ lint: setup-dev
 unit: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25
 
-exhaustive: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels
+exhaustive: setup-dev $(CLIENTS)/.ready $(TRAINERS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels
 	$(BIN)/pytest -n 2 --dist load -m exhaustive --durations=25
 
 # The long tests of rooms that changed since the last commit that passed, for an hour at most.
-changed: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels
+changed: setup-dev $(CLIENTS)/.ready $(TRAINERS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels
 	$(BIN)/python -m tests.changed
 
 # Hundreds of faults under load; ARGS as in `python -m tests.chaos --help`.
@@ -63,6 +64,14 @@ $(CLIENTS)/.ready: constraints.clients.txt
 	$(CLIENTS)/bin/python -m pip install $(PIP_FLAGS) -r constraints.clients.txt
 	@touch $@
 
+# Trainers have an environment on top of the tests' own: torch is large.
+$(TRAINERS)/.ready: constraints.trainers.txt | setup-dev
+	$(PYTHON) -m venv $(TRAINERS)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+		> "$$($(TRAINERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/tests.pth"
+	$(TRAINERS)/bin/python -m pip install $(PIP_FLAGS) -r constraints.trainers.txt
+	@touch $@
+
 $(NPM_CLIENTS)/.ready: tests/e2e/clients/package.json | programs
 	@mkdir -p $(NPM_CLIENTS) && cp $< $(NPM_CLIENTS)/
 	npm install --prefix $(NPM_CLIENTS) --silent --no-audit --no-fund
@@ -91,4 +100,4 @@ wheels: .cache/wheels/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(NPM_CLIENTS) dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(TRAINERS) $(NPM_CLIENTS) dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -240,7 +240,10 @@ class Decoder(Generic[P, L, Y]):
             inner = ops.gated(y, spec.activation)
         else:
             inner = ops.activated(y, spec.activation, weights.xielu)
-        return ops.linear(inner, weights.down, lora, down)
+        found = ops.linear(inner, weights.down, lora, down)
+        if weights.out_gate is None:
+            return found
+        return ops.scaled(found, weights.out_gate.run(normed).sigmoid())
 
     def _moe(
         self, weights: MoeWeights, sites: BranchSites, normed: torch.Tensor, lora: L | None

@@ -88,6 +88,7 @@ class MlpWeights:
     gate_up: Linear
     down: Linear
     xielu: torch.Tensor | None = None
+    out_gate: DenseLinear | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -222,7 +223,8 @@ def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeight
             )
         case MlpSpec():
             gate_up, down = source.linear(spec.gate_up, index), source.linear(spec.down, index)
-            return MlpWeights(spec, gate_up, down, _xielu(source, spec, index))
+            extras = _xielu(source, spec, index), _out_gate(source, spec, index)
+            return MlpWeights(spec, gate_up, down, *extras)
         case MoeSpec():
             router = layer_path(index, spec.router)
             bias = source.get(f"{router}.bias") if spec.router_bias else None
@@ -231,6 +233,7 @@ def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeight
                 DenseLinear(source.get(f"{router}.weight"), bias),
                 source.experts(spec.gate_up, index),
                 source.experts(spec.down, index),
+                _correction(source, spec, index),
             )
 
 
@@ -243,6 +246,19 @@ def _xielu(source: WeightSource, spec: MlpSpec, index: int) -> torch.Tensor | No
     )
     numbers = (functional.softplus(alpha_p), beta + functional.softplus(alpha_n), beta, epsilon)
     return torch.cat(numbers).to(source.device)
+
+
+def _correction(source: WeightSource, spec: MoeSpec, index: int) -> torch.Tensor | None:
+    if spec.correction is None:
+        return None
+    numbers = source.mapped(layer_path(index, spec.correction[0]))
+    return numbers.float().flatten().to(source.device)
+
+
+def _out_gate(source: WeightSource, spec: MlpSpec, index: int) -> DenseLinear | None:
+    if not spec.out_gate:
+        return None
+    return DenseLinear(source.get(f"{layer_path(index, spec.out_gate)}.weight"))
 
 
 def _qk_norm(source: WeightSource, spec: AttentionSpec, index: int) -> torch.Tensor | None:

@@ -120,12 +120,14 @@ class _RandomWeights:
             case MlpSpec():
                 gate_up, down = self.linear(spec.gate_up, index), self.linear(spec.down, index)
                 numbers = self._ones(4).float() if spec.activation == "xielu" else None
-                return MlpWeights(spec, gate_up, down, numbers)
+                gate = DenseLinear(self.matrix(1, spec.gate_up.in_features))
+                return MlpWeights(spec, gate_up, down, numbers, gate if spec.out_gate else None)
             case MoeSpec():
                 bias = self._bias(spec.experts) if spec.router_bias else None
                 router = DenseLinear(self.matrix(spec.experts, spec.gate_up.in_features), bias)
-                of_each = (self._experts(linear, index) for linear in spec.linears)
-                return MoeWeights(spec, router, *of_each)
+                products = (self._experts(spec.gate_up, index), self._experts(spec.down, index))
+                numbers = self._ones(spec.experts).float() if spec.correction else None
+                return MoeWeights(spec, router, *products, numbers)
 
     def _experts(self, spec: LinearSpec, layer: int) -> ExpertsLinear:
         bias = self._bias(spec.experts, spec.out_features) if spec.bias else None

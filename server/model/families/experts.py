@@ -1,13 +1,21 @@
 """Layers of experts, as most families that have them spell these. Pure."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.family import ModelSizes
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec, Part
+from loraplex.server.model.spec.model_spec import FeedForward, LayerSpec, MlpSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec, RouterRule
 
+# The least sum that weights of experts are divided by.
+_FLOOR = 1e-20
+# Scores of a group that count.
+_BEST_OF_GROUP = 2
 # What other families with experts have, as their configurations spell it.
 _SHARED = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size")
 _GROUPS = ("n_group", "topk_group")
@@ -101,3 +109,57 @@ def moe(
         names.router,
         rule,
     )
+
+
+def shared(
+    sizes: ModelSizes, size: int, path: str = "mlp.shared_experts", out_gate: str = ""
+) -> MlpSpec:
+    """Make the MLP that every token uses beside its experts. size: of features inside."""
+    up = tuple(Part(f"{path}.{name}_proj", size) for name in ("gate", "up"))
+    down = (Part(f"{path}.down_proj", sizes.hidden),)
+    return MlpSpec(
+        LinearSpec("shared_gate_up", sizes.hidden, up, "column"),
+        LinearSpec("shared_down", size, down, "row"),
+        out_gate=out_gate,
+    )
+
+
+def with_branches(layer: LayerSpec, branches: Sequence[FeedForward]) -> LayerSpec:
+    """Return the layer with these in the place of its last step's branches."""
+    *others, feed = layer.steps
+    return LayerSpec((*others, replace(feed, branches=tuple(branches))))
+
+
+def read_scored(
+    fields: Fields, moe: MoeSpec, correction: str, *, factor: float = 1.0, normed: bool = True
+) -> MoeSpec:
+    """Return experts whose router takes sigmoids, corrected and in groups (DeepSeek-V3).
+
+    correction: its path. factor, normed: where `config.json` says nothing.
+    """
+    config = fields.config
+    groups, best = fields.positive("n_group", 1), fields.positive("topk_group", 1)
+    if moe.experts % groups or best > groups or moe.top_k * groups > moe.experts * best:
+        fields.refuse(f"{moe.experts} experts in {groups} groups, of which {best} are chosen")
+    elif groups > 1 and moe.experts // groups < _BEST_OF_GROUP:
+        fields.refuse(f"n_group: a group must have {_BEST_OF_GROUP} experts, got {groups} groups")
+    normed = bool(config.get("norm_topk_prob", normed))
+    return replace(
+        moe,
+        rule="sigmoid_top_k_normed" if normed else "sigmoid_top_k",
+        wide_router=True,
+        wide_weights=True,
+        correction=(correction, (moe.experts,)),
+        groups=(groups, best),
+        norm_floor=_FLOOR,
+        factor=fields.number(config, "routed_scaling_factor", factor),
+    )
+
+
+def read_first_dense(fields: Fields, sizes: ModelSizes, usual: int) -> frozenset[int]:
+    """The layers with experts: those behind the first ones, whose number `config.json` says."""
+    first = fields.config.get("first_k_dense_replace", usual)
+    if type(first) is not int or first < 0:
+        fields.refuse(f"first_k_dense_replace must be a number of layers, got {first!r}")
+        first = 0
+    return frozenset(range(first, sizes.layers))

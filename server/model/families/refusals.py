@@ -85,6 +85,13 @@ _PARTS: tuple[_Part, ...] = (
     ),
     _Part("convolutions and distances that attention adds to its scores", ("rel_extent", "d_rel")),
     _Part("attention to references and the newest tokens", kinds=("reference_sliding_attention",)),
+    _Part(
+        "a gate of what attention gives",
+        ("gating", "use_attention_gate"),
+        named=("global_attn_every_n_layers",),
+    ),
+    _Part("experts within attention", named=("kv_channels",)),
+    _Part("a router of sparse mixing", named=("input_jitter_noise",)),
     _Part("differential attention", ("lambda_std_dev",)),
     _Part("attention masks that depend on the values", ("keep_window_size",)),
     _Part("a model of bytes and patches, where others have tokens", ("patching_mode",)),

@@ -49,13 +49,14 @@ class ExpertsLinear:
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
     """Weights of a layer of experts, as `spec` says. router: its product are the
-    experts' logits.
+    experts' logits. correction: float32 `[experts]`.
     """
 
     spec: MoeSpec
     router: DenseLinear
     gate_up: ExpertsLinear
     down: ExpertsLinear
+    correction: torch.Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -72,12 +72,8 @@ class GroupOps(Generic[P, L, Y]):
         self._whole, self._ops, self._group = whole, ops, group
         self.plan: Callable[[StepLayout], P] = ops.plan
         self.lora: Callable[[np.ndarray], L | None] = ops.lora
-        self.gated, self.activated, self.moe, self.plus = (
-            ops.gated,
-            ops.activated,
-            ops.moe,
-            ops.plus,
-        )
+        self.gated, self.activated, self.moe = ops.gated, ops.activated, ops.moe
+        self.plus, self.scaled = ops.plus, ops.scaled
         self.norm, self.add_norm, self.norm_own = ops.norm, ops.add_norm, ops.norm_own
 
     def embed(

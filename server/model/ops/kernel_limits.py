@@ -2,6 +2,7 @@
 Pure."""
 
 from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.moe_spec import MoeSpec
 
 # Head sizes are multiples of the one, up to the other.
 _HEAD_DIM_STEP, _WIDEST_HEAD = 16, 256
@@ -19,6 +20,9 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
         return "FlashInfer computes in bfloat16 and float16, not in float32"
     if any(layer.attention.norms_rotated for layer in model.layers):
         return "the kernels norm q and k before the rotation, the model behind it"
+    experts = (feed for layer in model.layers for feed in layer.feed_forwards)
+    if any(isinstance(feed, MoeSpec) and not feed.is_plain for feed in experts):
+        return "the kernels choose experts by the softmax of logits alone"
     for size in {layer.attention.head_dim for layer in model.layers}:
         if size % _HEAD_DIM_STEP or size > _WIDEST_HEAD:
             return (

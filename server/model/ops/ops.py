@@ -212,6 +212,10 @@ class Ops(Protocol[P, L, Y]):
         """Apply an activation without gate: `[tokens, n]` -> `[tokens, n]`. numbers: of xIELU."""
         ...
 
+    def scaled(self, y: Y, factor: torch.Tensor) -> Y:
+        """Multiply a branch's output `[tokens, hidden]` by a factor of each token, `[tokens, 1]`."""
+        ...
+
     def plus(self, a: Y, b: Y) -> Y:
         """The sum of what two branches give, `[tokens, hidden]` each."""
         ...

@@ -507,6 +507,9 @@ class CudaOps:
     ) -> torch.Tensor:
         return pointwise.activated(self.complete(up), activation, numbers)
 
+    def scaled(self, y: LinearOutput, factor: torch.Tensor) -> LinearOutput:
+        return Ready(self.complete(y) * factor)
+
     def plus(self, a: LinearOutput, b: LinearOutput) -> LinearOutput:
         return Ready(self.complete(a) + self.complete(b))
 

@@ -73,14 +73,38 @@ def route(x: torch.Tensor, weights: MoeWeights) -> tuple[torch.Tensor, torch.Ten
     """Choose each token's experts. x: `[tokens, hidden]` -> each token's experts, int64 `[tokens,
     top_k]`, and their weights, the largest first.
     """
-    spec, logits = weights.spec, weights.router.run(x)
+    spec, router = weights.spec, weights.router
+    if spec.wide_router:
+        logits = functional.linear(x.float(), router.weight.float())
+    else:
+        logits = router.run(x)
     if spec.rule == "top_k_softmax":
         largest = logits.topk(spec.top_k)
         return largest.indices, largest.values.softmax(-1)
-    shares, chosen = logits.softmax(-1, dtype=torch.float32).topk(spec.top_k)
-    if spec.rule == "softmax_top_k_normed":
-        shares = shares / shares.sum(-1, keepdim=True)
+    wide = logits.float()
+    scores = wide.sigmoid() if spec.rule.startswith("sigmoid") else wide.softmax(-1)
+    chosen = _choose(scores, weights).topk(spec.top_k).indices
+    shares = scores.gather(-1, chosen)
+    if spec.rule.endswith("normed"):
+        shares = shares / shares.sum(-1, keepdim=True).clamp(min=spec.norm_floor)
+    if spec.factor != 1.0:
+        shares = shares * spec.factor
     return chosen, shares if spec.wide_weights else shares.to(x.dtype)
+
+
+def _choose(scores: torch.Tensor, weights: MoeWeights) -> torch.Tensor:
+    """Return the scores by which experts are chosen: corrected, and none of those whose group is
+    not among the best. scores: `[tokens, experts]` -> the same.
+    """
+    if weights.correction is not None:
+        scores = scores + weights.correction
+    count, best = weights.spec.groups
+    if count == best:
+        return scores
+    grouped = scores.unflatten(-1, (count, -1))
+    sums = grouped.topk(2).values.sum(-1)
+    kept = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, sums.topk(best).indices, True)
+    return torch.where(kept.unsqueeze(-1), grouped, -torch.inf).flatten(-2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +454,9 @@ class TorchOps:
         self, up: torch.Tensor, activation: Activation, numbers: torch.Tensor | None
     ) -> torch.Tensor:
         return activated(up, activation, numbers)
+
+    def scaled(self, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return y * factor
 
     def plus(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b

@@ -14,7 +14,13 @@ from loraplex.adapters.base import (
     layer_stem,
 )
 from loraplex.server.model.spec.linear_spec import LinearSpec
-from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
+from loraplex.server.model.spec.model_spec import (
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+)
 from loraplex.server.model.spec.moe_spec import MoeSpec
 
 
@@ -98,10 +104,13 @@ def _expert_weight(linear: LinearSpec) -> ExpertWeight:
 
 def _routers(layer: LayerSpec) -> Iterator[str]:
     """Yields paths of routers: where transformers has them now, and beside modules of each expert,
-    where these differ."""
+    where these differ. And those of the gates of shared experts."""
     for branch in layer.feed_forwards:
+        if isinstance(branch, MlpSpec) and branch.out_gate:
+            yield branch.out_gate
         if isinstance(branch, MoeSpec) and branch.gate_up.stored is not None:
             name, stored = branch.router.rpartition(".")[2], branch.gate_up.stored
             part = branch.gate_up.parts[0].path
             blocks = stored.path.rsplit(".", 2)[0], part.rsplit(".", 3)[0]
-            yield from dict.fromkeys(f"{block}.{name}" for block in blocks)
+            beside = (f"{block}.{name}" for block in blocks)
+            yield from dict.fromkeys((*beside, branch.router))

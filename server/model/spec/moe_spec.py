@@ -8,8 +8,15 @@ from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors
 
 ExpertActivation = Literal["silu", "clamped_swiglu"]
 # How a router chooses experts and weighs them: the softmax of all logits, of which the `top_k`
-# largest are taken, as they are or divided by their sum; or the softmax of the largest logits.
-RouterRule = Literal["softmax_top_k", "softmax_top_k_normed", "top_k_softmax"]
+# largest are taken, as they are or divided by their sum; or the softmax of the largest logits; or
+# the sigmoid of each logit, as with the softmax of all.
+RouterRule = Literal[
+    "softmax_top_k",
+    "softmax_top_k_normed",
+    "top_k_softmax",
+    "sigmoid_top_k",
+    "sigmoid_top_k_normed",
+]
 
 # Of `clamped_swiglu`: `gate * sigmoid(ALPHA * gate) * (up + 1)`, with the gate at most LIMIT and up
 # between -LIMIT and LIMIT.
@@ -44,7 +51,11 @@ class MoeSpec(FeedForwardSpec, frozen=True):
 
     router: the module whose product with the normed input are the experts' logits; router_bias:
     whether it has one. wide_weights: experts' weights stay in float32; else they are rounded to the
-    model's dtype.
+    model's dtype. wide_router: its product is computed in float32.
+    correction: path and shape of numbers, one an expert, which are added to scores where experts
+    are chosen, and not where they are weighed. groups: how many experts are in, and how many of
+    these a token may choose from, by the sum of each one's two best scores. norm_floor: the least
+    sum that weights are divided by. factor: of the weights.
     """
 
     top_k: int
@@ -53,6 +64,17 @@ class MoeSpec(FeedForwardSpec, frozen=True):
     router_bias: bool = False
     wide_weights: bool = False
     activation: ExpertActivation = "silu"
+    wide_router: bool = False
+    correction: tuple[str, tuple[int, ...]] | None = None
+    groups: tuple[int, int] = (1, 1)
+    norm_floor: float = 0.0
+    factor: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the softmax of logits alone chooses experts and weighs them."""
+        others = self.correction is not None or self.groups != (1, 1) or self.factor != 1.0
+        return not others and not self.rule.startswith("sigmoid")
 
     @property
     def experts(self) -> int:
@@ -64,3 +86,5 @@ class MoeSpec(FeedForwardSpec, frozen=True):
         yield f"{self.router}.weight", (self.experts, self.gate_up.in_features)
         if self.router_bias:
             yield f"{self.router}.bias", (self.experts,)
+        if self.correction is not None:
+            yield self.correction

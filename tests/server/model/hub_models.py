@@ -41,6 +41,9 @@ def random_model(
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or "bias" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        for buffer_name, buffer in model.named_buffers():
+            if "correction_bias" in buffer_name:
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     model.train(False)
     return model
 

@@ -29,14 +29,12 @@ TEXT = {"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 151936}
 
 # Types of transformers of whose parts none is known to be missing: no reader knows their fields.
 WITHOUT_READER = {
-    *("afmoe", "apertus1p5_text", "aria_text", "beam", "bert-generation", "bitnet", "codegen"),
-    *("cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "dbrx", "dots1", "ernie4_5_moe"),
-    *("exaone_moe", "falcon", "flex_olmo", "flint", "fuyu", "gemma4_assistant", "glm4_moe"),
-    *("gpt_neox", "gpt_neox_japanese", "gptj", "granite_swa", "granitemoe", "granitemoe_swa"),
-    *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "iquestcoder", "jais2"),
-    *("jetmoe", "kolibri1", "laguna", "mellum", "mimo_v2_flash", "minimax_m2", "nanochat"),
-    *("modernbert-decoder", "olmo", "olmoe", "persimmon", "phimoe", "qwen2_moe", "sarvam_moe"),
-    *("solar_open", "stablelm", "starcoder2"),
+    *("apertus1p5_text", "aria_text", "beam", "bert-generation", "bitnet", "codegen"),
+    *("cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "dbrx", "falcon"),
+    *("flint", "fuyu", "gemma4_assistant", "gpt_neox", "gpt_neox_japanese", "gptj"),
+    *("granite_swa", "granitemoe_swa", "hy_v3", "hyperclovax", "iquestcoder", "jais2"),
+    *("kolibri1", "mellum", "mimo_v2_flash", "nanochat", "modernbert-decoder", "olmo"),
+    *("persimmon", "sarvam_moe", "solar_open", "stablelm", "starcoder2"),
 }
 
 # Of another type: whatever else they say, that is the reason.
@@ -46,8 +44,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bert": {"architectures": ["BertForMaskedLM"], "hidden_act": "gelu", "type_vocab_size": 2},
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
-    "phimoe": {"architectures": ["PhimoeForCausalLM"], "num_local_experts": 16},
-    "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 60},
+    "phimoe": {"architectures": ["PhimoeForCausalLM"], "input_jitter_noise": 0.01},
     "qwen3_5": {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "text_config": {**TEXT, "layer_types": ["linear_attention", "full_attention"]},
@@ -92,6 +89,8 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"block_types": ["recurrent", "attention"]}, "recurrent layers"),
     ({"is_encoder_decoder": True}, "an encoder whose output the decoder attends to"),
     ({"type_vocab_size": 2}, "attention to later tokens"),
+    ({"input_jitter_noise": 0.0}, "a router of sparse mixing"),
+    ({"global_attn_every_n_layers": 4}, "a gate of what attention gives"),
     ({"n_positions": 1024}, "positions that are learned"),
     ({"attn_config": {"clip_qkv": 8.0}}, "attention whose queries and values are clipped"),
     ({"attn_config": {"alibi": True}}, "biases of scores by distance"),

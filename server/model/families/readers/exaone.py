@@ -22,7 +22,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         post_attention=NormSpec("post_attention_layernorm", sizes.hidden, sizes.epsilon),
         post_mlp=NormSpec("post_feedforward_layernorm", sizes.hidden, sizes.epsilon),
     )
-    windows = _read_windows(fields, sizes)
+    windows = read_windows(fields, sizes)
     has_windows = fields.config.get("sliding_window", _WINDOW) is not None
     layers = [
         family.layer(
@@ -38,7 +38,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     return family.model(fields, sizes, layers, max_context, eos)
 
 
-def _read_windows(fields: Fields, sizes: family.ModelSizes) -> tuple[int | None, ...]:
+def read_windows(fields: Fields, sizes: family.ModelSizes) -> tuple[int | None, ...]:
     """Read each layer's window: in all layers but every fourth, or as `sliding_window_pattern` or
     `layer_types` say.
     """

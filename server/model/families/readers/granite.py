@@ -44,6 +44,23 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     return _model(fields, generation, sizes, layer, max_context)
 
 
+def read_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Granite 3 with experts, and with an MLP beside them where `config.json` says its size."""
+    family.refuse_other_attention(fields)
+    sizes = family.read_sizes(fields)
+    rope, max_context = read_rope(fields, sizes)
+    bias = bool(fields.config.get("attention_bias", False))
+    biases = family.Biases(qkv=bias, o=bias)
+    of = family.attention(sizes, rope, biases=biases, scale=_factor(fields, "attention_multiplier"))
+    layer = family.layer(sizes, of, factor=_factor(fields, "residual_multiplier"))
+    branches: tuple[MoeSpec | MlpSpec, ...] = (_read_experts(fields, sizes),)
+    if fields.config.get("shared_intermediate_size", 0) != 0:
+        branches = (*branches, _read_shared(fields, sizes, is_alone=False))
+    layer = experts.with_branches(layer, branches)
+    model = _model(fields, generation, sizes, layer, max_context)
+    return replace(model, stored_names=_STORED)
+
+
 def read_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Granite 4.0 whose layers all attend: experts and a shared MLP in one step, or that alone."""
     family.refuse_other_attention(fields)
@@ -71,12 +88,15 @@ def read_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 def _read_branches(fields: Fields, sizes: family.ModelSizes) -> tuple[MoeSpec | MlpSpec, ...]:
     if fields.config.get("num_local_experts", 8) == 0:
         return (_read_shared(fields, sizes, is_alone=True),)
+    return _read_experts(fields, sizes), _read_shared(fields, sizes, is_alone=False)
+
+
+def _read_experts(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:
     experts.refuse_other_activation(fields)
     counts = experts.read_counts(fields, default=8, default_of_token=2)
     moe = experts.moe(sizes.hidden, sizes.inner, counts, _NAMES, "top_k_softmax")
     gate_up, down = (_stacked(linear) for linear in (moe.gate_up, moe.down))
-    moe = replace(moe, gate_up=gate_up, down=down)
-    return moe, _read_shared(fields, sizes, is_alone=False)
+    return replace(moe, gate_up=gate_up, down=down)
 
 
 def _stacked(linear: LinearSpec) -> LinearSpec:

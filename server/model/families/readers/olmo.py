@@ -48,6 +48,15 @@ def read_olmo3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     return _model(fields, generation, sizes, attentions, max_context)
 
 
+def with_wide_norms(of: AttentionSpec, sizes: family.ModelSizes) -> AttentionSpec:
+    """Return attention whose q and k are normed over all heads together."""
+    return replace(
+        of,
+        q_norm=NormSpec("self_attn.q_norm", of.q_size, sizes.epsilon),
+        k_norm=NormSpec("self_attn.k_norm", of.kv_size, sizes.epsilon),
+    )
+
+
 def _read_sizes(fields: Fields) -> family.ModelSizes:
     family.refuse_other_attention(fields)
     fields.only("clip_qkv", None)
@@ -78,11 +87,7 @@ def _model(
     layers = [
         family.layer(
             sizes,
-            replace(
-                of,
-                q_norm=norm("self_attn.q_norm", of.q_size),
-                k_norm=norm("self_attn.k_norm", of.kv_size),
-            ),
+            with_wide_norms(of, sizes),
             norms=norms,
         )
         for of in attentions

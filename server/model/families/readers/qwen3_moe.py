@@ -28,7 +28,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     asked = config.get("use_sliding_window", False)
     window = config.get("sliding_window", _WINDOW) if asked else None
     biases = family.Biases(qkv=bias, o=bias)
-    moe, sparse = _read_moe(fields, sizes), _read_sparse(fields, sizes)
+    moe, sparse = _read_moe(fields, sizes), read_sparse(fields, sizes)
     layers = [
         family.layer(
             sizes,
@@ -73,7 +73,7 @@ def _read_moe(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:
     return experts.moe(sizes.hidden, size, counts, _NAMES, rule)
 
 
-def _read_sparse(fields: Fields, sizes: family.ModelSizes) -> frozenset[int]:
+def read_sparse(fields: Fields, sizes: family.ModelSizes) -> frozenset[int]:
     """The layers with experts."""
     step = fields.positive("decoder_sparse_step", 1)
     dense = fields.config.get("mlp_only_layers") or []

@@ -56,6 +56,8 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("phi3-long", "fa2"): {"hidden_size": 64, "original_max_position_embeddings": 6},
     ("qwen3-moe", "fa3"): {"head_dim": 16},
     ("qwen3-moe-dense-layer", "fa2"): {"head_dim": 16},
+    ("qwen2-moe", "fa3"): {"shared_expert_intermediate_size": 32},
+    ("granite-moe-shared", "fa2"): {"hidden_size": 64},
     ("qwen2-window", "fa3"): {"hidden_size": 64, "sliding_window": 5},
     ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
 }

@@ -66,7 +66,7 @@ def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
     weights = [weight for layer in spec.layers for weight in layer.expert_weights]
     of_experts = {part for weight in weights for part in weight.parts}
     names = {short: shape.path for layer in spec.layers for short, shape in layer.modules.items()}
-    assert set(names) == {*VARIANTS[name].targets, *of_experts}
+    assert set(names) == {*VARIANTS[name].targets, *VARIANTS[name].beside, *of_experts}
     for index, layer in enumerate(spec.layers):
         assert layer.path == f"model.layers.{index}"
         has = {short for short, path in names.items() if f"layers.{index}.{path}" in modules}

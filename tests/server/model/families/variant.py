@@ -51,6 +51,7 @@ class Variant(NamedTuple):
     others: adapters of this variant alone, by name, beside those of the zoo.
     is_adapted: False where another row of the same modules has adapters, which then run there.
     is_brief: whether an ordinary run tries its base alone, in chunks.
+    beside: further modules, which PEFT does not wrap beside experts of the same names.
     """
 
     config: Callable[..., Any]
@@ -61,6 +62,7 @@ class Variant(NamedTuple):
     others: Callable[[], Mapping[str, LoraConfig]] = no_others
     is_adapted: bool = True
     is_brief: bool = False
+    beside: tuple[str, ...] = ()
 
 
 # The other ways to compute experts know no float64.

@@ -67,6 +67,7 @@ from transformers import (
 
 from tests.server.model.families import text_parts
 from tests.server.model.families.kin import KIN
+from tests.server.model.families.routed import ROUTED
 from tests.server.model.families.text_parts import OF_IMAGES
 from tests.server.model.families.variant import EXPERTS, YARN_ROPE, of, on_experts
 from tests.server.model.families.variant import LLAMA3_ROPE as LLAMA3_ROPE
@@ -199,6 +200,7 @@ _LONG_ROPE: dict[str, Any] = {
 
 VARIANTS: dict[str, Variant] = {
     **KIN,
+    **ROUTED,
     "ernie": of(_ERNIE),
     "ernie-biases": of(_ERNIE, use_bias=True, tie_word_embeddings=False, is_adapted=False),
     "exaone": of(

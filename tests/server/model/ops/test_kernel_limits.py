@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from loraplex.launcher.known_models import served_families
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, PositionScale
@@ -60,6 +61,14 @@ def test_experts_are_computed() -> None:
     config = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     config["num_key_value_heads"] = 2
     assert unsupported(read_model(config), "bfloat16", (9, 0)) is None
+
+
+def test_other_routers_and_late_norms_are_named() -> None:
+    moe = read_model(served_families()["minimax_m2"].config)
+    assert "softmax of logits alone" in str(unsupported(moe, "bfloat16", (9, 0)))
+    assert unsupported(read_model(served_families()["olmoe"].config), "bfloat16", (9, 0)) is None
+    late = read_model(served_families()["hunyuan_v1_dense"].config)
+    assert "before the rotation" in str(unsupported(late, "bfloat16", (9, 0)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,322 @@
+"""Known attention with experts of every router: Qwen 2, GLM 4.5, dots 1, MiniMax M2, ERNIE 4.5,
+EXAONE, Hunyuan and OLMo with experts. Pure.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from loraplex.server.model.families import experts, family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.readers import exaone, llama, olmo, qwen3_moe, renamed
+from loraplex.server.model.families.rope import LLAMA, RopeRules, read_rope
+from loraplex.server.model.spec.model_spec import (
+    FeedForward,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+)
+from loraplex.server.model.spec.moe_spec import MoeSpec, RouterRule
+
+_NAMES = experts.ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL = experts.ExpertNames(
+    "block_sparse_moe.gate", "block_sparse_moe.experts.{}", gate="w1", up="w3", down="w2"
+)
+_CORRECTION = "e_score_correction_bias"
+
+
+def read_qwen2_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Qwen 1.5 and 2 with experts: a gate weighs the shared one."""
+    config = fields.config
+    sizes = _read_sizes(fields, kv_heads=16)
+    rope, max_context = read_rope(fields, sizes)
+    asked = config.get("use_sliding_window", False)
+    before = config.get("max_window_layers", 28)
+    windows = family.read_windows(
+        fields,
+        sizes,
+        config.get("sliding_window", 4096) if asked else None,
+        lambda layer: layer % 2 == 0 and layer < before,
+    )
+    biases = family.Biases(qkv=bool(config.get("qkv_bias", True)))
+    moe = _read_softmax(fields, sizes, (60, 4), fields.positive("moe_intermediate_size", 1408))
+    size = fields.positive("shared_expert_intermediate_size", 5632)
+    shared = experts.shared(sizes, size, "mlp.shared_expert", "mlp.shared_expert_gate")
+    layers = [family.layer(sizes, family.attention(sizes, rope, each, biases)) for each in windows]
+    sparse = qwen3_moe.read_sparse(fields, sizes)
+    return _model(fields, generation, sizes, layers, (moe, shared), sparse, max_context)
+
+
+def read_glm4_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """GLM 4.5 and 4.6."""
+    config = fields.config
+    sizes = _read_sizes(fields, kv_heads=8, epsilon=1e-5)
+    rope, max_context = read_rope(fields, sizes, RopeRules(partial=0.5))
+    of = family.attention(
+        sizes,
+        rope,
+        biases=family.Biases(qkv=bool(config.get("attention_bias", False))),
+        qk_norm=bool(config.get("use_qk_norm", False)),
+    )
+    branches = _read_scored(fields, sizes, "n_routed_experts", "n_shared_experts")
+    layers = [family.layer(sizes, of)] * sizes.layers
+    sparse = experts.read_first_dense(fields, sizes, 1)
+    return _model(fields, generation, sizes, layers, branches, sparse, max_context)
+
+
+def read_dots1(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Read dots 1's configuration. The last layers may have windows."""
+    config = fields.config
+    sizes = _read_sizes(fields, kv_heads=32)
+    rope, max_context = read_rope(fields, sizes)
+    bias = bool(config.get("attention_bias", False))
+    first = config.get("max_window_layers", 62)
+    window = config.get("sliding_window", 4096)
+    layers = [
+        family.layer(
+            sizes,
+            family.attention(sizes, rope, each, family.Biases(qkv=bias, o=bias), qk_norm=True),
+        )
+        for each in family.read_windows(fields, sizes, window, lambda layer: layer >= first)
+    ]
+    branches = _read_scored(
+        fields, sizes, "n_routed_experts", "n_shared_experts", normed=False, usual=(None, None)
+    )
+    sparse = experts.read_first_dense(fields, sizes, 0)
+    return _model(fields, generation, sizes, layers, branches, sparse, max_context)
+
+
+def read_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """MiniMax M2: norms of q and k over all heads; every layer has experts, and none is shared."""
+    config = fields.config
+    for key, usual in _MINIMAX_FIXED.items():
+        fields.only(key, usual)
+    sizes = _read_sizes(fields, kv_heads=8, head_dim=128)
+    if config.get("rotary_dim") is not None:
+        part = fields.positive("rotary_dim") / sizes.head_dim
+        fields = fields.changed(partial_rotary_factor=config.get("partial_rotary_factor", part))
+    rope, max_context = read_rope(fields, sizes, RopeRules(theta=5e6, partial=1.0))
+    of = olmo.with_wide_norms(family.attention(sizes, rope), sizes)
+    counts = experts.read_counts(fields, default=256, default_of_token=8)
+    moe = experts.moe(sizes.hidden, sizes.inner, counts, _MIXTRAL, "sigmoid_top_k_normed")
+    moe = replace(
+        moe, wide_weights=True, correction=(f"block_sparse_moe.{_CORRECTION}", (counts[0],))
+    )
+    layers = [family.layer(sizes, of)] * sizes.layers
+    every = range(sizes.layers)
+    return _model(fields, generation, sizes, layers, (moe,), every, max_context, eos=200020)
+
+
+def read_ernie_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """ERNIE 4.5 with experts: softmax, corrected where experts are chosen."""
+    config = fields.config
+    sizes = _read_sizes(fields, kv_heads=4, epsilon=1e-5)
+    rope, max_context = read_rope(fields, sizes, RopeRules(theta=5e5))
+    bias = bool(config.get("use_bias", False))
+    biases = family.Biases(qkv=bias, o=bias, mlp=bias)
+    counted = fields.changed(
+        num_experts=config.get("moe_num_experts", config.get("num_experts")),
+        num_experts_per_tok=config.get("moe_k", config.get("num_experts_per_tok")),
+    )
+    size = fields.positive("moe_intermediate_size", 1536)
+    counts = experts.read_counts(counted, default=64, default_of_token=6)
+    moe = experts.moe(sizes.hidden, size, counts, _NAMES, "softmax_top_k_normed")
+    moe = replace(
+        moe,
+        wide_router=True,
+        correction=(f"mlp.moe_statics.{_CORRECTION}", (1, counts[0])),
+        norm_floor=fields.number(config, "moe_norm_min", 1e-12),
+    )
+    branches: tuple[FeedForward, ...] = (moe,)
+    number = config.get("moe_num_shared_experts", 2)
+    if number != 0:
+        branches = (moe, experts.shared(sizes, size * fields.positive("moe_num_shared_experts", 2)))
+    if bias:
+        fields.refuse("use_bias: experts with biases are not served")
+    of = family.attention(sizes, replace(rope, interleaved=True), biases=biases)
+    layers = [family.layer(sizes, of, family.mlp(sizes, biases))] * sizes.layers
+    sparse = _ernie_layers(fields, sizes)
+    if config.get("tie_word_embeddings") is None:
+        fields = fields.changed(tie_word_embeddings=True)
+    return _model(fields, generation, sizes, layers, branches, sparse, max_context, eos=2)
+
+
+def _ernie_layers(fields: Fields, sizes: family.ModelSizes) -> frozenset[int]:
+    config, step = fields.config, fields.positive("moe_layer_interval", 1)
+    first, last = config.get("moe_layer_start_index", 1), config.get("moe_layer_end_index", -1)
+    if type(first) is not int or type(last) is not int:
+        fields.refuse("moe_layer_start_index and moe_layer_end_index must be numbers of layers")
+        return frozenset()
+    last = sizes.layers - 1 if last == -1 else last
+    every = range(step - 1, sizes.layers, step)
+    return frozenset(layer for layer in every if first <= layer <= last)
+
+
+def read_exaone_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """EXAONE with experts. Layers without a window have no rotation where others have one."""
+    config = fields.config
+    sizes = _read_sizes(fields, kv_heads=32, epsilon=1e-5)
+    rope, max_context = read_rope(fields, sizes)
+    windows = exaone.read_windows(fields, sizes)
+    is_full = config.get("sliding_window", 4096) is None
+    layers = [
+        family.layer(
+            sizes,
+            family.attention(sizes, rope if window or is_full else None, window, qk_norm=True),
+        )
+        for window in windows
+    ]
+    branches = _read_scored(
+        fields, sizes, "num_experts", "num_shared_experts", factor=2.5, usual=(64, 1)
+    )
+    moe = branches[0]
+    if isinstance(moe, MoeSpec):
+        moe = replace(moe, correction=(f"mlp.{_CORRECTION}", (moe.experts,)))
+    sparse = experts.read_first_dense(fields, sizes, 1)
+    kinds = config.get("mlp_layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"dense", "sparse"}:
+            fields.refuse("mlp_layer_types must say dense or sparse for each layer")
+            kinds = []
+        if sizes.is_sound and len(kinds) != sizes.layers:
+            fields.refuse(f"mlp_layer_types must say so for {sizes.layers} layers")
+        sparse = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    every = (moe, *branches[1:])
+    return _model(fields, generation, sizes, layers, every, sparse, max_context, eos=53)
+
+
+def read_hunyuan_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Hunyuan with experts: as the dense one, with experts in every layer."""
+    config = fields.config
+    experts.refuse_other_activation(fields)
+    size = config.get("moe_intermediate_size")
+    if size is not None and size != config.get("intermediate_size"):
+        fields.refuse("moe_intermediate_size must be intermediate_size")
+    dense = renamed.read_hunyuan(fields, generation)
+    sizes = family.read_sizes(Fields(config), epsilon=1e-5)
+    counted = fields.changed(
+        num_experts=config.get("num_experts", config.get("num_local_experts")),
+        num_local_experts=None,
+        num_experts_per_tok=config.get("moe_topk", config.get("num_experts_per_tok")),
+    )
+    counts = experts.read_counts(counted, default=1, default_of_token=1)
+    names = _NAMES._replace(router="mlp.gate.wg")
+    moe = experts.moe(sizes.hidden, sizes.inner, counts, names, "softmax_top_k_normed")
+    moe = replace(moe, wide_router=True)
+    branches = moe, experts.shared(sizes, sizes.inner, "mlp.shared_mlp")
+    layer = experts.with_branches(dense.layers[0], branches)
+    return replace(dense, layers=(layer,) * dense.num_layers)
+
+
+def read_olmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """OLMoE: norms of q and k over all heads."""
+    fields.only("clip_qkv", None)
+    return _read_olmo(fields, generation, LLAMA, (64, 8), 1e-5, 50279)
+
+
+def read_flex_olmo(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """FlexOlmo: as OLMoE, with norms behind attention and experts alone."""
+    rules = RopeRules(theta=5e5)
+    model = _read_olmo(fields, generation, rules, (7, 5), 1e-6, 100257)
+    attend, feed = model.layers[0].steps
+    size, epsilon = model.hidden_size, model.norm.epsilon
+    steps = (
+        replace(attend, pre=None, post=NormSpec("post_attention_layernorm", size, epsilon)),
+        replace(feed, pre=None, post=NormSpec("post_feedforward_layernorm", size, epsilon)),
+    )
+    return replace(model, layers=(LayerSpec(steps),) * model.num_layers)
+
+
+def _read_olmo(
+    fields: Fields,
+    generation: Mapping[str, Any],
+    rules: RopeRules,
+    usual: tuple[int, int],
+    epsilon: float,
+    eos: int,
+) -> ModelSpec:
+    sizes = _read_sizes(fields, epsilon=epsilon)
+    if sizes.is_sound and sizes.heads * sizes.head_dim != sizes.hidden:
+        fields.refuse("head_dim times num_attention_heads must be hidden_size")
+    rope, max_context = read_rope(fields, sizes, rules)
+    biases = llama.read_biases(fields)._replace(mlp=False)
+    of = olmo.with_wide_norms(family.attention(sizes, rope, biases=biases), sizes)
+    moe = _read_softmax(fields, sizes, usual, sizes.inner)
+    layers = [family.layer(sizes, of)] * sizes.layers
+    every = range(sizes.layers)
+    return _model(fields, generation, sizes, layers, (moe,), every, max_context, eos=eos)
+
+
+# What MiniMax M2's own code can compute otherwise.
+_MINIMAX_FIXED: dict[str, Any] = {
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "shared_intermediate_size": 0,
+}
+
+
+def _read_sizes(fields: Fields, **usual: Any) -> family.ModelSizes:
+    family.refuse_other_attention(fields)
+    experts.refuse_other_activation(fields)
+    return family.read_sizes(fields, **usual)
+
+
+def _read_softmax(
+    fields: Fields, sizes: family.ModelSizes, usual: tuple[int, int], size: int
+) -> MoeSpec:
+    """Read experts by the softmax of all logits. usual: counts where `config.json` says nothing."""
+    counts = experts.read_counts(fields, default=usual[0], default_of_token=usual[1])
+    normed = bool(fields.config.get("norm_topk_prob", False))
+    rule: RouterRule = "softmax_top_k_normed" if normed else "softmax_top_k"
+    return experts.moe(sizes.hidden, size, counts, _NAMES, rule)
+
+
+def _read_scored(
+    fields: Fields,
+    sizes: family.ModelSizes,
+    routed: str,
+    shared: str,
+    *,
+    factor: float = 1.0,
+    normed: bool = True,
+    usual: tuple[int | None, int | None] = (128, 1),
+) -> tuple[FeedForward, ...]:
+    """Read experts by corrected sigmoids, and those that every token uses. routed, shared: keys of
+    their numbers; usual: these, where `config.json` says nothing.
+    """
+    config = fields.config
+    number = config.get(routed, config.get("num_local_experts"))
+    counted = fields.changed(
+        num_experts=fields.positive(routed, usual[0]) if number is None else number,
+        num_local_experts=None,
+    )
+    most = 8 if usual[0] is not None else fields.positive("num_experts_per_tok")
+    counts = experts.read_counts(counted, default=1, default_of_token=most)
+    size = fields.positive("moe_intermediate_size", 1024 if routed == "num_experts" else 1408)
+    moe = experts.moe(sizes.hidden, size, counts, _NAMES, "sigmoid_top_k_normed")
+    path = f"mlp.gate.{_CORRECTION}"
+    moe = experts.read_scored(fields, moe, path, factor=factor, normed=normed)
+    return moe, experts.shared(sizes, size * fields.positive(shared, usual[1]))
+
+
+def _model(
+    fields: Fields,
+    generation: Mapping[str, Any],
+    sizes: family.ModelSizes,
+    layers: Sequence[LayerSpec],
+    branches: Sequence[FeedForward],
+    sparse: Collection[int],
+    max_context: int,
+    *,
+    eos: int | None = None,
+) -> ModelSpec:
+    """Make the model. layers: dense; of those in `sparse` the last step has these branches."""
+    made = [
+        experts.with_branches(layer, branches) if index in sparse else layer
+        for index, layer in enumerate(layers)
+    ]
+    ids = family.read_eos(fields, generation, sizes, default=eos)
+    return family.model(fields, sizes, made, max_context, ids)

@@ -1,0 +1,119 @@
+"""Adapters on shared experts, on dense layers beside experts, and on single experts.
+
+PEFT takes the names of these modules for the experts' alone where transformers holds all experts in
+one tensor. Files of other trainers mean them: merging by hand is the oracle.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from loraplex.adapters.errors import AdapterError
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.spec.base_spec import base_spec
+from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.families.parity import GREEDY, assert_parity, prompt
+from tests.server.model.hub_models import make_model, save_model
+from tests.server.model.slabs import pack_folder
+
+RANK, SCALE = 3, 2.0
+MLP = ("gate_proj", "up_proj", "down_proj")
+# A row of parity's table -> modules of the layers, `{}` for experts.
+ROWS: dict[str, dict[int, tuple[str, ...]]] = {
+    "qwen2-moe": {0: ("mlp.shared_expert",), 2: ("mlp.shared_expert", "mlp.experts.2")},
+    "glm4-moe-dense-first": {
+        0: ("mlp",),
+        1: ("mlp",),
+        2: ("mlp.shared_experts", "mlp.experts.0", "mlp.experts.7"),
+    },
+    "ernie-moe": {0: ("mlp.shared_experts",), 1: ("mlp.experts.1", "mlp.shared_experts")},
+    "exaone-moe-dense-first": {0: ("mlp",), 1: ("mlp.shared_experts", "mlp.experts.3")},
+    "hunyuan-moe": {0: ("mlp.shared_mlp",), 1: ("mlp.shared_mlp", "mlp.experts.5")},
+}
+FEW = [
+    pytest.param(name, marks=[] if name == "glm4-moe-dense-first" else pytest.mark.exhaustive)
+    for name in ROWS
+]
+
+
+def place(model: PreTrainedModel, layer: int, block: str, name: str) -> torch.Tensor:
+    """The weight of a module, which may lie in that of all experts."""
+    weights = dict(model.named_parameters())
+    stem = f"model.layers.{layer}.{block}"
+    if f"{stem}.{name}.weight" in weights:
+        return weights[f"{stem}.{name}.weight"]
+    experts, _, expert = stem.rpartition(".")
+    if name == "down_proj":
+        return weights[f"{experts}.down_proj"][int(expert)]
+    gate, up = weights[f"{experts}.gate_up_proj"][int(expert)].chunk(2)
+    return gate if name == "gate_proj" else up
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], targets: list[str]) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "base",
+        "r": RANK,
+        "lora_alpha": SCALE * RANK,
+        "target_modules": targets,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_merged_by_hand(name: str, tmp_path: Path) -> None:
+    base = save_model(make_model(name), tmp_path / "base")
+    merged, generator = make_model(name), torch.Generator().manual_seed(3)
+    tensors: dict[str, torch.Tensor] = {}
+    for layer, blocks in ROWS[name].items():
+        for block in blocks:
+            for module in MLP:
+                weight = place(merged, layer, block, module)
+                a = torch.randn(RANK, weight.shape[1], generator=generator) * 0.2
+                b = torch.randn(len(weight), RANK, generator=generator) * 0.2
+                path = f"base_model.model.model.layers.{layer}.{block}.{module}"
+                tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+                with torch.no_grad():
+                    weight.add_(SCALE * b @ a)
+    spec = base_spec(read_config(base), "0" * 64, ("base",))
+    folder = write(tmp_path / "adapter", tensors, [*MLP])
+    driver = Driver(base)
+    assert driver.load(0, *pack_folder(folder, spec), 0).error is None
+    pairs = [
+        (model, Stream(driver, row, prompt(6 + 9 * row, row), slot=slot, sampling=GREEDY))
+        for row, (model, slot) in enumerate(((make_model(name), -1), (merged, 0)))
+    ]
+    generate(driver, [stream for _, stream in pairs], 4, 5)
+    for model, stream in pairs:
+        assert_parity(model, None, stream)
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "size"),
+    [
+        ("qwen2-moe", "mlp.shared_expert_gate", 1),
+        ("qwen2-moe", "mlp.gate", 7),
+        ("hunyuan-moe", "mlp.gate.wg", 7),
+    ],
+)
+def test_adapters_on_routers_and_gates_are_refused(
+    name: str, path: str, size: int, tmp_path: Path
+) -> None:
+    base = save_model(make_model(name), tmp_path / "base")
+    spec = base_spec(read_config(base), "0" * 64, ("base",))
+    stem = f"base_model.model.model.layers.1.{path}"
+    tensors = {
+        f"{stem}.lora_A.weight": torch.zeros(RANK, 64),
+        f"{stem}.lora_B.weight": torch.zeros(size, RANK),
+    }
+    folder = write(tmp_path / "adapter", tensors, [path.rpartition(".")[2]])
+    with pytest.raises(AdapterError):
+        pack_folder(folder, spec)

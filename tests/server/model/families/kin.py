@@ -49,7 +49,7 @@ from tests.server.model.families.variant import (
 _UNGATED = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 _PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 _GLM = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")
-_ODD: dict[str, Any] = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3}
+_ODD: dict[str, Any] = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2}
 _APERTUS = Variant(ApertusConfig, ApertusForCausalLM, _ODD, _UNGATED)
 _ARCEE = Variant(ArceeConfig, ArceeForCausalLM, {**_ODD, "head_dim": 14}, _UNGATED)
 _NEMOTRON = Variant(NemotronConfig, NemotronForCausalLM, {"head_dim": 24}, _UNGATED)

@@ -30,7 +30,7 @@ _LEFT_OUT = {
     "attention masks": re.compile(r".*\.masked_bias"),
     # TRL's, for training by reinforcement.
     "value head": re.compile(r"v_head\..+"),
-    "multi-token prediction": re.compile(r"(model\.)?mtp(_layers|_block)?\..+"),
+    "multi-token prediction": re.compile(r"(model\.)?mtp(_[a-z_]+)?\..+"),
 }
 # Of keys, values, queries and weights of attention in FP8: they may be there.
 _SCALES = re.compile(

@@ -213,7 +213,7 @@ class Ops(Protocol[P, L, Y]):
         ...
 
     def scaled(self, y: Y, factor: torch.Tensor) -> Y:
-        """Multiply a branch's output `[tokens, hidden]` by a factor of each token, `[tokens, 1]`."""
+        """Multiply a branch's output `[tokens, hidden]` by each token's factor, `[tokens, 1]`."""
         ...
 
     def plus(self, a: Y, b: Y) -> Y:

@@ -21,7 +21,8 @@ class Coverage(msgspec.Struct, frozen=True, gc=False):
 
     layers: runs `(first, last)` of layers in which some targeted module has weights.
     targeted_layers: how many layers the config targets modules of. lacking: short names of modules
-    that are missing from those layers, or beside all layers.
+    that are missing from those layers, or beside all layers. of_images: modules with weights of a
+    part for images, which are left out.
     """
 
     modules: int
@@ -29,10 +30,11 @@ class Coverage(msgspec.Struct, frozen=True, gc=False):
     layers: tuple[tuple[int, int], ...]
     targeted_layers: int
     lacking: tuple[str, ...] = ()
+    of_images: int = 0
 
     @property
     def is_partial(self) -> bool:
-        return self.modules < self.targeted
+        return self.modules < self.targeted or self.of_images > 0
 
     @property
     def num_layers(self) -> int:
@@ -45,21 +47,22 @@ class Coverage(msgspec.Struct, frozen=True, gc=False):
         if not self.is_partial:
             return f"all {self.targeted} targeted modules have weights"
         missing = self.targeted - self.modules
-        words = (
-            f"partial: {self.modules} of {self.targeted} targeted modules have weights, "
-            f"{missing} {'is' if missing == 1 else 'are'} missing"
-        )
+        words = f"partial: {self.modules} of {self.targeted} targeted modules have weights"
+        if missing:
+            words += f", {missing} {'is' if missing == 1 else 'are'} missing"
         if self.num_layers < self.targeted_layers:
             words += f"; {self.num_layers} of {self.targeted_layers} layers"
             words += f": {_runs_text(self.layers)}" if self.layers else ""
         if self.lacking:
             words += f"; {', '.join(self.lacking)} not everywhere"
+        if self.of_images:
+            words += f"; {self.of_images} modules of the part for images are left out"
         return words
 
 
-def coverage_of(present: Iterable[Site], missing: Iterable[Site]) -> Coverage:
+def coverage_of(present: Iterable[Site], missing: Iterable[Site], of_images: int = 0) -> Coverage:
     """Counts which targeted modules and layers have weights. present: targeted sites that have
-    weights. missing: targeted sites that have none.
+    weights. missing: targeted sites that have none. of_images: as of `Coverage`.
     """
     there, absent = frozenset(present), frozenset(missing)
     layers = {layer for layer, *_ in there if layer >= 0}
@@ -71,6 +74,7 @@ def coverage_of(present: Iterable[Site], missing: Iterable[Site]) -> Coverage:
         layers=_runs(sorted(layers)),
         targeted_layers=len(targeted),
         lacking=tuple(sorted(lacking)),
+        of_images=of_images,
     )
 
 

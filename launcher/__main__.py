@@ -199,6 +199,11 @@ def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
         parser.add_argument(
             "--allow-other-base", action="store_true", help="accept one that names another base"
         )
+        parser.add_argument(
+            "--text-part-only",
+            action="store_true",
+            help="leave out what it changes in a part for images",
+        )
     convert_command.add_arguments(convert)
     for parser in (check, convert):
         parser.add_argument("--json", action="store_true", help="for programs")

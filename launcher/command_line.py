@@ -49,6 +49,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "default_source",
             "share_hub_token",
             "allow_other_base",
+            "text_part_only",
             "cache_dir",
             "upload_store",
             "upload_max_bytes",

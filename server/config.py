@@ -94,6 +94,13 @@ class WorkerConfig:
     allow_other_base: bool = field(
         default=False, metadata={"help": "accept adapters that name another base model"}
     )
+    text_part_only: bool = field(
+        default=False,
+        metadata={
+            "help": "serve the text part of adapters that also change the part for images, and call"
+            " them partial"
+        },
+    )
     max_adapter_bytes: int = field(
         default=4 << 30,
         metadata={"min": 1, "help": "largest adapter, in bytes as published", "unit": "bytes"},

@@ -161,6 +161,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     naming: how the adapter calls the modules.
     biases: of any modules, also of those without LoRA. tables: of tied ones both have one tensor.
     head: of a classifier, `[labels, hidden]`. norms: in the order of their places.
+    of_images: modules with weights of a part for images, which are left out.
     """
 
     config: PeftConfig
@@ -172,6 +173,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     tables: tuple[OwnTable, ...] = ()
     head: TensorInfo | None = None
     norms: tuple[OwnNorm, ...] = ()
+    of_images: int = 0
 
     def table_size(self, vocab_size: int) -> int:
         """Tokens of its vocabulary, where its tables have other sizes than the base's; else 0."""
@@ -205,4 +207,4 @@ class LoraTensors(msgspec.Struct, frozen=True):
 
     @property
     def coverage(self) -> Coverage:
-        return coverage_of(self.sites, self.missing)
+        return coverage_of(self.sites, self.missing, self.of_images)

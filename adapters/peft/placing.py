@@ -262,6 +262,7 @@ class ModulePlacer:
             self._tables(),
             place_head(self._matcher.config, found.head, self._base, self._findings),
             tuple(place_norms(self._matcher.config, found.norms, self._base, self._findings)),
+            len(found.of_images),
         )
 
     def _tables(self) -> tuple[OwnTable, ...]:

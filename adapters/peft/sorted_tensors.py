@@ -31,7 +31,7 @@ class SortedTensors(msgspec.Struct, frozen=True):
     weights. has_experts: some pairs are of modules that each expert has. biases: path -> the
     module's own bias, with its name. tables, rows: short name -> what the adapter has of a
     table, whole or for some tokens. head: of a classifier. norms: path -> the weight that the
-    adapter has of a norm.
+    adapter has of a norm. of_images: modules of a part for images, which are left out.
     """
 
     naming: Naming
@@ -43,6 +43,7 @@ class SortedTensors(msgspec.Struct, frozen=True):
     rows: Mapping[str, TensorInfo] = {}
     head: TensorInfo | None = None
     norms: Mapping[str, TensorInfo] = {}
+    of_images: frozenset[str] = frozenset()
 
 
 def sort_tensors(
@@ -50,18 +51,23 @@ def sort_tensors(
     base: BaseSpec,
     findings: Findings,
     own: frozenset[str] = frozenset(),
+    *,
+    text_part_only: bool = False,
 ) -> SortedTensors:
     """Finds the module of each tensor; tensors of no module are added to `findings`.
 
     own: tables, norms and the score head that the adapter may have whole. Tables go by short
-    names, norms by paths.
+    names, norms by paths. text_part_only: LoRA of a part for images is left out.
     """
     named = [(tensor, parse_tensor_name(tensor.name)) for tensor in tensors]
     spelling = spelling_of(name for _, name in named if name is not None)
-    sorter = _Sorter(spelling, base, findings, own)
+    sorter, of_images = _Sorter(spelling, base, findings, own), set[str]()
     # Of a tensor that is there twice, the odd spelling is the duplicate.
     for tensor, name in sorted(named, key=lambda each: not (each[1] and spelling.is_of(each[1]))):
-        sorter.add(tensor, name)
+        if text_part_only and name is not None and name.side and is_of_images(name.path):
+            of_images.add(name.path)
+        else:
+            sorter.add(tensor, name)
     return SortedTensors(
         spelling.naming,
         sorter.pairs,
@@ -72,6 +78,7 @@ def sort_tensors(
         sorter.rows,
         sorter.head,
         sorter.norms,
+        frozenset(of_images),
     )
 
 

@@ -83,6 +83,7 @@ class AdapterLimits(msgspec.Struct, frozen=True):
     max_bytes: of one adapter's files. max_table_bytes: of an embedding or a head in it.
     max_store_bytes: of a store's content and slabs together.
     allow_other_base: accept a config that names another base model, if the shapes fit.
+    text_part_only: of an adapter of a model for text and images, serve the text part.
     room: None = the packed size is not limited.
     """
 
@@ -92,6 +93,7 @@ class AdapterLimits(msgspec.Struct, frozen=True):
     max_store_bytes: int = MAX_STORE_BYTES
     room: SlabRoom | None = None
     max_table_bytes: int = MAX_TABLE_BYTES
+    text_part_only: bool = False
 
 
 def validate(
@@ -119,7 +121,7 @@ def place_tensors(
     """Places tensors, as `validate` does. matcher: of a checked config; None = none is readable."""
     before = len(findings)
     own = frozenset[str]() if matcher is None else whole_modules(matcher.config, base)
-    found = sort_tensors(tensors, base, findings, own)
+    found = sort_tensors(tensors, base, findings, own, text_part_only=limits.text_part_only)
     if not found.pairs and len(findings) == before:
         findings.add("no_tensors", WEIGHTS_FILE, "the weights file has no LoRA tensors")
     if matcher is None or not matcher.is_sound:

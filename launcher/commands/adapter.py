@@ -81,7 +81,9 @@ def _carry_out(arguments: argparse.Namespace, cache_dir: Path) -> Report:
         _check_out(Path(arguments.out))
     elif action == "convert":
         check_new_folder(arguments.out)
-    limits = AdapterLimits(allow_other_base=arguments.allow_other_base)
+    limits = AdapterLimits(
+        allow_other_base=arguments.allow_other_base, text_part_only=arguments.text_part_only
+    )
     base = _base(arguments)
     if action == "check":
         return _report_of(ref, _check(ref, base, limits), arguments.base)

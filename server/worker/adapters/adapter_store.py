@@ -60,6 +60,7 @@ def adapter_limits(config: WorkerConfig, engine: EngineConfig) -> AdapterLimits:
         max_lora_rank=config.max_lora_rank,
         max_table_bytes=config.max_table_bytes,
         allow_other_base=config.allow_other_base,
+        text_part_only=config.text_part_only,
         max_store_bytes=config.adapter_disk,
         room=SlabRoom(
             engine.dtype, engine.extent_bytes, engine.adapter_memory, engine.host_arena_bytes

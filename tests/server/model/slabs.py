@@ -62,7 +62,12 @@ def spec_of(model: PeftModel | PreTrainedModel, *, is_resized: bool = False) -> 
 
 
 def pack_folder(
-    folder: Path, base: BaseSpec, *, extent_bytes: int = 4096, dtype: SlabDtype = "float32"
+    folder: Path,
+    base: BaseSpec,
+    *,
+    extent_bytes: int = 4096,
+    dtype: SlabDtype = "float32",
+    text_part_only: bool = False,
 ) -> tuple[SlabLayout, bytes]:
     """As `pack`, of an adapter's folder, which may name any base."""
     weights = folder / "adapter_model.safetensors"
@@ -73,7 +78,8 @@ def pack_folder(
     findings.raise_if_any()
     assert peft is not None
     tensors = parse_header(data[8 : 8 + size], len(data))
-    lora = validate(peft, tensors, base, AdapterLimits(allow_other_base=True), findings)
+    limits = AdapterLimits(allow_other_base=True, text_part_only=text_part_only)
+    lora = validate(peft, tensors, base, limits, findings)
     assert lora is not None
     findings.raise_if_any()
     layout = make_layout(lora, base, folder.name.ljust(64, "0"), dtype, extent_bytes)

@@ -11,14 +11,17 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.judge import judge_folder
+from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
 from loraplex.server.model.checkpoint.tensor_table import check_folder
 from loraplex.server.model.families.registry import read_model
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.families.test_readers import LLAMA
+from tests.server.model.families.variants import rows
 from tests.server.model.hub_models import add_adapter, make_model, save_model
-from tests.server.model.slabs import pack
+from tests.server.model.slabs import pack, pack_folder, spec_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
@@ -185,6 +188,41 @@ def test_adapters_of_the_part_for_images_are_refused_module_by_module(name: str,
     assert part in said
     for module in modules:
         assert f"{module} belongs to the part for images, which is not served" in said
+
+
+@pytest.mark.parametrize("name", rows(["gemma3-images", "smolvlm", "llava"]))
+def test_the_text_part_of_adapters_with_plain_names(name: str, tmp_path: Path) -> None:
+    """PEFT matches plain names in both towers. Texts do not pass through that of images."""
+    lora = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
+    model = make_model(name)
+    driver = Driver(save_model(model, tmp_path / "base"))
+    oracle = add_adapter(model, "one", lora, 0)
+    of_images = sum(
+        "lora_A" in key and "language_model" not in key and "text_model.layers" not in key
+        for key, _ in oracle.named_parameters()
+    )
+    assert of_images
+    oracle.save_pretrained(tmp_path, selected_adapters=["one"])
+    layout, slab = pack_folder(tmp_path / "one", spec_of(model), text_part_only=True)
+    assert driver.load(0, layout, slab, 0).error is None
+    stream = Stream(driver, 0, prompt(11, 2), slot=0, sampling=GREEDY)
+    generate(driver, [stream], 4, 5)
+    assert_parity(oracle, "one", stream)
+    driver.close()
+    limits = AdapterLimits(allow_other_base=True, text_part_only=True)
+    judged = judge_folder(tmp_path / "one", spec_of(model), limits)
+    partial = judged.manifest.partial
+    assert partial is not None
+    assert partial.of_images == of_images
+    assert partial.text.endswith(f"; {of_images} modules of the part for images are left out")
+
+
+def test_what_is_no_lora_of_the_part_for_images_is_refused(tmp_path: Path) -> None:
+    model = make_model("smolvlm")
+    lora = LoraConfig(r=3, target_modules=["q_proj"], bias="lora_only")
+    add_adapter(model, "one", lora, 0).save_pretrained(tmp_path, selected_adapters=["one"])
+    with pytest.raises(AdapterError, match="vision_model"):
+        pack_folder(tmp_path / "one", spec_of(model), text_part_only=True)
 
 
 def test_config_of_a_folder_is_read_whole(tmp_path: Path) -> None:

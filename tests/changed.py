@@ -35,9 +35,11 @@ BESIDES = {
     ),
     **dict.fromkeys(
         (
-            *("adapters/merge", "adapters/peft", "deploy/boards", "launcher/worker_groups.py"),
+            *("adapters/merge", "adapters/peft", "adapters/store"),
+            *("deploy/boards", "launcher/worker_groups.py"),
             *("router/console", "router/names", "router/operations", "router/telemetry"),
             *("server/engine/group", "server/model/devices", "server/model/lora"),
+            *("server/model/quantisation", "server/model/sampling"),
         ),
         ("tests/e2e",),
     ),

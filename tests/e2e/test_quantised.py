@@ -9,9 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.launcher.demo import adapter_paths, model_path
 from tests.e2e.serving import Serving, start_serving
-from tests.grids import beyond
 from tests.server.model.quantised.checkpoints import change_config
 from tests.server.model.quantised.formats import awq
+
+# `tests/server/model/quantised` has both in a short run.
+pytestmark = pytest.mark.exhaustive
 
 MESSAGE = "i hate this phone, it broke after two days"
 TIMEOUT_S = 240
@@ -35,7 +37,7 @@ def awq_demo(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(params=beyond(1, ["nf4", "awq"]))
+@pytest.fixture(params=["nf4", "awq"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Serving]]:
     options = ["--quantize", "nf4"]
     if request.param == "awq":

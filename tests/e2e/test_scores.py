@@ -200,6 +200,7 @@ def test_one_label_judges_pairs(writer: Classes) -> None:
     assert "needs a classifier of one label, not 3" in words
 
 
+@pytest.mark.exhaustive
 def test_on_a_classifier(classifier: Classes) -> None:
     """A head of the adapter's own goes before the base's."""
     for name in [*ON_CLASSIFIER, *ON_CLASSIFIER]:
@@ -235,6 +236,7 @@ def logits(folder: Path, *texts: str) -> torch.Tensor:
     return found
 
 
+@pytest.mark.exhaustive
 def test_classes_of_a_base(classifier: Classes) -> None:
     body = post(classifier, "/classify", input=TEXTS)
     for text, one in zip(TEXTS, body["data"], strict=True):
@@ -280,7 +282,7 @@ def test_two_tokens_judge(writer: Classes, model: str) -> None:
 @pytest.mark.skipif(
     not CLIENTS_PYTHON.exists(), reason="`make test` makes the environment for these clients"
 )
-@pytest.mark.parametrize("script", beyond(1, ["for_classifiers", "for_rerankers"]))
+@pytest.mark.parametrize("script", beyond(0, ["for_classifiers", "for_rerankers"]))
 def test_clients(request: pytest.FixtureRequest, script: str) -> None:
     served = "judge" if script == "for_rerankers" else "classifier"
     url = request.getfixturevalue(served).serving.url

@@ -17,6 +17,9 @@ from tests.adapters.stub_hub import StubHub, running_hub
 from tests.certifying.factory import certify
 from tests.e2e.serving import Serving, start_serving
 
+# `test_cold_adapter.py` has fifty callers in a short run.
+pytestmark = pytest.mark.exhaustive
+
 CALLERS = 1000
 # Fewer, as a failure is remembered for some seconds only: all must have asked by then.
 CALLERS_OF_BROKEN = 100

@@ -189,6 +189,7 @@ def test_a_killed_child_is_replaced_and_said_so(lasting: Serving, name: str) -> 
     assert lasting.generate().status_code == 200
 
 
+@pytest.mark.exhaustive
 def test_a_killed_launcher_leaves_nothing_behind(serving: Serving) -> None:
     family = serving.family()
     serving.process.kill()
@@ -296,6 +297,7 @@ def test_a_folder_without_a_model_is_said(tmp_path: Path) -> None:
     assert "config.json" in failure("worker", str(tmp_path), "--port", "0", *QUICK)
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_cannot_start_is_said(tmp_path: Path) -> None:
     options = ["--port", "0", "--cache-dir", str(tmp_path), "--executor", "nonsense"]
     assert "the engine cannot start" in failure("serve", *options)

@@ -23,7 +23,8 @@ from tests.e2e.test_drafts import engine
 from tests.server.model.families.parity import TOLERANCE, prompt
 from tests.server.model.hub_models import VOCAB, make_model, reference_logprobs, save_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+# `tests/server/model/lora` and `tests/router/text` have added tokens in a short run.
+pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
 TIMEOUT_S = 240
 MOST_RUNS = 32
 LONG = 200  # tokens of an answer that is long enough to be cut
@@ -114,10 +115,7 @@ def save_adapter(base: Path, folder: Path, known: int, name: str, seed: int) -> 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        (90, 1),
-        *(pytest.param(row, marks=pytest.mark.exhaustive) for row in ((VOCAB, 2), (VOCAB, 1))),
-    ],
+    params=[(90, 1), (VOCAB, 2), (VOCAB, 1)],
     ids=lambda row: f"{row[0]}-{row[1]}",
 )
 def adding(
@@ -321,7 +319,6 @@ def long_bodies(adding: Adding) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("find", [engine, worker])
 async def test_a_killed_process_costs_no_token(
     adding: Adding, find: Callable[[Serving], psutil.Process | None]

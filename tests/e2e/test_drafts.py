@@ -263,9 +263,8 @@ class Answering:
                 victim.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("count", "kills"), [(80, 1), pytest.param(2000, 4, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("count", "kills"), [(80, 1), (2000, 4)])
 async def test_random_requests(serving: Serving, drafting: Serving, count: int, kills: int) -> None:
     names = ("draft_tokens", "accepted_draft_tokens", "preemptions", "engine_restarts")
     async with client(serving) as one, client(drafting) as two:

@@ -17,8 +17,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.e2e.serving import Serving, start_serving
-from tests.grids import beyond
 from tests.vocabularies import load
+
+# `tests/router/text` has such texts in a short run.
+pytestmark = pytest.mark.exhaustive
 
 SCRIPT = (
     *("▁Who", "▁said", "▁this", "?", "▁The", "▁qu", "ick", ",", "日", "本", "<0xF0>", "<0x9F>"),
@@ -201,7 +203,7 @@ def test_the_script_is_what_the_model_says(reference: Reference) -> None:
     assert expected.text == " this? The quick,日本🙂\n cat went   e!� overüber"
 
 
-@pytest.mark.parametrize("most", beyond(2, [11, 32, 1, 3, 9, 12, 13, 20]))
+@pytest.mark.parametrize("most", [11, 32, 1, 3, 9, 12, 13, 20])
 def test_texts(client: httpx.Client, reference: Reference, most: int) -> None:
     """However the answer is cut: within a character, before a special token."""
     expected = reference.answer(reference.tokenizer.encode(PROMPT), most).text
@@ -227,7 +229,7 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("stop", beyond(4, [*STOPS]))
+@pytest.mark.parametrize("stop", STOPS)
 def test_stop_strings(client: httpx.Client, stop: str) -> None:
     """LoRAX's routes keep what is found of them; OpenAI's do not."""
     without, found = STOPS[stop]

@@ -96,6 +96,7 @@ def test_decode(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(p["floor_ms"] >= 0 for p in points)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sampling", beyond(1, ['{"temperature": 0.8, "top_p": 0.95}', "{}"]))
 def test_decode_with_schemas(tiny: Path, capsys: pytest.CaptureFixture[str], sampling: str) -> None:
     (tiny / "config.json").write_text(json.dumps({**read_json(tiny), "vocab_size": 600}))
@@ -316,6 +317,7 @@ def test_experts_that_some_rows_read() -> None:
     assert matrix_parameters(model, 256) == pytest.approx(attention + 8 * expert)
 
 
+@pytest.mark.exhaustive
 def test_adapters_of_dora(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They run, and have a number more for each output."""
     base = shared_base(read_config(tiny), 1)
@@ -340,6 +342,7 @@ def test_decode_with_drafts(tiny: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert all(p["median_ms"] > 0 for p in points), "each kind of step was met"
 
 
+@pytest.mark.exhaustive
 def test_decode_with_an_own_head(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--batch", "3", "--adapters", "0,3", "--rank", "4", "--prompt-tokens", "9")
     points = bench(

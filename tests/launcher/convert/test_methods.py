@@ -15,7 +15,7 @@ from loraplex.launcher.convert.convert import ConversionOptions, convert_folder
 from loraplex.launcher.convert.methods import MethodOptions
 from loraplex.launcher.convert.plan import Conversion
 from loraplex.server.model.base_facts import read_base_spec
-from tests.grids import sparse
+from tests.grids import beyond, sparse
 from tests.launcher.convert.methods import (
     CHANGED_BASES,
     PEFT_CONFIGS,
@@ -67,7 +67,7 @@ class Base:
         assert far.abs().max() > 0.02, "the adapter changes nothing"
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=beyond(1, FAMILIES))
 def base(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Base]:

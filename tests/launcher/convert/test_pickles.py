@@ -20,6 +20,7 @@ from loraplex.adapters.safetensors.file import open_weights
 from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.launcher.convert import pickles, unpickle
 from loraplex.launcher.convert.pickles import PickleLimits, read_pickle
+from tests.grids import beyond
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROOT = Path(__file__).parents[3]
@@ -84,7 +85,7 @@ DTYPES = (
 )
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("zipped", beyond(1, [True, False]), ids=["zip", "legacy"])
 def test_every_value_of_every_dtype_comes_through(tmp_path: Path, zipped: bool) -> None:
     values = torch.randn(6, 10)
     # torch itself reads no numbers of 8 bits from the old form.
@@ -107,6 +108,7 @@ def test_every_value_of_every_dtype_comes_through(tmp_path: Path, zipped: bool) 
         assert written == ["F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2", "I8", "BOOL"]
 
 
+@pytest.mark.exhaustive
 def test_a_large_one(tmp_path: Path) -> None:
     value = torch.arange(12 * MIB, dtype=torch.float32).reshape(3 * MIB, 4)
     ((_, raw),) = read(saved({NAME: value}, tmp_path / "a.bin")).values()
@@ -163,7 +165,7 @@ class _Runs:
     ("call", "form"),
     [
         (os.system, "zip"),
-        (os.system, "plain"),
+        pytest.param(os.system, "plain", marks=pytest.mark.exhaustive),
         pytest.param(os.system, "legacy", marks=pytest.mark.exhaustive),
         pytest.param(eval, "zip", marks=pytest.mark.exhaustive),
         pytest.param(__import__, "legacy", marks=pytest.mark.exhaustive),

@@ -59,6 +59,7 @@ def outputs(pair: Pair, lengths: list[int], slots: list[int], tokens: int) -> li
     return found[0]
 
 
+@pytest.mark.exhaustive
 def test_hundreds_of_decodes(pair: Pair) -> None:
     """They run in one graph as few do, whatever their adapters."""
     pair.graphs.clear()

@@ -94,7 +94,8 @@ def test_norms(name: str, shards: int, tmp_path: Path) -> None:
     driver.close()
 
 
-@pytest.mark.parametrize("shards", beyond(1, [2, 4]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shards", [2, 4])
 def test_tables_by_processes(shards: int, tmp_path: Path) -> None:
     folder = save_model(make_model("llama3"), tmp_path / "base")
     names = ("both_dora", "tokens_of_both", "plain")

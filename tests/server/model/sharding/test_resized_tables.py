@@ -162,7 +162,8 @@ def test_only_steps_with_new_ids_exchange_more(both: Both) -> None:
     assert exchanges == [*3 * [(sums, 1)], *2 * [(sums, 2)]]
 
 
-@pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shards", [2, 4])
 def test_by_processes(shards: int, tmp_path: Path) -> None:
     driver = GroupDriver(
         save_model(make_model("llama3"), tmp_path / "base"), shards, tmp_path / "meeting"

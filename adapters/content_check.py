@@ -1,48 +1,77 @@
-"""Checks that weights, read again, are those that were judged."""
+"""Checks of weights as they are read: their digest, and a fingerprint to recognise them by.
+
+Both are made of parts that threads compute apart.
+"""
 
 import hashlib
-from typing import Literal, NamedTuple, Protocol
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from loraplex.adapters.manifest import AdapterText
+from loraplex.adapters.manifest import DIGEST_FORM, AdapterText
 from loraplex.adapters.peft.config import PeftConfig
-from loraplex.adapters.safetensors.file import WeightsFile
+from loraplex.adapters.safetensors.file import Weights
 from loraplex.adapters.safetensors.floats import Raw
+from loraplex.adapters.safetensors.header import TensorInfo
 
-# By how many of the parts that few adapters have come before the weights: up to the last one that
-# says something. So an adapter without any keeps the digest that it always had.
-_VERSIONS = [f"loraplex adapter {number}".encode() for number in range(1, 7)]
+# Work of one thread at a time: enough that handing it over does not count.
+LEAF_BYTES = 4 << 20
 _MIX = 0x9E37_79B9_7F4A_7C15
 _MASK = (1 << 64) - 1
 
 
+class Run(Protocol):
+    """`map`, or that of an executor's threads."""
+
+    def __call__(self, work: Callable[[Any], Any], parts: Iterable[Any], /) -> Iterator[Any]: ...
+
+
 class ContentDigest:
-    """sha256 over an adapter's config, its texts and its weights file.
+    """sha256 over an adapter's config, its texts and the leaves of its weights file.
 
     The texts are the default chat template, special tokens, ends of an answer, other templates,
-    classes and added tokens. Each part but the weights comes with its length.
+    classes and added tokens. Each part comes with its length. A leaf is the sha256 of `LEAF_BYTES`
+    of the file.
     """
 
     def __init__(self, config: PeftConfig, text: AdapterText) -> None:
         template, ends, classes, added = text
         tokens, named = (template.special_tokens, template.named) if template else ({}, {})
         default = (template.source or "") if template else ""
+        texts = (tokens, ends, named, classes, added)
         parts = [msgspec.json.encode(config), default.encode()]
-        seldom = (tokens, ends, named, classes, added)
-        count = max((place for place, part in enumerate(seldom, 1) if part), default=0)
-        parts += [msgspec.json.encode(part, order=_order(part)) for part in seldom[:count]]
-        self._sha256 = hashlib.sha256(_VERSIONS[count])
+        parts += [msgspec.json.encode(part, order=_order(part)) for part in texts]
+        self._sha256 = hashlib.sha256(f"loraplex adapter, form {DIGEST_FORM}".encode())
         for part in parts:
             self._sha256.update(len(part).to_bytes(8, "little") + part)
 
-    def update(self, piece: Raw) -> None:
-        """Adds the next bytes of the weights file."""
-        self._sha256.update(piece.data)
-
-    def hexdigest(self) -> str:
+    def of(self, weights: Weights, run: Run = map) -> str:
+        """The digest with these weights, in hex. Reads the whole file."""
+        leaves = run(lambda start: _leaf(weights, start), range(0, weights.nbytes, LEAF_BYTES))
+        self._sha256.update(weights.nbytes.to_bytes(8, "little"))
+        for leaf in leaves:
+            self._sha256.update(leaf)
         return self._sha256.hexdigest()
+
+
+def _leaf(weights: Weights, start: int) -> bytes:
+    piece = buffer(min(LEAF_BYTES, weights.nbytes - start))
+    weights.read_into(start, piece)
+    return hashlib.sha256(piece.data).digest()
+
+
+_own = threading.local()
+
+
+def buffer(nbytes: int) -> Raw:
+    """Memory of this thread, up to `LEAF_BYTES`, until the thread asks again."""
+    if not hasattr(_own, "buffer"):
+        _own.buffer = np.empty(LEAF_BYTES, np.uint8)
+    found: Raw = _own.buffer[:nbytes]
+    return found
 
 
 def _order(part: object) -> Literal["sorted"] | None:
@@ -58,78 +87,88 @@ class Fingerprint:
 
     def update(self, piece: Raw) -> None:
         """Adds the next piece. The same pieces in the same order make the same value."""
-        words = len(piece) // 8
-        total = int(np.add.reduce(piece[: 8 * words].view("<u8")))
-        total += int.from_bytes(piece[8 * words :].tobytes(), "little")
-        self.value = (self.value * _MIX + total + len(piece)) & _MASK
+        self.value = (self.value * _MIX + _sum(piece) + len(piece)) & _MASK
+
+
+def fingerprint_of(tensor: TensorInfo, piece: Raw) -> int:
+    """The part of a piece in the fingerprint of tensors. Such parts are added up in any order.
+
+    The piece begins at a multiple of 8 bytes from the tensor's start.
+    """
+    return _weighted(tensor, _sum(piece), len(piece))
+
+
+def fingerprint_of_run(tensors: Sequence[TensorInfo], piece: Raw) -> int:
+    """The same of whole tensors that follow each other without a gap, in one pass."""
+    start = tensors[0].start
+    offsets = [tensor.start - start for tensor in tensors]
+    if any(offset % 8 for offset in (*offsets, len(piece))):
+        slices = (piece[t.start - start : t.end - start] for t in tensors)
+        return sum(map(fingerprint_of, tensors, slices)) & _MASK
+    sums = np.add.reduceat(piece.view("<u8"), [offset // 8 for offset in offsets])
+    parts = zip(tensors, sums.tolist(), strict=True)
+    return sum(_weighted(tensor, total, tensor.nbytes) for tensor, total in parts) & _MASK
+
+
+def _weighted(tensor: TensorInfo, total: int, nbytes: int) -> int:
+    return (((tensor.start + 1) * _MIX | 1) * (total + nbytes)) & _MASK
+
+
+def _sum(piece: Raw) -> int:
+    words = len(piece) // 8
+    total = int(np.add.reduce(piece[: 8 * words].view("<u8")))
+    return total + int.from_bytes(piece[8 * words :].tobytes(), "little")
 
 
 class Seal(NamedTuple):
     """Recognises weights whose digest this process has computed.
 
-    identity: `WeightsFile.identity` when the digest was computed. fingerprint: the value of a
-    `Fingerprint` of their LoRA tensors, in the file's order.
+    identity: `WeightsFile.identity` when the digest was computed. fingerprint: of their LoRA
+    tensors, see `fingerprint_of`.
     """
 
     identity: tuple[int, ...]
     fingerprint: int
 
-
-class ContentCheck(Protocol):
-    """Sees what is read of a weights file, in the file's order."""
-
-    def before(self, position: int) -> None:
-        """Announces that the next piece begins at `position`."""
-        ...
-
-    def update(self, piece: Raw) -> None: ...
-
-    def holds(self) -> bool:
-        """Whether all that was read is as expected. Nothing may be read afterwards."""
-        ...
+    def holds(self, fingerprint: int) -> bool:
+        """Whether what was read is what was judged. fingerprint: the sum of all parts."""
+        return fingerprint & _MASK == self.fingerprint & _MASK
 
 
-class SealCheck:
-    """Checks by the seal. The file must be the one that the seal was made of."""
+def runs_of(tensors: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, ...]]:
+    """Yields tensors that lie side by side and are alike, together up to `LEAF_BYTES`; a larger
+    one alone. Empty tensors are left out.
+    """
+    found: list[TensorInfo] = []
+    for tensor in tensors:
+        if not tensor.nbytes:
+            continue
+        follows = found and found[-1].end == tensor.start and found[-1].dtype == tensor.dtype
+        if found and not (follows and tensor.end - found[0].start <= LEAF_BYTES):
+            yield tuple(found)
+            found = []
+        found.append(tensor)
+    if found:
+        yield tuple(found)
 
-    def __init__(self, seal: Seal) -> None:
-        self._seal = seal
-        self._found = Fingerprint()
 
-    def before(self, position: int) -> None:
-        pass
-
-    def update(self, piece: Raw) -> None:
-        self._found.update(piece)
-
-    def holds(self) -> bool:
-        return self._found.value == self._seal.fingerprint
+def pieces_of(run: Sequence[TensorInfo], weights: Weights) -> Iterator[tuple[int, Raw]]:
+    """Yields the position and the bytes of each piece of a run. The next overwrites them."""
+    start, end = run[0].start, run[-1].end
+    for position in range(start, end, LEAF_BYTES):
+        piece = buffer(min(LEAF_BYTES, end - position))
+        weights.read_into(position, piece)
+        yield position, piece
 
 
-class DigestCheck:
-    """Checks by the digest of the whole file, and reads what nobody else reads."""
+def seal_of(weights: Weights, tensors: Iterable[TensorInfo], run: Run = map) -> int:
+    """The fingerprint of tensors, as `Seal` has it. tensors: in the file's order."""
 
-    def __init__(
-        self,
-        weights: WeightsFile,
-        config: PeftConfig,
-        text: AdapterText,
-        digest: str,
-    ) -> None:
-        self._weights = weights
-        self._expected = digest
-        self._found = ContentDigest(config, text)
-        self._position = 0
+    def of_run(alike: tuple[TensorInfo, ...]) -> int:
+        parts = pieces_of(alike, weights)
+        if len(alike) > 1:
+            return sum(fingerprint_of_run(alike, piece) for _, piece in parts)
+        return sum(fingerprint_of(alike[0], piece) for _, piece in parts)
 
-    def before(self, position: int) -> None:
-        for piece in self._weights.pieces(self._position, position):
-            self._found.update(piece)
-        self._position = position
-
-    def update(self, piece: Raw) -> None:
-        self._found.update(piece)
-        self._position += len(piece)
-
-    def holds(self) -> bool:
-        self.before(self._weights.nbytes)
-        return self._found.hexdigest() == self._expected
+    total: int = sum(run(of_run, runs_of(tensors)))
+    return total & _MASK

@@ -1,19 +1,30 @@
 """Judges the files of one adapter together: its manifest and tensors, or every reason why not."""
 
+import hashlib
 import os
 import stat
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.classes import HEAD_OF_CLASSES
 from loraplex.adapters.common.disk import entries_of
-from loraplex.adapters.content_check import ContentDigest, DigestCheck, Fingerprint, Seal
+from loraplex.adapters.common.recent import Recent
+from loraplex.adapters.content_check import (
+    ContentDigest,
+    Run,
+    Seal,
+    fingerprint_of,
+    fingerprint_of_run,
+    pieces_of,
+    runs_of,
+)
 from loraplex.adapters.errors import AdapterError
-from loraplex.adapters.manifest import AdapterManifest, AdapterText, SlabDtype
+from loraplex.adapters.manifest import DIGEST_FORM, AdapterManifest, AdapterText, SlabDtype
 from loraplex.adapters.nearby import adapters_near
 from loraplex.adapters.peft.config import CONFIG_FILE, parse_config, trained_for
 from loraplex.adapters.peft.files import (
@@ -46,27 +57,46 @@ from loraplex.adapters.peft.validate import (
     validate,
 )
 from loraplex.adapters.safetensors.file import Weights, open_shards, open_weights
-from loraplex.adapters.safetensors.floats import FloatDigest, fits, is_finite
+from loraplex.adapters.safetensors.floats import FloatDigest, Raw, fits, is_finite
 from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from loraplex.adapters.slab.layout import room_problem
 from loraplex.adapters.violations import Findings
 
 
 class Judged(NamedTuple):
-    """An adapter that can be served. seal: of the weights file as it lay in the folder."""
+    """An adapter that can be served. seal: of the weights file as it lay in the folder. shape:
+    adapters with the same one have the same tensors at the same places.
+    """
 
     manifest: AdapterManifest
     tensors: LoraTensors
     seal: Seal
+    shape: bytes
+
+
+class Placed(NamedTuple):
+    """Tensors of adapters with one shape, and what they are."""
+
+    tensors: tuple[TensorInfo, ...]
+    adapter: LoraTensors
+
+
+# Placed tensors by the shape of adapters, for one base and one set of limits.
+KnownShapes = Recent[bytes, Placed]
 
 
 def judge_folder(
-    folder: Path, base: BaseSpec | None = None, limits: AdapterLimits | None = None
+    folder: Path,
+    base: BaseSpec | None = None,
+    limits: AdapterLimits | None = None,
+    run: Run = map,
+    known: KnownShapes | None = None,
 ) -> Judged:
     """An adapter folder, judged in full.
 
-    base: None = only what does not depend on the base model is checked. Raises AdapterError with
-    every violation found.
+    base: None = only what does not depend on the base model is checked. run: `map`, or that of an
+    executor, whose threads then share the work. known: shapes that were judged before. Raises
+    AdapterError with every violation found.
     """
     limits = limits or AdapterLimits()
     findings = Findings()
@@ -75,43 +105,51 @@ def judge_folder(
     small = {name: (folder / name).read_bytes() for name in names if name not in unreadable}
     with ExitStack() as opened:
         index = read_index(small, listing, findings)
-        weights = tensors = None
+        weights = tensors = adapter = None
         if unreadable.isdisjoint(weight_files(listing)):
             weights = _open(opened, folder, listing, index, findings)
-        if weights is not None:
+        shape = b"" if known is None else _shape(weights, small)
+        placed = None if known is None else known.get(shape)
+        if placed is not None:
+            tensors, adapter = placed
+        elif weights is not None:
             tensors = _header(weights, findings)
         base = base or infer_base(trained_for(small.get(CONFIG_FILE, b"")), tensors or ())
-        targeting, text = check_small(small, base, limits, findings)
-        adapter = None
+        targeting, text = check_small(small, base, limits, findings, is_known=placed is not None)
         if weights is not None and tensors is not None:
-            adapter = place_tensors(targeting, tensors, base, limits, findings)
+            if adapter is None:
+                adapter = place_tensors(targeting, tensors, base, limits, findings)
             identity = weights.identity()
-            digest = None
             if adapter is not None:
-                _check_tokens(adapter, text, base, findings)
-            if adapter is not None and adapter.head is not None and not findings:
-                classes = read_classes(small.get(CLASSES_FILE), adapter.head, base, findings)
-                text = text._replace(classes=classes)
-            if adapter is not None and not findings:
-                digest = ContentDigest(adapter.config, text)
-            reading = _Reading(weights, tensors, adapter, base, digest, limits.room)
-            fingerprint = reading.check_values(findings)
+                text = _whole_text(adapter, text, small.get(CLASSES_FILE), base, findings)
+            reading = _Reading(weights, adapter, base, limits.room, run)
+            fingerprint = reading.check_values(tensors, findings)
         findings.raise_if_any()
-        if adapter is None or digest is None:
+        if adapter is None or weights is None or tensors is None:
             raise AssertionError("files that cannot be read left no violation")
-        _check_room(adapter, base, limits)
-    manifest = _manifest(digest.hexdigest(), adapter, text, base)
-    return Judged(manifest, adapter, Seal(identity, fingerprint))
+        if placed is None:
+            _check_room(adapter, base, limits)
+        digest = ContentDigest(adapter.config, text).of(weights, run)
+    if known is not None:
+        known.put(shape, Placed(tensors, adapter))
+    manifest = _manifest(digest, adapter, text, base)
+    return Judged(manifest, adapter, Seal(identity, fingerprint), shape)
 
 
 def check_small(
-    small: Mapping[str, bytes], base: BaseSpec, limits: AdapterLimits, findings: Findings
+    small: Mapping[str, bytes],
+    base: BaseSpec,
+    limits: AdapterLimits,
+    findings: Findings,
+    *,
+    is_known: bool = False,
 ) -> tuple[Targeting | None, AdapterText]:
     """Checks targets and the files about text, before the weights come.
 
-    small: name -> bytes of the files other than the weights.
+    small: name -> bytes of the files other than the weights. is_known: the config need not be
+    checked again.
     """
-    data = small.get(CONFIG_FILE)
+    data = None if is_known else small.get(CONFIG_FILE)
     config = None if data is None else parse_config(data, findings)
     targeting = None
     if config is not None:
@@ -143,11 +181,12 @@ def rejudge(folder: Path, base: BaseSpec, limits: AdapterLimits) -> LoraTensors:
     return adapter
 
 
-def is_intact(folder: Path, adapter: LoraTensors, manifest: AdapterManifest) -> bool:
-    """Whether content that was judged before still has the digest it is known by."""
+def is_intact(
+    weights: Weights, adapter: LoraTensors, manifest: AdapterManifest, run: Run = map
+) -> bool:
+    """Whether weights that were judged before still have the digest they are known by."""
     known = manifest.content_digest or manifest.digest
-    with open_weights(folder / WEIGHTS_FILE) as weights:
-        return DigestCheck(weights, adapter.config, manifest.text, known).holds()
+    return ContentDigest(adapter.config, manifest.text).of(weights, run) == known
 
 
 def _listing(folder: Path, findings: Findings) -> tuple[dict[str, int], set[str]]:
@@ -193,6 +232,16 @@ def _open(
     return None
 
 
+def _shape(weights: Weights | None, small: Mapping[str, bytes]) -> bytes:
+    """sha256 over the config and the header of the weights; b"" where one of them is not there."""
+    with suppress(AdapterError):
+        if weights is not None and CONFIG_FILE in small:
+            parts = (small[CONFIG_FILE], weights.header(), str(weights.nbytes).encode())
+            digests = [hashlib.sha256(part).digest() for part in parts]
+            return hashlib.sha256(b"".join(digests)).digest()
+    return b""
+
+
 def _header(weights: Weights, findings: Findings) -> tuple[TensorInfo, ...] | None:
     with findings.gathered():
         return weights.tensors()
@@ -200,72 +249,81 @@ def _header(weights: Weights, findings: Findings) -> tuple[TensorInfo, ...] | No
 
 
 class _Reading:
-    """One pass over the weights file: each piece is checked and hashed while it is in a cache.
+    """One pass over the tensors of a weights file: values are checked, and a fingerprint is made.
 
-    adapter: None when the config cannot say what the tensors are. digest: None = the adapter is
-    refused already. room: its dtype must hold all values.
+    adapter: None when the config cannot say what the tensors are. is_refused: only what can add a
+    violation is read. room: its dtype must hold all values. run: `map`, or that of threads.
     """
 
     def __init__(
         self,
         weights: Weights,
-        tensors: Sequence[TensorInfo],
         adapter: LoraTensors | None,
         base: BaseSpec,
-        digest: ContentDigest | None,
         room: SlabRoom | None,
+        run: Run,
     ) -> None:
         self._weights = weights
-        self._tensors = tensors
         self._base = base
-        self._digest = digest
+        self._run = run
         self._slab: SlabDtype = "float32" if room is None else room.dtype
         copies = adapter.base_copies if adapter and not base.is_inferred else ()
         self._copies = {tensor.name: module for module, tensor in copies}
         self._sealed = {tensor.name for tensor in (adapter.tensors if adapter else ())}
-        self._fingerprint = Fingerprint()
 
-    def check_values(self, findings: Findings) -> int:
+    def check_values(self, tensors: Sequence[TensorInfo], findings: Findings) -> int:
         """Adds what is wrong with the values; the fingerprint of the LoRA tensors."""
-        start = self._tensors[0].start if self._tensors else self._weights.nbytes
-        if self._digest is not None:
-            for piece in self._weights.pieces(0, start):
-                self._digest.update(piece)
-        for tensor in self._tensors:
+        read = [t for t in tensors if t.name not in self._copies and self._counts(t)]
+        runs = [run for alike in _alike(read, self._kind) for run in runs_of(alike)]
+        bad: dict[str, bool] = {}
+        fingerprint = 0
+        for part, found in self._run(self._check_run, runs):
+            fingerprint += part
+            for name, finite in found:
+                bad[name] = finite and bad.get(name, True)
+        for tensor in tensors:
             if tensor.name in self._copies:
                 self._check_copy(tensor, findings)
-            elif self._digest is not None or self._counts(tensor):
-                self._check_numbers(tensor, findings)
-        return self._fingerprint.value
+            elif tensor.name in bad:
+                self._add(tensor, findings, finite=bad[tensor.name])
+        return fingerprint
 
     def _counts(self, tensor: TensorInfo) -> bool:
         """Whether a tensor's values matter."""
-        is_sealed = tensor.name in self._sealed and tensor.dtype in FLOAT_DTYPES
-        return is_sealed or may_be_lora(tensor)
+        is_float = tensor.dtype in FLOAT_DTYPES
+        return tensor.name in self._sealed or (is_float and may_be_lora(tensor))
 
-    def _check_numbers(self, tensor: TensorInfo, findings: Findings) -> None:
-        counts = self._counts(tensor)
-        finite = fitting = True
-        dtype: SlabDtype = "float32" if is_of_outputs(tensor) else self._slab
-        for piece in self._weights.pieces(tensor.start, tensor.end):
-            if self._digest is not None:
-                self._digest.update(piece)
-            if tensor.name in self._sealed:
-                self._fingerprint.update(piece)
-            if counts and not fits(piece, tensor.dtype, dtype):
-                fitting, finite = False, finite and is_finite(piece, tensor.dtype)
+    def _kind(self, tensor: TensorInfo) -> tuple[bool, bool]:
+        return tensor.name in self._sealed, is_of_outputs(tensor)
+
+    def _check_run(self, run: tuple[TensorInfo, ...]) -> tuple[int, list[tuple[str, bool]]]:
+        """The fingerprint of tensors that are alike, and the names of those whose values are not
+        right; with each, whether they are finite.
+        """
+        is_sealed, is_wide = self._kind(run[0])
+        dtype: SlabDtype = "float32" if is_wide else self._slab
+        fingerprint = 0
+        bad: list[tuple[str, bool]] = []
+        for position, piece in pieces_of(run, self._weights):
+            if is_sealed and len(run) > 1:
+                fingerprint += fingerprint_of_run(run, piece)
+            elif is_sealed:
+                fingerprint += fingerprint_of(run[0], piece)
+            if run[0].dtype in FLOAT_DTYPES and not fits(piece, run[0].dtype, dtype):
+                bad += _unfit(run, position, piece, dtype)
+        return fingerprint, bad
+
+    def _add(self, tensor: TensorInfo, findings: Findings, *, finite: bool) -> None:
         if not finite:
             message = f"{tensor.name} has values that are NaN, infinite, or too large for float32"
             findings.add("not_finite", tensor.name, message)
-        elif not fitting:
+        else:
             message = f"{tensor.name} has values too large for {self._slab}"
             findings.add("overflow", tensor.name, message)
 
     def _check_copy(self, tensor: TensorInfo, findings: Findings) -> None:
         values = FloatDigest()
         for piece in self._weights.pieces(tensor.start, tensor.end):
-            if self._digest is not None:
-                self._digest.update(piece)
             values.update(piece, tensor.dtype)
         if values.hexdigest() != self._base.embedding_digests.get(self._copies[tensor.name]):
             message = (
@@ -273,6 +331,24 @@ class _Reading:
                 "save_embedding_layers=False"
             )
             findings.add("base_weights_changed", tensor.name, message)
+
+
+def _alike(
+    tensors: Sequence[TensorInfo], kind: Callable[[TensorInfo], object]
+) -> Iterator[list[TensorInfo]]:
+    for _, group in groupby(tensors, kind):
+        yield list(group)
+
+
+def _unfit(
+    run: Sequence[TensorInfo], position: int, piece: Raw, dtype: SlabDtype
+) -> Iterator[tuple[str, bool]]:
+    """Yields tensors of a run with values that do not fit, and whether those are finite."""
+    for tensor in run:
+        begin, end = max(0, tensor.start - position), tensor.end - position
+        own = piece[begin:end]
+        if not fits(own, tensor.dtype, dtype):
+            yield tensor.name, is_finite(own, tensor.dtype)
 
 
 def _check_room(adapter: LoraTensors, base: BaseSpec, limits: AdapterLimits) -> None:
@@ -287,6 +363,20 @@ def _changed(adapter: LoraTensors) -> set[str]:
     changed = (*adapter.modules, *adapter.biases, *adapter.tables, *adapter.norms)
     head = () if adapter.head is None else (HEAD_OF_CLASSES,)
     return {each.module for each in changed}.union(head)
+
+
+def _whole_text(
+    adapter: LoraTensors,
+    text: AdapterText,
+    classes_file: bytes | None,
+    base: BaseSpec,
+    findings: Findings,
+) -> AdapterText:
+    """The text with the classes of a score head. Checks what the text says against the tables."""
+    _check_tokens(adapter, text, base, findings)
+    if adapter.head is None or findings:
+        return text
+    return text._replace(classes=read_classes(classes_file, adapter.head, base, findings))
 
 
 def _check_tokens(
@@ -325,4 +415,5 @@ def _manifest(
         added_tokens=text.added_tokens,
         table_size=adapter.table_size(base.vocab_size),
         is_lora_alone=adapter.is_lora_alone,
+        form=DIGEST_FORM,
     )

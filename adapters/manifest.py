@@ -13,6 +13,8 @@ SlabDtype = Literal["float32", "float16", "bfloat16"]
 ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 LAYOUT_VERSION = 3
+# How a digest is made of an adapter. Other forms are made anew.
+DIGEST_FORM = 2
 
 
 class AdapterTemplate(msgspec.Struct, frozen=True):
@@ -65,6 +67,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     everywhere after admission.
 
     digest: sha256 hex over the used config and the weights; of a merged adapter, over its recipe.
+    form: how that was made, see DIGEST_FORM.
     base: what the adapter's config names as its base model. targets: short module names it changes,
     sorted. ranks: the distinct LoRA ranks in it, ascending. nbytes: bytes of its LoRA tensors as
     published. dtype: of the published tensors, as safetensors spells it (`BF16`, `F32`, …).
@@ -97,6 +100,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     added_tokens: tuple[OwnToken, ...] = ()
     table_size: int = 0
     is_lora_alone: bool = False
+    form: int = 1
 
     @property
     def partial(self) -> Coverage | None:

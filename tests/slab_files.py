@@ -4,10 +4,10 @@ from contextlib import closing
 from pathlib import Path
 
 from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.content_check import Seal, seal_of
 from loraplex.adapters.manifest import SlabDtype, SlabLayout
 from loraplex.adapters.peft.lora_tensors import LoraTensors
 from loraplex.adapters.safetensors.file import open_weights
-from loraplex.adapters.safetensors.floats import Raw
 from loraplex.adapters.slab.file import SlabFile, write_slab_file
 from loraplex.adapters.slab.memory import SlabMemory, one_after_another
 from loraplex.adapters.slab.pack import pack_weights
@@ -35,19 +35,10 @@ def write_slab(
     memory = memoryview(bytearray(b"\xee") * layout.nbytes)
     places = one_after_another(layout)
     with open_weights(weights) as file:
-        pack_weights(file, adapter, base, layout, SlabMemory(layout, memory, places), Unchecked())
+        tensors = sorted(adapter.tensors, key=lambda tensor: tensor.start)
+        seal = Seal(file.identity(), seal_of(file, tensors))
+        pack_weights(file, adapter, base, layout, SlabMemory(layout, memory, places), seal)
     write_slab_file(target, layout, memory, places)
-
-
-class Unchecked:
-    """Takes any weights for those that were judged."""
-
-    def before(self, position: int) -> None: ...
-
-    def update(self, piece: Raw) -> None: ...
-
-    def holds(self) -> bool:
-        return True
 
 
 def save_slab(store: AdapterStore, digest: str, dtype: SlabDtype, extent_bytes: int) -> Path:

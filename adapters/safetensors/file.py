@@ -44,9 +44,12 @@ class Weights(ABC):
         """Reads the file's header. Raises AdapterError `invalid` with every violation of the
         format.
         """
+        return parse_header(self.header(), self.nbytes, self.name)
+
+    def header(self) -> bytes:
+        """The JSON of the file's header. Raises AdapterError `invalid`."""
         size = header_size(self._bytes(0, min(PREFIX_BYTES, self.nbytes)), self.nbytes, self.name)
-        header = self._bytes(PREFIX_BYTES, PREFIX_BYTES + size)
-        return parse_header(header, self.nbytes, self.name)
+        return self._bytes(PREFIX_BYTES, PREFIX_BYTES + size)
 
     def read(self, tensor: TensorInfo) -> Raw:
         """The tensor's bytes."""

@@ -7,6 +7,7 @@ takes the memory of a few pieces (`PIECE_BYTES`) and of one row of a tensor.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from operator import attrgetter
 from typing import NamedTuple
@@ -15,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.adapters.base import BaseSpec
-from loraplex.adapters.content_check import ContentCheck
-from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.content_check import LEAF_BYTES, Run, Seal, fingerprint_of
+from loraplex.adapters.errors import AdapterError, Violation
 from loraplex.adapters.manifest import ITEM_BYTES, SiteLayout, SlabDtype, SlabLayout
 from loraplex.adapters.peft.lora_tensors import (
     ExpertsLora,
@@ -341,28 +342,52 @@ def pack_weights(
     base: BaseSpec,
     layout: SlabLayout,
     target: SlabMemory,
-    check: ContentCheck,
+    seal: Seal,
+    run: Run = map,
 ) -> None:
     """Fills the slab's memory, every byte of it. It is worth nothing unless this returns.
 
-    Raises DamagedError when `check` does not hold, AdapterError `invalid` when values are too large
-    for the slab's dtype.
+    run: `map`, or that of an executor, whose threads then share the work. Raises DamagedError when
+    the seal does not hold, AdapterError `invalid` when values are too large for the slab's dtype.
     """
-    findings = Findings()
-    packer = _Packer(weights, layout, check, findings)
     regions = list(all_regions(adapter, base, layout, target))
     of_tensor: dict[str, tuple[TensorInfo, list[SlabTarget]]] = {}
     for region in regions:
         region.prepare()
         for part in region.targets:
             of_tensor.setdefault(part.tensor.name, (part.tensor, []))[1].append(part)
-    for tensor, targets in sorted(of_tensor.values(), key=lambda each: each[0].start):
-        check.before(tensor.start)
-        packer.pack(tensor, targets)
+    found = list(run(partial(_pack_some, weights, layout), _shared_out(of_tensor.values())))
     _clear_between(regions, layout, target)
-    if not check.holds():
+    if not seal.holds(sum(packer.fingerprint for packer in found)):
         raise DamagedError
+    findings = Findings()
+    for packer in found:
+        findings.extend(packer.violations)
     findings.raise_if_any()
+
+
+_Work = tuple[TensorInfo, list[SlabTarget]]
+
+
+def _shared_out(work: Iterable[_Work]) -> Iterator[list[_Work]]:
+    """Yields tensors in the file's order, some together, as work of one thread."""
+    some: list[_Work] = []
+    nbytes = 0
+    for tensor, targets in sorted(work, key=lambda each: each[0].start):
+        some.append((tensor, targets))
+        nbytes += tensor.nbytes
+        if nbytes >= LEAF_BYTES:
+            yield some
+            some, nbytes = [], 0
+    if some:
+        yield some
+
+
+def _pack_some(weights: WeightsFile, layout: SlabLayout, work: list[_Work]) -> "_Packer":
+    packer = _Packer(weights, layout)
+    for tensor, targets in work:
+        packer.pack(tensor, targets)
+    return packer
 
 
 def _clear_between(regions: list[Region], layout: SlabLayout, target: SlabMemory) -> None:
@@ -376,13 +401,11 @@ def _clear_between(regions: list[Region], layout: SlabLayout, target: SlabMemory
 class _Packer:
     """Reads, checks, converts and writes a piece at a time."""
 
-    def __init__(
-        self, weights: WeightsFile, layout: SlabLayout, check: ContentCheck, findings: Findings
-    ) -> None:
+    def __init__(self, weights: WeightsFile, layout: SlabLayout) -> None:
+        self.fingerprint = 0
+        self.violations: list[Violation] = []
         self._weights = weights
         self._own_dtype = layout.dtype
-        self._check = check
-        self._findings = findings
         self._read = np.empty(PIECE_BYTES, np.uint8)
         self._rows = np.empty(0, np.uint8)
         self._fitting = True
@@ -401,7 +424,7 @@ class _Packer:
                     target.write(first, rows)
         if not self._fitting:
             message = f"{tensor.name} has values too large for {self._dtype}"
-            self._findings.add("overflow", tensor.name, message)
+            self.violations.append(Violation("overflow", tensor.name, message))
 
     def _copy(self, tensor: TensorInfo, out: Raw) -> None:
         """Copies a tensor of which the slab has the same numbers in the same order."""
@@ -441,7 +464,7 @@ class _Packer:
         same = dtype == STORED_AS[self._dtype] and factor == 1
         piece = written if same else self._read[:nbytes]
         self._weights.read_into(position, piece)
-        self._check.update(piece)
+        self.fingerprint += fingerprint_of(tensor, piece)
         checked = may_overflow(dtype, self._dtype)
         self._fitting &= not checked or fits(piece, dtype, self._dtype)
         if factor != 1:
@@ -466,18 +489,20 @@ class Unpacked:
         adapter: LoraTensors,
         base: BaseSpec,
         layout: SlabLayout,
-        check: Callable[[], ContentCheck],
+        seal: Callable[[], Seal],
         damaged: Callable[[], AdapterError],
         held: ExitStack,
+        run: Run = map,
     ) -> None:
-        """Takes what packing one adapter needs; nothing is read yet. check: a new one for each
-        reading. damaged: called when one does not hold. held: closed with this.
+        """Takes what packing one adapter needs; nothing is read yet. seal: of the judged content.
+        damaged: called when it does not hold. held: closed with this. run: see `pack_weights`.
         """
         self.layout = layout
         self._weights = weights
         self._adapter = adapter
         self._base = base
-        self._check = check
+        self._seal = seal
+        self._run = run
         self._damaged = damaged
         self._held = held
 
@@ -489,7 +514,13 @@ class Unpacked:
         memory = SlabMemory(self.layout, arena, first_extents)
         try:
             pack_weights(
-                self._weights, self._adapter, self._base, self.layout, memory, self._check()
+                self._weights,
+                self._adapter,
+                self._base,
+                self.layout,
+                memory,
+                self._seal(),
+                self._run,
             )
         except DamagedError:
             raise self._damaged() from None

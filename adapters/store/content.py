@@ -26,7 +26,7 @@ from loraplex.adapters.common.disk import (
     sync_path,
 )
 from loraplex.adapters.errors import AdapterError, Violation
-from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.manifest import DIGEST_FORM, AdapterManifest
 from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.adapters.peft.validate import WEIGHTS_FILE
 
@@ -117,6 +117,8 @@ class Contents:
                 continue  # damaged
             if manifest.template is not None and manifest.special_tokens is None:
                 continue  # written without them: to be judged again
+            if manifest.form != DIGEST_FORM:
+                continue  # known by a digest of another form: to be judged again
             if manifest.digest == digest and weights >= manifest.nbytes:
                 mark_used(folder)
                 return manifest

@@ -35,10 +35,17 @@ from loraplex.adapters.common.recent import Recent
 from loraplex.adapters.common.retries import RetryPolicy
 from loraplex.adapters.common.single_flight import SingleFlight
 from loraplex.adapters.common.unfinished import remove_stale, resumable_folder, unfinished_folder
-from loraplex.adapters.content_check import ContentCheck, DigestCheck, SealCheck
+from loraplex.adapters.content_check import Run, Seal, seal_of
 from loraplex.adapters.coverage import Coverage
 from loraplex.adapters.errors import AdapterChanged, AdapterError
-from loraplex.adapters.judge import Judged, check_small, is_intact, judge_folder, rejudge
+from loraplex.adapters.judge import (
+    Judged,
+    KnownShapes,
+    check_small,
+    is_intact,
+    judge_folder,
+    rejudge,
+)
 from loraplex.adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype, SlabLayout
 from loraplex.adapters.merge.job import MergeJob, write_ends, write_job
 from loraplex.adapters.merge.plan import merged_coverage, plan_merge
@@ -57,7 +64,7 @@ from loraplex.adapters.ref import (
 from loraplex.adapters.safetensors.file import WeightsFile, join_files, open_weights
 from loraplex.adapters.slab.file import SlabError, SlabFile, SlabSource, write_slab_file
 from loraplex.adapters.slab.layout import make_layout
-from loraplex.adapters.slab.pack import Unpacked
+from loraplex.adapters.slab.pack import DamagedError, Unpacked
 from loraplex.adapters.sources.base import ENABLING_OPTIONS, Source
 from loraplex.adapters.sources.partial import partial_bytes
 from loraplex.adapters.store.content import Contents, merged_member, present
@@ -79,6 +86,10 @@ _MERGE_FAILURE_TTL_S = 600.0
 # Some 300 KB each: what comes is used soon.
 _MAX_JUDGED = 128
 _MAX_ALLOWED = 65_536
+# Of a fine-tune that is trained again and again, or of many that were trained alike.
+_MAX_SHAPES = 64
+# The rest waits: each is ready sooner than if all were begun.
+_JUDGED_AT_ONCE = 4
 
 
 class AdapterStore:
@@ -86,8 +97,8 @@ class AdapterStore:
 
     sources: those that references may name; others are refused. clock: monotonic seconds. syncing:
     a thread that waits for the disk, so that nobody who wants an adapter does; None = it is waited
-    for before `admit` returns. judging: how many are judged at once; it takes a core. Every method
-    raises AdapterError when the adapter cannot be had.
+    for before `admit` returns. threads: share the work on one adapter.
+    Every method raises AdapterError when the adapter cannot be had.
     """
 
     def __init__(
@@ -99,9 +110,10 @@ class AdapterStore:
         clock: Callable[[], float] = time.monotonic,
         retries: RetryPolicy | None = None,
         syncing: Executor | None = None,
-        judging: int = 4,
+        threads: Executor | None = None,
     ) -> None:
         self._base = base
+        self._run: Run = map if threads is None else threads.map
         self._retries = retries or RetryPolicy()
         self._sources = dict(sources)
         self._limits = limits or AdapterLimits()
@@ -117,8 +129,10 @@ class AdapterStore:
         self._admissions: SingleFlight[AdapterRef, AdapterManifest]
         self._admissions = SingleFlight(clock, _FAILURE_TTL_S)
         self._judged: Recent[str, Judged] = Recent(_MAX_JUDGED)
+        self._shapes: KnownShapes = Recent(_MAX_SHAPES)
+        self._layouts: Recent[tuple[bytes, SlabDtype, int], SlabLayout] = Recent(_MAX_SHAPES)
         self._allowed: Recent[str, Coverage] = Recent(_MAX_ALLOWED)
-        self._judging = threading.BoundedSemaphore(judging)
+        self._judging = threading.BoundedSemaphore(_JUDGED_AT_ONCE)
         self._merges: SingleFlight[str, AdapterManifest]
         self._merges = SingleFlight(clock, _MERGE_FAILURE_TTL_S)
         try:
@@ -195,11 +209,11 @@ class AdapterStore:
             if slab is not None:
                 return slab
             weights = held.enter_context(open_weights(self._contents.path(digest) / WEIGHTS_FILE))
-            adapter, check = self._checked(manifest, weights)
-            layout = make_layout(adapter, self._base, digest, dtype, extent_bytes)
+            adapter, seal = self._checked(manifest, weights)
+            layout = self._layout(adapter, digest, dtype, extent_bytes)
             damaged = partial(self._damaged, digest)
             kept = held.pop_all()
-            return Unpacked(weights, adapter, self._base, layout, check, damaged, kept)
+            return Unpacked(weights, adapter, self._base, layout, seal, damaged, kept, self._run)
 
     def save_slab(
         self,
@@ -213,6 +227,21 @@ class AdapterStore:
         with disk_errors(self._home):
             self._make_folders()
             return self._slabs.keep(layout, arena, first_extents, stopped)
+
+    def _layout(
+        self, adapter: LoraTensors, digest: str, dtype: SlabDtype, extent_bytes: int
+    ) -> SlabLayout:
+        """The layout of an adapter's slab; those of one shape differ in their digest alone."""
+        judged = self._judged.get(digest)
+        if judged is None or judged.tensors is not adapter:
+            return make_layout(adapter, self._base, digest, dtype, extent_bytes)
+        key = judged.shape, dtype, extent_bytes
+        known = self._layouts.get(key)
+        if known is not None:
+            return msgspec.structs.replace(known, digest=digest)
+        layout = make_layout(adapter, self._base, digest, dtype, extent_bytes)
+        self._layouts.put(key, layout)
+        return layout
 
     def _admit_current(
         self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
@@ -248,7 +277,7 @@ class AdapterStore:
             nbytes = self._fetch(source, ref, token, folder)
             progress("checking")
             with self._judging:
-                judged = judge_folder(folder, self._base, self._limits)
+                judged = judge_folder(folder, self._base, self._limits, self._run, self._shapes)
             self._keep(folder, judged)
             self._references.remember(Known(ref, judged.manifest.digest, nbytes), folder)
         return judged.manifest
@@ -377,24 +406,34 @@ class AdapterStore:
         """The tensors of stored content, which is given up if the disk has changed it."""
         folder = self._contents.path(manifest.digest)
         adapter = rejudge(folder, self._base, self._limits)
-        if not is_intact(folder, adapter, manifest):
-            raise self._damaged(manifest.digest)
+        with open_weights(folder / WEIGHTS_FILE) as weights:
+            if not is_intact(weights, adapter, manifest, self._run):
+                raise self._damaged(manifest.digest)
         return adapter
 
     def _checked(
         self, manifest: AdapterManifest, weights: WeightsFile
-    ) -> tuple[LoraTensors, Callable[[], ContentCheck]]:
-        """The tensors of stored content, with the check that they are read as they were judged.
+    ) -> tuple[LoraTensors, Callable[[], Seal]]:
+        """The tensors of stored content, and what shows that they are read as they were judged.
 
         Content that this process judged itself, and whose file is still the same, need not be
         hashed again.
         """
         judged = self._judged.get(manifest.digest)
         if judged is not None and judged.seal.identity == weights.identity():
-            return judged.tensors, partial(SealCheck, judged.seal)
+            return judged.tensors, lambda: judged.seal
         adapter = rejudge(self._contents.path(manifest.digest), self._base, self._limits)
-        known = manifest.content_digest or manifest.digest
-        return adapter, partial(DigestCheck, weights, adapter.config, manifest.text, known)
+        return adapter, partial(self._sealed_anew, manifest, adapter, weights)
+
+    def _sealed_anew(
+        self, manifest: AdapterManifest, adapter: LoraTensors, weights: WeightsFile
+    ) -> Seal:
+        """The seal of stored content. Raises DamagedError where it is not what was judged."""
+        tensors = sorted(adapter.tensors, key=lambda tensor: tensor.start)
+        seal = Seal(weights.identity(), seal_of(weights, tensors, self._run))
+        if not is_intact(weights, adapter, manifest, self._run):
+            raise DamagedError
+        return seal
 
     def _damaged(self, digest: str) -> AdapterError:
         """Gives up stored content that the disk has changed."""

@@ -17,7 +17,7 @@ from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.router.call import Secret
 from loraplex.router.names.owned_name import OwnedName
-from loraplex.router.names.registration import Registration
+from loraplex.router.names.registration import Registration, of_this_form
 from loraplex.router.shared.replica import Conflict, Replica
 from loraplex.router.shared.store import MAX_ROWS, Store, StoreDown, TableFull
 
@@ -226,6 +226,7 @@ class Aliases:
         except (msgspec.DecodeError, UnicodeDecodeError):
             logger.error("the store has an adapter that cannot be read")
             return None
+        row = of_this_form(row)
         ref, token = self._tokens.get(row.key, (None, None))
         return msgspec.structs.replace(row, token=token) if ref == row.ref else row
 

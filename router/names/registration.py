@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from loraplex.adapters.errors import AdapterError, AdapterErrorCode
+from loraplex.adapters.manifest import DIGEST_FORM
 from loraplex.adapters.ref import AdapterRef, format_ref
 from loraplex.router.call import Secret
 from loraplex.router.names.owned_name import OwnedName
@@ -169,6 +170,17 @@ class Registration(msgspec.Struct, frozen=True):
         """The content for one caller."""
         version = None if self.rollout is None else self.rollout.choose(sticky)
         return self.content if version is None else version.content
+
+
+def of_this_form(registration: Registration) -> Registration:
+    """The registration without contents whose digests have another form. It is resolved anew."""
+    contents = [registration.content, *(version.content for version in registration.kept)]
+    if all(one is None or one.manifest.form == DIGEST_FORM for one in contents):
+        return registration
+    state: AliasState = "registered" if registration.state == "ready" else registration.state
+    return msgspec.structs.replace(
+        registration, content=None, kept=(), rollout=None, history=(), state=state
+    )
 
 
 def check_served(registration: Registration) -> None:

@@ -20,7 +20,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from loraplex.adapters.errors import AdapterError
-from loraplex.adapters.manifest import AdapterManifest
+from loraplex.adapters.manifest import DIGEST_FORM, AdapterManifest
 from loraplex.server.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -100,7 +100,7 @@ def make_card(**changes: object) -> ModelCard:
 
 def make_manifest(name: str, **changes: object) -> AdapterManifest:
     digest = hashlib.sha256(name.encode()).hexdigest()
-    manifest = AdapterManifest(digest, BASE_NAME, ("q_proj",), (8,), 1000, "F32")
+    manifest = AdapterManifest(digest, BASE_NAME, ("q_proj",), (8,), 1000, "F32", form=DIGEST_FORM)
     return msgspec.structs.replace(manifest, **changes)
 
 

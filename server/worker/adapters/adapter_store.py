@@ -1,6 +1,6 @@
 """The worker's adapter store, as its configuration wants it."""
 
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.peft.validate import AdapterLimits, SlabRoom
@@ -17,9 +17,10 @@ _RECEIVED = 4
 
 
 def open_store(
-    config: WorkerConfig, base: BaseSpec, engine: EngineConfig, syncing: Executor, judging: int
+    config: WorkerConfig, base: BaseSpec, engine: EngineConfig, syncing: Executor, threads: int
 ) -> AdapterStore:
-    """Open the store of adapters. engine: which serves them. syncing, judging: see AdapterStore.
+    """Open the store of adapters. engine: which serves them. syncing: see AdapterStore. threads:
+    how many judge and pack.
     Raises AdapterError when the cache folder cannot be used, or a source has what is no host.
     """
     return AdapterStore(
@@ -28,7 +29,7 @@ def open_store(
         sources_of(config),
         adapter_limits(config, engine),
         syncing=syncing,
-        judging=judging,
+        threads=ThreadPoolExecutor(threads, "adapter-work"),
     )
 
 

@@ -10,6 +10,8 @@ import pytest
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.judge import is_intact, judge_folder
 from loraplex.adapters.peft.tokenizer_files import own_ends
+from loraplex.adapters.safetensors.file import open_weights
+from loraplex.adapters.safetensors.header import WEIGHTS_FILE
 from loraplex.adapters.violations import Findings
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal
@@ -94,7 +96,8 @@ def test_ends_are_part_of_what_an_adapter_is(tmp_path: Path) -> None:
             (folder / file).write_text(json.dumps(content))
         judged = judge_folder(folder, BASE)
         digests[name], ends[name] = judged.manifest.digest, judged.manifest.end_token_ids
-        assert is_intact(folder, judged.tensors, judged.manifest)
+        with open_weights(folder / WEIGHTS_FILE) as weights:
+            assert is_intact(weights, judged.tensors, judged.manifest)
     assert ends == {"none": (), "the base's": (), "another": (7,), "the same by its id": (7,)} | {
         "two": (7, 8)
     }

@@ -15,6 +15,8 @@ from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.judge import is_intact, judge_folder
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.peft.validate import AdapterLimits
+from loraplex.adapters.safetensors.file import open_weights
+from loraplex.adapters.safetensors.header import WEIGHTS_FILE
 from tests.adapters.refusals import refusal, violation_codes
 from tests.adapters.tiny_llama import BASE, WEIGHTS, causal
 
@@ -132,8 +134,9 @@ def test_added_tokens_are_part_of_the_identity(tmp_path: Path) -> None:
         kept = msgspec.json.decode(msgspec.json.encode(found), type=AdapterManifest)
         tensors = judge_folder(folder, KNOWN).tensors
         without = msgspec.structs.replace(kept, added_tokens=())
-        assert is_intact(folder, tensors, kept)
-        assert not is_intact(folder, tensors, without)
+        with open_weights(folder / WEIGHTS_FILE) as weights:
+            assert is_intact(weights, tensors, kept)
+            assert not is_intact(weights, tensors, without)
     assert len(digests) == 4
 
 

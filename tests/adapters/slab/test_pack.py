@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 
 from loraplex.adapters.common.disk import release
-from loraplex.adapters.content_check import DigestCheck, SealCheck
-from loraplex.adapters.judge import judge_folder
-from loraplex.adapters.manifest import ITEM_BYTES, AdapterText, SlabDtype, SlabLayout
+from loraplex.adapters.content_check import seal_of
+from loraplex.adapters.judge import is_intact, judge_folder
+from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
 from loraplex.adapters.peft.validate import WEIGHTS_FILE, AdapterLimits, SlabRoom
 from loraplex.adapters.safetensors.file import open_weights
 from loraplex.adapters.safetensors.floats import convert
@@ -171,14 +172,14 @@ def test_packing_in_pieces_is_packing_as_a_whole(
                 assert b is not None
                 expected[b.offset : b.offset + b.nbytes] = whole(part.b).tobytes()
         target, places = memory_of(layout)
-        for check in (
-            SealCheck(judged.seal),
-            DigestCheck(weights, judged.tensors.config, AdapterText(), judged.manifest.digest),
-        ):
-            target[:] = b"\xee" * len(target)
-            memory = SlabMemory(layout, target, places)
-            pack_weights(weights, judged.tensors, BASE, layout, memory, check)
-            assert bytes(target) == expected
+        in_order = sorted(judged.tensors.tensors, key=lambda tensor: tensor.start)
+        assert seal_of(weights, in_order) == judged.seal.fingerprint
+        with ThreadPoolExecutor(3) as threads:
+            for run in (map, threads.map):
+                target[:] = b"\xee" * len(target)
+                memory = SlabMemory(layout, target, places)
+                pack_weights(weights, judged.tensors, BASE, layout, memory, judged.seal, run)
+                assert bytes(target) == expected
 
 
 @pytest.mark.parametrize("how", ["seal", "digest"])
@@ -197,14 +198,10 @@ def test_what_is_packed_is_what_was_judged(how: str, tmp_path: Path) -> None:
     def packing() -> None:
         target, places = memory_of(layout)
         with open_weights(path) as weights:
-            config, digest = judged.tensors.config, judged.manifest.digest
-            check = (
-                SealCheck(judged.seal)
-                if how == "seal"
-                else DigestCheck(weights, config, AdapterText(), digest)
-            )
             memory = SlabMemory(layout, target, places)
-            pack_weights(weights, judged.tensors, BASE, layout, memory, check)
+            if how == "digest" and not is_intact(weights, judged.tensors, judged.manifest):
+                raise DamagedError
+            pack_weights(weights, judged.tensors, BASE, layout, memory, judged.seal)
 
     packing()
     for position in positions:
@@ -217,10 +214,14 @@ def test_what_is_packed_is_what_was_judged(how: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedError):
         packing()
     path.write_bytes(whole[:-8])
-    assert violation_codes(packing) == {"truncated"}
+    if how == "seal":
+        assert violation_codes(packing) == {"truncated"}
+        return
+    with pytest.raises(DamagedError):
+        packing()
 
 
-def test_judging_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_often_each_byte_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And packing what was judged reads the tensors once more, and nothing else."""
     folder = write_adapter(tmp_path / "a", BASE, targets=EVERYTHING)
     header = int.from_bytes((folder / WEIGHTS_FILE).read_bytes()[:8], "little") + 8
@@ -235,13 +236,13 @@ def test_judging_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("loraplex.adapters.safetensors.file.os.preadv", counted)
     judged = judge_folder(folder, BASE, AdapterLimits())
-    assert read[0] == nbytes + header
+    assert read[0] == 2 * nbytes, "once for its values, and once for the digest"
     read[0] = 0
     layout = make_layout(judged.tensors, BASE, judged.manifest.digest, "bfloat16", EXTENT)
     target, places = memory_of(layout)
     with open_weights(folder / WEIGHTS_FILE) as weights:
         memory = SlabMemory(layout, target, places)
-        pack_weights(weights, judged.tensors, BASE, layout, memory, SealCheck(judged.seal))
+        pack_weights(weights, judged.tensors, BASE, layout, memory, judged.seal)
     assert read[0] == nbytes - header
 
 

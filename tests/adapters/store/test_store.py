@@ -472,13 +472,13 @@ def test_content_is_hashed_once_by_the_process_that_judges_it(
 ) -> None:
     """And again by one that did not see it, and when its file is not the same any more."""
     hashed: list[str] = []
-    real = ContentDigest.hexdigest
+    real = ContentDigest.of
 
-    def watched(self: ContentDigest) -> str:
-        hashed.append(real(self))
+    def watched(self: ContentDigest, *arguments: Any) -> str:
+        hashed.append(real(self, *arguments))
         return hashed[-1]
 
-    monkeypatch.setattr(ContentDigest, "hexdigest", watched)
+    monkeypatch.setattr(ContentDigest, "of", watched)
     store = store_of(hub, tmp_path)
     digest = store.admit(PINNED, None).digest
     path = save_slab(store, digest, "bfloat16", 4096)

@@ -74,15 +74,15 @@ class Judged(NamedTuple):
     shape: bytes
 
 
-class Placed(NamedTuple):
+class KnownTensors(NamedTuple):
     """Tensors of adapters with one shape, and what they are."""
 
     tensors: tuple[TensorInfo, ...]
     adapter: LoraTensors
 
 
-# Placed tensors by the shape of adapters, for one base and one set of limits.
-KnownShapes = Recent[bytes, Placed]
+# KnownTensors tensors by the shape of adapters, for one base and one set of limits.
+KnownShapes = Recent[bytes, KnownTensors]
 
 
 def judge_folder(
@@ -131,7 +131,7 @@ def judge_folder(
             _check_room(adapter, base, limits)
         digest = ContentDigest(adapter.config, text).of(weights, run)
     if known is not None:
-        known.put(shape, Placed(tensors, adapter))
+        known.put(shape, KnownTensors(tensors, adapter))
     manifest = _manifest(digest, adapter, text, base)
     return Judged(manifest, adapter, Seal(identity, fingerprint), shape)
 

@@ -5,7 +5,6 @@ processes may share a root. Blocking and thread-safe; who may use which adapter 
 """
 
 import hashlib
-import itertools
 import logging
 import os
 import threading
@@ -22,7 +21,6 @@ import msgspec
 from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.common.disk import (
     disk_errors,
-    entries_of,
     entry_bytes,
     free_bytes,
     mark_used,
@@ -68,14 +66,13 @@ from loraplex.adapters.slab.pack import DamagedError, Unpacked
 from loraplex.adapters.sources.base import ENABLING_OPTIONS, Source
 from loraplex.adapters.sources.partial import partial_bytes
 from loraplex.adapters.store.content import Contents, merged_member, present
+from loraplex.adapters.store.references import Known, References
 from loraplex.adapters.violations import Findings, invalid
 
 # Content leaves this much of the disk to others.
 HEADROOM_BYTES = 64 << 20
 MAX_SIZES = 1 << 17
 _RETRY_S = 30.0
-MAX_REFERENCES = 65_536
-_TRIM_EVERY = 1024
 log = logging.getLogger(__name__)
 
 FetchPhase = Literal["fetching", "checking"]
@@ -445,60 +442,6 @@ class AdapterStore:
 def _is_known_by_name(ref: AdapterRef) -> bool:
     """Whether this is a commit of the Hub or an upload: a router has authorised its callers."""
     return ref.source in ("hub", "upload") and is_pinned(ref)
-
-
-class Known(msgspec.Struct, frozen=True):
-    """A pinned reference's digest.
-
-    nbytes: of all files at this place; the same content may have other files elsewhere. 0 = the
-    entry is older than this number.
-    """
-
-    ref: AdapterRef
-    digest: str
-    nbytes: int = 0
-
-
-class References:
-    """Remembers the digests of pinned references. A file each in `folder`, some 65,536 at most;
-    those that were put in first go. Thread-safe.
-
-    Nothing waits for the disk: what a crash takes away is looked up again.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._added = itertools.count()
-
-    def find(self, ref: AdapterRef) -> Known | None:
-        """Looks up the digest of a pinned reference. Raises OSError."""
-        try:
-            known = msgspec.json.decode(self._file(ref).read_bytes(), type=Known)
-        except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
-            return None
-        return known if known.ref == ref else None
-
-    def remember(self, known: Known, folder: Path) -> None:
-        """Writes an entry. folder: the caller's own, on the same disk. Raises OSError."""
-        ref, written = known.ref, folder / "ref.json"
-        written.write_bytes(msgspec.json.encode(known))
-        written.chmod(0o444)
-        written.rename(self._file(ref))
-        if next(self._added) % _TRIM_EVERY == 0:
-            self._trim()
-
-    def _trim(self) -> None:
-        entries = entries_of(self._folder)
-        if len(entries) <= MAX_REFERENCES:
-            return
-        with suppress(FileNotFoundError):  # another process does the same
-            entries.sort(key=lambda entry: entry.stat().st_mtime)
-            for old in entries[: len(entries) - MAX_REFERENCES]:
-                Path(old.path).unlink(missing_ok=True)
-
-    def _file(self, ref: AdapterRef) -> Path:
-        name = hashlib.sha256(format_ref(ref).encode()).hexdigest()
-        return self._folder / f"{name}.json"
 
 
 class Quota:

@@ -65,7 +65,7 @@ from loraplex.adapters.violations import Findings
 
 class Judged(NamedTuple):
     """An adapter that can be served. seal: of the weights file as it lay in the folder. shape:
-    adapters with the same one have the same tensors at the same places.
+    adapters with the same one have the same tensors at the same places; b"" = it is not known.
     """
 
     manifest: AdapterManifest

@@ -230,7 +230,7 @@ class AdapterStore:
     ) -> SlabLayout:
         """The layout of an adapter's slab; those of one shape differ in their digest alone."""
         judged = self._judged.get(digest)
-        if judged is None or judged.tensors is not adapter:
+        if judged is None or judged.tensors is not adapter or not judged.shape:
             return make_layout(adapter, self._base, digest, dtype, extent_bytes)
         key = judged.shape, dtype, extent_bytes
         known = self._layouts.get(key)

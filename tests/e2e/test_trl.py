@@ -59,8 +59,8 @@ def test_async_grpo(fleet: Serving, tmp_path: Path, seed: int) -> None:
     assert len(answers) > 8 * STEPS
     assert [answer for answer in answers if digests[answer[0]] != answer[1]] == []
     own, following = report["ratios"]["own"], report["ratios"]["next"]
-    assert own["max"] < 1e-2
-    assert own["p99"] < 1e-3
+    assert own["max"] < 1e-3
+    assert own["p99"] < 1e-4
     assert following["p99"] > 30 * own["p99"], "another version would have been noticed"
     logs = report["logs"]
     assert logs[0]["kl"] < 1e-6, "nothing was learnt before the first step"

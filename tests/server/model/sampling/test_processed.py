@@ -18,7 +18,7 @@ from tests.server.model.sampling.test_sampling import CASES, Bench, oracle, rand
 ASKED = {"logprobs": EVERY_LOGPROB, "processed_logprobs": True}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(
     params=st.builds(
         SamplingParams,

@@ -42,6 +42,25 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 # Kinds of layers in `layer_types`: those that attend to all tokens, and those with a window.
 FULL, WINDOWED = "full_attention", "sliding_attention"
+# Tokens of a context where `config.json` says nothing, as transformers has it for each type.
+_POSITIONS: dict[int, tuple[str, ...]] = {
+    2048: (
+        *("dots1", "exaone4", "exaone_moe", "granite", "granitemoe", "granitemoehybrid"),
+        *("granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "olmo2", "olmo3"),
+        "phi",
+    ),
+    4096: ("arcee", "exaone", "flex_olmo", "helium", "nemotron", "olmoe", "phi3"),
+    8192: ("gemma", "gemma2", "vaultgemma"),
+    32768: ("internlm3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    65536: ("apertus",),
+    131072: (
+        *("cwm", "ernie4_5", "ernie4_5_moe", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss"),
+        *("ministral", "mistral", "mixtral"),
+    ),
+    196608: ("minimax_m2",),
+    262144: ("ministral3",),
+    524288: ("seed_oss",),
+}
 _MOST_LAYERS = 4096
 _EXTRA_LAYERS = "num_nextn_predict_layers"
 
@@ -120,7 +139,7 @@ def read_sizes(
     nothing; None = as many as heads, `hidden / heads`, and an activation that the family reads.
     """
     before = len(fields.problems)
-    vocab, hidden, inner, layers, heads, positions = (
+    vocab, hidden, inner, layers, heads = (
         fields.positive(key)
         for key in (
             "vocab_size",
@@ -128,9 +147,10 @@ def read_sizes(
             "intermediate_size",
             "num_hidden_layers",
             "num_attention_heads",
-            "max_position_embeddings",
         )
     )
+    usual = next((n for n, of in _POSITIONS.items() if fields.config.get("model_type") in of), None)
+    positions = fields.positive("max_position_embeddings", usual)
     kv_heads = fields.positive("num_key_value_heads", kv_heads or heads)
     head_dim = fields.positive("head_dim", head_dim or max(hidden // heads, 1))
     is_sound = len(fields.problems) == before

@@ -94,7 +94,7 @@ def read_quantisation(table: Table) -> Quantisation:
     and those that are read where it is another.
     """
     method = table.get("quant_method") or table.get("quant_algo") or "unnamed"
-    read = _METHODS.get(method) if isinstance(method, str) else None
+    read = _METHODS.get(method.lower()) if isinstance(method, str) else None
     if read is None:
         raise ValueError(
             f"quantised weights ({method!r:.100}) are not served; of quantised weights {READ} are"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from loraplex.adapters.base import ExpertWeight, LayerModules
@@ -13,7 +14,7 @@ from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.ops.rope import inverse_frequencies
 from loraplex.server.model.spec.base_spec import base_spec
 from loraplex.server.model.spec.model_spec import ModelSpec, PositionScale, RopeSpec
-from tests.server.model.families.variants import LLAMA3_ROPE, VARIANTS
+from tests.server.model.families.variants import LLAMA3_ROPE, VARIANTS, rows
 from tests.server.model.hub_models import make_model
 from tests.server.model.spec.layers import with_attention
 
@@ -141,6 +142,18 @@ def test_both_spellings_of_rope_agree() -> None:
     )
     oldest = {"type": "linear", "factor": 4.0}
     assert rope_of(read(rope_scaling=oldest)).factor == 4.0
+
+
+@pytest.mark.parametrize("name", rows(VARIANTS))
+def test_a_context_that_is_not_said_is_that_of_transformers(name: str) -> None:
+    config = json.loads(make_model(name).config.to_json_string())
+    gone = {key: value for key, value in config.items() if key != "max_position_embeddings"}
+    if len(gone) == len(config):
+        return  # text_config says it
+    kind: Any = CONFIG_MAPPING[config["model_type"]]
+    usual = kind.from_dict({key: value for key, value in gone.items() if key != "time_step_limit"})
+    said = {**gone, "max_position_embeddings": usual.max_position_embeddings}
+    assert read_model(gone) == read_model(said)
 
 
 def test_context() -> None:

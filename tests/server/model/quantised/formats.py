@@ -288,6 +288,7 @@ FORMATS: dict[str, Format] = {
     "fp8-block": fp8([24, 40]),
     "fp8-block-powers-of-two": fp8([16, 16], "ue8m0", scale_fmt="ue8m0"),
     "fp8-tensor": fp8(None),
+    "fp8-bare": Format({"quant_algo": "FP8", "producer": {"name": "modelopt"}}, fp8_static),
     "fp8-static": Format({"quant_method": "fp8", "activation_scheme": "static"}, fp8_static),
     "fp8-channel": Format({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fbgemm),
     "ct-fp8-channel": compressed("float-quantized", FP8, BY_TOKEN),

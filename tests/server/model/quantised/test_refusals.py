@@ -31,7 +31,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({}, "('unnamed')"),
     ({"quant_method": ["awq"]}, "are not served"),
     ({"quant_method": "torchao"}, "('torchao')"),
-    ({"quant_algo": "FP8", "producer": {"name": "modelopt"}}, "('FP8')"),
+    ({"quant_algo": "NVFP4", "producer": {"name": "modelopt"}}, "('NVFP4')"),
     ({**GPTQ, "bits": 3}, "gptq: bits must be 4 or 8, got 3"),
     ({**GPTQ, "bits": True}, "bits must be an integer"),
     ({**GPTQ, "group_size": 0}, "group_size must be positive or -1"),

@@ -90,6 +90,7 @@ _PARTS: tuple[_Part, ...] = (
         ("gating", "use_attention_gate"),
         named=("global_attn_every_n_layers",),
     ),
+    _Part("layers of different widths, or without attention", ("block_configs",)),
     _Part("experts within attention", named=("kv_channels",)),
     _Part("a router of sparse mixing", named=("input_jitter_noise",)),
     _Part("differential attention", ("lambda_std_dev",)),

@@ -50,6 +50,7 @@ FAMILIES: dict[str, Family] = {
         "ChatGLMForConditionalGeneration", hub_code.read_chatglm, others=("ChatGLMModel",)
     ),
     "cwm": Family("CwmForCausalLM", mistral.read_cwm),
+    "deepseek": Family("DeepseekForCausalLM", routed.read_deepseek),
     "dots1": Family("Dots1ForCausalLM", routed.read_dots1),
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", routed.read_ernie_moe),
     "exaone_moe": Family("ExaoneMoeForCausalLM", routed.read_exaone_moe),

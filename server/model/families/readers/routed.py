@@ -48,6 +48,25 @@ def read_qwen2_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     return _model(fields, generation, sizes, layers, (moe, shared), sparse, max_context)
 
 
+def read_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Read the first DeepSeek with experts, whose code lies on the Hub."""
+    config = fields.config
+    for key, usual in (("scoring_func", "softmax"), ("moe_layer_freq", 1)):
+        fields.only(key, usual)
+    sizes = _read_sizes(fields)
+    rope, max_context = read_rope(fields, sizes)
+    biases = llama.read_biases(fields)._replace(mlp=False)
+    counted = fields.changed(num_experts=fields.positive("n_routed_experts"))
+    size = fields.positive("moe_intermediate_size", 1407)
+    moe = _read_softmax(counted, sizes, (1, 1), size)
+    branches: tuple[FeedForward, ...] = (moe,)
+    if config.get("n_shared_experts"):
+        branches = (moe, experts.shared(sizes, size * fields.positive("n_shared_experts")))
+    layers = [family.layer(sizes, family.attention(sizes, rope, biases=biases))] * sizes.layers
+    sparse = experts.read_first_dense(fields, sizes, 0)
+    return _model(fields, generation, sizes, layers, branches, sparse, max_context)
+
+
 def read_glm4_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """GLM 4.5 and 4.6."""
     config = fields.config

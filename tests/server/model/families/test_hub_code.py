@@ -95,6 +95,20 @@ def chatglm(usual: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def deepseek(usual: Mapping[str, Any]) -> dict[str, Any]:
+    gone = ("num_experts", "mlp_only_layers", "shared_expert_intermediate_size", "layer_types")
+    config: dict[str, Any] = named("deepseek", "DeepseekForCausalLM", *gone)(usual)
+    shared = usual["shared_expert_intermediate_size"] // usual["moe_intermediate_size"]
+    return {
+        **config,
+        "n_routed_experts": usual["num_experts"],
+        "n_shared_experts": shared,
+        "first_k_dense_replace": len(usual["mlp_only_layers"]),
+        "moe_layer_freq": 1,
+        "scoring_func": "softmax",
+    }
+
+
 QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
 CODES: dict[str, Code] = {
     "Yi": Code(
@@ -104,6 +118,19 @@ CODES: dict[str, Code] = {
     ),
     "xverse": Code("llama2", named("xverse", "XverseForCausalLM")),
     "mimo": Code("qwen2", named("mimo", "MiMoForCausalLM", num_nextn_predict_layers=1)),
+    # Its shared experts have no gate. That of the relative, of zeros, gives a half.
+    "deepseek": Code(
+        "qwen2-moe",
+        deepseek,
+        ((".mlp.shared_expert.", ".mlp.shared_experts."),),
+        {
+            "mlp_only_layers": [0],
+            "qkv_bias": False,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 48,
+        },
+        adapted=("self_attn.q_proj", "self_attn.o_proj"),
+    ),
     "baichuan": Code(
         "llama2",
         named("baichuan", "BaiChuanForCausalLM", "num_key_value_heads"),
@@ -194,11 +221,19 @@ def make(name: str, folder: Path) -> PreTrainedModel:
     """Save the relative as the code would; returns it."""
     code = CODES[name]
     model = make_model(code.relative, **code.settings)
+    for weight_name, weight in model.named_parameters():
+        if name == "deepseek" and "shared_expert_gate" in weight_name:
+            torch.nn.init.zeros_(weight)
     save_model(model, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(code.config(config)))
     path = folder / "model.safetensors"
-    save_file(respelled(code, load_file(path)), path)
+    stored = respelled(code, load_file(path))
+    if name == "deepseek":
+        stored = {key: stored[key] for key in stored if "shared_expert_gate" not in key}
+        halved = (key for key in stored if "shared_experts.down_proj" in key)
+        stored |= {key: stored[key] / 2 for key in [*halved]}
+    save_file(stored, path)
     if name == "baichuan2":
         head = dict(model.named_parameters())["lm_head.weight"]
         with torch.no_grad():

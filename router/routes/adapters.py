@@ -104,9 +104,9 @@ class AdapterRoutes:
         keep, replace = parse_upload(request.query_params)
         caller: Caller | None = getattr(request.state, "caller", None)
         own = None if caller is None else caller.owner.upload_bytes
+        head = read_head(request.headers, options.max_bytes)
         self._admin.check_uploadable(name, replace)
         try:
-            head = read_head(request.headers, options.max_bytes)
             digest = await self._service.uploads.receive(request.receive, head, name)
         except PartReceived as part:
             headers = {"range": f"bytes=0-{part.nbytes - 1}"} if part.nbytes else {}

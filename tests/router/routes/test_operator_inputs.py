@@ -9,7 +9,7 @@ from loraplex.router.api.operations import OPERATIONS, Operation
 from tests.router.serving import Running
 
 OPERATORS = [one for one in OPERATIONS if one.admin or one.path.startswith("/v1/usage")]
-WRITING = [one for one in OPERATORS if one.method != "get"]
+WRITING = [one for one in OPERATORS if one.method != "get" and one.media == "application/json"]
 
 
 def named(operation: Operation) -> str:

@@ -49,7 +49,10 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
         *("granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "olmo2", "olmo3"),
         "phi",
     ),
-    4096: ("arcee", "exaone", "flex_olmo", "helium", "nemotron", "olmoe", "phi3"),
+    4096: (
+        *("arcee", "exaone", "flex_olmo", "helium", "nemotron", "olmoe", "phi3"),
+        *("stablelm", "starcoder2"),
+    ),
     8192: ("gemma", "gemma2", "vaultgemma"),
     32768: ("internlm3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
     65536: ("apertus",),

@@ -18,6 +18,7 @@ from loraplex.server.model.families.readers import (
     gpt_oss,
     granite,
     hub_code,
+    layer_normed,
     llama,
     llama_kin,
     mistral,
@@ -93,6 +94,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe.read),
     "seed_oss": Family("SeedOssForCausalLM", llama_kin.read_seed_oss),
     "smollm3": Family("SmolLM3ForCausalLM", smollm.read),
+    "stablelm": Family("StableLmForCausalLM", layer_normed.read_stablelm),
+    "starcoder2": Family("Starcoder2ForCausalLM", layer_normed.read_starcoder2),
     "vaultgemma": Family("VaultGemmaForCausalLM", gemma.read_vaultgemma),
     "xverse": Family("XverseForCausalLM", hub_code.read_xverse),
 }

@@ -34,7 +34,7 @@ WITHOUT_READER = {
     *("flint", "fuyu", "gemma4_assistant", "gpt_neox", "gpt_neox_japanese", "gptj"),
     *("granite_swa", "granitemoe_swa", "hy_v3", "hyperclovax", "iquestcoder", "jais2"),
     *("kolibri1", "mellum", "mimo_v2_flash", "nanochat", "modernbert-decoder", "olmo"),
-    *("persimmon", "sarvam_moe", "solar_open", "stablelm", "starcoder2"),
+    *("persimmon", "sarvam_moe", "solar_open"),
 }
 
 # Of another type: whatever else they say, that is the reason.
@@ -59,8 +59,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "cohere": {"architectures": ["CohereForCausalLM"], "logit_scale": 0.0625},
     "olmo": {"architectures": ["OlmoForCausalLM"], **TEXT, "clip_qkv": 8.0},
-    "stablelm": {"architectures": ["StableLmForCausalLM"], "partial_rotary_factor": 0.25},
-    "starcoder2": {"architectures": ["Starcoder2ForCausalLM"], "sliding_window": 4096},
     "nemotron_h": {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M*"},
 }
 

@@ -29,6 +29,10 @@ from transformers import (
     Phi4MultimodalForCausalLM,
     Qwen2VLForConditionalGeneration,
     Qwen3VLMoeForConditionalGeneration,
+    StableLmConfig,
+    StableLmForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
     VaultGemmaConfig,
     VaultGemmaForCausalLM,
     VipLlavaForConditionalGeneration,
@@ -56,6 +60,13 @@ _NEMOTRON = Variant(NemotronConfig, NemotronForCausalLM, {"head_dim": 24}, _UNGA
 _EXAONE = Variant(ExaoneConfig, LlamaForCausalLM, {**_ODD, "pad_token_id": 0})
 _INTERNLM3 = Variant(InternLM3Config, LlamaForCausalLM, {"head_dim": 24, "num_key_value_heads": 1})
 _HUNYUAN = Variant(HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM, {"head_dim": 24})
+_STABLELM = Variant(StableLmConfig, StableLmForCausalLM, {"num_key_value_heads": 4})
+_STARCODER2 = Variant(
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+    _ODD,
+    ("q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"),
+)
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _LLAVA = Variant(text_parts.llava, LlavaForConditionalGeneration, excluded=OF_IMAGES)
 _GLM4V = Variant(
@@ -126,6 +137,18 @@ _ROWS: dict[str, Variant] = {
         rope_parameters={"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": 1.0},
         tie_word_embeddings=True,
         is_adapted=False,
+    ),
+    "stablelm": of(_STABLELM, use_qkv_bias=True),
+    "stablelm-parallel": of(
+        _STABLELM,
+        use_parallel_residual=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": 0.5},
+        tie_word_embeddings=True,
+        is_adapted=False,
+    ),
+    "starcoder2": of(_STARCODER2, sliding_window=7),
+    "starcoder2-plain": of(
+        _STARCODER2, use_bias=False, tie_word_embeddings=False, is_adapted=False
     ),
     "vaultgemma": Variant(
         VaultGemmaConfig,

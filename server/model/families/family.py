@@ -53,7 +53,7 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
         *("arcee", "exaone", "flex_olmo", "helium", "nemotron", "olmoe", "phi3"),
         *("stablelm", "starcoder2"),
     ),
-    8192: ("gemma", "gemma2", "vaultgemma"),
+    8192: ("cohere", "cohere2", "gemma", "gemma2", "vaultgemma"),
     32768: ("internlm3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
     65536: ("apertus",),
     131072: (

@@ -50,6 +50,8 @@ FAMILIES: dict[str, Family] = {
     "chatglm": Family(
         "ChatGLMForConditionalGeneration", hub_code.read_chatglm, others=("ChatGLMModel",)
     ),
+    "cohere": Family("CohereForCausalLM", layer_normed.read_cohere),
+    "cohere2": Family("Cohere2ForCausalLM", layer_normed.read_cohere2),
     "cwm": Family("CwmForCausalLM", mistral.read_cwm),
     "deepseek": Family("DeepseekForCausalLM", routed.read_deepseek),
     "dots1": Family("Dots1ForCausalLM", routed.read_dots1),

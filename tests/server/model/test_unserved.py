@@ -30,7 +30,7 @@ TEXT = {"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 151936}
 # Types of transformers of whose parts none is known to be missing: no reader knows their fields.
 WITHOUT_READER = {
     *("apertus1p5_text", "aria_text", "beam", "bert-generation", "bitnet", "codegen"),
-    *("cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "dbrx", "falcon"),
+    *("cohere2_moe", "cohere_compass_text", "dbrx", "falcon"),
     *("flint", "fuyu", "gemma4_assistant", "gpt_neox", "gpt_neox_japanese", "gptj"),
     *("granite_swa", "granitemoe_swa", "hy_v3", "hyperclovax", "iquestcoder", "jais2"),
     *("kolibri1", "mellum", "mimo_v2_flash", "nanochat", "modernbert-decoder", "olmo"),
@@ -57,7 +57,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "fp8"},
         "num_nextn_predict_layers": 1,
     },
-    "cohere": {"architectures": ["CohereForCausalLM"], "logit_scale": 0.0625},
     "olmo": {"architectures": ["OlmoForCausalLM"], **TEXT, "clip_qkv": 8.0},
     "nemotron_h": {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M*"},
 }

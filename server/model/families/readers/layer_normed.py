@@ -1,4 +1,4 @@
-"""Known attention between LayerNorms: StarCoder 2 and StableLM. Pure."""
+"""Known attention between LayerNorms: StarCoder 2, StableLM and Cohere. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,11 +7,12 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.rope import RopeRules, read_rope
+from loraplex.server.model.families.rope import LLAMA, RopeRules, read_rope
 from loraplex.server.model.spec.linear_spec import Part
 from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec, NormSpec, StepSpec
 
-_STARCODER_EOS, _STABLELM_EOS = 50256, 0
+_STARCODER_EOS, _STABLELM_EOS, _COHERE_EOS = 50256, 0, 255001
+_COHERE_WINDOW, _COHERE_PATTERN = 4096, 4
 
 
 def read_starcoder2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -60,6 +61,61 @@ def read_stablelm(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     if config.get("use_parallel_residual", False):
         layer = LayerSpec((StepSpec((of, family.mlp(sizes)), layer.steps[0].pre),))
     return _model(fields, generation, sizes, [layer] * sizes.layers, max_context, _STABLELM_EOS)
+
+
+def read_cohere(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Command R: attention and MLP in one step; neighbouring features turn together."""
+    fields.only("use_qk_norm", False)
+    sizes = _read_cohere_sizes(fields)
+    return _cohere(fields, generation, sizes, (None,) * sizes.layers, RopeRules(theta=5e5))
+
+
+def read_cohere2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Command R7B and A: as Command R. Layers without a window have no rotation."""
+    config = fields.config
+    sizes = _read_cohere_sizes(fields)
+    if sizes.is_sound and sizes.heads * sizes.head_dim != sizes.hidden:
+        fields.refuse("head_dim times num_attention_heads must be hidden_size")
+    pattern = fields.positive("sliding_window_pattern", _COHERE_PATTERN)
+    window = config.get("sliding_window", _COHERE_WINDOW)
+    windows = family.read_windows(fields, sizes, window, lambda n: (n + 1) % pattern != 0)
+    return _cohere(fields, generation, sizes, windows, LLAMA, turns_windowed=True)
+
+
+def _read_cohere_sizes(fields: Fields) -> family.ModelSizes:
+    family.refuse_other_attention(fields)
+    return family.read_sizes(fields, epsilon=1e-5, epsilon_key="layer_norm_eps")
+
+
+def _cohere(
+    fields: Fields,
+    generation: Mapping[str, Any],
+    sizes: family.ModelSizes,
+    windows: Sequence[int | None],
+    rules: RopeRules,
+    *,
+    turns_windowed: bool = False,
+) -> ModelSpec:
+    """Make a model of parallel layers. turns_windowed: layers with a window alone turn."""
+    config = fields.config
+    rope, max_context = read_rope(fields, sizes, rules)
+    turned = replace(rope, interleaved=True)
+    bias = bool(config.get("attention_bias", False))
+    biases, norm = (
+        family.Biases(qkv=bias, o=bias),
+        replace(_norm("input_layernorm", sizes), bias=False),
+    )
+    layers = []
+    for window in windows:
+        own = None if turns_windowed and window is None else turned
+        of = family.attention(sizes, own, window, biases)
+        layers.append(LayerSpec((StepSpec((of, family.mlp(sizes)), norm),)))
+    if config.get("tie_word_embeddings") is None:
+        fields = fields.changed(tie_word_embeddings=True)
+    model = _model(fields, generation, sizes, layers, max_context, _COHERE_EOS)
+    scale = fields.number(config, "logit_scale", 0.0625)
+    last = replace(model.norm, bias=False)
+    return replace(model, norm=last, head=replace(model.head, scale=scale))
 
 
 def _norm(path: str, sizes: family.ModelSizes) -> NormSpec:

@@ -7,6 +7,10 @@ from transformers import (
     ApertusForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     CwmConfig,
     CwmForCausalLM,
     ExaoneConfig,
@@ -67,6 +71,7 @@ _STARCODER2 = Variant(
     _ODD,
     ("q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"),
 )
+_COHERE = Variant(CohereConfig, CohereForCausalLM, {**_ODD, "logit_scale": 0.5})
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _LLAVA = Variant(text_parts.llava, LlavaForConditionalGeneration, excluded=OF_IMAGES)
 _GLM4V = Variant(
@@ -89,6 +94,12 @@ _ROWS: dict[str, Variant] = {
     ),
     "arcee": of(_ARCEE, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE),
     "arcee-plain": of(_ARCEE, hidden_act="relu", tie_word_embeddings=True, is_adapted=False),
+    "cohere": of(_COHERE, attention_bias=True),
+    "cohere2": of(
+        _COHERE,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )._replace(config=Cohere2Config, model=Cohere2ForCausalLM),
     "cwm": Variant(CwmConfig, CwmForCausalLM, {"head_dim": 24, "sliding_window": 7}),
     "cwm-biases": Variant(
         CwmConfig,

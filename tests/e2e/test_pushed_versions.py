@@ -128,13 +128,13 @@ def _push_all(serving: Serving, held: list[int]) -> None:
             pushed = put.json()
             assert pushed["version"] == number
             digests.append(pushed["adapter"]["digest"])
-            for name, digest in {"policy": digests[-1], f"policy@{number}": digests[-1]}.items():
+            expected = {"policy": digests[-1]}
+            if number % 10 == 0:
+                expected |= {f"policy@{number}": digests[-1], f"policy@{number - 1}": digests[-2]}
+            for name, digest in expected.items():
                 answer = ask(http, name)
                 assert answer.status_code == 200, answer.text
                 assert answer.headers[DIGEST_HEADER] == digest
-            if number > 1:
-                before = ask(http, f"policy@{number - 1}")
-                assert before.headers[DIGEST_HEADER] == digests[-2]
             if number % 100 == 0:
                 held.append(memory(serving))
         assert len(set(digests)) == VERSIONS

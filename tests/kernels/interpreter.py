@@ -43,6 +43,8 @@ def hasten() -> None:
     looked up, as are numbers beside blocks, made blocks of the same shape. The interpreter's FP8
     does not carry when it rounds up to a power of two; torch's does.
     """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return  # the compiler is at work
     _module._convert_float = _convert_by_torch
     _module._patch_lang = _replace_once
     _module._patch_attr = _place

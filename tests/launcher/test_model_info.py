@@ -122,7 +122,7 @@ def test_long_sequences_have_more_room_behind_windows(capsys: pytest.CaptureFixt
         ("[1]", "expected a JSON object"),
         ("{}", "names no model_type"),
         ('{"model_type": "llama"}', "vocab_size must be a positive integer"),
-        ('{"model_type": "jamba"}', "it needs state-space layers"),
+        ('{"model_type": "jamba", "mamba_d_state": 16}', "it needs state-space layers"),
         ('{"model_type": "llama", "num_hidden_layers": 1e400}', "num_hidden_layers"),
         ('{"model_type": ["llama"]}', "is not served"),
         ("\x00" * 9, "cannot be read as JSON"),

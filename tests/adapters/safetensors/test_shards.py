@@ -60,8 +60,9 @@ def test_the_digest_is_that_of_one_file(parts: int, whole: Path, tmp_path: Path)
     store.open_slab(expected.digest, "float32", 1 << 20).close()
 
 
-def test_as_transformers_saves_it(tmp_path: Path) -> None:
-    """It writes the index under the name of a model's."""
+def test_as_transformers_saves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes the index under the name of a model's, and asks for a PEFT that is not out yet."""
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.21.0")
     config = LlamaConfig(
         vocab_size=BASE.vocab_size,
         hidden_size=BASE.hidden_size,

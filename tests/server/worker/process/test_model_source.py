@@ -180,7 +180,7 @@ def test_what_fails_is_said_in_a_sentence(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_what_is_not_served_is_said_before_weights_come(hub: Hub, tmp_path: Path) -> None:
-    other = b'{"model_type": "jamba", "hidden_act": "silu"}'
+    other = b'{"model_type": "jamba", "mamba_d_state": 16}'
     hub.repositories["org/jamba"] = {"config.json": other, "model.safetensors": b"x"}
     said = find(hub, tmp_path / "home", "org/jamba")
     needs = "it needs state-space layers (Mamba's)"

@@ -13,7 +13,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from loraplex.launcher.known_models import served_families
 from loraplex.server.model.checkpoint.checkpoint import read_config
-from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
@@ -93,7 +92,7 @@ def by_the_gpu_path(folder: Path) -> torch.Tensor:
     memory: dict[str, Any] = {"kv_memory": 256 << 20, "adapter_memory": 16 << 20, "page_size": 16}
     driver = Driver(folder, device="cuda", dtype="bfloat16", max_context=1024, **memory)
     device = torch.cuda.get_device_capability()
-    why = unsupported(read_model(read_config(folder)), "bfloat16", device)
+    why = unsupported(read_config(folder), "bfloat16", device)
     assert (driver.executor._graphs is None) == (why is not None), why
     streams = [
         Stream(

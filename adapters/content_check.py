@@ -6,6 +6,7 @@ Both are made of parts that threads compute apart.
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -29,32 +30,26 @@ class Run(Protocol):
     def __call__(self, work: Callable[[Any], Any], parts: Iterable[Any], /) -> Iterator[Any]: ...
 
 
-class ContentDigest:
-    """sha256 over an adapter's config, its texts and the leaves of its weights file.
+def content_digest(config: PeftConfig, text: AdapterText, weights: Weights, run: Run = map) -> str:
+    """sha256 hex over an adapter's config, its texts and the leaves of its weights file.
 
     The texts are the default chat template, special tokens, ends of an answer, other templates,
     classes and added tokens. Each part comes with its length. A leaf is the sha256 of `LEAF_BYTES`
-    of the file.
+    of the file, which is read whole.
     """
-
-    def __init__(self, config: PeftConfig, text: AdapterText) -> None:
-        template, ends, classes, added = text
-        tokens, named = (template.special_tokens, template.named) if template else ({}, {})
-        default = (template.source or "") if template else ""
-        texts = (tokens, ends, named, classes, added)
-        parts = [msgspec.json.encode(config), default.encode()]
-        parts += [msgspec.json.encode(part, order=_order(part)) for part in texts]
-        self._sha256 = hashlib.sha256(f"loraplex adapter, form {DIGEST_FORM}".encode())
-        for part in parts:
-            self._sha256.update(len(part).to_bytes(8, "little") + part)
-
-    def of(self, weights: Weights, run: Run = map) -> str:
-        """The digest with these weights, in hex. Reads the whole file."""
-        leaves = run(lambda start: _leaf(weights, start), range(0, weights.nbytes, LEAF_BYTES))
-        self._sha256.update(weights.nbytes.to_bytes(8, "little"))
-        for leaf in leaves:
-            self._sha256.update(leaf)
-        return self._sha256.hexdigest()
+    template, ends, classes, added = text
+    tokens, named = (template.special_tokens, template.named) if template else ({}, {})
+    default = (template.source or "") if template else ""
+    texts = (tokens, ends, named, classes, added)
+    parts = [msgspec.json.encode(config), default.encode()]
+    parts += [msgspec.json.encode(part, order=_order(part)) for part in texts]
+    digest = hashlib.sha256(f"loraplex adapter, form {DIGEST_FORM}".encode())
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    digest.update(weights.nbytes.to_bytes(8, "little"))
+    for leaf in run(partial(_leaf, weights), range(0, weights.nbytes, LEAF_BYTES)):
+        digest.update(leaf)
+    return digest.hexdigest()
 
 
 def _leaf(weights: Weights, start: int) -> bytes:
@@ -99,7 +94,9 @@ def fingerprint_of(tensor: TensorInfo, piece: Raw) -> int:
 
 
 def fingerprint_of_run(tensors: Sequence[TensorInfo], piece: Raw) -> int:
-    """The same of whole tensors that follow each other without a gap, in one pass."""
+    """The same of a piece of a run, see `pieces_of`: of one tensor, or of several whole ones."""
+    if len(tensors) == 1:
+        return fingerprint_of(tensors[0], piece)
     start = tensors[0].start
     offsets = [tensor.start - start for tensor in tensors]
     if any(offset % 8 for offset in (*offsets, len(piece))):
@@ -165,10 +162,7 @@ def seal_of(weights: Weights, tensors: Iterable[TensorInfo], run: Run = map) -> 
     """The fingerprint of tensors, as `Seal` has it. tensors: in the file's order."""
 
     def of_run(alike: tuple[TensorInfo, ...]) -> int:
-        parts = pieces_of(alike, weights)
-        if len(alike) > 1:
-            return sum(fingerprint_of_run(alike, piece) for _, piece in parts)
-        return sum(fingerprint_of(alike[0], piece) for _, piece in parts)
+        return sum(fingerprint_of_run(alike, piece) for _, piece in pieces_of(alike, weights))
 
     total: int = sum(run(of_run, runs_of(tensors)))
     return total & _MASK

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import groupby
@@ -15,10 +15,9 @@ from loraplex.adapters.classes import HEAD_OF_CLASSES
 from loraplex.adapters.common.disk import entries_of
 from loraplex.adapters.common.recent import Recent
 from loraplex.adapters.content_check import (
-    ContentDigest,
     Run,
     Seal,
-    fingerprint_of,
+    content_digest,
     fingerprint_of_run,
     pieces_of,
     runs_of,
@@ -81,7 +80,7 @@ class KnownTensors(NamedTuple):
     adapter: LoraTensors
 
 
-# KnownTensors tensors by the shape of adapters, for one base and one set of limits.
+# Placed tensors by the shape of adapters, for one base and one set of limits.
 KnownShapes = Recent[bytes, KnownTensors]
 
 
@@ -129,7 +128,7 @@ def judge_folder(
             raise AssertionError("files that cannot be read left no violation")
         if placed is None:
             _check_room(adapter, base, limits)
-        digest = ContentDigest(adapter.config, text).of(weights, run)
+        digest = content_digest(adapter.config, text, weights, run)
     if known is not None:
         known.put(shape, KnownTensors(tensors, adapter))
     manifest = _manifest(digest, adapter, text, base)
@@ -186,7 +185,7 @@ def is_intact(
 ) -> bool:
     """Whether weights that were judged before still have the digest they are known by."""
     known = manifest.content_digest or manifest.digest
-    return ContentDigest(adapter.config, manifest.text).of(weights, run) == known
+    return content_digest(adapter.config, manifest.text, weights, run) == known
 
 
 def _listing(folder: Path, findings: Findings) -> tuple[dict[str, int], set[str]]:
@@ -251,8 +250,8 @@ def _header(weights: Weights, findings: Findings) -> tuple[TensorInfo, ...] | No
 class _Reading:
     """One pass over the tensors of a weights file: values are checked, and a fingerprint is made.
 
-    adapter: None when the config cannot say what the tensors are. is_refused: only what can add a
-    violation is read. room: its dtype must hold all values. run: `map`, or that of threads.
+    adapter: None when the config cannot say what the tensors are. room: its dtype must hold all
+    values. run: `map`, or that of threads.
     """
 
     def __init__(
@@ -274,7 +273,7 @@ class _Reading:
     def check_values(self, tensors: Sequence[TensorInfo], findings: Findings) -> int:
         """Adds what is wrong with the values; the fingerprint of the LoRA tensors."""
         read = [t for t in tensors if t.name not in self._copies and self._counts(t)]
-        runs = [run for alike in _alike(read, self._kind) for run in runs_of(alike)]
+        runs = [run for _, alike in groupby(read, self._kind) for run in runs_of(alike)]
         bad: dict[str, bool] = {}
         fingerprint = 0
         for part, found in self._run(self._check_run, runs):
@@ -305,10 +304,8 @@ class _Reading:
         fingerprint = 0
         bad: list[tuple[str, bool]] = []
         for position, piece in pieces_of(run, self._weights):
-            if is_sealed and len(run) > 1:
+            if is_sealed:
                 fingerprint += fingerprint_of_run(run, piece)
-            elif is_sealed:
-                fingerprint += fingerprint_of(run[0], piece)
             if run[0].dtype in FLOAT_DTYPES and not fits(piece, run[0].dtype, dtype):
                 bad += _unfit(run, position, piece, dtype)
         return fingerprint, bad
@@ -331,13 +328,6 @@ class _Reading:
                 "save_embedding_layers=False"
             )
             findings.add("base_weights_changed", tensor.name, message)
-
-
-def _alike(
-    tensors: Sequence[TensorInfo], kind: Callable[[TensorInfo], object]
-) -> Iterator[list[TensorInfo]]:
-    for _, group in groupby(tensors, kind):
-        yield list(group)
 
 
 def _unfit(

@@ -36,6 +36,8 @@ _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _TOKEN = re.compile(rf"[!-~]{{1,{MAX_TOKEN_CHARS}}}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
+_GIT = "a branch, tag or commit"
+_REVISIONS: dict[RefSource, str] = {"hub": _GIT, "modelscope": _GIT, "alias": "a version's number"}
 # Between a revision of ModelScope and a fingerprint: no name of Git's has it.
 _PINNED = "~"
 _MODELSCOPE_BRANCH = "master"
@@ -82,10 +84,8 @@ def parse_ref(text: str, default_source: RefSource = "hub") -> AdapterRef:
     if source == "hub" and not colon and hub_place(name)[1]:
         raise _bad_ref(text, f"a folder within a repository is written hub:{name}")
     if at and not _is_revision(source, revision):
-        is_git = source in ("hub", "modelscope")
-        kind = "a branch, tag or commit" if is_git else "a fingerprint of 40 digits"
-        kind = "a version's number" if source == "alias" else kind
-        raise _bad_ref(text, f"what follows '@' is not {kind}")
+        expected = _REVISIONS.get(source, "a fingerprint of 40 digits")
+        raise _bad_ref(text, f"what follows '@' is not {expected}")
     return AdapterRef(source, name, revision if at else None)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from loraplex.adapters.common.authorities import trusted_context
-from loraplex.adapters.uploads.archive import adapter_files, archive_pieces
+from loraplex.adapters.uploads.archive import adapter_files, archive_bytes, archive_pieces
 from loraplex.launcher.options import MAX_PORT, OptionError
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -100,7 +100,7 @@ def push(http: httpx.Client, path: str, folder: Path) -> Any:
     """
     try:
         files = adapter_files(folder)
-        total = sum(len(piece) for piece in archive_pieces(files))
+        total = archive_bytes(files)
         return _put(http, path, files, 0, total)
     except OSError as error:
         raise Failed(f"{folder}: {error.strerror or error}") from error

@@ -27,7 +27,7 @@ from urllib.parse import quote
 import httpx
 
 from loraplex.adapters.peft.config import CONFIG_FILE
-from loraplex.adapters.uploads.archive import adapter_files, archive_pieces
+from loraplex.adapters.uploads.archive import adapter_files, archive_stream
 from loraplex.launcher.config import environment
 from loraplex.launcher.local_worker import until_ready
 from loraplex.launcher.processes import Child, start_child
@@ -384,7 +384,7 @@ class Engine:
         config: Mapping[str, Any] | None,
         keep: int | None,
     ) -> str:
-        content = await asyncio.to_thread(_upload_of, adapter, config)
+        content = await _upload_of(adapter, config)
         query = {} if keep is None else {"keep": keep}
         path = f"/v1/adapters/{quote(name, safe='')}"
         try:
@@ -456,18 +456,19 @@ def _failed(status: int, body: Mapping[str, Any]) -> RequestFailed:
     return RequestFailed(status, error.get("code"), error["message"])
 
 
-def _upload_of(
+async def _upload_of(
     adapter: str | os.PathLike[str] | Mapping[str, Any], config: Mapping[str, Any] | None
-) -> bytes:
+) -> bytes | AsyncIterator[bytes]:
     """The body of an upload: a tar of a folder's files, or tensors with the config among them."""
     if not isinstance(adapter, Mapping):
-        return b"".join(archive_pieces(adapter_files(Path(adapter))))
+        return archive_stream(await asyncio.to_thread(adapter_files, Path(adapter)))
     if config is None:
         raise ValueError("tensors need the `config` of their adapter, as of adapter_config.json")
     import safetensors.torch
 
     tensors = {name: tensor.contiguous() for name, tensor in adapter.items()}
-    return safetensors.torch.save(tensors, {CONFIG_FILE: json.dumps(dict(config))})
+    metadata = {CONFIG_FILE: json.dumps(dict(config))}
+    return await asyncio.to_thread(safetensors.torch.save, tensors, metadata)
 
 
 def _bodies(

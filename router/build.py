@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from loraplex.adapters.common.meters import Meters
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import AdapterRef
-from loraplex.adapters.uploads.shelf import UploadShelf
+from loraplex.adapters.uploads.shelf import UploadShelf, upload_folder
 from loraplex.router.background import Background
 from loraplex.router.batches.build import make_batches
 from loraplex.router.batches.desk import BatchDesk
@@ -201,7 +201,7 @@ def _ground(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> _Gro
 
 
 def _shelf(config: RouterConfig) -> UploadShelf:
-    return UploadShelf(config.upload.store or config.cache_dir / "uploads", config.upload.disk)
+    return UploadShelf(upload_folder(config.upload.store, config.cache_dir), config.upload.disk)
 
 
 def _uploads(ground: _Ground) -> UploadReceiver:

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,23 +175,28 @@ def stored_bytes(folders: Iterable[Path], size: Size = entry_bytes) -> int:
     return total
 
 
-def release(nbytes: int, folders: Iterable[Path], size: Size = entry_bytes) -> None:
-    """Removes entries of `folders`, least recently used first, until `nbytes` are gone.
+def release(
+    nbytes: int, folders: Iterable[Path], size: Size = entry_bytes, stay: Collection[str] = ()
+) -> int:
+    """Removes entries of `folders`, least recently used first, until `nbytes` are gone. Returns how
+    many bytes there are still to go.
 
-    Never what a `Hold` holds.
+    Never what a `Hold` holds. stay: names of further entries that must stay.
     """
     if nbytes <= 0:
-        return
+        return 0
     found: list[tuple[float, int, str]] = []
     for folder in folders:
         for entry in entries_of(folder):
             with suppress(OSError):
-                found.append((entry.stat().st_mtime, size(entry), entry.path))
+                if entry.name not in stay:
+                    found.append((entry.stat().st_mtime, size(entry), entry.path))
     for _, freed, path in sorted(found):
         if _remove_unused(Path(path)):
             nbytes -= freed
             if nbytes <= 0:
-                return
+                break
+    return max(0, nbytes)
 
 
 def _remove_unused(path: Path) -> bool:

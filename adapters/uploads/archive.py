@@ -2,8 +2,9 @@
 are refused; nothing is held in memory but one piece.
 """
 
+import asyncio
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -66,6 +67,19 @@ def archive_pieces(paths: Iterable[Path]) -> Iterator[bytes]:
                 yield piece
             yield bytes(left + _padded(size) - size)
     yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def archive_bytes(paths: Iterable[Path]) -> int:
+    """The length of the tar of these files. Raises OSError."""
+    sizes = [path.stat().st_size for path in paths]
+    return sum(tarfile.BLOCKSIZE + _padded(size) for size in sizes) + 2 * tarfile.BLOCKSIZE
+
+
+async def archive_stream(paths: Iterable[Path]) -> AsyncIterator[bytes]:
+    """The same pieces for an event loop: threads read the disk."""
+    pieces = archive_pieces(paths)
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
 
 
 def _next_entry(stream: ByteStream) -> tarfile.TarInfo | None:

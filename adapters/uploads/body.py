@@ -16,13 +16,9 @@ class BodyBroken(Exception):
 
 
 class BodyStream:
-    """Bytes of a body, for a thread other than the event loop's. Raises BodyBroken.
-
-    nbytes: that have come.
-    """
+    """Bytes of a body, for a thread other than the event loop's. Raises BodyBroken."""
 
     def __init__(self, receive: Receive, idle_s: float) -> None:
-        self.nbytes = 0
         self._receive = receive
         self._idle_s = idle_s
         self._loop = asyncio.get_running_loop()
@@ -47,6 +43,5 @@ class BodyStream:
             if message["type"] == "http.disconnect":
                 raise BodyBroken("gone")
             piece = message.get("body", b"")
-            self.nbytes += len(piece)
             self._waiting += piece
             self._ended = not message.get("more_body", False)

@@ -4,7 +4,6 @@ ROOT/DIGEST/          the files of an upload, as they came
     /staging/         uploads on their way; a locked folder each
 """
 
-import shutil
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from loraplex.adapters.common.disk import (
     free_bytes,
     mark_used,
     publish_folder,
+    release,
     sync_files,
     sync_path,
 )
@@ -27,6 +27,11 @@ _STAGING = "staging"
 _SPARE_BYTES = 64 << 20
 # So long a request may still run that began with a version which is no longer kept.
 _UNUSED_S = 900.0
+
+
+def upload_folder(store: Path | None, cache_dir: Path) -> Path:
+    """The folder of uploads that routers share, and workers that see it. store: the option."""
+    return store or cache_dir / "uploads"
 
 
 class UploadShelf:
@@ -80,14 +85,12 @@ class UploadShelf:
 
     def _make_room(self, nbytes: int, stay: Collection[str]) -> None:
         entries = [entry for entry in entries_of(self.root) if entry.name != _STAGING]
-        sizes = {entry.name: entry_bytes(entry) for entry in entries}
-        excess = sum(sizes.values()) + nbytes - self._max_bytes
-        excess = max(excess, _SPARE_BYTES - free_bytes(self.root))
         old = time.time() - _UNUSED_S
-        for used, digest in sorted((entry.stat().st_mtime, entry.name) for entry in entries):
-            if digest not in stay and (excess > 0 or used < old):
-                shutil.rmtree(self.root / digest, ignore_errors=True)
-                excess -= sizes[digest]
-        if excess > 0:
+        unused = [e for e in entries if e.name not in stay and e.stat().st_mtime < old]
+        excess = sum(map(entry_bytes, entries)) + nbytes - self._max_bytes
+        excess = max(excess, _SPARE_BYTES - free_bytes(self.root))
+        wanted = max(excess, sum(map(entry_bytes, unused)))
+        left = release(wanted, (self.root,), stay=(*stay, _STAGING))
+        if wanted - left < excess:
             message = "the folder of uploads is full of versions that are kept"
             raise AdapterError("unavailable", message, (), 30.0)

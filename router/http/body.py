@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from loraplex.router.call import RequestError
@@ -64,17 +65,24 @@ def _check_headers(request: Request, max_bytes: int) -> None:
         raise RequestError(
             "media_type", f"expected content-type application/json, got {media_type[:100]!r}"
         )
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    check_plain(request.headers, max_bytes)
+
+
+def check_plain(headers: Headers, max_bytes: int) -> None:
+    """Checks that a body comes as it is, and says no length beyond the limit. Raises
+    RequestError.
+    """
+    encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise RequestError(
             "media_type", f"content-encoding {encoding[:100]!r} is not supported: send plain"
         )
-    coding = ", ".join(request.headers.getlist("transfer-encoding")).strip().lower()
+    coding = ", ".join(headers.getlist("transfer-encoding")).strip().lower()
     if coding not in ("", "chunked"):
         raise RequestError(
             "media_type", f"transfer-encoding {coding[:100]!r} is not supported: send plain"
         )
-    length = request.headers.get("content-length", "")
+    length = headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > max_bytes:
         raise RequestError(
             "too_large", f"the body may have at most {max_bytes} bytes, got {length[:20]}"

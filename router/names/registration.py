@@ -137,25 +137,28 @@ class Registration(msgspec.Struct, frozen=True):
     @property
     def digests(self) -> frozenset[str]:
         """All that requests may get by this name, now or soon."""
-        own = () if self.content is None else (self.content.digest,)
-        versions = () if self.rollout is None else self.rollout.versions
         kept = (version.content.digest for version in self.kept)
-        return frozenset((*own, *kept, *(v.digest for v in versions if v.live or v.weight)))
+        return frozenset((*kept, *(content.digest for content in self._present)))
 
     @property
     def uploads(self) -> frozenset[str]:
         """Digests of the uploads whose files may still be wanted."""
-        contents = (*(version.content for version in self.kept), *self.pinned_contents)
-        refs = (self.ref, *(content.ref for content in contents))
+        kept = (version.content.ref for version in self.kept)
+        refs = (self.ref, *kept, *(content.ref for content in self._present))
         return frozenset(ref.name for ref in refs if ref.source == "upload")
 
     @property
     def pinned_contents(self) -> tuple[Content, ...]:
         """Contents that the registration keeps on the device."""
-        if not self.pinned or self.state != "ready" or self.content is None:
-            return ()
+        is_kept = self.pinned and self.state == "ready" and self.content is not None
+        return self._present if is_kept else ()
+
+    @property
+    def _present(self) -> tuple[Content, ...]:
+        """Contents that the name itself means: its own, and those of its rollout."""
+        own = () if self.content is None else (self.content,)
         versions = () if self.rollout is None else self.rollout.versions
-        return (self.content, *(v.content for v in versions if v.live or v.weight))
+        return (*own, *(v.content for v in versions if v.live or v.weight))
 
     def version(self, number: int) -> Content:
         """The content of an uploaded version. Raises AdapterError unless it is kept."""

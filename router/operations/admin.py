@@ -158,8 +158,7 @@ class AdapterAdmin:
 
     async def register(self, request: RegistrationRequest) -> Registration:
         """Fetches and checks it first; a name that already means it is left as it is."""
-        if self._is_taken(request.name.name):
-            raise AdapterError("conflict", f"{request.name.name!r} is a name of the base model")
+        self._check_not_base(request.name)
         async with self.lock(request.name):
             before = self._aliases.get(request.name)
             wanted = self._wanted(request, before)
@@ -173,10 +172,13 @@ class AdapterAdmin:
             after = seen(wanted, content, self.clock(), "register", request.by)
             return await self.commit(before, move(after, "admit"), declare=request.origin != "api")
 
-    def check_uploadable(self, name: OwnedName, replace: bool) -> None:
-        """Checks that an upload may become what a name means. Raises AdapterError (conflict)."""
+    def _check_not_base(self, name: OwnedName) -> None:
         if self._is_taken(name.name):
             raise AdapterError("conflict", f"{name.name!r} is a name of the base model")
+
+    def check_uploadable(self, name: OwnedName, replace: bool) -> None:
+        """Checks that an upload may become what a name means. Raises AdapterError (conflict)."""
+        self._check_not_base(name)
         self.check_free(name)
         check_uploadable(self._aliases.get(name), replace)
 
@@ -193,7 +195,7 @@ class AdapterAdmin:
             after = uploaded(wanted, content, request.keep, self.clock(), request.by)
             others = (r for r in self.all() if r.tenant == name.tenant and r.key != name)
             check_kept_bytes(others, after, request.most_bytes)
-            problems = await self.workers.spread(content, request.copies)
+            problems = await self.workers.bring(content, None, request.copies)
             return Published(await self.commit(before, move(after, "admit")), problems)
 
     def _wanted(self, request: RegistrationRequest, before: Registration | None) -> Registration:

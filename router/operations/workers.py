@@ -34,7 +34,7 @@ class AdapterWorkers:
         self._aliases: Aliases = catalog.rules.aliases
         self._fleet = fleet
         self._timeout_s = timeout_s
-        self._spreading: set[asyncio.Task[str | None]] = set()
+        self._bringing: set[asyncio.Task[str | None]] = set()
 
     @property
     def ready(self) -> bool:
@@ -54,33 +54,30 @@ class AdapterWorkers:
             if report is not None
         }
 
-    async def bring(self, content: Content, token: Secret | None) -> None:
-        """Brings an adapter to the device of every worker. Raises AdapterError when not one of them
-        has it then.
-        """
-        sessions = self._fleet.sessions
-        problems = await self._bring_to(sessions, content, token)
-        if len(problems) == len(sessions):
-            raise AdapterError("unavailable", problems[0], (), 2.0)
-
-    async def spread(self, content: Content, copies: int) -> dict[str, str]:
-        """Brings an upload to the device of every worker. Waits for `copies` of them (0 = all);
+    async def bring(
+        self, content: Content, token: Secret | None, copies: int = 0
+    ) -> dict[str, str]:
+        """Brings an adapter to the device of every worker. Waits for `copies` of them (0 = all);
         the others get it afterwards. Returns what is wrong, by the id of the worker.
 
         Raises AdapterError when not one of them has it then.
         """
-        sessions = {session.worker_id: session for session in self._fleet.sessions}
         tasks = {
-            worker_id: asyncio.create_task(self._bring_one(session, content, None))
-            for worker_id, session in sessions.items()
+            session.worker_id: asyncio.create_task(self._bring_one(session, content, token))
+            for session in self._fleet.sessions
         }
-        self._spreading.update(tasks.values())
+        self._bringing.update(tasks.values())
         for task in tasks.values():
-            task.add_done_callback(self._spreading.discard)
+            task.add_done_callback(self._bringing.discard)
         waiting, done = set(tasks.values()), 0
-        while waiting and not (copies and done >= copies):
-            ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            done += sum(task.result() is None for task in ended)
+        try:
+            while waiting and not (copies and done >= copies):
+                ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done += sum(task.result() is None for task in ended)
+        except asyncio.CancelledError:  # nobody waits for it any more
+            for task in waiting:
+                task.cancel()
+            raise
         problems = {
             worker_id: task.result() if task.done() else "it is on its way"
             for worker_id, task in tasks.items()
@@ -163,10 +160,7 @@ class AdapterWorkers:
         if not sessions:
             raise AdapterError("unavailable", "no worker is connected", (), 2.0)
         problems = await asyncio.gather(*(self._bring_one(s, content, token) for s in sessions))
-        failed = [problem for problem in problems if problem is not None]
-        for problem in failed:
-            log.warning("adapter %.12s: %s", content.digest, problem)
-        return failed
+        return [problem for problem in problems if problem is not None]
 
     async def _bring_one(
         self, session: WorkerSession, content: Content, token: Secret | None
@@ -179,4 +173,8 @@ class AdapterWorkers:
             error = str(caught)
         except TimeoutError:
             error = f"it had no room for it within {self._timeout_s:g} s"
-        return None if error is None else f"worker {session.worker_id}: {error}"
+        if error is None:
+            return None
+        problem = f"worker {session.worker_id}: {error}"
+        log.warning("adapter %.12s: %s", content.digest, problem)
+        return problem

@@ -1,5 +1,6 @@
 """The lifecycle routes: `/v1/adapters…`, vLLM's two and SGLang's. All want the admin key."""
 
+import asyncio
 import contextlib
 from functools import partial
 
@@ -102,7 +103,7 @@ class AdapterRoutes:
         name, options = _named(request), self._service.config.upload
         check_name(name.name, "name")
         keep, replace = parse_upload(request.query_params)
-        caller: Caller | None = getattr(request.state, "caller", None)
+        caller = _key_holder(request)
         own = None if caller is None else caller.owner.upload_bytes
         head = read_head(request.headers, options.max_bytes)
         self._admin.check_uploadable(name, replace)
@@ -111,18 +112,19 @@ class AdapterRoutes:
         except PartReceived as part:
             headers = {"range": f"bytes=0-{part.nbytes - 1}"} if part.nbytes else {}
             return json_response(Received(part.nbytes), 308, headers)
-        published = await self._admin.publish(
-            PublishRequest(
-                name=name,
-                digest=digest,
-                keep=keep,
-                replace=replace,
-                by=who(request),
-                copies=options.wait,
-                most_bytes=options.tenant_bytes if own is None else own,
-            )
+        wanted = PublishRequest(
+            name=name,
+            digest=digest,
+            keep=keep,
+            replace=replace,
+            by=who(request),
+            copies=options.wait,
+            most_bytes=options.tenant_bytes if own is None else own,
         )
-        registration, problems = published
+        # The files become safe on the disk while workers judge and load them.
+        (registration, problems), _ = await asyncio.gather(
+            self._admin.publish(wanted), self._service.uploads.settle(digest)
+        )
         shown = await self._shown(registration)
         ref = format_ref(registration.ref)
         return json_response(Uploaded(registration.last_version, ref, problems, shown))
@@ -335,12 +337,18 @@ class AdapterRoutes:
         return adapter_object(registration, workers, running, last, resident, ends)
 
 
+def _key_holder(request: Request) -> Caller | None:
+    """The caller who came in by the right of a key; None for the operator."""
+    caller: Caller | None = getattr(request.state, "caller", None)
+    return caller
+
+
 def _named(request: Request) -> OwnedName:
     """Returns the name in the path, with the tenant that `?tenant` may say: a key's holder has only
     names of the own tenant. Raises RequestError.
     """
     said, name = parse_tenant(request.query_params), path_name(request)
-    caller: Caller | None = getattr(request.state, "caller", None)
+    caller = _key_holder(request)
     request.state.tenant = tenant = said or "" if caller is None else caller.tenant
     request.state.target = name
     if caller is not None and (said not in (None, tenant) or not caller.may_use((name,))):

@@ -1,14 +1,15 @@
 """Sends the files of uploads to workers that do not have them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from functools import partial
-from pathlib import Path
+import ssl
+from collections.abc import Sequence
+from functools import cached_property, partial
 
 import httpx
 
+from loraplex.adapters.common.authorities import trusted_context
 from loraplex.adapters.errors import AdapterError
-from loraplex.adapters.uploads.archive import adapter_files, archive_pieces
+from loraplex.adapters.uploads.archive import adapter_files, archive_stream
 from loraplex.adapters.uploads.shelf import UploadShelf
 from loraplex.router.http.client import http_client
 
@@ -22,6 +23,11 @@ class UploadCourier:
     def __init__(self, shelf: UploadShelf) -> None:
         self._shelf = shelf
         self._sending: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    @cached_property
+    def _trusted(self) -> ssl.SSLContext:
+        """Made once, and not before it is needed: it takes long."""
+        return trusted_context()
 
     async def deliver(self, worker: str, secret: str, digests: Sequence[str]) -> None:
         """Sends uploads to a worker. worker: http://host:port. Raises AdapterError."""
@@ -46,19 +52,13 @@ class UploadCourier:
             raise AdapterError("unavailable", message, (), _RETRY_S)
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         try:
-            async with http_client(_TIMEOUT_S) as client:
+            async with http_client(_TIMEOUT_S, trusted=self._trusted) as client:
                 url = f"{worker}/uploads/{digest}"
-                answer = await client.put(url, content=_pieces(folder), headers=headers)
+                body = archive_stream(adapter_files(folder))
+                answer = await client.put(url, content=body, headers=headers)
         except (httpx.HTTPError, OSError) as error:
             message = f"the upload could not be sent to the worker: {type(error).__name__}"
             raise AdapterError("unavailable", message, (), _RETRY_S) from error
         if answer.status_code != 204:
             message = f"the worker did not take the upload (HTTP {answer.status_code})"
             raise AdapterError("unavailable", message, (), _RETRY_S)
-
-
-async def _pieces(folder: Path) -> AsyncIterator[bytes]:
-    """The tar of a folder; threads read the disk."""
-    pieces = archive_pieces(adapter_files(folder))
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-        yield piece

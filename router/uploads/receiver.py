@@ -62,8 +62,8 @@ class UploadReceiver:
         idle_s: float,
         kept: Callable[[], Collection[str]],
     ) -> None:
-        self.shelf = shelf
-        self.max_bytes = max_bytes
+        self._shelf = shelf
+        self._max_bytes = max_bytes
         self._kept = kept
         self._idle_s = idle_s
         self._threads = ThreadPoolExecutor(MAX_AT_ONCE, "uploads")
@@ -90,36 +90,46 @@ class UploadReceiver:
         except _Incomplete as error:
             raise PartReceived(error.nbytes) from None
         finally:
-            self._open[name.tenant] -= 1
+            self._open -= Counter((name.tenant,))
+
+    async def settle(self, digest: str) -> None:
+        """Waits until an upload is safe on the disk. Raises AdapterError."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._threads, self._sync, digest)
+
+    def _sync(self, digest: str) -> None:
+        with disk_errors(self._shelf.root):
+            self._shelf.sync(digest)
 
     def _take(
         self, body: BodyStream, head: UploadHead, name: OwnedName, kept: Collection[str]
     ) -> str:
-        with disk_errors(self.shelf.root):
+        with disk_errors(self._shelf.root):
             if head.part is None:
                 return self._unpack(body, head, kept)
-            self.shelf.staging_root.mkdir(parents=True, exist_ok=True)
+            self._shelf.staging_root.mkdir(parents=True, exist_ok=True)
             key = f"{name} {head.part.total} {head.sha256}"
-            with resumable_folder(self.shelf.staging_root, key) as folder:
+            with resumable_folder(self._shelf.staging_root, key) as folder:
                 _append(folder / "body", body, head.part)
                 with (folder / "body").open("rb") as whole:
                     return self._unpack(whole, head, kept)
 
     def _unpack(self, stream: ByteStream, head: UploadHead, kept: Collection[str]) -> str:
         """Unpacks a whole body and puts its files on the shelf; their digest."""
-        hashed = _Hashed(stream) if head.sha256 is not None else None
-        with self.shelf.staging() as folder:
-            sink = FileSink(folder, self.max_bytes)
+        hashed = None if head.sha256 is None else _Hashed(stream)
+        source = hashed or stream
+        with self._shelf.staging() as folder:
+            sink = FileSink(folder, self._max_bytes)
             with contextlib.closing(sink):
                 if head.form is not None:
-                    _unpack_form(hashed or stream, head.form, sink)
+                    _unpack_form(source, head.form, sink)
                 else:
-                    _unpack_bytes(hashed or stream, sink, folder)
+                    _unpack_bytes(source, sink, folder)
                 digest = sink.finish()
             if hashed is not None and hashed.hexdigest() != head.sha256:
                 message = f"the body's sha-256 is {hashed.hexdigest()}, and not {head.sha256}"
                 raise invalid("digest_mismatch", "", message)
-            self.shelf.keep(folder, digest, kept)
+            self._shelf.keep(folder, digest, kept)
         return digest
 
 

@@ -1,14 +1,15 @@
-"""The head of an upload: the form of its body, its place and its digest. Pure."""
+"""The head of an upload: the form of its body, its place and its digest."""
 
 import base64
 import binascii
 import re
-from collections.abc import Mapping
 
 import msgspec
+from starlette.datastructures import Headers
 
 from loraplex.router.api.request.body import require
 from loraplex.router.call import RequestError
+from loraplex.router.http.body import check_plain
 
 _TAR = ("application/x-tar", "application/tar")
 _BYTES = ("", "application/octet-stream", "application/vnd.safetensors", *_TAR)
@@ -27,18 +28,17 @@ class BodyRange(msgspec.Struct, frozen=True):
 
 
 class UploadHead(msgspec.Struct, frozen=True):
-    """An upload's head. form: its content type, if it is a form. nbytes: of the whole upload, if
-    they are said. part: None = the request is the whole. sha256: hex of the whole, if it is said.
+    """An upload's head. form: its content type, if it is a form. part: None = the request is the
+    whole. sha256: hex of the whole, if it is said.
     """
 
     form: str | None
-    nbytes: int | None
     part: BodyRange | None
     sha256: str | None
 
 
-def read_head(headers: Mapping[str, str], max_bytes: int) -> UploadHead:
-    """Reads an upload's head. headers: lower-case names. Raises RequestError (media_type, invalid,
+def read_head(headers: Headers, max_bytes: int) -> UploadHead:
+    """Reads an upload's head. Raises RequestError (media_type, invalid,
     too_large).
     """
     content_type = headers.get("content-type", "")
@@ -46,19 +46,13 @@ def read_head(headers: Mapping[str, str], max_bytes: int) -> UploadHead:
     if kind not in (*_BYTES, "multipart/form-data"):
         expected = "application/x-tar, multipart/form-data or application/octet-stream"
         raise RequestError("media_type", f"expected content-type {expected}, got {kind[:100]!r}")
-    encoding = headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise RequestError("media_type", f"content-encoding {encoding[:100]!r}: send plain bytes")
+    check_plain(headers, max_bytes)
     part = _part(headers.get("content-range"))
-    length = headers.get("content-length", "")
-    nbytes = int(length[:18]) if length.isascii() and length.isdigit() else None
-    if part is not None:
-        nbytes = part.total
-    if nbytes is not None and nbytes > max_bytes:
+    if part is not None and part.total > max_bytes:
         raise RequestError("too_large", f"an upload may have at most {max_bytes} bytes")
     said = headers.get("repr-digest") or (headers.get("content-digest") if part is None else None)
     form = content_type if kind == "multipart/form-data" else None
-    return UploadHead(form, nbytes, part, _sha256(said))
+    return UploadHead(form, part, _sha256(said))
 
 
 def _part(said: str | None) -> BodyRange | None:

@@ -1,4 +1,4 @@
-"""What trainers of reinforcement learning ask of a server, on the real one."""
+"""Calls of reinforcement-learning trainers to the real server."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Which form a checkpoint's experts have, as its tensors tell. No torch."""
+"""Forms of a checkpoint's experts, as its tensors tell them. No torch."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -348,6 +348,21 @@ def llama_norms(sizes: ModelSizes) -> NormPlaces:
     )
 
 
+def refuse_other_head_dim(fields: Fields, sizes: ModelSizes) -> None:
+    """Refuses heads that together are not as wide as the residual stream."""
+    if sizes.is_sound and sizes.heads * sizes.head_dim != sizes.hidden:
+        fields.refuse("head_dim times num_attention_heads must be hidden_size")
+
+
+def tied_where_unsaid(fields: Fields) -> Fields:
+    """Return fields whose head is the embedding's table, if an absent or null key leaves that
+    open.
+    """
+    if fields.config.get("tie_word_embeddings") is not None:
+        return fields
+    return fields.changed(tie_word_embeddings=True)
+
+
 def model(
     fields: Fields,
     sizes: ModelSizes,

@@ -1,4 +1,4 @@
-"""Which class transformers' AutoTokenizer makes of a model's files (transformers 5.24). Pure.
+"""The class that transformers' AutoTokenizer makes of a model's files (transformers 5.24). Pure.
 
 Some classes run tokenizer.json as it stands; those of `REBUILT` take its vocabulary, merges and
 post-processor, and bring the steps between of their own.

@@ -9,7 +9,7 @@ from loraplex.adapters.sources.base import Source
 from loraplex.adapters.sources.enabled import open_sources
 from loraplex.adapters.sources.upload import UploadSource
 from loraplex.adapters.store.store import AdapterStore
-from loraplex.adapters.uploads.shelf import UploadShelf
+from loraplex.adapters.uploads.shelf import UploadShelf, upload_folder
 from loraplex.server.config import EngineConfig, WorkerConfig
 
 # Uploads of the largest size that wait for their admission. They are links to what was admitted.
@@ -50,7 +50,7 @@ def sources_of(config: WorkerConfig) -> dict[RefSource, Source]:
         config.modelscope_owners,
         config.modelscope_endpoint,
     )
-    shared = UploadShelf(config.upload_store or config.cache_dir / "uploads", 0)
+    shared = UploadShelf(upload_folder(config.upload_store, config.cache_dir), 0)
     sources["upload"] = UploadSource((received_uploads(config), shared))
     return sources
 

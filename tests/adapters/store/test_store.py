@@ -17,7 +17,7 @@ import pytest
 
 from loraplex.adapters.common.disk import Hold, hold, release, remove_held
 from loraplex.adapters.common.unfinished import unfinished_folder
-from loraplex.adapters.content_check import ContentDigest
+from loraplex.adapters.content_check import content_digest
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.judge import rejudge
 from loraplex.adapters.manifest import LAYOUT_VERSION, AdapterManifest
@@ -472,13 +472,12 @@ def test_content_is_hashed_once_by_the_process_that_judges_it(
 ) -> None:
     """And again by one that did not see it, and when its file is not the same any more."""
     hashed: list[str] = []
-    real = ContentDigest.of
 
-    def watched(self: ContentDigest, *arguments: Any) -> str:
-        hashed.append(real(self, *arguments))
+    def watched(*arguments: Any) -> str:
+        hashed.append(content_digest(*arguments))
         return hashed[-1]
 
-    monkeypatch.setattr(ContentDigest, "of", watched)
+    monkeypatch.setattr("loraplex.adapters.judge.content_digest", watched)
     store = store_of(hub, tmp_path)
     digest = store.admit(PINNED, None).digest
     path = save_slab(store, digest, "bfloat16", 4096)

@@ -135,7 +135,7 @@ class Proxy:
 
 
 def ratios(model: Any, answers: Sequence[Scored]) -> torch.Tensor:
-    """Of each token: its probability by the model, over that by the server."""
+    """Ratio of each token's probability by the model to that by the server."""
     found = []
     for answer in answers:
         ids = torch.tensor([answer.prompt + answer.tokens])

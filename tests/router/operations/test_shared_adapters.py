@@ -144,7 +144,7 @@ async def test_without_redis_what_was_known_is_served(
 async def test_routers_watch_one_folder_each_for_itself(
     tmp_path: Path, redis: RedisServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was done to a name at one of them holds at the others, and for one that starts again."""
+    """A change at one router holds at the others, and for one that starts again."""
     monkeypatch.setattr(folder_watch, "POLL_S", 0.05)
     worker.loader = load
     root = tmp_path / "root"

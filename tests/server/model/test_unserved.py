@@ -126,7 +126,7 @@ def test_of_an_unknown_type_the_list_is_named(model_type: object) -> None:
 
 @cache
 def configs_of_transformers() -> dict[str, dict[str, Any]]:
-    """What each class of a causal or image-text model says by itself."""
+    """The config that each class of a causal or image-text model has by itself."""
     names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     made: dict[str, dict[str, Any]] = {}
     for name in sorted(names - {"gemma4_assistant"}):  # which cannot be made without a model

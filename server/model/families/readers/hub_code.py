@@ -9,17 +9,12 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.readers import llama
+from loraplex.server.model.families.readers import llama, renamed
 from loraplex.server.model.families.rope import LLAMA, RopeRules
 from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import MlpSpec, ModelSpec
 
 _YI = ((r"\.ln1\.", ".input_layernorm."), (r"\.ln2\.", ".post_attention_layernorm."))
-_QWEN = (
-    (r"^transformer\.wte\.", "model.embed_tokens."),
-    (r"^transformer\.h\.", "model.layers."),
-    (r"^transformer\.ln_f\.", "model.norm."),
-)
 _CHATGLM = (
     (r"^transformer\.embedding\.word_embeddings\.", "model.embed_tokens."),
     (r"^transformer\.encoder\.layers\.", "model.layers."),
@@ -27,8 +22,6 @@ _CHATGLM = (
     (r"^transformer\.output_layer\.", "lm_head."),
     (r"^transformer\.rotary_pos_emb\.", "model.rotary_emb."),
 )
-
-
 # What ChatGLM's code can compute otherwise, and no later version does.
 _CHATGLM_FIXED: dict[str, Any] = {
     "position_encoding_2d": False,
@@ -106,7 +99,7 @@ def read_qwen(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     biased = not config.get("no_bias", True)
     biases = family.Biases(qkv=True, o=biased, mlp=biased)
     model = llama.assembled(fields, generation, sizes, biases, rules)
-    return replace(_named(model, _QWEN_NAMES), stored_names=_QWEN)
+    return replace(_named(model, _QWEN_NAMES), stored_names=renamed.OF_GPT2)
 
 
 def read_chatglm(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:

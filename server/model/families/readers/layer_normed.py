@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.readers import llama
 from loraplex.server.model.families.rope import LLAMA, RopeRules, read_rope
 from loraplex.server.model.spec.linear_spec import Part
 from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec, NormSpec, StepSpec
@@ -41,8 +42,7 @@ def read_starcoder2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         family.layer(sizes, family.attention(sizes, rope, each, biases), mlp, _norms(sizes))
         for each in windows
     ]
-    if config.get("tie_word_embeddings") is None:
-        fields = fields.changed(tie_word_embeddings=True)
+    fields = family.tied_where_unsaid(fields)
     return _model(fields, generation, sizes, layers, max_context, _STARCODER_EOS)
 
 
@@ -52,8 +52,7 @@ def read_stablelm(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     family.refuse_other_attention(fields)
     fields.only("qk_layernorm", False)
     sizes = family.read_sizes(fields, kv_heads=32, epsilon=1e-5, epsilon_key="layer_norm_eps")
-    if sizes.is_sound and sizes.heads * sizes.head_dim != sizes.hidden:
-        fields.refuse("head_dim times num_attention_heads must be hidden_size")
+    family.refuse_other_head_dim(fields, sizes)
     rope, max_context = read_rope(fields, sizes, RopeRules(partial=0.25))
     biases = family.Biases(qkv=bool(config.get("use_qkv_bias", False)))
     of = family.attention(sizes, rope, biases=biases)
@@ -74,8 +73,7 @@ def read_cohere2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Command R7B and A: as Command R. Layers without a window have no rotation."""
     config = fields.config
     sizes = _read_cohere_sizes(fields)
-    if sizes.is_sound and sizes.heads * sizes.head_dim != sizes.hidden:
-        fields.refuse("head_dim times num_attention_heads must be hidden_size")
+    family.refuse_other_head_dim(fields, sizes)
     pattern = fields.positive("sliding_window_pattern", _COHERE_PATTERN)
     window = config.get("sliding_window", _COHERE_WINDOW)
     windows = family.read_windows(fields, sizes, window, lambda n: (n + 1) % pattern != 0)
@@ -100,18 +98,14 @@ def _cohere(
     config = fields.config
     rope, max_context = read_rope(fields, sizes, rules)
     turned = replace(rope, interleaved=True)
-    bias = bool(config.get("attention_bias", False))
-    biases, norm = (
-        family.Biases(qkv=bias, o=bias),
-        replace(_norm("input_layernorm", sizes), bias=False),
-    )
+    biases = llama.read_biases(fields)._replace(mlp=False)
+    norm = replace(_norm("input_layernorm", sizes), bias=False)
     layers = []
     for window in windows:
         own = None if turns_windowed and window is None else turned
         of = family.attention(sizes, own, window, biases)
         layers.append(LayerSpec((StepSpec((of, family.mlp(sizes)), norm),)))
-    if config.get("tie_word_embeddings") is None:
-        fields = fields.changed(tie_word_embeddings=True)
+    fields = family.tied_where_unsaid(fields)
     model = _model(fields, generation, sizes, layers, max_context, _COHERE_EOS)
     scale = fields.number(config, "logit_scale", 0.0625)
     last = replace(model.norm, bias=False)

@@ -26,8 +26,7 @@ def read_seed_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 def read_helium(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Read Helium's configuration. Neighbouring features turn together."""
     sizes = family.read_sizes(fields, kv_heads=20, head_dim=128, epsilon=1e-8)
-    if sizes.is_sound and sizes.heads * sizes.head_dim != sizes.hidden:
-        fields.refuse("head_dim times num_attention_heads must be hidden_size")
+    family.refuse_other_head_dim(fields, sizes)
     biases = family.Biases(
         qkv=bool(fields.config.get("attention_bias", False)),
         mlp=bool(fields.config.get("mlp_bias", False)),

@@ -18,13 +18,13 @@ _EXAONE_KEYS = {
     "activation_function": "hidden_act",
 }
 # Of a body that GPT-2's names hold.
-_OF_GPT2 = (
+OF_GPT2 = (
     (r"^transformer\.wte\.", "model.embed_tokens."),
     (r"^transformer\.h\.", "model.layers."),
     (r"^transformer\.ln_f\.", "model.norm."),
 )
 _EXAONE_TENSORS = (
-    *_OF_GPT2,
+    *OF_GPT2,
     (r"\.attn\.attention\.out_proj\.", ".self_attn.o_proj."),
     (r"\.attn\.attention\.", ".self_attn."),
     (r"\.ln_1\.", ".input_layernorm."),

@@ -89,13 +89,13 @@ def read_dots1(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     config = fields.config
     sizes = _read_sizes(fields, kv_heads=32)
     rope, max_context = read_rope(fields, sizes)
-    bias = bool(config.get("attention_bias", False))
+    biases = llama.read_biases(fields)._replace(mlp=False)
     first = config.get("max_window_layers", 62)
     window = config.get("sliding_window", 4096)
     layers = [
         family.layer(
             sizes,
-            family.attention(sizes, rope, each, family.Biases(qkv=bias, o=bias), qk_norm=True),
+            family.attention(sizes, rope, each, biases, qk_norm=True),
         )
         for each in family.read_windows(fields, sizes, window, lambda layer: layer >= first)
     ]
@@ -156,8 +156,7 @@ def read_ernie_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     of = family.attention(sizes, replace(rope, interleaved=True), biases=biases)
     layers = [family.layer(sizes, of, family.mlp(sizes, biases))] * sizes.layers
     sparse = _ernie_layers(fields, sizes)
-    if config.get("tie_word_embeddings") is None:
-        fields = fields.changed(tie_word_embeddings=True)
+    fields = family.tied_where_unsaid(fields)
     return _model(fields, generation, sizes, layers, branches, sparse, max_context, eos=2)
 
 
@@ -256,8 +255,7 @@ def _read_olmo(
     eos: int,
 ) -> ModelSpec:
     sizes = _read_sizes(fields, epsilon=epsilon)
-    if sizes.is_sound and sizes.heads * sizes.head_dim != sizes.hidden:
-        fields.refuse("head_dim times num_attention_heads must be hidden_size")
+    family.refuse_other_head_dim(fields, sizes)
     rope, max_context = read_rope(fields, sizes, rules)
     biases = llama.read_biases(fields)._replace(mlp=False)
     of = olmo.with_wide_norms(family.attention(sizes, rope, biases=biases), sizes)

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.readers import llama
 from loraplex.server.model.families.rope import LLAMA, RopeRules, or_usual_table, read_rope
 from loraplex.server.model.spec.model_spec import Activation, MlpSpec, ModelSpec, NormSpec
 
@@ -26,7 +27,7 @@ _ROPE = {
 
 def read_arcee(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = family.read_sizes(fields, epsilon=1e-5, activation="relu2")
-    mlp = family.plain_mlp(sizes, _read_biases(fields))
+    mlp = family.plain_mlp(sizes, llama.read_biases(fields))
     return _read(fields, generation, sizes, mlp, family.llama_norms(sizes), eos=_ARCEE_EOS)
 
 
@@ -54,14 +55,9 @@ def read_nemotron(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         return NormSpec(path, sizes.hidden, sizes.epsilon, offset=1.0, kind="layer", bias=True)
 
     norms = family.NormPlaces(norm("input_layernorm"), norm("post_attention_layernorm"))
-    mlp = family.plain_mlp(sizes, _read_biases(fields))
+    mlp = family.plain_mlp(sizes, llama.read_biases(fields))
     model = _read(fields, generation, sizes, mlp, norms, eos=_NEMOTRON_EOS, rules=_NEMOTRON)
     return replace(model, norm=norm(model.norm.path))
-
-
-def _read_biases(fields: Fields) -> family.Biases:
-    bias = bool(fields.config.get("attention_bias", False))
-    return family.Biases(qkv=bias, o=bias, mlp=bool(fields.config.get("mlp_bias", False)))
 
 
 def _read(
@@ -77,7 +73,7 @@ def _read(
 ) -> ModelSpec:
     family.refuse_other_attention(fields)
     rope, max_context = read_rope(fields, sizes, rules)
-    of = family.attention(sizes, rope, biases=_read_biases(fields), qk_norm=qk_norm)
+    of = family.attention(sizes, rope, biases=llama.read_biases(fields), qk_norm=qk_norm)
     layers = (family.layer(sizes, of, mlp, norms),) * sizes.layers
     ids = family.read_eos(fields, generation, sizes, default=eos)
     return family.model(fields, sizes, layers, max_context, ids)

@@ -86,6 +86,7 @@ a request's `seed` decides its draws :: --seed --random-seed
 a model's files are read in one way, and no code among them is run :: --tokenizer-mode
   --config-format --model-impl --use-tqdm-on-load --safetensors-* --ignore-patterns+
   --model-loader-extra-config --skip-server-warmup --trust-remote-code --code-revision
+each request says `return_hidden_states` :: --enable-return-hidden-states
 the route of a request says what is computed :: --runner --task --convert --is-embedding!
 text alone is served :: --limit-mm-* --language-model-only! --mm-* --media-io-kwargs
   --allowed-local-media-path --allowed-media-domains+

@@ -237,7 +237,8 @@ class GenerationCall(msgspec.Struct, frozen=True):
     it may have; None = any number.
     lists_all: tokens that a stop string has taken out of the text have logprobs, too.
     bad_words: texts that must not occur; sampling.bad_words has their ids once the model is known.
-    vector: nothing is generated, and that is wanted of each prompt.
+    vector: nothing is generated, and that is wanted of each prompt. last_states: each answer is
+    followed by the hidden state from which its last token was drawn.
     unbound: places in the body that bind nothing, though callers may think that they do.
     """
 
@@ -274,6 +275,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     lists_all: bool = False
     bad_words: tuple[str, ...] = ()
     vector: VectorCall | None = None
+    last_states: bool = False
     unbound: tuple[str, ...] = ()
 
 
@@ -308,7 +310,8 @@ class TextToken(msgspec.Struct, frozen=True):
 class TextEvent(msgspec.Struct, frozen=True):
     """New text of one choice. Text that may still become part of a stop string is held back.
 
-    The event with `finish` is the choice's last. tokens: empty unless logprobs were asked for.
+    The event with `finish` is the choice's last, but for one that holds nothing but `vector`, see
+    ChoiceResult, where `last_states` are wanted. tokens: empty unless logprobs were asked for.
     num_tokens: generated since the event before, whether or not `tokens` lists them. token_ids:
     their ids. reasoning, calls: what is no part of the text, where the answer is divided.
     num_reasoning: tokens that are newly known to be the reasoning's. matched, elapsed_s: see
@@ -327,6 +330,7 @@ class TextEvent(msgspec.Struct, frozen=True):
     num_reasoning: int = 0
     matched: int | str | None = None
     elapsed_s: float = 0.0
+    vector: tuple[float, ...] = ()
 
 
 class ChoiceResult(msgspec.Struct, frozen=True):
@@ -336,7 +340,7 @@ class ChoiceResult(msgspec.Struct, frozen=True):
     what is no part of the text, where the answer is divided. reasoning_tokens: of
     `generated_tokens`, those of the reasoning and its markers. matched: the stop string or the
     token that ended it. elapsed_s: from the request's arrival to the choice's end. vector: what
-    was wanted of the prompt in place of an answer.
+    was wanted of the prompt in place of an answer, or the answer's last state.
     """
 
     prompt_index: int

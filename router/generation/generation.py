@@ -25,7 +25,7 @@ from loraplex.router.call import (
 from loraplex.router.failures import EXCUSED, FAILURES, Aborted, DeadlinePassed, request_error
 from loraplex.router.generation.sequence import RunContext, SequenceRun
 from loraplex.router.generation.tokenise import PromptTask, TokenisedRequest
-from loraplex.router.generation.vector_answers import VectorStream
+from loraplex.router.generation.vector_answers import VectorStream, numbers_of
 from loraplex.router.parts.division import DividedAnswer, Division
 from loraplex.router.telemetry.observer import RequestObserver, SequenceObserver
 from loraplex.router.text.detokenizer import Detokenizer
@@ -47,25 +47,38 @@ Part = PromptInfo | TextEvent
 
 
 class _Choice:
-    """One sequence and its text."""
+    """One sequence and its text. slot: in the inbox. reading: the run that reads the last state
+    behind the text, once it has begun; its slot is behind those of all texts. vector: that state,
+    once it is there.
+    """
 
-    __slots__ = ("elapsed_s", "observer", "run", "stream", "task")
+    __slots__ = ("elapsed_s", "observer", "reading", "run", "slot", "stream", "task", "vector")
 
     def __init__(
         self,
+        slot: int,
         task: PromptTask,
         stream: ChoiceStream | VectorStream,
         run: SequenceRun,
         observer: SequenceObserver,
     ) -> None:
+        self.slot = slot
         self.task = task
         self.stream = stream
         self.run = run
         self.observer = observer
         self.elapsed_s = 0.0
+        self.reading: SequenceRun | None = None
+        self.vector: tuple[float, ...] = ()
 
     def result(self) -> ChoiceResult:
-        return msgspec.structs.replace(self.stream.result(), elapsed_s=self.elapsed_s)
+        result = self.stream.result()
+        return msgspec.structs.replace(result, elapsed_s=self.elapsed_s, vector=self.vector)
+
+    def stop(self) -> None:
+        self.run.stop()
+        if self.reading is not None:
+            self.reading.stop()
 
 
 class Generation:
@@ -138,7 +151,7 @@ class Generation:
         stream = self._stream_of(task, choice)
         observer = self._observer.sequence(request.adapter)
         run = SequenceRun(self._context, slot, request, observer)
-        return _Choice(task, stream, run, observer)
+        return _Choice(slot, task, stream, run, observer)
 
     def _stream_of(self, task: PromptTask, choice: int) -> ChoiceStream | VectorStream:
         read = task.prompt.detokenizer
@@ -174,11 +187,13 @@ class Generation:
                 raise fault from error
             parts: list[Part] = []
             for slot, event in events:
-                choice = self._choices[slot]
+                is_state, index = divmod(slot, len(self._choices))
+                choice = self._choices[index]
                 if choice.task.index not in self._announced:
                     parts.append(await self._announce(choice.task, event))
                 try:
-                    self._advance(choice, event, parts)
+                    advance = self._end_state if is_state else self._advance
+                    advance(choice, event, parts)
                 except RequestError:
                     self._observer.failed(excused=True)
                     raise
@@ -190,12 +205,15 @@ class Generation:
         """The ends of what still runs. Raises RequestError where no part is an answer."""
         if self._call.vector is not None:
             completed("abort")
-        running = [
-            (i, choice) for i, choice in enumerate(self._choices) if not choice.stream.finish
-        ]
-        for _, choice in running:
-            choice.run.stop()
-        return [(i, TokenEvent("", 0, 0, 0, (), finish="abort")) for i, _ in running]
+        over = TokenEvent("", 0, 0, 0, (), finish="abort")
+        ends = []
+        for choice in self._choices:
+            choice.stop()
+            if choice.stream.finish is None:
+                ends.append((choice.slot, over))
+            elif choice.reading is not None and not choice.vector:
+                ends.append((len(self._choices) + choice.slot, over))
+        return ends
 
     def _caller_error(self, error: Exception) -> RequestError:
         fault, digest = request_error(error, self._call.api), self.head.adapter_digest
@@ -230,7 +248,7 @@ class Generation:
         if self._live:
             self._observer.stopped(by_failure=self._context.inbox.failed)
         for choice in self._choices:
-            choice.run.stop()
+            choice.stop()
         self._on_close()
 
     def _advance(self, choice: _Choice, event: TokenEvent, parts: list[Part]) -> None:
@@ -247,13 +265,38 @@ class Generation:
             text_event = msgspec.structs.replace(text_event, elapsed_s=choice.elapsed_s)
         if text_event is not None:
             parts.append(text_event)
-        if stream.finish is not None:
-            self._live -= 1
-            if stream.must_abort:
-                choice.run.stop()
-            choice.observer.ended(stream.finish)
-            if not self._live:
-                self._observer.finished()
+        if stream.finish is None:
+            return
+        if stream.must_abort:
+            choice.run.stop()
+        choice.observer.ended(stream.finish)
+        if self._call.last_states and stream.finish != "abort":
+            self._read_state(choice)
+        else:
+            self._end_choice()
+
+    def _read_state(self, choice: _Choice) -> None:
+        """Has the hidden state read from which a choice's last token was drawn: that behind all
+        before the token.
+        """
+        slot = len(self._choices) + choice.slot
+        observer = self._observer.sequence(self.head.adapter_digest)
+        choice.reading = choice.run.reading(slot, choice.result().token_ids[:-1], observer)
+        choice.reading.start()
+
+    def _end_state(self, choice: _Choice, event: TokenEvent, parts: list[Part]) -> None:
+        if event.finish != "abort":
+            state = VectorStream(choice.task.index)
+            state.feed(event)
+            choice.vector = tuple(numbers_of(state.numbers).tolist())
+            place = divmod(choice.slot, self._call.best_of)
+            parts.append(TextEvent(*place, text="", tokens=(), vector=choice.vector))
+        self._end_choice()
+
+    def _end_choice(self) -> None:
+        self._live -= 1
+        if not self._live:
+            self._observer.finished()
 
     async def _announce(self, task: PromptTask, event: TokenEvent) -> PromptInfo:
         """Facts about a prompt that come with the first event of one of its choices."""

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -26,7 +26,14 @@ from loraplex.router.policy.queue.waiting import Waiting
 from loraplex.router.telemetry.observer import SequenceObserver
 from loraplex.router.workers.fleet import Fleet
 from loraplex.router.workers.session import Credit, WorkerLost, WorkerSession
-from loraplex.server.protocol import ErrorCode, GenerateRequest, SamplingParams, TokenEvent, encode
+from loraplex.server.protocol import (
+    ErrorCode,
+    GenerateRequest,
+    SamplingParams,
+    TokenEvent,
+    VectorParams,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +93,8 @@ class RunContext(msgspec.Struct, frozen=True):
 
 class SequenceRun:
     """Runs one sequence on workers: `start` it once, then `stop` it. request: attempt 0, nothing
-    accepted. slot: names the run in the inbox.
+    accepted. slot: names the run in the inbox. bill: of the run that this one follows; None = it
+    follows none.
     """
 
     def __init__(
@@ -95,6 +103,7 @@ class SequenceRun:
         slot: int,
         request: GenerateRequest,
         observer: SequenceObserver,
+        bill: Bill | None = None,
     ) -> None:
         self._context = context
         self._slot = slot
@@ -103,7 +112,7 @@ class SequenceRun:
         self._attempts = Attempts()
         self._session: WorkerSession | None = None
         self._on_probation = False
-        self._bill: Bill | None = None
+        self._bill = bill
         self._done = False
         self._placed = self._placement_request()
         self._observer = observer
@@ -112,6 +121,19 @@ class SequenceRun:
     def start(self) -> None:
         """Brings it into the queue."""
         self._placing = self._start_placing(0.0)
+
+    def reading(self, slot: int, ids: Sequence[int], observer: SequenceObserver) -> "SequenceRun":
+        """Makes the run that reads the hidden state behind the prompt and these of its tokens. The
+        state's client has waited already, so the run keeps its place in the queue."""
+        request = msgspec.structs.replace(
+            self._request,
+            request_id=f"{self._request.request_id}.state",
+            prompt_ids=[*self._request.prompt_ids, *ids],
+            sampling=SamplingParams(max_tokens=0),
+            vector=VectorParams(),
+            drafts=None,
+        )
+        return SequenceRun(self._context, slot, request, observer, self._bill)
 
     def stop(self) -> None:
         """Ends the run wherever it is; nothing more comes from it."""

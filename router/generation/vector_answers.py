@@ -60,7 +60,7 @@ class _Vectors(msgspec.Struct, frozen=True):
         return [tuple(self._vector(raw).tolist()) for raw in vectors]
 
     def _vector(self, raw: bytes) -> np.ndarray:
-        vector = _read(raw)[: self.call.dimensions]
+        vector = numbers_of(raw)[: self.call.dimensions]
         wish = self.call.normalises
         return _unit(vector) if (self.form.normalises if wish is None else wish) else vector
 
@@ -77,7 +77,7 @@ class _Angles(msgspec.Struct, frozen=True):
         return VectorParams(pooling=self.form.pooling)
 
     def numbers(self, vectors: Sequence[bytes]) -> list[tuple[float, ...]]:
-        units = np.stack([_unit(_read(raw)) for raw in vectors]).astype(np.float64)
+        units = np.stack([_unit(numbers_of(raw)) for raw in vectors]).astype(np.float64)
         cosines = (units[: self.queries] * units[self.queries :]).sum(axis=1)
         return [(float(cosine),) for cosine in cosines]
 
@@ -89,7 +89,7 @@ class _Classes(msgspec.Struct, frozen=True):
     params: VectorParams = VectorParams("scores")
 
     def numbers(self, vectors: Sequence[bytes]) -> list[tuple[float, ...]]:
-        return [tuple(self._activated(_read(raw)).tolist()) for raw in vectors]
+        return [tuple(self._activated(numbers_of(raw)).tolist()) for raw in vectors]
 
     def _activated(self, scores: np.ndarray) -> np.ndarray:
         scores = scores.astype(np.float64)
@@ -107,7 +107,7 @@ class _Odds(msgspec.Struct, frozen=True):
     is_raw: bool
 
     def numbers(self, vectors: Sequence[bytes]) -> list[tuple[float, ...]]:
-        logits = np.stack([_read(raw) for raw in vectors]).astype(np.float64)
+        logits = np.stack([numbers_of(raw) for raw in vectors]).astype(np.float64)
         odds = logits[:, 0] - logits[:, 1]
         return [(float(one),) for one in (odds if self.is_raw else _sigmoid(odds))]
 
@@ -143,7 +143,8 @@ def _activation(call: VectorCall, classes: ClassForm) -> Literal["softmax", "sig
     return "none" if call.is_raw else classes.activation
 
 
-def _read(raw: bytes) -> np.ndarray:
+def numbers_of(raw: bytes) -> np.ndarray:
+    """Reads the numbers of a worker's vector, float32 `[n]`."""
     return np.frombuffer(raw, "<f4")
 
 

@@ -123,6 +123,22 @@ def test_tokens_are_those_of_peft(beside: Beside) -> None:
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["plain", *INVOCATIONS])
+def test_last_states_are_those_of_peft(beside: Beside, name: str) -> None:
+    """Read behind an answer of a prompt whose invocation is amid."""
+    ids = [10 + i % (VOCAB - 10) for i in prompt(53, 5)]
+    ids[13:13] = INVOCATIONS.get(name, [7, 8])
+    [choice] = complete(beside.serving, ids, name, return_hidden_states=True)["choices"]
+    tokens, _ = generated(beside.oracle, ids, name)
+    assert choice["token_ids"] == tokens
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None}
+    options |= {"output_hidden_states": True, "return_dict_in_generate": True, "do_sample": False}
+    found = beside.oracle.generate(input_ids=torch.tensor([ids]), **options).hidden_states
+    assert choice["hidden_states"] == pytest.approx(
+        found[-1][-1][0, -1].tolist(), abs=10 * TOLERANCE
+    )
+
+
 def test_a_conversation_is_computed_once(beside: Beside) -> None:
     conversation = [10 + i % (VOCAB - 10) for i in prompt(70, 99)]
     full = len(conversation) // PAGE * PAGE

@@ -1,13 +1,17 @@
 """vLLM's and SGLang's fields, as the published SDK sends them, on a real server."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
-from loraplex.launcher.demo import EXAMPLES
+from loraplex.adapters.safetensors.file import open_weights
+from loraplex.adapters.safetensors.floats import read_floats
+from loraplex.launcher.demo import EXAMPLES, model_path
 from tests.e2e.serving import Serving
 
 BASE = "loraplex/demo"
@@ -210,6 +214,38 @@ def test_tokens_as_ids(client: openai.OpenAI, route: str) -> None:
     tops = found.top_logprobs[0] if route == "completions" else found.content[0].top_logprobs
     names = [*tops] if route == "completions" else [top.token for top in tops]
     assert all(name.startswith("token_id:") for name in names)
+
+
+def head_of_demo() -> np.ndarray:
+    """Float64 `[vocabulary, hidden]`: its embedding, which is its head."""
+    with open_weights(model_path() / "model.safetensors") as weights:
+        [found] = (each for each in weights.tensors() if each.name == "model.embed_tokens.weight")
+        values = read_floats(weights.read(found), found.dtype)
+    head: np.ndarray = values.reshape(found.shape).astype(np.float64)
+    return head
+
+
+@pytest.mark.parametrize("model", [BASE, "json"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_last_states_give_the_logits(client: openai.OpenAI, route: str, model: str) -> None:
+    """No adapter of the demo changes the head, so a state gives the last token's logprobs."""
+    wanted = {"logprobs": True, "top_logprobs": 3} if route == "chat" else {"logprobs": 3}
+    asked: dict[str, Any] = {"return_hidden_states": True, "return_token_ids": True, **wanted}
+    head = head_of_demo()
+    for most in (1, 9):
+        choice = ask(client, route, model, max_tokens=most, ignore_eos=True, **asked).choices[0]
+        logits = head @ np.array(choice.hidden_states)
+        logprob = (
+            logits[choice.token_ids[-1]]
+            - logits.max()
+            - math.log(np.exp(logits - logits.max()).sum())
+        )
+        found = choice.logprobs
+        told = found.content[-1].logprob if route == "chat" else found.token_logprobs[-1]
+        assert logprob == pytest.approx(told, abs=1e-4)
+    *_, last = ask(client, route, model, max_tokens=9, ignore_eos=True, stream=True, **asked)
+    part = last.choices[0].delta if route == "chat" else last.choices[0]
+    assert part.hidden_states == pytest.approx(choice.hidden_states, abs=1e-4)
 
 
 def test_prompts_are_cut(client: openai.OpenAI) -> None:

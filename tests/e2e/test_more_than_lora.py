@@ -102,6 +102,7 @@ def end(serving: Serving) -> None:
 def complete(serving: Serving, ids: list[int], model: str) -> Any:
     body = {"model": model, "prompt": ids, "max_tokens": NEW_TOKENS, "temperature": 0}
     body |= {"logprobs": 1, "return_token_ids": True, "ignore_eos": True}
+    body["return_hidden_states"] = True
     answer = httpx.post(f"{serving.url}/v1/completions", json=body, timeout=TIMEOUT_S)
     assert answer.status_code == 200, answer.text
     [choice] = answer.json()["choices"]
@@ -147,6 +148,16 @@ def assert_as_peft(serving: Serving, oracles: Mapping[str, Any], lengths: Sequen
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=TOLERANCE), name
         best = rows.max(dim=-1).values.tolist()
         assert expected == pytest.approx(best, abs=TOLERANCE), name
+        state = last_state(oracle, [*ids, *tokens[:-1]])
+        assert choice["hidden_states"] == pytest.approx(state, abs=10 * TOLERANCE), name
+
+
+def last_state(oracle: Any, ids: list[int]) -> list[float]:
+    """Behind the last norm, at the last token."""
+    with torch.no_grad():
+        states = oracle(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+    found: list[float] = states[-1][0, -1].tolist()
+    return found
 
 
 def test_lengths_are_not_merged_or_scaled(beside: Beside) -> None:

@@ -24,6 +24,7 @@ from loraplex.router.api.openai.openai_formatter import (
     ReasoningSent,
     Usage,
     listed,
+    state_of,
     stopped,
 )
 from loraplex.router.api.request.body import decode_plain, require
@@ -95,7 +96,8 @@ class AnswerMessage(msgspec.Struct, frozen=True):
 
 class ChatChoice(msgspec.Struct, frozen=True):
     """One choice of a whole answer. stop_reason, matched_stop: the stop string or the token that
-    ended it; the former is null of the model's own end.
+    ended it; the former is null of the model's own end. hidden_states: the state from which the
+    last token was drawn, where it was asked for.
     """
 
     index: int
@@ -105,6 +107,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     stop_reason: int | str | None
     matched_stop: int | str | None
     token_ids: list[int] | None
+    hidden_states: list[float] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -132,7 +135,9 @@ class CallPart(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """New part of a message in a stream. reasoning_content: the older name of `reasoning`."""
+    """New part of a message in a stream. reasoning_content: the older name of `reasoning`.
+    hidden_states: as of a whole answer's choice, in a chunk of their own behind the choice's end.
+    """
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -140,6 +145,7 @@ class Delta(msgspec.Struct, frozen=True):
     tool_calls: list[CallPart] | UnsetType = UNSET
     reasoning: str | None = None
     reasoning_content: str | None = None
+    hidden_states: list[float] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
@@ -191,6 +197,8 @@ class ChatFormatter(OpenAIFormatter):
 
     def chunk(self, event: TextEvent) -> bytes:
         """Writes the chunks for the next piece of a choice. Raises RequestError (incomplete)."""
+        if event.vector:
+            return self._chunk(ChunkChoice(event.choice, Delta(hidden_states=state_of(event))))
         self._num_tokens += event.num_tokens
         self._num_reasoning += event.num_reasoning
         logprobs = self._logprobs(event.tokens)
@@ -242,6 +250,7 @@ class ChatFormatter(OpenAIFormatter):
                 self._finish_reason(result.finish, bool(result.calls)),
                 *stopped(result),
                 self._options.ids(result.token_ids),
+                state_of(result),
             )
             for result in results
         ]

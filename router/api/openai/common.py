@@ -97,6 +97,7 @@ class OpenAIBody(SharedBody, frozen=True, kw_only=True):
 
     From structured_outputs on: forms of the answer as vLLM asks for them, SGLang from json_schema
     on, and llama.cpp, which has `grammar`. guided_decoding_backend: of no effect.
+    return_hidden_states (SGLang's): of each choice, the state from which its last token was drawn.
     """
 
     response_format: dict[str, Any] | None = None
@@ -121,6 +122,7 @@ class OpenAIBody(SharedBody, frozen=True, kw_only=True):
     allowed_token_ids: list[NonNegative] | None = None
     bad_words: list[StopString] | None = None
     stop_regex: str | list[str] | None = None
+    return_hidden_states: bool | Literal["last"] | None = None
 
 
 S = TypeVar("S", bound=SharedBody)
@@ -302,6 +304,7 @@ def with_shape(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> 
         bad_words=tuple(words),
         sampling=sampling,
         stop_regex=check_patterns(request.stop_regex, "stop_regex"),
+        last_states=bool(request.return_hidden_states),
     )
 
 

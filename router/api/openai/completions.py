@@ -22,6 +22,7 @@ from loraplex.router.api.openai.openai_formatter import (
     TextFinish,
     Usage,
     listed,
+    state_of,
     stopped,
 )
 from loraplex.router.api.request.body import require
@@ -51,7 +52,8 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     """One choice of an answer. stop_reason, matched_stop: as in chats. From token_ids on: null
     unless they were asked for; of a stream, the prompt's in the first chunk.
 
-    token_ids: generated, without an echoed prompt's.
+    token_ids: generated, without an echoed prompt's. hidden_states: the state from which the last
+    token was drawn, where it was asked for; of a stream, in a chunk behind the choice's end.
     """
 
     index: int
@@ -63,6 +65,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
+    hidden_states: list[float] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -106,7 +109,7 @@ class CompletionsFormatter(OpenAIFormatter):
         tokens = event.tokens if self._options.logprobs is not None else ()
         ids = self._options.ids(event.token_ids)
         self._num_tokens += event.num_tokens
-        if not (event.text or tokens or ids or event.finish):
+        if not (event.text or tokens or ids or event.finish or event.vector):
             return b""
         index = event.prompt_index * self._options.n + event.choice
         offset = self._offsets.get(index, 0)
@@ -114,7 +117,7 @@ class CompletionsFormatter(OpenAIFormatter):
         logprobs = self._logprobs(tokens, _offsets(tokens, offset))
         reason = None if event.finish is None else self._ended(event.finish)
         choice = CompletionChoice(index, event.text, logprobs, reason, *stopped(event), ids)
-        return self._chunk(choice)
+        return self._chunk(msgspec.structs.replace(choice, hidden_states=state_of(event)))
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
         """Writes the whole answer at once. Raises RequestError (incomplete)."""
@@ -139,6 +142,7 @@ class CompletionsFormatter(OpenAIFormatter):
             self._options.ids(result.token_ids),
             self._options.ids(info.token_ids),
             self._prompt_logprobs(info),
+            state_of(result),
         )
 
     def _counts_alone(self, usage: Usage) -> Completion:

@@ -161,6 +161,11 @@ def stopped(ended: ChoiceResult | TextEvent) -> tuple[int | str | None, int | st
     return None if ended.finish == "eos" else ended.matched, ended.matched
 
 
+def state_of(ended: ChoiceResult | TextEvent) -> list[float] | UnsetType:
+    """Return the last hidden state of a choice, as SGLang does: absent unless asked for."""
+    return list(ended.vector) or UNSET
+
+
 def _usage(prompts: Sequence[PromptInfo], completion_tokens: int, reasoning_tokens: int) -> Usage:
     prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
     return Usage(

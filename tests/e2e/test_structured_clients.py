@@ -46,16 +46,30 @@ def test_the_ai_sdk_gets_what_it_asks_for(serving: Serving) -> None:
     passes("node", str(script), serving.url, str(NPM_CLIENTS))
 
 
-@pytest.mark.exhaustive
-def test_litellms_proxy_passes_messages_on(serving: Serving, tmp_path: Path) -> None:
-    """In an environment of its own, which is large."""
+def pinned(package: str, extra: str = "") -> str:
+    """A requirement of the version that the other clients' environment has."""
     pins = (ROOT / "constraints.clients.txt").read_text().splitlines()
-    version = next(pin.partition("==")[2] for pin in pins if pin.startswith("litellm=="))
+    version = next(pin.partition("==")[2] for pin in pins if pin.startswith(f"{package}=="))
+    return f"{package}{extra}=={version}"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("script", "package"),
+    [
+        ("proxied", pinned("litellm", "[proxy]")),
+        ("on_semantic_kernel", "semantic-kernel==1.45.0"),
+    ],
+)
+def test_a_large_client_gets_what_it_asks_for(
+    serving: Serving, tmp_path: Path, script: str, package: str
+) -> None:
+    """In an environment of its own."""
     python = tmp_path / "venv/bin/python"
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    subprocess.run([*pip, f"litellm[proxy]=={version}"], check=True)
-    passes(str(python), "-m", "tests.e2e.clients.proxied", serving.url)
+    subprocess.run([*pip, package, pinned("openai")], check=True)
+    passes(str(python), "-m", f"tests.e2e.clients.{script}", serving.url)
 
 
 def passes(*command: str) -> None:

@@ -1,6 +1,7 @@
 """Checks of weights as they are read: their digest, and a fingerprint to recognise them by.
 
-Both are made of parts that threads compute apart.
+Both are made of parts that threads compute apart. Leaves are planned once for all adapters of one
+shape: the less Python a leaf needs, the more threads share the work.
 """
 
 import hashlib
@@ -11,8 +12,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from loraplex.adapters.manifest import DIGEST_FORM, AdapterText
+from loraplex.adapters.common.disk import read_at, write_at
+from loraplex.adapters.manifest import DIGEST_FORM, AdapterText, SlabDtype
 from loraplex.adapters.peft.config import PeftConfig
 from loraplex.adapters.safetensors.file import Weights
 from loraplex.adapters.safetensors.floats import Raw
@@ -20,6 +23,7 @@ from loraplex.adapters.safetensors.header import TensorInfo
 
 # Work of one thread at a time: enough that handing it over does not count.
 LEAF_BYTES = 4 << 20
+_WORD = 8
 _MIX = 0x9E37_79B9_7F4A_7C15
 _MASK = (1 << 64) - 1
 
@@ -30,12 +34,14 @@ class Run(Protocol):
     def __call__(self, work: Callable[[Any], Any], parts: Iterable[Any], /) -> Iterator[Any]: ...
 
 
-def content_digest(config: PeftConfig, text: AdapterText, weights: Weights, run: Run = map) -> str:
+def content_digest(
+    config: PeftConfig, text: AdapterText, nbytes: int, leaves: Iterable[bytes]
+) -> str:
     """sha256 hex over an adapter's config, its texts and the leaves of its weights file.
 
     The texts are the default chat template, special tokens, ends of an answer, other templates,
     classes and added tokens. Each part comes with its length. A leaf is the sha256 of `LEAF_BYTES`
-    of the file, which is read whole.
+    of the file, which has `nbytes`.
     """
     template, ends, classes, added = text
     tokens, named = (template.special_tokens, template.named) if template else ({}, {})
@@ -46,25 +52,19 @@ def content_digest(config: PeftConfig, text: AdapterText, weights: Weights, run:
     digest = hashlib.sha256(f"loraplex adapter, form {DIGEST_FORM}".encode())
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
-    digest.update(weights.nbytes.to_bytes(8, "little"))
-    for leaf in run(partial(_leaf, weights), range(0, weights.nbytes, LEAF_BYTES)):
+    digest.update(nbytes.to_bytes(8, "little"))
+    for leaf in leaves:
         digest.update(leaf)
     return digest.hexdigest()
-
-
-def _leaf(weights: Weights, start: int) -> bytes:
-    piece = buffer(min(LEAF_BYTES, weights.nbytes - start))
-    weights.read_into(start, piece)
-    return hashlib.sha256(piece.data).digest()
 
 
 _own = threading.local()
 
 
 def buffer(nbytes: int) -> Raw:
-    """Memory of this thread, up to `LEAF_BYTES`, until the thread asks again."""
+    """Memory of this thread, up to a leaf and a word, until the thread asks again."""
     if not hasattr(_own, "buffer"):
-        _own.buffer = np.empty(LEAF_BYTES, np.uint8)
+        _own.buffer = np.empty(LEAF_BYTES + _WORD, np.uint8)
     found: Raw = _own.buffer[:nbytes]
     return found
 
@@ -90,31 +90,44 @@ def fingerprint_of(tensor: TensorInfo, piece: Raw) -> int:
 
     The piece begins at a multiple of 8 bytes from the tensor's start.
     """
-    return _weighted(tensor, _sum(piece), len(piece))
+    return _weight(tensor) * (_sum(piece) + len(piece)) & _MASK
 
 
-def fingerprint_of_run(tensors: Sequence[TensorInfo], piece: Raw) -> int:
-    """The same of a piece of a run, see `pieces_of`: of one tensor, or of several whole ones."""
-    if len(tensors) == 1:
-        return fingerprint_of(tensors[0], piece)
-    start = tensors[0].start
-    offsets = [tensor.start - start for tensor in tensors]
-    if any(offset % 8 for offset in (*offsets, len(piece))):
-        slices = (piece[t.start - start : t.end - start] for t in tensors)
-        return sum(map(fingerprint_of, tensors, slices)) & _MASK
-    sums = np.add.reduceat(piece.view("<u8"), [offset // 8 for offset in offsets])
-    parts = zip(tensors, sums.tolist(), strict=True)
-    return sum(_weighted(tensor, total, tensor.nbytes) for tensor, total in parts) & _MASK
-
-
-def _weighted(tensor: TensorInfo, total: int, nbytes: int) -> int:
-    return (((tensor.start + 1) * _MIX | 1) * (total + nbytes)) & _MASK
+def _weight(tensor: TensorInfo) -> int:
+    return (tensor.start + 1) * _MIX & _MASK | 1
 
 
 def _sum(piece: Raw) -> int:
-    words = len(piece) // 8
-    total = int(np.add.reduce(piece[: 8 * words].view("<u8")))
-    return total + int.from_bytes(piece[8 * words :].tobytes(), "little")
+    words = len(piece) // _WORD
+    total = int(np.add.reduce(piece[: _WORD * words].view("<u8")))
+    return total + int.from_bytes(piece[_WORD * words :].tobytes(), "little")
+
+
+class Sums(NamedTuple):
+    """Sums up pieces of tensors that lie in one piece, each times its weight.
+
+    offsets: where each begins, `[pieces]` in words. weights: `[pieces]`, uint64; 0 = what lies
+    there does not count. addend: for the sizes of the pieces.
+    """
+
+    offsets: npt.NDArray[np.intp]
+    weights: npt.NDArray[np.uint64]
+    addend: int
+
+    @classmethod
+    def of(cls, pieces: Iterable[tuple[TensorInfo | None, int, int]]) -> "Sums":
+        """pieces: of each the tensor, where it begins, a multiple of 8, and its bytes."""
+        placed = [(t and _weight(t) or 0, begin // _WORD, nbytes) for t, begin, nbytes in pieces]
+        weights = np.array([weight for weight, _, _ in placed], np.uint64)
+        addend = sum(weight * nbytes for weight, _, nbytes in placed)
+        return cls(np.array([begin for _, begin, _ in placed], np.intp), weights, addend)
+
+    def fingerprint(self, piece: Raw) -> int:
+        """The sum of `fingerprint_of` over the pieces of tensors."""
+        if len(piece) % _WORD:
+            piece = np.pad(piece, (0, -len(piece) % _WORD))
+        sums = np.add.reduceat(piece.view("<u8"), self.offsets)
+        return int(np.add.reduce(sums * self.weights)) + self.addend
 
 
 class Seal(NamedTuple):
@@ -132,37 +145,141 @@ class Seal(NamedTuple):
         return fingerprint & _MASK == self.fingerprint & _MASK
 
 
-def runs_of(tensors: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, ...]]:
-    """Yields tensors that lie side by side and are alike, together up to `LEAF_BYTES`; a larger
-    one alone. Empty tensors are left out.
+class Kind(NamedTuple):
+    """What tensors are read for. slab: the dtype that has to hold their values; None = any.
+    is_sealed: whether the fingerprint covers them.
     """
-    found: list[TensorInfo] = []
-    for tensor in tensors:
-        if not tensor.nbytes:
-            continue
-        follows = found and found[-1].end == tensor.start and found[-1].dtype == tensor.dtype
-        if found and not (follows and tensor.end - found[0].start <= LEAF_BYTES):
-            yield tuple(found)
-            found = []
-        found.append(tensor)
-    if found:
-        yield tuple(found)
+
+    dtype: str
+    slab: SlabDtype | None
+    is_sealed: bool
 
 
-def pieces_of(run: Sequence[TensorInfo], weights: Weights) -> Iterator[tuple[int, Raw]]:
-    """Yields the position and the bytes of each piece of a run. The next overwrites them."""
-    start, end = run[0].start, run[-1].end
-    for position in range(start, end, LEAF_BYTES):
-        piece = buffer(min(LEAF_BYTES, end - position))
-        weights.read_into(position, piece)
-        yield position, piece
+class LeafPart(NamedTuple):
+    """Tensors of one kind that lie side by side in a leaf, whole or cut. begin, end: in the leaf;
+    the last may end a few bytes behind it, so that no number is cut.
+    """
+
+    kind: Kind
+    begin: int
+    end: int
+    tensors: tuple[TensorInfo, ...]
+    sums: Sums
 
 
-def seal_of(weights: Weights, tensors: Iterable[TensorInfo], run: Run = map) -> int:
-    """The fingerprint of tensors, as `Seal` has it. tensors: in the file's order."""
+class Leaf(NamedTuple):
+    """`nbytes` bytes of a weights file from `start` on, and the tensors in them."""
 
-    def of_run(alike: tuple[TensorInfo, ...]) -> int:
-        return sum(fingerprint_of_run(alike, piece) for _, piece in pieces_of(alike, weights))
+    start: int
+    nbytes: int
+    parts: tuple[LeafPart, ...]
 
-    total: int = sum(run(of_run, runs_of(tensors)))
-    return total & _MASK
+    @property
+    def read_bytes(self) -> int:
+        return max((self.nbytes, *(part.end for part in self.parts)))
+
+
+class LeafFound(NamedTuple):
+    """What one pass over a leaf has found. digest: sha256; b"" = it was not wanted."""
+
+    digest: bytes
+    fingerprint: int
+    bad: Sequence[tuple[str, bool]]
+
+
+Check = Callable[[LeafPart, int, Raw], Iterable[tuple[str, bool]]]
+
+
+def leaves_of(nbytes: int, tensors: Iterable[tuple[TensorInfo, Kind]]) -> tuple[Leaf, ...]:
+    """Plans how to read a file of `nbytes`. tensors: in the file's order."""
+    parts: list[list[LeafPart]] = [[] for _ in range(0, nbytes, LEAF_BYTES)]
+    some: list[TensorInfo] = []
+    leaf, kind = 0, None
+
+    def close() -> None:
+        if some and kind is not None:
+            start = leaf * LEAF_BYTES
+            cuts = [(t, *_cut(t, start)) for t in some]
+            begin, end = cuts[0][1], cuts[-1][2]
+            sums = Sums.of((t, from_ - begin, to - from_) for t, from_, to in cuts)
+            parts[leaf].append(LeafPart(kind, begin - start, end - start, tuple(some), sums))
+            some.clear()
+
+    for tensor, own in tensors:
+        for number in range(tensor.start // LEAF_BYTES, -(-tensor.end // LEAF_BYTES)):
+            begin, end = _cut(tensor, number * LEAF_BYTES)
+            if begin == end:
+                continue
+            # Sums are of whole words from each tensor's start on.
+            follows = some and some[-1].end == begin and not some[-1].nbytes % _WORD
+            if not follows or (leaf, kind) != (number, own):
+                close()
+            leaf, kind = number, own
+            some.append(tensor)
+    close()
+    return tuple(
+        Leaf(start, min(LEAF_BYTES, nbytes - start), tuple(found))
+        for start, found in zip(range(0, nbytes, LEAF_BYTES), parts, strict=True)
+    )
+
+
+def _cut(tensor: TensorInfo, start: int) -> tuple[int, int]:
+    """The part of a tensor in the leaf from `start` on, by the file's bytes: cut between words of
+    the tensor.
+    """
+
+    def at(position: int) -> int:
+        within = max(0, position - tensor.start)
+        return min(tensor.end, tensor.start + -(-within // _WORD) * _WORD)
+
+    return at(start), at(start + LEAF_BYTES)
+
+
+def read_leaves(
+    weights: Weights, leaves: Iterable[Leaf], run: Run, check: Check, *, with_digests: bool
+) -> list[LeafFound]:
+    """Reads each leaf once. check: what is wrong with a part, which lies in the file from there on.
+    run: `map`, or that of an executor, whose threads then share the work.
+    """
+    return list(run(partial(_read_leaf, weights, check, with_digests), leaves))
+
+
+def _read_leaf(weights: Weights, check: Check, with_digests: bool, leaf: Leaf) -> LeafFound:
+    piece = buffer(leaf.read_bytes)
+    weights.read_into(leaf.start, piece)
+    digest = hashlib.sha256(piece[: leaf.nbytes].data).digest() if with_digests else b""
+    fingerprint = 0
+    bad: list[tuple[str, bool]] = []
+    for part in leaf.parts:
+        own = piece[part.begin : part.end]
+        if part.kind.is_sealed:
+            fingerprint += part.sums.fingerprint(own)
+        bad += check(part, leaf.start + part.begin, own)
+    return LeafFound(digest, fingerprint, bad)
+
+
+def seal_of(
+    weights: Weights, tensors: Iterable[TensorInfo], run: Run = map
+) -> tuple[int, list[bytes]]:
+    """The fingerprint of tensors, as `Seal` has it, and the digests of the leaves, in one pass.
+    tensors: in the file's order.
+    """
+    kinds = ((tensor, Kind(tensor.dtype, None, True)) for tensor in tensors)
+    leaves = leaves_of(weights.nbytes, kinds)
+    found = read_leaves(weights, leaves, run, lambda *part: (), with_digests=True)
+    return sum(leaf.fingerprint for leaf in found) & _MASK, [leaf.digest for leaf in found]
+
+
+def copy_leaves(source: int, target: int, nbytes: int, run: Run = map) -> tuple[int, list[bytes]]:
+    """Copies the first `nbytes` of an open file to another. How many there were, and the digests
+    of the leaves as they were written. Raises OSError.
+    """
+    found = list(run(partial(_copy_leaf, source, target, nbytes), range(0, nbytes, LEAF_BYTES)))
+    return sum(count for count, _ in found), [digest for _, digest in found]
+
+
+def _copy_leaf(source: int, target: int, nbytes: int, start: int) -> tuple[int, bytes]:
+    piece = buffer(min(LEAF_BYTES, nbytes - start)).data
+    count = read_at(source, piece, start)
+    write_at(target, piece[:count], start)
+    return count, hashlib.sha256(piece[:count]).digest()

@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import groupby
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +15,16 @@ from loraplex.adapters.classes import HEAD_OF_CLASSES
 from loraplex.adapters.common.disk import entries_of
 from loraplex.adapters.common.recent import Recent
 from loraplex.adapters.content_check import (
+    Kind,
+    Leaf,
+    LeafFound,
+    LeafPart,
     Run,
     Seal,
     content_digest,
-    fingerprint_of_run,
-    pieces_of,
-    runs_of,
+    leaves_of,
+    read_leaves,
+    seal_of,
 )
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import DIGEST_FORM, AdapterManifest, AdapterText, SlabDtype
@@ -74,10 +78,11 @@ class Judged(NamedTuple):
 
 
 class KnownTensors(NamedTuple):
-    """Tensors of adapters with one shape, and what they are."""
+    """Tensors of adapters with one shape, what they are, and how they are read."""
 
     tensors: tuple[TensorInfo, ...]
     adapter: LoraTensors
+    leaves: tuple[Leaf, ...]
 
 
 # Placed tensors by the shape of adapters, for one base and one set of limits.
@@ -90,11 +95,13 @@ def judge_folder(
     limits: AdapterLimits | None = None,
     run: Run = map,
     known: KnownShapes | None = None,
+    hashed: Sequence[bytes] | None = None,
 ) -> Judged:
     """An adapter folder, judged in full.
 
     base: None = only what does not depend on the base model is checked. run: `map`, or that of an
-    executor, whose threads then share the work. known: shapes that were judged before. Raises
+    executor, whose threads then share the work. known: shapes that were judged before. hashed: the
+    digests of the weights file's leaves, where the caller has made them of what it wrote. Raises
     AdapterError with every violation found.
     """
     limits = limits or AdapterLimits()
@@ -109,29 +116,36 @@ def judge_folder(
             weights = _open(opened, folder, listing, index, findings)
         shape = b"" if known is None else _shape(weights, small)
         placed = None if known is None else known.get(shape)
+        leaves: tuple[Leaf, ...] | None = None
         if placed is not None:
-            tensors, adapter = placed
+            tensors, adapter, leaves = placed
         elif weights is not None:
             tensors = _header(weights, findings)
         base = base or infer_base(trained_for(small.get(CONFIG_FILE, b"")), tensors or ())
         targeting, text = check_small(small, base, limits, findings, is_known=placed is not None)
+        found: list[LeafFound] = []
         if weights is not None and tensors is not None:
             if adapter is None:
                 adapter = place_tensors(targeting, tensors, base, limits, findings)
             identity = weights.identity()
             if adapter is not None:
                 text = _whole_text(adapter, text, small.get(CLASSES_FILE), base, findings)
-            reading = _Reading(weights, adapter, base, limits.room, run)
-            fingerprint = reading.check_values(tensors, findings)
+            reading = _Reading(weights, adapter, base, limits.room)
+            leaves = leaves or reading.plan(tensors)
+            wanted = hashed is None and not findings
+            found = read_leaves(weights, leaves, run, _unfit, with_digests=wanted)
+            reading.add_findings(tensors, found, findings)
         findings.raise_if_any()
-        if adapter is None or weights is None or tensors is None:
+        if adapter is None or weights is None or tensors is None or leaves is None:
             raise AssertionError("files that cannot be read left no violation")
         if placed is None:
             _check_room(adapter, base, limits)
-        digest = content_digest(adapter.config, text, weights, run)
+        digests = hashed or [leaf.digest for leaf in found]
+        digest = content_digest(adapter.config, text, weights.nbytes, digests)
     if known is not None:
-        known.put(shape, KnownTensors(tensors, adapter))
+        known.put(shape, KnownTensors(tensors, adapter, leaves))
     manifest = _manifest(digest, adapter, text, base)
+    fingerprint = sum(leaf.fingerprint for leaf in found)
     return Judged(manifest, adapter, Seal(identity, fingerprint), shape)
 
 
@@ -180,12 +194,18 @@ def rejudge(folder: Path, base: BaseSpec, limits: AdapterLimits) -> LoraTensors:
     return adapter
 
 
-def is_intact(
+def seal_stored(
     weights: Weights, adapter: LoraTensors, manifest: AdapterManifest, run: Run = map
-) -> bool:
-    """Whether weights that were judged before still have the digest they are known by."""
-    known = manifest.content_digest or manifest.digest
-    return content_digest(adapter.config, manifest.text, weights, run) == known
+) -> Seal | None:
+    """The seal of weights that were judged before. None: they do not have the digest any more that
+    they are known by.
+    """
+    identity = weights.identity()
+    in_order = sorted(adapter.tensors, key=lambda tensor: tensor.start)
+    fingerprint, leaves = seal_of(weights, in_order, run)
+    digest = content_digest(adapter.config, manifest.text, weights.nbytes, leaves)
+    is_intact = digest == (manifest.content_digest or manifest.digest)
+    return Seal(identity, fingerprint) if is_intact else None
 
 
 def _listing(folder: Path, findings: Findings) -> tuple[dict[str, int], set[str]]:
@@ -248,67 +268,48 @@ def _header(weights: Weights, findings: Findings) -> tuple[TensorInfo, ...] | No
 
 
 class _Reading:
-    """One pass over the tensors of a weights file: values are checked, and a fingerprint is made.
+    """Tells what is read of a weights file, and checks the values as they are read.
 
     adapter: None when the config cannot say what the tensors are. room: its dtype must hold all
-    values. run: `map`, or that of threads.
+    values.
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        adapter: LoraTensors | None,
-        base: BaseSpec,
-        room: SlabRoom | None,
-        run: Run,
+        self, weights: Weights, adapter: LoraTensors | None, base: BaseSpec, room: SlabRoom | None
     ) -> None:
         self._weights = weights
         self._base = base
-        self._run = run
         self._slab: SlabDtype = "float32" if room is None else room.dtype
         copies = adapter.base_copies if adapter and not base.is_inferred else ()
         self._copies = {tensor.name: module for module, tensor in copies}
         self._sealed = {tensor.name for tensor in (adapter.tensors if adapter else ())}
 
-    def check_values(self, tensors: Sequence[TensorInfo], findings: Findings) -> int:
-        """Adds what is wrong with the values; the fingerprint of the LoRA tensors."""
-        read = [t for t in tensors if t.name not in self._copies and self._counts(t)]
-        runs = [run for _, alike in groupby(read, self._kind) for run in runs_of(alike)]
+    def plan(self, tensors: Sequence[TensorInfo]) -> tuple[Leaf, ...]:
+        """The leaves, with the tensors whose values matter."""
+        kinds = ((tensor, self._kind(tensor)) for tensor in tensors)
+        return leaves_of(self._weights.nbytes, [each for each in kinds if each[1] is not None])
+
+    def _kind(self, tensor: TensorInfo) -> Kind | None:
+        is_sealed, is_float = tensor.name in self._sealed, tensor.dtype in FLOAT_DTYPES
+        if tensor.name in self._copies or not (is_sealed or (is_float and may_be_lora(tensor))):
+            return None
+        slab: SlabDtype = "float32" if is_of_outputs(tensor) else self._slab
+        return Kind(tensor.dtype, slab if is_float else None, is_sealed)
+
+    def add_findings(
+        self, tensors: Sequence[TensorInfo], leaves: Sequence[LeafFound], findings: Findings
+    ) -> None:
+        """Adds what is wrong with the values."""
         bad: dict[str, bool] = {}
-        fingerprint = 0
-        for part, found in self._run(self._check_run, runs):
-            fingerprint += part
-            for name, finite in found:
-                bad[name] = finite and bad.get(name, True)
+        for name, finite in chain.from_iterable(leaf.bad for leaf in leaves):
+            bad[name] = finite and bad.get(name, True)
+        if not bad and not self._copies:
+            return
         for tensor in tensors:
             if tensor.name in self._copies:
                 self._check_copy(tensor, findings)
             elif tensor.name in bad:
                 self._add(tensor, findings, finite=bad[tensor.name])
-        return fingerprint
-
-    def _counts(self, tensor: TensorInfo) -> bool:
-        """Whether a tensor's values matter."""
-        is_float = tensor.dtype in FLOAT_DTYPES
-        return tensor.name in self._sealed or (is_float and may_be_lora(tensor))
-
-    def _kind(self, tensor: TensorInfo) -> tuple[bool, bool]:
-        return tensor.name in self._sealed, is_of_outputs(tensor)
-
-    def _check_run(self, run: tuple[TensorInfo, ...]) -> tuple[int, list[tuple[str, bool]]]:
-        """The fingerprint of tensors that are alike, and the names of those whose values are not
-        right; with each, whether they are finite.
-        """
-        is_sealed, is_wide = self._kind(run[0])
-        dtype: SlabDtype = "float32" if is_wide else self._slab
-        fingerprint = 0
-        bad: list[tuple[str, bool]] = []
-        for position, piece in pieces_of(run, self._weights):
-            if is_sealed:
-                fingerprint += fingerprint_of_run(run, piece)
-            if run[0].dtype in FLOAT_DTYPES and not fits(piece, run[0].dtype, dtype):
-                bad += _unfit(run, position, piece, dtype)
-        return fingerprint, bad
 
     def _add(self, tensor: TensorInfo, findings: Findings, *, finite: bool) -> None:
         if not finite:
@@ -330,15 +331,16 @@ class _Reading:
             findings.add("base_weights_changed", tensor.name, message)
 
 
-def _unfit(
-    run: Sequence[TensorInfo], position: int, piece: Raw, dtype: SlabDtype
-) -> Iterator[tuple[str, bool]]:
-    """Yields tensors of a run with values that do not fit, and whether those are finite."""
-    for tensor in run:
+def _unfit(part: LeafPart, position: int, piece: Raw) -> Iterator[tuple[str, bool]]:
+    """Yields tensors with values that do not fit, and whether those are finite."""
+    dtype, slab, _ = part.kind
+    if slab is None or fits(piece, dtype, slab):
+        return
+    for tensor in part.tensors:
         begin, end = max(0, tensor.start - position), tensor.end - position
         own = piece[begin:end]
-        if not fits(own, tensor.dtype, dtype):
-            yield tensor.name, is_finite(own, tensor.dtype)
+        if not fits(own, dtype, slab):
+            yield tensor.name, is_finite(own, dtype)
 
 
 def _check_room(adapter: LoraTensors, base: BaseSpec, limits: AdapterLimits) -> None:

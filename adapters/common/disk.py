@@ -23,9 +23,7 @@ _LOGGED_AGAIN_S = 600.0
 _logged_at: dict[tuple[Path, object], float] = {}
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Other file systems, or kernels, or what a sandbox forbids.
-_CANNOT_SHARE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-_COPY_BYTES = 256 << 10
+_FICLONE = 0x40049409  # of linux/fs.h
 
 
 @contextmanager
@@ -86,33 +84,34 @@ def sync_files(folder: Path) -> None:
         sync_path(path)
 
 
-def copy_bytes(source: int, target: int, most: int) -> int:
-    """Copies what follows in the open file `source` to that of `target`; returns how much there
-    was, at most `most`. A file system that can lets both share it until one is written to.
-
-    Raises OSError.
+def share_bytes(source: int, target: int) -> bool:
+    """Gives an empty open file the content of another, where a file system lets both share it
+    until one is written to.
     """
-    copied = 0
-    try:
-        while copied < most:
-            count = os.copy_file_range(source, target, most - copied)
-            if not count:
-                break
-            copied += count
-    except OSError as error:
-        if error.errno not in _CANNOT_SHARE:
-            raise
-    # Some file systems report zero although there is space.
-    piece = memoryview(bytearray(_COPY_BYTES))
-    while copied < most:
-        count = os.readv(source, [piece[: most - copied]])
+    with suppress(OSError):
+        fcntl.ioctl(target, _FICLONE, source)
+        return True
+    return False
+
+
+def read_at(fd: int, target: memoryview, position: int) -> int:
+    """Fills `target` with a file's bytes from `position` on; fewer where the file ends. Returns how
+    many. Raises OSError.
+    """
+    done = 0
+    while done < len(target):
+        count = os.preadv(fd, [target[done:]], position + done)
         if not count:
             break
-        copied += count
-        rest = piece[:count]
-        while rest:
-            rest = rest[os.write(target, rest) :]
-    return copied
+        done += count
+    return done
+
+
+def write_at(fd: int, data: bytes | memoryview, position: int) -> None:
+    """Writes all of `data` to a file from `position` on. Raises OSError."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], position + done)
 
 
 def mark_used(path: Path) -> None:

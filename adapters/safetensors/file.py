@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from loraplex.adapters.common.disk import read_at
 from loraplex.adapters.safetensors.floats import Raw
 from loraplex.adapters.safetensors.header import (
     MAX_TENSORS,
@@ -23,6 +24,7 @@ from loraplex.adapters.violations import Findings, invalid
 # A piece fits into a core's own cache, so its later uses read no memory again. It is large enough
 # that Python's overhead does not count. Whole numbers of any dtype.
 PIECE_BYTES = 256 << 10
+MOST_TARGETS = 1024  # of one call, as Linux has it
 
 
 class Weights(ABC):
@@ -79,14 +81,18 @@ class WeightsFile(Weights):
         self._fd = fd
 
     def read_into(self, start: int, target: Raw) -> None:
-        view = target.data
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._fd, [view[done:]], start + done)
-            if not count:
-                message = f"{self.name} ends after {start + done} bytes"
-                raise invalid("truncated", self.name, message)
-            done += count
+        done = read_at(self._fd, target.data, start)
+        if done < len(target):
+            message = f"{self.name} ends after {start + done} bytes"
+            raise invalid("truncated", self.name, message)
+
+    def read_apart(self, start: int, targets: Sequence[memoryview]) -> None:
+        """Fills each of `targets`, at most `MOST_TARGETS`, with the bytes that follow."""
+        done = os.preadv(self._fd, targets, start)
+        for target in targets:
+            if done < len(target):
+                self.read_into(start, np.frombuffer(target, np.uint8))
+            start, done = start + len(target), max(0, done - len(target))
 
     def identity(self) -> tuple[int, ...]:
         found = os.fstat(self._fd)

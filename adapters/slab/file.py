@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from loraplex.adapters.common.disk import hold
+from loraplex.adapters.common.disk import hold, read_at, write_at
 from loraplex.adapters.content_check import Fingerprint
 from loraplex.adapters.manifest import LAYOUT_VERSION, SlabLayout
 from loraplex.adapters.slab.memory import SlabMemory
@@ -73,10 +73,10 @@ def write_slab_file(
             if stopped():
                 return False
             written.update(np.frombuffer(run, np.uint8))
-            _write(out.fileno(), run, payload + offset)
+            write_at(out.fileno(), run, payload + offset)
         numbers = (len(encoded), _fingerprint(encoded), written.value)
         prefix = _MAGIC + b"".join(number.to_bytes(8, "little") for number in numbers)
-        _write(out.fileno(), prefix + encoded, 0)
+        write_at(out.fileno(), prefix + encoded, 0)
     return True
 
 
@@ -121,18 +121,9 @@ class SlabFile:
 
 
 def _read_exactly(fd: int, target: memoryview, position: int) -> None:
-    done = 0
-    while done < len(target):
-        count = os.preadv(fd, [target[done:]], position + done)
-        if count == 0:
-            raise SlabError(f"the slab ends after {position + done} bytes")
-        done += count
-
-
-def _write(fd: int, data: bytes | memoryview, position: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], position + done)
+    done = read_at(fd, target, position)
+    if done < len(target):
+        raise SlabError(f"the slab ends after {position + done} bytes")
 
 
 def _payload_start(layout_bytes: int) -> int:

@@ -47,10 +47,14 @@ class Source(Protocol):
         """
         ...
 
-    def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
+    def fetch_file(
+        self, ref: AdapterRef, token: str | None, name: str, folder: Path
+    ) -> list[bytes] | None:
         """Puts one listed file of a pinned adapter into `folder`, whole or not at all.
 
-        After a failure, what had come may lie in `folder` under another name, for the next call.
+        Returns the digests of its leaves (`copy_leaves`) where they were made of the bytes that
+        were written. After a failure, what had come may lie in `folder` under another name, for
+        the next call.
         """
         ...
 
@@ -70,8 +74,10 @@ class LateSource:
     def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
         return self._source().adapters_in(ref, token)
 
-    def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
-        self._source().fetch_file(ref, token, name, folder)
+    def fetch_file(
+        self, ref: AdapterRef, token: str | None, name: str, folder: Path
+    ) -> list[bytes] | None:
+        return self._source().fetch_file(ref, token, name, folder)
 
 
 class RemoteFile(NamedTuple):

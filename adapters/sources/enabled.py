@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loraplex.adapters.common import extras
+from loraplex.adapters.content_check import Run
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import MODELSCOPE_ENDPOINT, RefSource, is_bucket, is_owner
 from loraplex.adapters.sources.base import LateSource, Source
@@ -21,8 +22,10 @@ def open_sources(
     https_hosts: Sequence[str] = (),
     modelscope_owners: Sequence[str] = (),
     modelscope_endpoint: str = MODELSCOPE_ENDPOINT,
+    run: Run = map,
 ) -> dict[RefSource, Source]:
     """Opens the enabled sources. S3, HTTPS and ModelScope need a bucket, host or owner each.
+    run: see LocalSource.
 
     Raises AdapterError for an option that cannot hold.
     """
@@ -43,7 +46,7 @@ def open_sources(
         f"--modelscope-endpoint {modelscope_endpoint!r}: expected https://host",
     )
     sources: dict[RefSource, Source] = {"hub": open_hub(hub_owners)}
-    sources["local"] = LocalSource(roots)
+    sources["local"] = LocalSource(roots, run)
     if s3_buckets:
         sources["s3"] = _s3(s3_buckets)
     if https_hosts:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from loraplex.adapters.common.disk import copy_bytes
+from loraplex.adapters.common.disk import share_bytes
+from loraplex.adapters.content_check import Run, copy_leaves
 from loraplex.adapters.errors import AdapterChanged, AdapterError
 from loraplex.adapters.nearby import adapters_near
 from loraplex.adapters.peft.files import is_relevant, is_unsafe
@@ -29,10 +30,11 @@ _OF_TARGET = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 class LocalSource:
     """Serves adapters from folders of this machine. roots: adapter folders, or folders under which
-    adapters lie; none = no local adapters.
+    adapters lie; none = no local adapters. run: `map`, or that of threads, which then copy.
     """
 
-    def __init__(self, roots: Sequence[Path]) -> None:
+    def __init__(self, roots: Sequence[Path], run: Run = map) -> None:
+        self._run = run
         self._roots = tuple(Path(os.path.realpath(Path(root).expanduser())) for root in roots)
 
     def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
@@ -55,13 +57,19 @@ class LocalSource:
         folder = self._folder(ref)
         return adapters_near(folder, may_look_beside=folder not in self._roots)
 
-    def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
+    def fetch_file(
+        self, ref: AdapterRef, token: str | None, name: str, folder: Path
+    ) -> list[bytes] | None:
         source = self._folder(ref) / name
+        digests = None
         with self._open(source, ref) as fd:
             before = os.fstat(fd)
             with (folder / name).open("xb", buffering=0) as target:
-                # A byte more than expected shows that the file has grown.
-                copied = copy_bytes(fd, target.fileno(), before.st_size + 1)
+                if share_bytes(fd, target.fileno()):
+                    copied = os.fstat(target.fileno()).st_size
+                else:
+                    into = target.fileno()
+                    copied, digests = copy_leaves(fd, into, before.st_size, self._run)
             after = os.fstat(fd)
         try:
             if copied != before.st_size or identity(before) != identity(after):
@@ -70,6 +78,7 @@ class LocalSource:
         except AdapterError:
             (folder / name).unlink()
             raise
+        return digests
 
     def _folder(self, ref: AdapterRef) -> Path:
         """The real folder that the reference means, under a root."""

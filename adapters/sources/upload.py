@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from loraplex.adapters.common.disk import copy_bytes
+from loraplex.adapters.content_check import copy_leaves
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.uploads.shelf import UploadShelf
@@ -37,7 +37,7 @@ class UploadSource:
             raise _missing() from None
         except OSError:
             with source.open("rb") as read, target.open("xb", buffering=0) as written:
-                copy_bytes(read.fileno(), written.fileno(), source.stat().st_size)
+                copy_leaves(read.fileno(), written.fileno(), source.stat().st_size)
 
     def _folder(self, ref: AdapterRef) -> Path:
         for shelf in self._shelves:

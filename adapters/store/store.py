@@ -33,16 +33,16 @@ from loraplex.adapters.common.recent import Recent
 from loraplex.adapters.common.retries import RetryPolicy
 from loraplex.adapters.common.single_flight import SingleFlight
 from loraplex.adapters.common.unfinished import remove_stale, resumable_folder, unfinished_folder
-from loraplex.adapters.content_check import Run, Seal, seal_of
+from loraplex.adapters.content_check import Run, Seal
 from loraplex.adapters.coverage import Coverage
 from loraplex.adapters.errors import AdapterChanged, AdapterError
 from loraplex.adapters.judge import (
     Judged,
     KnownShapes,
     check_small,
-    is_intact,
     judge_folder,
     rejudge,
+    seal_stored,
 )
 from loraplex.adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype, SlabLayout
 from loraplex.adapters.merge.job import MergeJob, write_ends, write_job
@@ -94,7 +94,7 @@ class AdapterStore:
 
     sources: those that references may name; others are refused. clock: monotonic seconds. syncing:
     a thread that waits for the disk, so that nobody who wants an adapter does; None = it is waited
-    for before `admit` returns. threads: share the work on one adapter.
+    for before `admit` returns. run: `map`, or that of threads, which then share the work.
     Every method raises AdapterError when the adapter cannot be had.
     """
 
@@ -107,10 +107,10 @@ class AdapterStore:
         clock: Callable[[], float] = time.monotonic,
         retries: RetryPolicy | None = None,
         syncing: Executor | None = None,
-        threads: Executor | None = None,
+        run: Run = map,
     ) -> None:
         self._base = base
-        self._run: Run = map if threads is None else threads.map
+        self._run = run
         self._retries = retries or RetryPolicy()
         self._sources = dict(sources)
         self._limits = limits or AdapterLimits()
@@ -271,10 +271,12 @@ class AdapterStore:
         self._make_folders()
         with self._folder_for(ref) as folder:
             progress("fetching")
-            nbytes = self._fetch(source, ref, token, folder)
+            nbytes, hashed = self._fetch(source, ref, token, folder)
             progress("checking")
             with self._judging:
-                judged = judge_folder(folder, self._base, self._limits, self._run, self._shapes)
+                judged = judge_folder(
+                    folder, self._base, self._limits, self._run, self._shapes, hashed
+                )
             self._keep(folder, judged)
             self._references.remember(Known(ref, judged.manifest.digest, nbytes), folder)
         return judged.manifest
@@ -310,11 +312,14 @@ class AdapterStore:
             self._keep(folder, judged._replace(manifest=manifest))
         return manifest
 
-    def _fetch(self, source: Source, ref: AdapterRef, token: str | None, folder: Path) -> int:
+    def _fetch(
+        self, source: Source, ref: AdapterRef, token: str | None, folder: Path
+    ) -> tuple[int, list[bytes] | None]:
         """Fetches an adapter's files. Small files come first: most of what cannot be served is
         known before the weights come.
 
-        Returns the bytes of all files.
+        Returns the bytes of all files, and the digests of the weights' leaves if the source knows
+        them.
         """
         listing = self._retries.run(lambda: source.list_files(ref, token))
         findings = Findings()
@@ -326,11 +331,11 @@ class AdapterStore:
             raise AdapterError("too_large", message)
         self._quota.check(total)
 
-        def fetch(name: str) -> None:
+        def fetch(name: str) -> list[bytes] | None:
             target = folder / name
             if partial_bytes(target) == listing[name] and target.exists():
-                return
-            self._retries.run(
+                return None
+            hashed = self._retries.run(
                 lambda: source.fetch_file(ref, token, name, folder), lambda: partial_bytes(target)
             )
             fetched = target.stat().st_size
@@ -338,6 +343,7 @@ class AdapterStore:
                 target.unlink()
                 message = f"{name} came with {fetched} bytes, {listing[name]} were announced"
                 raise AdapterError("unavailable", message, (), 1.0)
+            return hashed
 
         for name in small:
             fetch(name)
@@ -347,11 +353,11 @@ class AdapterStore:
         findings.raise_if_any()
         # Several files and the one that is made of them lie side by side for a while.
         with self._quota.room(total if index is None else 2 * total):
-            for name in weight_files(listing):
-                fetch(name)
-            if index is not None:
-                join_files(folder, index, WEIGHTS_FILE)
-        return total
+            hashed = [fetch(name) for name in weight_files(listing)]
+            if index is None:
+                return total, hashed[0]
+            join_files(folder, index, WEIGHTS_FILE)
+        return total, None
 
     def _make_folders(self) -> None:
         """Makes folders before each write: somebody may have deleted them. Raises OSError."""
@@ -404,7 +410,7 @@ class AdapterStore:
         folder = self._contents.path(manifest.digest)
         adapter = rejudge(folder, self._base, self._limits)
         with open_weights(folder / WEIGHTS_FILE) as weights:
-            if not is_intact(weights, adapter, manifest, self._run):
+            if seal_stored(weights, adapter, manifest, self._run) is None:
                 raise self._damaged(manifest.digest)
         return adapter
 
@@ -426,9 +432,8 @@ class AdapterStore:
         self, manifest: AdapterManifest, adapter: LoraTensors, weights: WeightsFile
     ) -> Seal:
         """The seal of stored content. Raises DamagedError where it is not what was judged."""
-        tensors = sorted(adapter.tensors, key=lambda tensor: tensor.start)
-        seal = Seal(weights.identity(), seal_of(weights, tensors, self._run))
-        if not is_intact(weights, adapter, manifest, self._run):
+        seal = seal_stored(weights, adapter, manifest, self._run)
+        if seal is None:
             raise DamagedError
         return seal
 

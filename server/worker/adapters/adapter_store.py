@@ -3,6 +3,7 @@
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.content_check import Run
 from loraplex.adapters.peft.validate import AdapterLimits, SlabRoom
 from loraplex.adapters.ref import RefSource
 from loraplex.adapters.sources.base import Source
@@ -20,16 +21,13 @@ def open_store(
     config: WorkerConfig, base: BaseSpec, engine: EngineConfig, syncing: Executor, threads: int
 ) -> AdapterStore:
     """Open the store of adapters. engine: which serves them. syncing: see AdapterStore. threads:
-    how many judge and pack.
+    how many copy, judge and pack.
     Raises AdapterError when the cache folder cannot be used, or a source has what is no host.
     """
+    run = ThreadPoolExecutor(threads, "adapter-work").map
+    limits = adapter_limits(config, engine)
     return AdapterStore(
-        config.cache_dir,
-        base,
-        sources_of(config),
-        adapter_limits(config, engine),
-        syncing=syncing,
-        threads=ThreadPoolExecutor(threads, "adapter-work"),
+        config.cache_dir, base, sources_of(config, run), limits, syncing=syncing, run=run
     )
 
 
@@ -38,7 +36,7 @@ def received_uploads(config: WorkerConfig) -> UploadShelf:
     return UploadShelf(config.cache_dir / "received", _RECEIVED * config.max_adapter_bytes)
 
 
-def sources_of(config: WorkerConfig) -> dict[RefSource, Source]:
+def sources_of(config: WorkerConfig, run: Run = map) -> dict[RefSource, Source]:
     """Open the sources that adapters may come from. Raises AdapterError for an option that cannot
     hold.
     """
@@ -49,6 +47,7 @@ def sources_of(config: WorkerConfig) -> dict[RefSource, Source]:
         config.https_hosts,
         config.modelscope_owners,
         config.modelscope_endpoint,
+        run,
     )
     shared = UploadShelf(upload_folder(config.upload_store, config.cache_dir), 0)
     sources["upload"] = UploadSource((received_uploads(config), shared))

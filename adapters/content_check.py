@@ -23,6 +23,8 @@ from loraplex.adapters.safetensors.header import TensorInfo
 
 # Work of one thread at a time: enough that handing it over does not count.
 LEAF_BYTES = 4 << 20
+# Larger writes want larger pages, which a machine may have to look for.
+_WRITE_BYTES = 1 << 20
 _WORD = 8
 _MIX = 0x9E37_79B9_7F4A_7C15
 _MASK = (1 << 64) - 1
@@ -194,7 +196,8 @@ def leaves_of(nbytes: int, tensors: Iterable[tuple[TensorInfo, Kind]]) -> tuple[
     """Plans how to read a file of `nbytes`. tensors: in the file's order."""
     parts: list[list[LeafPart]] = [[] for _ in range(0, nbytes, LEAF_BYTES)]
     some: list[TensorInfo] = []
-    leaf, kind = 0, None
+    leaf = 0
+    kind: Kind | None = None
 
     def close() -> None:
         if some and kind is not None:
@@ -212,7 +215,7 @@ def leaves_of(nbytes: int, tensors: Iterable[tuple[TensorInfo, Kind]]) -> tuple[
                 continue
             # Sums are of whole words from each tensor's start on.
             follows = some and some[-1].end == begin and not some[-1].nbytes % _WORD
-            if not follows or (leaf, kind) != (number, own):
+            if not follows or leaf != number or kind != own:
                 close()
             leaf, kind = number, own
             some.append(tensor)
@@ -267,7 +270,12 @@ def seal_of(
     kinds = ((tensor, Kind(tensor.dtype, None, True)) for tensor in tensors)
     leaves = leaves_of(weights.nbytes, kinds)
     found = read_leaves(weights, leaves, run, lambda *part: (), with_digests=True)
-    return sum(leaf.fingerprint for leaf in found) & _MASK, [leaf.digest for leaf in found]
+    return fingerprint_in(found), [leaf.digest for leaf in found]
+
+
+def fingerprint_in(leaves: Iterable[LeafFound]) -> int:
+    """The fingerprint of the tensors of all leaves."""
+    return sum(leaf.fingerprint for leaf in leaves) & _MASK
 
 
 def copy_leaves(source: int, target: int, nbytes: int, run: Run = map) -> tuple[int, list[bytes]]:
@@ -281,5 +289,6 @@ def copy_leaves(source: int, target: int, nbytes: int, run: Run = map) -> tuple[
 def _copy_leaf(source: int, target: int, nbytes: int, start: int) -> tuple[int, bytes]:
     piece = buffer(min(LEAF_BYTES, nbytes - start)).data
     count = read_at(source, piece, start)
-    write_at(target, piece[:count], start)
+    for begin in range(0, count, _WRITE_BYTES):
+        write_at(target, piece[begin : min(begin + _WRITE_BYTES, count)], start + begin)
     return count, hashlib.sha256(piece[:count]).digest()

@@ -10,6 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.classes import HEAD_OF_CLASSES
 from loraplex.adapters.common.disk import entries_of
@@ -22,6 +24,7 @@ from loraplex.adapters.content_check import (
     Run,
     Seal,
     content_digest,
+    fingerprint_in,
     leaves_of,
     read_leaves,
     seal_of,
@@ -78,11 +81,12 @@ class Judged(NamedTuple):
 
 
 class KnownTensors(NamedTuple):
-    """Tensors of adapters with one shape, what they are, and how they are read."""
+    """Tensors of adapters with one shape, and how they are read. facts: see `_facts`."""
 
     tensors: tuple[TensorInfo, ...]
     adapter: LoraTensors
     leaves: tuple[Leaf, ...]
+    facts: AdapterManifest
 
 
 # Placed tensors by the shape of adapters, for one base and one set of limits.
@@ -105,6 +109,7 @@ def judge_folder(
     AdapterError with every violation found.
     """
     limits = limits or AdapterLimits()
+    known = Recent(1) if known is None else known
     findings = Findings()
     listing, unreadable = _listing(folder, findings)
     names = small_files(listing, limits, findings, str(folder), partial(adapters_near, folder))
@@ -114,11 +119,11 @@ def judge_folder(
         weights = tensors = adapter = None
         if unreadable.isdisjoint(weight_files(listing)):
             weights = _open(opened, folder, listing, index, findings)
-        shape = b"" if known is None else _shape(weights, small)
-        placed = None if known is None else known.get(shape)
+        shape = _shape(weights, small)
+        placed = known.get(shape)
         leaves: tuple[Leaf, ...] | None = None
         if placed is not None:
-            tensors, adapter, leaves = placed
+            tensors, adapter, leaves, _ = placed
         elif weights is not None:
             tensors = _header(weights, findings)
         base = base or infer_base(trained_for(small.get(CONFIG_FILE, b"")), tensors or ())
@@ -142,11 +147,11 @@ def judge_folder(
             _check_room(adapter, base, limits)
         digests = hashed or [leaf.digest for leaf in found]
         digest = content_digest(adapter.config, text, weights.nbytes, digests)
-    if known is not None:
-        known.put(shape, KnownTensors(tensors, adapter, leaves))
-    manifest = _manifest(digest, adapter, text, base)
-    fingerprint = sum(leaf.fingerprint for leaf in found)
-    return Judged(manifest, adapter, Seal(identity, fingerprint), shape)
+    if placed is None:
+        placed = KnownTensors(tensors, adapter, leaves, _facts(adapter, base))
+    known.put(shape, placed)
+    manifest = _manifest(placed.facts, digest, text)
+    return Judged(manifest, adapter, Seal(identity, fingerprint_in(found)), shape)
 
 
 def check_small(
@@ -202,6 +207,8 @@ def seal_stored(
     """
     identity = weights.identity()
     in_order = sorted(adapter.tensors, key=lambda tensor: tensor.start)
+    if any(tensor.end > weights.nbytes for tensor in in_order[-1:]):
+        return None
     fingerprint, leaves = seal_of(weights, in_order, run)
     digest = content_digest(adapter.config, manifest.text, weights.nbytes, leaves)
     is_intact = digest == (manifest.content_digest or manifest.digest)
@@ -287,7 +294,8 @@ class _Reading:
     def plan(self, tensors: Sequence[TensorInfo]) -> tuple[Leaf, ...]:
         """The leaves, with the tensors whose values matter."""
         kinds = ((tensor, self._kind(tensor)) for tensor in tensors)
-        return leaves_of(self._weights.nbytes, [each for each in kinds if each[1] is not None])
+        counting = ((tensor, kind) for tensor, kind in kinds if kind is not None)
+        return leaves_of(self._weights.nbytes, counting)
 
     def _kind(self, tensor: TensorInfo) -> Kind | None:
         is_sealed, is_float = tensor.name in self._sealed, tensor.dtype in FLOAT_DTYPES
@@ -385,27 +393,33 @@ def _check_tokens(
         findings.add("bad_generation_config", GENERATION_FILE, message)
 
 
-def _manifest(
-    digest: str, adapter: LoraTensors, text: AdapterText, base: BaseSpec
-) -> AdapterManifest:
-    template = text.template
+def _facts(adapter: LoraTensors, base: BaseSpec) -> AdapterManifest:
+    """The manifest without a digest and without what the files about text say."""
     tensors = adapter.tensors
     return AdapterManifest(
-        digest=digest,
+        digest="",
         base=adapter.config.base_model_name_or_path,
         targets=tuple(sorted(_changed(adapter))),
         ranks=tuple(sorted({module.lora_rank for module in adapter.modules})),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         dtype="+".join(sorted({tensor.dtype for tensor in tensors})),
-        chat_template=template.source if template else None,
-        named_templates=(template.named or None) if template else None,
-        special_tokens=template.special_tokens if template else None,
         coverage=adapter.coverage,
-        end_token_ids=text.end_token_ids,
         invocation_tokens=adapter.config.alora_invocation_tokens,
-        classes=text.classes,
-        added_tokens=text.added_tokens,
         table_size=adapter.table_size(base.vocab_size),
         is_lora_alone=adapter.is_lora_alone,
         form=DIGEST_FORM,
+    )
+
+
+def _manifest(facts: AdapterManifest, digest: str, text: AdapterText) -> AdapterManifest:
+    template = text.template
+    return msgspec.structs.replace(
+        facts,
+        digest=digest,
+        chat_template=template.source if template else None,
+        named_templates=(template.named or None) if template else None,
+        special_tokens=template.special_tokens if template else None,
+        end_token_ids=text.end_token_ids,
+        classes=text.classes,
+        added_tokens=text.added_tokens,
     )

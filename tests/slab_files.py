@@ -10,7 +10,7 @@ from loraplex.adapters.peft.lora_tensors import LoraTensors
 from loraplex.adapters.safetensors.file import open_weights
 from loraplex.adapters.slab.file import SlabFile, write_slab_file
 from loraplex.adapters.slab.memory import SlabMemory, one_after_another
-from loraplex.adapters.slab.pack import pack_weights
+from loraplex.adapters.slab.pack import SlabPlan, pack_weights, plan_moves
 from loraplex.adapters.store.store import AdapterStore
 
 
@@ -36,8 +36,9 @@ def write_slab(
     places = one_after_another(layout)
     with open_weights(weights) as file:
         tensors = sorted(adapter.tensors, key=lambda tensor: tensor.start)
-        seal = Seal(file.identity(), seal_of(file, tensors))
-        pack_weights(file, adapter, base, layout, SlabMemory(layout, memory, places), seal)
+        seal = Seal(file.identity(), seal_of(file, tensors)[0])
+        plan = SlabPlan(layout, plan_moves(adapter, base, layout))
+        pack_weights(file, adapter, base, plan, SlabMemory(layout, memory, places), seal)
     write_slab_file(target, layout, memory, places)
 
 

@@ -47,7 +47,8 @@ from loraplex.adapters.slab.layout import (
     vector_rows,
     widths_of,
 )
-from loraplex.adapters.slab.memory import SlabMemory
+from loraplex.adapters.slab.memory import SlabMemory, one_after_another
+from loraplex.adapters.slab.moves import Moves
 from loraplex.adapters.token_rows import pieces_of_table, rows_of_shard
 from loraplex.adapters.violations import Findings
 
@@ -103,9 +104,14 @@ class Region(NamedTuple):
     def nbytes(self) -> int:
         return self.numbers.nbytes
 
+    @property
+    def is_full(self) -> bool:
+        """Whether none of it stays empty: of experts of a smaller rank, or without."""
+        return sum(target.place.size for target in self.targets) >= self.numbers.size
+
     def prepare(self) -> None:
-        """Clears the region if some of it stays empty: experts of a smaller rank, or without."""
-        if sum(target.place.size for target in self.targets) < self.numbers.size:
+        """Clears the region if some of it stays empty."""
+        if not self.is_full:
             self.numbers[...] = 0
 
 
@@ -336,11 +342,38 @@ class DamagedError(Exception):
     """
 
 
+class SlabPlan(NamedTuple):
+    """How an adapter becomes a slab. moves: all that has to be done; None = numbers have to be
+    converted, or go apart.
+    """
+
+    layout: SlabLayout
+    moves: Moves | None = None
+
+
+def plan_moves(adapter: LoraTensors, base: BaseSpec, layout: SlabLayout) -> Moves | None:
+    """Plans where tensors go that the slab has as they are stored; None = some are not."""
+    arena = np.empty(layout.nbytes, np.uint8)  # stands for the slab's memory, and is not written to
+    first = arena.__array_interface__["data"][0]
+    memory = SlabMemory(layout, arena.data, one_after_another(layout))
+    placed: dict[str, tuple[int, TensorInfo]] = {}
+    for region in all_regions(adapter, base, layout, memory):
+        if not region.is_full:
+            return None
+        for part in region.targets:
+            tensor, whole = part.tensor, part.whole
+            is_same = tensor.dtype == STORED_AS[layout.dtype] and not part.is_wide
+            if whole is None or not is_same or tensor.name in placed or tensor.nbytes % 8:
+                return None
+            placed[tensor.name] = whole.__array_interface__["data"][0] - first, tensor
+    return Moves.of(placed.values(), layout)
+
+
 def pack_weights(
     weights: WeightsFile,
     adapter: LoraTensors,
     base: BaseSpec,
-    layout: SlabLayout,
+    plan: SlabPlan,
     target: SlabMemory,
     seal: Seal,
     run: Run = map,
@@ -350,6 +383,11 @@ def pack_weights(
     run: `map`, or that of an executor, whose threads then share the work. Raises DamagedError when
     the seal does not hold, AdapterError `invalid` when values are too large for the slab's dtype.
     """
+    if plan.moves is not None:
+        if not seal.holds(plan.moves.copy(weights, target, run)):
+            raise DamagedError
+        return
+    layout = plan.layout
     regions = list(all_regions(adapter, base, layout, target))
     of_tensor: dict[str, tuple[TensorInfo, list[SlabTarget]]] = {}
     for region in regions:
@@ -488,7 +526,7 @@ class Unpacked:
         weights: WeightsFile,
         adapter: LoraTensors,
         base: BaseSpec,
-        layout: SlabLayout,
+        plan: SlabPlan,
         seal: Callable[[], Seal],
         damaged: Callable[[], AdapterError],
         held: ExitStack,
@@ -497,7 +535,8 @@ class Unpacked:
         """Takes what packing one adapter needs; nothing is read yet. seal: of the judged content.
         damaged: called when it does not hold. held: closed with this. run: see `pack_weights`.
         """
-        self.layout = layout
+        self.layout = plan.layout
+        self._plan = plan
         self._weights = weights
         self._adapter = adapter
         self._base = base
@@ -517,7 +556,7 @@ class Unpacked:
                 self._weights,
                 self._adapter,
                 self._base,
-                self.layout,
+                self._plan,
                 memory,
                 self._seal(),
                 self._run,

@@ -48,6 +48,7 @@ from loraplex.adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtyp
 from loraplex.adapters.merge.job import MergeJob, write_ends, write_job
 from loraplex.adapters.merge.plan import merged_coverage, plan_merge
 from loraplex.adapters.merge.recipe import MergeRecipe
+from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.adapters.peft.files import fetched_bytes, read_index, small_files, weight_files
 from loraplex.adapters.peft.lora_tensors import LoraTensors
 from loraplex.adapters.peft.validate import WEIGHTS_FILE, AdapterLimits
@@ -62,7 +63,7 @@ from loraplex.adapters.ref import (
 from loraplex.adapters.safetensors.file import WeightsFile, join_files, open_weights
 from loraplex.adapters.slab.file import SlabError, SlabFile, SlabSource, write_slab_file
 from loraplex.adapters.slab.layout import make_layout
-from loraplex.adapters.slab.pack import DamagedError, Unpacked
+from loraplex.adapters.slab.pack import DamagedError, SlabPlan, Unpacked, plan_moves
 from loraplex.adapters.sources.base import ENABLING_OPTIONS, Source
 from loraplex.adapters.sources.partial import partial_bytes
 from loraplex.adapters.store.content import Contents, merged_member, present
@@ -127,7 +128,8 @@ class AdapterStore:
         self._admissions = SingleFlight(clock, _FAILURE_TTL_S)
         self._judged: Recent[str, Judged] = Recent(_MAX_JUDGED)
         self._shapes: KnownShapes = Recent(_MAX_SHAPES)
-        self._layouts: Recent[tuple[bytes, SlabDtype, int], SlabLayout] = Recent(_MAX_SHAPES)
+        self._plans: Recent[tuple[bytes, SlabDtype, int], SlabPlan] = Recent(_MAX_SHAPES)
+        self._configs: Recent[bytes, bool] = Recent(_MAX_SHAPES)
         self._allowed: Recent[str, Coverage] = Recent(_MAX_ALLOWED)
         self._judging = threading.BoundedSemaphore(_JUDGED_AT_ONCE)
         self._merges: SingleFlight[str, AdapterManifest]
@@ -207,10 +209,10 @@ class AdapterStore:
                 return slab
             weights = held.enter_context(open_weights(self._contents.path(digest) / WEIGHTS_FILE))
             adapter, seal = self._checked(manifest, weights)
-            layout = self._layout(adapter, digest, dtype, extent_bytes)
+            plan = self._plan(adapter, digest, dtype, extent_bytes)
             damaged = partial(self._damaged, digest)
             kept = held.pop_all()
-            return Unpacked(weights, adapter, self._base, layout, seal, damaged, kept, self._run)
+            return Unpacked(weights, adapter, self._base, plan, seal, damaged, kept, self._run)
 
     def save_slab(
         self,
@@ -225,20 +227,20 @@ class AdapterStore:
             self._make_folders()
             return self._slabs.keep(layout, arena, first_extents, stopped)
 
-    def _layout(
+    def _plan(
         self, adapter: LoraTensors, digest: str, dtype: SlabDtype, extent_bytes: int
-    ) -> SlabLayout:
-        """The layout of an adapter's slab; those of one shape differ in their digest alone."""
+    ) -> SlabPlan:
+        """The plan of an adapter's slab; those of one shape differ in their digest alone."""
         judged = self._judged.get(digest)
         if judged is None or judged.tensors is not adapter or not judged.shape:
-            return make_layout(adapter, self._base, digest, dtype, extent_bytes)
+            return SlabPlan(make_layout(adapter, self._base, digest, dtype, extent_bytes))
         key = judged.shape, dtype, extent_bytes
-        known = self._layouts.get(key)
-        if known is not None:
-            return msgspec.structs.replace(known, digest=digest)
-        layout = make_layout(adapter, self._base, digest, dtype, extent_bytes)
-        self._layouts.put(key, layout)
-        return layout
+        known = self._plans.get(key)
+        if known is None:
+            layout = make_layout(adapter, self._base, digest, dtype, extent_bytes)
+            known = SlabPlan(layout, plan_moves(adapter, self._base, layout))
+            self._plans.put(key, known)
+        return known._replace(layout=msgspec.structs.replace(known.layout, digest=digest))
 
     def _admit_current(
         self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
@@ -348,9 +350,12 @@ class AdapterStore:
         for name in small:
             fetch(name)
         contents = {name: (folder / name).read_bytes() for name in small}
-        check_small(contents, self._base, self._limits, findings)
+        config = hashlib.sha256(contents.get(CONFIG_FILE, b"")).digest()
+        is_known = self._configs.get(config) is not None
+        check_small(contents, self._base, self._limits, findings, is_known=is_known)
         index = read_index(contents, listing, findings)
         findings.raise_if_any()
+        self._configs.put(config, True)
         # Several files and the one that is made of them lie side by side for a while.
         with self._quota.room(total if index is None else 2 * total):
             hashed = [fetch(name) for name in weight_files(listing)]

@@ -21,14 +21,14 @@ def open_store(
     config: WorkerConfig, base: BaseSpec, engine: EngineConfig, syncing: Executor, threads: int
 ) -> AdapterStore:
     """Open the store of adapters. engine: which serves them. syncing: see AdapterStore. threads:
-    how many copy, judge and pack.
+    how many copy, and how many judge and pack.
     Raises AdapterError when the cache folder cannot be used, or a source has what is no host.
     """
+    # Threads of their own: a folder on a disk that stalls holds up no other work.
+    sources = sources_of(config, ThreadPoolExecutor(threads, "adapter-copy").map)
     run = ThreadPoolExecutor(threads, "adapter-work").map
     limits = adapter_limits(config, engine)
-    return AdapterStore(
-        config.cache_dir, base, sources_of(config, run), limits, syncing=syncing, run=run
-    )
+    return AdapterStore(config.cache_dir, base, sources, limits, syncing=syncing, run=run)
 
 
 def received_uploads(config: WorkerConfig) -> UploadShelf:

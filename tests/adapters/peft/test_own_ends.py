@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from loraplex.adapters.errors import AdapterError
-from loraplex.adapters.judge import is_intact, judge_folder
+from loraplex.adapters.judge import judge_folder, seal_stored
 from loraplex.adapters.peft.tokenizer_files import own_ends
 from loraplex.adapters.safetensors.file import open_weights
 from loraplex.adapters.safetensors.header import WEIGHTS_FILE
@@ -97,7 +97,7 @@ def test_ends_are_part_of_what_an_adapter_is(tmp_path: Path) -> None:
         judged = judge_folder(folder, BASE)
         digests[name], ends[name] = judged.manifest.digest, judged.manifest.end_token_ids
         with open_weights(folder / WEIGHTS_FILE) as weights:
-            assert is_intact(weights, judged.tensors, judged.manifest)
+            assert seal_stored(weights, judged.tensors, judged.manifest) == judged.seal
     assert ends == {"none": (), "the base's": (), "another": (7,), "the same by its id": (7,)} | {
         "two": (7, 8)
     }

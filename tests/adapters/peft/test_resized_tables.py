@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.base import BaseSpec
-from loraplex.adapters.judge import is_intact, judge_folder
+from loraplex.adapters.judge import judge_folder, seal_stored
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.safetensors.file import open_weights
@@ -135,8 +135,8 @@ def test_added_tokens_are_part_of_the_identity(tmp_path: Path) -> None:
         tensors = judge_folder(folder, KNOWN).tensors
         without = msgspec.structs.replace(kept, added_tokens=())
         with open_weights(folder / WEIGHTS_FILE) as weights:
-            assert is_intact(weights, tensors, kept)
-            assert not is_intact(weights, tensors, without)
+            assert seal_stored(weights, tensors, kept) is not None
+            assert seal_stored(weights, tensors, without) is None
     assert len(digests) == 4
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from loraplex.adapters.common.disk import release
 from loraplex.adapters.content_check import seal_of
-from loraplex.adapters.judge import is_intact, judge_folder
+from loraplex.adapters.judge import Judged, judge_folder, seal_stored
 from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
 from loraplex.adapters.peft.validate import WEIGHTS_FILE, AdapterLimits, SlabRoom
 from loraplex.adapters.safetensors.file import open_weights
@@ -23,7 +23,7 @@ from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.adapters.slab.file import PAGE, SlabError, SlabFile, SlabGarbled
 from loraplex.adapters.slab.layout import a_matrix, b_matrices, make_layout
 from loraplex.adapters.slab.memory import SlabMemory, one_after_another
-from loraplex.adapters.slab.pack import DamagedError, pack_weights
+from loraplex.adapters.slab.pack import DamagedError, SlabPlan, pack_weights, plan_moves
 from tests.adapter_folders import (
     ALL_PROJECTIONS,
     Dtype,
@@ -173,22 +173,76 @@ def test_packing_in_pieces_is_packing_as_a_whole(
                 expected[b.offset : b.offset + b.nbytes] = whole(part.b).tobytes()
         target, places = memory_of(layout)
         in_order = sorted(judged.tensors.tensors, key=lambda tensor: tensor.start)
-        assert seal_of(weights, in_order) == judged.seal.fingerprint
+        assert seal_of(weights, in_order)[0] == judged.seal.fingerprint
         with ThreadPoolExecutor(3) as threads:
             for run in (map, threads.map):
                 target[:] = b"\xee" * len(target)
                 memory = SlabMemory(layout, target, places)
-                pack_weights(weights, judged.tensors, BASE, layout, memory, judged.seal, run)
+                plan = SlabPlan(layout)
+                pack_weights(weights, judged.tensors, BASE, plan, memory, judged.seal, run)
                 assert bytes(target) == expected
 
 
-@pytest.mark.parametrize("how", ["seal", "digest"])
+def plans_of(judged: Judged, dtype: SlabDtype, extent: int) -> dict[str, SlabPlan]:
+    """How an adapter of equal bytes may be packed: piece by piece, and by moves."""
+    layout = make_layout(judged.tensors, BASE, judged.manifest.digest, dtype, extent)
+    moves = plan_moves(judged.tensors, BASE, layout)
+    assert moves is not None
+    return {"pieces": SlabPlan(layout), "moves": SlabPlan(layout, moves)}
+
+
+@pytest.mark.parametrize("most_targets", [1, 3, 1024])
+@pytest.mark.parametrize("rank", [4, 8, 40])
+def test_moves_are_what_packing_in_pieces_is(
+    rank: int, most_targets: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In runs that lie apart, with gaps, by units of a few tensors, and with reads that stop."""
+    monkeypatch.setattr("loraplex.adapters.slab.moves.LEAF_BYTES", 5000)
+    monkeypatch.setattr("loraplex.adapters.slab.moves.MOST_TARGETS", most_targets)
+    real = os.preadv
+    monkeypatch.setattr(
+        "loraplex.adapters.safetensors.file.os.preadv",
+        lambda fd, targets, at: real(fd, [target[:1000] for target in targets[:2]], at),
+    )
+    targets = ALL_PROJECTIONS[rank == 4 :]
+    folder = write_adapter(tmp_path / "a", BASE, rank=rank, targets=targets, dtype="BF16")
+    judged = judge_folder(folder, BASE)
+    found = []
+    for plan in plans_of(judged, "bfloat16", EXTENT).values():
+        firsts, position = [], 2 * sum(plan.layout.runs)
+        for run in plan.layout.runs:
+            position -= run + run % 2
+            firsts.append(position)
+        arena = memoryview(bytearray(b"\xee" * (2 * plan.layout.nbytes)))
+        memory = SlabMemory(plan.layout, arena, firsts)
+        with open_weights(folder / WEIGHTS_FILE) as weights, ThreadPoolExecutor(3) as threads:
+            arguments = (weights, judged.tensors, BASE, plan, memory, judged.seal, threads.map)
+            pack_weights(*arguments)
+        found.append(bytes(arena))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "targets"),
+    [("F32", "bfloat16", ["q_proj"]), ("BF16", "bfloat16", ["q_proj", "embed_tokens"])],
+)
+def test_what_is_converted_or_turned_is_not_moved(
+    stored: Dtype, dtype: SlabDtype, targets: list[str], tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "a", BASE, targets=targets, dtype=stored)
+    judged = judge_folder(folder, BASE)
+    layout = make_layout(judged.tensors, BASE, judged.manifest.digest, dtype, EXTENT)
+    assert plan_moves(judged.tensors, BASE, layout) is None
+
+
+@pytest.mark.parametrize("how", ["pieces", "moves", "digest"])
 def test_what_is_packed_is_what_was_judged(how: str, tmp_path: Path) -> None:
     """Any byte of a tensor that is not what it was; by the digest, any byte of the file."""
     folder = write_adapter(tmp_path / "a", BASE)
     path = folder / WEIGHTS_FILE
     judged = judge_folder(folder, BASE, AdapterLimits())
-    layout = make_layout(judged.tensors, BASE, judged.manifest.digest, "float32", EXTENT)
+    plans = plans_of(judged, "float32", EXTENT)
+    plan = plans.get(how, plans["pieces"])
     whole = path.read_bytes()
     first = min(tensor.start for m in judged.tensors.ordinary for tensor in (m.a, m.b))
     positions = [first, first + 5, len(whole) // 2, len(whole) - 1]
@@ -196,12 +250,12 @@ def test_what_is_packed_is_what_was_judged(how: str, tmp_path: Path) -> None:
         positions.append(first - 1)
 
     def packing() -> None:
-        target, places = memory_of(layout)
+        target, places = memory_of(plan.layout)
         with open_weights(path) as weights:
-            memory = SlabMemory(layout, target, places)
-            if how == "digest" and not is_intact(weights, judged.tensors, judged.manifest):
+            memory = SlabMemory(plan.layout, target, places)
+            if how == "digest" and not seal_stored(weights, judged.tensors, judged.manifest):
                 raise DamagedError
-            pack_weights(weights, judged.tensors, BASE, layout, memory, judged.seal)
+            pack_weights(weights, judged.tensors, BASE, plan, memory, judged.seal)
 
     packing()
     for position in positions:
@@ -214,7 +268,7 @@ def test_what_is_packed_is_what_was_judged(how: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedError):
         packing()
     path.write_bytes(whole[:-8])
-    if how == "seal":
+    if how != "digest":
         assert violation_codes(packing) == {"truncated"}
         return
     with pytest.raises(DamagedError):
@@ -236,13 +290,13 @@ def test_how_often_each_byte_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("loraplex.adapters.safetensors.file.os.preadv", counted)
     judged = judge_folder(folder, BASE, AdapterLimits())
-    assert read[0] == 2 * nbytes, "once for its values, and once for the digest"
+    assert read[0] == nbytes + 2 * header, "once, and the header for its shape and its tensors"
     read[0] = 0
     layout = make_layout(judged.tensors, BASE, judged.manifest.digest, "bfloat16", EXTENT)
     target, places = memory_of(layout)
     with open_weights(folder / WEIGHTS_FILE) as weights:
         memory = SlabMemory(layout, target, places)
-        pack_weights(weights, judged.tensors, BASE, layout, memory, judged.seal)
+        pack_weights(weights, judged.tensors, BASE, SlabPlan(layout), memory, judged.seal)
     assert read[0] == nbytes - header
 
 

@@ -1,14 +1,15 @@
 """Local adapters: under the roots only, whatever links say; pinned by fingerprint."""
 
 import errno
-import itertools
+import hashlib
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from loraplex.adapters.common.disk import copy_bytes
+from loraplex.adapters.content_check import Run, copy_leaves
 from loraplex.adapters.judge import judge_folder
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.ref import AdapterRef, local_name
@@ -48,38 +49,55 @@ def test_relative_absolute_and_second_root(root: Path, tmp_path: Path) -> None:
     assert (target / WEIGHTS).read_bytes() == (root / "team/a" / WEIGHTS).read_bytes()
 
 
-@pytest.mark.parametrize("kernel", ["shares", "cannot", "stops", "says nothing"])
+@pytest.mark.parametrize("shares", [True, False])
 def test_a_copy_is_whole_whatever_the_file_system_can_do(
-    kernel: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shares: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = os.copy_file_range, itertools.count()
+    whole = (root / "team/a" / WEIGHTS).read_bytes()
 
-    def copy_file_range(source: int, target: int, count: int) -> int:
-        if kernel == "cannot" or (kernel == "stops" and next(calls)):
-            raise OSError(errno.EXDEV, "another disk")
-        if kernel == "says nothing":
-            return 0
-        return real(source, target, min(count, 100))
+    def share(source: int, target: int) -> bool:
+        return shares and os.write(target, whole) > 0
 
-    monkeypatch.setattr("loraplex.adapters.common.disk.os.copy_file_range", copy_file_range)
-    monkeypatch.setattr("loraplex.adapters.common.disk._COPY_BYTES", 64)
+    monkeypatch.setattr("loraplex.adapters.sources.local.share_bytes", share)
+    monkeypatch.setattr("loraplex.adapters.content_check.LEAF_BYTES", 640)
+    monkeypatch.setattr("loraplex.adapters.content_check._WRITE_BYTES", 100)
+    with ThreadPoolExecutor(3) as threads:
+        source = LocalSource([root], threads.map)
+        pinned = source.resolve(ref("team/a"), None)
+        digests = source.fetch_file(pinned, None, WEIGHTS, tmp_path)
+    assert (tmp_path / WEIGHTS).read_bytes() == whole
+    leaves = [hashlib.sha256(whole[at : at + 640]).digest() for at in range(0, len(whole), 640)]
+    assert digests == (None if shares else leaves)
+
+
+@pytest.mark.parametrize("to", ["shorter", "longer", "another"])
+def test_a_file_that_changes_under_a_copy_is_not_taken(
+    to: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = root / "team/a" / WEIGHTS
+
+    def copy(source: int, target: int, nbytes: int, run: Run) -> tuple[int, list[bytes]]:
+        with path.open("r+b") as file:
+            file.truncate(nbytes + {"shorter": -8, "longer": 8, "another": 0}[to])
+            file.write(b"\x01")
+        return copy_leaves(source, target, nbytes, run)
+
+    monkeypatch.setattr("loraplex.adapters.sources.local.copy_leaves", copy)
     source = LocalSource([root])
     pinned = source.resolve(ref("team/a"), None)
-    source.fetch_file(pinned, None, WEIGHTS, tmp_path)
-    whole = (root / "team/a" / WEIGHTS).read_bytes()
-    assert (tmp_path / WEIGHTS).read_bytes() == whole
-    with (root / "team/a" / WEIGHTS).open("rb") as file, (tmp_path / "short").open("wb") as short:
-        assert copy_bytes(file.fileno(), short.fileno(), 150) == 150
-    assert (tmp_path / "short").read_bytes() == whole[:150]
+    error = refusal(lambda: source.fetch_file(pinned, None, WEIGHTS, tmp_path))
+    assert error is not None
+    assert error.code == "unavailable"
+    assert not (tmp_path / WEIGHTS).exists()
 
 
 def test_a_disk_that_fills_up_under_a_copy_is_reported_as_one(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(source: int, target: int, count: int) -> int:
+    def full(fd: int, data: bytes, position: int) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr("loraplex.adapters.common.disk.os.copy_file_range", full)
+    monkeypatch.setattr("loraplex.adapters.content_check.write_at", full)
     source = LocalSource([root])
     pinned = source.resolve(ref("team/a"), None)
     with pytest.raises(OSError, match="full"):

@@ -24,7 +24,7 @@ from loraplex.adapters.safetensors.header import TensorInfo
 # Work of one thread at a time: enough that handing it over does not count.
 LEAF_BYTES = 4 << 20
 # Larger writes want larger pages, which a machine may have to look for.
-_WRITE_BYTES = 1 << 20
+_WRITE_BYTES = 256 << 10
 _WORD = 8
 _MIX = 0x9E37_79B9_7F4A_7C15
 _MASK = (1 << 64) - 1

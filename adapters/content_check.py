@@ -148,7 +148,7 @@ class Seal(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What tensors are read for. slab: the dtype that has to hold their values; None = any.
+    """The use that tensors are read for. slab: the dtype that has to hold their values; None = any.
     is_sealed: whether the fingerprint covers them.
     """
 
@@ -182,13 +182,14 @@ class Leaf(NamedTuple):
 
 
 class LeafFound(NamedTuple):
-    """What one pass over a leaf has found. digest: sha256; b"" = it was not wanted."""
+    """Finds of one pass over a leaf. digest: sha256; b"" = it was not wanted. bad: see `Check`."""
 
     digest: bytes
     fingerprint: int
     bad: Sequence[tuple[str, bool]]
 
 
+# Gives tensors whose values are not right, and whether those are finite.
 Check = Callable[[LeafPart, int, Raw], Iterable[tuple[str, bool]]]
 
 

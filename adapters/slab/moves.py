@@ -21,7 +21,7 @@ Placed = tuple[int, TensorInfo]
 
 
 class _Span(NamedTuple):
-    """What tensors take of one run of the slab. offset: in the slab."""
+    """The part of one run of the slab that tensors take. offset: in the slab."""
 
     offset: int
     nbytes: int

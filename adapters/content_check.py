@@ -64,9 +64,9 @@ _own = threading.local()
 
 
 def buffer(nbytes: int) -> Raw:
-    """Memory of this thread, up to a leaf and a word, until the thread asks again."""
-    if not hasattr(_own, "buffer"):
-        _own.buffer = np.empty(LEAF_BYTES + _WORD, np.uint8)
+    """Memory of this thread, until the thread asks again."""
+    if len(getattr(_own, "buffer", ())) < nbytes:
+        _own.buffer = np.empty(max(nbytes, LEAF_BYTES + _WORD), np.uint8)
     found: Raw = _own.buffer[:nbytes]
     return found
 

@@ -15,6 +15,7 @@ from loraplex.launcher.options import OptionError
 PROGRAM = "python -m tools.bench"
 BENCHES = {
     "adapters": "registers, loads or unloads many adapters of a running server",
+    "changes": "times adapters that nobody has seen, from a load to the first token",
     "cold": "times adapters from their folder to host memory",
     "lora-kernels": "times LoRA alone and over the base in a decode step",
     "make-model": "writes a model and adapters with random weights",

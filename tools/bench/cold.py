@@ -1,17 +1,19 @@
 """Way of a cold adapter in the worker process: from its folder to the host arena and the slab file,
-in milliseconds of a core. Nothing else runs."""
+in milliseconds of a core, or of the clock where threads share the work. Nothing else runs."""
 
 import argparse
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.content_check import Run
 from loraplex.adapters.manifest import AdapterManifest, SlabDtype
 from loraplex.adapters.peft.validate import WEIGHTS_FILE, AdapterLimits, SlabRoom
 from loraplex.adapters.ref import AdapterRef
@@ -52,15 +54,24 @@ class ColdTimes:
     sha256_ms: float
 
 
+class _Pools(NamedTuple):
+    """Threads of a store, and the clock that suits them."""
+
+    syncing: Executor
+    run: Run
+    clock: Callable[[], float]
+
+
 class _Path:
     """One adapter after the other, through a store of its own each round."""
 
     def __init__(
-        self, root: Path, adapters_in: Path, base: BaseSpec, dtype: SlabDtype, syncing: Executor
+        self, root: Path, adapters_in: Path, base: BaseSpec, dtype: SlabDtype, pools: _Pools
     ) -> None:
         limits = AdapterLimits(room=SlabRoom(dtype, EXTENT_BYTES, _ROOM, _ROOM))
-        source = LocalSource([adapters_in])
-        self._store = AdapterStore(root, base, {"local": source}, limits, syncing=syncing)
+        syncing, run, self._clock = pools
+        source = LocalSource([adapters_in], run)
+        self._store = AdapterStore(root, base, {"local": source}, limits, syncing=syncing, run=run)
         self._dtype = dtype
         self._memory: HostMemory | None = None
 
@@ -68,10 +79,10 @@ class _Path:
         marks: dict[FetchPhase, float] = {}
 
         def progress(stage: FetchPhase) -> None:
-            marks[stage] = time.thread_time()
+            marks[stage] = self._clock()
 
         manifest = self._store.admit(AdapterRef("local", name), None, None, progress)
-        judged = time.thread_time()
+        judged = self._clock()
         pack = self._bring(manifest)
         save = self._save(manifest)
         load = self._bring(manifest)
@@ -93,33 +104,41 @@ class _Path:
             if self._memory is None or len(self._memory.view) < slab.layout.nbytes:
                 self._memory = HostMemory(slab.layout.nbytes)
                 self._memory.view[:] = bytes(slab.layout.nbytes)
-        started = time.thread_time()
+        started = self._clock()
         with closing(self._store.open_slab(manifest.digest, self._dtype, EXTENT_BYTES)) as slab:
             slab.copy_runs(self._memory.view, one_after_another(slab.layout))
-            return time.thread_time() - started
+            return self._clock() - started
 
     def _save(self, manifest: AdapterManifest) -> float:
         assert self._memory is not None
         with closing(self._store.open_slab(manifest.digest, self._dtype, EXTENT_BYTES)) as slab:
             layout = slab.layout
-        started = time.thread_time()
+        started = self._clock()
         self._store.save_slab(layout, self._memory.view, one_after_another(layout))
-        return time.thread_time() - started
+        return self._clock() - started
 
 
 def measure(
-    config: Path, adapters_in: Path, names: Sequence[str], dtype: SlabDtype, rounds: int
+    config: Path,
+    adapters_in: Path,
+    names: Sequence[str],
+    dtype: SlabDtype,
+    rounds: int,
+    threads: int = 0,
 ) -> ColdTimes:
-    """config: of the base model. names: of folders in `adapters_in`. dtype: of the slabs. The
-    store's disk is that of temporary files. Raises AdapterError, OSError."""
+    """config: of the base model. names: of folders in `adapters_in`. dtype: of the slabs. threads:
+    share the work; 0 = none do. The store's disk is that of temporary files. Raises AdapterError,
+    OSError."""
     base = base_spec(read_config(config), "0" * 64, ("base",))
     found: list[ColdTimes] = []
     for _ in range(rounds):
         with (
             TemporaryDirectory(prefix="loraplex-cold-") as folder,
             ThreadPoolExecutor(1, "store-sync") as syncing,
+            ThreadPoolExecutor(max(1, threads), "adapter-work") as work,
         ):
-            path = _Path(Path(folder), adapters_in, base, dtype, syncing)
+            how = (work.map, time.perf_counter) if threads else (map, time.thread_time)
+            path = _Path(Path(folder), adapters_in, base, dtype, _Pools(syncing, *how))
             found += [path.measure(name, adapters_in / name / WEIGHTS_FILE) for name in names]
     return ColdTimes(
         *(min(getattr(one, field.name) for one in found) for field in fields(ColdTimes))
@@ -141,10 +160,12 @@ def add_arguments(parser: Parser) -> None:
     add_folders(parser, required=True, count=4)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the slabs")
     parser.add_argument("--rounds", type=whole(1), default=5, help="the best counts")
+    parser.add_argument("--threads", type=whole(0), default=0, help="share the work (0 = none do)")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises AdapterError, BenchError, CheckpointError, OSError."""
     folder, names = model_folder(arguments.config), names_in(arguments)
-    times = measure(folder, arguments.adapters_in, names, arguments.dtype, arguments.rounds)
+    how = (arguments.dtype, arguments.rounds, arguments.threads)
+    times = measure(folder, arguments.adapters_in, names, *how)
     print_points([times], arguments.json)

@@ -150,9 +150,9 @@ async def routed(step_s: float) -> AsyncIterator[tuple[int, int]]:
             yield router.pid, port
 
 
-async def until_ready(url: str, workers: int) -> None:
+async def until_ready(url: str, workers: int, seconds: float = _START_S) -> None:
     """Waits until the router there has so many workers. Raises BenchError."""
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + seconds
     async with http_client(_PROBE_S) as client:
         while time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):
@@ -160,7 +160,7 @@ async def until_ready(url: str, workers: int) -> None:
                 if answer.status_code == 200 and answer.json()["workers_ready"] >= workers:
                     return
             await asyncio.sleep(0.1)
-    raise BenchError(f"the router at {url} was without its workers for {_START_S:g} s")
+    raise BenchError(f"the router at {url} was without its workers for {seconds:g} s")
 
 
 async def measure(streams: int, tokens: int, requests: int, burst: int) -> Cost:

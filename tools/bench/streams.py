@@ -88,7 +88,7 @@ async def run_window(plan: StreamsPlan, window: Window) -> Observed:
     async with (
         client(plan.target, 4 * _ORDERS_AT_ONCE) as http,
         http_client(_SCRAPE_S) as worker,  # which is shown no key
-        _steady(plan, random) as steady,
+        steady(plan, random) as streams,
     ):
         await asyncio.sleep(plan.settle_s)
         before = await read_counters(worker, plan.worker_url)
@@ -99,14 +99,14 @@ async def run_window(plan: StreamsPlan, window: Window) -> Observed:
             _order_loads(plan, window, adapters, http, end),
             _counters_at(end, worker, plan.worker_url),
         )
-        broken = [stream for stream in steady if stream.done.done()]
+        broken = [stream for stream in streams if stream.done.done()]
         if broken:
             fault = broken[0].answer.fault
             raise BenchError(
-                f"{len(broken)} of {len(steady)} steady streams ended within window "
+                f"{len(broken)} of {len(streams)} steady streams ended within window "
                 f"{window.label}: {'raise --stream-output' if fault is None else fault[1]}"
             )
-        times = [list(stream.answer.token_s) for stream in steady]
+        times = [list(stream.answer.token_s) for stream in streams]
     return Observed(window, begin, end, times, new, failed, growth(before, after))
 
 
@@ -116,7 +116,7 @@ async def _counters_at(when: float, http: httpx.AsyncClient, url: str | None) ->
 
 
 @asynccontextmanager
-async def _steady(plan: StreamsPlan, random: Random) -> AsyncIterator[list[StreamProtocol]]:
+async def steady(plan: StreamsPlan, random: Random) -> AsyncIterator[list[StreamProtocol]]:
     """Yields the streams, each after its first token; they are left at the end."""
     names = itertools.cycle([plan.model_of(name) for name in plan.stream_adapters] or [None])
     calls = [

@@ -2,6 +2,7 @@
 
 import hashlib
 import stat
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +19,7 @@ from loraplex.adapters.violations import Findings, invalid, shown
 
 MAX_FILES = 64
 _UNKNOWN_BYTES = 1 << 62
+_HASHING = ThreadPoolExecutor(16, "upload-hash")
 
 
 class FileSink:
@@ -52,6 +54,7 @@ class FileSink:
             self._file = _OpenFile(self._folder / name, size)
 
     def write(self, piece: bytes | memoryview) -> None:
+        """Takes the next bytes, which must not change afterwards."""
         self.nbytes += len(piece)
         if self.nbytes > self._max_bytes:
             raise _too_large(self._max_bytes)
@@ -100,13 +103,15 @@ class _OpenFile:
         self.nbytes = 0
         self._size = size
         self._sha256 = hashlib.sha256()
+        self._hashing: Future[None] | None = None
         self._file: IO[bytes] = path.open("xb", buffering=0)
         # The start of weights whose header was not checked yet.
         self._start = bytearray() if path.name == WEIGHTS_FILE else None
 
     def write(self, piece: bytes | memoryview) -> None:
         self.nbytes += len(piece)
-        self._sha256.update(piece)
+        self._wait_for_hash()
+        self._hashing = _HASHING.submit(self._sha256.update, piece)
         if self._start is not None:
             self._start += piece
             self._check_header(self._size)
@@ -124,7 +129,13 @@ class _OpenFile:
             findings = Findings()
             parse_config(self.path.read_bytes(), findings)
             findings.raise_if_any()
+        self._wait_for_hash()
         return self.nbytes, self._sha256.hexdigest()
+
+    def _wait_for_hash(self) -> None:
+        """Pieces are hashed one after another, each while it is written and the next one comes."""
+        if self._hashing is not None:
+            self._hashing.result()
 
     def abandon(self) -> None:
         """Closes the file as it is."""

@@ -9,10 +9,11 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
@@ -215,7 +216,7 @@ class _Server:
         return self._made.names("many", self._made.many)
 
     async def gaps(self) -> AsyncIterator[Gaps]:
-        """Of streams before, beside and after loads. The streams stay the same."""
+        """Yields gaps of the same streams before, beside and after loads."""
         made = self._made
         plan = StreamsPlan(
             target=self.target,
@@ -274,8 +275,10 @@ async def _served(made: Made) -> AsyncIterator[_Server]:
         server = _Server(made, port)
         await until_ready(server.url, 1, _START_S)
         await server.first_token_s("base")
-        yield server
-        server.close()
+        try:
+            yield server
+        finally:
+            server.close()
 
 
 async def _measure(made: Made, show: Any) -> None:
@@ -308,7 +311,9 @@ def run(arguments: argparse.Namespace) -> None:
     sizes = (arguments.rank, arguments.many, arguments.streams, arguments.seconds, arguments.loads)
     made = Made(folder, config, arguments.device, *sizes)
     try:
-        made.make()
+        # A process of its own: what it takes of the device is free before the server starts.
+        with ProcessPoolExecutor(1, get_context("spawn")) as maker:
+            maker.submit(made.make).result()
         run_async(_measure(made, partial(_show, as_json=arguments.json)))
     finally:
         shutil.rmtree(folder)

@@ -52,6 +52,8 @@ _EACH = 3
 _START_S = 180.0
 _PROMPT_TOKENS = 16
 _MANY_RANK = 16
+_WINDOWS = ("quiet", "loads", "quiet again")
+_MOST_PER_S = 400  # tokens of a stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +218,7 @@ class _Server:
         return self._made.names("many", self._made.many)
 
     async def gaps(self) -> AsyncIterator[Gaps]:
-        """Yields gaps of the same streams before, beside and after loads."""
+        """Yields gaps of the same streams before, beside and after loads. Raises BenchError."""
         made = self._made
         plan = StreamsPlan(
             target=self.target,
@@ -226,7 +228,7 @@ class _Server:
             seconds=made.seconds,
             settle_s=0.0,
             stream_prompt=_PROMPT_TOKENS,
-            stream_output=4000,
+            stream_output=int(len(_WINDOWS) * made.seconds * _MOST_PER_S),
             new_prompt=0,
             new_output=0,
             seed=0,
@@ -234,7 +236,7 @@ class _Server:
         )
         spans: dict[str, tuple[float, float]] = {}
         async with steady(plan, self._random) as streams:
-            for window in ("quiet", "loads", "quiet again"):
+            for window in _WINDOWS:
                 begin = time.monotonic()
                 await asyncio.gather(asyncio.sleep(made.seconds), self._load(window == "loads"))
                 spans[window] = begin, time.monotonic()
@@ -243,6 +245,8 @@ class _Server:
             window: [gap for stream in times for gap in gaps_within(stream, *span)]
             for window, span in spans.items()
         }
+        if not all(gaps.values()):
+            raise BenchError("streams had no two tokens in a window: raise --seconds")
         quiet = fmean(percentile(found, 99) for window, found in gaps.items() if window != "loads")
         for window, found in gaps.items():
             p50, p99 = (1e3 * percentile(found, p) for p in (50, 99))

@@ -18,7 +18,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "shape" / "config.json").write_text(json.dumps(config))
     (tmp_path / "made").mkdir()
     places = ["--config", str(tmp_path / "shape"), "--folder", str(tmp_path / "made")]
-    sizes = ["--rank", "1,4", "--many", "5", "--streams", "2", "--seconds", "4", "--loads", "3"]
+    sizes = ["--rank", "1,4", "--many", "5", "--streams", "2", "--seconds", "2", "--loads", "3"]
     main(["changes", *places, "--device", "cpu", *sizes, "--json"])
     found = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line]
     one, four, at_once, *gaps = found

@@ -19,7 +19,7 @@ from loraplex.adapters.common.disk import Hold, hold, release, remove_held
 from loraplex.adapters.common.unfinished import unfinished_folder
 from loraplex.adapters.content_check import content_digest
 from loraplex.adapters.errors import AdapterError
-from loraplex.adapters.judge import rejudge
+from loraplex.adapters.judge import judge_folder, rejudge
 from loraplex.adapters.manifest import LAYOUT_VERSION, AdapterManifest
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.ref import AdapterRef, RefSource
@@ -28,7 +28,7 @@ from loraplex.adapters.slab.layout import make_layout
 from loraplex.adapters.slab.memory import one_after_another
 from loraplex.adapters.sources.local import LocalSource
 from loraplex.adapters.store.store import HEADROOM_BYTES, AdapterStore
-from tests.adapter_folders import small_base, write_adapter
+from tests.adapter_folders import Dtype, small_base, write_adapter
 from tests.adapters.refusals import refusal, refused_as, violation_codes
 from tests.slab_files import read_layout, read_payload, save_slab, slab_path
 
@@ -883,6 +883,25 @@ def test_only_what_is_held_is_removed(tmp_path: Path) -> None:
     with closing(hold(path)) as damaged:
         remove_held(damaged, path)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_a_copied_folder_has_the_digest_that_it_has_where_it_lies(
+    dtype: Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is hashed as it is written, by leaves; the second adapter's shape is known."""
+    monkeypatch.setattr("loraplex.adapters.content_check.LEAF_BYTES", 1000)
+    folders = [write_adapter(tmp_path / f"a{i}", BASE, seed=i, dtype=dtype) for i in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        source = LocalSource([tmp_path], threads.map)
+        store = AdapterStore(tmp_path / "s", BASE, {"local": source}, run=threads.map)
+        for folder in folders:
+            digest = store.admit(AdapterRef("local", folder.name), None).digest
+            assert digest == judge_folder(folder, BASE).manifest.digest
+            fresh = AdapterStore(tmp_path / folder.name[1:], BASE, {"local": source})
+            assert fresh.admit(AdapterRef("local", folder.name), None).digest == digest
+            slabs = [save_slab(each, digest, "bfloat16", 4096) for each in (store, fresh)]
+            assert slabs[0].read_bytes() == slabs[1].read_bytes()
 
 
 def test_local_folders_are_followed_as_they_change(tmp_path: Path) -> None:

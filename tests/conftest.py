@@ -1,7 +1,10 @@
 """Settings that must stand before any test module is imported."""
 
+import atexit
+import gc
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import certifi
@@ -36,3 +39,15 @@ settings.load_profile("any-machine")
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LeftOut())
     config.pluginmanager.register(LongestFirst(config))
+
+
+# Modules and 20,000 tests last. Without this each collection of garbage would look at all of them.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, None, None]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # else bindings report what is left as leaks

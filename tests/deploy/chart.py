@@ -1,6 +1,5 @@
 """The chart through a real Helm engine, offline: values in, Kubernetes objects out."""
 
-import io
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -52,7 +51,8 @@ def objects_of(rendered: Mapping[str, str]) -> list[Object]:
     found = []
     for path, text in rendered.items():
         if path.endswith(".yaml"):
-            found += [document for document in yaml.safe_load_all(io.StringIO(text)) if document]
+            documents = yaml.load_all(text, Loader=yaml.CSafeLoader)  # in C: a tenth of the time
+            found += [document for document in documents if document]
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from loraplex.launcher.known_models import served_families
@@ -41,7 +42,9 @@ def made(name: str) -> PreTrainedModel:
     known = dict(served_families()[name].config)
     changes: dict[str, Any] = {"num_hidden_layers": LAYERS, "vocab_size": VOCAB}
     if known.get("sliding_window") is not None:
-        changes |= {"sliding_window": WINDOW, "layer_types": KINDS}
+        changes["sliding_window"] = WINDOW
+        if hasattr(CONFIG_MAPPING[name](), "layer_types"):
+            changes["layer_types"] = KINDS
     elif known.get("layer_types"):
         changes["layer_types"] = known["layer_types"][:LAYERS]
     changes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

@@ -15,6 +15,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "device",
             "dtype",
             "quantize",
+            "activations",
             "kv_dtype",
             "model_names",
             "max_context",

@@ -74,6 +74,7 @@ def info_options() -> tuple[Option, ...]:
         "dtype",
         "tp",
         "quantize",
+        "activations",
         "kv_dtype",
         "max_context",
     }

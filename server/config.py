@@ -21,6 +21,7 @@ ServeMode = Literal["server", "local", "interactive"]
 KvDtype = Literal["auto", "fp8"]
 # How weights in floating point are quantised when they are loaded.
 AtLoad = Literal["fp8", "nf4"]
+Activations = Literal["auto", "bf16"]
 
 
 # A step has room for so many decodes at least where there are drafts.
@@ -71,6 +72,13 @@ class WorkerConfig:
     quantize: AtLoad | None = field(
         default=None,
         metadata={"help": "matrices of layers are quantised so when they are loaded"},
+    )
+    activations: Activations = field(
+        default="auto",
+        metadata={
+            "help": "bf16: FP8 weights are multiplied with inputs that are not rounded to FP8"
+            " (auto: as the checkpoint says; of --quantize fp8 they are)"
+        },
     )
     kv_dtype: KvDtype = field(
         default="auto", metadata={"help": "of keys and values (auto: as --dtype)"}
@@ -332,7 +340,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """The engine process's configuration, which comes on its command line as JSON.
 
     dtype is resolved; model_path is a folder. host_arena_bytes: size of the shared arena it maps.
-    quantize: weights in floating point at load; None = not. shards: devices that share the model.
+    quantize: weights in floating point at load; None = not. activations: inputs of FP8's products.
+    shards: devices that share the model.
     Memory is that of each device, but for the host arena. kv_memory: 0 = what weights, adapters and
     workspace leave of the GPU's share that may be used, and of that no more than `kv_contexts`
     sequences of the whole context need; 0 = any.
@@ -353,6 +362,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     adapter_slots: int
     gpu_memory_utilization: float = 0.9
     quantize: AtLoad | None = None
+    activations: Activations = "auto"
     kv_dtype: KvDtype = "auto"
     log_format: Literal["text", "json"] = "text"
     grammar: ServedGrammarLimits = ServedGrammarLimits()

@@ -1,5 +1,6 @@
 """Brings weights, caches and tables to the device at a start, as far as the memory goes."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,7 +12,7 @@ import torch
 
 from loraplex.adapters.sharding import Shard
 from loraplex.adapters.token_rows import new_ids_width
-from loraplex.server.config import AtLoad, ConfigError, EngineConfig
+from loraplex.server.config import Activations, AtLoad, ConfigError, EngineConfig
 from loraplex.server.engine.executor import MemoryLine
 from loraplex.server.engine.shared_memory import pages_made
 from loraplex.server.model.checkpoint.checkpoint import read_config
@@ -35,9 +36,11 @@ from loraplex.server.model.ops.sizes import MOST_PADDING
 from loraplex.server.model.sampling.row_sampling import RowSampling
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.page_groups import page_groups
-from loraplex.server.model.spec.quantised_at_load import quantised_at_load
+from loraplex.server.model.spec.quantised_at_load import served_as
 from loraplex.server.model.steps.rows import Rows
 from loraplex.server.model.weights import ModelWeights, load_weights
+
+log = logging.getLogger(__name__)
 
 # As CUDA, its libraries and the CPU's allocator say it.
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
@@ -58,12 +61,20 @@ def build_parts(
     ConfigError.
     """
     folder = Path(config.model_path)
-    whole = quantised_at_load(read_config(folder), config.quantize)
+    whole = served_as(read_config(folder), config.quantize, _activations(config, device))
     if load is None:
         load = partial(_load, folder, whole, phases, at_load=config.quantize, shard=group.shard)
     parts = _build_parts(config, whole, group, load, device, phases)
     group.least(parts.limits.num_pages)  # all have come so far
     return parts
+
+
+def _activations(config: EngineConfig, device: torch.device) -> Activations:
+    """The activations that are asked for, where the device multiplies FP8; else they stay."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY:
+        return config.activations
+    log.warning("this GPU multiplies no FP8: inputs of FP8 weights' products are not rounded")
+    return "bf16"
 
 
 def _require_fp8(capability: tuple[int, int]) -> None:

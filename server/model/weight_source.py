@@ -9,7 +9,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loraplex.adapters.sharding import WHOLE, Shard, Span, heads_of
-from loraplex.server.config import AtLoad
 from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.model.checkpoint.area import Area, Stored, UnpackedArea
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, ModelFile
@@ -19,17 +18,25 @@ from loraplex.server.model.checkpoint.stored_forms import StoredForms
 from loraplex.server.model.checkpoint.unpack import unpack
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import ExpertsLinear
+from loraplex.server.model.linear.fp8 import of_rounded_inputs
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.packed import PackedWeight, joined
 from loraplex.server.model.linear.quantise import quantise
 from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
+from loraplex.server.model.quantisation.forms import (
+    INPUT_SCALES,
+    InputForm,
+    WeightForm,
+    input_form,
+)
 from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import layer_path
 
 
 class WeightSource:
     """Tensors by name out of memory-mapped files. forms: of quantised matrices. packed: these stay
-    so where they can. shard: of the device, whose part of each matrix is taken."""
+    so where they can. at_load: what other matrices of layers become. shard: of the device,
+    whose part of each matrix is taken."""
 
     def __init__(
         self,
@@ -39,7 +46,7 @@ class WeightSource:
         device: torch.device,
         *,
         packed: bool,
-        at_load: AtLoad | None,
+        at_load: WeightForm | None,
         shard: Shard = WHOLE,
     ) -> None:
         self._shard = shard
@@ -89,6 +96,18 @@ class WeightSource:
     def linear(self, spec: LinearSpec, layer: int | None = None) -> Linear:
         """The device's part. layer: 0-based, where the matrix is one of a layer's."""
         paths = [path_in(part.path, layer) for part in spec.parts]
+        base = self._base(spec, paths, layer)
+        form = self._input_form(paths, layer)
+        if form is None:
+            return base
+        # Matrices that are multiplied at once share one scale, the largest of theirs.
+        scale = max(map(self._input_scale, paths)) if form.scales == "tensor" else None
+        return of_rounded_inputs(base, form, scale)
+
+    def _base(
+        self, spec: LinearSpec, paths: Sequence[str], layer: int | None
+    ) -> DenseLinear | QuantisedLinear:
+        """The matrix, without what becomes of inputs."""
         cuts = [cut_of(spec, part, self._shard) for part in spec.parts]
         heights = [cut.shape[0] for cut in cuts]
         shape = (sum(heights), cuts[0].shape[1])
@@ -104,8 +123,28 @@ class WeightSource:
             return DenseLinear(weight, bias)
         return self._quantised(weight, bias, self._at_load)
 
-    def _quantised(self, weight: torch.Tensor, bias: torch.Tensor | None, scheme: AtLoad) -> Linear:
-        packed = quantise(weight, scheme)
+    def _input_form(self, paths: Sequence[str], layer: int | None) -> InputForm | None:
+        """How inputs of a product become FP8; None = they do not."""
+        at_load = None if layer is None else self._at_load
+        found = {input_form(self._forms.get(path, at_load)) for path in paths}
+        return found.pop() if len(found) == 1 else None
+
+    def _input_scale(self, path: str) -> float:
+        """The one scale of a product's inputs. Raises CheckpointError where there is none."""
+        scales = (self._optional(f"{path}.{name}") for name in INPUT_SCALES)
+        stored = next((scale for scale in scales if scale is not None), None)
+        scale = 0.0 if stored is None or not stored.numel() else float(stored.float().max())
+        if not 0.0 < scale < math.inf:
+            raise CheckpointError(
+                f"{path}.{INPUT_SCALES[0]} must be a positive number, got {scale}"
+                " (`--activations bf16` needs none)"
+            )
+        return scale
+
+    def _quantised(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, form: WeightForm
+    ) -> DenseLinear | QuantisedLinear:
+        packed = quantise(weight, form)
         matrix = matrix_of(packed) if self._packed and packed is not None else None
         if matrix is not None:
             return QuantisedLinear(matrix, bias, self.dtype)

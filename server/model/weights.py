@@ -33,6 +33,7 @@ from loraplex.server.model.spec.model_spec import (
     layer_path,
 )
 from loraplex.server.model.spec.moe_spec import MoeSpec
+from loraplex.server.model.spec.quantised_at_load import form_at_load
 from loraplex.server.model.weight_source import WeightSource, path_in
 
 log = logging.getLogger(__name__)
@@ -168,9 +169,8 @@ def load_weights(
     with torch.inference_mode():
         forms = stored_forms(model, stored)
         stays = device.type == "cuda" if packed is None else packed
-        source = WeightSource(
-            shards, forms, dtype, device, packed=stays, at_load=at_load, shard=shard
-        )
+        made = None if at_load is None else form_at_load(at_load, model.quantisation)
+        source = WeightSource(shards, forms, dtype, device, packed=stays, at_load=made, shard=shard)
         embed = source.table(embedding)
         nbytes = sum(tensor.end - tensor.begin for tensor in stored.values())
         mine, layers = nbytes / shard.count / (1 << 30), []

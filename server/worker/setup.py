@@ -165,6 +165,8 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
         card = msgspec.structs.replace(card, weights=quantised.scheme)
     if config.quantize is not None:
         card = _apart(card, config.quantize)
+    if config.activations != "auto":
+        card = _apart(card, f"activations in {config.activations}")
     if config.kv_dtype != "auto":
         card = _apart(card, f"keys and values in {config.kv_dtype}")
     if config.executor != "torch":  # what it invents never goes beside what is computed
@@ -230,6 +232,7 @@ def engine_config(
         dora_graphs=config.dora_graphs,
         gpu_memory_utilization=config.gpu_memory_utilization,
         quantize=config.quantize,
+        activations=config.activations,
         kv_dtype=config.kv_dtype,
         log_format=config.log_format,
         grammar=config.grammar,

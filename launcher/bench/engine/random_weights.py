@@ -11,6 +11,7 @@ from loraplex.server.model.checkpoint.mxfp4 import SCALE_BIAS
 from loraplex.server.model.checkpoint.mxfp4 import grouped as grouped_mxfp4
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
+from loraplex.server.model.linear.fp8 import of_rounded_inputs
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
 from loraplex.server.model.linear.quantise import NF4
@@ -24,6 +25,7 @@ from loraplex.server.model.quantisation.forms import (
     PackedForm,
     RowwiseForm,
     WeightForm,
+    input_form,
 )
 from loraplex.server.model.quantisation.quantisation import Quantisation
 from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK, LinearSpec
@@ -51,6 +53,7 @@ from loraplex.server.model.weights import (
 
 STD = 0.02
 _STD_OF_CODES = 2.9  # of E2M1, each code as likely as another
+_INPUT_SCALE = 0.02
 _ROWS = 2048  # that are drawn at once
 
 
@@ -74,11 +77,20 @@ class _RandomWeights:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=STD)
 
     def linear(self, spec: LinearSpec, layer: int | None = None) -> Linear:
+        base, form = self._base(spec, layer), self._form(spec, layer)
+        inputs = input_form(form)
+        scale = _INPUT_SCALE if inputs is not None and inputs.scales == "tensor" else None
+        return of_rounded_inputs(base, inputs, scale)
+
+    def _form(self, spec: LinearSpec, layer: int | None) -> WeightForm | None:
+        if layer is None or self.quantisation is None:
+            return None
+        return self.quantisation.form(layer_path(layer, spec.parts[0].path))
+
+    def _base(self, spec: LinearSpec, layer: int | None) -> DenseLinear | QuantisedLinear:
         bias = self._bias(spec.out_features) if spec.bias else None
         shape = (spec.out_features, spec.in_features)
-        if layer is None or self.quantisation is None:
-            return DenseLinear(self.matrix(*shape), bias)
-        form = self.quantisation.form(layer_path(layer, spec.parts[0].path))
+        form = self._form(spec, layer)
         if form is None:
             return DenseLinear(self.matrix(*shape), bias)
         packed = random_packed(form, shape, STD, self.device)

@@ -100,8 +100,8 @@ def _packed_kernel(
     )  # fmt: skip
     to_out = (product[3] + m * product[5], m < rows, product[2])
     if SPLIT:
-        if _is_last(shares, acc, n, out_features):
-            acc = _sum_shares(shares, acc, n, out_features)
+        if is_last(shares, acc, n, out_features):
+            acc = sum_shares(shares, acc, n, out_features)
             store_product(to_out, acc, n, out_features, BIAS)
     else:
         store_product(to_out, acc, n, out_features, BIAS)
@@ -117,7 +117,7 @@ def _sums(
 
 
 @triton.jit
-def _is_last(shares: tl.tuple, acc: tl.tensor, n: tl.tensor, end: tl.tensor) -> Any:
+def is_last(shares: tl.tuple, acc: tl.tensor, n: tl.tensor, end: tl.tensor) -> Any:
     """Leaves the sums of this share. Whether those of all others are there."""
     tl.store(_sums(shares, tl.program_id(1), n, end, acc.shape[1]), acc, mask=(n < end)[:, None])
     tl.debug_barrier()  # of all threads' stores, before one of them tells
@@ -125,7 +125,7 @@ def _is_last(shares: tl.tuple, acc: tl.tensor, n: tl.tensor, end: tl.tensor) -> 
 
 
 @triton.jit
-def _sum_shares(shares: tl.tuple, acc: tl.tensor, n: tl.tensor, end: tl.tensor) -> Any:
+def sum_shares(shares: tl.tuple, acc: tl.tensor, n: tl.tensor, end: tl.tensor) -> Any:
     """In the order of the shares, whichever came last."""
     acc = tl.zeros(acc.shape, tl.float32)
     for number in range(shares[2]):

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import follow
+from loraplex.server.kernels.linear.fp8_rows import ToFp8, fp8_arguments, store_fp8
 from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
 from loraplex.server.kernels.lora.record import touches
 
@@ -24,19 +25,20 @@ def add_norm(
     post: RmsNorm | None = None,
     factor: float = 1.0,
     *,
+    fp8: ToFp8 | None = None,
     programmatic_launch: bool,
 ) -> None:
     """Add a product to the residual stream, and norm the sum: `hidden += factor * post(y + delta)`,
     then `y = norm(hidden)`; the delta only of rows whose adapter touches the site. Without post
-    the sum is taken as it is; without norm y is not written.
+    the sum is taken as it is; without norm y is not written. fp8: takes the normed rows, too.
 
     y, hidden, delta: `[rows, features]`, of one dtype, contiguous; weights of any. In float32; one
     kernel, no allocation. Raises ValueError on a mismatch.
     """
     check_norms(y, hidden, post, norm)
     delta, lora = delta_arguments(y, pending), pending is not None
-    terms = (y, None, delta)
-    _launch(y, terms, hidden, post, factor, norm, ADD=True, LORA=lora, PDL=programmatic_launch)
+    switches = {"ADD": True, "LORA": lora, "PDL": programmatic_launch}
+    _launch(y, (y, None, delta), hidden, (post, factor, norm), fp8, switches)
 
 
 def add_experts_norm(
@@ -47,6 +49,7 @@ def add_experts_norm(
     post: RmsNorm | None = None,
     factor: float = 1.0,
     *,
+    fp8: ToFp8 | None = None,
     programmatic_launch: bool,
 ) -> torch.Tensor:
     """Sum the results of experts, add them to hidden, and norm the sum, as `add_norm` does with y =
@@ -61,16 +64,20 @@ def add_experts_norm(
     if results.shape != (weights.numel(), y.shape[1]) or len(weights) != len(y):
         raise ValueError(f"{list(results.shape)} of {list(weights.shape)} for {list(y.shape)}")
     terms = (results, weights, delta_arguments(results, None))
-    _launch(y, terms, hidden, post, factor, norm, ADD=True, LORA=False, PDL=programmatic_launch)
+    switches = {"ADD": True, "LORA": False, "PDL": programmatic_launch}
+    _launch(y, terms, hidden, (post, factor, norm), fp8, switches)
     return y
 
 
-def rms_norm(hidden: torch.Tensor, norm: RmsNorm, *, programmatic_launch: bool) -> torch.Tensor:
+def rms_norm(
+    hidden: torch.Tensor, norm: RmsNorm, fp8: ToFp8 | None = None, *, programmatic_launch: bool
+) -> torch.Tensor:
     """The norm of `[rows, features]`, contiguous, in a tensor of its own; as in `add_norm`."""
     y = torch.empty_like(hidden)
     check_norms(y, hidden, norm)
     terms = (y, None, delta_arguments(y, None))
-    _launch(y, terms, hidden, None, 1.0, norm, ADD=False, LORA=False, PDL=programmatic_launch)
+    switches = {"ADD": False, "LORA": False, "PDL": programmatic_launch}
+    _launch(y, terms, hidden, (None, 1.0, norm), fp8, switches)
     return y
 
 
@@ -88,20 +95,18 @@ def _launch(
     out: torch.Tensor,
     terms: tuple[torch.Tensor, torch.Tensor | None, _Delta],
     hidden: torch.Tensor,
-    post: RmsNorm | None,
-    factor: float,
-    norm: RmsNorm | None,
-    *,
-    PDL: bool,
-    **switches: bool,
+    norms: tuple[RmsNorm | None, float, RmsNorm | None],
+    fp8: ToFp8 | None,
+    switches: dict[str, bool],
 ) -> None:
     """Launch the kernel that adds and norms. terms: what is added, in parts of these weights, and
-    its delta.
+    its delta. norms: that of the term, its factor, that of the sum.
     """
     rows, features = out.shape
     if rows == 0:
         return
     y, weights, delta = terms
+    post, factor, norm = norms
     _add_norm_kernel[(rows,)](
         out,
         y,
@@ -111,21 +116,24 @@ def _launch(
         *(post or (hidden, 0.0)),
         factor,
         *(norm or (hidden, 0.0)),
+        rows,
+        None if fp8 is None else fp8_arguments(*fp8),
         FEATURES=features,
         BLOCK=triton.next_power_of_2(features),
         PARTS=0 if weights is None else weights.shape[1],
         POST=post is not None,
         SCALED=factor != 1.0,
         NORM=norm is not None,
-        PDL=PDL,
+        FP8=fp8 is not None,
+        GROUP=0 if fp8 is None else fp8[1].groups,
         num_warps=8,
-        launch_pdl=PDL,
+        launch_pdl=switches["PDL"],
         **switches,
     )
 
 
 @triton.jit(
-    do_not_specialize=["site", "num_sites", "post_epsilon", "factor", "epsilon"],
+    do_not_specialize=["site", "num_sites", "post_epsilon", "factor", "epsilon", "rows"],
     do_not_specialize_on_alignment=["slots_ptr"],
 )
 def _add_norm_kernel(
@@ -143,12 +151,16 @@ def _add_norm_kernel(
     factor: tl.tensor,
     weight_ptr: tl.tensor,
     epsilon: tl.tensor,
+    rows: tl.tensor,
+    to_fp8: tl.tuple,
     FEATURES: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     POST: tl.constexpr,
     SCALED: tl.constexpr,
     NORM: tl.constexpr,
+    FP8: tl.constexpr,
+    GROUP: tl.constexpr,
     ADD: tl.constexpr,
     LORA: tl.constexpr,
     PDL: tl.constexpr,
@@ -173,7 +185,9 @@ def _add_norm_kernel(
         hidden += branch(y, norms, FEATURES, POST, SCALED)
         tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
     if NORM:
-        store_normed(out_ptr + at, hidden, norms, inside, FEATURES)
+        out = store_normed(out_ptr + at, hidden, norms, inside, FEATURES)
+        if FP8:
+            store_fp8(to_fp8, rows, row, out, 0, FEATURES, GROUP)
 
 
 @triton.jit
@@ -247,10 +261,11 @@ def store_normed(
     norms: Norms,
     inside: tl.tensor,
     FEATURES: tl.constexpr,
-) -> None:
-    """out_ptr: `[features]`, of the row."""
-    out = _normed(hidden, norms.weight, norms.epsilon, FEATURES)
-    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside)
+) -> Any:
+    """out_ptr: `[features]`, of the row. Returns what it then holds, float32."""
+    out = _normed(hidden, norms.weight, norms.epsilon, FEATURES).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr, out, mask=inside)
+    return out.to(tl.float32)
 
 
 @triton.jit

@@ -7,6 +7,12 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import follow
+from loraplex.server.kernels.linear.fp8_rows import (
+    ToFp8,
+    fp8_arguments,
+    store_fp8,
+    warps_of_row,
+)
 from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
 from loraplex.server.kernels.lora.record import touches
 
@@ -23,32 +29,43 @@ def gated(
     gate_up: torch.Tensor,
     pending: PendingDelta | None,
     activation: GatedActivation,
+    fp8: ToFp8 | None = None,
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
     """Apply the gated activation: `[rows, 2 n]`, contiguous, gate first -> `[rows, n]`; pending:
-    LoRA of it, of rows and halves that their adapter touches. In float32; one kernel. Raises
-    ValueError on a mismatch.
+    LoRA of it, of rows and halves that their adapter touches. fp8: takes the result, too, `[rows,
+    n]`. In float32; one kernel. Raises ValueError on a mismatch.
     """
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
+    block, warps = _BLOCK, 4
+    if fp8 is not None and fp8[1].groups == 0:  # a scale needs the whole row
+        block = triton.next_power_of_2(inner)
+        warps = warps_of_row(block)
     if rows:
-        _gated_kernel[(rows * triton.cdiv(inner, _BLOCK),)](
+        _gated_kernel[(rows * triton.cdiv(inner, block),)](
             gate_up,
             *delta_arguments(gate_up, pending),
             out,
+            rows,
+            None if fp8 is None else fp8_arguments(*fp8),
             INNER=inner,
-            BLOCK=_BLOCK,
+            BLOCK=block,
             ACTIVATION=activation,
             LORA=pending is not None,
+            FP8=fp8 is not None,
+            GROUP=0 if fp8 is None else fp8[1].groups,
             PDL=programmatic_launch,
-            num_warps=4,
+            num_warps=warps,
             launch_pdl=programmatic_launch,
         )
     return out
 
 
-@triton.jit(do_not_specialize=["site", "num_sites"], do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit(
+    do_not_specialize=["site", "num_sites", "rows"], do_not_specialize_on_alignment=["slots_ptr"]
+)
 def _gated_kernel(
     y_ptr: tl.tensor,
     delta_ptr: tl.tensor,
@@ -57,16 +74,21 @@ def _gated_kernel(
     site: tl.tensor,
     num_sites: tl.tensor,
     out_ptr: tl.tensor,
+    rows: tl.tensor,
+    to_fp8: tl.tuple,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LORA: tl.constexpr,
+    FP8: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     follow(PDL)
     BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    n = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0) % BLOCKS * BLOCK
+    n = first + tl.arange(0, BLOCK)
     inside = n < INNER
     at = row * 2 * INNER + n
     gate = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -78,8 +100,10 @@ def _gated_kernel(
         slot_ptr = slots_ptr + row
         gate += tl.where(touches(slot_ptr, ints_ptr, site, num_sites, 0), delta0, 0.0)
         up += tl.where(touches(slot_ptr, ints_ptr, site, num_sites, 1), delta1, 0.0)
-    out = activated(gate, up, ACTIVATION)
-    tl.store(out_ptr + row * INNER + n, out.to(out_ptr.dtype.element_ty), mask=inside)
+    out = activated(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * INNER + n, out, mask=inside)
+    if FP8:
+        store_fp8(to_fp8, rows, row, out.to(tl.float32), first, INNER, GROUP)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import triton
@@ -17,6 +18,7 @@ from loraplex.server.model.graphs.start_phases import StartPhases
 from loraplex.server.model.graphs.token_graphs import TokenGraphs
 from loraplex.server.model.graphs.warm_up import prompts_of, run_steps
 from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.linear.fp8 import row_form
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.ops.attention_cuda import PagedAttention, prompt_backend
@@ -101,7 +103,9 @@ class _Start:
         room = (most, max((most, *captured)))
         attention = PagedAttention(parts.model, parts.cache, backend, *room)
         reach = (limits.max_context, max(limits.max_step_tokens, sizes[-1], *prompt_sizes))
-        ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach, _summed(parts))
+        linears = chain.from_iterable(layer.linears for layer in parts.weights.layers)
+        forms = (_summed(parts), row_form(linears))
+        ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach, *forms)
         draws = CudaDraws(rows, parts.parameters, limits.most_decodes)
         outside = row_sizes(limits.most_decodes, limits.max_step_tokens)
         return cls(parts, sizes, prompt_sizes, outside, backend, ops, draws)

@@ -2,9 +2,8 @@
 
 import torch
 
-from loraplex.server.config import AtLoad
 from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, packed
-from loraplex.server.model.quantisation.forms import FOUR_BIT_BLOCK
+from loraplex.server.model.quantisation.forms import FOUR_BIT_BLOCK, EightBitForm, WeightForm
 
 _FP8_MOST = torch.finfo(torch.float8_e4m3fn).max
 # QLoRA (Dettmers et al. 2023), appendix E: quantiles of the normal distribution, with an exact 0.
@@ -18,11 +17,11 @@ NF4 = (
 _ROWS = 2048
 
 
-def quantise(weight: torch.Tensor, scheme: AtLoad) -> PackedWeight | None:
-    """Quantise a plain matrix. weight: `[out, in]`, finite. None where the scheme does not take its
-    shape.
+def quantise(weight: torch.Tensor, form: WeightForm) -> PackedWeight | None:
+    """Quantise a plain matrix. weight: `[out, in]`, finite. form: FP8 with a scale for each
+    output, or NF4. None where the form does not take its shape.
     """
-    if scheme == "fp8":
+    if isinstance(form, EightBitForm):
         return _to_fp8(weight)
     return _to_nf4(weight) if weight.shape[1] % FOUR_BIT_BLOCK == 0 else None
 

@@ -92,10 +92,12 @@ def matrix_of(weight: PackedWeight) -> PackedMatrix | None:
     of two, rows that end within a group.
     """
     if isinstance(weight, Fp8Weight):
-        rows, columns = weight.block
-        group = _group(columns, weight.shape[1])
+        group = _group(weight.block[1], weight.shape[1])
         if group is None:
             return None
+        if group == 0:
+            weight = weight.by_row()
+        rows = weight.block[0]
         numbers = weight.numbers.view(torch.uint8)
         return PackedMatrix(
             numbers, weight.scales, _arrivals(numbers), weight.shape[1], 0, group, rows

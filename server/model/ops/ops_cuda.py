@@ -12,6 +12,8 @@ from loraplex.server.kernels.attention.rope_append import rope_append
 from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
 from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
 from loraplex.server.kernels.launch.configs import KernelConfigs, load_configs
+from loraplex.server.kernels.linear.fp8_form import RowForm, allocate_rows
+from loraplex.server.kernels.linear.fp8_rows import ToFp8
 from loraplex.server.kernels.moe.choose import assign_experts
 from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
 from loraplex.server.kernels.moe.grouped import GroupedShape, grouped_product, grouped_shape
@@ -233,9 +235,11 @@ class CudaOps:
         attention: PagedAttention,
         limits: tuple[int, int],
         summed: SummedSites = NONE_SUMMED,
+        row_form: RowForm | None = None,
     ) -> None:
         """Make the operations for one model on the current GPU. limits: the longest context, and
-        the most tokens of a step, with what pads it.
+        the most tokens of a step, with what pads it. row_form: the FP8 that norms and activations
+        leave beside what they write; None = none.
         """
         max_context, max_tokens = limits
         self.model = model
@@ -245,6 +249,7 @@ class CudaOps:
         self.device = cache.pool.device
         self._configs: KernelConfigs = load_configs(self.device)
         self.products = Products(self._configs)
+        self._row_form = row_form
         self._experts = Experts(self._configs, self.products, table)
         self.rotations = Rotations(model, max_context, self.device)
         context = (self._configs, table, cache.dtype, self.device, max_tokens)
@@ -373,12 +378,24 @@ class CudaOps:
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         if isinstance(norm, LayerNorm):
             return layer_norm(x, norm)
-        return rms_norm(x, norm, programmatic_launch=self._configs.programmatic_launch)
+        early, fp8 = self._configs.programmatic_launch, self._to_fp8(x)
+        return self._noted(rms_norm(x, norm, fp8, programmatic_launch=early), fp8)
+
+    def _to_fp8(self, x: torch.Tensor, features: int | None = None) -> ToFp8 | None:
+        """Room for the FP8 of rows like x, of so many features."""
+        form = self._row_form
+        return None if form is None else (allocate_rows(x, form, features), form)
+
+    def _noted(self, x: torch.Tensor, fp8: ToFp8 | None) -> torch.Tensor:
+        """Keep the FP8 of x for the products that follow."""
+        self.products.note(x, fp8)
+        return x
 
     def norm_own(
         self, normed: torch.Tensor, hidden: torch.Tensor, lora: DeviceLora, place: int
     ) -> None:
         norm_own(lora.own, place, hidden, normed, self.norm)
+        self.products.note(normed, None)
 
     def add_norm(
         self,
@@ -395,14 +412,15 @@ class CudaOps:
         if isinstance(post, LayerNorm):
             raise TypeError("no kernel has a LayerNorm before the residual sum")
         pending, early = None, self._configs.programmatic_launch
-        rule = (hidden, norm, post, factor)
+        rule, fp8 = (hidden, norm, post, factor), None if norm is None else self._to_fp8(hidden)
         match delta:
             case Ready():
                 pass
             case WithDelta():
                 pending = delta.delta
             case ByExperts(y, weights):
-                return add_experts_norm(y, weights, *rule, programmatic_launch=early), hidden
+                normed = add_experts_norm(y, weights, *rule, fp8=fp8, programmatic_launch=early)
+                return self._noted(normed, fp8), hidden
             case Unsummed():
                 terms, pending = delta.terms, delta.delta
                 return sum_norm(terms, pending, *rule, programmatic_launch=early), hidden
@@ -410,8 +428,8 @@ class CudaOps:
                 raise TypeError("the norm expands no LoRA")
             case _:
                 assert_never(delta)
-        add_norm(delta.y, pending, *rule, programmatic_launch=early)
-        return hidden if norm is None else delta.y, hidden
+        add_norm(delta.y, pending, *rule, fp8=fp8, programmatic_launch=early)
+        return hidden if norm is None else self._noted(delta.y, fp8), hidden
 
     def attend(
         self,
@@ -487,10 +505,10 @@ class CudaOps:
         y, configs = gate_up.y, self._configs
         early = configs.programmatic_launch
         match gate_up:
-            case Ready():
-                return gated(y, None, activation, programmatic_launch=early)
-            case WithDelta(delta=delta):
-                return gated(y, delta, activation, programmatic_launch=early)
+            case Ready() | WithDelta():
+                delta = gate_up.delta if isinstance(gate_up, WithDelta) else None
+                fp8 = self._to_fp8(y, y.shape[1] // 2)
+                return self._noted(gated(y, delta, activation, fp8, programmatic_launch=early), fp8)
             case Deferred():
                 config = configs.fused(gate_up.phase, len(y))
                 return gated_lora(y, gate_up.lora, config, activation)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.server.kernels.launch.configs import KernelConfigs
+from loraplex.server.kernels.linear.fp8_form import Fp8Rows, RowForm
 from loraplex.server.model.linear.dense import DEFAULT, Library, Way
+from loraplex.server.model.linear.fp8 import Fp8Linear
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.ops.capture import record
 
@@ -56,6 +58,8 @@ class Products:
 
     def __init__(self, configs: KernelConfigs) -> None:
         self._configs = configs
+        # The last rows whose FP8 was noted.
+        self._latest: tuple[torch.Tensor | None, tuple[Fp8Rows, RowForm] | None] = (None, None)
         # By rows and kind of matrix.
         self._choices: dict[tuple[int, tuple[object, ...]], _Choice] = {}
 
@@ -67,7 +71,8 @@ class Products:
             for linear, *_ in products:
                 for way in linear.ways(size, self._configs):
                     if not isinstance(way, Library):
-                        linear.run(*linear.operands(size), way)
+                        x, y = linear.operands(size)
+                        _run(linear, self._inputs(x, linear), y, way)
 
     def load(self, sizes: Sequence[int], products: Sequence[Linear]) -> None:
         """Launch what products outside of graphs launch, once for each number of rows.
@@ -90,7 +95,9 @@ class Products:
         for size in sizes:
             for layers in products:
                 measured = layers[: _LAYERS if size <= _MANY_ROWS else _LAYERS_OF_MANY]
-                times = _times(layers[0].ways(size, self._configs), size, measured)
+                x, y = measured[0].operands(size)
+                operands = (self._inputs(x, measured[0]), y)
+                times = _times(layers[0].ways(size, self._configs), operands, measured)
                 self._choices[size, layers[0].kind] = choose(times, layers[0])
 
     def linear(
@@ -104,26 +111,53 @@ class Products:
         """Compute a product by the way that was chosen. x: `[rows, in_features]`. out: where to
         write, `[rows, out_features]`.
         """
-        choice = None
+        choice, inputs = None, self._inputs(x, linear)
         if torch.cuda.is_current_stream_capturing():
             choice = self._choices.get((len(x), linear.kind))
         if choice is None:
-            return linear.run(x, out, linear.outside_graphs(len(x), self._configs))
-        return linear.run(x, out, choice.beside if beside_lora else choice.alone)
+            return _run(linear, inputs, out, linear.outside_graphs(len(x), self._configs))
+        return _run(linear, inputs, out, choice.beside if beside_lora else choice.alone)
+
+    def note(self, x: torch.Tensor, fp8: tuple[Fp8Rows, RowForm] | None) -> None:
+        """Keep the FP8 of rows that the next products are of, and its form. None: x has none."""
+        self._latest = (x, fp8)
+
+    def _inputs(self, x: torch.Tensor, linear: Linear) -> torch.Tensor | Fp8Rows:
+        """Operands of a product: x, or x in FP8, which its writer may have left."""
+        if not isinstance(linear, Fp8Linear):
+            return x
+        noted, fp8 = self._latest
+        if x is noted and fp8 is not None and fp8[1] == linear.form and linear.multiplies_fp8:
+            return fp8[0]
+        return linear.inputs(x, self._configs)
 
 
-def _times(ways: Sequence[Way], rows: int, layers: Sequence[Linear]) -> dict[Way, float]:
+def _run(
+    linear: Linear, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None, way: Way
+) -> torch.Tensor:
+    if isinstance(linear, Fp8Linear):
+        return linear.run(x, out, way)
+    if isinstance(x, Fp8Rows):
+        raise TypeError("FP8 rows, and a product of others")
+    return linear.run(x, out, way)
+
+
+def _times(
+    ways: Sequence[Way],
+    operands: tuple[torch.Tensor | Fp8Rows, torch.Tensor],
+    layers: Sequence[Linear],
+) -> dict[Way, float]:
     """Milliseconds of the products of all layers, one after the other in a graph, the least of some
-    repeats."""
-    x, y = layers[0].operands(rows)
+    repeats. operands: x and out."""
+    x, y = operands
     pool = torch.cuda.graph_pool_handle()
 
     def recorded(way: Way) -> torch.cuda.CUDAGraph:
         def step() -> None:
             for linear in layers:
-                linear.run(x, y, way)
+                _run(linear, x, y, way)
 
-        layers[0].run(x, y, way)  # a capture can load no kernel
+        _run(layers[0], x, y, way)  # a capture can load no kernel
         return record(step, pool)
 
     graphs = [recorded(way) for way in ways]

@@ -4,7 +4,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, cast
 
-from loraplex.server.model.quantisation.forms import EightBitForm, PackedForm, Scales, WeightForm
+from loraplex.server.model.quantisation.forms import (
+    EightBitForm,
+    InputForm,
+    PackedForm,
+    Scales,
+    WeightForm,
+)
 from loraplex.server.model.quantisation.fp8 import block_of
 from loraplex.server.model.quantisation.quantisation import Quantisation, QuantisationRule
 from loraplex.server.model.quantisation.settings import Table, bits, flag, group_size, inner, one_of
@@ -82,7 +88,8 @@ def _group(table: Table, name: str, group: Table) -> _Group:
     if own is table and table.get("format") == _MIXED:
         raise ValueError(f"{name}: format is missing")
     layout = one_of(own, "format", _FORMATS)
-    form = _packed(weights) if layout == _FORMATS[0] else _eight_bits(weights)
+    inputs = _inputs(inner(group, "input_activations"))
+    form = _packed(weights) if layout == _FORMATS[0] else _eight_bits(weights, inputs)
     return _Group(tuple(targets), form, _scheme(form))
 
 
@@ -97,7 +104,22 @@ def _packed(weights: Table) -> PackedForm:
     return PackedForm(width, cast(Literal["tensor", "channel", "group"], scales), size, asymmetric)
 
 
-def _eight_bits(weights: Table) -> EightBitForm:
+def _inputs(table: Table) -> InputForm | None:
+    """How inputs become FP8. A scale of all tokens of a batch would make a token's result depend on
+    its neighbours: each token has its own.
+    """
+    if not table or one_of(table, "type", ("int", "float"), "int") == "int":
+        return None
+    bits(table, "num_bits", served=(8,))
+    names = ("token", "group", "tensor")
+    scales = cast(Literal["token", "group", "tensor"], one_of(table, "strategy", names, "tensor"))
+    if scales == "group":
+        return InputForm("group", group_size(table, "group_size", default=128) or 0)
+    is_dynamic = table.get("dynamic") not in (None, False)
+    return InputForm("token" if is_dynamic else scales)
+
+
+def _eight_bits(weights: Table, inputs: InputForm | None) -> EightBitForm:
     bits(weights, "num_bits", served=(8,))
     is_float = one_of(weights, "type", ("int", "float"), "int") == "float"
     names = ("tensor", "channel", "group", "block")
@@ -110,7 +132,9 @@ def _eight_bits(weights: Table) -> EightBitForm:
     asymmetric = not flag(weights, "symmetric", True)
     if is_float and asymmetric:
         raise ValueError("weights: FP8 has no zero points")
-    return EightBitForm("fp8" if is_float else "int8", scales, block, asymmetric=asymmetric)
+    if is_float:
+        return EightBitForm("fp8", scales, block, inputs=inputs)
+    return EightBitForm("int8", scales, block, asymmetric=asymmetric)
 
 
 def _usual(weights: Table) -> str:

@@ -19,6 +19,9 @@ _BYTES = FLOATS | UINT8 | INT8
 # How DeepSeek calls the scales of FP8; they multiply all the same.
 INVERSE = "weight_scale_inv"
 
+# How writers call the one scale of all inputs.
+INPUT_SCALES = ("input_scale", "activation_scale", "act_scale")
+
 # The usual block of bitsandbytes' 4 bits.
 FOUR_BIT_BLOCK = 64
 
@@ -36,11 +39,24 @@ class TensorForm(NamedTuple):
     optional: bool = False
 
 
+class InputForm(msgspec.Struct, frozen=True):
+    """How inputs of a product become FP8: `number * scale`.
+
+    scales: one for each token, for each `group` inputs of a token, or the one that the checkpoint
+    has. most: the largest magnitude that a token's scale covers; None = any.
+    """
+
+    scales: Literal["token", "group", "tensor"]
+    group: int = 0
+    most: float | None = None
+
+
 class EightBitForm(msgspec.Struct, frozen=True):
     """FP8 (E4M3) or int8 numbers and their scales: `weight * scale`.
 
     scales: one for the matrix, for each output, for `block[1]` inputs of each output, or for each
     `block`. block: rows and columns. scale: the tensor's name. asymmetric: int8 with zero points.
+    inputs: how those of FP8's products are rounded; None = not at all.
     """
 
     numbers: Literal["fp8", "int8"]
@@ -48,6 +64,7 @@ class EightBitForm(msgspec.Struct, frozen=True):
     block: tuple[int, int] = (1, 1)
     scale: str = "weight_scale"
     asymmetric: bool = False
+    inputs: InputForm | None = None
 
     @property
     def marker(self) -> TensorForm:
@@ -69,8 +86,7 @@ class EightBitForm(msgspec.Struct, frozen=True):
         yield TensorForm(self.scale, _SCALES, shapes)
         if self.asymmetric:
             yield TensorForm("weight_zero_point", INT8, shapes)
-        # Of activations, which are not quantised.
-        for suffix in ("input_scale", "input_scale_ub", "activation_scale", "act_scale"):
+        for suffix in (*INPUT_SCALES, "input_scale_ub"):
             yield TensorForm(suffix, FLOATS, (), optional=True)
         yield TensorForm("input_zero_point", INT8, (), optional=True)
 
@@ -180,6 +196,11 @@ class RowwiseForm(msgspec.Struct, frozen=True):
 
 
 WeightForm = EightBitForm | AwqForm | GptqForm | PackedForm | FourBitForm | RowwiseForm
+
+
+def input_form(form: WeightForm | None) -> InputForm | None:
+    """How inputs of a product with a matrix of this form become FP8; None = they do not."""
+    return form.inputs if isinstance(form, EightBitForm) else None
 
 
 def _groups(in_features: int, group: int | None) -> int:

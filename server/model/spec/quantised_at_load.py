@@ -1,16 +1,30 @@
-"""Weights in floating point that are quantised when they are loaded. Pure."""
+"""Weights and inputs of products as a start's options make them. Pure."""
 
 from msgspec.structs import replace
 
-from loraplex.server.config import AtLoad, ConfigError
-from loraplex.server.model.quantisation.forms import EightBitForm, FourBitForm, WeightForm
-from loraplex.server.model.quantisation.quantisation import of_every_module
+from loraplex.server.config import Activations, AtLoad, ConfigError
+from loraplex.server.model.quantisation.forms import (
+    EightBitForm,
+    FourBitForm,
+    InputForm,
+    WeightForm,
+)
+from loraplex.server.model.quantisation.quantisation import Quantisation, of_every_module
 from loraplex.server.model.spec.model_spec import ModelSpec
 
+_FP8_AT_LOAD = EightBitForm("fp8", "channel", inputs=InputForm("token"))
 _FORMS: dict[AtLoad, tuple[str, WeightForm]] = {
-    "fp8": ("FP8, a scale for each output, at load", EightBitForm("fp8", "channel")),
+    "fp8": ("FP8, a scale for each output, at load", _FP8_AT_LOAD),
     "nf4": ("NF4 in blocks of 64, at load", FourBitForm("nf4")),
 }
+
+
+def form_at_load(scheme: AtLoad, quantisation: Quantisation | None = None) -> WeightForm:
+    """Return the form of matrices that are quantised at load. quantisation: of the model that
+    `served_as` gives, perhaps.
+    """
+    found = None if quantisation is None else quantisation.form("")
+    return _FORMS[scheme][1] if found is None else found
 
 
 def quantised_at_load(model: ModelSpec, scheme: AtLoad | None) -> ModelSpec:
@@ -25,3 +39,23 @@ def quantised_at_load(model: ModelSpec, scheme: AtLoad | None) -> ModelSpec:
             f" ({model.quantisation.scheme})"
         )
     return replace(model, quantisation=of_every_module(*_FORMS[scheme]))
+
+
+def served_as(model: ModelSpec, scheme: AtLoad | None, activations: Activations) -> ModelSpec:
+    """Return the model with the weights and inputs that `--quantize` and `--activations` ask for.
+    Raises ConfigError as `quantised_at_load`.
+    """
+    model = quantised_at_load(model, scheme)
+    if activations == "auto" or model.quantisation is None:
+        return model
+    return replace(model, quantisation=_of_weights_alone(model.quantisation))
+
+
+def _of_weights_alone(quantisation: Quantisation) -> Quantisation:
+    rules = tuple(
+        replace(rule, form=replace(rule.form, inputs=None))
+        if isinstance(rule.form, EightBitForm)
+        else rule
+        for rule in quantisation.rules
+    )
+    return replace(quantisation, rules=rules)

@@ -20,7 +20,7 @@ WEIGHTS = "model.safetensors"
 
 
 def assert_served(folder: Path, model: PreTrainedModel) -> None:
-    driver = Driver(folder)
+    driver = Driver(folder, activations="bf16")
     streams = [Stream(driver, row, prompt(9 + row, row), sampling=GREEDY) for row in range(2)]
     generate(driver, streams, 5, 4)
     for stream in streams:

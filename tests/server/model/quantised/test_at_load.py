@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from loraplex.server.config import AtLoad, ConfigError
+from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.model.checkpoint.checkpoint import read_config
-from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight
+from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
 from loraplex.server.model.linear.quantise import NF4, quantise
-from loraplex.server.model.linear.quantised import QuantisedLinear
-from loraplex.server.model.spec.quantised_at_load import quantised_at_load
+from loraplex.server.model.spec.quantised_at_load import form_at_load, quantised_at_load
 from loraplex.server.model.weights import load_weights
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.driver import Driver
@@ -31,8 +31,12 @@ pytestmark = [
 CPU = torch.device("cpu")
 
 
+def quantised(weight: torch.Tensor, scheme: AtLoad) -> PackedWeight | None:
+    return quantise(weight, form_at_load(scheme))
+
+
 def values(weight: torch.Tensor, scheme: AtLoad) -> torch.Tensor:
-    found = quantise(weight, scheme)
+    found = quantised(weight, scheme)
     return weight.clone() if found is None else found.dequantised(torch.empty(weight.shape))
 
 
@@ -54,7 +58,7 @@ def test_fp8_is_the_nearest_of_its_scale() -> None:
     torch.manual_seed(0)
     weight = torch.randn(2050, 96) * torch.rand(2050, 1) * 10
     weight[5] = 0
-    found = quantise(weight, "fp8")
+    found = quantised(weight, "fp8")
     assert isinstance(found, Fp8Weight)
     assert found.scales.shape == (2050, 1)
     back = found.dequantised(torch.empty(weight.shape))
@@ -69,8 +73,8 @@ ADAPTED_KIN = [name for name, row in KIN.items() if row.is_adapted and not row.o
 
 
 def test_shapes_that_a_scheme_does_not_take_stay_as_they_are() -> None:
-    assert quantise(torch.randn(4, 96), "nf4") is None
-    assert isinstance(quantise(torch.randn(4, 128), "nf4"), GroupedWeight)
+    assert quantised(torch.randn(4, 96), "nf4") is None
+    assert isinstance(quantised(torch.randn(4, 128), "nf4"), GroupedWeight)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "nf4"])
@@ -83,7 +87,7 @@ def test_served_with_adapters(name: str, scheme: AtLoad, tmp_path: Path) -> None
         for _, module in matrices(base):
             module.weight.copy_(values(module.weight, scheme))
     zoo = {n: c for n, c in zoo_of(VARIANTS[name]).items() if n in ("rank16", "rank64_everything")}
-    assert_parity_with(base, zoo, Driver(tmp_path, quantize=scheme))
+    assert_parity_with(base, zoo, Driver(tmp_path, quantize=scheme, activations="bf16"))
 
 
 def test_heads_and_embeddings_stay_as_they_are_stored(tmp_path: Path) -> None:
@@ -94,7 +98,7 @@ def test_heads_and_embeddings_stay_as_they_are_stored(tmp_path: Path) -> None:
     assert torch.equal(weights.embed, stored["model.embed_tokens.weight"])
     assert torch.equal(weights.lm_head.dequantised(), stored["lm_head.weight"])
     linears = [linear for layer in weights.layers for linear in layer.linears]
-    assert all(isinstance(linear, QuantisedLinear) for linear in linears)
+    assert all(isinstance(linear.weight, PackedMatrix) for linear in linears)
 
 
 def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from loraplex.server.model.linear.quantised import QuantisedLinear
+from loraplex.server.kernels.linear.matrix import PackedMatrix
 from tests.server.model.gpu_trio import Trio, assert_near
 from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import (
@@ -56,7 +56,7 @@ def trio(
     layers = found.gpu.executor._decoder.weights.layers
     is_quantised = request.param != "fp8-cache"
     for linear in (linear for layer in layers for linear in layer.linears):
-        assert isinstance(linear, QuantisedLinear) == is_quantised
+        assert isinstance(linear.weight, PackedMatrix) == is_quantised
     yield found
     found.close()
 

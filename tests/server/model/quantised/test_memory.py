@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.model.checkpoint.checkpoint import read_config
-from loraplex.server.model.linear.quantised import QuantisedLinear
 from loraplex.server.model.ops.memory import weights_bytes
 from loraplex.server.model.weights import load_weights
 from tests.server.model.hub_models import make_model
@@ -23,7 +23,7 @@ def test_bytes_that_stay_quantised(form: str, tmp_path: Path) -> None:
     dense, estimate = (weights_bytes(model, "float32", packed=packed) for packed in (False, True))
     weights = load_weights(tmp_path, model, torch.float32, CPU, packed=True)
     linears = [linear for layer in weights.layers for linear in layer.linears]
-    kept = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
+    kept = [linear for linear in linears if isinstance(linear.weight, PackedMatrix)]
     # Blocks of 24 x 40 are none of the kernels'.
     assert len(kept) == (0 if form in ("fp8-block", "ct-fp8-block") else len(linears))
     if kept:

@@ -41,4 +41,4 @@ def test_with_mixed_adapters(row: str, form: str, tmp_path: Path) -> None:
     base = make_model(row, **MODELS[row])
     save_quantised(base, tmp_path, FORMATS[form])
     zoo = {n: config for n, config in zoo_of(VARIANTS[row]).items() if n in ADAPTERS}
-    assert_parity_with(base, zoo, Driver(tmp_path))
+    assert_parity_with(base, zoo, Driver(tmp_path, activations="bf16"))

@@ -1,0 +1,147 @@
+"""`x W^T` of FP8 numbers and up to some hundred rows, whose time is that of reading W.
+
+W's rows are the tensor cores' rows and tokens their columns, so that few tokens leave none of them
+idle. Tensor cores sum in fewer bits than float32: some hundred input features at most.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from loraplex.server.kernels.launch.configs import PackedConfig
+from loraplex.server.kernels.launch.launch import follow
+from loraplex.server.kernels.linear.fp8_form import FP8, Fp8Rows
+from loraplex.server.kernels.linear.matrix import PackedMatrix
+from loraplex.server.kernels.linear.packed import from_fp8
+from loraplex.server.kernels.linear.packed_product import is_last, sum_shares
+from loraplex.server.kernels.linear.skinny import shared_out, store_product
+
+# Rows of a program at most: with more, sums take registers that loads need.
+_MOST_ROWS = 128
+# Input features that tensor cores sum before float32 does.
+_SUMMED = 256
+
+
+def fp8_product(
+    x: Fp8Rows,
+    matrix: PackedMatrix,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: PackedConfig,
+) -> None:
+    """Multiply FP8 rows by an FP8 matrix: `out = (x matrix^T) + bias`, scales included, summed in
+    float32.
+
+    x: of any number of rows, in groups of one row or of the matrix's. out `[rows, out]`, of any row
+    stride; bias `[out]` or None. One kernel; memory for sums where programs share input features.
+    Products with one matrix must follow each other. Raises ValueError on a mismatch.
+    """
+    (rows, features), n = x.numbers.shape, matrix.shape[0]
+    _check(x, matrix, out)
+    native = matrix.form().native
+    kind = FP8 if native else torch.uint8
+    block_m = min(_MOST_ROWS, max(16, int(triton.next_power_of_2(rows))))
+    block_k = min(config.block_k, matrix.group or config.block_k)
+    row_blocks = triton.cdiv(rows, block_m)
+    # Programs that share input features meet at the matrix's counts, of which rows have one set.
+    most = config.splits if row_blocks == 1 else 1
+    splits, span = shared_out(features, block_k, most)
+    sums = out.new_empty(splits, n, block_m, dtype=torch.float32) if splits > 1 else out
+    _fp8_kernel[(triton.cdiv(n, config.block_n), splits, row_blocks)](
+        (x.numbers.view(kind), x.scales, matrix.numbers.view(kind), matrix.scales, bias, out),
+        rows,
+        n,
+        features,
+        out.stride(0),
+        (sums, matrix.arrivals, splits, span),
+        GROUP=matrix.group,
+        ROWS=matrix.rows,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=block_k,
+        EVEN=n % config.block_n == 0 and features % block_k == 0,
+        SUMMED=min(block_k, _SUMMED),
+        STAGES=config.num_stages,
+        NATIVE=native,
+        SPLIT=splits > 1,
+        BIAS=bias is not None,
+        PDL=config.programmatic_launch,
+        num_warps=config.num_warps,
+        launch_pdl=config.programmatic_launch,
+    )
+
+
+def _check(x: Fp8Rows, matrix: PackedMatrix, out: torch.Tensor) -> None:
+    rows, features = x.numbers.shape
+    if matrix.bits != 0 or (rows, *matrix.shape) != (*out.shape, features) or out.stride(1) != 1:
+        shapes = [list(of) for of in (x.numbers.shape, matrix.shape, out.shape)]
+        raise ValueError("x {}, FP8 matrix {} and out {} do not fit".format(*shapes))
+    groups = triton.cdiv(features, matrix.group) if matrix.group else 1
+    if x.scales.shape != (groups, rows):
+        raise ValueError(f"scales of x are {list(x.scales.shape)}, not {[groups, rows]}")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _fp8_kernel(
+    product: tl.tuple,
+    rows: tl.tensor,
+    out_features: tl.tensor,
+    in_features: tl.tensor,
+    stride_out: tl.tensor,
+    shares: tl.tuple,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    SUMMED: tl.constexpr,
+    STAGES: tl.constexpr,
+    NATIVE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """product: numbers and scales of x, of W; bias and out. shares: as of `packed_product`. A step
+    is of one group."""
+    x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, bias_ptr, out_ptr = product
+    follow(PDL)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    is_row, is_out = m < rows, n < out_features
+    begin, end = 0, in_features
+    if SPLIT:
+        begin = tl.multiple_of(tl.program_id(1) * shares[3], 16)
+        end = tl.minimum(begin + shares[3], in_features)
+    w_ptr += n.to(tl.int64)[:, None] * in_features + k[None, :]
+    x_ptr += m.to(tl.int64)[None, :] * in_features + k[:, None]
+    w_scales_ptr += n // ROWS * (tl.cdiv(in_features, GROUP) if GROUP else 1)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        if EVEN:
+            w = tl.load(w_ptr + start, eviction_policy="evict_first")
+            x = tl.load(x_ptr + start, mask=is_row[None, :], other=0.0)
+        else:
+            inside = start + k < end
+            w = tl.load(w_ptr + start, mask=is_out[:, None] & inside[None, :], other=0.0)
+            x = tl.load(x_ptr + start, mask=is_row[None, :] & inside[:, None], other=0.0)
+        if not NATIVE:
+            w, x = from_fp8(w, False), from_fp8(x, False)
+        if GROUP == 0:
+            acc = tl.dot(w, x, acc, max_num_imprecise_acc=SUMMED)
+        else:
+            group = start // GROUP
+            of_w = tl.load(w_scales_ptr + group, mask=is_out, other=0.0)
+            of_x = tl.load(x_scales_ptr + group * rows + m, mask=is_row, other=0.0)
+            acc += tl.dot(w, x) * of_w[:, None] * of_x[None, :]
+    if GROUP == 0:
+        of_w = tl.load(w_scales_ptr, mask=is_out, other=0.0)
+        acc = acc * of_w[:, None] * tl.load(x_scales_ptr + m, mask=is_row, other=0.0)[None, :]
+    to_out = (out_ptr + m.to(tl.int64) * stride_out, is_row, bias_ptr)
+    if SPLIT:
+        if is_last(shares, acc, n, out_features):
+            acc = sum_shares(shares, acc, n, out_features)
+            store_product(to_out, acc, n, out_features, BIAS)
+    else:
+        store_product(to_out, acc, n, out_features, BIAS)

@@ -66,6 +66,7 @@ LAYOUTS: dict[str, Make] = {
     "int4-rows": codes(4, 0, zeros=True, dtype=torch.bfloat16),
     "int4-wide": codes(4, 128, zeros=True),
     "nf4": codes(4, 64, table=True, dtype=torch.float32),
+    "fp4-16": codes(4, 16, table=True, dtype=torch.float32),
     "int8-rows": codes(8, 0, dtype=torch.float32),
     "int8": codes(8, 32, zeros=True, ordered=True),
 }

@@ -7,7 +7,7 @@ import torch
 
 from loraplex.launcher.bench.errors import BenchError
 from loraplex.server.model.checkpoint.area import whole
-from loraplex.server.model.checkpoint.mxfp4 import SCALE_BIAS
+from loraplex.server.model.checkpoint.mxfp4 import E2M1, SCALE_BIAS
 from loraplex.server.model.checkpoint.mxfp4 import grouped as grouped_mxfp4
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
@@ -21,6 +21,7 @@ from loraplex.server.model.quantisation.forms import (
     AwqForm,
     EightBitForm,
     FourBitForm,
+    Fp4Form,
     GptqForm,
     PackedForm,
     RowwiseForm,
@@ -178,16 +179,27 @@ def random_packed(
         case EightBitForm() | RowwiseForm():
             return _codes(8, None, shape, std, device)
         case FourBitForm():
-            weight = _codes(4, FOUR_BIT_BLOCK, shape, std, device)
-            table = torch.tensor(NF4, device=device)
-            scales = torch.full_like(weight.scales, 2 * std, dtype=torch.float32)
-            return replace(weight, scales=scales, zeros=0, table=table)
+            return _of_table(NF4, FOUR_BIT_BLOCK, shape, 2 * std, device)
+        case Fp4Form(group):
+            return _of_table(E2M1, group, shape, std / _STD_OF_CODES, device)
         case AwqForm(group):
             return _codes(4, group, shape, std, device, zeros=True)
         case GptqForm(bits, group):
             return _codes(bits, group, shape, std, device, zeros=True)
         case PackedForm(bits, _, group, asymmetric):
             return _codes(bits, group, shape, std, device, zeros=asymmetric)
+
+
+def _of_table(
+    table: tuple[float, ...],
+    group: int,
+    shape: tuple[int, int],
+    scale: float,
+    device: torch.device,
+) -> PackedWeight:
+    weight = _codes(4, group, shape, scale, device)
+    scales = torch.full_like(weight.scales, scale, dtype=torch.float32)
+    return replace(weight, scales=scales, zeros=0, table=torch.tensor(table, device=device))
 
 
 def random_mxfp4(shape: tuple[int, int], std: float, device: torch.device) -> PackedWeight:

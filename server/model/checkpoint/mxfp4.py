@@ -8,7 +8,7 @@ from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK
 
 # By a code's four bits: sign, two of the exponent, one of the mantissa.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 SCALE_BIAS = 127
 
 
@@ -21,7 +21,7 @@ def grouped(blocks: torch.Tensor, scales: torch.Tensor, area: Area) -> UnpackedA
     mine = area.rows, units(area.columns, MXFP4_BLOCK)
     exponents = scales[mine].to(torch.int32) - SCALE_BIAS
     powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents).bfloat16()
-    table = torch.tensor(_VALUES, dtype=torch.float32, device=blocks.device)
+    table = torch.tensor(E2M1, dtype=torch.float32, device=blocks.device)
     codes = blocks.reshape(rows, scales.shape[1], -1)[mine].flatten(1).contiguous()
     weight = GroupedWeight(codes, area.shape[1], 4, MXFP4_BLOCK, powers, table=table)
     return UnpackedArea(weight, area)

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple, assert_never
 
 import torch
 
+from loraplex.server.model.checkpoint import mxfp4
 from loraplex.server.model.checkpoint.area import Area, Stored, UnpackedArea, around, units
 from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, packed, unpacked
 from loraplex.server.model.quantisation.forms import (
     AwqForm,
     EightBitForm,
     FourBitForm,
+    Fp4Form,
     GptqForm,
     PackedForm,
     RowwiseForm,
@@ -143,6 +145,8 @@ def unpack(form: WeightForm, stored: Stored) -> UnpackedArea:
             return _pack_quantized(form, stored)
         case FourBitForm():
             return unpack_four_bits(form, stored)
+        case Fp4Form():
+            return _four_bit_floats(form, stored)
         case RowwiseForm():
             return _rowwise(stored)
         case _:
@@ -167,6 +171,23 @@ def _eight_bits(form: EightBitForm, stored: Stored) -> UnpackedArea:
         return UnpackedArea(Fp8Weight(numbers, scales, (rows, columns)), area)
     zeros = stored["weight_zero_point"].view(shape)[blocks] if form.asymmetric else None
     return UnpackedArea(_int8(numbers, scales, zeros, (rows, columns)), area)
+
+
+def _four_bit_floats(form: Fp4Form, stored: Stored) -> UnpackedArea:
+    if stored.shape[1] % form.group:
+        raise ValueError(f"{stored.shape[1]} inputs are no whole groups of {form.group}")
+    codes, scales = stored[form.codes], stored["weight_scale"]
+    if form.whole is None:
+        return mxfp4.grouped(codes, scales, stored.area)
+    whole = float(stored[form.whole].float().max())
+    if not 0.0 < whole < _MOST:
+        raise ValueError(f"{form.whole} must be a positive number, got {whole}")
+    area = stored.around(1, form.group)
+    of_groups = scales[area.rows, units(area.columns, form.group)].float()
+    found = of_groups / whole if form.divides else of_groups * whole
+    mine = codes[area.rows, units(area.columns, 2)].contiguous()
+    table = torch.tensor(mxfp4.E2M1)
+    return UnpackedArea(GroupedWeight(mine, area.shape[1], 4, form.group, found, table=table), area)
 
 
 def _rowwise(stored: Stored) -> UnpackedArea:

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, cast
 
 from loraplex.server.model.quantisation.forms import (
     EightBitForm,
+    Fp4Form,
     InputForm,
     PackedForm,
     Scales,
@@ -17,7 +18,10 @@ from loraplex.server.model.quantisation.settings import Table, bits, flag, group
 
 _PATTERN = "re:"
 _EVERY = ("Linear",)
-_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
+_FORMATS = (
+    *("pack-quantized", "float-quantized", "int-quantized", "naive-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+)
 _MIXED = "mixed-precision"
 
 
@@ -88,8 +92,14 @@ def _group(table: Table, name: str, group: Table) -> _Group:
     if own is table and table.get("format") == _MIXED:
         raise ValueError(f"{name}: format is missing")
     layout = one_of(own, "format", _FORMATS)
-    inputs = _inputs(inner(group, "input_activations"))
-    form = _packed(weights) if layout == _FORMATS[0] else _eight_bits(weights, inputs)
+    form: PackedForm | EightBitForm | Fp4Form
+    match layout:
+        case "pack-quantized":
+            form = _packed(weights)
+        case "nvfp4-pack-quantized" | "mxfp4-pack-quantized":
+            form = _four_bit_floats(weights, layout)
+        case _:
+            form = _eight_bits(weights, _inputs(inner(group, "input_activations")))
     return _Group(tuple(targets), form, _scheme(form))
 
 
@@ -102,6 +112,21 @@ def _packed(weights: Table) -> PackedForm:
         raise ValueError("weights: zero points need a scale for each output or group")
     size = group_size(weights, "group_size") if scales == "group" else None
     return PackedForm(width, cast(Literal["tensor", "channel", "group"], scales), size, asymmetric)
+
+
+def _four_bit_floats(weights: Table, layout: str) -> Fp4Form:
+    """Inputs that such a checkpoint rounds to FP4 stay as they are."""
+    one_of(weights, "type", ("float",), "float")
+    bits(weights, "num_bits", served=(4,))
+    if not flag(weights, "symmetric", True):
+        raise ValueError("weights: FP4 has no zero points")
+    form = Fp4Form(32)
+    if layout == "nvfp4-pack-quantized":
+        form = Fp4Form(16, whole="weight_global_scale", divides=True)
+    size = group_size(weights, "group_size", default=form.group)
+    if size != form.group:
+        raise ValueError(f"group_size must be {form.group} in {layout}, got {size}")
+    return form
 
 
 def _inputs(table: Table) -> InputForm | None:
@@ -141,7 +166,9 @@ def _usual(weights: Table) -> str:
     return "tensor" if weights.get("group_size") is None else "group"
 
 
-def _scheme(form: PackedForm | EightBitForm) -> str:
+def _scheme(form: PackedForm | EightBitForm | Fp4Form) -> str:
+    if isinstance(form, Fp4Form):
+        return "MXFP4" if form.whole is None else "NVFP4"
     if isinstance(form, PackedForm):
         name = f"int{form.bits}"
         return name if form.group is None else f"{name} in groups of {form.group}"

@@ -182,6 +182,35 @@ class FourBitForm(msgspec.Struct, frozen=True):
         yield TensorForm("weight.nested_quant_map", FLOATS, ((256,),), optional=True)
 
 
+class Fp4Form(msgspec.Struct, frozen=True):
+    """FP4 (E2M1), two numbers in a byte, with a scale for each `group` inputs: E4M3 and one float32
+    for the matrix (NVFP4), or powers of two (MXFP4).
+
+    codes, whole: names of tensors, that of the matrix's float32; None = there is none. divides: it
+    divides.
+    """
+
+    group: Literal[16, 32]
+    codes: str = "weight_packed"
+    whole: str | None = None
+    divides: bool = False
+
+    @property
+    def marker(self) -> TensorForm:
+        return TensorForm(self.codes, UINT8, ())
+
+    def tensors(self, out_features: int, in_features: int) -> Iterator[TensorForm]:
+        scales = UINT8 if self.whole is None else FP8
+        groups = _groups(in_features, self.group)
+        yield self.marker._replace(shapes=((out_features, in_features // 2),))
+        yield TensorForm("weight_scale", scales, ((out_features, groups),))
+        if self.whole is not None:
+            yield TensorForm(self.whole, FLOATS, ((), (1,)))
+        # Of inputs, which are not rounded.
+        for suffix in ("input_scale", "input_global_scale"):
+            yield TensorForm(suffix, FLOATS, (), optional=True)
+
+
 class RowwiseForm(msgspec.Struct, frozen=True):
     """bitsandbytes' int8: `weight * SCB / 127`, a scale for each output."""
 
@@ -195,7 +224,7 @@ class RowwiseForm(msgspec.Struct, frozen=True):
         yield TensorForm("weight_format", UINT8, ((), (1,)), optional=True)
 
 
-WeightForm = EightBitForm | AwqForm | GptqForm | PackedForm | FourBitForm | RowwiseForm
+WeightForm = EightBitForm | AwqForm | GptqForm | PackedForm | FourBitForm | Fp4Form | RowwiseForm
 
 
 def input_form(form: WeightForm | None) -> InputForm | None:
@@ -213,6 +242,9 @@ def packed_bytes(form: WeightForm, out_features: int, in_features: int) -> int:
     if isinstance(form, FourBitForm):
         numbers = out_features * in_features
         return numbers // 2 + 4 * (numbers // FOUR_BIT_BLOCK)
+    if isinstance(form, Fp4Form):
+        wide = 2 if form.whole is None else 4
+        return out_features * in_features // 2 + wide * out_features * in_features // form.group
     wide = 4 if isinstance(form, EightBitForm) else 2
     return sum(
         prod(tensor.shapes[0]) * (wide if tensor.dtypes >= FLOATS else _item_bytes(tensor.dtypes))

@@ -6,7 +6,13 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from loraplex.server.model.quantisation.compressed_tensors import read_compressed_tensors
-from loraplex.server.model.quantisation.forms import AwqForm, FourBitForm, GptqForm, RowwiseForm
+from loraplex.server.model.quantisation.forms import (
+    AwqForm,
+    FourBitForm,
+    Fp4Form,
+    GptqForm,
+    RowwiseForm,
+)
 from loraplex.server.model.quantisation.fp8 import read_fbgemm, read_fp8
 from loraplex.server.model.quantisation.quantisation import (
     Quantisation,
@@ -75,7 +81,16 @@ def read_awq(table: Table) -> Quantisation:
     return of_every_module(f"AWQ, 4 bits in groups of {size}", AwqForm(size))
 
 
-# By `quant_method`.
+def read_modelopt(table: Table) -> Quantisation:
+    """ModelOpt's FP8 and NVFP4. What it leaves out shows in the tensors."""
+    if one_of(table, "quant_algo", ("fp8", "nvfp4")) == "fp8":
+        return read_fp8({**table, "activation_scheme": "static"})
+    if group_size(table, "group_size", default=16) != 16:
+        raise ValueError(f"group_size must be 16, got {table['group_size']}")
+    return of_every_module("NVFP4", Fp4Form(16, codes="weight", whole="weight_scale_2"))
+
+
+# By `quant_method`, or `quant_algo` where that is all.
 _METHODS: MappingProxyType[str, Callable[[Table], Quantisation]] = MappingProxyType(
     {
         "awq": read_awq,
@@ -84,9 +99,12 @@ _METHODS: MappingProxyType[str, Callable[[Table], Quantisation]] = MappingProxyT
         "fbgemm_fp8": read_fbgemm,
         "fp8": read_fp8,
         "gptq": read_gptq,
+        "modelopt": read_modelopt,
+        "modelopt_fp4": read_modelopt,
+        "nvfp4": read_modelopt,
     }
 )
-READ = "FP8, AWQ, GPTQ, bitsandbytes and compressed-tensors (FP8, int4, int8)"
+READ = "FP8, NVFP4, AWQ, GPTQ, bitsandbytes and compressed-tensors (FP8, FP4, int4, int8)"
 
 
 def read_quantisation(table: Table) -> Quantisation:

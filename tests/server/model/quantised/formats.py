@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import bitsandbytes.functional as bnb
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
@@ -142,6 +143,47 @@ def _parameters(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Ten
             parts = blocks.reshape(down * across, -1)
     scale, zero = calculate_qparams(parts.amin(1), parts.amax(1), args)
     return scale.view(shape), zero.view(shape)
+
+
+def nvfp4(weight: torch.Tensor) -> Packed:
+    """As llm-compressor writes it: groups' scales fill E4M3 by one number for the matrix."""
+    pack, whole = compressed_nvfp4(weight)
+    return Packed({**pack, "input_global_scale": torch.tensor([2.0])}, whole)
+
+
+def compressed_nvfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    whole = 448 * 6 / weight.abs().max().view(1)
+    groups = weight.view(len(weight), -1, 16).abs().amax(2)
+    scale = (whole * groups / 6).to(torch.float8_e4m3fn).float()
+    state: Tensors = {"weight": weight, "weight_scale": scale, "weight_global_scale": whole}
+    compressor: Any = BaseCompressor.load_from_registry("nvfp4-pack-quantized")
+    tensors: Tensors = compressor.compress(state, NVFP4)
+    return tensors, of_codes(tensors["weight_packed"], tensors["weight_scale"].float() / whole)
+
+
+def of_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The compressor's own way back rounds to bfloat16."""
+    rows, columns = len(codes), 2 * codes.shape[1]
+    numbers: torch.Tensor = unpack_fp4_from_uint8(codes, rows, columns, torch.float32)
+    return numbers * scales.repeat_interleave(columns // scales.shape[1], 1)
+
+
+def modelopt_nvfp4(weight: torch.Tensor) -> Packed:
+    """As ModelOpt names it: the number for the matrix multiplies."""
+    found, _ = compressed_nvfp4(weight)
+    codes, scales = found["weight_packed"], found["weight_scale"]
+    whole = 1 / found["weight_global_scale"].view(())
+    tensors = {"weight": codes, "weight_scale": scales, "weight_scale_2": whole}
+    expected = of_codes(codes, scales.float() * whole)
+    return Packed({**tensors, "input_scale": torch.tensor(0.5)}, expected)
+
+
+def mxfp4_of(weight: torch.Tensor) -> Packed:
+    groups = weight.view(len(weight), -1, 32).abs().amax(2).clamp(min=1e-6)
+    scale = torch.exp2(torch.ceil(torch.log2(groups / 6)))
+    compressor: Any = BaseCompressor.load_from_registry("mxfp4-pack-quantized")
+    tensors: Tensors = compressor.compress({"weight": weight, "weight_scale": scale}, MXFP4)
+    return Packed(tensors, of_codes(tensors["weight_packed"], scale))
 
 
 def act_order(weight: torch.Tensor) -> Packed:
@@ -284,6 +326,32 @@ INT_BY_TOKEN = {**BY_TOKEN, "type": "int"}
 STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 BLOCK = {"strategy": "block", "block_structure": [24, 40]}
 
+NVFP4 = QuantizationScheme(
+    targets=["Linear"],
+    weights=QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    format="nvfp4-pack-quantized",
+)
+MXFP4 = QuantizationScheme(
+    targets=["Linear"],
+    weights=QuantizationArgs(
+        num_bits=4, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
+    ),
+    format="mxfp4-pack-quantized",
+)
+
+
+def of_scheme(scheme: QuantizationScheme) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": scheme.format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme.model_dump(mode="json")},
+        "ignore": ["lm_head"],
+    }
+
+
+# Of rows of whole groups of 32.
+OF_WIDE_GROUPS = Format(of_scheme(MXFP4), mxfp4_of)
 FORMATS: dict[str, Format] = {
     "fp8-block": fp8([24, 40]),
     "fp8-block-powers-of-two": fp8([16, 16], "ue8m0", scale_fmt="ue8m0"),
@@ -307,6 +375,10 @@ FORMATS: dict[str, Format] = {
         "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}
     ),
     "ct-int8-packed": compressed("pack-quantized", {**INT4, "num_bits": 8}),
+    "ct-nvfp4": Format(of_scheme(NVFP4), nvfp4),
+    "modelopt-nvfp4": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, modelopt_nvfp4
+    ),
     "awq": awq(GROUP),
     "gptq": gptq(group=GROUP),
     "gptq-v2": gptq(group=GROUP, version="gptq_v2", symmetric=False),

@@ -18,6 +18,7 @@ from tests.server.model.quantised.formats import FORMATS
 
 GPTQ = {"quant_method": "gptq", "bits": 4}
 AWQ = {"quant_method": "awq", "bits": 4}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 
 
@@ -31,7 +32,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({}, "('unnamed')"),
     ({"quant_method": ["awq"]}, "are not served"),
     ({"quant_method": "torchao"}, "('torchao')"),
-    ({"quant_algo": "NVFP4", "producer": {"name": "modelopt"}}, "('NVFP4')"),
+    ({"quant_algo": "W4A8_NVFP4_FP8", "producer": {"name": "modelopt"}}, "('W4A8_NVFP4_FP8')"),
     ({**GPTQ, "bits": 3}, "gptq: bits must be 4 or 8, got 3"),
     ({**GPTQ, "bits": True}, "bits must be an integer"),
     ({**GPTQ, "group_size": 0}, "group_size must be positive or -1"),
@@ -56,7 +57,11 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     (compressed({**INT4, "num_bits": 3}), "num_bits must be 4 or 8, got 3"),
     (compressed({**INT4, "type": "float"}), "type must be int"),
     (compressed({**INT4, "strategy": "tensor_group"}), "strategy must be"),
-    (compressed(INT4, format="nvfp4-pack-quantized"), "got 'nvfp4-pack-quantized'"),
+    (compressed(INT4, format="nvfp4-pack-quantized"), "type must be float"),
+    (compressed(FP4, format="mxfp4-pack-quantized"), "group_size must be 32 in mxfp4"),
+    (compressed({**FP4, "symmetric": False}, format="nvfp4-pack-quantized"), "no zero points"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo must be fp8 or nvfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size must be"),
     (compressed(INT4, format="mixed-precision"), "group_0: format is missing"),
     (compressed(INT4, sparsity_config={"format": "sparse-24"}), "sparse-24"),
     (compressed(INT4, transform_config={"config_groups": {"R1": {}}}), "rotations"),

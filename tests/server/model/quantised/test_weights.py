@@ -10,7 +10,7 @@ from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.weights import MlpWeights, ModelWeights, load_weights
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import matrices, save_quantised
-from tests.server.model.quantised.formats import FORMATS
+from tests.server.model.quantised.formats import FORMATS, OF_WIDE_GROUPS
 
 # Shapes that no block or group divides, where the form takes them.
 SHAPES: dict[str, Any] = {"hidden_size": 80, "head_dim": 24, "intermediate_size": 176}
@@ -58,6 +58,12 @@ def test_as_the_tool_reads_it(name: str, tmp_path: Path) -> None:
     model = make_model("llama3", **SHAPES)
     save_quantised(model, tmp_path, FORMATS[name])
     assert_loaded(load(tmp_path), model, ROUNDED.get(name, 0.0))
+
+
+def test_mxfp4_as_the_tool_writes_it(tmp_path: Path) -> None:
+    model = make_model("llama3", intermediate_size=96)
+    save_quantised(model, tmp_path, OF_WIDE_GROUPS)
+    assert_loaded(load(tmp_path), model)
 
 
 @pytest.mark.parametrize("name", OF_ODD)

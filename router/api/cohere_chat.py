@@ -18,7 +18,7 @@ from loraplex.router.api.part_stream import PartKind, PartStatus
 from loraplex.router.api.request.body import decode_plain
 from loraplex.router.api.request.fields import NonNegative, Positive, Probability, StopString
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
-from loraplex.router.api.request.known_elsewhere import Elsewhere, without_refused
+from loraplex.router.api.request.known_elsewhere import ALIASES, Elsewhere, without_refused
 from loraplex.router.api.request.tool_fields import OfferedTools
 from loraplex.router.api.wire import finite, named_sse
 from loraplex.router.call import ChoiceResult, PromptInfo, RequestError, TextEvent, TextToken
@@ -188,7 +188,8 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
     """Reads a request in Cohere's shape as a chat. Raises RequestError."""
     plain = without_refused(decode_plain(body), REFUSED)
     request = decode_shared(plain, CohereChatBody, limits)
-    asked = {_NAMES.get(name, name): value for name, value in plain.items()}
+    read = {*_NAMES, *ALIASES}  # the rest asks for nothing, in values that a chat may not take
+    asked = {_NAMES.get(name, name): value for name, value in plain.items() if name in read}
     mode = asked.pop("safety_mode", None)
     asked["messages"] = [_message(one) for one in request.messages]
     asked["response_format"] = _format(request.response_format or {})

@@ -12,12 +12,12 @@ from schemathesis.checks import CHECKS
 from schemathesis.openapi.checks import RejectedPositiveData
 
 _OPENAI = (
-    r"POST /(v1/((chat/)?completions(/render)?|responses|messages(/count_tokens)?)"
+    r"POST /(v1/((chat/)?completions(/render|/batch)?|responses|messages(/count_tokens)?)"
     r"|tokenize|invocations|inference/v1/generate|(cohere/)?v2/chat)"
 )
 _LORAX = r"POST /(tokenize|generate|generate_stream|invocations)?"
 _TEXTS = (
-    r"POST /(v1/((chat/)?completions(/render)?|responses|messages(/count_tokens)?)"
+    r"POST /(v1/((chat/)?completions(/render|/batch)?|responses|messages(/count_tokens)?)"
     r"|(de)?tokenize|invocations|(inference/v1/)?generate|generate_stream|(cohere/)?v2/chat)?"
 )
 _REGISTERS = r"POST /(v1/adapters.*|(v1/)?load_lora_adapter|adapters)"
@@ -25,6 +25,7 @@ _READS = (
     r"POST /(invocations|v1/embeddings|pooling|(v2/)?embed|classify|classify_batch|(v1/)?score"
     r"|(v[12]/)?rerank)"
 )
+_UPLOADS = r"PUT /v1/adapters/\{name\}"
 _ALL = r".*"
 _FORM = (
     r"`(response_format|text\.format|output_config\.format|grammar|structured_outputs|guided_\w+|json_schema|regex|ebnf|bad_words"
@@ -45,6 +46,7 @@ class Rule(NamedTuple):
 UNSAID = (
     # Of all bodies
     Rule(_ALL, "a whole number has no point (`1.0`)", (400, 422), r"expected `int.*`, got `float`"),
+    Rule(_ALL, "a message has what its role and its blocks need", (400, 422), r"^`messages\["),
     # Of texts and tokens
     Rule(_TEXTS, "prompt and output fit the context", (400, 422), r"the model's context is"),
     Rule(_TEXTS, "a prompt has a token", (400, 422), r"expected a prompt of at least one token"),
@@ -55,10 +57,11 @@ UNSAID = (
     ),
     Rule(_TEXTS, "two names of one thing agree", (400, 422), r"contradicts |not beside|not both"),
     Rule(_TEXTS, "the template can render it", (400, 422), r"chat template|`chat_template"),
+    Rule(_TEXTS, "a pattern of Python's that ends", (400, 422), r"`(.*\.)?stop_regex`: "),
     # Of forms of answers
     Rule(_TEXTS, "the form of an answer", (400, 422), _FORM),
     # Of OpenAI's routes
-    Rule(_OPENAI, "as many tokens as are generated", (400,), r"min_tokens`: expected at most the"),
+    Rule(_TEXTS, "as many tokens as are generated", (400,), r"min_tokens`: expected at most the"),
     Rule(_OPENAI, "nothing is generated but for echo", (400,), r"at least 1, or 0 with `echo`"),
     Rule(
         _OPENAI, "an answer begins or goes on", (400,), r"`(add_generation_prompt|continue_final_m)"
@@ -66,9 +69,8 @@ UNSAID = (
     Rule(_OPENAI, "the best of several is whole", (400,), r"equal `n` when streaming|least `n`"),
     Rule(_OPENAI, "a key of `logit_bias` is a token id", (400,), r"`logit_bias`: a key"),
     Rule(_OPENAI, "tools have names of their own", (400,), r"no tool of `tools`|an earlier tool"),
-    Rule(r"POST /v1/messages.*", "a block has what its type says", (400,), r"^`messages\["),
-    Rule(r"POST .*v2/chat", "a message has what its role needs", (400,), r"`messages\["),
     Rule(r"POST /v1/responses", "an item has what its type says", (400,), r"^`input[`\[]"),
+    Rule(r"GET /v1/responses/.*", "an item of the answer", (400,), r"`after`: no such item"),
     # Of files and batches
     Rule(r"POST /v1/batches", "a route that a line may ask", (400,), r"`endpoint`: expected one"),
     Rule(r"POST /v1/batches", "a file of the tenant", (404,), r"no file "),
@@ -79,13 +81,18 @@ UNSAID = (
     Rule(_LORAX, "the best of several is drawn, whole", (422,), r"several sequences"),
     Rule(_LORAX, "what only a whole answer has", (422,), r"not available when streaming"),
     Rule(_LORAX, "what only a stream is", (422,), r"answers of `/generate` are whole"),
-    Rule(_LORAX, "weights of merged adapters", (422,), r"weight for each|differ from 0|a density"),
-    Rule(_LORAX, "what is merged is an adapter", (422,), r"got the base model"),
+    Rule(_TEXTS, "weights of merged adapters", (400, 422), r"weight for each|differ from 0|a dens"),
+    Rule(_TEXTS, "what is merged is an adapter", (400, 422), r"got the base model"),
+    # Of the three shapes of one route
+    Rule(
+        r"POST /generate", "of one shape", (400, 422), r"`(text|prompt|sampling_params|token_ids_)"
+    ),
     # Of numbers of texts
     Rule(_READS, "the model gives it", (400, 422), r" gives no "),
     Rule(_READS, "it fits the context", (400, 422), r"the model('s context is| reads texts)"),
     Rule(_READS, "the queue could hold it", (400, 422), r"at most \d+ sequences a request"),
-    Rule(_READS, "a text has a token", (400, 422), r"expected a text of at least one token"),
+    Rule(_READS, "a text has a token", (400, 422), r"expected a \w+ of at least one token"),
+    Rule(_READS, "texts or ids, on both sides", (400,), r"`items\[\d+\]`: expected a text besi"),
     Rule(_READS, "the vocabulary has the token", (400, 422), r"expected token ids from 0 to"),
     Rule(_READS, "it could be an adapter's name", (400, 422), r"bad adapter reference"),
     Rule(_READS, "what another field makes void", (400, 422), r"needs (`|an )"),
@@ -107,6 +114,10 @@ UNSAID = (
     Rule(
         _REGISTERS, "what a name means is said once", (400,), r"give (ref|it)|they need `versions`"
     ),
+    Rule(_UPLOADS, "files that hold an adapter", (422,), r"the adapter cannot be served"),
+    Rule(_UPLOADS, "a name has its form", (400,), r"in a name|a name (has|begins)"),
+    Rule(r"DELETE /adapters/\{name\}", "what options declare stays", (400,), r"is declared by"),
+    Rule(r"POST /abort_request", "it says what to end", (400,), r"is needed, or `abort_all`"),
     Rule(r"(GET|POST) /flush_cache", "no cache can be flushed", (400,), r"nothing was flushed"),
     Rule(r"POST /v1/keys", "a key ends in the future", (400,), r"lies in the past"),
     Rule(r"GET /v1/usage", "days are in order, and few", (400,), r"expected at most|lies after"),

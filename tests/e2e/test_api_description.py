@@ -28,6 +28,7 @@ pytestmark = [
 def described(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Serving, str]]:
     """A served demo, and what schemathesis has to know of it: one for anyone, one with keys."""
     options = ["--cache-dir", str(tmp_path / "cache"), "--files-dir", str(tmp_path / "files")]
+    options += ["--responses-keep-s", "3600", "--max-context", "64"]  # answers are short
     auth = ""
     if request.param == "keyed":
         (tmp_path / "keys.yaml").write_text(KEYS)
@@ -49,7 +50,7 @@ def test_schemathesis_finds_nothing(described: tuple[Serving, str], tmp_path: Pa
         [
             *(str(SCHEMATHESIS), "--config-file", str(config), "run"),
             *("--no-color", "--suppress-health-check", "all", "--continue-on-failure"),
-            *("--request-timeout", "120"),
+            *("--request-timeout", "120", "--workers", "4"),
             *("--exclude-checks", "positive_data_acceptance", "--max-examples", "15"),
             *("--exclude-path", "/pause"),  # what comes later would wait
             f"{server.url}/openapi.json",

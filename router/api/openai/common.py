@@ -12,6 +12,7 @@ from loraplex.router.api.request.fields import (
     AdapterFields,
     GenerationFields,
     NonNegative,
+    Pattern,
     Positive,
     RequestId,
     StopString,
@@ -121,7 +122,7 @@ class OpenAIBody(SharedBody, frozen=True, kw_only=True):
     grammar: str | None = None
     allowed_token_ids: list[NonNegative] | None = None
     bad_words: list[StopString] | None = None
-    stop_regex: str | list[str] | None = None
+    stop_regex: Pattern | list[Pattern] | None = None
     return_hidden_states: bool | Literal["last"] | None = None
 
 

@@ -42,6 +42,8 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=1e-3, le=1e3)]
 UnitInterval = Annotated[float, Meta(ge=0, le=1)]
 StopString = Annotated[str, Meta(min_length=1)]
+# `check_patterns` refuses others, in its own words.
+Pattern = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_PATTERN})]
 LogitBias = dict[NonNegative, Annotated[float, Meta(ge=-100, le=100)]]
 # Steps behind the caller's own: nobody raises what the key was given.
 Priority = Annotated[int, Meta(ge=0, le=100)]

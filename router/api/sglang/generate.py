@@ -15,6 +15,7 @@ from loraplex.router.api.request.fields import (
     LogitBias,
     LogprobsMode,
     NonNegative,
+    Pattern,
     Penalty,
     Positive,
     Priority,
@@ -291,7 +292,7 @@ class SglangSampling(msgspec.Struct, frozen=True, kw_only=True):
     sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Positive | None = None
     stop: str | list[StopString] | None = None
-    stop_regex: str | list[str] | None = None
+    stop_regex: Pattern | list[Pattern] | None = None
     stop_token_ids: list[NonNegative] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

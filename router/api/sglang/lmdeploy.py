@@ -12,7 +12,12 @@ from loraplex.router.api.openai.completions import CompletionsBody
 from loraplex.router.api.request.body import only_one_of, require
 from loraplex.router.api.request.fields import NonNegative
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
-from loraplex.router.api.request.known_elsewhere import typed_by_aliases
+from loraplex.router.api.request.known_elsewhere import (
+    Body,
+    Elsewhere,
+    aliases_of,
+    typed_by_aliases,
+)
 from loraplex.router.api.sglang.generate import (
     DEFAULT_MAX_TOKENS,
     AbortFinish,
@@ -74,10 +79,17 @@ class LmdeployAnswer(msgspec.Struct, frozen=True):
 
 def is_native(plain: Mapping[str, Any]) -> bool:
     """Checks whether a body has LMDeploy's shape, not SGLang's or LoRAX's."""
-    said = {name for name, value in plain.items() if value is not None}
-    flat = {*LmdeployBody.__struct_fields__} - {*SglangBody.__struct_fields__}
-    is_flat = "prompt" in said or ("input_ids" in said and bool(flat & said))
-    return is_flat and not {"inputs", "text"} & said
+    given = {name: value for name, value in plain.items() if value is not None}
+    flat = _names(LmdeployBody) - _names(SglangBody)
+    is_flat = "prompt" in given or ("input_ids" in given and bool(flat & given.keys()))
+    texts = (given.get("inputs"), given.get("text"))
+    return is_flat and all(map(Elsewhere().asks_for_nothing, texts))
+
+
+def _names(kind: type[Body]) -> set[str]:
+    """Names of a body's fields, also those without effect."""
+    own = kind.__struct_fields__
+    return {*own, *aliases_of(own), *kind.harmless}
 
 
 def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:

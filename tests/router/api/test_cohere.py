@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from loraplex.router.api.cohere_chat import parse
+from loraplex.router.api.cohere_chat import REFUSED, CohereChatBody, parse
 from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.request.known_elsewhere import ELSEWHERE
 from loraplex.router.call import GenerationCall, RequestError, TextEvent
 from loraplex.router.parts.parts import CallDelta, ToolCall
 from loraplex.router.shape.shape import JsonSchema
@@ -48,6 +49,15 @@ def test_a_body_is_a_chat() -> None:
     assert (sampling.top_k, sampling.top_p, sampling.logprobs) == (3, 0.5, 0)
     assert call.template.variables == {"safety_mode": "OFF"}
     assert (call.stream, call.priority) == (True, 2)
+
+
+def test_what_asks_for_nothing_elsewhere() -> None:
+    """Also in values that a chat's own field of that name does not take."""
+    plain = call_of()
+    read = CohereChatBody.__struct_fields__
+    for name, field in (ELSEWHERE | REFUSED).items():
+        for value in field.neutral if name not in read else ():
+            assert call_of(**{name: value}) == plain, (name, value)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from loraplex.server.model.ops.memory import (
     executor_limits,
     fill_device,
     page_bytes,
+    state_bytes,
+    states_bytes,
     weights_bytes,
 )
 from loraplex.server.model.spec.base_spec import base_spec
@@ -38,6 +40,7 @@ _KV_SHARE = 0.1
 class Needs(msgspec.Struct, frozen=True):
     """Needs on this machine. weights, kv_memory: bytes. kv_bytes: keys and values of one token.
 
+    state_bytes: of one sequence, beside keys and values.
     kv_tokens: of all sequences together, where these are short; long_tokens: where each has
     max_context tokens, since pages behind a window come free. max_context: tokens of one sequence.
     problem: why the model does not fit, or None; then these are 0.
@@ -51,6 +54,7 @@ class Needs(msgspec.Struct, frozen=True):
     kv_tokens: int
     long_tokens: int
     max_context: int
+    state_bytes: int = 0
     problem: str | None = None
 
     def rows(self) -> list[tuple[str, str]]:
@@ -59,6 +63,8 @@ class Needs(msgspec.Struct, frozen=True):
             ("weights", f"{self.weights / _GIB:.2f} GiB"),
             ("a token", f"{self.kv_bytes:,} bytes of keys and values"),
         ]
+        if self.state_bytes:
+            rows.append(("a sequence", f"{self.state_bytes:,} bytes of states"))
         if self.problem is None:
             of_each = f"of one sequence at most {self.max_context:,}"
             in_all = f"{self.kv_tokens:,} tokens in {self.kv_memory / _GIB:.2f} GiB"
@@ -121,7 +127,7 @@ def choose_groups(
 def _needs(
     config: WorkerConfig, device: ChosenDevice, model: ModelSpec, base: BaseSpec, dtype: SlabDtype
 ) -> Needs:
-    engine = engine_config(config, device, Path(config.model), base, dtype)
+    engine = engine_config(config, device, Path(config.model), base, dtype, model)
     weights = weights_bytes(model, dtype, packed=device.kind == "cuda")
     windows = page_groups(model).windows
     found = Needs(
@@ -133,6 +139,7 @@ def _needs(
         kv_tokens=0,
         long_tokens=0,
         max_context=0,
+        state_bytes=state_bytes(model, dtype),
     )
     try:
         engine = _filled(model, engine, weights, device)
@@ -158,9 +165,10 @@ def _filled(
         return fill_device(model, engine, DeviceMemory(total, total, total - weights))
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     taken = weights + engine.kv_memory + engine.adapter_memory + engine.host_arena_bytes
+    taken += states_bytes(model, engine)
     if taken > total:
         raise ConfigError(
-            f"weights, keys and values and adapters take {taken / _GIB:.1f} GiB of"
+            f"weights, keys, values, states and adapters take {taken / _GIB:.1f} GiB of"
             f" {total / _GIB:.1f} GiB of memory"
         )
     return engine

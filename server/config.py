@@ -175,7 +175,7 @@ class WorkerConfig:
         metadata={
             "min": 1,
             "help": "sequences computed at once (default: 128 on a GPU, 256 from 32 GiB, 512 from"
-            " 64 GiB; 64 on a CPU)",
+            " 64 GiB; 64 on a CPU; no more than have their states in an eighth of the memory)",
         },
     )
     max_waiting: int | None = field(
@@ -201,7 +201,8 @@ class WorkerConfig:
             "max": 16,
             "help": "tokens of a sequence that a step may check at once, of a draft that its"
             " prompt, its grammar and earlier answers of the same adapter and tenant suggest;"
-            " 0 = no drafts (default: 8 on a CPU and in modes of few sequences, 0 otherwise)",
+            " 0 = no drafts (default: 8 on a CPU and in modes of few sequences, 0 otherwise and"
+            " where the model has states, which take no drafts)",
         },
     )
     batch_step_share: float = field(

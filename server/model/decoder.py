@@ -8,11 +8,13 @@ from typing import Generic, TypeVar
 import torch
 
 from loraplex.server.model.linear.experts import MoeWeights
-from loraplex.server.model.lora.sites import BranchSites, Site, Sites
+from loraplex.server.model.lora.sites import BranchSites, Sites
 from loraplex.server.model.ops.ops import Ops
 from loraplex.server.model.spec.model_spec import ModelSpec, StepSpec
 from loraplex.server.model.weights import (
     AttentionWeights,
+    DeltaNetWeights,
+    MixerWeights,
     MlpWeights,
     ModelWeights,
     Norm,
@@ -26,9 +28,9 @@ Y = TypeVar("Y")
 
 @dataclass(frozen=True, slots=True)
 class Wanted(Generic[L]):
-    """The tokens whose result somebody needs: no others go through what follows the last attention,
-    which writes no keys and values. rows: int64 `[rows]`, ascending, the last of them perhaps
-    several times; lora: of these."""
+    """The tokens whose result somebody needs: no others go through what follows the last mixer,
+    which writes no keys, values and states. rows: int64 `[rows]`, ascending, the last of them
+    perhaps several times; lora: of these."""
 
     rows: torch.Tensor
     lora: L | None
@@ -44,13 +46,13 @@ class Embedded:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedAttention:
-    """The attention of a layer. layer: 0-based. qkv, o: sites of its products."""
+class PreparedMixer:
+    """The mixer of a layer, which lets tokens see others. layer: 0-based. sites: of its products,
+    the last of which takes what was mixed."""
 
     layer: int
-    weights: AttentionWeights
-    qkv: Site
-    o: Site
+    weights: MixerWeights
+    sites: BranchSites
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class PreparedStep(Generic[L, Y]):
     """A step of a layer. feed_forwards: give the output of a branch for normed rows, with
     its adapters. The others are those of StepSpec and StepWeights."""
 
-    attention: PreparedAttention | None
+    mixer: PreparedMixer | None
     feed_forwards: tuple[Callable[[torch.Tensor, L | None], Y], ...]
     pre: Norm | None
     post: Norm | None
@@ -69,8 +71,8 @@ class Decoder(Generic[P, L, Y]):
     """Decoder of any model that is served. spec: what differs between models, and nothing else
     does. Runs the first layers where weights has fewer.
 
-    attentions: one for each step that has one, in order. What lies between two of them is computed
-    at once.
+    mixers: one for each step that has one, in order: it writes keys and values, or states. What
+    lies between two of them is computed at once.
     """
 
     def __init__(
@@ -87,8 +89,8 @@ class Decoder(Generic[P, L, Y]):
                 of_layers, spec.steps, sites.branches, strict=False
             )
         )
-        self._attending = [n for n, step in enumerate(self._steps) if step.attention is not None]
-        self.attentions = tuple(step.attention for step in self._steps if step.attention)
+        self._mixing = [n for n, step in enumerate(self._steps) if step.mixer is not None]
+        self.mixers = tuple(step.mixer for step in self._steps if step.mixer)
         # As the residual stream holds it: a factor of another precision would round otherwise.
         self._embedding_scale = torch.tensor(spec.embedding.scale, dtype=weights.embed.dtype).item()
 
@@ -96,16 +98,16 @@ class Decoder(Generic[P, L, Y]):
         self, layer: int, spec: StepSpec, weights: StepWeights, sites: Sequence[BranchSites]
     ) -> PreparedStep[L, Y]:
         """Choose what runs each branch of a step."""
-        attention, feed_forwards = None, []
+        mixer, feed_forwards = None, []
         for branch, of_branch in zip(weights.branches, sites, strict=True):
             match branch:
-                case AttentionWeights():
-                    attention = PreparedAttention(layer, branch, *of_branch)
+                case AttentionWeights() | DeltaNetWeights():
+                    mixer = PreparedMixer(layer, branch, of_branch)
                 case MlpWeights():
                     feed_forwards.append(partial(self._mlp, branch, of_branch))
                 case MoeWeights():
                     feed_forwards.append(partial(self._moe, branch, of_branch))
-        return PreparedStep(attention, tuple(feed_forwards), weights.pre, weights.post, spec.factor)
+        return PreparedStep(mixer, tuple(feed_forwards), weights.pre, weights.post, spec.factor)
 
     def forward(
         self,
@@ -117,14 +119,14 @@ class Decoder(Generic[P, L, Y]):
     ) -> torch.Tensor:
         """Compute a step from token ids to hidden states. token_ids: int64 `[tokens]`, in the
         plan's order -> normed hidden states `[tokens, hidden]`, or `[rows, hidden]` of those
-        wanted. Writes the tokens' keys and values. meanwhile: called at each attention.
+        wanted. Writes the tokens' keys, values and states. meanwhile: called at each mixer.
         """
-        attended, hidden = self.up_to_end(token_ids, plan, lora, meanwhile)
+        mixed, hidden = self.up_to_end(token_ids, plan, lora, meanwhile)
         if wanted is not None:
             if not len(wanted.rows):
                 return hidden[:0]
-            attended, hidden, lora = attended[wanted.rows], hidden[wanted.rows], wanted.lora
-        return self.end(attended, hidden, lora)
+            mixed, hidden, lora = mixed[wanted.rows], hidden[wanted.rows], wanted.lora
+        return self.end(mixed, hidden, lora)
 
     def up_to_end(
         self,
@@ -134,29 +136,31 @@ class Decoder(Generic[P, L, Y]):
         meanwhile: Callable[[], None] | None = None,
         embedded: Embedded | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a step up to the result of the last attention, behind which nothing writes keys
-        and values. Returns that result, and the hidden states.
+        """Compute a step up to the result of the last mixer, behind which nothing writes keys,
+        values and states. Returns that result, and the hidden states.
         """
         normed, hidden = self.begin(token_ids, lora, embedded)
-        last = len(self.attentions) - 1
-        for number, attention in enumerate(self.attentions):
-            qkv = self.ops.linear(normed, attention.weights.qkv, lora, attention.qkv)
-            attended = self.attend(plan, number, qkv)
+        last = len(self.mixers) - 1
+        for number, mixer in enumerate(self.mixers):
+            of_each = zip(mixer.weights.linears[:-1], mixer.sites, strict=False)
+            products = [self.ops.linear(normed, linear, lora, site) for linear, site in of_each]
+            mixed = self.mix(plan, number, products)
             if meanwhile is not None:
                 meanwhile()
             if number < last:
-                normed, hidden = self.after_attention(number, attended, hidden, lora)
-        return attended, hidden
+                normed, hidden = self.after_mixer(number, mixed, hidden, lora)
+        return mixed, hidden
 
-    def attend(self, plan: P, number: int, qkv: Y) -> torch.Tensor:
-        """Attend, in one of `attentions`, as `Ops.attend` does."""
-        attention = self.attentions[number]
-        weights = attention.weights
-        return self.ops.attend(plan, attention.layer, qkv, weights.qk_norm, weights.sinks)
+    def mix(self, plan: P, number: int, products: Sequence[Y]) -> torch.Tensor:
+        """Mix tokens, in one of `mixers`. products: of all its matrices but the last."""
+        layer, weights = self.mixers[number].layer, self.mixers[number].weights
+        if isinstance(weights, DeltaNetWeights):
+            return self.ops.delta_net(plan, layer, products, weights)
+        return self.ops.attend(plan, layer, products[0], weights.qk_norm, weights.sinks)
 
-    def end(self, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None) -> torch.Tensor:
-        """Compute from the last attention to normed hidden states, of any tokens."""
-        return self.after_attention(len(self.attentions) - 1, attended, hidden, lora)[0]
+    def end(self, mixed: torch.Tensor, hidden: torch.Tensor, lora: L | None) -> torch.Tensor:
+        """Compute from the last mixer to normed hidden states, of any tokens."""
+        return self.after_mixer(len(self.mixers) - 1, mixed, hidden, lora)[0]
 
     def embed(self, token_ids: torch.Tensor, lora: L | None) -> torch.Tensor:
         """Embed tokens, `[tokens, hidden]`, without the model's factor."""
@@ -165,35 +169,32 @@ class Decoder(Generic[P, L, Y]):
     def begin(
         self, token_ids: torch.Tensor, lora: L | None, embedded: Embedded | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute up to the first attention's product of q, k and v. Returns normed and
-        hidden states.
-        """
+        """Compute up to the first mixer's products. Returns normed and hidden states."""
         hidden = self.embed(token_ids, lora)
         if embedded is not None:
             hidden = torch.where(embedded.is_given, embedded.hidden, hidden)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
-        return self._up_to_attention(0, self._normed(0, hidden, lora), hidden, lora)
+        return self._up_to_mixer(0, self._normed(0, hidden, lora), hidden, lora)
 
-    def after_attention(
-        self, number: int, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None
+    def after_mixer(
+        self, number: int, mixed: torch.Tensor, hidden: torch.Tensor, lora: L | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute from one attention to the next one's product of q, k and v, or to the end.
-        number: in `attentions`."""
-        at, attention = self._attending[number], self.attentions[number]
-        delta = self.ops.linear(attended, attention.weights.o, lora, attention.o)
+        """Compute from one mixer to the next one's products, or to the end. number: in `mixers`."""
+        at, mixer = self._mixing[number], self.mixers[number]
+        delta = self.ops.linear(mixed, mixer.weights.linears[-1], lora, mixer.sites[-1])
         if self._steps[at].feed_forwards:
             beside = self._fed_forward(at, self._normed(at, hidden, lora), lora)
             delta = self.ops.plus(delta, beside)
         normed, hidden = self._summed(at, delta, hidden, lora)
-        return self._up_to_attention(at + 1, normed, hidden, lora)
+        return self._up_to_mixer(at + 1, normed, hidden, lora)
 
-    def _up_to_attention(
+    def _up_to_mixer(
         self, begin: int, normed: torch.Tensor, hidden: torch.Tensor, lora: L | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the steps from `begin` on that come before the next attention."""
+        """Run the steps from `begin` on that come before the next mixer."""
         for number in range(begin, len(self._steps)):
-            if self._steps[number].attention is not None:
+            if self._steps[number].mixer is not None:
                 break
             delta = self._fed_forward(number, normed, lora)
             normed, hidden = self._summed(number, delta, hidden, lora)

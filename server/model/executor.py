@@ -28,6 +28,7 @@ from loraplex.server.model.graphs.start_phases import StartPhases
 from loraplex.server.model.lora.adapter_copies import AdapterCopies
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.lora.output_vectors import OutputVectors
+from loraplex.server.model.ops.memory import state_bytes
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.sizes import padded, padded_size
 from loraplex.server.model.ops.transfers import to_device, to_host
@@ -52,6 +53,10 @@ log = logging.getLogger(__name__)
 _OUTSIDE_GRAPHS = (
     "an adapter with %s is in use: steps with one run outside CUDA graphs, and are slower for all"
     " of their sequences%s"
+)
+_STATES = (
+    "states: {rows} of {size:.1f} MiB; beginnings that prompts share are computed for each, and"
+    " there are no drafts"
 )
 _OF_REACH = {
     Reach.LAYERS: ("LoRA", ""),
@@ -107,6 +112,9 @@ class TorchExecutor:
         self._remarked = set[Reach]()
         self.memory = parts.memory
         self.summary: tuple[str, ...] = (f"operations: {built.backend}", phases.line())
+        if parts.states:
+            each = state_bytes(parts.model, config.dtype)
+            self.summary += (_STATES.format(rows=self.limits.max_rows, size=each / (1 << 20)),)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepTicket:

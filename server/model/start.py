@@ -32,6 +32,7 @@ from loraplex.server.model.ops.memory import (
     weights_bytes,
 )
 from loraplex.server.model.ops.ops import KVCache
+from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.sizes import MOST_PADDING
 from loraplex.server.model.sampling.row_sampling import RowSampling
 from loraplex.server.model.spec.model_spec import ModelSpec
@@ -156,6 +157,7 @@ def _build_parts(
         model,
         weights,
         cache,
+        RowStates(model, limits.max_rows, dtype, device),
         table,
         rows,
         parameters,
@@ -177,7 +179,7 @@ def _make_cache(
     shape = (pages + 1, 2 * config.page_size * groups.width)
     kept = dtype if config.kv_dtype == "auto" else torch.float8_e4m3fn
     pool = torch.zeros(shape, dtype=kept, device=device)
-    scales = tuple(layer.attention.kv_scales for layer in weights.layers)
+    scales = tuple(layer.kv_scales for layer in weights.layers)
     return KVCache(pool, model, groups, config.page_size, dtype, scales)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from safetensors import SafetensorError, safe_open
 
-from loraplex.adapters.sharding import WHOLE, Shard, Span, heads_of
+from loraplex.adapters.sharding import WHOLE, Shard, Span, heads_of, pieces
 from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.model.checkpoint.area import Area, Stored, UnpackedArea
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, ModelFile
@@ -49,7 +49,7 @@ class WeightSource:
         at_load: WeightForm | None,
         shard: Shard = WHOLE,
     ) -> None:
-        self._shard = shard
+        self.shard = shard
         self._packed, self._at_load = packed, at_load
         self.dtype = dtype
         self.device = device
@@ -84,14 +84,19 @@ class WeightSource:
         """The device's rows of the embedding."""
         mapped = self.mapped(name)
         rows = Span(len(mapped))
-        table = self._zeros(rows.width(self._shard.count), mapped.shape[1])
-        mine = mapped[rows.piece(self._shard)]
+        table = self._zeros(rows.width(self.shard.count), mapped.shape[1])
+        mine = mapped[rows.piece(self.shard)]
         table[: len(mine)].copy_(mine)
         return table
 
     def heads(self, of_heads: torch.Tensor) -> torch.Tensor:
         """The device's heads. of_heads: `[heads, ...]`, of all."""
-        return of_heads[heads_of(len(of_heads), self._shard)]
+        return of_heads[heads_of(len(of_heads), self.shard)]
+
+    def rows(self, matrix: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+        """The device's rows of a matrix, whose rows spans share out."""
+        mine = [matrix[piece.source] for piece in pieces(spans, self.shard)]
+        return torch.cat(mine).to(self.device, self.dtype)
 
     def linear(self, spec: LinearSpec, layer: int | None = None) -> Linear:
         """The device's part. layer: 0-based, where the matrix is one of a layer's."""
@@ -108,7 +113,7 @@ class WeightSource:
         self, spec: LinearSpec, paths: Sequence[str], layer: int | None
     ) -> DenseLinear | QuantisedLinear:
         """The matrix, without what becomes of inputs."""
-        cuts = [cut_of(spec, part, self._shard) for part in spec.parts]
+        cuts = [cut_of(spec, part, self.shard) for part in spec.parts]
         heights = [cut.shape[0] for cut in cuts]
         shape = (sum(heights), cuts[0].shape[1])
         bias = self._bias(spec, cuts, layer)
@@ -154,7 +159,7 @@ class WeightSource:
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         """A tensor for parts of which some features may stay zero."""
-        make = torch.empty if self._shard.count == 1 else torch.zeros
+        make = torch.empty if self.shard.count == 1 else torch.zeros
         return make(shape, dtype=self.dtype, device=self.device)
 
     def _matrix(self, parts: Sequence[tuple[str, Cut]]) -> PackedMatrix | None:
@@ -221,7 +226,7 @@ class WeightSource:
             self._optional(f"{path}.bias") if spec.bias or path in self._forms else None
             for path in paths
         ]
-        if spec.sharding == "row" and self._shard.index > 0:
+        if spec.sharding == "row" and self.shard.index > 0:
             return None
         if not spec.bias and not any(part is not None and part.any() for part in parts):
             return None
@@ -234,7 +239,7 @@ class WeightSource:
 
     def experts(self, spec: LinearSpec, layer: int) -> ExpertsLinear:
         """The matrices of all experts of a layer."""
-        cuts = [cut_of(spec, part, self._shard) for part in spec.parts]
+        cuts = [cut_of(spec, part, self.shard) for part in spec.parts]
         outputs, inputs = sum(cut.shape[0] for cut in cuts), cuts[0].shape[1]
         tensors = ExpertTensors(
             spec,
@@ -251,7 +256,7 @@ class WeightSource:
         if not spec.bias:
             return ExpertsLinear(weight)
         bias = self._zeros(spec.experts, outputs)
-        if spec.sharding != "row" or self._shard.index == 0:
+        if spec.sharding != "row" or self.shard.index == 0:
             tensors.fill_bias(bias)
         return ExpertsLinear(weight, bias)
 

@@ -26,7 +26,9 @@ from loraplex.server.model.base_facts import read_base_spec
 from loraplex.server.model.card import model_card
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError
 from loraplex.server.model.checkpoint.tensor_table import check_folder
-from loraplex.server.model.devices.sharding import check_shards
+from loraplex.server.model.devices.sharding import sharded
+from loraplex.server.model.ops.memory import state_bytes
+from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.quantised_at_load import quantised_at_load
 from loraplex.server.model.spec.vector_forms import PairWishes, VectorWishes
 from loraplex.server.protocol import ModelCard
@@ -140,12 +142,12 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     quantised = quantised_at_load(model_config, config.quantize).quantisation
     if device.note is not None:
         log.warning("%s", device.note)
-    check_shards(model_config, config.tp)
     base = msgspec.structs.replace(
         read_base_spec(model.path, names), shards=config.tp, quantize=config.quantize or ""
     )
     dtype = choose_dtype(config.dtype, device.kind, model_config.dtype, device.has_bfloat16)
-    engine = engine_config(config, device, model.path, base, dtype)
+    part = sharded(model_config, config.tp)
+    engine = engine_config(config, device, model.path, base, dtype, part)
     card = model_card(
         model.path,
         names=names,
@@ -198,10 +200,18 @@ def _apart(card: ModelCard, kind: str) -> ModelCard:
 
 
 def engine_config(
-    config: WorkerConfig, device: ChosenDevice, folder: Path, base: BaseSpec, dtype: SlabDtype
+    config: WorkerConfig,
+    device: ChosenDevice,
+    folder: Path,
+    base: BaseSpec,
+    dtype: SlabDtype,
+    model: ModelSpec,
 ) -> EngineConfig:
-    """The engine's settings on this machine. folder: the model's. Raises WorkerStartError."""
-    sizes = choose_sizes(config, device.kind, device.memory_bytes, host_bytes())
+    """The engine's settings on this machine. folder: the model's. model: each device's part.
+    Raises WorkerStartError.
+    """
+    states = state_bytes(model, dtype)
+    sizes = choose_sizes(config, device.kind, device.memory_bytes, host_bytes(), states)
     extent_bytes = choose_extent_bytes(base, dtype, sizes.adapter_memory)
     host_extents = sizes.host_adapter_memory // extent_bytes
     if host_extents < 1:

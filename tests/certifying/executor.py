@@ -68,6 +68,7 @@ class FakeRow:
         self.num_cached = 0
         self.adapter: str | None = None
         self.marks: list[Mark] = []  # after each computed token
+        self.taken = 0  # tokens that the row's state has taken, each once
 
     def take_back(self) -> None:
         """A later slice computes the last known token again, for want of a mask."""
@@ -283,6 +284,10 @@ class CertifyingExecutor:
         assert row is not None
         end = piece.start + piece.num_new
         known = end - len(piece.draft)
+        if self.limits.has_states:
+            check(piece.start == row.taken, f"the state has {row.taken} tokens, not {piece.start}")
+            check(not piece.draft, "a state that may have to go back")
+            row.taken = end
         self._check_inputs(row, piece, known, end)
         self._check_adapter(row, piece)
         self._read_prefix(row, piece.start)

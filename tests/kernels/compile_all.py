@@ -68,6 +68,10 @@ from loraplex.server.kernels.pointwise.sum_norm import sum_norm
 from loraplex.server.kernels.sampling.draw import DrawRows, draw_append
 from loraplex.server.kernels.sampling.draw_columns import DRAW_COLUMNS
 from loraplex.server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_append
+from loraplex.server.kernels.states.causal_conv import causal_conv
+from loraplex.server.kernels.states.delta_rule import DeltaGates, DeltaHeads, delta_rule
+from loraplex.server.kernels.states.gated_norm import gated_norm
+from loraplex.server.kernels.states.slices import Runs, Singles
 from loraplex.server.model.linear.quantised import matrix_of
 from tests.kernels.quantised import LAYOUTS, Make
 
@@ -350,6 +354,22 @@ def step() -> None:
         rope_append(qkv, rotation, positions, positions, CachePages(k, v), norm)
 
 
+def states() -> None:
+    """Of slices of one token, and of several."""
+    mixed, gates = torch.zeros(4, 384, dtype=DTYPE), torch.zeros(4, 4, dtype=DTYPE)
+    columns, numbers = torch.zeros(384, dtype=torch.int32), torch.zeros(2)
+    window, memory = torch.zeros(3, 3, 256, dtype=DTYPE), torch.zeros(3, 2, 64, 64)
+    weight, qkv = torch.zeros(256, 4, dtype=DTYPE), torch.zeros(4, 256, dtype=DTYPE)
+    found = torch.zeros(4, 128, dtype=DTYPE)
+    rows, positions = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    runs = Runs(torch.zeros(4, 2, dtype=torch.int32), 2)
+    of_gates = DeltaGates(gates, columns[:4], numbers, numbers)
+    for slices in (Singles(rows, positions), runs):
+        causal_conv(mixed, columns[:256], weight, window, slices, qkv)
+        delta_rule(qkv, DeltaHeads(1, 2, 64, 64), of_gates, memory, slices, found)
+    gated_norm(found, mixed, columns[:128], found[0, :64], 1e-6)
+
+
 def main() -> None:
     capability = int(sys.argv[1])
     compiled = compile_for(capability)
@@ -360,6 +380,7 @@ def main() -> None:
         lora(configs, "decode", 256)
         prompts(capability)
         experts(configs.programmatic_launch)
+        states()
         step()
         products(configs)
         quantised(configs)

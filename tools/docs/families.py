@@ -56,7 +56,7 @@ def _blocks(known: KnownModel) -> str:
         model = read_model(known.config)
     except ValueError:
         return ""
-    attentions = {layer.attention for layer in model.layers}
+    attentions = set(model.attentions.values())
     feeds = {feed for layer in model.layers for feed in layer.feed_forwards}
     ropes = {of.rope for of in attentions}
     turned = [rope for rope in ropes if rope is not None]
@@ -72,6 +72,8 @@ def _blocks(known: KnownModel) -> str:
             of.q_norm is not None and not of.norms_rotated for of in attentions
         ),
         "norms of q and k behind the rotation": any(of.norms_rotated for of in attentions),
+        "layers with states (Gated DeltaNet)": bool(model.states),
+        "gated attention": any(of.is_gated for of in attentions),
         "windows": any(window is not None for window in model.windows),
         "sinks": any(of.sinks for of in attentions),
         "layers without rotation": None in ropes,
@@ -106,4 +108,5 @@ def _example(known: KnownModel) -> str:
 
 
 def _kv_bytes(model: ModelSpec) -> int:
-    return sum(layer_token_bytes(layer.attention, "bfloat16", "auto") for layer in model.layers)
+    attentions = model.attentions.values()
+    return sum(layer_token_bytes(attention, "bfloat16", "auto") for attention in attentions)

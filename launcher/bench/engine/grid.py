@@ -30,9 +30,9 @@ from loraplex.server.engine.messages import StepOutput
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.devices.sharding import sharded
 from loraplex.server.model.lora.arena_weights import DTYPES
-from loraplex.server.model.ops.memory import layer_token_bytes, weights_bytes
+from loraplex.server.model.ops.memory import layer_token_bytes, state_bytes, weights_bytes
 from loraplex.server.model.spec.base_spec import base_spec
-from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.protocol import SamplingParams
 
@@ -364,22 +364,23 @@ def _read(layer: LayerSpec, experts: int, rows: int) -> float:
 
 
 def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
-    """Counts the bytes that one decode step reads in the middle of the measured stretch."""
+    """Counts the bytes that one decode step reads in the middle of the measured stretch, and those
+    of states, which it writes, too."""
     batch, distinct, lora_rank = point
     model = grid.model
     weights = matrix_bytes(model, batch, grid.dtype)
     weights += model.embedding.num_rows * model.hidden_size * ITEM_BYTES[grid.dtype]
     context = grid.prompt_tokens + (SHORT_OUTPUT + grid.output_tokens) / 2
     adapters = distinct * adapter_bytes(grid, lora_rank, batch // max(distinct, 1))
-    cache = batch * sum(_seen_bytes(grid, layer, context) for layer in model.layers)
-    return weights + adapters + cache
+    cache = batch * sum(_seen_bytes(grid, of, context) for of in model.attentions.values())
+    return weights + adapters + cache + 2 * batch * state_bytes(model, grid.dtype)
 
 
-def _seen_bytes(grid: Grid, layer: LayerSpec, context: float) -> float:
+def _seen_bytes(grid: Grid, attention: AttentionSpec, context: float) -> float:
     """Counts the bytes of keys and values that a layer reads of a context."""
-    window = layer.attention.window
+    window = attention.window
     seen = context if window is None else min(context, window)
-    return seen * layer_token_bytes(layer.attention, grid.dtype, grid.kv_dtype)
+    return seen * layer_token_bytes(attention, grid.dtype, grid.kv_dtype)
 
 
 def copy_bandwidth(device: str) -> float:

@@ -40,9 +40,11 @@ from loraplex.server.model.spec.model_spec import (
     layer_path,
 )
 from loraplex.server.model.spec.moe_spec import MoeSpec
+from loraplex.server.model.spec.state_spec import DeltaNetSpec
 from loraplex.server.model.weights import (
     AttentionWeights,
     BranchWeights,
+    DeltaNetWeights,
     LayerNorm,
     LayerWeights,
     MlpWeights,
@@ -130,6 +132,16 @@ class _RandomWeights:
                     self._ones(heads, spec.head_dim) if spec.q_norm else None,
                     self._ones(spec.num_heads).float() if spec.sinks else None,
                 )
+            case DeltaNetSpec():
+                ones = self._ones(spec.value_heads).float()
+                products = self.linear(spec.mixed, index), self.linear(spec.gates, index)
+                return DeltaNetWeights.of(
+                    spec,
+                    (*products, self.linear(spec.out, index)),
+                    self.matrix(spec.num_channels, spec.kernel),
+                    (-ones, ones),
+                    RmsNorm(self._ones(spec.value_dim), spec.epsilon),
+                )
             case MlpSpec():
                 gate_up, down = self.linear(spec.gate_up, index), self.linear(spec.down, index)
                 numbers = self._ones(4).float() if spec.activation == "xielu" else None
@@ -138,9 +150,9 @@ class _RandomWeights:
             case MoeSpec():
                 bias = self._bias(spec.experts) if spec.router_bias else None
                 router = DenseLinear(self.matrix(spec.experts, spec.gate_up.in_features), bias)
-                products = (self._experts(spec.gate_up, index), self._experts(spec.down, index))
+                experts = (self._experts(spec.gate_up, index), self._experts(spec.down, index))
                 numbers = self._ones(spec.experts).float() if spec.correction else None
-                return MoeWeights(spec, router, *products, numbers)
+                return MoeWeights(spec, router, *experts, numbers)
 
     def _experts(self, spec: LinearSpec, layer: int) -> ExpertsLinear:
         bias = self._bias(spec.experts, spec.out_features) if spec.bias else None

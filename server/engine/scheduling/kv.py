@@ -35,6 +35,8 @@ class SequencePages:
         self._next_pages = -(-SHARE_WORTH_TOKENS // page_size)
         self._budget = HASHED_PER_PLAN
         self._short_context = limits.short_context
+        # Pages are no help without the state behind them, which nobody keeps.
+        self._shares = bool(limits.page_windows) and not limits.has_states
 
     def begin_plan(self) -> None:
         self._budget = HASHED_PER_PLAN
@@ -139,7 +141,7 @@ class SequencePages:
         num_full = num_computed // self.pool.page_size
         if num_full <= sequence.num_published or not self.windows:
             return
-        for i in range(sequence.num_published, num_full):
+        for i in range(sequence.num_published, num_full if self._shares else 0):
             digest = sequence.page_hash(self.pool.page_size, i)
             for number, group in enumerate(sequence.pages):
                 self.pool.publish(group.pages[i - group.first], group_key(digest, number))
@@ -178,7 +180,7 @@ class SequencePages:
         sequence.rewind(0)
 
     def _computes_all(self, sequence: Sequence) -> bool:
-        return sequence.computes_all or not self.windows
+        return sequence.computes_all or not self._shares
 
     @property
     def _groups(self) -> int:

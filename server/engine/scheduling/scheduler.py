@@ -484,6 +484,8 @@ class Scheduler:
             end -= 1 + len(piece.draft)
             sequence.rewind(end)
             self.pages.publish(sequence, end)
+            if self.limits.has_states:  # which have the token already
+                self._preempt(sequence)
             return
         if not piece.sample:
             self.pages.publish(sequence, end)

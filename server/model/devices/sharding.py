@@ -12,6 +12,7 @@ from loraplex.server.model.spec.model_spec import (
     ModelSpec,
     NormSpec,
 )
+from loraplex.server.model.spec.state_spec import DeltaNetSpec
 
 _MOST_SHARDS = 64
 
@@ -37,19 +38,29 @@ def check_shards(model: ModelSpec, count: int) -> None:
     """Check that so many devices can share the model. Raises ConfigError where they cannot."""
     served = shard_counts(model)
     if count not in served:
-        attention = model.layers[0].attention
+        attention = next(iter(model.attentions.values()))
+        states = "".join(
+            f" and {each.key_heads} key heads with states"
+            for each in {each for layer in model.layers for each in layer.branches}
+            if isinstance(each, DeltaNetSpec)
+        )
         raise ConfigError(
             f"--tp {count}: the model's {attention.num_heads} heads and {attention.num_kv_heads}"
-            f" key-value heads can be shared by {', '.join(map(str, served))} devices"
+            f" key-value heads{states} can be shared by {', '.join(map(str, served))} devices"
         )
 
 
 def shard_counts(model: ModelSpec) -> tuple[int, ...]:
     """Numbers of devices that can share the model, 1 first."""
-    heads = {_heads(layer.attention) for layer in model.layers}
-    most = min(_MOST_SHARDS, *(q.units for q, _ in heads))
-    counts = range(1, most + 1)
-    return tuple(n for n in counts if all(q.units % n == 0 and kv.divides(n) for q, kv in heads))
+    heads = {_heads(attention) for attention in model.attentions.values()}
+    branches = {branch for layer in model.layers for branch in layer.branches}
+    units = {branch.key_heads for branch in branches if isinstance(branch, DeltaNetSpec)}
+    units |= {q.units for q, _ in heads}
+    return tuple(
+        n
+        for n in range(1, min(_MOST_SHARDS, *units) + 1)
+        if all(each % n == 0 for each in units) and all(kv.divides(n) for _, kv in heads)
+    )
 
 
 def _heads(attention: AttentionSpec) -> tuple[Span, Span]:
@@ -62,9 +73,23 @@ def _embedding(embedding: EmbeddingSpec, count: int) -> EmbeddingSpec:
     return replace(embedding, rows=Span(embedding.vocab_size).width(count))
 
 
+def sharded_delta_net(spec: DeltaNetSpec, count: int) -> DeltaNetSpec:
+    """The spec of one device's part, as of `sharded`: heads of states are cut."""
+    return replace(
+        spec,
+        mixed=_linear(spec.mixed, count),
+        gates=_linear(spec.gates, count),
+        out=_linear(spec.out, count),
+        key_heads=spec.key_heads // count,
+        value_heads=spec.value_heads // count,
+    )
+
+
 def _branch(branch: Branch, count: int) -> Branch:
     if isinstance(branch, AttentionSpec):
         return _attention(branch, count)
+    if isinstance(branch, DeltaNetSpec):
+        return sharded_delta_net(branch, count)
     gate_up, down = (_linear(linear, count) for linear in branch.linears)
     return replace(branch, gate_up=gate_up, down=down)
 

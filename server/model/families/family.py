@@ -54,7 +54,10 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
         *("stablelm", "starcoder2"),
     ),
     8192: ("cohere", "cohere2", "gemma", "gemma2", "vaultgemma"),
-    32768: ("internlm3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    32768: (
+        *("internlm3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text"),
+        *("qwen3_moe", "qwen3_next", "smollm3"),
+    ),
     65536: ("apertus",),
     131072: (
         *("cwm", "ernie4_5", "ernie4_5_moe", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss"),

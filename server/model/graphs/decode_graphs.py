@@ -11,6 +11,7 @@ import torch
 
 from loraplex.server.kernels.attention.decode_inputs import gather_inputs
 from loraplex.server.kernels.sampling.greedy import GreedyScratch, greedy_append
+from loraplex.server.kernels.states.slices import Singles
 from loraplex.server.model.decoder import Decoder
 from loraplex.server.model.graphs.decode_batch import APPEND, ROW, SLOT, DecodeBatch, num_columns
 from loraplex.server.model.lora.lora import Reach
@@ -143,7 +144,8 @@ class DecodeGraphs:
             turns = self._ops.rotations.turns(positions, columns[ROW], rows.long_rows)
             views = decode_views(columns[ROW], positions, rows.page_table, work, turns)
             attention = Attention(slice(size), views, slice(0), None)
-            plan = CudaPlan(positions, None, attention, turns=turns)
+            states = (Singles(columns[ROW], positions),) if self._ops.states else ()
+            plan = CudaPlan(positions, None, attention, turns=turns, states=states)
             normed = self._decoder.forward(token_ids, plan, lora)
             self._decoder.logits(normed, lora, out=logits)
             greedy_append(

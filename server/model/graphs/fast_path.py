@@ -95,7 +95,8 @@ class _Start:
         limits, rows = parts.limits, parts.rows
         most_decodes = min(limits.most_decodes, limits.max_step_tokens)
         sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
-        prompt_sizes = _prompt_sizes(limits, parts.weights.layers)
+        # What states launch for prompts depends on these.
+        prompt_sizes = () if parts.states else _prompt_sizes(limits, parts.weights.layers)
         backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
         inside = prompts_in_graphs(parts.model, backend, fp8_cache=parts.cache.is_fp8)
         captured = prompt_sizes if inside else ()
@@ -105,7 +106,8 @@ class _Start:
         reach = (limits.max_context, max(limits.max_step_tokens, sizes[-1], *prompt_sizes))
         linears = chain.from_iterable(layer.linears for layer in parts.weights.layers)
         forms = (_summed(parts), row_form(linears))
-        ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach, *forms)
+        context = (parts.model, parts.cache, parts.table, attention, reach)
+        ops = CudaOps(*context, *forms, states=parts.states)
         draws = CudaDraws(rows, parts.parameters, limits.most_decodes)
         outside = row_sizes(limits.most_decodes, limits.max_step_tokens)
         return cls(parts, sizes, prompt_sizes, outside, backend, ops, draws)
@@ -229,7 +231,7 @@ def _summed(parts: Parts) -> SummedSites:
     group = parts.group
     if group.shard.count == 1:
         return NONE_SUMMED
-    norms_all = any(layer.attention.norms_all_heads for layer in parts.whole.layers)
+    norms_all = any(of.norms_all_heads for of in parts.whole.attentions.values())
     before = frozenset[Role](("qkv",) if norms_all else ())
     summed = frozenset(site.role for site in parts.table.sites if site.turn is not None)
     return SummedSites(before, summed, group.term_rows)

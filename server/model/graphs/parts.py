@@ -9,6 +9,7 @@ from loraplex.server.model.devices.group import Group
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.ops.group_ops import GroupOps
 from loraplex.server.model.ops.ops import KVCache
+from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.sampling.row_sampling import RowSampling
 from loraplex.server.model.sampling.sampler import Draws
 from loraplex.server.model.spec.model_spec import ModelSpec
@@ -29,6 +30,7 @@ class Parts:
     model: ModelSpec
     weights: ModelWeights
     cache: KVCache
+    states: RowStates
     table: AdapterTable
     rows: Rows
     parameters: RowSampling

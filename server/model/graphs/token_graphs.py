@@ -130,9 +130,9 @@ class TokenGraphs:
         self.sizes = sizes
         self._decoder, self._ops, self._attention = decoder, ops, attention
         model, device, dtype = decoder.spec, ops.device, ops.cache.dtype
-        attentions = [model.layers[each.layer].attention for each in decoder.attentions]
+        attentions = [model.layers[each.layer].attention for each in decoder.mixers]
         self._q_sizes = [of.q_size for of in attentions]
-        self._qkv_sizes = [of.q_size + 2 * of.kv_size for of in attentions]
+        self._qkv_sizes = [of.qkv.out_features for of in attentions]
         most = sizes[-1]
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._slots = torch.full((most,), -1, dtype=torch.int32, device=device)
@@ -236,10 +236,10 @@ class TokenGraphs:
         plan = replace(plan, attended=self._attended)
         for number, graph in enumerate(graphs):
             graph.replay()
-            self._decoder.attend(plan, number, Ready(self._qkv_of(number, tokens)))
+            self._decoder.mix(plan, number, [Ready(self._qkv_of(number, tokens))])
 
     def _qkv_of(self, number: int, rows: int) -> torch.Tensor:
-        """The product that an attention reads. number: see `Decoder.attentions`."""
+        """The product that an attention reads. number: see `Decoder.mixers`."""
         return first_rows(self._qkv, rows, self._qkv_sizes[number])
 
     def _attended_by(self, number: int, rows: int) -> torch.Tensor:
@@ -289,14 +289,15 @@ class TokenGraphs:
 
         def follow(number: int) -> None:
             attended = self._attended_by(number, size)
-            normed, _ = decoder.after_attention(number, attended, hidden, lora)  # hidden in place
+            normed, _ = decoder.after_mixer(number, attended, hidden, lora)  # hidden in place
             self._project(normed, number + 1, lora)
 
-        numbers = range(len(decoder.attentions) - 1)
+        numbers = range(len(decoder.mixers) - 1)
         return [begin, *(partial(follow, number) for number in numbers)]
 
     def _project(self, normed: torch.Tensor, number: int, lora: DeviceLora | None) -> None:
-        attention, out = self._decoder.attentions[number], self._qkv_of(number, len(normed))
-        done = self._ops.linear(normed, attention.weights.qkv, lora, attention.qkv, out=out)
+        attention, out = self._decoder.mixers[number], self._qkv_of(number, len(normed))
+        qkv, site = attention.weights.linears[0], attention.sites[0]
+        done = self._ops.linear(normed, qkv, lora, site, out=out)
         if not isinstance(done, Ready):
             raise TypeError("attention outside the graph takes complete outputs alone")

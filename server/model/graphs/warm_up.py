@@ -34,7 +34,7 @@ def run_steps(
     most = min(limits.max_step_tokens, limits.max_rows * context)
     for tokens in warm_sizes(most, _of_experts(decoder.spec)):
         run_step(decoder, ops, rows, tokens, context, adapters)
-    kv_heads = {layer.attention.num_kv_heads for layer in decoder.spec.layers}
+    kv_heads = {attention.num_kv_heads for attention in decoder.spec.attentions.values()}
     for decodes in {n for heads in kv_heads for n in warm_decodes(heads, limits)}:
         layout = _on_scratch(rows, np.array([1] * decodes + [2]))
         token_ids = torch.zeros(decodes + 2, dtype=torch.int64, device=rows.device)

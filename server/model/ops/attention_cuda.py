@@ -63,16 +63,17 @@ class PagedAttention:
         self.model = model
         self.cache = cache
         self.device = cache.pool.device
-        attentions = [layer.attention for layer in model.layers]
+        attentions = model.attentions.values()
         widest = max(a.num_heads for a in attentions), max(a.head_dim for a in attentions)
         self._scratch = DecodeScratch(most_decodes, *widest, self.device, most_rows)
         capability = torch.cuda.get_device_capability(self.device)
         self._programmatic_launch = capability >= (9, 0)
         self._prompts = PromptAttention(model, cache, prefill_backend)
         self._windows = distinct_windows(model)
-        self._scores = [
-            LayerScores(rule, self._windows.index(rule.window)) for rule in score_rules(model)
-        ]
+        self._scores = {
+            layer: LayerScores(rule, self._windows.index(rule.window))
+            for layer, rule in score_rules(model).items()
+        }
 
     def work(self, batch: int) -> WorkLayout:
         """The layout of work for at most `batch` decodes."""

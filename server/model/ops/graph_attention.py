@@ -37,7 +37,7 @@ class GraphAttention:
         slots = (len(page_table), most_tokens)
         self._kv_slots = torch.full(slots, -1, dtype=torch.int64, device=device)
         # What pads a step reads what earlier ones left.
-        widest = max(layer.attention.q_size for layer in ops.model.layers)
+        widest = max(attention.q_size for attention in ops.model.attentions.values())
         self.attended = torch.zeros(most_tokens * widest, dtype=ops.cache.dtype, device=device)
         length = most_tokens + ops.decode_work(most_decodes).length
         self._packed = torch.zeros(length, dtype=torch.int32, device=device)

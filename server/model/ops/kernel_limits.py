@@ -18,12 +18,12 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
         return "the kernels let tokens see earlier ones alone"
     if dtype == "float32":
         return "FlashInfer computes in bfloat16 and float16, not in float32"
-    if any(layer.attention.norms_rotated for layer in model.layers):
+    if any(attention.norms_rotated for attention in model.attentions.values()):
         return "the kernels norm q and k before the rotation, the model behind it"
     experts = (feed for layer in model.layers for feed in layer.feed_forwards)
     if any(isinstance(feed, MoeSpec) and not feed.is_plain for feed in experts):
         return "the kernels choose experts by the softmax of logits alone"
-    for size in {layer.attention.head_dim for layer in model.layers}:
+    for size in {attention.head_dim for attention in model.attentions.values()}:
         if size % _HEAD_DIM_STEP or size > _WIDEST_HEAD:
             return (
                 f"the kernels' head sizes are multiples of {_HEAD_DIM_STEP} up to {_WIDEST_HEAD},"

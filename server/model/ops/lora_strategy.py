@@ -18,6 +18,7 @@ from loraplex.server.model.spec.model_spec import (
     MlpSpec,
     ModelSpec,
 )
+from loraplex.server.model.spec.moe_spec import FeedForwardSpec
 
 # Up to so many tokens a delta of gate_up beside its linear costs less than expanding in the
 # activation, and tiles are shared out among programs.
@@ -75,7 +76,7 @@ Strategies = MappingProxyType[Role, Strategy]
 
 
 # Roles whose consumer finishes no LoRA.
-_COMPLETE: tuple[Role, ...] = ("up", "shared_gate_up", "shared_down")
+_COMPLETE: tuple[Role, ...] = ("up", "in", "gates", "out", "shared_gate_up", "shared_down")
 
 
 def _row(qkv: Strategy, o: Strategy, gate_up: Strategy, down: Strategy) -> Strategies:
@@ -121,8 +122,8 @@ class Consumers:
     """Reasons that keep a model's consumers from a part of LoRA.
 
     whole: sites of one module, of whose output the consumer takes parts: kernels finish LoRA by the
-    ranks of each part; sites whose activation no kernel computes; and those of branches that are
-    summed with others. summed: LoRA is complete
+    ranks of each part; sites whose activation no kernel computes; queries with gates; and sites of
+    branches that are summed with others. summed: LoRA is complete
     before devices sum. sums_first: the rotation expands nothing, since norms of q and k over all
     heads need the sum before, or since it would write to a cache of another dtype. fused: linears
     of few tokens have a kernel with LoRA in it; quantised ones end before A x would be there.
@@ -136,8 +137,11 @@ class Consumers:
     @classmethod
     def of(cls, model: ModelSpec, *, fp8_cache: bool, summed: SummedSites) -> "Consumers":
         branches = {branch for layer in model.layers for branch in layer.branches}
-        takes_parts = {x.qkv if isinstance(x, AttentionSpec) else x.gate_up for x in branches}
+        attentions = [branch for branch in branches if isinstance(branch, AttentionSpec)]
+        feeds = [branch for branch in branches if isinstance(branch, FeedForwardSpec)]
+        takes_parts = {of.qkv for of in attentions} | {of.gate_up for of in feeds}
         whole = {linear.role for linear in takes_parts if len(linear.parts) == 1}
+        whole |= {of.qkv.role for of in attentions if of.is_gated}
         whole |= {
             branch.gate_up.role
             for branch in branches
@@ -146,7 +150,7 @@ class Consumers:
         for step in set(model.steps):
             if len(step.branches) > 1:
                 whole |= {branch.linears[-1].role for branch in step.branches}
-        norms_all = any(layer.attention.norms_all_heads for layer in model.layers)
+        norms_all = any(of.norms_all_heads for of in attentions)
         return cls(
             frozenset(whole), summed, norms_all or fp8_cache, fused=model.quantisation is None
         )

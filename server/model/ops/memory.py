@@ -15,6 +15,7 @@ from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK, MXFP4_TENSORS, L
 from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, layer_path
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.page_groups import page_groups
+from loraplex.server.model.spec.state_spec import DeltaNetSpec
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
 _FIXED_WORKSPACE = 2 << 30
@@ -23,6 +24,8 @@ _FIXED_WORKSPACE = 2 << 30
 LOGITS_ROWS = 64
 _LOGITS_COPIES = 8
 _FA2_PROGRAMS, _FA2_QUERIES = 2, 128
+# Tokens of a chunk in which states are computed (`loraplex.server.kernels.states`).
+_CHUNK = 32
 _GIB = 1 << 30
 _WORKSPACE = "workspace"
 MEMORY_ADVICE = (
@@ -92,8 +95,8 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     """Upper estimate of what a step needs beside weights, KV cache and adapters."""
     item = ITEM_BYTES[engine.dtype]
     inner = max(_inner_width(layer, model.hidden_size) for layer in model.layers)
-    attentions = [layer.attention for layer in model.layers]
-    widths = 4 * model.hidden_size + 3 * max(a.q_size for a in attentions) + inner
+    attentions = model.attentions.values()
+    widths = 4 * model.hidden_size + max(map(_mixer_width, model.layers)) + inner
     activations = engine.max_step_tokens * widths * item
     # Of every row in the model's dtype twice: those of the graphs, and those of a step outside.
     # What new ids add comes when the activations are gone.
@@ -124,6 +127,33 @@ def _written_out(model: ModelSpec) -> int:
     return 2 * max(x.out_features * x.in_features for layer in model.layers for x in layer.linears)
 
 
+def _mixer_width(layer: LayerSpec) -> int:
+    """Numbers that a token needs within attention, or within what mixes tokens by a state."""
+    found = 0
+    for branch in layer.branches:
+        if isinstance(branch, AttentionSpec):
+            found += (7 if branch.is_gated else 3) * branch.q_size
+        elif isinstance(branch, DeltaNetSpec):
+            # In float32 of each head a row of a chunk's system.
+            systems = 2 * branch.value_heads * _CHUNK
+            found += 2 * (branch.num_channels + branch.value_size) + systems
+    return found
+
+
+def state_bytes(model: ModelSpec, dtype: SlabDtype) -> int:
+    """Bytes of one sequence's states, in all layers."""
+    return sum(
+        prod(form.shape) * ITEM_BYTES["float32" if form.wide else dtype]
+        for forms in model.states.values()
+        for form in forms
+    )
+
+
+def states_bytes(model: ModelSpec, engine: EngineConfig) -> int:
+    """Bytes of all states: of each row, and of what pads a step."""
+    return (engine.max_running + 1) * state_bytes(model, engine.dtype)
+
+
 def _inner_width(layer: LayerSpec, hidden: int) -> int:
     """Numbers that a token needs within MLPs; with experts those of each that it has, whose inputs
     and results lie apart from the token's."""
@@ -137,7 +167,7 @@ def _inner_width(layer: LayerSpec, hidden: int) -> int:
 def _rotation_bytes(model: ModelSpec, context: int) -> int:
     """Cosines and sines of every position, of each rotation that layers have, and of its long
     factors."""
-    kinds = {(layer.attention.rope, layer.attention.head_dim) for layer in model.layers}
+    kinds = {(of.rope, of.head_dim) for of in model.attentions.values()}
     turned = sum(rope.rotary_dim or head for rope, head in kinds if rope is not None)
     forms = 1 if model.within(context).short_context is None else 2
     return forms * context * turned * 4
@@ -164,6 +194,7 @@ def memory_table(
         MemoryLine("adapters", engine.adapter_memory),
         MemoryLine("other programs", others),
         MemoryLine("KV cache", engine.kv_memory),
+        MemoryLine("states", states_bytes(model, engine)),
         MemoryLine(_WORKSPACE, workspace_bytes(model, engine)),
     )
     return tuple(line for line in lines if line.nbytes)
@@ -219,6 +250,11 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
             f"--adapter-memory is {engine.adapter_memory} bytes; at least {engine.extent_bytes}"
             " (one extent) are needed"
         )
+    if engine.max_draft and model.states:
+        raise ConfigError(
+            f"--max-draft is {engine.max_draft}; a model with recurrent states takes no drafts:"
+            " its states cannot go back"
+        )
     max_context = _max_context(model, engine, num_pages, page)
     return ExecutorLimits(
         num_pages=num_pages,
@@ -237,6 +273,7 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
         num_classes=0 if model.classes is None else len(model.classes.labels),
         writes=model.writes,
         is_causal=model.is_causal,
+        has_states=bool(model.states),
     )
 
 

@@ -3,6 +3,7 @@
 One decoder, several sets of ops: plain torch (ops_torch.py), and kernels for a GPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, TypeVar
@@ -14,8 +15,8 @@ from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.spec.model_spec import Activation, AttentionSpec, ModelSpec
-from loraplex.server.model.spec.page_groups import PageGroups
-from loraplex.server.model.weights import KvScales, Norm
+from loraplex.server.model.spec.page_groups import NO_PAGES, PageGroups
+from loraplex.server.model.weights import DeltaNetWeights, KvScales, Norm
 
 
 class KVCache:
@@ -38,10 +39,11 @@ class KVCache:
     ) -> None:
         self.pool, self.groups, self.dtype, self.scales = pool, groups, dtype, scales
         self.page_size = page_size
-        self._layers = [
-            self._views(model.layers[layer].attention, place)
-            for layer, (_, place) in enumerate(groups.layers)
-        ]
+        self._layers = {
+            layer: self._views(model.layers[layer].attention, place)
+            for layer, (group, place) in enumerate(groups.layers)
+            if (group, place) != NO_PAGES
+        }
 
     def _views(self, attention: AttentionSpec, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (self.page_size, attention.num_kv_heads, attention.head_dim)
@@ -195,8 +197,20 @@ class Ops(Protocol[P, L, Y]):
         """Attention as the layer's AttentionSpec says: norm and rotate q and k, write k and v into
         their pages, and attend over the pages, causally: -> `[tokens, heads * head_dim]`.
 
-        qkv `[tokens, (heads + 2 kv_heads) * head_dim]`, may be overwritten; qk_norm `[heads +
-        kv_heads, head_dim]`, sinks float32 `[heads]`; None = without.
+        qkv `[tokens, (heads + 2 kv_heads) * head_dim]`, may be overwritten; with gates it has twice
+        the heads of q. qk_norm `[heads + kv_heads, head_dim]`, sinks float32 `[heads]`; None =
+        without.
+        """
+        ...
+
+    def delta_net(
+        self, plan: P, layer: int, products: Sequence[Y], weights: DeltaNetWeights
+    ) -> torch.Tensor:
+        """Gated DeltaNet between its products, as `weights.spec` says: convolve q, k and v, move
+        each row's state on by its tokens, norm what is read from it, gated by z.
+
+        products: mixed `[tokens, q + k + v + z]` and gates `[tokens, 2 value_heads]` -> `[tokens,
+        value_heads * value_dim]`. A state is float32, and zero before a sequence's first token.
         """
         ...
 

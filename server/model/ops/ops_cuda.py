@@ -1,5 +1,6 @@
 """The GPU's set of ops: FlashInfer, cuBLAS, and the project's own Triton kernels."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -40,6 +41,7 @@ from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.ops import pointwise
 from loraplex.server.model.ops.attention_cuda import Attention, PagedAttention
 from loraplex.server.model.ops.cache_pages import cache_pages
+from loraplex.server.model.ops.delta_net_cuda import StatePlan, delta_net, plan_states
 from loraplex.server.model.ops.device_lora import DeviceLora, LoraBatches
 from loraplex.server.model.ops.lora_linear import (
     ByExperts,
@@ -54,9 +56,10 @@ from loraplex.server.model.ops.lora_linear import (
 )
 from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, Consumers, SummedSites
 from loraplex.server.model.ops.ops import KVCache, StepLayout
-from loraplex.server.model.ops.pointwise import layer_norm
+from loraplex.server.model.ops.pointwise import layer_norm, without_gate
 from loraplex.server.model.ops.products import Products
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
+from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.spec.model_spec import (
     Activation,
     AttentionSpec,
@@ -64,7 +67,7 @@ from loraplex.server.model.spec.model_spec import (
     PositionScale,
     RopeSpec,
 )
-from loraplex.server.model.weights import LayerNorm, Norm
+from loraplex.server.model.weights import DeltaNetWeights, LayerNorm, Norm
 
 
 def first_rows(buffer: torch.Tensor, rows: int, width: int) -> torch.Tensor:
@@ -79,9 +82,9 @@ class Rotations:
     def __init__(self, model: ModelSpec, max_context: int, device: torch.device) -> None:
         self._positions = torch.arange(max_context, device=device)
         self._first_long = None if model.short_context is None else max_context
-        kinds = {_kind(layer.attention) for layer in model.layers}
-        made = {kind: self._rotation(*kind) for kind in kinds}
-        self._by_layer = tuple(made[_kind(layer.attention)] for layer in model.layers)
+        kinds = {layer: _kind(attention) for layer, attention in model.attentions.items()}
+        made = {kind: self._rotation(*kind) for kind in set(kinds.values())}
+        self._by_layer = {layer: made[kind] for layer, kind in kinds.items()}
 
     def __getitem__(self, layer: int) -> Rotation:
         return self._by_layer[layer]
@@ -206,7 +209,8 @@ class Experts:
 class CudaPlan:
     """Preparation of a step's attention. positions: int64 `[tokens]`; slots: `CudaOps.kv_slots`, -1
     = a token that is no prompt's; captured steps of decodes have no slots. attended: flat, where
-    each layer's result is to lie; None: anywhere. turns: see `Rotations.turns`.
+    each layer's result is to lie; None: anywhere. turns: see `Rotations.turns`. states: of a model
+    that has some.
     """
 
     positions: torch.Tensor
@@ -214,6 +218,7 @@ class CudaPlan:
     attention: Attention
     attended: torch.Tensor | None = None
     turns: torch.Tensor | None = None
+    states: StatePlan = ()
 
     @property
     def angles(self) -> torch.Tensor:
@@ -236,6 +241,8 @@ class CudaOps:
         limits: tuple[int, int],
         summed: SummedSites = NONE_SUMMED,
         row_form: RowForm | None = None,
+        *,
+        states: RowStates,
     ) -> None:
         """Make the operations for one model on the current GPU. limits: the longest context, and
         the most tokens of a step, with what pads it. row_form: the FP8 that norms and activations
@@ -243,7 +250,7 @@ class CudaOps:
         """
         max_context, max_tokens = limits
         self.model = model
-        self.cache = cache
+        self.cache, self.states = cache, states
         self.table = table
         self._attention = attention
         self.device = cache.pool.device
@@ -265,7 +272,9 @@ class CudaOps:
     def plan(self, layout: StepLayout) -> CudaPlan:
         positions, slots = layout.positions, self.kv_slots(layout)
         turns = self.rotations.turns(positions, layout.token_rows, layout.long_rows)
-        return CudaPlan(positions, slots, self._attention.plan(layout, turns), turns=turns)
+        attention = self._attention.plan(layout, turns)
+        states = plan_states(layout) if self.states else ()
+        return CudaPlan(positions, slots, attention, turns=turns, states=states)
 
     def kv_slots(self, layout: StepLayout) -> torch.Tensor:
         """Compute places in the cache, int64 `[groups, tokens]`: page * page_size + offset of each
@@ -439,6 +448,21 @@ class CudaOps:
         qk_norm: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        spec = self.model.layers[layer].attention
+        if not spec.is_gated:
+            return self._attend(plan, layer, qkv, qk_norm, sinks)
+        ungated, gate = without_gate(self.complete(qkv), spec)
+        return self._attend(plan, layer, Ready(ungated), qk_norm, sinks).mul_(gate.sigmoid())
+
+    def _attend(
+        self,
+        plan: CudaPlan,
+        layer: int,
+        qkv: LinearOutput,
+        qk_norm: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend as `attend` does, without the gate."""
         y, attention, spec = qkv.y, plan.attention, self.model.layers[layer].attention
         if plan.attended is None:
             out = y.new_empty(len(y), spec.q_size)
@@ -465,6 +489,16 @@ class CudaOps:
         if attention.prefill is not None and q is not None:
             attention.prefill.run(layer, q, heads[attention.prompts], sinks)
         return out
+
+    def delta_net(
+        self,
+        plan: CudaPlan,
+        layer: int,
+        products: Sequence[LinearOutput],
+        weights: DeltaNetWeights,
+    ) -> torch.Tensor:
+        mixed, gates = map(self.complete, products)
+        return delta_net(plan.states, mixed, gates, weights, self.states.of(layer))
 
     def _rotate(
         self,

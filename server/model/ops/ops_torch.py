@@ -1,5 +1,6 @@
 """The reference set of ops, in plain torch: correct on every device, and fast enough on a CPU."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +21,11 @@ from loraplex.server.model.lora.own_rows import (
     widened,
 )
 from loraplex.server.model.lora.sites import BranchSites, Site
+from loraplex.server.model.ops.delta_net import TokenSteps, delta_net
 from loraplex.server.model.ops.ops import KVCache, StepLayout
-from loraplex.server.model.ops.pointwise import activated, gated, layer_norm
+from loraplex.server.model.ops.pointwise import activated, gated, layer_norm, without_gate
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate
+from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.model_spec import (
     Activation,
@@ -32,7 +35,7 @@ from loraplex.server.model.spec.model_spec import (
     RopeSpec,
 )
 from loraplex.server.model.spec.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertActivation
-from loraplex.server.model.weights import LayerNorm, Norm, RmsNorm
+from loraplex.server.model.weights import DeltaNetWeights, LayerNorm, Norm, RmsNorm
 
 Masks = dict[int | None, torch.Tensor | None]
 # A rotation of heads of one size.
@@ -139,7 +142,7 @@ class TorchPlan:
     """Preparation of a step's attention. rope: cos and sin, `[tokens, 1, rotary_dim / 2]`, of each
     rotation. q_scales: `[tokens, 1, 1]`. pages, offsets: of each token's keys and values, int64
     `[groups, tokens]` and `[tokens]`. fresh_pages: `[groups, n]`, those whose first token is
-    written in this step.
+    written in this step. states: None where the model has none.
     """
 
     rope: dict[Turn, tuple[torch.Tensor, torch.Tensor]]
@@ -149,21 +152,25 @@ class TorchPlan:
     fresh_pages: torch.Tensor
     decodes: tuple[DecodeGroup, ...]
     chunks: tuple[PrefillChunk, ...]
+    states: TokenSteps | None = None
 
 
 class TorchOps:
     """Implements `loraplex.server.model.ops.ops.Ops` for any model, dtype and device."""
 
-    def __init__(self, model: ModelSpec, cache: KVCache, table: AdapterTable) -> None:
+    def __init__(
+        self, model: ModelSpec, cache: KVCache, table: AdapterTable, states: RowStates
+    ) -> None:
         self.model = model
         self.cache = cache
+        self.states = states
         self.table = table
         self.windows = tuple(set(model.windows))
         self.device = cache.pool.device
         # `[groups, 1, 1]`
         windows = [model.max_context if w is None else w for w in cache.groups.windows]
         self._page_windows = torch.tensor(windows, device=self.device)[:, None, None]
-        attentions = {layer.attention for layer in model.layers}
+        attentions = set(model.attentions.values())
         turns = {(a.rope, a.head_dim) for a in attentions if a.rope}
         self._inv_freq = {turn: self._inverse_frequencies(*turn) for turn in turns}
         self._q_scales = {a.q_scale for a in attentions if a.q_scale}
@@ -192,6 +199,7 @@ class TorchOps:
             fresh_pages=pages[:, offsets == 0],
             decodes=self._decode_groups(layout, decodes),
             chunks=self._chunks(layout, decodes),
+            states=TokenSteps.of(layout) if self.states else None,
         )
 
     def _turns(self, turn: Turn, layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -363,6 +371,21 @@ class TorchOps:
         qk_norm: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        spec = self.model.layers[layer].attention
+        if spec.is_gated:
+            qkv, gate = without_gate(qkv, spec)
+            return self._attend(plan, layer, qkv, qk_norm, sinks) * gate.sigmoid()
+        return self._attend(plan, layer, qkv, qk_norm, sinks)
+
+    def _attend(
+        self,
+        plan: TorchPlan,
+        layer: int,
+        qkv: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend as `attend` does, without the gate."""
         q, k, v = self._rotated(plan, layer, qkv, qk_norm)
         spec = self.model.layers[layer].attention
         grouped = q.reshape(len(q), spec.num_kv_heads, -1, spec.head_dim)
@@ -446,6 +469,18 @@ class TorchOps:
             mask = chunk.masks[spec.window]
             out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, sinks)
         return out
+
+    def delta_net(
+        self,
+        plan: TorchPlan,
+        layer: int,
+        products: Sequence[torch.Tensor],
+        weights: DeltaNetWeights,
+    ) -> torch.Tensor:
+        if plan.states is None:
+            raise TypeError("a plan without states")
+        mixed, gates = products
+        return delta_net(plan.states, mixed, gates, weights, self.states.of(layer))
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         return gated(gate_up, activation)

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from loraplex.server.model.spec.model_spec import Activation
+from loraplex.server.model.spec.model_spec import Activation, AttentionSpec
 from loraplex.server.model.weights import LayerNorm
 
 
@@ -37,6 +37,14 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """`activation(gate) * up` of `[tokens, 2 n]`, gate first -> `[tokens, n]`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return activated(gate, activation) * up
+
+
+def without_gate(qkv: torch.Tensor, attention: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Part a product of gated attention. qkv: `[tokens, (2 heads + 2 kv_heads) * head_dim]`, q and
+    its gate head by head -> the same without gates, and gates `[tokens, heads * head_dim]`."""
+    q_and_gate, kv = qkv.split((2 * attention.q_size, 2 * attention.kv_size), dim=1)
+    q, gate = q_and_gate.unflatten(1, (-1, 2, attention.head_dim)).unbind(2)
+    return torch.cat((q.flatten(1), kv), dim=1), gate.flatten(1)
 
 
 def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

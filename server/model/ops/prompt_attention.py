@@ -199,8 +199,9 @@ def prompt_kernel(attention: AttentionSpec, *, fp8_cache: bool = False) -> Promp
 
 
 def prompt_kernels(model: ModelSpec, *, fp8_cache: bool = False) -> tuple[PromptKernel, ...]:
-    """The kernel of each layer."""
-    return tuple(prompt_kernel(layer.attention, fp8_cache=fp8_cache) for layer in model.layers)
+    """The kernel of each layer that attends."""
+    of_each = model.attentions.values()
+    return tuple(prompt_kernel(attention, fp8_cache=fp8_cache) for attention in of_each)
 
 
 def prompts_in_graphs(model: ModelSpec, backend: str, *, fp8_cache: bool = False) -> bool:
@@ -217,8 +218,7 @@ def _planned_together(
     same pages, too."""
     found = defaultdict[tuple[PromptKernel, int, int], dict[int, AttentionSpec]](dict)
     kernels = prompt_kernels(model, fp8_cache=cache.is_fp8)
-    for number, (layer, kernel) in enumerate(zip(model.layers, kernels, strict=True)):
-        of = layer.attention
+    for (number, of), kernel in zip(model.attentions.items(), kernels, strict=True):
         if kernel == "FlashInfer":
             found[kernel, cache.groups.group(number), of.num_heads][number] = of
         else:

@@ -4,9 +4,9 @@ from loraplex.server.kernels.attention.scores import ScoreRule
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 
 
-def score_rules(model: ModelSpec) -> list[ScoreRule]:
-    """The rule of each layer."""
-    return [score_rule(layer.attention) for layer in model.layers]
+def score_rules(model: ModelSpec) -> dict[int, ScoreRule]:
+    """The rule of each layer that attends, by its number."""
+    return {layer: score_rule(attention) for layer, attention in model.attentions.items()}
 
 
 def score_rule(attention: AttentionSpec) -> ScoreRule:

@@ -16,6 +16,7 @@ from loraplex.adapters.classes import SCORE, ClassForm
 from loraplex.server.model.quantisation.quantisation import Quantisation
 from loraplex.server.model.spec.linear_spec import LinearSpec, Matrix, Tensors
 from loraplex.server.model.spec.moe_spec import FeedForwardSpec, MoeSpec
+from loraplex.server.model.spec.state_spec import DeltaNetSpec, StateForm
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 # Activations that an operation behind the product of gate and up computes with LoRA of it.
@@ -87,7 +88,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     softcap: scores become `softcap * tanh(score / softcap)`. q_norm, k_norm: before the rotation,
     over each head or, where their size says so, all heads together; both or none. q_scale: of
     rotated q. norms_rotated: these norms come behind the rotation. sinks: each head has a further
-    score beside those of the tokens, which gives no value."""
+    score beside those of the tokens, which gives no value. is_gated: q's module has for each head
+    the query, then a gate, whose sigmoid the head's result is multiplied with."""
 
     qkv: LinearSpec
     o: LinearSpec
@@ -103,6 +105,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     q_scale: PositionScale | None = None
     sinks: bool = False
     norms_rotated: bool = False
+    is_gated: bool = False
 
     @property
     def q_size(self) -> int:
@@ -165,12 +168,14 @@ class MlpSpec(FeedForwardSpec, frozen=True):
 
 
 FeedForward = MlpSpec | MoeSpec
-Branch = AttentionSpec | FeedForward
+Mixer = AttentionSpec | DeltaNetSpec
+Branch = Mixer | FeedForward
 
 
 class StepSpec(msgspec.Struct, frozen=True):
     """A part of a layer that ends with a residual sum: `x + factor * post(sum of branches)`. Every
-    branch reads `pre(x)`. pre, post: None = read, or summed, as it is. At most one branch attends.
+    branch reads `pre(x)`. pre, post: None = read, or summed, as it is. At most one branch mixes
+    tokens.
     """
 
     branches: tuple[Branch, ...]
@@ -190,12 +195,18 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
     @property
     def attention(self) -> AttentionSpec:
-        """The layer's attention."""
+        """The attention of a layer that has one."""
         return next(branch for branch in self.branches if isinstance(branch, AttentionSpec))
 
     @property
+    def states(self) -> tuple[StateForm, ...]:
+        """Tensors that a sequence keeps in the layer beside keys and values."""
+        of_each = (each.states for each in self.branches if isinstance(each, DeltaNetSpec))
+        return tuple(chain.from_iterable(of_each))
+
+    @property
     def feed_forwards(self) -> tuple[FeedForward, ...]:
-        return tuple(each for each in self.branches if not isinstance(each, AttentionSpec))
+        return tuple(each for each in self.branches if isinstance(each, FeedForwardSpec))
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -333,9 +344,24 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return self.embedding.vocab_size
 
     @property
+    def attentions(self) -> dict[int, AttentionSpec]:
+        """The attention of each layer that has one, by the layer's number."""
+        return {
+            number: branch
+            for number, layer in enumerate(self.layers)
+            for branch in layer.branches
+            if isinstance(branch, AttentionSpec)
+        }
+
+    @property
+    def states(self) -> dict[int, tuple[StateForm, ...]]:
+        """Tensors of a sequence's state in each layer that has some, by the layer's number."""
+        return {number: of.states for number, of in enumerate(self.layers) if of.states}
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer."""
-        return tuple(layer.attention.window for layer in self.layers)
+        """The window of each layer that attends."""
+        return tuple(attention.window for attention in self.attentions.values())
 
     @property
     def short_context(self) -> int | None:
@@ -346,7 +372,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def _switches(self) -> set[int]:
-        ropes = {layer.attention.rope for layer in self.layers}
+        ropes = {attention.rope for attention in self.attentions.values()}
         return {rope.original_context for rope in ropes if rope is not None and rope.long_factors}
 
     def matrices(self) -> Iterator[Matrix]:

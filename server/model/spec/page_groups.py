@@ -2,11 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 
+NO_PAGES = (-1, -1)
 # Of the pages' room, the part that may be empty: of more, layers of all windows share groups.
 _MOST_EMPTY = 0.25
 
@@ -32,7 +33,8 @@ class PageGroups:
     are of one size, and any group may have any page.
 
     windows: of each group, the tokens that its layers see at most; None = all. Groups of layers
-    that see all come first. layers: of each layer, its group and its place in the group's pages.
+    that see all come first. layers: of each layer, its group and its place in the group's pages;
+    NO_PAGES of a layer that keeps no keys and values.
     width: features of one token's keys that a page has room for, and of as many of its values.
     """
 
@@ -49,16 +51,18 @@ def page_groups(model: ModelSpec) -> PageGroups:
     layer keeps keys and values."""
     if not model.is_causal:
         return PageGroups((), (), 0)
-    attentions = [layer.attention for layer in model.layers]
-    windows = [
-        a.window and (a.window if a.window < model.max_context else None) for a in attentions
-    ]
-    return group_layers(
-        [
-            LayerPages(a.num_kv_heads, a.head_dim, window)
-            for a, window in zip(attentions, windows, strict=True)
-        ]
-    )
+    attentions = model.attentions
+    found = group_layers([_pages(each, model.max_context) for each in attentions.values()])
+    places = dict(zip(attentions, found.layers, strict=True))
+    of_each = (places.get(layer, NO_PAGES) for layer in range(model.num_layers))
+    return replace(found, layers=tuple(of_each))
+
+
+def _pages(attention: AttentionSpec, max_context: int) -> LayerPages:
+    window = attention.window
+    if window is not None and window >= max_context:
+        window = None
+    return LayerPages(attention.num_kv_heads, attention.head_dim, window)
 
 
 def group_layers(layers: Sequence[LayerPages]) -> PageGroups:

@@ -19,6 +19,7 @@ _CPU_ADAPTERS, _CPU_HOST_ADAPTERS, _CPU_KV = 256 << 20, 512 << 20, 256 << 20
 _CPU_RUNNING, _CPU_STEP_TOKENS = 64, 512
 _GPU_ADAPTER_SHARE = 10  # one part of so many
 _GPU_HOST_SHARE = 4
+_STATES_SHARE = 8
 # Sequences at once of a mode for few users, the most tokens of its steps, and for how many times
 # its sequences there are keys and values: earlier conversations are kept.
 _FEW: dict[ServeMode, int] = {"local": 4, "interactive": 1}
@@ -46,10 +47,15 @@ class Sizes:
 
 
 def choose_sizes(
-    config: WorkerConfig, device: Literal["cpu", "cuda"], gpu_bytes: int, host_bytes: int
+    config: WorkerConfig,
+    device: Literal["cpu", "cuda"],
+    gpu_bytes: int,
+    host_bytes: int,
+    state_bytes: int = 0,
 ) -> Sizes:
-    """The sizes asked for, else those that fit the device. gpu_bytes, host_bytes: memory there
-    is."""
+    """The sizes asked for, else those that fit the device. gpu_bytes, host_bytes: memory there is.
+    state_bytes: of one sequence's states; 0 = it has none.
+    """
     on_gpu = device == "cuda"
     adapters = config.adapter_memory or (
         gpu_bytes // _GPU_ADAPTER_SHARE if on_gpu else _CPU_ADAPTERS
@@ -61,8 +67,12 @@ def choose_sizes(
     few = _FEW.get(config.mode)
     if few is not None:
         running, step_tokens = few, min(step_tokens, _FEW_STEP_TOKENS)
+    if state_bytes:
+        room = (gpu_bytes if on_gpu else host_bytes) // _STATES_SHARE
+        running = max(1, min(running, room // state_bytes))
     running, step_tokens = config.max_running or running, config.max_step_tokens or step_tokens
-    max_draft = _MAX_DRAFT if few is not None or not on_gpu else 0
+    drafts = (few is not None or not on_gpu) and not state_bytes
+    max_draft = _MAX_DRAFT if drafts else 0
     return Sizes(
         adapter_memory=adapters,
         host_adapter_memory=config.host_adapter_memory or on_host,

@@ -143,10 +143,11 @@ def test_without_drafts_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) ->
         assert all(not piece.draft for plan in harness.plans for piece in plan.slices)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_rows_without_a_grammar_go_on_while_masks_are_late(depth: int) -> None:
-    """Their steps are those that they have alone; the others get their tokens later."""
-    engine = limits(vocab_size=VOCAB, eos_token_ids=EOS, num_pages=400)
+@pytest.mark.parametrize(("depth", "has_states"), [(1, False), (2, False), (2, True)])
+def test_rows_without_a_grammar_go_on_while_masks_are_late(depth: int, has_states: bool) -> None:
+    """Their steps are those that they have alone; the others get their tokens later. With states
+    these begin again: a state has taken the token that waited for its mask."""
+    engine = limits(vocab_size=VOCAB, eos_token_ids=EOS, num_pages=400, has_states=has_states)
     options = CertifyOptions(VOCAB, EOS, 0)
     alone, beside = (GrammarHarness(engine, depth, options=options) for _ in range(2))
     for harness in (alone, beside):
@@ -163,4 +164,5 @@ def test_rows_without_a_grammar_go_on_while_masks_are_late(depth: int) -> None:
     beside.run()
     whole = answer_alone(request, engine, options)
     assert [beside.tokens(key) for key in bound] == [whole] * 3
+    assert (beside.scheduler.stats().preemptions > 0) == has_states
     beside.assert_at_rest()

@@ -1,9 +1,9 @@
 """Which kernels steps need that no start asks for: `python -m tests.server.model.late_kernels fa3`.
 
 As on an H100 or H200, or (`fa2`) on an A100, or on an H100 with windows in all layers but the first
-(`windows`) or with experts (`experts`), with tensors of the CPU: kernels are asked for, and none is
-compiled or launched, so that steps compute nothing of use. Prints how many the start asks for, then
-each case with those that it asks for in addition.
+(`windows`), with experts (`experts`) or with states (`states`). Tensors are of the CPU: kernels are
+asked for, and none is compiled or launched, so that steps compute nothing of use. Prints how many
+the start asks for, then each case with those that it asks for in addition.
 """
 
 import os
@@ -58,6 +58,7 @@ GPUS = {
     "fa2": ("sm80", 108, "fa2", "llama3"),
     "windows": ("sm90", 132, "fa3", "qwen2-window"),
     "experts": ("sm90", 132, "fa3", "mixtral"),
+    "states": ("sm90", 132, "fa3", "qwen3.5"),
 }
 asked: set[str] = set()
 
@@ -95,7 +96,9 @@ def started(folder: Path, gpu: str, patch: pytest.MonkeyPatch) -> Driver:
     patch.setattr(torch, "mm", lambda x, w, *, out: out.zero_())
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         patch.setattr(owner, name, zeroed(getattr(owner, name)))
-    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+    if gpu == "states":
+        sizes["layer_types"] = ["linear_attention", "full_attention"]
     model = make_model(variant, num_hidden_layers=2, max_position_embeddings=4096, **sizes)
     save_model(model, folder)
     for slot, adapter in ADAPTERS.items():

@@ -45,9 +45,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
     "phimoe": {"architectures": ["PhimoeForCausalLM"], "input_jitter_noise": 0.01},
-    "qwen3_5": {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "text_config": {**TEXT, "layer_types": ["linear_attention", "full_attention"]},
+    "olmo_hybrid": {
+        "architectures": ["OlmoHybridForCausalLM"],
+        **TEXT,
+        "layer_types": ["linear_attention", "full_attention"],
     },
     "falcon": {"architectures": ["FalconForCausalLM"], "multi_query": True, "alibi": False},
     "mamba": {"architectures": ["MambaForCausalLM"], "state_size": 16},

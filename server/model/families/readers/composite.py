@@ -83,6 +83,19 @@ _QWEN3_TEXT: dict[str, Any] = {
     "max_position_embeddings": 128000,
     "rope_theta": 5e5,
 }
+_QWEN35_TEXT: dict[str, Any] = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 32768,
+}
+_QWEN35_MOE_TEXT: dict[str, Any] = {
+    **_QWEN35_TEXT,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+}
 _GEMMA3_TEXT: dict[str, Any] = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -176,6 +189,14 @@ COMPOSITES: dict[str, Composite] = {
     ),
     "qwen2_vl": Composite(
         "Qwen2VLForConditionalGeneration", {"qwen2_vl_text": TextPart("qwen2", _QWEN25_TEXT)}
+    ),
+    "qwen3_5": Composite(
+        "Qwen3_5ForConditionalGeneration",
+        {"qwen3_5_text": TextPart("qwen3_5_text", _QWEN35_TEXT)},
+    ),
+    "qwen3_5_moe": Composite(
+        "Qwen3_5MoeForConditionalGeneration",
+        {"qwen3_5_moe_text": TextPart("qwen3_5_moe_text", _QWEN35_MOE_TEXT)},
     ),
     "qwen3_vl": Composite(
         "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": TextPart("qwen3", _QWEN3_TEXT)}

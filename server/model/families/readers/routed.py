@@ -40,7 +40,7 @@ def read_qwen2_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         lambda layer: layer % 2 == 0 and layer < before,
     )
     biases = family.Biases(qkv=bool(config.get("qkv_bias", True)))
-    moe = _read_softmax(fields, sizes, (60, 4), fields.positive("moe_intermediate_size", 1408))
+    moe = read_softmax(fields, sizes, (60, 4), fields.positive("moe_intermediate_size", 1408))
     size = fields.positive("shared_expert_intermediate_size", 5632)
     shared = experts.shared(sizes, size, "mlp.shared_expert", "mlp.shared_expert_gate")
     layers = [family.layer(sizes, family.attention(sizes, rope, each, biases)) for each in windows]
@@ -58,7 +58,7 @@ def read_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     biases = llama.read_biases(fields)._replace(mlp=False)
     counted = fields.changed(num_experts=fields.positive("n_routed_experts"))
     size = fields.positive("moe_intermediate_size", 1407)
-    moe = _read_softmax(counted, sizes, (1, 1), size)
+    moe = read_softmax(counted, sizes, (1, 1), size)
     branches: tuple[FeedForward, ...] = (moe,)
     if config.get("n_shared_experts"):
         branches = (moe, experts.shared(sizes, size * fields.positive("n_shared_experts")))
@@ -259,7 +259,7 @@ def _read_olmo(
     rope, max_context = read_rope(fields, sizes, rules)
     biases = llama.read_biases(fields)._replace(mlp=False)
     of = olmo.with_wide_norms(family.attention(sizes, rope, biases=biases), sizes)
-    moe = _read_softmax(fields, sizes, usual, sizes.inner)
+    moe = read_softmax(fields, sizes, usual, sizes.inner)
     layers = [family.layer(sizes, of)] * sizes.layers
     every = range(sizes.layers)
     return _model(fields, generation, sizes, layers, (moe,), every, max_context, eos=eos)
@@ -281,7 +281,7 @@ def _read_sizes(fields: Fields, **usual: Any) -> family.ModelSizes:
     return family.read_sizes(fields, **usual)
 
 
-def _read_softmax(
+def read_softmax(
     fields: Fields, sizes: family.ModelSizes, usual: tuple[int, int], size: int
 ) -> MoeSpec:
     """Read experts by the softmax of all logits. usual: counts where `config.json` says nothing."""

@@ -76,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "page_windows": st.sampled_from(
                     [(None,), (None,), (None, 5), (None, 9, 9), (6,), (3, 12)]
                 ),
+                "has_states": st.sampled_from([False, False, True]),
             }
         ),
         eos_percent=st.sampled_from([0, 5, 30]),
@@ -98,7 +99,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             copy_polls=copy_polls,
             ending_polls=ending_polls,
         )
-        config = SchedulerConfig(max_waiting=12, max_loading=2, drain_after_s=0.05, max_draft=3)
+        most = 0 if engine.has_states else 3
+        config = SchedulerConfig(max_waiting=12, max_loading=2, drain_after_s=0.05, max_draft=most)
         self.harness = Harness(
             engine,
             depth,

@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo3": {},
     "phi3": {"num_key_value_heads": 4},
     "qwen3-moe": {"moe_intermediate_size": 96},
+    "qwen3.5": {},
     "smollm3-windows": {},
 }
 

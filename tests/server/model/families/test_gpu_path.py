@@ -28,6 +28,7 @@ pytestmark = [
 ]
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 EVEN: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+DELTA = ["linear_attention", "full_attention"]
 BOTH = ["sliding_attention", "full_attention"]
 # A row of parity's table and the backend of FlashInfer -> what differs from the row and from SMALL.
 SERVED: dict[tuple[str, str], dict[str, Any]] = {
@@ -58,6 +59,13 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen3-moe-dense-layer", "fa2"): {"head_dim": 16},
     ("qwen2-moe", "fa3"): {"shared_expert_intermediate_size": 32},
     ("granite-moe-shared", "fa2"): {"hidden_size": 64},
+    ("qwen3.5", "fa3"): {"head_dim": 16, "layer_types": DELTA},
+    ("qwen3.5", "fa2"): {"head_dim": 16, "layer_types": DELTA[::-1], "linear_conv_kernel_dim": 2},
+    ("qwen3-next", "fa3"): {
+        "head_dim": 16,
+        "layer_types": DELTA,
+        "shared_expert_intermediate_size": 32,
+    },
     ("qwen2-window", "fa3"): {"hidden_size": 64, "sliding_window": 5},
     ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
 }
@@ -70,6 +78,7 @@ ALWAYS = {
     ("granite-hybrid", "fa3"),
     ("olmo2", "fa2"),
     ("phi", "fa3"),
+    ("qwen3.5", "fa3"),
 }
 
 

@@ -27,7 +27,10 @@ LAYERS, VOCAB, STEPS, WINDOW = 3, 2048, 8, 32
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 LENGTHS = (1, 7, 40, 100, 200, 300)
 # Their text part is another family's.
-SAME_TEXT = {"gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm"}
+SAME_TEXT = {
+    *("gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
+    "smolvlm",
+}
 NAMES = [
     name
     for name, known in served_families().items()
@@ -47,6 +50,8 @@ def made(name: str) -> PreTrainedModel:
             changes["layer_types"] = KINDS
     elif known.get("layer_types"):
         changes["layer_types"] = known["layer_types"][:LAYERS]
+    if known.get("full_attention_interval"):
+        changes["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
     changes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = AutoConfig.for_model(**{**known, **changes, "initializer_range": 0.03})
     torch.manual_seed(1)

@@ -99,16 +99,16 @@ def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
     config = read_model(json.loads(model.config.to_json_string()))
     decoder = model.get_decoder()
     rotary = decoder.rotary_emb
-    for index, layer in enumerate(config.layers):
+    for index, attention in config.attentions.items():
         by_kind = hasattr(rotary, "layer_types")
         prefix = f"{decoder.config.layer_types[index]}_" if by_kind else ""
-        rope = layer.attention.rope
+        rope = attention.rope
         if rope is None:
             of = decoder.config
             assert of.layer_types[index] == "full_attention" or not of.no_rope_layers[index]
             continue
         expected = getattr(rotary, f"{prefix}inv_freq")
-        assert torch.equal(inverse_frequencies(rope, layer.attention.head_dim), expected)
+        assert torch.equal(inverse_frequencies(rope, attention.head_dim), expected)
         factor = getattr(rotary, f"{prefix}attention_scaling")
         assert rope.attention_factor == pytest.approx(factor)
 

@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     SmolVLMConfig,
@@ -96,6 +98,17 @@ def qwen3_vl_moe(**text: Any) -> PreTrainedConfig:
     vision = {**vision, "deepstack_visual_indexes": [0], "num_position_embeddings": 4}
     experts: dict[str, Any] = {"experts_implementation": text["experts_implementation"]}
     return Qwen3VLMoeConfig(text_config=text, vision_config=vision, **_both(text), **experts)
+
+
+def qwen35(**text: Any) -> PreTrainedConfig:
+    vision = {**_QWEN_VISION, "out_hidden_size": text["hidden_size"], "num_position_embeddings": 4}
+    return Qwen3_5Config(text_config=text, vision_config=vision, **_both(text))
+
+
+def qwen35_moe(**text: Any) -> PreTrainedConfig:
+    vision = {**_QWEN_VISION, "out_hidden_size": text["hidden_size"], "num_position_embeddings": 4}
+    experts: dict[str, Any] = {"experts_implementation": text["experts_implementation"]}
+    return Qwen3_5MoeConfig(text_config=text, vision_config=vision, **_both(text), **experts)
 
 
 def glm4v(**text: Any) -> PreTrainedConfig:

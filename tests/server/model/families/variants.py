@@ -66,6 +66,7 @@ from transformers import (
 )
 
 from tests.server.model.families import text_parts
+from tests.server.model.families.delta import DELTA
 from tests.server.model.families.kin import KIN
 from tests.server.model.families.routed import ROUTED
 from tests.server.model.families.text_parts import OF_IMAGES
@@ -199,6 +200,7 @@ _LONG_ROPE: dict[str, Any] = {
 }
 
 VARIANTS: dict[str, Variant] = {
+    **DELTA,
     **KIN,
     **ROUTED,
     "ernie": of(_ERNIE),

@@ -17,6 +17,7 @@ from loraplex.server.model.lora.sites import Sites
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.ops_torch import TorchOps
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate
+from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 from loraplex.server.model.spec.page_groups import page_groups
 from loraplex.server.model.weights import KvScales
@@ -63,8 +64,9 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
     table = AdapterTable(
         sites, slots=1, extents=1, extent_bytes=4096, dtype=torch.float32, device=CPU
     )
+    states = RowStates(MODEL, ROWS, torch.float32, CPU)
     if request.param == "torch":
-        yield TorchOps(MODEL, cache, table)
+        yield TorchOps(MODEL, cache, table, states)
         return
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("kernels on the CPU need TRITON_INTERPRET=1")
@@ -76,7 +78,8 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
 
         patch.setattr(prompt_attention, "_FLASHINFER_HEADS", (16, 80))
         attention = PagedAttention(MODEL, cache, "fa3", 4, 4)
-        yield CudaOps(MODEL, cache, table, attention, (MODEL.max_context, 32))
+        limits = (MODEL.max_context, 32)
+        yield CudaOps(MODEL, cache, table, attention, limits, states=states)
     fake_flashinfer.forget()
 
 

@@ -8,17 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.launcher.bench.engine.offline import SHIPPED
+from loraplex.launcher.known_models import served_families
 from loraplex.server.config import ConfigError, WorkerConfig
 from loraplex.server.engine.memory.room import tokens_that_fit
 from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.graphs.warm_up import warm_sizes
 from loraplex.server.model.ops.memory import (
     LOGITS_ROWS,
     DeviceMemory,
     executor_limits,
     fill_device,
+    memory_table,
     page_bytes,
     split_prompts_bytes,
+    state_bytes,
     weights_bytes,
     workspace_bytes,
 )
@@ -82,6 +86,27 @@ def test_a_mode_for_few_leaves_the_rest_of_the_gpu() -> None:
         fill_device(MODEL, all_of_it, memory).kv_memory
         == fill_device(MODEL, AUTO, memory).kv_memory
     )
+
+
+def test_states_are_one_line_of_the_table() -> None:
+    """Of Qwen3.5-9B: 24 layers, each with 32 matrices of 128 x 128 and 3 inputs of 8,192."""
+    model = read_model(served_families()["qwen3_5_text"].config)
+    each = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert state_bytes(model, "bfloat16") == each
+    assert {line.name: line.nbytes for line in memory_table(model, AUTO, 1)}["states"] == 257 * each
+    memory = DeviceMemory(140 * GIB, 139 * GIB, 121 * GIB)
+    filled = fill_device(model, AUTO, memory)
+    fewer = fill_device(model, msgspec.structs.replace(AUTO, max_running=128), memory)
+    assert fewer.kv_memory - filled.kv_memory > 128 * each
+    assert executor_limits(model, filled).has_states
+    assert "states" not in {line.name for line in memory_table(MODEL, AUTO, 1)}
+
+
+def test_states_take_no_drafts() -> None:
+    model = read_model(served_families()["qwen3_5_text"].config)
+    asked = engine_config(FOLDER, kv_memory=GIB, max_draft=3)
+    with pytest.raises(ConfigError, match="--max-draft is 3; a model with recurrent states"):
+        executor_limits(model, asked)
 
 
 def test_what_was_asked_for_is_kept() -> None:

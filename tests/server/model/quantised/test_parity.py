@@ -11,7 +11,7 @@ from tests.server.model.driver import Driver
 from tests.server.model.families.parity import assert_parity_with
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.hub_models import make_model
-from tests.server.model.quantised.checkpoints import save_quantised
+from tests.server.model.quantised.checkpoints import change_config, save_quantised
 from tests.server.model.quantised.formats import FORMATS
 
 pytestmark = [
@@ -41,4 +41,24 @@ def test_with_mixed_adapters(row: str, form: str, tmp_path: Path) -> None:
     base = make_model(row, **MODELS[row])
     save_quantised(base, tmp_path, FORMATS[form])
     zoo = {n: config for n, config in zoo_of(VARIANTS[row]).items() if n in ADAPTERS}
+    assert_parity_with(base, zoo, Driver(tmp_path, activations="bf16"))
+
+
+GATES = ("in_proj_b", "in_proj_a")
+SKIPPED = ("in_proj_qkv", "in_proj_z", *GATES, "out_proj")
+
+
+@pytest.mark.parametrize(
+    ("form", "skipped"), sparse(["ct-int4-group", "fp8-block"], [SKIPPED, GATES])
+)
+def test_linear_attention_that_stays_as_it_is(
+    form: str, skipped: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Published checkpoints list modules of linear attention that are not quantised."""
+    base = make_model("qwen3.5", linear_value_head_dim=16)
+    save_quantised(base, tmp_path, FORMATS[form], skipped)
+    names = [f"re:.*linear_attn.{name}" for name in skipped]
+    config = {**FORMATS[form].config, "ignore": names, "modules_to_not_convert": names}
+    change_config(tmp_path, quantization_config=config)
+    zoo = {n: config for n, config in zoo_of(VARIANTS["qwen3.5"]).items() if n in ADAPTERS}
     assert_parity_with(base, zoo, Driver(tmp_path, activations="bf16"))

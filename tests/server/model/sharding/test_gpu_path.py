@@ -39,6 +39,10 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("olmo2", "fa2"): {},
     ("phi", "fa3"): {"hidden_size": 64},
     ("qwen3-moe", "fa3"): {"head_dim": 16},
+    ("qwen3.5", "fa3"): {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     ("phi3", "fa3"): {"hidden_size": 64},
 }
 ALWAYS = {("llama3", "fa3")}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from loraplex.launcher.known_models import served_families
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.spec.model_spec import ModelSpec
-from loraplex.server.model.spec.page_groups import LayerPages, group_layers, page_groups
+from loraplex.server.model.spec.page_groups import NO_PAGES, LayerPages, group_layers, page_groups
 
 
 class _Model:
@@ -18,7 +18,8 @@ class _Model:
 
     def __init__(self, *windows: int | None, max_context: int = 4096) -> None:
         attentions = [SimpleNamespace(num_kv_heads=1, head_dim=1, window=w) for w in windows]
-        self.layers = [SimpleNamespace(attention=attention) for attention in attentions]
+        self.attentions = dict(enumerate(attentions))
+        self.num_layers = len(attentions)
         self.max_context, self.is_causal = max_context, True
 
 
@@ -44,6 +45,15 @@ def test_layers_of_one_window_share_pages(
 ) -> None:
     groups = groups_of(*windows)
     assert (groups.windows, groups.width) == (expected, places)
+
+
+def test_layers_that_keep_a_state_have_no_pages() -> None:
+    model = _Model(None, None)
+    model.attentions = {1: model.attentions[0], 3: model.attentions[1]}
+    model.num_layers = 5
+    groups = page_groups(model)  # type: ignore[arg-type]
+    assert (groups.windows, groups.width) == ((None,), 2)
+    assert groups.layers == (NO_PAGES, (0, 0), NO_PAGES, (0, 1), NO_PAGES)
 
 
 @given(st.lists(st.sampled_from([None, 128, 512]), min_size=1, max_size=40))

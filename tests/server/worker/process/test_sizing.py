@@ -50,6 +50,26 @@ def test_modes_for_few_users(
     assert (sizes.max_running, sizes.max_step_tokens, sizes.kv_contexts) == (9, 3000, 18)
 
 
+@pytest.mark.parametrize(
+    ("gib", "state", "running"),
+    [(139.8, 48 << 20, 372), (139.8, 1 << 20, 512), (22.5, 48 << 20, 60), (2, 1 << 30, 1)],
+)
+def test_states_of_all_rows_are_an_eighth_of_the_device_at_most(
+    gib: float, state: int, running: int
+) -> None:
+    for device, gpu, host in (("cuda", gib, 64), ("cpu", 0, gib)):
+        config, sizes = WorkerConfig(model="m"), (int(gpu * GIB), int(host * GIB), state)
+        found = choose_sizes(config, device, *sizes)  # type: ignore[arg-type]
+        assert found.max_running == min(running, 512 if device == "cuda" else 64)
+        assert found.max_draft == 0
+
+
+@pytest.mark.parametrize("mode", ["local", "interactive"])
+def test_states_take_no_drafts_in_any_mode(mode: ServeMode) -> None:
+    config = WorkerConfig(model="m", mode=mode)
+    assert choose_sizes(config, "cpu", 0, 64 * GIB, 1 << 20).max_draft == 0
+
+
 @given(st.sampled_from(["cpu", "cuda"]), st.integers(1, 1 << 40), st.integers(1, 1 << 40))
 def test_what_was_asked_for_is_kept(device: Literal["cpu", "cuda"], gpu: int, host: int) -> None:
     config = WorkerConfig(

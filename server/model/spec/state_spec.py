@@ -1,0 +1,104 @@
+"""Mixers whose memory of earlier tokens is a state of fixed size, and the forms of states. Pure."""
+
+from itertools import chain
+
+import msgspec
+
+from loraplex.adapters.sharding import Span
+from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors
+
+
+class StateForm(msgspec.Struct, frozen=True):
+    """One tensor of a sequence's state in one layer. shape: of one sequence. wide: in float32; else
+    in the model's dtype."""
+
+    shape: tuple[int, ...]
+    wide: bool = False
+
+
+class DeltaNetSpec(msgspec.Struct, frozen=True):
+    """Gated DeltaNet (arXiv 2412.06464): a causal convolution of q, k and v over `kernel` tokens,
+    the gated delta rule, and a norm gated by z.
+
+    mixed: the product of q, k, v and z. gates: that of b, from which beta comes, and a, from which
+    the decay comes. path: of the module that has all. value_heads: a multiple of `key_heads`;
+    neighbours share a key. key_dim, value_dim: features of a head. by_key_head: outputs of one key
+    head lie together, `q k v z` of `mixed` and `b a` of `gates`; else those of all heads do.
+    """
+
+    mixed: LinearSpec
+    gates: LinearSpec
+    out: LinearSpec
+    path: str
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    epsilon: float
+    by_key_head: bool = False
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Products that adapters may change, in the order of their sites."""
+        return self.mixed, self.gates, self.out
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Number of convolved features: q, k and v of all heads."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def channel_spans(self) -> tuple[Span, ...]:
+        """Spans of the convolved features, as devices share them."""
+        keys = Span(self.key_size, self.key_dim)
+        return keys, keys, Span(self.value_size, self.value_size // self.key_heads)
+
+    @property
+    def states(self) -> tuple[StateForm, ...]:
+        """The convolution's latest inputs, oldest first, and each head's matrix."""
+        return (
+            StateForm((self.kernel - 1, self.num_channels)),
+            StateForm((self.value_heads, self.key_dim, self.value_dim), wide=True),
+        )
+
+    def mixed_columns(self) -> list[int]:
+        """Columns of `mixed` that are q of all heads, then k, v and z."""
+        values = self.value_size // self.key_heads
+        return self._columns((self.key_dim, self.key_dim, values, values))
+
+    def gate_columns(self) -> list[int]:
+        """Columns of `gates` that are b of all heads, then a."""
+        heads = self.value_heads // self.key_heads
+        return self._columns((heads, heads))
+
+    def _columns(self, of_key_head: tuple[int, ...]) -> list[int]:
+        """The columns of several parts, each of all heads. of_key_head: features of a key head in
+        each."""
+        width = sum(of_key_head)
+        if not self.by_key_head:
+            return list(range(self.key_heads * width))
+        begins = (sum(of_key_head[:number]) for number in range(len(of_key_head)))
+        parts = (
+            range(head * width + begin, head * width + begin + size)
+            for begin, size in zip(begins, of_key_head, strict=True)
+            for head in range(self.key_heads)
+        )
+        return list(chain.from_iterable(parts))
+
+    def tensors(self) -> Tensors:
+        """Names, relative to the layer, and shapes of what the checkpoint holds."""
+        for linear in self.linears:
+            yield from linear.tensors()
+        yield f"{self.path}.conv1d.weight", (self.num_channels, 1, self.kernel)
+        yield f"{self.path}.A_log", (self.value_heads,)
+        yield f"{self.path}.dt_bias", (self.value_heads,)
+        yield f"{self.path}.norm.weight", (self.value_dim,)

@@ -1,0 +1,180 @@
+"""Models whose rows have states: cut, resumed, reused rows, and what is refused of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from loraplex.adapters.errors import AdapterError
+from loraplex.server.config import ConfigError
+from loraplex.server.model.devices.sharding import shard_counts, sharded
+from loraplex.server.model.families.registry import read_model
+from tests.server.model.adapter_zoo import zoo_of
+from tests.server.model.driver import Driver, Stream, generate, step
+from tests.server.model.families.parity import GREEDY, Served, assert_parity, prompt
+from tests.server.model.families.test_readers import LLAMA
+from tests.server.model.families.variants import VARIANTS
+from tests.server.model.hub_models import add_adapter, make_model, save_model
+from tests.server.model.slabs import pack
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    # PEFT compares patterns with modules alone, though they hold for parameters too.
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
+]
+FOUR = ("rank1", "rank3_rslora", "rank16", "rank64_everything")
+LINEAR, FULL = "linear_attention", "full_attention"
+CONFIG: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "layer_types": [LINEAR, FULL],
+    "partial_rotary_factor": 0.25,
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    zoo = zoo_of(VARIANTS["qwen3.5"])
+    adapters = {name: zoo[name] for name in FOUR}
+    found = Served("qwen3.5", tmp_path_factory.mktemp("base"), adapters=adapters)
+    yield found
+    found.driver.close()
+
+
+def test_odd_borders(served: Served) -> None:
+    """No two sequences of a step compute as many tokens, whatever their adapters."""
+    names = [None, *FOUR]
+    streams = [
+        Stream(served.driver, row, prompt(70, row), slot=served.slots[name], sampling=GREEDY)
+        for row, name in enumerate(names)
+    ]
+    counts = (1, 7, 64, 3, 2, 13)
+    number = 0
+    while any(stream.computed < 70 for stream in streams):
+        work = [
+            (stream, min(counts[(number + 5 * row) % 6], 70 - stream.computed))
+            for row, stream in enumerate(streams)
+            if stream.computed < 70
+        ]
+        step(served.driver, work)
+        number += 1
+    generate(served.driver, streams, 4, 1)
+    for name, stream in zip(names, streams, strict=True):
+        assert_parity(served.oracle, name, stream)
+        stream.free()
+
+
+def test_a_row_of_another_sequence_and_back(served: Served) -> None:
+    """A preempted sequence begins again on a row that was another's, and goes on as if alone."""
+    driver, slot = served.driver, served.slots["rank3_rslora"]
+    first = Stream(driver, 2, prompt(12, 1), slot=slot, sampling=GREEDY)
+    generate(driver, [first], 5, 5)
+    first.free()
+    other = Stream(driver, 2, prompt(1, 3), sampling=GREEDY)  # its prompt is a decode's slice
+    generate(driver, [other], 3, 64)
+    assert_parity(served.oracle, None, other)
+    other.free()
+    again = Stream(driver, 2, prompt(12, 1), slot=slot, sampling=GREEDY, accepted=first.output[:3])
+    generate(driver, [again], 9, 4)
+    assert again.output[:5] == first.output
+    assert_parity(served.oracle, "rank3_rslora", again, accepted=3)
+    again.free()
+
+
+def test_results_do_not_depend_on_the_cuts_or_the_batch(served: Served) -> None:
+    """States move on token by token, wherever a prompt is cut."""
+    found = []
+    for chunk, beside in ((64, 0), (5, 0), (1, 3)):
+        streams = [
+            Stream(served.driver, row, prompt(9 + row, row), slot=row, sampling=GREEDY)
+            for row in range(1 + beside)
+        ]
+        generate(served.driver, streams, 6, chunk)
+        found.append((streams[0].output, [round(p.logprob or 0.0, 4) for p in streams[0].logprobs]))
+        for stream in streams:
+            stream.free()
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+def test_a_long_answer(name: str, tmp_path: Path) -> None:
+    model = make_model(name, max_position_embeddings=4096)
+    driver = Driver(save_model(model, tmp_path))
+    streams = [Stream(driver, row, prompt(n, row), sampling=GREEDY) for row, n in ((0, 30), (1, 7))]
+    generate(driver, streams, 2000, 16)
+    for stream in streams:
+        assert_parity(model, None, stream)
+    driver.close()
+
+
+def test_an_adapter_on_the_convolution_is_refused_by_name() -> None:
+    """PEFT itself wants as many ranks as channels."""
+    model = make_model("qwen3.5")
+    ranks = {"conv1d": model.config.linear_num_key_heads * 20 + 72}
+    config = LoraConfig(r=2, target_modules=["in_proj_qkv", "conv1d"], rank_pattern=ranks)
+    model = add_adapter(model, "one", config, 1)
+    with pytest.raises(AdapterError, match="conv1d"):
+        pack(model, "one")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer_types": [LINEAR]}, "layer_types must say"),
+        ({"layer_types": [LINEAR, "sliding_attention"]}, "layer_types must say"),
+        ({"layer_types": [LINEAR, LINEAR]}, "without layers of full_attention"),
+        ({"linear_num_value_heads": 33}, "33 linear_num_value_heads do not divide among 16"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2"),
+        ({"attn_output_gate": False}, "attn_output_gate must be true"),
+        ({"hidden_act": "gelu"}, "hidden_act must be"),
+        ({"linear_key_head_dim": "x"}, "linear_key_head_dim must be a positive integer"),
+    ],
+)
+def test_what_is_not_computed_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_model({**CONFIG, **changes})
+
+
+def test_every_fourth_layer_attends_where_nothing_is_said() -> None:
+    config = {**CONFIG, "layer_types": None, "num_hidden_layers": 8}
+    assert [*read_model(config).attentions] == [3, 7]
+    assert [*read_model({**config, "full_attention_interval": 2}).attentions] == [1, 3, 5, 7]
+
+
+def test_heads_of_states_are_shared_as_those_of_attention_are() -> None:
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
+    heads = {"linear_num_key_heads": 6, "linear_num_value_heads": 12}
+    model = read_model({**CONFIG, **sizes, **heads})
+    assert shard_counts(model) == (1, 2)
+    with pytest.raises(ConfigError, match="8 heads .* and 6 key heads with states .* by 1, 2 dev"):
+        sharded(model, 3)
+    (window, memory), (of_two, half) = (of.states[0] for of in (model, sharded(model, 2)))
+    assert (2 * of_two.shape[1], 2 * half.shape[0]) == (window.shape[1], memory.shape[0])
+
+
+def test_a_start_says_what_rows_have(served: Served) -> None:
+    executor = served.driver.executor
+    (line,) = [line for line in executor.summary if line.startswith("states")]
+    assert line.startswith(f"states: {executor.limits.max_rows} of ")
+    assert "there are no drafts" in line
+    assert executor.limits.has_states
+
+
+def test_columns_by_key_head_are_those_of_all_heads() -> None:
+    """As transformers parts the products: a head of keys has its q, k, v and z, and b and a."""
+    config = {**CONFIG, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    config |= {"linear_key_head_dim": 3, "linear_value_head_dim": 2}
+    by_kind = read_model(config).layers[0].branches[0]
+    named = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
+    next_config = {**config, **named, "num_experts": 0}
+    by_head: Any = read_model(next_config).layers[0].branches[0]
+    table = torch.arange(28).view(2, 14)
+    parts = torch.split(table, [3, 3, 4, 4], dim=1)
+    assert by_head.mixed_columns() == torch.cat([part.flatten() for part in parts]).tolist()
+    assert by_head.gate_columns() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert by_kind.mixed_columns() == [*range(28)]  # type: ignore[union-attr]

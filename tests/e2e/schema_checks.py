@@ -53,10 +53,15 @@ UNSAID = (
     Rule(_TEXTS, "the vocabulary has the token", (400, 422), r"expected token ids from 0 to"),
     Rule(_TEXTS, "it could be an adapter's name", (400, 422), r"bad adapter reference"),
     Rule(
-        _TEXTS, "what another field makes void", (400, 422), r"needs (`|an )|only allowed when `s"
+        _TEXTS,
+        "what another field makes void",
+        (400, 422),
+        r"needs ([`']|an )|only allowed whe",
     ),
     Rule(_TEXTS, "two names of one thing agree", (400, 422), r"contradicts |not beside|not both"),
     Rule(_TEXTS, "the template can render it", (400, 422), r"chat template|`chat_template"),
+    Rule(_TEXTS, "the model reasons", (400,), r"this model has no reasoning apart"),
+    Rule(_TEXTS, "words are few tokens", (400, 422), r"bad_words: expected 1 to \d+ tokens"),
     Rule(_TEXTS, "a pattern of Python's that ends", (400, 422), r"`(.*\.)?stop_regex`: "),
     # Of forms of answers
     Rule(_TEXTS, "the form of an answer", (400, 422), _FORM),
@@ -69,6 +74,7 @@ UNSAID = (
     Rule(_OPENAI, "the best of several is whole", (400,), r"equal `n` when streaming|least `n`"),
     Rule(_OPENAI, "a key of `logit_bias` is a token id", (400,), r"`logit_bias`: a key"),
     Rule(_OPENAI, "tools have names of their own", (400,), r"no tool of `tools`|an earlier tool"),
+    Rule(r"POST /v1/responses", "a tool has its type's parts", (400,), r"goes with custom tools"),
     Rule(r"POST /v1/responses", "an item has what its type says", (400,), r"^`input[`\[]"),
     Rule(r"GET /v1/responses/.*", "an item of the answer", (400,), r"`after`: no such item"),
     # Of files and batches

@@ -31,7 +31,7 @@ from loraplex.router.api.request.body import decode_plain, require
 from loraplex.router.api.request.chat_messages import Message, to_template
 from loraplex.router.api.request.fields import BOUNDS, NonNegative, Positive, ThinkingTokens
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
-from loraplex.router.api.request.known_elsewhere import Elsewhere, check_refused
+from loraplex.router.api.request.known_elsewhere import Elsewhere, without_refused
 from loraplex.router.api.request.tool_fields import OfferedTools, ToolChoice, for_template, tools_of
 from loraplex.router.api.wire import encode, finite, sse
 from loraplex.router.call import (
@@ -394,8 +394,7 @@ OF_ONE = {
 
 def parse_batch(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Reads a request with several conversations. Raises RequestError."""
-    plain = decode_plain(body)
-    check_refused(plain, OF_ONE)
+    plain = without_refused(decode_plain(body), OF_ONE)
     request = typed_openai(plain, BatchChatBody, limits)
     most, got = limits.max_prompts, len(request.messages)
     require(0 < got <= most, f"expected 1 to {most} conversations, got {got}", "messages")

@@ -825,3 +825,13 @@ def test_faults_are_said_in_json_words(body: bytes, says: str) -> None:
     with pytest.raises(RequestError) as refused:
         decode_body(body, CreateKeyBody)
     assert str(refused.value).startswith(says)
+
+
+def test_several_chats_take_what_asks_for_nothing() -> None:
+    """Also in values that one chat does not take."""
+    body = {"model": "small", "messages": [[{"role": "user", "content": "a"}]]}
+    plain = openai_chat.parse_batch(json.dumps(body).encode(), LIMITS).call
+    for name, field in openai_chat.OF_ONE.items():
+        for value in field.neutral:
+            asked = json.dumps(body | {name: value}).encode()
+            assert openai_chat.parse_batch(asked, LIMITS).call == plain, (name, value)

@@ -14,7 +14,7 @@ from loraplex.server.config import WorkerConfig
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.model.spec.base_spec import base_spec
 from loraplex.server.model.spec.model_spec import ModelSpec
-from loraplex.server.model.spec.quantised_at_load import quantised_at_load
+from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.protocol import Gift
 from loraplex.server.worker.process.device import (
     CudaDevice,
@@ -105,7 +105,8 @@ def describe(config: WorkerConfig) -> ModelFacts:
     Raises ModelError, CheckpointError, ConfigError, DeviceError, WorkerStartError.
     """
     place = str(model_path()) if config.model == "demo" else config.model
-    model = quantised_at_load(describe_model(place, config.revision), config.quantize)
+    described = describe_model(place, config.revision)
+    model = served_as(described, config.quantize, config.activations)
     devices = cuda_devices()
     device = choose_device(config.device, devices, torch_build())
     dtype = choose_dtype(config.dtype, device.kind, model.dtype, device.has_bfloat16)
@@ -117,7 +118,7 @@ def describe(config: WorkerConfig) -> ModelFacts:
         model=config.model,
         family=model.family,
         gives=_gives(model),
-        weights="" if model.quantisation is None else model.quantisation.scheme,
+        weights="" if model.quantisation is None else model.quantisation.text,
         layers=model.num_layers,
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,

@@ -40,7 +40,7 @@ from loraplex.router.config import RouterConfig
 from loraplex.router.tenancy.tenancy import needs_keys
 from loraplex.server.engine.messages import StartProgress
 from loraplex.server.model.spec.model_spec import ModelSpec
-from loraplex.server.model.spec.quantised_at_load import quantised_at_load
+from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.worker.address import open_listener
 from loraplex.server.worker.process.device import choose_device, cuda_devices, torch_build
 from loraplex.server.worker.process.model_source import check_model
@@ -194,7 +194,7 @@ def _divided(chosen: ServePlan, model: ModelSpec) -> ServePlan:
     """Divide the machine's GPUs and memory among workers. Raises as `checked_plan`."""
     config, gpus = chosen.worker, cuda_devices()
     device = choose_device(config.device, gpus, torch_build())
-    needs = ModelNeeds(config, quantised_at_load(model, config.quantize), device)
+    needs = ModelNeeds(config, served_as(model, config.quantize, config.activations), device)
     groups = choose_groups(chosen.asked, needs, gpus)
     if groups.workers > 1:
         each = dataclasses.replace(config, tp=groups.tp)

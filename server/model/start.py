@@ -37,7 +37,7 @@ from loraplex.server.model.ops.sizes import MOST_PADDING
 from loraplex.server.model.sampling.row_sampling import RowSampling
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.page_groups import page_groups
-from loraplex.server.model.spec.quantised_at_load import served_as
+from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.model.steps.rows import Rows
 from loraplex.server.model.weights import ModelWeights, load_weights
 

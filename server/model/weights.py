@@ -34,7 +34,7 @@ from loraplex.server.model.spec.model_spec import (
     layer_path,
 )
 from loraplex.server.model.spec.moe_spec import MoeSpec
-from loraplex.server.model.spec.quantised_at_load import form_at_load
+from loraplex.server.model.spec.served_as import form_at_load
 from loraplex.server.model.spec.state_spec import DeltaNetSpec
 from loraplex.server.model.weight_source import WeightSource, path_in
 

@@ -29,7 +29,7 @@ from loraplex.server.model.checkpoint.tensor_table import check_folder
 from loraplex.server.model.devices.sharding import sharded
 from loraplex.server.model.ops.memory import state_bytes
 from loraplex.server.model.spec.model_spec import ModelSpec
-from loraplex.server.model.spec.quantised_at_load import quantised_at_load
+from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.model.spec.vector_forms import PairWishes, VectorWishes
 from loraplex.server.protocol import ModelCard
 from loraplex.server.worker.adapters.adapter_orders import AdapterOrders
@@ -139,7 +139,7 @@ def host_bytes() -> int:
 def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> Prepared:
     names = tuple(dict.fromkeys([*config.model_names, *model.names]))
     model_config = check_folder(model.path, with_tensors=config.executor == "torch")
-    quantised = quantised_at_load(model_config, config.quantize).quantisation
+    quantised = served_as(model_config, config.quantize, config.activations).quantisation
     if device.note is not None:
         log.warning("%s", device.note)
     base = msgspec.structs.replace(
@@ -164,7 +164,7 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     for remark in card.remarks:
         log.warning("%s", remark)
     if quantised is not None:
-        card = msgspec.structs.replace(card, weights=quantised.scheme)
+        card = msgspec.structs.replace(card, weights=quantised.text)
     if config.quantize is not None:
         card = _apart(card, config.quantize)
     if config.activations != "auto":

@@ -5,7 +5,7 @@ from functools import cache
 
 import msgspec
 
-from loraplex.server.model.quantisation.forms import WeightForm
+from loraplex.server.model.quantisation.forms import WeightForm, input_form
 
 
 class QuantisationRule(msgspec.Struct, frozen=True):
@@ -27,6 +27,12 @@ class Quantisation(msgspec.Struct, frozen=True):
 
     scheme: str
     rules: tuple[QuantisationRule, ...]
+
+    @property
+    def text(self) -> str:
+        """The scheme, and whether products round their inputs; for people."""
+        rounds = any(input_form(rule.form) is not None for rule in self.rules)
+        return f"{self.scheme}, inputs in FP8" if rounds else self.scheme
 
     def form(self, path: str) -> WeightForm | None:
         """The form of the module at `path`, where the checkpoint holds it quantised."""

@@ -27,7 +27,7 @@ from loraplex.server.model.ops.memory import (
     workspace_bytes,
 )
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
-from loraplex.server.model.spec.quantised_at_load import quantised_at_load
+from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.worker.process.sizing import choose_sizes
 from tests.server.model.driver import engine_config
 from tests.server.model.spec.layers import with_attention
@@ -276,6 +276,6 @@ def of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionSpec:
 
 
 def test_quantised_matrices_need_room_to_be_written_out() -> None:
-    quantised = quantised_at_load(MODEL, "fp8")
+    quantised = served_as(MODEL, "fp8")
     more = workspace_bytes(quantised, AUTO) - workspace_bytes(MODEL, AUTO)
     assert more == 2 * 2 * 28_672 * 4096  # gate and up in bfloat16, in a graph and outside

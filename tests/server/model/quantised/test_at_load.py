@@ -13,7 +13,7 @@ from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
 from loraplex.server.model.linear.quantise import NF4, quantise
-from loraplex.server.model.spec.quantised_at_load import form_at_load, quantised_at_load
+from loraplex.server.model.spec.served_as import form_at_load, served_as
 from loraplex.server.model.weights import load_weights
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.driver import Driver
@@ -104,6 +104,6 @@ def test_heads_and_embeddings_stay_as_they_are_stored(tmp_path: Path) -> None:
 def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:
     save_quantised(make_model("llama3"), tmp_path, FORMATS["awq"])
     with pytest.raises(ConfigError, match=r"--quantize fp8: .* quantised already \(AWQ, 4 bits"):
-        quantised_at_load(read_config(tmp_path), "fp8")
+        served_as(read_config(tmp_path), "fp8")
     with pytest.raises(ConfigError, match="quantised already"):
         Driver(tmp_path, quantize="nf4")

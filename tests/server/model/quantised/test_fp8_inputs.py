@@ -11,7 +11,7 @@ from peft import LoraConfig
 from loraplex.server.kernels.linear.fp8_form import RowForm
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
 from loraplex.server.model.linear.fp8 import Fp8Linear
-from loraplex.server.model.spec.quantised_at_load import served_as
+from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.model.weights import load_weights
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.driver import Driver
@@ -118,7 +118,7 @@ def test_inputs_that_stay_as_they_are_differ(tmp_path: Path) -> None:
         parity.assert_parity_with(base, adapters(), Driver(tmp_path, activations="bf16"))
 
 
-def test_quantised_at_load(tmp_path: Path) -> None:
+def test_served_as(tmp_path: Path) -> None:
     base = make_model("llama3")
     save_model(base, tmp_path)
     with torch.no_grad():

@@ -27,25 +27,19 @@ def form_at_load(scheme: AtLoad, quantisation: Quantisation | None = None) -> We
     return _FORMS[scheme][1] if found is None else found
 
 
-def quantised_at_load(model: ModelSpec, scheme: AtLoad | None) -> ModelSpec:
-    """Return the model with what its layers' matrices become. Raises ConfigError where the
-    checkpoint is quantised already.
-    """
-    if scheme is None:
-        return model
-    if model.quantisation is not None:
-        raise ConfigError(
-            f"--quantize {scheme}: the model's weights are quantised already"
-            f" ({model.quantisation.scheme})"
-        )
-    return replace(model, quantisation=of_every_module(*_FORMS[scheme]))
-
-
-def served_as(model: ModelSpec, scheme: AtLoad | None, activations: Activations) -> ModelSpec:
+def served_as(
+    model: ModelSpec, scheme: AtLoad | None = None, activations: Activations = "auto"
+) -> ModelSpec:
     """Return the model with the weights and inputs that `--quantize` and `--activations` ask for.
-    Raises ConfigError as `quantised_at_load`.
+    Raises ConfigError where the checkpoint is to be quantised, and is so already.
     """
-    model = quantised_at_load(model, scheme)
+    if scheme is not None:
+        if model.quantisation is not None:
+            raise ConfigError(
+                f"--quantize {scheme}: the model's weights are quantised already"
+                f" ({model.quantisation.scheme})"
+            )
+        model = replace(model, quantisation=of_every_module(*_FORMS[scheme]))
     if activations == "auto" or model.quantisation is None:
         return model
     return replace(model, quantisation=_of_weights_alone(model.quantisation))

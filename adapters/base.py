@@ -5,7 +5,17 @@ from typing import Literal
 
 import msgspec
 
-from loraplex.adapters.sharding import WHOLE, Piece, Shard, Sharding, Span, pieces, total_width
+from loraplex.adapters.sharding import (
+    UNGROUPED,
+    WHOLE,
+    Groups,
+    Piece,
+    Shard,
+    Sharding,
+    Span,
+    pieces,
+    total_width,
+)
 
 Role = Literal[
     "qkv",
@@ -47,6 +57,7 @@ class ModuleShape(msgspec.Struct, frozen=True):
     experts: how many experts of a layer have such a module; its path has `{}` for their number, as
     in `mlp.experts.{}.gate_proj`. 1 = an ordinary module. sharding: how devices share it.
     spans: of its inputs or outputs that are shared; () = one. has_bias: of an ordinary module.
+    groups: how files hold its outputs.
     """
 
     path: str
@@ -56,6 +67,7 @@ class ModuleShape(msgspec.Struct, frozen=True):
     sharding: Sharding = "none"
     spans: tuple[Span, ...] = ()
     has_bias: bool = False
+    groups: Groups = UNGROUPED
 
     @property
     def is_of_experts(self) -> bool:
@@ -71,10 +83,11 @@ class ModuleShape(msgspec.Struct, frozen=True):
         """Returns the part that each of `count` devices has."""
         if self.sharding == "none" or count == 1:
             return self
-        width, spans = total_width(self.shared, count), ()
+        width = total_width(self.shared, count)
+        whole = msgspec.structs.replace(self, spans=(), groups=UNGROUPED)
         if self.sharding == "row":
-            return msgspec.structs.replace(self, in_features=width, spans=spans)
-        return msgspec.structs.replace(self, out_features=width, spans=spans)
+            return msgspec.structs.replace(whole, in_features=width)
+        return msgspec.structs.replace(whole, out_features=width)
 
     def inputs(self, shard: Shard) -> tuple[Piece, ...]:
         """Finds the input features that a device has."""
@@ -85,8 +98,9 @@ class ModuleShape(msgspec.Struct, frozen=True):
         return self._pieces("column", self.out_features, shard)
 
     def _pieces(self, sharding: Sharding, features: int, shard: Shard) -> tuple[Piece, ...]:
-        spans = self.shared if self.sharding == sharding else (Span(features),)
-        return pieces(spans, shard if self.sharding == sharding else WHOLE)
+        if self.sharding != sharding:
+            return pieces((Span(features),), WHOLE)
+        return pieces(self.shared, shard, self.groups)
 
 
 class ExpertWeight(msgspec.Struct, frozen=True):

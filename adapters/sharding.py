@@ -76,15 +76,37 @@ class Piece(NamedTuple):
     target: slice
 
 
-def pieces(spans: Sequence[Span], shard: Shard) -> tuple[Piece, ...]:
-    """Finds a shard's piece of each span, where spans lie one after the other."""
-    found = []
-    source = target = 0
-    for span in spans:
-        piece = span.piece(shard)
-        begin, size = source + piece.start, piece.stop - piece.start
-        found.append(Piece(slice(begin, begin + size), slice(target, target + size)))
-        source += span.features
+class Groups(msgspec.Struct, frozen=True):
+    """How a file holds the spans of a module: in `count` groups, one behind the other.
+
+    Each group has an equal part of every span. order: of the spans in a group, by their numbers;
+    () = as they are listed.
+    """
+
+    count: int = 1
+    order: tuple[int, ...] = ()
+
+
+UNGROUPED = Groups()
+
+
+def pieces(spans: Sequence[Span], shard: Shard, groups: Groups = UNGROUPED) -> tuple[Piece, ...]:
+    """Finds a shard's pieces of each span. The shard has its spans one after the other; groups:
+    how the file has them.
+    """
+    found, target = [], 0
+    widths = [span.features // groups.count for span in spans]
+    order = groups.order or tuple(range(len(spans)))
+    for number, span in enumerate(spans):
+        mine, width = span.piece(shard), widths[number]
+        before = sum(widths[other] for other in order[: order.index(number)])
+        for group in range(groups.count):
+            begin, end = max(mine.start, group * width), min(mine.stop, (group + 1) * width)
+            if begin >= end and groups.count > 1:
+                continue
+            source = group * (sum(widths) - width) + before + begin
+            at, size = target + begin - mine.start, end - begin
+            found.append(Piece(slice(source, source + size), slice(at, at + size)))
         target += span.width(shard.count)
     return tuple(found)
 

@@ -46,14 +46,15 @@ class Targeting:
         self._layer_index = _layer_expressions(config, findings)
         self.is_sound = len(findings) == before
 
-    def targets(self, path: str, is_output_head: bool) -> bool:
-        """Whether PEFT would adapt this module, given only linear modules and the embedding."""
+    def targets(self, path: str, is_table: bool) -> bool:
+        """Whether PEFT would adapt this module, given only linear modules and the embedding.
+        is_table: whether it is the embedding or the output head."""
         config = self.config
         if self._excluded.match(path):
             return False
         if isinstance(config.target_modules, str):
             if config.target_modules.lower() == _ALL_LINEAR:
-                return not is_output_head and not path.endswith("embed_tokens")
+                return not is_table
             return self._targets.match(path)
         if path in self._targets.names:
             return True
@@ -196,14 +197,13 @@ def targeted_paths(matcher: Targeting, base: BaseSpec, naming: Naming) -> dict[s
 
     Keys are paths in the base. Patterns of rank and alpha are matched with the names.
     """
-    head = base.model_modules.get("lm_head")
-    head_path = None if head is None else head.path
+    tables = {shape.path for shape in base.model_modules.values()}
     targeted = {}
     for path in module_paths(base):
         spelled = naming.spelled(path)
         if spelled is None:
             continue
-        if matcher.targets(spelled, is_output_head=path == head_path):
+        if matcher.targets(spelled, is_table=path in tables):
             targeted[path] = spelled
         elif matcher.targets_parameter(spelled + _WEIGHT):
             targeted[path] = spelled + _WEIGHT

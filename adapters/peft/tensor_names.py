@@ -43,7 +43,10 @@ _DEFAULT_ADAPTER = "default"
 _LAYERS = "layers."
 _OF_BODY = ("embed_tokens", "norm")
 _BODY, _HEADS = "model.", ("lm_head", HEAD_OF_CLASSES)
+_EMBEDDING = "embed_tokens"
 _WITHIN = "the text model within a larger model"
+# Begins of names in MLPs of GPT-2 and its kin.
+_OF_MLPS = ("mlp.w", "mlp.c", "mlp.fc_")
 # Parts beside that text model.
 _OF_IMAGES = re.compile(
     r"(?:model\.)?(?:(?:vision_tower|vision_model|visual|multi_modal_projector|connector|image_tower|"
@@ -90,6 +93,7 @@ class Naming(msgspec.Struct, frozen=True):
     words: describes the model for people. body: the text before `layers.…`.
     head: the text before `lm_head` or `score`; None = the model has neither. layers: the text
     before a layer's number. modules: begins of a module's path in a layer; () = any.
+    embedding: the name of the embedding; "" = it cannot be adapted.
     """
 
     words: str
@@ -97,11 +101,14 @@ class Naming(msgspec.Struct, frozen=True):
     head: str | None
     layers: str = _LAYERS
     modules: tuple[str, ...] = ()
+    embedding: str = _EMBEDDING
 
     def spelled(self, path: str) -> str | None:
         """Spells a module of the base as the trained model does; None = it has no such module."""
         if path.startswith(_BODY):
             rest = path.removeprefix(_BODY)
+            if rest == _EMBEDDING:
+                return self.body + self.embedding if self.embedding else None
             if not rest.startswith(_LAYERS):
                 return None if self.modules else self.body + rest
             within = rest.removeprefix(_LAYERS)
@@ -116,6 +123,8 @@ class Naming(msgspec.Struct, frozen=True):
             return _BODY + _LAYERS + within if self._has(within) else None
         if path.startswith(self.body) and rest.startswith(_OF_BODY) and not self.modules:
             return _BODY + rest
+        if self.embedding and path == self.body + self.embedding:
+            return _BODY + _EMBEDDING
         if self.head is None or not path.startswith(self.head):
             return None
         name = path.removeprefix(self.head)
@@ -135,12 +144,28 @@ NAMINGS = (
     Naming(_WITHIN, "language_model.", None),
     Naming(_WITHIN, "model.text_model.", ""),
     Naming(_WITHIN, "text_model.", None),
-    Naming("a model with GPT-2's names", "transformer.", None, "h.", ("attn.", "mlp.w", "mlp.c")),
+    Naming("a model with GPT-2's names", "transformer.", "", "h.", ("attn.", *_OF_MLPS), "wte"),
+    Naming(
+        "a model with Falcon's names",
+        "transformer.",
+        "",
+        "h.",
+        ("self_attention.", "mlp.dense"),
+        "word_embeddings",
+    ),
+    Naming(
+        "a model with GPT-NeoX's names",
+        "gpt_neox.",
+        "",
+        modules=("attention.", "mlp.dense"),
+        embedding="embed_in",
+    ),
     Naming(
         "a model with ChatGLM's names",
         "transformer.encoder.",
         None,
         modules=("self_attention.", "mlp.dense"),
+        embedding="",
     ),
 )
 

@@ -64,6 +64,7 @@ class PreparedStep(Generic[L, Y]):
     feed_forwards: tuple[Callable[[torch.Tensor, L | None], Y], ...]
     pre: Norm | None
     post: Norm | None
+    beside: Norm | None
     factor: float
 
 
@@ -107,7 +108,8 @@ class Decoder(Generic[P, L, Y]):
                     feed_forwards.append(partial(self._mlp, branch, of_branch))
                 case MoeWeights():
                     feed_forwards.append(partial(self._moe, branch, of_branch))
-        return PreparedStep(mixer, tuple(feed_forwards), weights.pre, weights.post, spec.factor)
+        norms = weights.pre, weights.post, weights.beside
+        return PreparedStep(mixer, tuple(feed_forwards), *norms, spec.factor)
 
     def forward(
         self,
@@ -184,8 +186,10 @@ class Decoder(Generic[P, L, Y]):
         at, mixer = self._mixing[number], self.mixers[number]
         delta = self.ops.linear(mixed, mixer.weights.linears[-1], lora, mixer.sites[-1])
         if self._steps[at].feed_forwards:
-            beside = self._fed_forward(at, self._normed(at, hidden, lora), lora)
-            delta = self.ops.plus(delta, beside)
+            norm = self._steps[at].beside
+            own = None if norm is None else self.ops.norm(hidden, norm)
+            read = self._normed(at, hidden, lora) if own is None else own
+            delta = self.ops.plus(delta, self._fed_forward(at, read, lora))
         normed, hidden = self._summed(at, delta, hidden, lora)
         return self._up_to_mixer(at + 1, normed, hidden, lora)
 

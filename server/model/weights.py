@@ -153,6 +153,7 @@ class StepWeights:
     branches: tuple[BranchWeights, ...]
     pre: Norm | None
     post: Norm | None
+    beside: Norm | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +246,7 @@ def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeig
             tuple(_load_branch(source, branch, index) for branch in step.branches),
             optional(step.pre),
             optional(step.post),
+            optional(step.beside),
         )
         for step in model.layers[index].steps
     )
@@ -252,6 +254,9 @@ def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeig
 
 
 def _norm(source: WeightSource, spec: NormSpec, layer: int | None = None) -> Norm:
+    if not spec.has_weight:
+        ones = torch.ones(spec.size, dtype=source.dtype, device=source.device)
+        return LayerNorm(ones, None, spec.epsilon)
     path = path_in(spec.path, layer)
     weight = source.get(f"{path}.weight")
     if spec.offset:  # whose sum the model's dtype would round

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.adapters.base import ModuleShape
-from loraplex.adapters.sharding import Shard, Span, heads_of, pieces, total_width
+from loraplex.adapters.sharding import WHOLE, Groups, Shard, Span, heads_of, pieces, total_width
 
 COUNTS = st.integers(1, 9)
 SPANS = st.lists(st.builds(Span, st.integers(1, 200)), min_size=1, max_size=3)
@@ -45,6 +45,41 @@ def test_queries_lie_with_their_keys() -> None:
         shard = Shard(index, 4)
         queries, keys = heads_of(8, shard), heads_of(2, shard)
         assert {query // 4 for query in range(queries.start, queries.stop)} == {keys.start}
+
+
+@given(
+    st.lists(st.integers(1, 3), min_size=3, max_size=3),
+    st.integers(1, 4),
+    st.permutations(range(3)),
+    st.sampled_from([1, 2]),
+)
+def test_rows_in_groups(parts: list[int], groups: int, order: list[int], count: int) -> None:
+    """Two heads of two rows for each number of `parts`, in each group."""
+    spans = [Span(4 * groups * part, 2) for part in parts]
+    held = [
+        (span, 4 * group * parts[span] + row)
+        for group in range(groups)
+        for span in order
+        for row in range(4 * parts[span])
+    ]
+    for index in range(count):
+        shard = Shard(index, count)
+        found: dict[int, int] = {}
+        for source, target in pieces(spans, shard, Groups(groups, tuple(order))):
+            rows = range(source.start, source.stop)
+            found |= dict(zip(range(target.start, target.stop), rows, strict=True))
+        assert [held[found[row]] for row in sorted(found)] == [
+            (number, row)
+            for number, span in enumerate(spans)
+            for row in range(span.features)[span.piece(shard)]
+        ]
+
+
+def test_a_file_may_hold_spans_in_turn() -> None:
+    found = pieces([Span(4, 2), Span(4, 2)], WHOLE, Groups(2))
+    assert [(piece.source.start, piece.target.start) for piece in found] == [
+        *[(0, 0), (4, 2), (2, 4), (6, 6)]
+    ]
 
 
 def test_a_module_of_one_shard() -> None:

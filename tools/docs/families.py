@@ -62,12 +62,14 @@ def _blocks(known: KnownModel) -> str:
     turned = [rope for rope in ropes if rope is not None]
     mlps = [feed for feed in feeds if isinstance(feed, MlpSpec)]
     found: dict[str, bool] = {
-        "LayerNorm": model.norm.kind == "layer",
+        "LayerNorm": model.norm.kind == "layer" and model.norm.has_weight,
+        "LayerNorm without weights": not model.norm.has_weight,
         "norms before and behind branches": any(
             step.pre is not None and step.post is not None for step in model.steps
         ),
         "norms behind branches": all(step.pre is None for step in model.steps),
         "parallel branches": any(len(step.branches) > 1 and _attends(step) for step in model.steps),
+        "a norm for each branch": any(step.beside is not None for step in model.steps),
         "norms of q and k": any(
             of.q_norm is not None and not of.norms_rotated for of in attentions
         ),

@@ -117,6 +117,7 @@ class _RandomWeights:
                 tuple(self._branch(index, branch) for branch in step.branches),
                 self._optional(step.pre),
                 self._optional(step.post),
+                self._optional(step.beside),
             )
             for step in spec.steps
         )

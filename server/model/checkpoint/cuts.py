@@ -83,4 +83,4 @@ def cut_of(spec: LinearSpec, part: Part, shard: Shard) -> Cut:
     shape = (total_width(outputs, of_rows.count), total_width(inputs, of_columns.count))
     (columns,) = pieces(inputs, of_columns)
     whole = (part.out_features, spec.in_features)
-    return Cut(whole, shape, pieces(outputs, of_rows), columns)
+    return Cut(whole, shape, pieces(outputs, of_rows, part.groups), columns)

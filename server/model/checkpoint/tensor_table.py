@@ -27,7 +27,7 @@ _LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<rest>.+)")
 _LEFT_OUT = {
     # Derived from the configuration.
     "rotary tables": re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)"),
-    "attention masks": re.compile(r".*\.masked_bias"),
+    "attention masks": re.compile(r".*\.(masked_bias|(attn|attention)\.bias|causal_mask)"),
     # TRL's, for training by reinforcement.
     "value head": re.compile(r"v_head\..+"),
     "multi-token prediction": re.compile(r"(model\.)?mtp(_[a-z_]+)?\..+"),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from loraplex.adapters.sharding import Span
+from loraplex.adapters.sharding import UNGROUPED, Groups, Span
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import (
@@ -46,8 +46,8 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 _POSITIONS: dict[int, tuple[str, ...]] = {
     2048: (
         *("dots1", "exaone4", "exaone_moe", "granite", "granitemoe", "granitemoehybrid"),
-        *("granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "olmo2", "olmo3"),
-        "phi",
+        *("granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "olmo", "olmo2"),
+        *("olmo3", "phi", "codegen", "falcon", "gpt_neox", "gptj"),
     ),
     4096: (
         *("arcee", "exaone", "flex_olmo", "helium", "nemotron", "olmoe", "phi3"),
@@ -338,10 +338,18 @@ def layer(
     )
 
 
-def fused(linear: LinearSpec, path: str) -> LinearSpec:
-    """Return the matrix as one module, which the checkpoint and PEFT know whole."""
+def fused(linear: LinearSpec, path: str, groups: Groups = UNGROUPED) -> LinearSpec:
+    """Return the matrix as one module, which the checkpoint and PEFT know whole. groups: how files
+    hold its rows."""
     spans = tuple(span for part in linear.parts for span in linear.spans_of(part))
-    return msgspec.structs.replace(linear, parts=(Part(path, linear.out_features, spans),))
+    return msgspec.structs.replace(linear, parts=(Part(path, linear.out_features, spans, groups),))
+
+
+def with_paths(linear: LinearSpec, *paths: str) -> LinearSpec:
+    """Return the matrix with these names of its modules."""
+    named = zip(linear.parts, paths, strict=True)
+    parts = tuple(msgspec.structs.replace(part, path=path) for part, path in named)
+    return msgspec.structs.replace(linear, parts=parts)
 
 
 def llama_norms(sizes: ModelSizes) -> NormPlaces:

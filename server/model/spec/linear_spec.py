@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from loraplex.adapters.base import ModuleShape, Role, module_name
-from loraplex.adapters.sharding import Sharding, Span
+from loraplex.adapters.sharding import UNGROUPED, Groups, Sharding, Span
 
 ExpertForm = Literal["each", "stacked", "mxfp4"]
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
@@ -28,11 +28,12 @@ class Matrix(NamedTuple):
 class Part(msgspec.Struct, frozen=True):
     """One module of a matrix. path: as PEFT and the checkpoint name it, `self_attn.q_proj`; of
     experts `mlp.experts.{}.w1`, for the number of one. spans: of its outputs, as devices share
-    them; () = one."""
+    them; () = one. groups: how files hold the spans."""
 
     path: str
     out_features: int
     spans: tuple[Span, ...] = ()
+    groups: Groups = UNGROUPED
 
     @property
     def name(self) -> str:
@@ -145,6 +146,7 @@ class LinearSpec(msgspec.Struct, frozen=True):
                 sharding=self.sharding,
                 spans=self.spans_of(part),
                 has_bias=has_bias,
+                groups=part.groups,
             )
             for part in self.parts
         }

@@ -62,7 +62,7 @@ class PositionScale(msgspec.Struct, frozen=True):
 class NormSpec(msgspec.Struct, frozen=True):
     """A norm over `size` features. path: its module. offset: added to the stored weight at load, as
     Gemma stores the weight less one. kind: by the root of the mean square, or LayerNorm, which
-    takes the mean away before. bias: of a LayerNorm."""
+    takes the mean away before. bias: of a LayerNorm. has_weight: False = of a LayerNorm without."""
 
     path: str
     size: int
@@ -70,10 +70,12 @@ class NormSpec(msgspec.Struct, frozen=True):
     offset: float = 0.0
     kind: NormKind = "rms"
     bias: bool = False
+    has_weight: bool = True
 
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
-        yield f"{self.path}.weight", (self.size,)
+        if self.has_weight:
+            yield f"{self.path}.weight", (self.size,)
         if self.bias:
             yield f"{self.path}.bias", (self.size,)
 
@@ -175,13 +177,14 @@ Branch = Mixer | FeedForward
 class StepSpec(msgspec.Struct, frozen=True):
     """A part of a layer that ends with a residual sum: `x + factor * post(sum of branches)`. Every
     branch reads `pre(x)`. pre, post: None = read, or summed, as it is. At most one branch mixes
-    tokens.
+    tokens. beside: the norm of what the others read beside it, in place of `pre`; None = the same.
     """
 
     branches: tuple[Branch, ...]
     pre: NormSpec | None
     post: NormSpec | None = None
     factor: float = 1.0
+    beside: NormSpec | None = None
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -216,7 +219,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
         for step in self.steps:
-            for part in (*step.branches, step.pre, step.post):
+            for part in (*step.branches, step.pre, step.post, step.beside):
                 if part is not None:
                     yield from part.tensors()
 

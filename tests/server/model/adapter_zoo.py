@@ -46,6 +46,8 @@ def zoo_of(variant: Variant) -> dict[str, LoraConfig]:
     zoo = {name: make(variant.targets) for name, make in ZOO.items()}
     for config in zoo.values():
         config.exclude_modules = variant.excluded
+        named = config.target_modules or ()
+        config.target_modules = {variant.embedding if x == "embed_tokens" else x for x in named}
     return {**zoo, **variant.others()}
 
 

@@ -39,7 +39,7 @@ def random_model(
     model: PreTrainedModel = model_class(config_class(**settings))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name or "bias" in parameter_name:
+            if any(part in parameter_name for part in ("norm", "ln_", "bias")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for buffer_name, buffer in model.named_buffers():
             if "correction_bias" in buffer_name:

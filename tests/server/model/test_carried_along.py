@@ -50,7 +50,9 @@ CARRIED: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
     ),
     "attention masks": (
         lambda _: {
-            f"model.layers.{i}.self_attn.masked_bias": torch.tensor(-1e9) for i in range(LAYERS)
+            f"model.layers.{i}.{name}": torch.tensor(-1e9)
+            for i in range(LAYERS)
+            for name in ("self_attn.masked_bias", "attention.bias", "attn.causal_mask")
         },
         {},
     ),

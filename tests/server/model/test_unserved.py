@@ -29,18 +29,17 @@ TEXT = {"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 151936}
 
 # Types of transformers of whose parts none is known to be missing: no reader knows their fields.
 WITHOUT_READER = {
-    *("apertus1p5_text", "aria_text", "beam", "bert-generation", "bitnet", "codegen"),
-    *("cohere2_moe", "cohere_compass_text", "dbrx", "falcon"),
-    *("flint", "fuyu", "gemma4_assistant", "gpt_neox", "gpt_neox_japanese", "gptj"),
+    *("apertus1p5_text", "aria_text", "beam", "bert-generation", "bitnet"),
+    *("cohere2_moe", "cohere_compass_text", "dbrx"),
+    *("flint", "fuyu", "gemma4_assistant", "gpt_neox_japanese"),
     *("granite_swa", "granitemoe_swa", "hy_v3", "hyperclovax", "iquestcoder", "jais2"),
-    *("kolibri1", "mellum", "mimo_v2_flash", "nanochat", "modernbert-decoder", "olmo"),
+    *("kolibri1", "mellum", "mimo_v2_flash", "nanochat", "modernbert-decoder"),
     *("persimmon", "sarvam_moe", "solar_open"),
 }
 
 # Of another type: whatever else they say, that is the reason.
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_head": 12, "n_layer": 12},
-    "gpt_neox": {"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.25, "hidden_act": "gelu"},
     "bert": {"architectures": ["BertForMaskedLM"], "hidden_act": "gelu", "type_vocab_size": 2},
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
@@ -50,7 +49,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         **TEXT,
         "layer_types": ["linear_attention", "full_attention"],
     },
-    "falcon": {"architectures": ["FalconForCausalLM"], "multi_query": True, "alibi": False},
+    "bloom": {"architectures": ["BloomForCausalLM"], "n_layer": 6, "slow_but_exact": False},
     "mamba": {"architectures": ["MambaForCausalLM"], "state_size": 16},
     "deepseek_v2": {"architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 512},
     "deepseek_v3": {
@@ -58,7 +57,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "fp8"},
         "num_nextn_predict_layers": 1,
     },
-    "olmo": {"architectures": ["OlmoForCausalLM"], **TEXT, "clip_qkv": 8.0},
+    "dbrx": {"architectures": ["DbrxForCausalLM"], "attn_config": {"clip_qkv": 8}},
     "nemotron_h": {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M*"},
 }
 

@@ -11,7 +11,6 @@ from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import llama, renamed
 from loraplex.server.model.families.rope import LLAMA, RopeRules
-from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import MlpSpec, ModelSpec
 
 _YI = ((r"\.ln1\.", ".input_layernorm."), (r"\.ln2\.", ".post_attention_layernorm."))
@@ -130,22 +129,17 @@ def _named(model: ModelSpec, names: _Names) -> ModelSpec:
     """Give the modules of all layers, which are the same, these names."""
     layer = model.layers[0]
     (attend, feed), of = layer.steps, layer.attention
-    of = replace(of, qkv=family.fused(of.qkv, names.qkv), o=_with_paths(of.o, names.o))
+    of = replace(of, qkv=family.fused(of.qkv, names.qkv), o=family.with_paths(of.o, names.o))
     (mlp,) = layer.feed_forwards
     assert isinstance(mlp, MlpSpec)
     if len(names.gate_up) == 1:
         gate_up = family.fused(mlp.gate_up, names.gate_up[0])
     else:
-        gate_up = _with_paths(mlp.gate_up, *names.gate_up)
-    mlp = replace(mlp, gate_up=gate_up, down=_with_paths(mlp.down, names.down))
+        gate_up = family.with_paths(mlp.gate_up, *names.gate_up)
+    mlp = replace(mlp, gate_up=gate_up, down=family.with_paths(mlp.down, names.down))
     pre = [
         None if step.pre is None else replace(step.pre, path=path)
         for step, path in zip(layer.steps, names.norms, strict=True)
     ]
     steps = replace(attend, branches=(of,), pre=pre[0]), replace(feed, branches=(mlp,), pre=pre[1])
     return replace(model, layers=(replace(layer, steps=steps),) * model.num_layers)
-
-
-def _with_paths(linear: LinearSpec, *paths: str) -> LinearSpec:
-    parts = (replace(part, path=path) for part, path in zip(linear.parts, paths, strict=True))
-    return replace(linear, parts=tuple(parts))

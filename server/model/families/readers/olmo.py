@@ -1,4 +1,6 @@
-"""OLMo 2 and 3: norms behind attention and MLP alone, and of q and k over all heads. Pure."""
+"""OLMo 1 has LayerNorms without weights. OLMo 2 and 3 have norms behind attention and MLP alone,
+and of q and k over all heads. Pure.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,12 +9,21 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.readers import llama
 from loraplex.server.model.families.rope import RopeRules, read_rope, read_table, read_tables
-from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec, NormSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 
 _EOS = 50279
 _WINDOW = 4096
 _OLMO3 = RopeRules(theta=5e5)
+
+
+def read_olmo(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    sizes = _read_sizes(fields)._replace(epsilon=1e-5)
+    norm = NormSpec("", sizes.hidden, sizes.epsilon, kind="layer", has_weight=False)
+    model = llama.assembled(fields, generation, sizes, _read_biases(fields), eos=_EOS)
+    steps = tuple(replace(step, pre=norm) for step in model.layers[0].steps)
+    return replace(model, norm=norm, layers=(LayerSpec(steps),) * sizes.layers)
 
 
 def read_olmo2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:

@@ -7,6 +7,8 @@ from transformers import (
     ApertusForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
+    CodeGenConfig,
+    CodeGenForCausalLM,
     Cohere2Config,
     Cohere2ForCausalLM,
     CohereConfig,
@@ -14,8 +16,14 @@ from transformers import (
     CwmConfig,
     CwmForCausalLM,
     ExaoneConfig,
+    FalconConfig,
+    FalconForCausalLM,
     Glm4vForConditionalGeneration,
     Glm46VForConditionalGeneration,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
     InternLM3Config,
@@ -30,6 +38,8 @@ from transformers import (
     MinistralForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
     Phi4MultimodalForCausalLM,
     Qwen2VLForConditionalGeneration,
     Qwen3VLMoeForConditionalGeneration,
@@ -72,6 +82,27 @@ _STARCODER2 = Variant(
     ("q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"),
 )
 _COHERE = Variant(CohereConfig, CohereForCausalLM, {**_ODD, "logit_scale": 0.5})
+_GPTJ = Variant(
+    GPTJConfig,
+    GPTJForCausalLM,
+    {"hidden_size": 72, "rotary_dim": 10, "n_inner": 88},
+    ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj", "fc_in", "fc_out"),
+    embedding="wte",
+)
+_CODEGEN = _GPTJ._replace(
+    config=CodeGenConfig, model=CodeGenForCausalLM, targets=("attn.qkv_proj", *_GPTJ.targets[3:])
+)
+_FUSED = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+_NEOX = Variant(
+    GPTNeoXConfig, GPTNeoXForCausalLM, {"hidden_size": 72}, _FUSED, embedding="embed_in"
+)
+_FALCON = Variant(
+    FalconConfig,
+    FalconForCausalLM,
+    {"hidden_size": 60, "num_attention_heads": 6, "ffn_hidden_size": 88},
+    _FUSED,
+    embedding="word_embeddings",
+)
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _LLAVA = Variant(text_parts.llava, LlavaForConditionalGeneration, excluded=OF_IMAGES)
 _GLM4V = Variant(
@@ -94,6 +125,7 @@ _ROWS: dict[str, Variant] = {
     ),
     "arcee": of(_ARCEE, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE),
     "arcee-plain": of(_ARCEE, hidden_act="relu", tie_word_embeddings=True, is_adapted=False),
+    "codegen": _CODEGEN,
     "cohere": of(_COHERE, attention_bias=True),
     "cohere2": of(
         _COHERE,
@@ -116,6 +148,35 @@ _ROWS: dict[str, Variant] = {
     "exaone3-biases": of(
         _EXAONE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, is_adapted=False
     ),
+    "falcon": of(_FALCON, bias=True),
+    "falcon-heads": of(
+        _FALCON,
+        multi_query=False,
+        parallel_attn=False,
+        tie_word_embeddings=False,
+        activation="gelu_new",
+        is_adapted=False,
+    ),
+    "falcon-new": of(_FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-new-one-norm": of(
+        _FALCON,
+        new_decoder_architecture=True,
+        num_ln_in_parallel_attn=1,
+        rope_parameters={"rope_type": "linear", "rope_theta": 99.0, "factor": 3.0},
+        is_adapted=False,
+    ),
+    "gpt-neox": of(_NEOX, rotary_pct=0.34, rotary_emb_base=999),
+    "gpt-neox-steps": of(
+        _NEOX,
+        use_parallel_residual=False,
+        attention_bias=False,
+        hidden_act="relu",
+        rope_parameters={"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": 1.0},
+        tie_word_embeddings=True,
+        is_adapted=False,
+    ),
+    "gptj": _GPTJ,
+    "gptj-whole": of(_GPTJ, rotary_dim=18, n_inner=None, is_adapted=False),
     "hunyuan": of(
         _HUNYUAN,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
@@ -147,6 +208,13 @@ _ROWS: dict[str, Variant] = {
         hidden_act="silu",
         rope_parameters={"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": 1.0},
         tie_word_embeddings=True,
+        is_adapted=False,
+    ),
+    "olmo": Variant(OlmoConfig, OlmoForCausalLM, _ODD),
+    "olmo-biases": Variant(
+        OlmoConfig,
+        OlmoForCausalLM,
+        {"attention_bias": True, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
         is_adapted=False,
     ),
     "stablelm": of(_STABLELM, use_qkv_bias=True),

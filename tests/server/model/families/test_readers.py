@@ -63,6 +63,7 @@ def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
     spec = base_spec(config, "d" * 64, ("base",))
     decoder = model.get_decoder()
     modules = dict(decoder.named_modules())
+    layers = "h" if hasattr(decoder, "h") else "layers"
     assert spec.num_layers == config.num_layers == 3
     weights = [weight for layer in spec.layers for weight in layer.expert_weights]
     of_experts = {part for weight in weights for part in weight.parts}
@@ -70,18 +71,18 @@ def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
     assert set(names) == {*VARIANTS[name].targets, *VARIANTS[name].beside, *of_experts}
     for index, layer in enumerate(spec.layers):
         assert layer.path == f"model.layers.{index}"
-        has = {short for short, path in names.items() if f"layers.{index}.{path}" in modules}
+        has = {short for short, path in names.items() if f"{layers}.{index}.{path}" in modules}
         assert {s for s, shape in layer.modules.items() if not shape.is_of_experts} == has
         for short in has:
             shape = layer.modules[short]
-            weight: Any = modules[f"layers.{index}.{shape.path}"].weight
+            weight: Any = modules[f"{layers}.{index}.{shape.path}"].weight
             assert shape.path.endswith(short)
             assert tuple(weight.shape) == (shape.out_features, shape.in_features)
         for stored in layer.expert_weights:
             tensor = decoder.get_parameter(f"layers.{index}.{stored.path}")
             assert tuple(tensor.shape) == stacked_shape(layer, stored)
     embed, head = spec.model_modules["embed_tokens"], spec.model_modules["lm_head"]
-    embedding: Any = decoder.embed_tokens.weight
+    embedding: Any = decoder.get_input_embeddings().weight
     output: Any = model.get_output_embeddings().weight
     assert tuple(embedding.shape) == (embed.in_features, embed.out_features)
     assert tuple(output.shape) == (head.out_features, head.in_features)
@@ -107,8 +108,12 @@ def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
             of = decoder.config
             assert of.layer_types[index] == "full_attention" or not of.no_rope_layers[index]
             continue
+        found = inverse_frequencies(rope, attention.head_dim)
+        if hasattr(rotary, "embed_positions"):  # sines of positions, then cosines
+            assert torch.equal(found.sin(), rotary.embed_positions[1, : len(found)])
+            continue
         expected = getattr(rotary, f"{prefix}inv_freq")
-        assert torch.equal(inverse_frequencies(rope, attention.head_dim), expected)
+        assert torch.equal(found, expected)
         factor = getattr(rotary, f"{prefix}attention_scaling")
         assert rope.attention_factor == pytest.approx(factor)
 
@@ -263,6 +268,15 @@ MINISTRAL: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "llama_4_scalin
         ("phi3", {"partial_rotary_factor": 0.2}, "even part"),
         ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ("glm4", {"partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        ("codegen", {"n_embd": 62, "n_head": 2}, "n_embd must be a multiple of 4"),
+        ("falcon", {"alibi": True}, "alibi"),
+        ("falcon", {"n_embed": 32}, "n_embed"),
+        ("falcon", {"multi_query": False, "num_kv_heads": 2}, "num_kv_heads"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
+        ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn"),
+        ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("gptj", {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 18}, "rotary_dim"),
+        ("olmo", {"clip_qkv": 8.0}, "clip_qkv"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
         ("olmo2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters"),

@@ -52,6 +52,7 @@ class Variant(NamedTuple):
     is_adapted: False where another row of the same modules has adapters, which then run there.
     is_brief: whether an ordinary run tries its base alone, in chunks.
     beside: further modules, which PEFT does not wrap beside experts of the same names.
+    embedding: its name.
     """
 
     config: Callable[..., Any]
@@ -63,6 +64,7 @@ class Variant(NamedTuple):
     is_adapted: bool = True
     is_brief: bool = False
     beside: tuple[str, ...] = ()
+    embedding: str = "embed_tokens"
 
 
 # The other ways to compute experts know no float64.

@@ -1,0 +1,223 @@
+"""GPT-J, GPT-NeoX and their kin: LayerNorm, an MLP without gate, names of their own. Pure."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from loraplex.adapters.sharding import UNGROUPED, Groups
+from loraplex.server.model.families import family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.readers import renamed
+from loraplex.server.model.families.rope import RopeRules, read_rope
+from loraplex.server.model.spec.model_spec import (
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+    StepSpec,
+)
+
+_GPTJ_EOS, _NEOX_EOS, _FALCON_EOS = 50256, 2, 11
+_NEOX_ROPE = RopeRules(partial=0.25)
+_GPTJ_THETA, _GPTJ_TURNED = 10_000.0, 64
+# The number of devices that CodeGen was trained on. The rows of each are a group: q, v, k.
+_CODEGEN_GROUPS = Groups(4, (0, 2, 1))
+_NEOX_TENSORS = (
+    (r"^(?:gpt_neox\.)?embed_in\.", "model.embed_tokens."),
+    (r"^gpt_neox\.layers\.", "model.layers."),
+    (r"^(?:gpt_neox\.)?final_layer_norm\.", "model.norm."),
+    (r"^embed_out\.", "lm_head."),
+)
+_FALCON_TENSORS = (
+    (r"^transformer\.word_embeddings\.", "model.embed_tokens."),
+    *renamed.OF_GPT2,
+)
+
+
+class _Names(NamedTuple):
+    """Names of a layer's modules. qkv: one, or three."""
+
+    qkv: tuple[str, ...]
+    o: str
+    up: str
+    down: str
+
+
+_GPTJ_NAMES = _Names(
+    ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.out_proj", "mlp.fc_in", "mlp.fc_out"
+)
+_CODEGEN_NAMES = _GPTJ_NAMES._replace(qkv=("attn.qkv_proj",))
+_NEOX_NAMES = _Names(
+    ("attention.query_key_value",), "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
+)
+_FALCON_NAMES = _NEOX_NAMES._replace(
+    qkv=("self_attention.query_key_value",), o="self_attention.dense"
+)
+
+
+def read_gptj(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """GPT-J: attention and MLP read one norm; the first features of heads turn, by neighbours."""
+    return _gptj(fields, generation, _GPTJ_NAMES, UNGROUPED)
+
+
+def read_codegen(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """CodeGen: GPT-J with one matrix for q, k and v."""
+    if fields.positive("n_embd", 1) % _CODEGEN_GROUPS.count:
+        fields.refuse(f"n_embd must be a multiple of {_CODEGEN_GROUPS.count}")
+    return _gptj(fields, generation, _CODEGEN_NAMES, _CODEGEN_GROUPS)
+
+
+def _gptj(
+    fields: Fields, generation: Mapping[str, Any], names: _Names, groups: Groups
+) -> ModelSpec:
+    config = fields.config
+    fields.only("tie_word_embeddings", False)
+    fields = fields.changed(
+        hidden_size=config.get("n_embd"),
+        num_hidden_layers=config.get("n_layer"),
+        num_attention_heads=config.get("n_head"),
+        max_position_embeddings=config.get("n_positions"),
+        intermediate_size=_inner(config.get("n_inner"), config.get("n_embd")),
+        hidden_act=config.get("activation_function", "gelu_new"),
+    )
+    sizes = _read_sizes(fields, None, "layer_norm_epsilon")
+    turned = fields.positive("rotary_dim", _GPTJ_TURNED)
+    if sizes.is_sound and (turned > sizes.head_dim or turned % 2):
+        fields.refuse(f"rotary_dim must be even and at most {sizes.head_dim}, got {turned}")
+    part = None if turned == sizes.head_dim else turned
+    rope = RopeSpec("default", _GPTJ_THETA, rotary_dim=part, interleaved=True)
+    branches = _branches(sizes, rope, names, family.Biases(mlp=True), groups)
+    layer = LayerSpec((StepSpec(branches, _norm("ln_1", sizes)),))
+    model = _model(fields, generation, sizes, layer, sizes.positions, _GPTJ_EOS)
+    head = replace(model.head, linear=replace(model.head.linear, bias=True))
+    return replace(model, head=head, stored_names=renamed.OF_GPT2)
+
+
+def read_gpt_neox(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """GPT-NeoX and Pythia: attention and MLP beside each other, each behind a norm of its own."""
+    config = fields.config
+    fields = fields.changed(
+        rope_theta=config.get("rotary_emb_base"), partial_rotary_factor=config.get("rotary_pct")
+    )
+    sizes = _read_sizes(fields, None, "layer_norm_eps")
+    rope, max_context = read_rope(fields, sizes, _NEOX_ROPE)
+    bias = bool(config.get("attention_bias", True))
+    biases = family.Biases(qkv=bias, o=bias, mlp=True)
+    of, mlp = _branches(sizes, rope, _NEOX_NAMES, biases, Groups(sizes.heads))
+    norms = _norm("input_layernorm", sizes), _norm("post_attention_layernorm", sizes)
+    layer = _layer(of, mlp, *norms, parallel=bool(config.get("use_parallel_residual", True)))
+    model = _model(fields, generation, sizes, layer, max_context, _NEOX_EOS)
+    return replace(model, stored_names=_NEOX_TENSORS)
+
+
+def read_falcon(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Falcon with rotation: one head of keys and values for all of q, or for each group."""
+    config = fields.config
+    fields.only("alibi", False)
+    fields.only("n_embed", config.get("hidden_size"))
+    heads, is_new = config.get("num_attention_heads"), bool(config.get("new_decoder_architecture"))
+    shares = config.get("multi_query", True) and not is_new
+    if not (is_new or shares):
+        fields.only("num_kv_heads", heads)
+    fields = fields.changed(
+        intermediate_size=_inner(config.get("ffn_hidden_size"), config.get("hidden_size")),
+        hidden_act=config.get("activation", "gelu"),
+    )
+    sizes = _read_sizes(fields, 1 if shares else config.get("num_kv_heads"), "layer_norm_epsilon")
+    rope, max_context = read_rope(fields, sizes)
+    biased = bool(config.get("bias"))
+    biases = family.Biases(biased, biased, biased)
+    branches = _branches(sizes, rope, _FALCON_NAMES, biases, Groups(sizes.kv_heads))
+    layer = _falcon_layer(fields, sizes, branches, is_new=is_new)
+    fields = family.tied_where_unsaid(fields)
+    model = _model(fields, generation, sizes, layer, max_context, _FALCON_EOS)
+    return replace(model, stored_names=_FALCON_TENSORS)
+
+
+def _falcon_layer(
+    fields: Fields,
+    sizes: family.ModelSizes,
+    branches: tuple[AttentionSpec, MlpSpec],
+    *,
+    is_new: bool,
+) -> LayerSpec:
+    parallel = bool(fields.config.get("parallel_attn", True))
+    norms = fields.config.get("num_ln_in_parallel_attn")
+    if is_new:
+        fields.only("parallel_attn", True)
+    if is_new and norms not in (None, 1, 2) or not is_new and parallel and norms == 2:
+        fields.refuse(f"num_ln_in_parallel_attn: {norms!r} is not served with such layers")
+    if is_new and norms != 1:
+        two = _norm("ln_attn", sizes), _norm("ln_mlp", sizes)
+        return _layer(*branches, *two, parallel=True)
+    first = _norm("input_layernorm", sizes)
+    second = None if parallel else _norm("post_attention_layernorm", sizes)
+    return _layer(*branches, first, second, parallel=parallel)
+
+
+def _inner(said: object, hidden: object) -> object:
+    """The size within an MLP: four times that of the model, where `config.json` says nothing."""
+    return 4 * hidden if said is None and isinstance(hidden, int) else said
+
+
+def _read_sizes(fields: Fields, kv_heads: object, epsilon_key: str) -> family.ModelSizes:
+    family.refuse_other_attention(fields)
+    fields = fields.changed(num_key_value_heads=kv_heads)
+    sizes = family.read_sizes(fields, epsilon=1e-5, epsilon_key=epsilon_key, activation="gelu")
+    family.refuse_other_head_dim(fields, sizes)
+    return sizes
+
+
+def _norm(path: str, sizes: family.ModelSizes) -> NormSpec:
+    return NormSpec(path, sizes.hidden, sizes.epsilon, kind="layer", bias=True)
+
+
+def _branches(
+    sizes: family.ModelSizes,
+    rope: RopeSpec,
+    names: _Names,
+    biases: family.Biases,
+    groups: Groups,
+) -> tuple[AttentionSpec, MlpSpec]:
+    of = family.attention(sizes, rope, biases=biases)
+    if len(names.qkv) == 1:
+        qkv = family.fused(of.qkv, names.qkv[0], groups)
+    else:
+        qkv = family.with_paths(of.qkv, *names.qkv)
+    mlp = family.plain_mlp(sizes, biases)
+    up, down = (
+        family.with_paths(linear, path)
+        for linear, path in ((mlp.gate_up, names.up), (mlp.down, names.down))
+    )
+    of = replace(of, qkv=qkv, o=family.with_paths(of.o, names.o))
+    return of, replace(mlp, gate_up=up, down=down)
+
+
+def _layer(
+    of: AttentionSpec,
+    mlp: MlpSpec,
+    first: NormSpec,
+    second: NormSpec | None,
+    *,
+    parallel: bool,
+) -> LayerSpec:
+    """A layer of one step, or of two. second: the norm that the MLP reads, where it has its own."""
+    if parallel:
+        return LayerSpec((StepSpec((of, mlp), first, beside=second),))
+    return LayerSpec((StepSpec((of,), first), StepSpec((mlp,), second)))
+
+
+def _model(
+    fields: Fields,
+    generation: Mapping[str, Any],
+    sizes: family.ModelSizes,
+    layer: LayerSpec,
+    max_context: int,
+    eos: int,
+) -> ModelSpec:
+    ids = family.read_eos(fields, generation, sizes, default=eos)
+    model = family.model(fields, sizes, [layer] * sizes.layers, max_context, ids)
+    return replace(model, norm=_norm(model.norm.path, sizes))

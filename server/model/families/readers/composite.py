@@ -193,10 +193,12 @@ COMPOSITES: dict[str, Composite] = {
     "qwen3_5": Composite(
         "Qwen3_5ForConditionalGeneration",
         {"qwen3_5_text": TextPart("qwen3_5_text", _QWEN35_TEXT)},
+        inner_ties=False,
     ),
     "qwen3_5_moe": Composite(
         "Qwen3_5MoeForConditionalGeneration",
         {"qwen3_5_moe_text": TextPart("qwen3_5_moe_text", _QWEN35_MOE_TEXT)},
+        inner_ties=False,
     ),
     "qwen3_vl": Composite(
         "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": TextPart("qwen3", _QWEN3_TEXT)}

@@ -32,6 +32,8 @@ ROWS: dict[str, dict[int, tuple[str, ...]]] = {
     },
     "ernie-moe": {0: ("mlp.shared_experts",), 1: ("mlp.experts.1", "mlp.shared_experts")},
     "exaone-moe-dense-first": {0: ("mlp",), 1: ("mlp.shared_experts", "mlp.experts.3")},
+    "qwen3-next": {0: ("mlp.shared_expert",), 2: ("mlp.experts.1", "mlp.shared_expert")},
+    "qwen3.5-moe": {0: ("mlp.experts.6",), 1: ("mlp.shared_expert",)},
     "hunyuan-moe": {0: ("mlp.shared_mlp",), 1: ("mlp.shared_mlp", "mlp.experts.5")},
 }
 FEW = [

@@ -153,6 +153,7 @@ NAMINGS = (
         ("self_attention.", "mlp.dense"),
         "word_embeddings",
     ),
+    Naming("a model with OPT's names", "model.decoder.", "", modules=("self_attn.", "fc")),
     Naming(
         "a model with GPT-NeoX's names",
         "gpt_neox.",

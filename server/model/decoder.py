@@ -9,7 +9,7 @@ import torch
 
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.lora.sites import BranchSites, Sites
-from loraplex.server.model.ops.ops import Ops
+from loraplex.server.model.ops.ops import Ops, Positioned
 from loraplex.server.model.spec.model_spec import ModelSpec, StepSpec
 from loraplex.server.model.weights import (
     AttentionWeights,
@@ -21,7 +21,7 @@ from loraplex.server.model.weights import (
     StepWeights,
 )
 
-P = TypeVar("P")
+P = TypeVar("P", bound=Positioned)
 L = TypeVar("L")
 Y = TypeVar("Y")
 
@@ -141,7 +141,7 @@ class Decoder(Generic[P, L, Y]):
         """Compute a step up to the result of the last mixer, behind which nothing writes keys,
         values and states. Returns that result, and the hidden states.
         """
-        normed, hidden = self.begin(token_ids, lora, embedded)
+        normed, hidden = self.begin(token_ids, plan.positions, lora, embedded)
         last = len(self.mixers) - 1
         for number, mixer in enumerate(self.mixers):
             of_each = zip(mixer.weights.linears[:-1], mixer.sites, strict=False)
@@ -169,14 +169,21 @@ class Decoder(Generic[P, L, Y]):
         return self.ops.embed(token_ids, self.weights.embed, lora, self.sites.embed)
 
     def begin(
-        self, token_ids: torch.Tensor, lora: L | None, embedded: Embedded | None = None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lora: L | None,
+        embedded: Embedded | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute up to the first mixer's products. Returns normed and hidden states."""
+        """Compute up to the first mixer's products. positions: of the tokens, int64 `[tokens]`.
+        Returns normed and hidden states."""
         hidden = self.embed(token_ids, lora)
         if embedded is not None:
             hidden = torch.where(embedded.is_given, embedded.hidden, hidden)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
+        if self.weights.positions is not None:
+            hidden = hidden + self.weights.positions[positions]
         return self._up_to_mixer(0, self._normed(0, hidden, lora), hidden, lora)
 
     def after_mixer(

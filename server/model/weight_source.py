@@ -123,7 +123,7 @@ class WeightSource:
                 return QuantisedLinear(matrix, bias, self.dtype)
         weight = self._zeros(*shape)
         for path, cut, rows in zip(paths, cuts, weight.split(heights), strict=True):
-            self.fill(path, cut, rows)
+            self.fill(path, cut, rows, transposed=spec.transposed)
         if layer is None or self._at_load is None:
             return DenseLinear(weight, bias)
         return self._quantised(weight, bias, self._at_load)
@@ -171,12 +171,13 @@ class WeightSource:
         whole = joined(cut) if len(cut) == len(found) else None
         return None if whole is None else matrix_of(whole)
 
-    def fill(self, path: str, cut: Cut, weight: torch.Tensor) -> None:
+    def fill(self, path: str, cut: Cut, weight: torch.Tensor, *, transposed: bool = False) -> None:
         """Write the device's part of a matrix. weight: `cut.shape`, which the matrix of the module
-        at `path` is written to.
+        at `path` is written to. transposed: it is stored so, where it is not quantised.
         """
         if path not in self._forms:
-            cut.copy(self.mapped(f"{path}.weight"), weight)
+            stored = self.mapped(f"{path}.weight")
+            cut.copy(stored.T if transposed else stored, weight)
         else:
             cut.dequantise(partial(self._unpacked, path, cut.whole), weight)
 

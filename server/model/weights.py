@@ -187,6 +187,7 @@ class LayerWeights:
 class ModelWeights:
     """Weights of the device's part of a model. embed: `[vocab, hidden]`; the head's matrix is the
     same tensor when they are tied. score: a classifier's head, `[classes, hidden]`.
+    positions: what positions add, `[positions, hidden]`.
     """
 
     embed: torch.Tensor
@@ -194,6 +195,7 @@ class ModelWeights:
     norm: Norm
     lm_head: Linear
     score: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
 
 def load_weights(
@@ -234,7 +236,9 @@ def load_weights(
         if model.head.is_normed and isinstance(head, DenseLinear):
             head.weight.copy_(functional.normalize(head.weight.float()))
         score = None if model.classes is None else source.get(SCORE)
-        return ModelWeights(embed, tuple(layers), _norm(source, model.norm), head, score)
+        norm, added = _norm(source, model.norm), model.embedding.positions
+        positions = None if added is None else source.get(added.tensor)[added.first :]
+        return ModelWeights(embed, tuple(layers), norm, head, score, positions)
 
 
 def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeights:

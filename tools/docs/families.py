@@ -84,6 +84,7 @@ def _blocks(known: KnownModel) -> str:
         "queries that grow": any(of.q_scale is not None for of in attentions),
         "soft caps": model.head.softcap is not None
         or any(of.softcap is not None for of in attentions),
+        "learned positions": model.embedding.positions is not None,
         "a scaled embedding": model.embedding.scale != 1.0,
         "an MLP without gate": any(not feed.is_gated for feed in mlps),
         **{of.activation: of.activation != "silu" for of in mlps},

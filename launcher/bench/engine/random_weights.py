@@ -67,7 +67,10 @@ def random_weights(model: ModelSpec, dtype: torch.dtype, device: torch.device) -
     embed = make.matrix(model.embedding.num_rows, model.hidden_size)
     head = DenseLinear(embed) if model.head.tied else make.linear(model.head.linear)
     layers = (make.layer(index, layer) for index, layer in enumerate(model.layers))
-    return ModelWeights(embed, tuple(layers), make.norm(model.norm), head)
+    added = model.embedding.positions
+    positions = None if added is None else make.matrix(added.rows, model.hidden_size)[added.first :]
+    norm = make.norm(model.norm)
+    return ModelWeights(embed, tuple(layers), norm, head, positions=positions)
 
 
 @dataclass(frozen=True, slots=True)

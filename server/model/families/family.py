@@ -44,10 +44,12 @@ _ACTIVATIONS: dict[str, Activation] = {
 FULL, WINDOWED = "full_attention", "sliding_attention"
 # Tokens of a context where `config.json` says nothing, as transformers has it for each type.
 _POSITIONS: dict[int, tuple[str, ...]] = {
+    1024: ("gpt2", "gpt_bigcode"),
     2048: (
         *("dots1", "exaone4", "exaone_moe", "granite", "granitemoe", "granitemoehybrid"),
         *("granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "olmo", "olmo2"),
         *("olmo3", "phi", "codegen", "falcon", "gpt_neox", "gptj"),
+        *("gpt_neo", "opt"),
     ),
     4096: (
         *("arcee", "exaone", "flex_olmo", "helium", "nemotron", "olmoe", "phi3"),

@@ -110,7 +110,7 @@ _PARTS: tuple[_Part, ...] = (
     ),
     _Part("biases of scores by distance (ALiBi)", ("alibi",), named=("slow_but_exact",)),
     _Part(
-        "positions that are learned, or added to the embedding",
+        "positions that are added in another form, or norms of sums",
         (
             *("n_positions", "do_layer_norm_before", "learned_pos_emb", "attention_types"),
             *("scale_embedding", "afn"),

@@ -134,7 +134,9 @@ class TokenGraphs:
         self._q_sizes = [of.q_size for of in attentions]
         self._qkv_sizes = [of.qkv.out_features for of in attentions]
         most = sizes[-1]
-        self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._token_ids, self._positions = (
+            torch.zeros(most, dtype=torch.int64, device=device) for _ in range(2)
+        )
         self._slots = torch.full((most,), -1, dtype=torch.int32, device=device)
         self._hidden = torch.zeros(most, model.hidden_size, dtype=dtype, device=device)
         self._is_given = torch.zeros(1, 1, dtype=torch.bool, device=device)
@@ -200,6 +202,8 @@ class TokenGraphs:
             first = layout.num_decodes  # they go to the end
             self._attention.fill(size, layout)
         self._token_ids[:tokens].copy_(token_ids.roll(-first))
+        if self._decoder.weights.positions is not None:
+            self._positions[:tokens].copy_(layout.positions.roll(-first))
         if captured.lora is not None:
             slots = np.full(size, -1, dtype=np.int32)
             slots[:tokens] = np.roll(token_slots, -first)
@@ -282,8 +286,8 @@ class TokenGraphs:
         def begin() -> None:
             if lora is not None:
                 self._ops.route(lora)
-            embedded = self._embedded(size, lora)
-            normed, begun = decoder.begin(self._token_ids[:size], lora, embedded)
+            token_ids, embedded = self._token_ids[:size], self._embedded(size, lora)
+            normed, begun = decoder.begin(token_ids, self._positions[:size], lora, embedded)
             hidden.copy_(begun)
             self._project(normed, 0, lora)
 

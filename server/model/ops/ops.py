@@ -112,6 +112,13 @@ class StepLayout:
         return self.seq_rows[n:], self.starts[n:], self.num_new[n:]
 
 
+class Positioned(Protocol):
+    """A plan that knows its tokens' positions, int64 `[tokens]`."""
+
+    @property
+    def positions(self) -> torch.Tensor: ...
+
+
 P = TypeVar("P")
 L = TypeVar("L")
 Y = TypeVar("Y")

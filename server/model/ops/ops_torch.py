@@ -142,9 +142,10 @@ class TorchPlan:
     """Preparation of a step's attention. rope: cos and sin, `[tokens, 1, rotary_dim / 2]`, of each
     rotation. q_scales: `[tokens, 1, 1]`. pages, offsets: of each token's keys and values, int64
     `[groups, tokens]` and `[tokens]`. fresh_pages: `[groups, n]`, those whose first token is
-    written in this step. states: None where the model has none.
+    written in this step. positions: int64 `[tokens]`. states: None where the model has none.
     """
 
+    positions: torch.Tensor
     rope: dict[Turn, tuple[torch.Tensor, torch.Tensor]]
     q_scales: dict[PositionScale, torch.Tensor]
     pages: torch.Tensor
@@ -192,6 +193,7 @@ class TorchOps:
         offsets = layout.positions % size
         decodes = layout.num_decodes if self.model.is_causal else 0
         return TorchPlan(
+            positions=layout.positions,
             rope={turn: self._turns(turn, layout) for turn in self._inv_freq},
             q_scales={scale: self._q_scale(scale, layout) for scale in self._q_scales},
             pages=pages,

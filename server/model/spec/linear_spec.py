@@ -82,7 +82,8 @@ class ExpertStorage(msgspec.Struct, frozen=True):
 class LinearSpec(msgspec.Struct, frozen=True):
     """`x W^T + bias`. role: of its site. parts: modules with the same input, whose rows lie one
     below the other; one part where the checkpoint stores the matrix whole. experts: how many such
-    matrices there are, of the same shape; then `stored` says how."""
+    matrices there are, of the same shape; then `stored` says how. transposed: a checkpoint has
+    `[in, out]` of a part that is not quantised."""
 
     role: Role
     in_features: int
@@ -91,6 +92,7 @@ class LinearSpec(msgspec.Struct, frozen=True):
     bias: bool = False
     experts: int = 1
     stored: ExpertStorage | None = None
+    transposed: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -119,7 +121,8 @@ class LinearSpec(msgspec.Struct, frozen=True):
             yield from self.stored.tensors(shape, parts, bias=self.bias)
             return
         for part in self.parts:
-            yield f"{part.path}.weight", (part.out_features, self.in_features)
+            own = part.out_features, self.in_features
+            yield f"{part.path}.weight", own[::-1] if self.transposed else own
             if self.bias:
                 yield f"{part.path}.bias", (part.out_features,)
 

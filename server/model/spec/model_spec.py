@@ -232,15 +232,29 @@ class LayerSpec(msgspec.Struct, frozen=True):
         return LayerSpec(tuple(steps))
 
 
+class PositionTable(msgspec.Struct, frozen=True):
+    """Learned vectors of positions, which are added to the embedding. path: of the table, `[rows,
+    hidden]`. first: the row of the first position."""
+
+    path: str
+    rows: int
+    first: int = 0
+
+    @property
+    def tensor(self) -> str:
+        return f"{self.path}.weight"
+
+
 class EmbeddingSpec(msgspec.Struct, frozen=True):
     """A table `[vocab_size, size]`, whose rows are multiplied by `scale`, rounded to the dtype.
-    rows: those that this device has; None = all."""
+    rows: those that this device has; None = all. positions: None = positions add nothing."""
 
     path: str
     vocab_size: int
     size: int
     scale: float = 1.0
     rows: int | None = None
+    positions: PositionTable | None = None
 
     @property
     def num_rows(self) -> int:
@@ -395,6 +409,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
         shapes: dict[str, tuple[int, ...]] = {
             embedding.tensor: (embedding.num_rows, embedding.size)
         }
+        if embedding.positions is not None:
+            shapes[embedding.positions.tensor] = embedding.positions.rows, embedding.size
         shapes.update(self.norm.tensors())
         if not self.head.tied:
             shapes.update(self.head.linear.tensors())

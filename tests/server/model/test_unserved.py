@@ -39,7 +39,7 @@ WITHOUT_READER = {
 
 # Of another type: whatever else they say, that is the reason.
 OTHERS: dict[str, dict[str, Any]] = {
-    "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_head": 12, "n_layer": 12},
+    "openai-gpt": {"architectures": ["OpenAIGPTLMHeadModel"], "n_embd": 768, "n_positions": 512},
     "bert": {"architectures": ["BertForMaskedLM"], "hidden_act": "gelu", "type_vocab_size": 2},
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
@@ -88,7 +88,7 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"type_vocab_size": 2}, "attention to later tokens"),
     ({"input_jitter_noise": 0.0}, "a router of sparse mixing"),
     ({"global_attn_every_n_layers": 4}, "a gate of what attention gives"),
-    ({"n_positions": 1024}, "positions that are learned"),
+    ({"n_positions": 1024}, "positions that are added in another form"),
     ({"attn_config": {"clip_qkv": 8.0}}, "attention whose queries and values are clipped"),
     ({"attn_config": {"alibi": True}}, "biases of scores by distance"),
     (
@@ -287,8 +287,8 @@ FOLDERS: dict[str, tuple[dict[str, str], str]] = {
     ),
     "text": ({"notes.txt": ""}, "has no config.json; expected a model folder"),
     "another type before another format": (
-        {"config.json": '{"model_type": "gpt2"}', "pytorch_model.bin": ""},
-        "config.json: model type 'gpt2' is not served",
+        {"config.json": '{"model_type": "ctrl"}', "pytorch_model.bin": ""},
+        "config.json: model type 'ctrl' is not served",
     ),
 }
 

@@ -1,6 +1,6 @@
 """GPT-J, GPT-NeoX and their kin: LayerNorm, an MLP without gate, names of their own. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -23,6 +23,12 @@ from loraplex.server.model.spec.model_spec import (
 _GPTJ_EOS, _NEOX_EOS, _FALCON_EOS = 50256, 2, 11
 _NEOX_ROPE = RopeRules(partial=0.25)
 _GPTJ_THETA, _GPTJ_TURNED = 10_000.0, 64
+GPT2_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
 # The number of devices that CodeGen was trained on. The rows of each are a group: q, v, k.
 _CODEGEN_GROUPS = Groups(4, (0, 2, 1))
 _NEOX_TENSORS = (
@@ -37,8 +43,8 @@ _FALCON_TENSORS = (
 )
 
 
-class _Names(NamedTuple):
-    """Names of a layer's modules. qkv: one, or three."""
+class LayerNames(NamedTuple):
+    """LayerNames of a layer's modules. qkv: one, or three."""
 
     qkv: tuple[str, ...]
     o: str
@@ -46,11 +52,11 @@ class _Names(NamedTuple):
     down: str
 
 
-_GPTJ_NAMES = _Names(
+_GPTJ_NAMES = LayerNames(
     ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.out_proj", "mlp.fc_in", "mlp.fc_out"
 )
 _CODEGEN_NAMES = _GPTJ_NAMES._replace(qkv=("attn.qkv_proj",))
-_NEOX_NAMES = _Names(
+_NEOX_NAMES = LayerNames(
     ("attention.query_key_value",), "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
 )
 _FALCON_NAMES = _NEOX_NAMES._replace(
@@ -71,27 +77,20 @@ def read_codegen(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 
 
 def _gptj(
-    fields: Fields, generation: Mapping[str, Any], names: _Names, groups: Groups
+    fields: Fields, generation: Mapping[str, Any], names: LayerNames, groups: Groups
 ) -> ModelSpec:
-    config = fields.config
     fields.only("tie_word_embeddings", False)
-    fields = fields.changed(
-        hidden_size=config.get("n_embd"),
-        num_hidden_layers=config.get("n_layer"),
-        num_attention_heads=config.get("n_head"),
-        max_position_embeddings=config.get("n_positions"),
-        intermediate_size=_inner(config.get("n_inner"), config.get("n_embd")),
-        hidden_act=config.get("activation_function", "gelu_new"),
-    )
-    sizes = _read_sizes(fields, None, "layer_norm_epsilon")
+    fields = with_usual_keys(fields, GPT2_KEYS, "n_inner")
+    sizes = read_sizes(fields, None, "layer_norm_epsilon")
     turned = fields.positive("rotary_dim", _GPTJ_TURNED)
     if sizes.is_sound and (turned > sizes.head_dim or turned % 2):
         fields.refuse(f"rotary_dim must be even and at most {sizes.head_dim}, got {turned}")
     part = None if turned == sizes.head_dim else turned
     rope = RopeSpec("default", _GPTJ_THETA, rotary_dim=part, interleaved=True)
-    branches = _branches(sizes, rope, names, family.Biases(mlp=True), groups)
-    layer = LayerSpec((StepSpec(branches, _norm("ln_1", sizes)),))
-    model = _model(fields, generation, sizes, layer, sizes.positions, _GPTJ_EOS)
+    of = family.attention(sizes, rope)
+    branches = branches_of(sizes, of, names, family.Biases(mlp=True), groups)
+    layer = LayerSpec((StepSpec(branches, norm("ln_1", sizes)),))
+    model = assembled(fields, generation, sizes, [layer] * sizes.layers, sizes.positions, _GPTJ_EOS)
     head = replace(model.head, linear=replace(model.head.linear, bias=True))
     return replace(model, head=head, stored_names=renamed.OF_GPT2)
 
@@ -102,14 +101,15 @@ def read_gpt_neox(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     fields = fields.changed(
         rope_theta=config.get("rotary_emb_base"), partial_rotary_factor=config.get("rotary_pct")
     )
-    sizes = _read_sizes(fields, None, "layer_norm_eps")
+    sizes = read_sizes(fields, None, "layer_norm_eps")
     rope, max_context = read_rope(fields, sizes, _NEOX_ROPE)
     bias = bool(config.get("attention_bias", True))
     biases = family.Biases(qkv=bias, o=bias, mlp=True)
-    of, mlp = _branches(sizes, rope, _NEOX_NAMES, biases, Groups(sizes.heads))
-    norms = _norm("input_layernorm", sizes), _norm("post_attention_layernorm", sizes)
-    layer = _layer(of, mlp, *norms, parallel=bool(config.get("use_parallel_residual", True)))
-    model = _model(fields, generation, sizes, layer, max_context, _NEOX_EOS)
+    of = family.attention(sizes, rope, biases=biases)
+    of, mlp = branches_of(sizes, of, _NEOX_NAMES, biases, Groups(sizes.heads))
+    norms = norm("input_layernorm", sizes), norm("post_attention_layernorm", sizes)
+    layer = layer_of(of, mlp, *norms, parallel=bool(config.get("use_parallel_residual", True)))
+    model = assembled(fields, generation, sizes, [layer] * sizes.layers, max_context, _NEOX_EOS)
     return replace(model, stored_names=_NEOX_TENSORS)
 
 
@@ -126,14 +126,15 @@ def read_falcon(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         intermediate_size=_inner(config.get("ffn_hidden_size"), config.get("hidden_size")),
         hidden_act=config.get("activation", "gelu"),
     )
-    sizes = _read_sizes(fields, 1 if shares else config.get("num_kv_heads"), "layer_norm_epsilon")
+    sizes = read_sizes(fields, 1 if shares else config.get("num_kv_heads"), "layer_norm_epsilon")
     rope, max_context = read_rope(fields, sizes)
     biased = bool(config.get("bias"))
     biases = family.Biases(biased, biased, biased)
-    branches = _branches(sizes, rope, _FALCON_NAMES, biases, Groups(sizes.kv_heads))
+    of = family.attention(sizes, rope, biases=biases)
+    branches = branches_of(sizes, of, _FALCON_NAMES, biases, Groups(sizes.kv_heads))
     layer = _falcon_layer(fields, sizes, branches, is_new=is_new)
     fields = family.tied_where_unsaid(fields)
-    model = _model(fields, generation, sizes, layer, max_context, _FALCON_EOS)
+    model = assembled(fields, generation, sizes, [layer] * sizes.layers, max_context, _FALCON_EOS)
     return replace(model, stored_names=_FALCON_TENSORS)
 
 
@@ -151,11 +152,24 @@ def _falcon_layer(
     if is_new and norms not in (None, 1, 2) or not is_new and parallel and norms == 2:
         fields.refuse(f"num_ln_in_parallel_attn: {norms!r} is not served with such layers")
     if is_new and norms != 1:
-        two = _norm("ln_attn", sizes), _norm("ln_mlp", sizes)
-        return _layer(*branches, *two, parallel=True)
-    first = _norm("input_layernorm", sizes)
-    second = None if parallel else _norm("post_attention_layernorm", sizes)
-    return _layer(*branches, first, second, parallel=parallel)
+        two = norm("ln_attn", sizes), norm("ln_mlp", sizes)
+        return layer_of(*branches, *two, parallel=True)
+    first = norm("input_layernorm", sizes)
+    second = None if parallel else norm("post_attention_layernorm", sizes)
+    return layer_of(*branches, first, second, parallel=parallel)
+
+
+def with_usual_keys(
+    fields: Fields, keys: Mapping[str, str], inner: str, activation: str = "gelu_new"
+) -> Fields:
+    """Return fields with the usual names of keys. keys: the type's own, by the usual ones. inner:
+    that of the size within an MLP. activation: where `config.json` says nothing."""
+    config = fields.config
+    found = fields.changed(**{usual: config.get(own) for usual, own in keys.items()})
+    return found.changed(
+        intermediate_size=_inner(config.get(inner), found.config.get("hidden_size")),
+        hidden_act=config.get("activation_function", activation),
+    )
 
 
 def _inner(said: object, hidden: object) -> object:
@@ -163,7 +177,8 @@ def _inner(said: object, hidden: object) -> object:
     return 4 * hidden if said is None and isinstance(hidden, int) else said
 
 
-def _read_sizes(fields: Fields, kv_heads: object, epsilon_key: str) -> family.ModelSizes:
+def read_sizes(fields: Fields, kv_heads: object, epsilon_key: str) -> family.ModelSizes:
+    """Read the sizes of a model as wide as its heads together. kv_heads: None = one for each."""
     family.refuse_other_attention(fields)
     fields = fields.changed(num_key_value_heads=kv_heads)
     sizes = family.read_sizes(fields, epsilon=1e-5, epsilon_key=epsilon_key, activation="gelu")
@@ -171,18 +186,20 @@ def _read_sizes(fields: Fields, kv_heads: object, epsilon_key: str) -> family.Mo
     return sizes
 
 
-def _norm(path: str, sizes: family.ModelSizes) -> NormSpec:
+def norm(path: str, sizes: family.ModelSizes) -> NormSpec:
+    """A LayerNorm with a bias."""
     return NormSpec(path, sizes.hidden, sizes.epsilon, kind="layer", bias=True)
 
 
-def _branches(
+def branches_of(
     sizes: family.ModelSizes,
-    rope: RopeSpec,
-    names: _Names,
+    of: AttentionSpec,
+    names: LayerNames,
     biases: family.Biases,
-    groups: Groups,
+    groups: Groups = UNGROUPED,
 ) -> tuple[AttentionSpec, MlpSpec]:
-    of = family.attention(sizes, rope, biases=biases)
+    """Attention and the MLP beside or behind it, with these names of modules. groups: of the rows
+    of q, k and v, where these are one module."""
     if len(names.qkv) == 1:
         qkv = family.fused(of.qkv, names.qkv[0], groups)
     else:
@@ -196,7 +213,7 @@ def _branches(
     return of, replace(mlp, gate_up=up, down=down)
 
 
-def _layer(
+def layer_of(
     of: AttentionSpec,
     mlp: MlpSpec,
     first: NormSpec,
@@ -210,14 +227,15 @@ def _layer(
     return LayerSpec((StepSpec((of,), first), StepSpec((mlp,), second)))
 
 
-def _model(
+def assembled(
     fields: Fields,
     generation: Mapping[str, Any],
     sizes: family.ModelSizes,
-    layer: LayerSpec,
+    layers: Sequence[LayerSpec],
     max_context: int,
     eos: int,
 ) -> ModelSpec:
+    """Make a model with a LayerNorm behind its layers."""
     ids = family.read_eos(fields, generation, sizes, default=eos)
-    model = family.model(fields, sizes, [layer] * sizes.layers, max_context, ids)
-    return replace(model, norm=_norm(model.norm.path, sizes))
+    model = family.model(fields, sizes, layers, max_context, ids)
+    return replace(model, norm=norm(model.norm.path, sizes))

@@ -20,8 +20,14 @@ from transformers import (
     FalconForCausalLM,
     Glm4vForConditionalGeneration,
     Glm46VForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     HunYuanDenseV1Config,
@@ -40,6 +46,8 @@ from transformers import (
     NemotronForCausalLM,
     OlmoConfig,
     OlmoForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi4MultimodalForCausalLM,
     Qwen2VLForConditionalGeneration,
     Qwen3VLMoeForConditionalGeneration,
@@ -91,6 +99,31 @@ _GPTJ = Variant(
 )
 _CODEGEN = _GPTJ._replace(
     config=CodeGenConfig, model=CodeGenForCausalLM, targets=("attn.qkv_proj", *_GPTJ.targets[3:])
+)
+_GPT2 = Variant(
+    GPT2Config,
+    GPT2LMHeadModel,
+    {"hidden_size": 72, "n_inner": 88},
+    ("attn.c_attn", "attn.c_proj", "c_fc", "c_proj"),
+    embedding="wte",
+)
+_BIGCODE = _GPT2._replace(config=GPTBigCodeConfig, model=GPTBigCodeForCausalLM)
+_NEO = Variant(
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    {
+        "hidden_size": 72,
+        "num_layers": 3,
+        "attention_types": [[["global", "local"], 1], [["local"], 1]],
+    },
+    ("q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"),
+    embedding="wte",
+)
+_OPT = Variant(
+    OPTConfig,
+    OPTForCausalLM,
+    {"hidden_size": 72, "ffn_dim": 88, "word_embed_proj_dim": 72, "init_std": 0.15},
+    ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
 )
 _FUSED = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 _NEOX = Variant(
@@ -165,6 +198,18 @@ _ROWS: dict[str, Variant] = {
         rope_parameters={"rope_type": "linear", "rope_theta": 99.0, "factor": 3.0},
         is_adapted=False,
     ),
+    "gpt2": _GPT2,
+    "gpt2-scales": of(
+        _GPT2,
+        scale_attn_by_inverse_layer_idx=True,
+        tie_word_embeddings=False,
+        n_inner=None,
+        is_adapted=False,
+    ),
+    "gpt2-unscaled": of(_GPT2, scale_attn_weights=False, is_adapted=False),
+    "gpt-bigcode": _BIGCODE,
+    "gpt-bigcode-heads": of(_BIGCODE, multi_query=False),
+    "gpt-neo": of(_NEO, window_size=7),
     "gpt-neox": of(_NEOX, rotary_pct=0.34, rotary_emb_base=999),
     "gpt-neox-steps": of(
         _NEOX,
@@ -217,6 +262,8 @@ _ROWS: dict[str, Variant] = {
         {"attention_bias": True, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
         is_adapted=False,
     ),
+    "opt": _OPT,
+    "opt-plain": of(_OPT, enable_bias=False, tie_word_embeddings=False, is_adapted=False),
     "stablelm": of(_STABLELM, use_qkv_bias=True),
     "stablelm-parallel": of(
         _STABLELM,

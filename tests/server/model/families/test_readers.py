@@ -8,6 +8,7 @@ import torch
 from msgspec.structs import replace
 from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
 from loraplex.adapters.base import ExpertWeight, LayerModules
 from loraplex.server.model.families.registry import read_model
@@ -75,7 +76,8 @@ def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
         assert {s for s, shape in layer.modules.items() if not shape.is_of_experts} == has
         for short in has:
             shape = layer.modules[short]
-            weight: Any = modules[f"{layers}.{index}.{shape.path}"].weight
+            module: Any = modules[f"{layers}.{index}.{shape.path}"]
+            weight = module.weight.T if isinstance(module, Conv1D) else module.weight
             assert shape.path.endswith(short)
             assert tuple(weight.shape) == (shape.out_features, shape.in_features)
         for stored in layer.expert_weights:
@@ -99,6 +101,10 @@ def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
     model: Any = make_model(name)
     config = read_model(json.loads(model.config.to_json_string()))
     decoder = model.get_decoder()
+    if config.embedding.positions is not None:
+        assert not hasattr(decoder, "rotary_emb")
+        assert not any(attention.rope for attention in config.attentions.values())
+        return
     rotary = decoder.rotary_emb
     for index, attention in config.attentions.items():
         by_kind = hasattr(rotary, "layer_types")
@@ -219,7 +225,7 @@ def test_windows_that_contexts_cannot_leave_are_none() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": "ctrl"}, "ctrl"),
         ({"model_type": None}, "model_type"),
         ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForCausalLM"),
         ({"hidden_act": "mish"}, "mish"),
@@ -276,6 +282,19 @@ MINISTRAL: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "llama_4_scalin
         ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn"),
         ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("gptj", {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 18}, "rotary_dim"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        (
+            "gpt_neo",
+            {"num_heads": 4, "num_layers": 2, "attention_types": [[["local"], 1]]},
+            "attention_types",
+        ),
+        (
+            "gpt_neo",
+            {"num_heads": 4, "num_layers": 1, "attention_types": [[["odd"], 1]]},
+            "attention_types",
+        ),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
         ("olmo", {"clip_qkv": 8.0}, "clip_qkv"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
         ("olmo2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -40,6 +40,11 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("gemma3-capped", "fa2"): {"head_dim": 16, "layer_types": BOTH},
     ("glm4", "fa3"): {"head_dim": 16},
     ("gpt-oss", "fa3"): {"head_dim": 16, "layer_types": BOTH},
+    ("falcon-new", "fa2"): {**EVEN, "ffn_hidden_size": 48},
+    ("gpt2", "fa3"): {"hidden_size": 64, "n_inner": 48},
+    ("gpt2", "fa2"): {"hidden_size": 64, "n_inner": 48},
+    ("gpt-neox", "fa3"): {"hidden_size": 64, "rotary_pct": 0.5},
+    ("gptj", "fa3"): {"hidden_size": 64, "n_inner": 48, "rotary_dim": 8},
     ("granite", "fa3"): {"hidden_size": 64},
     ("granite-hybrid", "fa3"): {"hidden_size": 64, "layer_types": ["attention"] * 2},
     ("llama-gelu", "fa3"): {**EVEN},
@@ -70,11 +75,12 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
 }
 # Between them these have windows, sinks, norms behind, over each head and over all, rotations of a
-# part, experts. `graphs/test_gpu_path_prompts.py` has caps, and `tests/kernels` rotations of
-# neighbours, other scales and layers without rotation.
+# part, learned positions, experts. `graphs/test_gpu_path_prompts.py` has caps, and `tests/kernels`
+# rotations of neighbours, other scales and layers without rotation.
 ALWAYS = {
     ("gemma3", "fa3"),
     ("gpt-oss", "fa3"),
+    ("gpt2", "fa2"),
     ("granite-hybrid", "fa3"),
     ("olmo2", "fa2"),
     ("phi", "fa3"),

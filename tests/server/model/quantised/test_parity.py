@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},  # with biases
     "phi3": {},  # whose checkpoint holds q, k and v in one matrix
     "gemma3": {"head_dim": 16},
+    "gpt-neox": {"hidden_size": 64, "rotary_pct": 0.5},  # whose checkpoint holds heads in turn
 }
 # One format of each layout for each model, and every format for one.
 FEW = ["fp8-block", "ct-int8-zeros", "awq", "gptq-order", "nf4-nested"]

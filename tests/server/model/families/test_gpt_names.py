@@ -1,0 +1,38 @@
+"""Checkpoints of GPT-2's kin as their makers wrote them: other names, and masks beside weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.families.parity import GREEDY, assert_parity, prompt
+from tests.server.model.hub_models import make_model, save_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+MASK = torch.ones(1, 1, 4, 4)
+# A row of parity's table -> how its tensors are named, how they were, and what lies beside them.
+ROWS: dict[str, tuple[str, str, str]] = {
+    "codegen": ("transformer.", "transformer.", "transformer.h.0.attn.causal_mask"),
+    "gpt2": ("transformer.", "", "h.0.attn.bias"),
+    "gpt-neox": ("embed_out.", "lm_head.", "gpt_neox.layers.1.attention.bias"),
+    "gptj": ("transformer.", "transformer.", "transformer.h.0.attn.masked_bias"),
+    "opt": ("model.decoder.", "decoder.", "decoder.layers.0.self_attn.masked_bias"),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_as_their_makers_wrote_them(row: str, tmp_path: Path) -> None:
+    model, (usual, old, beside) = make_model(row), ROWS[row]
+    path = save_model(model, tmp_path) / "model.safetensors"
+    stored = {
+        old + name.removeprefix(usual) if name.startswith(usual) else name: tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file({**stored, beside: MASK}, path)
+    driver = Driver(tmp_path)
+    stream = Stream(driver, 0, prompt(9, 1), sampling=GREEDY)
+    generate(driver, [stream], 3, 5)
+    assert_parity(model, None, stream)
+    driver.close()

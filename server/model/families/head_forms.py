@@ -21,7 +21,7 @@ from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.spec.model_spec import ModelSpec
 
 HeadForm = Literal["text", "none", "classes"]
-_TEXT, _CLASSES = "ForCausalLM", "ForSequenceClassification"
+_TEXTS, _CLASSES = ("ForCausalLM", "LMHeadModel"), "ForSequenceClassification"
 # Labels where `config.json` names none.
 _USUAL_LABELS = 2
 
@@ -31,8 +31,9 @@ def architectures_of(served: str) -> dict[str, HeadForm]:
     served, and those of the same decoder.
     """
     found: dict[str, HeadForm] = {served.lower(): "text"}
-    if served.endswith(_TEXT):
-        stem = served.removesuffix(_TEXT)
+    ending = next(filter(served.endswith, _TEXTS), None)
+    if ending is not None:
+        stem = served.removesuffix(ending)
         for name in (stem, f"{stem}Text"):
             found[f"{name}Model".lower()] = "none"
             found[f"{name}{_CLASSES}".lower()] = "classes"

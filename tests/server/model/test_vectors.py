@@ -29,7 +29,18 @@ pytestmark = pytest.mark.filterwarnings(
 # another way to their hidden states in transformers.
 FAMILIES = (
     *("llama3", "mistral-window", "gemma2", "gemma3", "qwen2-window", "qwen3", "granite"),
-    *("phi3-long", "olmo3", "mixtral", "gpt-oss", "glm4", "smollm3", "exaone", "helium"),
+    *(
+        "phi3-long",
+        "olmo3",
+        "mixtral",
+        "gpt-oss",
+        "glm4",
+        "smollm3",
+        "exaone",
+        "helium",
+        "gpt2",
+        "falcon",
+    ),
 )
 # Those that PEFT can add to a decoder alone: it finds no layers' numbers in one.
 _WITHOUT_HEAD = ("rank1", "rank3_rslora", "rank16", "fan_in_fan_out", "embed_only")
@@ -183,7 +194,10 @@ def test_logits_of_some_tokens(tmp_path: Path) -> None:
     driver.close()
 
 
-CLASSIFIERS = ("llama3", "gemma", "gemma2", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "glm")
+CLASSIFIERS = (
+    *("llama3", "gemma", "gemma2", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "glm"),
+    *("gpt2", "opt", "gptj", "falcon", "gpt-neo", "gpt-bigcode"),
+)
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)

@@ -38,7 +38,7 @@ _NEOX_TENSORS = (
     (r"^embed_out\.", "lm_head."),
 )
 _FALCON_TENSORS = (
-    (r"^transformer\.word_embeddings\.", "model.embed_tokens."),
+    (r"^(?:transformer\.)?word_embeddings\.", "model.embed_tokens."),
     *renamed.OF_GPT2,
 )
 
@@ -180,6 +180,7 @@ def _inner(said: object, hidden: object) -> object:
 def read_sizes(fields: Fields, kv_heads: object, epsilon_key: str) -> family.ModelSizes:
     """Read the sizes of a model as wide as its heads together. kv_heads: None = one for each."""
     family.refuse_other_attention(fields)
+    fields.only("is_causal", True)
     fields = fields.changed(num_key_value_heads=kv_heads)
     sizes = family.read_sizes(fields, epsilon=1e-5, epsilon_key=epsilon_key, activation="gelu")
     family.refuse_other_head_dim(fields, sizes)

@@ -35,8 +35,7 @@ _OPT_NAMES = gpt.LayerNames(
     tuple(f"self_attn.{name}_proj" for name in "qkv"), "self_attn.out_proj", "fc1", "fc2"
 )
 _TENSORS = (
-    (r"^(?:transformer\.)?(?=(?:wte|wpe|h|ln_f)\.)", "transformer."),
-    (r"^transformer\.wpe\.", "model.embed_positions."),
+    (r"^(?:transformer\.)?wpe\.", "model.embed_positions."),
     *renamed.OF_GPT2,
 )
 _OPT_TENSORS = (

@@ -17,11 +17,11 @@ _EXAONE_KEYS = {
     "layer_norm_epsilon": "rms_norm_eps",
     "activation_function": "hidden_act",
 }
-# Of a body that GPT-2's names hold.
+# Of a body that GPT-2's names hold, alone or with a head.
 OF_GPT2 = (
-    (r"^transformer\.wte\.", "model.embed_tokens."),
-    (r"^transformer\.h\.", "model.layers."),
-    (r"^transformer\.ln_f\.", "model.norm."),
+    (r"^(?:transformer\.)?wte\.", "model.embed_tokens."),
+    (r"^(?:transformer\.)?h\.", "model.layers."),
+    (r"^(?:transformer\.)?ln_f\.", "model.norm."),
 )
 _EXAONE_TENSORS = (
     *OF_GPT2,

@@ -17,6 +17,7 @@ ROWS: dict[str, tuple[str, str, str]] = {
     "codegen": ("transformer.", "transformer.", "transformer.h.0.attn.causal_mask"),
     "gpt2": ("transformer.", "", "h.0.attn.bias"),
     "gpt-neox": ("embed_out.", "lm_head.", "gpt_neox.layers.1.attention.bias"),
+    "falcon": ("transformer.", "", "h.0.self_attention.rotary_emb.inv_freq"),
     "gptj": ("transformer.", "transformer.", "transformer.h.0.attn.masked_bias"),
     "opt": ("model.decoder.", "decoder.", "decoder.layers.0.self_attn.masked_bias"),
 }

@@ -133,10 +133,8 @@ def _build_parts(
     group.reserve(sums, logits, dtype)
     memory: tuple[MemoryLine, ...] = ()
     if on_gpu:
-        now = torch.cuda.mem_get_info(device)[0]
-        config = fill_device(model, config, DeviceMemory(total, free, now))
-        memory = memory_table(model, config, free - now)
-        config = msgspec.structs.replace(config, kv_memory=group.least(config.kv_memory))
+        room = DeviceMemory(total, free, torch.cuda.mem_get_info(device)[0])
+        config, memory = _filled(model, config, room, group)
     limits = executor_limits(model, config)
     cache = _make_cache(model, config, limits.num_pages, weights, device)
     model = model.within(limits.max_context)
@@ -165,6 +163,17 @@ def _build_parts(
         memory,
         config.dora_graphs,
     )
+
+
+def _filled(
+    model: ModelSpec, config: EngineConfig, memory: DeviceMemory, group: Group
+) -> tuple[EngineConfig, tuple[MemoryLine, ...]]:
+    """Divide what weights leave of a device. Returns the sizes, those of all devices, and what
+    fills this one.
+    """
+    config = fill_device(model, config, memory)
+    table = memory_table(model, config, memory.free_before - memory.free_now)
+    return msgspec.structs.replace(config, kv_memory=group.least(config.kv_memory)), table
 
 
 def _make_cache(

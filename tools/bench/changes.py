@@ -58,7 +58,7 @@ _STREAM_TOKENS = 8000
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ChangeTimes:
     """Milliseconds of a change to an adapter of this rank, medians of three; the floor and the
     host's part are the best of four.
 
@@ -196,7 +196,7 @@ class _Server:
         push(self._uploading, f"/v1/adapters/{name}", self._made.adapters / name)
         return time.perf_counter() - started
 
-    async def change(self, rank: int, floor: float, host: float) -> Change:
+    async def change(self, rank: int, floor: float, host: float) -> ChangeTimes:
         local, puts, uploaded, warm = [], [], [], []
         for name in self._made.names(f"local{rank}"):
             model = model_of(name, registered=False)
@@ -207,7 +207,7 @@ class _Server:
             uploaded.append(puts[-1] + await self.first_token_s(name))
         weights = self._made.adapters / f"local{rank}-0" / WEIGHTS_FILE
         found = (1e3 * median(times[1:]) for times in (local, puts, uploaded, warm))
-        return Change(rank, weights.stat().st_size / 1e6, floor, host, *found)
+        return ChangeTimes(rank, weights.stat().st_size / 1e6, floor, host, *found)
 
     async def at_once(self) -> AtOnce:
         models = [model_of(name, registered=False) for name in self._many]

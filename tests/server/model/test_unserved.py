@@ -179,7 +179,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "hqq": (
         {"quantization_config": {"quant_method": "hqq", "nbits": 4}},
         "quantization_config: quantised weights ('hqq') are not served; of quantised weights FP8,"
-        " AWQ, GPTQ, bitsandbytes and compressed-tensors (FP8, int4, int8) are read",
+        " NVFP4, AWQ, GPTQ, bitsandbytes and compressed-tensors (FP8, FP4, int4, int8) are read",
     ),
     "eetq": (
         {"quantization_config": {"quant_method": "eetq"}},
@@ -190,18 +190,18 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         "quantization_config: quantised weights ('quark') are not served",
     ),
     "modelopt": (
-        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
-        "quantization_config: quantised weights ('modelopt') are not served",
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}},
+        "quantization_config: modelopt: quant_algo must be fp8 or nvfp4, got 'W4A8_AWQ'",
     ),
     "nvfp4": (
         {
             "quantization_config": {
                 "quant_method": "compressed-tensors",
                 "format": "nvfp4-pack-quantized",
-                "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}},
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8}}},
             }
         },
-        "quantization_config: compressed-tensors: format must be pack-quantized or",
+        "quantization_config: compressed-tensors: num_bits must be 4, got 8",
     ),
     "mlx": ({"quantization": {"group_size": 64, "bits": 4}}, "quantization: quantised weights"),
     "code": (

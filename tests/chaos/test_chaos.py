@@ -29,5 +29,5 @@ async def test_clients_see_pauses_and_nothing_else(
     report = await run(plan, tmp_path)
     assert not report.problems()
     assert len(report.faults) == len(faults)
-    assert report.count("ok") > 5 * clients, "the load was not there"
+    assert report.count("ok") > 2 * clients, "the load was not there"
     assert any(max(report.pauses(fault)) > 0.2 for fault in faults), "no fault was ever felt"

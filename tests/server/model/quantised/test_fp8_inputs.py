@@ -118,7 +118,7 @@ def test_inputs_that_stay_as_they_are_differ(tmp_path: Path) -> None:
         parity.assert_parity_with(base, adapters(), Driver(tmp_path, activations="bf16"))
 
 
-def test_served_as(tmp_path: Path) -> None:
+def test_quantised_when_it_is_loaded(tmp_path: Path) -> None:
     base = make_model("llama3")
     save_model(base, tmp_path)
     with torch.no_grad():

@@ -194,8 +194,7 @@ class Decoder(Generic[P, L, Y]):
         delta = self.ops.linear(mixed, mixer.weights.linears[-1], lora, mixer.sites[-1])
         if self._steps[at].feed_forwards:
             norm = self._steps[at].beside
-            own = None if norm is None else self.ops.norm(hidden, norm)
-            read = self._normed(at, hidden, lora) if own is None else own
+            read = self._normed(at, hidden, lora) if norm is None else self.ops.norm(hidden, norm)
             delta = self.ops.plus(delta, self._fed_forward(at, read, lora))
         normed, hidden = self._summed(at, delta, hidden, lora)
         return self._up_to_mixer(at + 1, normed, hidden, lora)

@@ -28,7 +28,7 @@ _KINDS = (Kind("BF16", "bfloat16", True), Kind("F32", "float32", True), Kind("I8
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_pass_by_leaves_is_one_over_each_tensor(data: Any, tmp_path_factory: Any) -> None:
-    """Of tensors of odd sizes, at odd places, with others between that are not read."""
+    """Read tensors of odd sizes, at odd places, with others between that are not read."""
     leaf = data.draw(st.integers(8, 100), "bytes of a leaf")
     header = data.draw(st.integers(8, 40), "bytes of the header")
     sizes = data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=12), "numbers")

@@ -355,7 +355,7 @@ def step() -> None:
 
 
 def states() -> None:
-    """Of slices of one token, and of several."""
+    """Compile kernels for slices of one token, and of several."""
     mixed, gates = torch.zeros(4, 384, dtype=DTYPE), torch.zeros(4, 4, dtype=DTYPE)
     columns, numbers = torch.zeros(384, dtype=torch.int32), torch.zeros(2)
     window, memory = torch.zeros(3, 3, 256, dtype=DTYPE), torch.zeros(3, 2, 64, 64)

@@ -176,7 +176,7 @@ def test_a_large_softplus_is_its_argument(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_real_widths_on_a_gpu(dtype: torch.dtype) -> None:
-    """Of Qwen3.5-9B: against the definition on the same numbers in float32."""
+    """Hold Qwen3.5-9B's widths against the definition on the same numbers in float32."""
     if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     device = torch.device("cuda")

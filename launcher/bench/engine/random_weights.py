@@ -83,20 +83,19 @@ class _RandomWeights:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=STD)
 
     def linear(self, spec: LinearSpec, layer: int | None = None) -> Linear:
-        base, form = self._base(spec, layer), self._form(spec, layer)
+        form = self._form(spec, layer)
         inputs = input_form(form)
         scale = _INPUT_SCALE if inputs is not None and inputs.scales == "tensor" else None
-        return of_rounded_inputs(base, inputs, scale)
+        return of_rounded_inputs(self._base(spec, form), inputs, scale)
 
     def _form(self, spec: LinearSpec, layer: int | None) -> WeightForm | None:
         if layer is None or self.quantisation is None:
             return None
         return self.quantisation.form(layer_path(layer, spec.parts[0].path))
 
-    def _base(self, spec: LinearSpec, layer: int | None) -> DenseLinear | QuantisedLinear:
+    def _base(self, spec: LinearSpec, form: WeightForm | None) -> DenseLinear | QuantisedLinear:
         bias = self._bias(spec.out_features) if spec.bias else None
         shape = (spec.out_features, spec.in_features)
-        form = self._form(spec, layer)
         if form is None:
             return DenseLinear(self.matrix(*shape), bias)
         packed = random_packed(form, shape, STD, self.device)

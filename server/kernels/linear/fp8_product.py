@@ -13,8 +13,8 @@ from loraplex.server.kernels.launch.launch import follow
 from loraplex.server.kernels.linear.fp8_form import FP8, Fp8Rows
 from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.kernels.linear.packed import from_fp8
-from loraplex.server.kernels.linear.packed_product import is_last, sum_shares
-from loraplex.server.kernels.linear.skinny import shared_out, store_product
+from loraplex.server.kernels.linear.packed_product import store_shared
+from loraplex.server.kernels.linear.skinny import shared_out
 
 # Rows of a program at most: with more, sums take registers that loads need.
 _MOST_ROWS = 128
@@ -102,7 +102,7 @@ def _fp8_kernel(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """product: numbers and scales of x, of W; bias and out. shares: as of `packed_product`. A step
+    """product: numbers and scales of x, of W; bias and out. shares: as of `_packed_kernel`. A step
     is of one group."""
     x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, bias_ptr, out_ptr = product
     follow(PDL)
@@ -139,9 +139,4 @@ def _fp8_kernel(
         of_w = tl.load(w_scales_ptr, mask=is_out, other=0.0)
         acc = acc * of_w[:, None] * tl.load(x_scales_ptr + m, mask=is_row, other=0.0)[None, :]
     to_out = (out_ptr + m.to(tl.int64) * stride_out, is_row, bias_ptr)
-    if SPLIT:
-        if is_last(shares, acc, n, out_features):
-            acc = sum_shares(shares, acc, n, out_features)
-            store_product(to_out, acc, n, out_features, BIAS)
-    else:
-        store_product(to_out, acc, n, out_features, BIAS)
+    store_shared(to_out, shares, acc, n, out_features, BIAS, SPLIT)

@@ -99,12 +99,26 @@ def _packed_kernel(
         PackedBlocks(BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION, PARTS), FORM,
     )  # fmt: skip
     to_out = (product[3] + m * product[5], m < rows, product[2])
+    store_shared(to_out, shares, acc, n, out_features, BIAS, SPLIT)
+
+
+@triton.jit
+def store_shared(
+    to_out: tl.tuple,
+    shares: tl.tuple,
+    acc: tl.tensor,
+    n: tl.tensor,
+    end: tl.tensor,
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:
+    """As `skinny.store_product`. SPLIT: acc is one of `shares` that the last of them adds up, as
+    `_packed_kernel` has them."""
     if SPLIT:
-        if is_last(shares, acc, n, out_features):
-            acc = sum_shares(shares, acc, n, out_features)
-            store_product(to_out, acc, n, out_features, BIAS)
+        if _is_last(shares, acc, n, end):
+            store_product(to_out, _sum_shares(shares, acc, n, end), n, end, BIAS)
     else:
-        store_product(to_out, acc, n, out_features, BIAS)
+        store_product(to_out, acc, n, end, BIAS)
 
 
 @triton.jit
@@ -117,7 +131,7 @@ def _sums(
 
 
 @triton.jit
-def is_last(shares: tl.tuple, acc: tl.tensor, n: tl.tensor, end: tl.tensor) -> Any:
+def _is_last(shares: tl.tuple, acc: tl.tensor, n: tl.tensor, end: tl.tensor) -> Any:
     """Leaves the sums of this share. Whether those of all others are there."""
     tl.store(_sums(shares, tl.program_id(1), n, end, acc.shape[1]), acc, mask=(n < end)[:, None])
     tl.debug_barrier()  # of all threads' stores, before one of them tells
@@ -125,7 +139,7 @@ def is_last(shares: tl.tuple, acc: tl.tensor, n: tl.tensor, end: tl.tensor) -> A
 
 
 @triton.jit
-def sum_shares(shares: tl.tuple, acc: tl.tensor, n: tl.tensor, end: tl.tensor) -> Any:
+def _sum_shares(shares: tl.tuple, acc: tl.tensor, n: tl.tensor, end: tl.tensor) -> Any:
     """In the order of the shares, whichever came last."""
     acc = tl.zeros(acc.shape, tl.float32)
     for number in range(shares[2]):

@@ -376,6 +376,25 @@ def tied_where_unsaid(fields: Fields) -> Fields:
     return fields.changed(tie_word_embeddings=True)
 
 
+def layer_norm(path: str, sizes: ModelSizes) -> NormSpec:
+    """A LayerNorm with a bias."""
+    return NormSpec(path, sizes.hidden, sizes.epsilon, kind="layer", bias=True)
+
+
+def layer_normed(
+    fields: Fields,
+    generation: Mapping[str, Any],
+    sizes: ModelSizes,
+    layers: Sequence[LayerSpec],
+    max_context: int,
+    eos: int,
+) -> ModelSpec:
+    """Make a model with a LayerNorm behind its layers. eos: where `config.json` says nothing."""
+    ids = read_eos(fields, generation, sizes, default=eos)
+    found = model(fields, sizes, layers, max_context, ids)
+    return msgspec.structs.replace(found, norm=layer_norm(found.norm.path, sizes))
+
+
 def model(
     fields: Fields,
     sizes: ModelSizes,

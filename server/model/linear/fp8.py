@@ -15,8 +15,6 @@ from loraplex.server.model.quantisation.forms import InputForm
 
 # Columns of which an activation's program has some power of two: groups must be whole there.
 _MOST_GROUP = 1024
-# From so many rows on the library's kernel is the faster one.
-_MANY_ROWS = 128
 # What the library takes: multiples of so many features, and in blocks of so many rows and columns
 # of so many tokens.
 _ALIGNED, _BLOCKS = 16, (128, 128)
@@ -82,7 +80,7 @@ class Fp8Linear:
         if not self.multiplies_fp8:
             return self.base.outside_graphs(rows, configs)
         ours = configs.fp8(rows)
-        return ours[0] if ours and rows <= _MANY_ROWS else DEFAULT
+        return ours[0] if ours else DEFAULT
 
     def beside_lora(self, ways: Iterable[Way]) -> list[Way]:
         """Return the ways that may run at the same time as LoRA."""

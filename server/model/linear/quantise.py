@@ -2,10 +2,10 @@
 
 import torch
 
+from loraplex.server.kernels.linear.fp8_form import RowForm, quantise_reference
 from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, packed
 from loraplex.server.model.quantisation.forms import FOUR_BIT_BLOCK, EightBitForm, WeightForm
 
-_FP8_MOST = torch.finfo(torch.float8_e4m3fn).max
 # QLoRA (Dettmers et al. 2023), appendix E: quantiles of the normal distribution, with an exact 0.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -28,12 +28,10 @@ def quantise(weight: torch.Tensor, form: WeightForm) -> PackedWeight | None:
 
 def _to_fp8(weight: torch.Tensor) -> Fp8Weight:
     """A scale for each output, by which the largest number becomes the largest of E4M3."""
-    scales = weight.abs().amax(1, keepdim=True).float() / _FP8_MOST
-    scales = torch.where(scales > 0, scales, 1.0)
-    numbers = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    for first in range(0, len(weight), _ROWS):
-        rows = slice(first, first + _ROWS)
-        numbers[rows].copy_((weight[rows].float() / scales[rows]).clamp(-_FP8_MOST, _FP8_MOST))
+    starts = range(0, len(weight), _ROWS)
+    parts = [quantise_reference(weight[first : first + _ROWS], RowForm()) for first in starts]
+    numbers = torch.cat([part.numbers for part in parts])
+    scales = torch.cat([part.scales for part in parts], dim=1).T.contiguous()
     return Fp8Weight(numbers, scales, (1, weight.shape[1]))
 
 

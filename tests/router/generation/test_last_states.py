@@ -29,7 +29,7 @@ async def ask(router: Running, path: str, **fields: Any) -> Any:
 
 
 def states_of(worker: FakeWorker) -> dict[int, list[float]]:
-    """What the worker read for each choice, in its last attempt."""
+    """Return the state that the worker gave for each choice, in its last attempt."""
     return {r.choice: numbers_of(r) for r in worker.requests if is_reading(r)}
 
 

@@ -1,6 +1,6 @@
 """GPT-J, GPT-NeoX and their kin: LayerNorm, an MLP without gate, names of their own. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -44,7 +44,7 @@ _FALCON_TENSORS = (
 
 
 class LayerNames(NamedTuple):
-    """LayerNames of a layer's modules. qkv: one, or three."""
+    """Names of a layer's modules. qkv: one, or three."""
 
     qkv: tuple[str, ...]
     o: str
@@ -89,8 +89,10 @@ def _gptj(
     rope = RopeSpec("default", _GPTJ_THETA, rotary_dim=part, interleaved=True)
     of = family.attention(sizes, rope)
     branches = branches_of(sizes, of, names, family.Biases(mlp=True), groups)
-    layer = LayerSpec((StepSpec(branches, norm("ln_1", sizes)),))
-    model = assembled(fields, generation, sizes, [layer] * sizes.layers, sizes.positions, _GPTJ_EOS)
+    layer = LayerSpec((StepSpec(branches, family.layer_norm("ln_1", sizes)),))
+    model = family.layer_normed(
+        fields, generation, sizes, [layer] * sizes.layers, sizes.positions, _GPTJ_EOS
+    )
     head = replace(model.head, linear=replace(model.head.linear, bias=True))
     return replace(model, head=head, stored_names=renamed.OF_GPT2)
 
@@ -107,9 +109,14 @@ def read_gpt_neox(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     biases = family.Biases(qkv=bias, o=bias, mlp=True)
     of = family.attention(sizes, rope, biases=biases)
     of, mlp = branches_of(sizes, of, _NEOX_NAMES, biases, Groups(sizes.heads))
-    norms = norm("input_layernorm", sizes), norm("post_attention_layernorm", sizes)
+    norms = (
+        family.layer_norm("input_layernorm", sizes),
+        family.layer_norm("post_attention_layernorm", sizes),
+    )
     layer = layer_of(of, mlp, *norms, parallel=bool(config.get("use_parallel_residual", True)))
-    model = assembled(fields, generation, sizes, [layer] * sizes.layers, max_context, _NEOX_EOS)
+    model = family.layer_normed(
+        fields, generation, sizes, [layer] * sizes.layers, max_context, _NEOX_EOS
+    )
     return replace(model, stored_names=_NEOX_TENSORS)
 
 
@@ -134,7 +141,9 @@ def read_falcon(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     branches = branches_of(sizes, of, _FALCON_NAMES, biases, Groups(sizes.kv_heads))
     layer = _falcon_layer(fields, sizes, branches, is_new=is_new)
     fields = family.tied_where_unsaid(fields)
-    model = assembled(fields, generation, sizes, [layer] * sizes.layers, max_context, _FALCON_EOS)
+    model = family.layer_normed(
+        fields, generation, sizes, [layer] * sizes.layers, max_context, _FALCON_EOS
+    )
     return replace(model, stored_names=_FALCON_TENSORS)
 
 
@@ -152,10 +161,10 @@ def _falcon_layer(
     if is_new and norms not in (None, 1, 2) or not is_new and parallel and norms == 2:
         fields.refuse(f"num_ln_in_parallel_attn: {norms!r} is not served with such layers")
     if is_new and norms != 1:
-        two = norm("ln_attn", sizes), norm("ln_mlp", sizes)
+        two = family.layer_norm("ln_attn", sizes), family.layer_norm("ln_mlp", sizes)
         return layer_of(*branches, *two, parallel=True)
-    first = norm("input_layernorm", sizes)
-    second = None if parallel else norm("post_attention_layernorm", sizes)
+    first = family.layer_norm("input_layernorm", sizes)
+    second = None if parallel else family.layer_norm("post_attention_layernorm", sizes)
     return layer_of(*branches, first, second, parallel=parallel)
 
 
@@ -185,11 +194,6 @@ def read_sizes(fields: Fields, kv_heads: object, epsilon_key: str) -> family.Mod
     sizes = family.read_sizes(fields, epsilon=1e-5, epsilon_key=epsilon_key, activation="gelu")
     family.refuse_other_head_dim(fields, sizes)
     return sizes
-
-
-def norm(path: str, sizes: family.ModelSizes) -> NormSpec:
-    """A LayerNorm with a bias."""
-    return NormSpec(path, sizes.hidden, sizes.epsilon, kind="layer", bias=True)
 
 
 def branches_of(
@@ -226,17 +230,3 @@ def layer_of(
     if parallel:
         return LayerSpec((StepSpec((of, mlp), first, beside=second),))
     return LayerSpec((StepSpec((of,), first), StepSpec((mlp,), second)))
-
-
-def assembled(
-    fields: Fields,
-    generation: Mapping[str, Any],
-    sizes: family.ModelSizes,
-    layers: Sequence[LayerSpec],
-    max_context: int,
-    eos: int,
-) -> ModelSpec:
-    """Make a model with a LayerNorm behind its layers."""
-    ids = family.read_eos(fields, generation, sizes, default=eos)
-    model = family.model(fields, sizes, layers, max_context, ids)
-    return replace(model, norm=norm(model.norm.path, sizes))

@@ -134,7 +134,7 @@ def _of_two(
     branches: tuple[AttentionSpec, MlpSpec],
     norms: tuple[str, str] = ("ln_1", "ln_2"),
 ) -> LayerSpec:
-    first, second = (gpt.norm(path, sizes) for path in norms)
+    first, second = (family.layer_norm(path, sizes) for path in norms)
     return gpt.layer_of(*branches, first, second, parallel=False)
 
 
@@ -158,7 +158,7 @@ def _learned(
 ) -> ModelSpec:
     """Make a model with a table of positions. first: as of PositionTable."""
     fields = family.tied_where_unsaid(fields)
-    model = gpt.assembled(fields, generation, sizes, layers, sizes.positions, eos)
+    model = family.layer_normed(fields, generation, sizes, layers, sizes.positions, eos)
     table = PositionTable("model.embed_positions", sizes.positions + first, first)
     embedding = replace(model.embedding, positions=table)
     return replace(model, embedding=embedding, stored_names=_TENSORS)

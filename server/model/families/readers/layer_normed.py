@@ -10,7 +10,7 @@ from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import llama
 from loraplex.server.model.families.rope import LLAMA, RopeRules, read_rope
 from loraplex.server.model.spec.linear_spec import Part
-from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec, NormSpec, StepSpec
+from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec, StepSpec
 
 _STARCODER_EOS, _STABLELM_EOS, _COHERE_EOS = 50256, 0, 255001
 _COHERE_WINDOW, _COHERE_PATTERN = 4096, 4
@@ -43,7 +43,7 @@ def read_starcoder2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         for each in windows
     ]
     fields = family.tied_where_unsaid(fields)
-    return _model(fields, generation, sizes, layers, max_context, _STARCODER_EOS)
+    return family.layer_normed(fields, generation, sizes, layers, max_context, _STARCODER_EOS)
 
 
 def read_stablelm(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -59,7 +59,9 @@ def read_stablelm(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     layer = family.layer(sizes, of, norms=_norms(sizes))
     if config.get("use_parallel_residual", False):
         layer = LayerSpec((StepSpec((of, family.mlp(sizes)), layer.steps[0].pre),))
-    return _model(fields, generation, sizes, [layer] * sizes.layers, max_context, _STABLELM_EOS)
+    return family.layer_normed(
+        fields, generation, sizes, [layer] * sizes.layers, max_context, _STABLELM_EOS
+    )
 
 
 def read_cohere(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -99,37 +101,21 @@ def _cohere(
     rope, max_context = read_rope(fields, sizes, rules)
     turned = replace(rope, interleaved=True)
     biases = llama.read_biases(fields)._replace(mlp=False)
-    norm = replace(_norm("input_layernorm", sizes), bias=False)
+    norm = replace(family.layer_norm("input_layernorm", sizes), bias=False)
     layers = []
     for window in windows:
         own = None if turns_windowed and window is None else turned
         of = family.attention(sizes, own, window, biases)
         layers.append(LayerSpec((StepSpec((of, family.mlp(sizes)), norm),)))
     fields = family.tied_where_unsaid(fields)
-    model = _model(fields, generation, sizes, layers, max_context, _COHERE_EOS)
+    model = family.layer_normed(fields, generation, sizes, layers, max_context, _COHERE_EOS)
     scale = fields.number(config, "logit_scale", 0.0625)
     last = replace(model.norm, bias=False)
     return replace(model, norm=last, head=replace(model.head, scale=scale))
 
 
-def _norm(path: str, sizes: family.ModelSizes) -> NormSpec:
-    return NormSpec(path, sizes.hidden, sizes.epsilon, kind="layer", bias=True)
-
-
 def _norms(sizes: family.ModelSizes) -> family.NormPlaces:
     return family.NormPlaces(
-        _norm("input_layernorm", sizes), _norm("post_attention_layernorm", sizes)
+        family.layer_norm("input_layernorm", sizes),
+        family.layer_norm("post_attention_layernorm", sizes),
     )
-
-
-def _model(
-    fields: Fields,
-    generation: Mapping[str, Any],
-    sizes: family.ModelSizes,
-    layers: Sequence[LayerSpec],
-    max_context: int,
-    eos: int,
-) -> ModelSpec:
-    ids = family.read_eos(fields, generation, sizes, default=eos)
-    model = family.model(fields, sizes, layers, max_context, ids)
-    return replace(model, norm=_norm(model.norm.path, sizes))

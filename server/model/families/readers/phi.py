@@ -14,7 +14,6 @@ from loraplex.server.model.spec.model_spec import (
     LayerSpec,
     MlpSpec,
     ModelSpec,
-    NormSpec,
     StepSpec,
 )
 
@@ -38,16 +37,12 @@ def read_phi(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     rope, max_context = read_rope(fields, sizes, _PHI)
     of = family.attention(sizes, rope, biases=family.Biases(qkv=True))
     of = replace(of, o=replace(of.o, parts=(Part("self_attn.dense", sizes.hidden),), bias=True))
-    step = StepSpec((of, _read_mlp(fields, sizes)), _layer_norm("input_layernorm", sizes))
+    step = StepSpec((of, _read_mlp(fields, sizes)), family.layer_norm("input_layernorm", sizes))
     eos = family.read_eos(fields, generation, sizes, default=_EOS)
     layers = (LayerSpec((step,)),) * sizes.layers
     model = family.model(fields, sizes, layers, max_context, eos)
     head = replace(model.head, linear=replace(model.head.linear, bias=True))
-    return replace(model, norm=_layer_norm("model.final_layernorm", sizes), head=head)
-
-
-def _layer_norm(path: str, sizes: family.ModelSizes) -> NormSpec:
-    return NormSpec(path, sizes.hidden, sizes.epsilon, kind="layer", bias=True)
+    return replace(model, norm=family.layer_norm("model.final_layernorm", sizes), head=head)
 
 
 def _read_mlp(fields: Fields, sizes: family.ModelSizes) -> MlpSpec:

@@ -89,7 +89,7 @@ def test_a_mode_for_few_leaves_the_rest_of_the_gpu() -> None:
 
 
 def test_states_are_one_line_of_the_table() -> None:
-    """Of Qwen3.5-9B: 24 layers, each with 32 matrices of 128 x 128 and 3 inputs of 8,192."""
+    """Qwen3.5-9B has 24 layers, each with 32 matrices of 128 x 128 and 3 inputs of 8,192."""
     model = read_model(served_families()["qwen3_5_text"].config)
     each = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
     assert state_bytes(model, "bfloat16") == each

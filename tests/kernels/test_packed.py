@@ -106,7 +106,7 @@ def test_what_the_kernels_do_not_read() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("rows", [1, 2, 8, 16, 33, 64])
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 33, 64, 100])
 def test_on_a_gpu(name: str, rows: int) -> None:
     """Every configuration of the device, of real widths; what is written out, too."""
     if not torch.cuda.is_available():

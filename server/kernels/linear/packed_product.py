@@ -12,7 +12,7 @@ from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.kernels.linear.packed import PackedBlocks, load_numbers, multiply_packed
 from loraplex.server.kernels.linear.skinny import check_rows, shared_out, store_product
 
-MAX_ROWS = 64
+MAX_ROWS = 128
 _LEAST_ROWS = 8  # of tensor cores
 
 

@@ -34,6 +34,7 @@ class GroupedShape:
 
 # By the rows that an expert has if all have as many: most, and the shape.
 _SHAPES = (
+    (0.2, GroupedShape(16, 64, 128, 4, 4)),
     (8, GroupedShape(16, 64, 128, 4, 3)),
     (20, GroupedShape(32, 64, 64, 4, 5)),
     (48, GroupedShape(64, 128, 64, 4, 4)),
@@ -52,7 +53,7 @@ def grouped_shape(tokens: int, top_k: int, experts: int) -> GroupedShape:
 def tokens_of_each_shape(top_k: int, experts: int) -> list[int]:
     """Numbers of tokens that between them take every shape; the last may be more than a step's."""
     bounds = [most for most, _ in _SHAPES if most is not None]
-    most = [max(1, bound * experts // top_k) for bound in bounds]
+    most = [max(1, int(bound * experts / top_k)) for bound in bounds]
     return [*most, most[-1] + 1]
 
 

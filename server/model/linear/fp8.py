@@ -16,8 +16,8 @@ from loraplex.server.model.quantisation.forms import InputForm
 # Columns of which an activation's program has some power of two: groups must be whole there.
 _MOST_GROUP = 1024
 # What the library takes: multiples of so many features, and in blocks of so many rows and columns
-# of so many tokens.
-_ALIGNED, _BLOCKS = 16, (128, 128)
+# of so many tokens. It reads scales of blocks in rows of multiples of four, whatever it is given.
+_ALIGNED, _BLOCKS, _SCALES = 16, (128, 128), 4
 _OF_ODD_SHAPES = PackedConfig(64, 128, 4, 4, programmatic_launch=False)
 
 
@@ -119,7 +119,7 @@ class Fp8Linear:
         aligned = all(size % _ALIGNED == 0 for size in matrix.shape)
         if not (aligned and out.is_cuda and out.is_contiguous()):
             return False
-        whole = len(out) % _ALIGNED == 0 and matrix.shape[1] % _BLOCKS[1] == 0
+        whole = len(out) % _ALIGNED == 0 and matrix.shape[1] % (_BLOCKS[1] * _SCALES) == 0
         return matrix.group == 0 or (whole and (matrix.rows, matrix.group) == _BLOCKS)
 
     def _of_library(self, x: Fp8Rows, matrix: PackedMatrix, out: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 The error against float32 is held to that of transformers in bfloat16, on the same GPU.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
+from tests.server.model.quantised.checkpoints import matrices
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +54,8 @@ def made(name: str) -> PreTrainedModel:
         changes["layer_types"] = known["layer_types"][:LAYERS]
     if known.get("full_attention_interval"):
         changes["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
+    if known.get("attention_types"):
+        changes["attention_types"] = [[["global", "local", "global"], 1]]
     changes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = AutoConfig.for_model(**{**known, **changes, "initializer_range": 0.03})
     torch.manual_seed(1)
@@ -96,9 +100,10 @@ def by_transformers(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat(found)
 
 
-def by_the_gpu_path(folder: Path) -> torch.Tensor:
+def by_the_gpu_path(folder: Path, **options: Any) -> torch.Tensor:
     memory: dict[str, Any] = {"kv_memory": 256 << 20, "adapter_memory": 16 << 20, "page_size": 16}
-    driver = Driver(folder, device="cuda", dtype="bfloat16", max_context=1024, **memory)
+    options |= {"device": "cuda", "dtype": "bfloat16", "max_context": 1024}
+    driver = Driver(folder, **memory, **options)
     device = torch.cuda.get_device_capability()
     why = unsupported(read_config(folder), "bfloat16", device)
     assert (driver.executor._graphs is None) == (why is not None), why
@@ -119,15 +124,47 @@ def by_the_gpu_path(folder: Path) -> torch.Tensor:
     return torch.tensor([[value for _, value in sorted(row)] for row in rows])
 
 
+def round_to_fp8(model: PreTrainedModel) -> None:
+    """The model, in float32, becomes one whose products have FP8 weights and inputs."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.copy_(by_token(parameter))
+        for _, module in matrices(model):
+            module.weight.copy_(by_token(module.weight))
+            module.register_forward_pre_hook(lambda _module, args: (by_token(args[0]), *args[1:]))
+
+
+def by_token(x: torch.Tensor) -> torch.Tensor:
+    """Each row of `x` `[..., features]` in FP8 with its own scale, in the dtype of `x`."""
+    scale = x.float().abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_error_is_that_of_transformers(name: str, tmp_path: Path) -> None:
-    model = made(name)
-    model.save_pretrained(tmp_path)
-    rough = by_transformers(model)
-    exact = by_transformers(cast(model, torch.float32))
+    assert_near(made(name), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "gemma3_text"])
+def test_the_error_of_fp8_is_that_of_transformers_with_fp8(name: str, tmp_path: Path) -> None:
+    assert_near(made(name), tmp_path, round_to_fp8, quantize="fp8")
+
+
+def assert_near(
+    model: PreTrainedModel,
+    folder: Path,
+    change: Callable[[PreTrainedModel], None] = lambda _model: None,
+    **options: Any,
+) -> None:
+    """change: what transformers' model, in float32, becomes. options: of `by_the_gpu_path`."""
+    model.save_pretrained(folder)
+    change(cast(model, torch.float32))
+    exact = by_transformers(model)
+    rough = by_transformers(cast(model, torch.bfloat16))
     del model
     torch.cuda.empty_cache()
-    found = by_the_gpu_path(tmp_path)
+    found = by_the_gpu_path(folder, **options)
     error, theirs = (float((x - exact).square().mean().sqrt()) for x in (found, rough))
-    print(f"{name}: error {error:.5f}, of transformers {theirs:.5f}, of {exact.std():.3f}")
+    print(f"error {error:.5f}, of transformers {theirs:.5f}, of {exact.std():.3f}")
     assert error <= SLACK * theirs

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import bitsandbytes.functional as bnb
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
@@ -288,6 +287,8 @@ def awq(group: int) -> Format:
 def four_bits(kind: str, *, nested: bool, storage: torch.dtype = torch.uint8) -> Format:
     def pack(weight: torch.Tensor) -> Packed:
         # Flat, as blocks lie: 0.50's kernel for CPUs misreads rows of other than whole blocks.
+        import bitsandbytes.functional as bnb
+
         quantised, state = bnb.quantize_4bit(
             weight.flatten(), blocksize=64, quant_type=kind, compress_statistics=nested
         )
@@ -310,6 +311,8 @@ def four_bits(kind: str, *, nested: bool, storage: torch.dtype = torch.uint8) ->
 
 def rowwise(weight: torch.Tensor) -> Packed:
     """bitsandbytes' int8, as its modules save it."""
+    import bitsandbytes.functional as bnb
+
     numbers, scales, _ = bnb.int8_vectorwise_quant(weight.half())
     expected = bnb.int8_vectorwise_dequant(numbers, scales)
     tensors = {"weight": numbers, "SCB": scales, "weight_format": torch.tensor(0).to(torch.uint8)}

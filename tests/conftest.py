@@ -22,6 +22,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Threads of one process take the cores of the others, and what waits for them spins.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# bitsandbytes compiles functions when PEFT imports it, and brings the whole compiler of torch in.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
 # A client of TLS reads every authority: 100 and more take longer than most tests. This one vouches
 # for nobody. No test asks a server that any authority vouches for.
 AUTHORITY = str(Path(__file__).parent / "authority.pem")

@@ -140,6 +140,14 @@ class Served:
             assert_parity(self.oracle, adapter, stream)
             stream.free()
 
+    def assert_adapters_change_the_answer(self) -> None:
+        """Guards the others: an adapter that did nothing would agree with nothing."""
+        ids = prompt(12, 5)
+        base = reference_logprobs(self.oracle, None, ids)
+        for adapter in self.adapters:
+            found = reference_logprobs(self.oracle, adapter, ids)
+            assert (found - base).abs().max() > 0.05, adapter
+
     def assert_alone(self) -> None:
         """One after the other, as the oracle."""
         for adapter, slot in self.slots.items():

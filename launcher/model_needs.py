@@ -20,6 +20,7 @@ from loraplex.server.model.ops.memory import (
     executor_limits,
     fill_device,
     page_bytes,
+    snapshots_bytes,
     state_bytes,
     states_bytes,
     weights_bytes,
@@ -165,7 +166,7 @@ def _filled(
         return fill_device(model, engine, DeviceMemory(total, total, total - weights))
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     taken = weights + engine.kv_memory + engine.adapter_memory + engine.host_arena_bytes
-    taken += states_bytes(model, engine)
+    taken += states_bytes(model, engine) + snapshots_bytes(model, engine)
     if taken > total:
         raise ConfigError(
             f"weights, keys, values, states and adapters take {taken / _GIB:.1f} GiB of"

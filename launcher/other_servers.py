@@ -52,7 +52,7 @@ adapters are always on, with any targets and ranks in a batch :: --enable-lora -
 any adapters share a batch; `--adapter-slots` and `--adapter-memory` bound the device's ::
   --max-loras --max-loras-per-batch
 host memory for adapters is in bytes: `--host-adapter-memory` :: --max-cpu-loras --max-loaded-loras
-prefixes are cached but for models with states, and prompts read in chunks ::
+prefixes are cached, and prompts read in chunks ::
   --enable-prefix-caching --prefix-* --enable-chunked-prefill --chunked-prefill
   --disable-radix-cache --radix-* --disable-chunked-* --max-prefill-tokens --long-prefill-*
 there is one way to compute, with graphs where they help :: --enforce-eager --eager! --compile!

@@ -158,6 +158,16 @@ class WorkerConfig:
             "unit": "bytes",
         },
     )
+    snapshot_memory: int | None = field(
+        default=None,
+        metadata={
+            "min": 0,
+            "help": "device memory for snapshots of states, by which prompts reuse what others have"
+            " computed, where the model has states (default: a sixteenth of the memory, but no more"
+            " than 4 for each of --max-running, or 16); 0 = none",
+            "unit": "bytes",
+        },
+    )
     gpu_memory_utilization: float = field(
         default=0.9,
         metadata={
@@ -375,6 +385,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     prompt_share: float = 0.5
     max_draft: int = 0
     draft_memory: int = 64 << 20
+    snapshot_memory: int = 0
 
     @property
     def max_decodes(self) -> int:

@@ -38,7 +38,8 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     num_classes: of the base's score head; 0 = it has none. writes: whether it gives tokens.
     is_causal: whether tokens see none behind them. Else a prompt is computed in one step.
     has_states: a row has a state of all its tokens so far. It is that of no other sequence, and
-    it cannot go back: a token is computed once.
+    it cannot go back: a token is computed once. num_snapshots: copies of states that the device
+    can keep.
     """
 
     num_pages: int
@@ -58,6 +59,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     writes: bool = True
     is_causal: bool = True
     has_states: bool = False
+    num_snapshots: int = 0
 
     @property
     def table_slots(self) -> int:

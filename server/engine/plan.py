@@ -48,6 +48,21 @@ class ScaledSlot(msgspec.Struct, frozen=True, array_like=True):
     scale: float
 
 
+class StateCopy(msgspec.Struct, frozen=True, array_like=True):
+    """A copy of a row's states into a snapshot, or of a snapshot into a row's states."""
+
+    seq_row: int
+    snapshot: int
+
+
+class StateSave(msgspec.Struct, frozen=True, array_like=True):
+    """A copy into a snapshot of a slice's states as they are after the sequence's first `position`
+    tokens, the last of which is one of the slice."""
+
+    position: int
+    snapshot: int
+
+
 class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     """Tokens `start .. start + num_new` of one sequence, computed in this step.
 
@@ -61,6 +76,7 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     constrained.
     vector: what the slice is computed for: the last slice of such a prompt, and every slice of one
     whose mean is wanted. Such a slice draws nothing.
+    saves: of a prompt slice, in the order of their positions.
     """
 
     kind: SliceKind
@@ -73,6 +89,7 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: bool = False
     constrained: bool = False
     vector: VectorParams | None = None
+    saves: list[StateSave] = []
 
     @property
     def draft(self) -> list[int]:
@@ -85,7 +102,8 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """Order of effects: freed_rows, scaled_slots, new_rows, grants, then the slices together."""
+    """Order of effects: saves of rows that leave, one by one; freed_rows, scaled_slots, new_rows,
+    grants, restores, then the slices together."""
 
     step: int
     slices: list[SeqSlice]
@@ -93,6 +111,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     grants: list[PageGrant]
     freed_rows: list[int]
     scaled_slots: list[ScaledSlot] = []
+    saves: list[StateCopy] = []
+    restores: list[StateCopy] = []
 
     @property
     def num_tokens(self) -> int:

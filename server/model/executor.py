@@ -46,7 +46,7 @@ from loraplex.server.model.start import (
 )
 from loraplex.server.model.steps.drafts import spread, spread_places
 from loraplex.server.model.steps.rows import Rows
-from loraplex.server.model.steps.step import Step
+from loraplex.server.model.steps.step import Step, saves_at_ends
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +54,7 @@ _OUTSIDE_GRAPHS = (
     "an adapter with %s is in use: steps with one run outside CUDA graphs, and are slower for all"
     " of their sequences%s"
 )
-_STATES = (
-    "states: {rows} of {size:.1f} MiB; beginnings that prompts share are computed for each, and"
-    " there are no drafts"
-)
+_STATES = "states: {rows} of {size:.1f} MiB, and {snapshots} snapshots; there are no drafts"
 _OF_REACH = {
     Reach.LAYERS: ("LoRA", ""),
     Reach.EXPERTS: ("LoRA of experts", ""),
@@ -96,7 +93,7 @@ class TorchExecutor:
         with torch.inference_mode(), advised(), host_arena_made(host_arena, self.device):
             parts = build_parts(config, group, weights, self.device, phases)
             self.limits = parts.limits
-            self._rows, self._table = parts.rows, parts.table
+            self._rows, self._table, self._states = parts.rows, parts.table, parts.states
             built = build(parts, graph_batches, phases)
             phases.begin("host memory")
         self._decoder: Decoder[Any, Any, Any] = built.decoder
@@ -114,18 +111,22 @@ class TorchExecutor:
         self.summary: tuple[str, ...] = (f"operations: {built.backend}", phases.line())
         if parts.states:
             each = state_bytes(parts.model, config.dtype)
-            self.summary += (_STATES.format(rows=self.limits.max_rows, size=each / (1 << 20)),)
+            counts = {"rows": self.limits.max_rows, "snapshots": self.limits.num_snapshots}
+            self.summary += (_STATES.format(**counts, size=each / (1 << 20)),)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepTicket:
+        self._states.save(plan.saves)
         for scaled in plan.scaled_slots:
             self._table.scale(scaled.adapter_slot, scaled.source_slot, scaled.scale)
         self._rows.start(plan.new_rows)
         self._parameters.start(plan.new_rows)
+        self._states.restore(plan.restores)
         with_drafts = plan.slices if any(piece.draft for piece in plan.slices) else ()
         if with_drafts:
             plan = spread(plan)
         ticket = self._launch(plan, meanwhile)
+        self._states.save(saves_at_ends(plan.slices))
         ticket.with_drafts = with_drafts
         return ticket
 

@@ -155,7 +155,7 @@ def _build_parts(
         model,
         weights,
         cache,
-        RowStates(model, limits.max_rows, dtype, device),
+        RowStates(model, limits.max_rows, dtype, device, limits.num_snapshots),
         table,
         rows,
         parameters,

@@ -238,6 +238,7 @@ def engine_config(
         step_target_ms=config.step_target_ms,
         prompt_share=config.prompt_share,
         max_draft=sizes.max_draft,
+        snapshot_memory=sizes.snapshot_memory,
         adapter_slots=config.adapter_slots,
         dora_graphs=config.dora_graphs,
         gpu_memory_utilization=config.gpu_memory_utilization,

@@ -69,6 +69,7 @@ class FakeRow:
         self.adapter: str | None = None
         self.marks: list[Mark] = []  # after each computed token
         self.taken = 0  # tokens that the row's state has taken, each once
+        self.state = ROOT_MARK  # after them
 
     def take_back(self) -> None:
         """A later slice computes the last known token again, for want of a mask."""
@@ -155,6 +156,7 @@ class CertifyingExecutor:
         self._kv = [list(empty) for _ in range(limits.num_pages)]
         self._holders: list[set[int]] = [set() for _ in range(limits.num_pages)]
         self._rows: dict[int, FakeRow] = {}
+        self._snapshots: dict[int, tuple[int, Mark]] = {}  # tokens, and the mark after them
         self._slots: dict[int, tuple[str, frozenset[int]]] = {}
         # Until they are usable, and from then on until they are over; with polls left.
         self._copies: list[tuple[int, AdapterCopy]] = []
@@ -170,6 +172,8 @@ class CertifyingExecutor:
         check(bool(plan.slices), "an empty plan")
         check(plan.num_tokens <= self.limits.max_step_tokens, "over the token budget")
         self._step = plan.step
+        for copy in plan.saves:
+            self._save(copy.snapshot, self._rows[copy.seq_row])
         for seq_row in plan.freed_rows:
             self._free(seq_row)
         for scaled in plan.scaled_slots:
@@ -180,6 +184,9 @@ class CertifyingExecutor:
             self._rows[start.seq_row] = FakeRow(start, self.limits)
         for grant in plan.grants:
             self._grant(grant)
+        for copy in plan.restores:
+            row = self._rows[copy.seq_row]
+            row.taken, row.state = self._snapshots[copy.snapshot]
         rows = [piece.seq_row for piece in plan.slices]
         check(len(rows) == len(set(rows)), "two slices of one row")
         decodes = sum(piece.num_new for piece in plan.slices if piece.kind == "decode")
@@ -190,6 +197,10 @@ class CertifyingExecutor:
         ticket = FakeTicket(plan, [self._compute(piece) for piece in plan.slices])
         self._in_flight.append(ticket)
         return ticket
+
+    def _save(self, snapshot: int, row: FakeRow) -> None:
+        check(0 <= snapshot < self.limits.num_snapshots, f"no snapshot {snapshot}")
+        self._snapshots[snapshot] = row.taken, row.state
 
     def mask_memory(self, count: int, words: int) -> np.ndarray:
         return np.zeros((count, words), dtype=np.int32)
@@ -287,20 +298,25 @@ class CertifyingExecutor:
         if self.limits.has_states:
             check(piece.start == row.taken, f"the state has {row.taken} tokens, not {piece.start}")
             check(not piece.draft, "a state that may have to go back")
-            row.taken = end
         self._check_inputs(row, piece, known, end)
         self._check_adapter(row, piece)
         self._read_prefix(row, piece.start)
         mark = row.marks[-1] if row.marks else ROOT_MARK
+        check(not self.limits.has_states or row.state == mark, "the state is of another prefix")
+        saves = {save.position: save.snapshot for save in piece.saves}
         scored = []
         for position in range(piece.start, known):
             mark = next_mark(mark, row.tokens[position], row.adapter)
             self._write(row, piece.seq_row, position, mark)
             row.marks.append(mark)
+            row.taken, row.state = position + 1, mark
+            if row.taken in saves:
+                self._save(saves.pop(row.taken), row)
             if piece.prompt_logprobs and position + 1 < row.start.prompt_len:
                 count = row.start.sampling.prompt_logprobs or 0
                 listed = row.start.sampling.logprob_token_ids
                 scored.append(self._logprob(mark, row.tokens[position + 1], count, listed))
+        check(not saves, "a save of no token of the slice")
         row.num_computed = known
         prompt_logprobs = scored if piece.prompt_logprobs else None
         if not piece.sample:

@@ -3,12 +3,14 @@
 import os
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from loraplex.server.engine.plan import StateCopy
 from loraplex.server.kernels.states.causal_conv import causal_conv
 from loraplex.server.kernels.states.delta_rule import DeltaGates, DeltaHeads, delta_rule
 from loraplex.server.kernels.states.gated_norm import gated_norm
@@ -16,6 +18,8 @@ from loraplex.server.kernels.states.slices import Runs, Singles
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.ops import delta_net, delta_net_cuda
 from loraplex.server.model.ops.ops import StepLayout
+from loraplex.server.model.ops.row_states import RowStates
+from loraplex.server.model.ops.state_steps import TokenSteps
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.state_spec import DeltaNetSpec
 from loraplex.server.model.weights import DeltaNetWeights, RmsNorm
@@ -109,6 +113,20 @@ def made(spec: DeltaNetSpec, layout: StepLayout, dtype: torch.dtype) -> Case:
     return Case(made_weights(spec, dtype, device), mixed, gates, (window, memory))
 
 
+def defined(layout: StepLayout, case: Case, states: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """By the definition."""
+    steps = TokenSteps.of(layout)
+    for state in states:
+        state.index_fill_(0, steps.begun, 0)
+    moves = [phase.tokens for phase in steps.phases]
+    return delta_net.delta_net(moves, case.mixed, case.gates, case.weights, states)
+
+
+def by_kernels(layout: StepLayout, case: Case, states: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    slices = [phase.tokens for phase in delta_net_cuda.plan_states(layout)]
+    return delta_net_cuda.delta_net(slices, case.mixed, case.gates, case.weights, states)
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "dtype"),
     sparse([*STEPS], [*SIZES], [torch.float32, torch.float16]),
@@ -119,11 +137,8 @@ def test_as_the_definition(device: torch.device, name: str, sizes: str, dtype: t
     layout = made_layout(STEPS[name], device)
     case = made(spec, layout, dtype)
     expected, found = case.copies(), case.copies()
-    steps = delta_net.TokenSteps.of(layout)
-    products = (case.mixed, case.gates, case.weights)
-    wanted = delta_net.delta_net(steps, *products, expected)
-    plan = delta_net_cuda.plan_states(layout)
-    got = delta_net_cuda.delta_net(plan, *products, found)
+    wanted = defined(layout, case, expected)
+    got = by_kernels(layout, case, found)
     real = torch.from_numpy(np.repeat(layout.seq_rows, layout.num_new) != ROWS).to(device)
     near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
     if dtype != torch.float32:
@@ -146,17 +161,53 @@ def test_a_prompt_in_chunks_is_the_whole_prompt(
     whole = made_layout(((2, 0, cuts[-1]),), device)
     case = made(spec, whole, torch.float32)
     states = case.copies()
-    wanted = delta_net_cuda.delta_net(
-        delta_net_cuda.plan_states(whole), case.mixed, case.gates, case.weights, states
-    )
+    wanted = by_kernels(whole, case, states)
     chunked, found = case.copies(), []
     for begin, end in pairwise(cuts):
-        plan = delta_net_cuda.plan_states(made_layout(((2, begin, end - begin),), device))
-        rows = case.mixed[begin:end].contiguous(), case.gates[begin:end].contiguous()
-        found.append(delta_net_cuda.delta_net(plan, *rows, case.weights, chunked))
+        chunk = made_layout(((2, begin, end - begin),), device)
+        of = case._replace(
+            mixed=case.mixed[begin:end].contiguous(), gates=case.gates[begin:end].contiguous()
+        )
+        found.append(by_kernels(chunk, of, chunked))
     torch.testing.assert_close(torch.cat(found), wanted)
     for part, all_of_it in zip(chunked, states, strict=True):
         torch.testing.assert_close(part[2], all_of_it[2])
+
+
+def test_states_are_saved_within_slices(device: torch.device) -> None:
+    """By the kernels and by the definition, each snapshot is the state of its tokens alone."""
+    torch.manual_seed(2)
+    spec = made_spec(**ODD)
+    slices = ((4, 3, 1), (2, 0, 9), (0, 5, 8), (1, 2, 3))
+    saves = np.array([(1, 1, 5), (1, 4, 0), (1, 8, 2), (3, 4, 3)])
+    layout = replace(made_layout(slices, device), saves=saves)
+    case = made(spec, layout, torch.float32)
+    model: Any = SimpleNamespace(states={7: spec.states})
+    found = []
+    plans: tuple[tuple[Any, Any], ...] = (
+        (delta_net.delta_net, TokenSteps.of(layout).phases),
+        (delta_net_cuda.delta_net, delta_net_cuda.plan_states(layout)),
+    )
+    for operation, phases in plans:
+        states = RowStates(model, ROWS, torch.float32, device, snapshots=6)
+        of = states.of(7)
+        for state, before in zip(of, case.states, strict=True):
+            state.copy_(before)
+            state[2] = 0
+        operation(states.walk(7, phases), case.mixed, case.gates, case.weights, of)
+        states.restore([StateCopy(0, 5), StateCopy(1, 0), StateCopy(3, 2), StateCopy(4, 3)])
+        found.append(of)
+    begins = (1, 1, 1, 18)
+    for row, (place, position, _), begin in zip((0, 1, 3, 4), saves, begins, strict=True):
+        start = int(layout.starts[place])
+        part = made_layout(((int(layout.seq_rows[place]), start, position - start),), device)
+        end = begin + position - start
+        alone = case._replace(mixed=case.mixed[begin:end], gates=case.gates[begin:end])
+        expected = case.copies()
+        defined(part, alone, expected)
+        for kind in range(2):
+            for by in found:
+                torch.testing.assert_close(by[kind][row], expected[kind][part.seq_rows[0]])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # it is meant
@@ -164,12 +215,10 @@ def test_a_large_softplus_is_its_argument(device: torch.device) -> None:
     spec = made_spec(**SMALL)
     layout = made_layout(((0, 4, 1), (1, 5, 1)), device)
     case = made(spec, layout, torch.float32)
-    gates = case.gates * 200
+    case = case._replace(gates=case.gates * 200)
     expected, found = case.copies(), case.copies()
-    steps = delta_net.TokenSteps.of(layout)
-    wanted = delta_net.delta_net(steps, case.mixed, gates, case.weights, expected)
-    plan = delta_net_cuda.plan_states(layout)
-    got = delta_net_cuda.delta_net(plan, case.mixed, gates, case.weights, found)
+    wanted = defined(layout, case, expected)
+    got = by_kernels(layout, case, found)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -190,10 +239,9 @@ def test_real_widths_on_a_gpu(dtype: torch.dtype) -> None:
     of_conv, of_norm = case.weights.conv.float(), case.weights.norm
     norm = of_norm._replace(weight=of_norm.weight.float())
     weights = replace(case.weights, conv=of_conv, norm=norm)
-    steps = delta_net.TokenSteps.of(layout)
-    wanted = delta_net.delta_net(steps, case.mixed.float(), case.gates.float(), weights, wide)
-    plan = delta_net_cuda.plan_states(layout)
-    got = delta_net_cuda.delta_net(plan, case.mixed, case.gates, case.weights, found)
+    of_wide = Case(weights, case.mixed.float(), case.gates.float(), wide)
+    wanted = defined(layout, of_wide, wide)
+    got = by_kernels(layout, case, found)
     error = (got.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
     of_states = (found[1] - wide[1])[:ROWS].norm() / wide[1][:ROWS].norm()
     print(f"{dtype}: relative error {error:.2e}, of states {of_states:.2e}")

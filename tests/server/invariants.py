@@ -1,8 +1,11 @@
 """Checks of the engine's pages and arena and of the worker's sequences, after any operation."""
 
+from collections.abc import Iterable
+
 from loraplex.server.engine.memory.extents import TAKEN, each
 from loraplex.server.engine.memory.pages import PagePool
 from loraplex.server.engine.memory.residency import AdapterArena
+from loraplex.server.engine.memory.snapshots import SnapshotPool
 from loraplex.server.worker.sequences import Identity, SequenceTable
 
 
@@ -15,6 +18,13 @@ def check_pool(pool: PagePool) -> None:
     assert set(pool._idle) <= set(pool._hash_of), "a cached page without a hash"
     assert not set(pool._free) & set(pool._hash_of), "a free page with a hash"
     assert pool._page_of == {h: p for p, h in pool._hash_of.items()}, "hashes out of step"
+
+
+def check_snapshots(pool: SnapshotPool, written: Iterable[int]) -> None:
+    """Raises AssertionError: a snapshot is not in exactly one of free, kept, written. written: by
+    slices in flight."""
+    found = [*pool._free, *pool._kept.values(), *written]
+    assert sorted(found) == list(range(pool.count)), "snapshots lost or in two places"
 
 
 def check_arena(arena: AdapterArena) -> None:

@@ -4,7 +4,9 @@ Layers are in groups (`ExecutorLimits.page_windows`), and a page is of one group
 
 A page's content is named by a SHA-256 chain over salt, acting adapter (or base), whether its
 sequence is long, and all tokens up to its end. Before an activated adapter acts the chain is the
-base's. Only full pages are shared and nobody writes to a full page, so nothing is ever copied.
+base's. Only full pages are shared and nobody writes to a full page, so nothing is ever copied. A
+sequence that gives up its row may leave its last page under a hash of fewer tokens; who takes it
+has the page alone.
 """
 
 from array import array
@@ -106,7 +108,8 @@ class PagePool:
         return pages
 
     def publish(self, page: int, digest: PageHash) -> None:
-        """A held page is full and computed. Content that is known already keeps its page."""
+        """A held page is computed as far as its hash says. Content that is known already keeps its
+        page."""
         if digest not in self._page_of and page not in self._hash_of:
             self._page_of[digest] = page
             self._hash_of[page] = digest

@@ -6,9 +6,10 @@ from collections import abc
 
 from loraplex.server.constraints.wishes import MaskWish
 from loraplex.server.engine.executor import ExecutorLimits
-from loraplex.server.engine.plan import PageGrant, RowStart, SeqSlice, StepPlan
+from loraplex.server.engine.plan import PageGrant, RowStart, SeqSlice, StateCopy, StepPlan
 from loraplex.server.engine.scheduling.prompt_shares import PromptShares, StepLoad
 from loraplex.server.engine.scheduling.sequence import Sequence, State
+from loraplex.server.engine.scheduling.states import SequenceStates
 
 _SEED_MASK = 2**63 - 1  # devices keep seeds as signed 64-bit
 
@@ -27,6 +28,7 @@ class Batch:
         freed_rows: list[int],
         num_running: int,
         prompts: PromptShares,
+        states: SequenceStates,
     ) -> None:
         """Begin an empty step. num_running: sequences for which the step keeps a token each before
         any draft, those that may be admitted included.
@@ -37,7 +39,7 @@ class Batch:
         self._page_size = limits.page_size
         self._short_context = limits.short_context
         self.drafts_left = max(0, min(self.budget, limits.max_decodes) - num_running)
-        self._prompts = prompts
+        self._prompts, self._states = prompts, states
         self._is_causal = limits.is_causal
 
     def room(self, sequence: Sequence) -> int:
@@ -66,6 +68,9 @@ class Batch:
         for number, group in enumerate(sequence.pages):
             if group.pages:
                 self._grant(sequence, number, group.first, list(group.pages))
+        if sequence.snapshot >= 0:
+            self.plan.restores.append(StateCopy(sequence.seq_row, sequence.snapshot))
+            sequence.snapshot = -1
 
     def grant(self, sequence: Sequence, pages: list[list[int]]) -> None:
         """Give the sequence further pages, and tell the step. pages: for each group, those that
@@ -123,13 +128,14 @@ class Batch:
                 prompt_logprobs=start < sequence.prompt_len - 1 and sequence.needs_prompt_logprobs,
                 constrained=sample and sequence.constraint is not None,
                 vector=sequence.vector_at(end),
+                saves=[] if is_decode else self._states.saves_of(sequence, start, end),
             )
         )
         self.sequences.append(sequence)
         self.budget -= num_new
         if not is_decode and num_new > 1:
             self._prompts.take(sequence, start, num_new)
-        sequence.num_computed = start + num_new
+        sequence.num_computed = sequence.num_in_state = start + num_new
         sequence.in_flight += 1
         sequence.pending += sample
 

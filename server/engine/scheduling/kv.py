@@ -1,11 +1,12 @@
 """How sequences take, share and give up pages of the KV cache. Pure."""
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, takewhile
 
 from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.engine.memory.pages import GroupPages, PageHash, PagePool, group_key
 from loraplex.server.engine.scheduling.sequence import Sequence
+from loraplex.server.engine.scheduling.states import SequenceStates
 
 # A prompt waits for another sequence's prefill of the same tokens if that saves at least this many.
 SHARE_WORTH_TOKENS = 64
@@ -20,10 +21,14 @@ class SequencePages:
     A sequence has pages of each group of layers. In a group whose layers see all it has those of
     all known tokens from the start. In a group with a window it has those of the window, and of the
     tokens that a step or two compute; it gives them up as the window leaves them.
+
+    Where rows have states, pages are read up to a place whose state is kept.
     """
 
     def __init__(self, limits: ExecutorLimits) -> None:
         page_size = limits.page_size
+        self.states = SequenceStates(limits)
+        self._has_states = limits.has_states
         self.pool = PagePool(limits.num_pages, page_size)
         self.windows = limits.page_windows
         # Whether sequences give up pages as they go on.
@@ -35,11 +40,12 @@ class SequencePages:
         self._next_pages = -(-SHARE_WORTH_TOKENS // page_size)
         self._budget = HASHED_PER_PLAN
         self._short_context = limits.short_context
-        # Pages are no help without the state behind them, which nobody keeps.
-        self._shares = bool(limits.page_windows) and not limits.has_states
+        # Pages are no help without the state behind them.
+        self._shares = bool(limits.page_windows) and (bool(self.states) or not limits.has_states)
 
     def begin_plan(self) -> None:
         self._budget = HASHED_PER_PLAN
+        self.states.pool.begin_plan()
 
     def look_up(self, sequence: Sequence, others_wait: bool) -> bool:
         """Hash the prompt as far as its pages are cached or being computed. False: this plan has
@@ -68,6 +74,8 @@ class SequencePages:
         """
         if not self._computing:
             return False
+        if self._has_states:
+            return self._awaits_border(sequence)
         soon = 0
         for digest in self._readable(sequence):
             if digest in self._computing:
@@ -81,9 +89,13 @@ class SequencePages:
     def take(self, sequence: Sequence, reserve: int) -> bool:
         """Take pages, cached pages first: for all its tokens, and with a window for some. False
         unless `reserve` pages a group are left for other sequences."""
-        cached = self._reusable(sequence)
-        sequence.pages = [self._cached(sequence, group, cached) for group in range(self._groups)]
-        sequence.num_computed = cached * self.pool.page_size
+        known = self._known(sequence)
+        cached = self._reusable(sequence, known)
+        full = cached // self.pool.page_size
+        sequence.pages = [self._cached(sequence, group, full) for group in range(self._groups)]
+        if cached % self.pool.page_size:
+            self._hold_last(sequence, cached)
+        sequence.num_computed = cached
         spare = self.pool.available - reserve * self._groups
         pages = self._more(sequence, spare, len(sequence.tokens))
         if pages is None:
@@ -91,7 +103,10 @@ class SequencePages:
             return False
         for group, more in zip(sequence.pages, pages, strict=True):
             group.pages += more
-        sequence.num_published = cached
+        if cached % self.pool.page_size:  # the sequence writes there
+            self.pool.forget(group.pages[full - group.first] for group in sequence.pages)
+        sequence.num_published = full
+        self.states.begin(sequence, self._shared(sequence, known))
         self._computes_next(sequence)
         return True
 
@@ -162,6 +177,16 @@ class SequencePages:
             del group.pages[:count]
             group.first = first
 
+    def leave(self, sequence: Sequence) -> None:
+        """Keep what a sequence needs that gives up its row and will come back: its state and, until
+        others need the room, its pages; also the last one, which is not full."""
+        count = self.states.leave(sequence) if self._shares and not sequence.computes_all else 0
+        page, rest = divmod(count, self.pool.page_size)
+        if rest:
+            digest = sequence.digest_at(self.pool.page_size, count)
+            for number, group in enumerate(sequence.pages):
+                self.pool.publish(group.pages[page - group.first], group_key(digest, number))
+
     def release(self, sequence: Sequence) -> None:
         for digest in sequence.hashes[sequence.num_published :]:
             self._no_longer_computes(sequence, digest)
@@ -172,6 +197,7 @@ class SequencePages:
         """Forget what the sequence's pages contain: no further sequence may read it."""
         for group in sequence.pages:
             self.pool.forget(group.pages)
+        self.states.pool.forget(sequence.hashes)
 
     def _give_up(self, sequence: Sequence) -> None:
         for group in sequence.pages:
@@ -190,17 +216,75 @@ class SequencePages:
         """The first page that the token at `position` sees."""
         return 0 if window is None else max(0, position - window + 1) // self.pool.page_size
 
-    def _reusable(self, sequence: Sequence) -> int:
-        """How many leading pages need not be computed: in each group those are cached that the next
-        token sees, and in the first group all."""
-        count = 0
-        for digest in self._readable(sequence):
-            if not self.pool.knows(digest):
+    def _known(self, sequence: Sequence) -> int:
+        """How many leading pages are cached in the first group."""
+        known = map(self.pool.knows, self._readable(sequence))
+        return sum(takewhile(bool, known))
+
+    def _reusable(self, sequence: Sequence, count: int) -> int:
+        """How many leading tokens need not be computed: in each group those pages are cached that
+        the next token sees, and the state is kept. count: pages that are cached in the first
+        group."""
+        size = self.pool.page_size
+        if self._has_last(sequence, count):
+            return sequence.left_at
+        while count:
+            gap = self._gap(sequence, count)
+            if gap is None and (not self._has_states or self._has_state(sequence, count * size)):
                 break
-            count += 1
-        while (gap := self._gap(sequence, count)) is not None:
-            count = gap
-        return count
+            count = count - 1 if gap is None else gap
+        return count * size
+
+    def _has_state(self, sequence: Sequence, tokens: int) -> bool:
+        return self.states.pool.knows(sequence.digest_at(self.pool.page_size, tokens))
+
+    def _has_last(self, sequence: Sequence, count: int) -> bool:
+        """Whether all is there that the sequence left when it gave up its row, within a page."""
+        page, rest = divmod(sequence.left_at, self.pool.page_size)
+        if not rest or page > count or not self._has_state(sequence, sequence.left_at):
+            return False
+        digest = sequence.digest_at(self.pool.page_size, sequence.left_at)
+        keys = (group_key(digest, group) for group in range(self._groups))
+        return all(map(self.pool.knows, keys)) and self._gap(sequence, page) is None
+
+    def _hold_last(self, sequence: Sequence, tokens: int) -> None:
+        """Hold the pages that a sequence left when they were not full."""
+        digest = sequence.digest_at(self.pool.page_size, tokens)
+        for number, group in enumerate(sequence.pages):
+            group.pages += self.pool.match([group_key(digest, number)])
+
+    def _beside(self, sequence: Sequence) -> tuple[Sequence, int] | None:
+        """A running sequence that computes the next page that this one could read, and how many
+        first tokens both have."""
+        if sequence.beside is not None and sequence.beside[0].can_run:
+            return sequence.beside
+        sequence.beside = None
+        for digest in self._readable(sequence):
+            other = self._computing.get(digest)
+            if other is not None and other is not sequence:
+                sequence.beside = other, sequence.shared_with(other)
+            if other is not None or not self.pool.knows(digest):
+                break
+        return sequence.beside
+
+    def _awaits_border(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is about to save a state of much of the same prompt."""
+        beside = self._beside(sequence)
+        if beside is None:
+            return False
+        other, shared = beside
+        borders = [b for b in other.borders if b <= min(shared, len(sequence.tokens) - 1)]
+        if not borders:
+            return False
+        reusable = self._reusable(sequence, self._known(sequence))
+        return borders[-1] - reusable >= SHARE_WORTH_TOKENS
+
+    def _shared(self, sequence: Sequence, known: int) -> int:
+        """How many first tokens of a prompt others have computed, or compute now. known: pages that
+        are cached in the first group."""
+        beside = self._beside(sequence) if self._has_states else None
+        sequence.beside = None
+        return max(known * self.pool.page_size, 0 if beside is None else beside[1])
 
     def _gap(self, sequence: Sequence, count: int) -> int | None:
         """A page that the token behind `count` pages sees in some group, and that is not cached."""

@@ -136,6 +136,7 @@ class Scheduler:
         self.limits = limits
         self.config = config
         self.pages = SequencePages(limits)
+        self.states = self.pages.states
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
         self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
         self.grammars = GrammarWaits()
@@ -205,6 +206,8 @@ class Scheduler:
     def fail_running(self, code: ErrorCode, message: str) -> None:
         """The device lost the steps in flight: end all running sequences."""
         lost = {s for batch in self._in_flight for s in batch.sequences}
+        pieces = (piece for batch in self._in_flight for piece in batch.plan.slices)
+        self.states.lost(save for piece in pieces for save in piece.saves)
         self._in_flight.clear()
         for sequence in [*self._running, *self._departing]:
             sequence.in_flight = sequence.pending = 0
@@ -279,7 +282,8 @@ class Scheduler:
         self.pages.begin_plan()
         running = list(self._running)
         soon = len(running) + min(len(self._waiting), len(self.rows.free))
-        batch = Batch(self._step + 1, self.limits, self.rows.freed, soon, self.prompts)
+        context = (self.prompts, self.states)
+        batch = Batch(self._step + 1, self.limits, self.rows.freed, soon, *context)
         self.masks.begin_plan(running, self.prompts.cost.decode_s)
         self.drafting.begin_plan(running, ahead=bool(self._in_flight), room=batch.drafts_left)
         longer, streams = [], []
@@ -302,6 +306,7 @@ class Scheduler:
         batch.load = self.prompts.end()
         self._step += 1
         self.rows.freed = []
+        batch.plan.saves.extend(self.states.take_saves())
         self._in_flight.append(batch)
         return batch.plan
 
@@ -466,6 +471,8 @@ class Scheduler:
         for piece, sequence, result in zip(plan.slices, sequences, results, strict=True):
             sequence.in_flight -= 1
             sequence.pending -= piece.sample
+            is_valid = sequence.state is State.RUNNING and not result.failed
+            self.states.saved(sequence, piece.saves, is_valid=is_valid)
             if sequence.state is State.RUNNING:
                 self._apply(sequence, piece, result)
             sequence.is_late = False
@@ -544,6 +551,8 @@ class Scheduler:
             self._enqueue(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        if sequence.leaving and sequence.state is State.RUNNING:
+            self.pages.leave(sequence)
         self.pages.release(sequence)
         self.rows.give_back(sequence.seq_row)
         if sequence.adapter is not None:

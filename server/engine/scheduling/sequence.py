@@ -74,6 +74,11 @@ class Sequence:
     the known tokens, None = that has not been looked at. constraint: which tokens it may draw, None
     = all. The constraint has taken every known token of the output. is_late: its slice in flight
     draws nothing, for want of a mask, and a later step computes its last known token again.
+
+    num_in_state: tokens that the state of its row holds, with steps in flight. borders: tokens
+    after which the state is to be saved, ascending. snapshot: which its next step restores; -1 =
+    none. left_at: tokens after which a state was saved when it last gave up its row. beside: a
+    running sequence, and how many first tokens both have.
     """
 
     key: int
@@ -104,6 +109,11 @@ class Sequence:
     num_published: int = 0
     hashes: list[PageHash] = field(default_factory=list)
     cached_tokens: int | None = None
+    num_in_state: int = 0
+    borders: list[int] = field(default_factory=list)
+    snapshot: int = -1
+    left_at: int = 0
+    beside: "tuple[Sequence, int] | None" = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     started: bool = False  # its first event is out
     parked_at: float = 0.0  # when it last began to wait for its adapter
@@ -220,14 +230,14 @@ class Sequence:
         """The adapter's slot if it acts on the token there, else -1."""
         return self.adapter_slot if position >= self.adapter_from else -1
 
-    def _parent(self, page_size: int) -> PageHash:
-        """The parent of the next page to be hashed."""
+    def _parent(self, page_size: int, page: int) -> PageHash:
+        """The parent of page number `page`; those before it are hashed."""
         begins, adapter = self.adapter_from, self.acting
-        if self.hashes:
-            parent = self.hashes[-1]
+        if page:
+            parent = self.hashes[page - 1]
         else:
             parent = root_hash(self.request.salt, None if begins else adapter, self.is_long)
-        if begins and adapter is not None and len(self.hashes) == begins // page_size:
+        if begins and adapter is not None and page == begins // page_size:
             return activated_hash(parent, adapter, begins % page_size)
         return parent
 
@@ -242,8 +252,24 @@ class Sequence:
         while len(hashes) <= page:
             begin = len(hashes) * page_size
             tokens = self.tokens[begin : begin + page_size]
-            hashes.append(page_hash(self._parent(page_size), tokens))
+            hashes.append(page_hash(self._parent(page_size, len(hashes)), tokens))
         return hashes[page]
+
+    def digest_at(self, page_size: int, count: int) -> PageHash:
+        """The hash of its first `count` tokens, which are known, at least one."""
+        page, rest = divmod(count, page_size)
+        digest = self.page_hash(page_size, page - 1) if page else b""
+        if not rest:
+            return digest
+        return page_hash(self._parent(page_size, page), self.tokens[count - rest : count])
+
+    def shared_with(self, other: "Sequence") -> int:
+        """How many first tokens both have, as far as the same adapter acts on them."""
+        limits = [min(len(self.tokens), len(other.tokens))]
+        if (self.acting, self.adapter_from) != (other.acting, other.adapter_from):
+            limits += [each.adapter_from for each in (self, other) if each.acting is not None]
+        pairs = zip(self.tokens[: min(limits)], other.tokens, strict=False)
+        return next((i for i, (mine, its) in enumerate(pairs) if mine != its), min(limits))
 
 
 BY_PRECEDENCE = attrgetter("precedence")  # the key that lists of sequences are sorted by

@@ -11,7 +11,7 @@ import torch
 
 from loraplex.server.kernels.attention.decode_inputs import gather_inputs
 from loraplex.server.kernels.sampling.greedy import GreedyScratch, greedy_append
-from loraplex.server.kernels.states.slices import Singles
+from loraplex.server.kernels.states.slices import Singles, Slices
 from loraplex.server.model.decoder import Decoder
 from loraplex.server.model.graphs.decode_batch import APPEND, ROW, SLOT, DecodeBatch, num_columns
 from loraplex.server.model.lora.lora import Reach
@@ -21,6 +21,7 @@ from loraplex.server.model.ops.device_lora import DeviceLora
 from loraplex.server.model.ops.lora_linear import LinearOutput
 from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan
 from loraplex.server.model.ops.sizes import padded_size
+from loraplex.server.model.ops.state_steps import Phase
 from loraplex.server.model.steps.rows import Rows
 
 # One more than uploads that can be on their way while the next is written.
@@ -144,7 +145,8 @@ class DecodeGraphs:
             turns = self._ops.rotations.turns(positions, columns[ROW], rows.long_rows)
             views = decode_views(columns[ROW], positions, rows.page_table, work, turns)
             attention = Attention(slice(size), views, slice(0), None)
-            states = (Singles(columns[ROW], positions),) if self._ops.states else ()
+            singles: Phase[Slices] = Phase(Singles(columns[ROW], positions))
+            states = (singles,) if self._ops.states else ()
             plan = CudaPlan(positions, None, attention, turns=turns, states=states)
             normed = self._decoder.forward(token_ids, plan, lora)
             self._decoder.logits(normed, lora, out=logits)

@@ -4,14 +4,12 @@ A step computes a token of each of its slices at once, then the next of those th
 results do not depend on where prompts are cut.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch.nn import functional
 
-from loraplex.server.model.ops.ops import StepLayout
-from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.ops.state_steps import Move
 from loraplex.server.model.spec.state_spec import DeltaNetSpec
 from loraplex.server.model.weights import DeltaNetWeights
 
@@ -19,45 +17,23 @@ from loraplex.server.model.weights import DeltaNetWeights
 _EPSILON = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSteps:
-    """The order in which states take a step's tokens. begun: int64 `[n]`, rows whose state begins
-    here. moves: tokens of the batch and their rows, int64 `[m]` each; each row at most once."""
-
-    begun: torch.Tensor
-    moves: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-
-    @classmethod
-    def of(cls, layout: StepLayout) -> "TokenSteps":
-        device, counts = layout.positions.device, layout.num_new
-        begins = np.cumsum(counts) - counts
-        begun = to_device(layout.seq_rows[layout.starts == 0], device)
-        moves = []
-        for move in range(int(counts.max(initial=0))):
-            active = counts > move
-            packed = to_device(np.stack((begins[active] + move, layout.seq_rows[active])), device)
-            moves.append((packed[0], packed[1]))
-        return cls(begun, tuple(moves))
-
-
 def delta_net(
-    steps: TokenSteps,
+    moves: Iterable[Move],
     mixed: torch.Tensor,
     gates: torch.Tensor,
     weights: DeltaNetWeights,
     states: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Compute as `Ops.delta_net` says. states: of the layer, which take the tokens."""
+    """Compute as `Ops.delta_net` says. states: of the layer, which take the tokens; zeros where a
+    sequence begins."""
     spec = weights.spec
     window, memory = states
-    for state in states:
-        state.index_fill_(0, steps.begun, 0)
     inputs, z = mixed[:, weights.channels], mixed[:, weights.z_columns]
     b, a = gates[:, weights.gate_columns].float().chunk(2, dim=1)
     kept = (weights.decay * functional.softplus(a + weights.dt_bias)).exp()
     taken = b.sigmoid()
     found = mixed.new_empty(len(mixed), spec.value_heads, spec.value_dim)
-    for tokens, rows in steps.moves:
+    for tokens, rows in moves:
         seen = torch.cat((window[rows], inputs[tokens].unsqueeze(1)), dim=1)
         window[rows] = seen[:, 1:]
         convolved = functional.silu((seen.float() * weights.conv.T.float()).sum(1))

@@ -1,5 +1,7 @@
 """Gated DeltaNet by the project's kernels: single tokens and slices of several, in any batch."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -8,28 +10,28 @@ from loraplex.server.kernels.states.delta_rule import DeltaGates, DeltaHeads, de
 from loraplex.server.kernels.states.gated_norm import gated_norm
 from loraplex.server.kernels.states.slices import Runs, Singles, Slices
 from loraplex.server.model.ops.ops import StepLayout
+from loraplex.server.model.ops.state_steps import Phase, runs_of
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.weights import DeltaNetWeights
 
-StatePlan = tuple[Slices, ...]
+StatePlan = tuple[Phase[Slices], ...]
 
 
 def plan_states(layout: StepLayout) -> StatePlan:
     """Plan a step outside graphs: slices of one token, which are its first ones, and others."""
-    n, counts, device = layout.num_decodes, layout.num_new, layout.positions.device
-    plan = list[Slices]()
+    n, device = layout.num_decodes, layout.positions.device
+    plan = list[Phase[Slices]]()
     if n:
         rows = to_device(layout.seq_rows[:n].astype(np.int32), device)
-        plan.append(Singles(rows, layout.positions[:n]))
-    if n < len(counts):
-        begins = np.cumsum(counts) - counts
-        table = np.stack((layout.seq_rows, begins, counts, layout.starts))[:, n:]
-        plan.append(Runs(to_device(table.astype(np.int32), device), int(counts[n:].max())))
+        plan.append(Phase(Singles(rows, layout.positions[:n])))
+    for table, saves in runs_of(layout):
+        runs = Runs(to_device(table.astype(np.int32), device), int(table[2].max()))
+        plan.append(Phase(runs, saves))
     return tuple(plan)
 
 
 def delta_net(
-    plan: StatePlan,
+    plan: Iterable[Slices],
     mixed: torch.Tensor,
     gates: torch.Tensor,
     weights: DeltaNetWeights,

@@ -154,6 +154,16 @@ def states_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     return (engine.max_running + 1) * state_bytes(model, engine.dtype)
 
 
+def num_snapshots(model: ModelSpec, engine: EngineConfig) -> int:
+    """Number of snapshots of states that their memory holds."""
+    return engine.snapshot_memory // each if (each := state_bytes(model, engine.dtype)) else 0
+
+
+def snapshots_bytes(model: ModelSpec, engine: EngineConfig) -> int:
+    """Bytes of all snapshots of states."""
+    return num_snapshots(model, engine) * state_bytes(model, engine.dtype)
+
+
 def _inner_width(layer: LayerSpec, hidden: int) -> int:
     """Numbers that a token needs within MLPs; with experts those of each that it has, whose inputs
     and results lie apart from the token's."""
@@ -195,6 +205,7 @@ def memory_table(
         MemoryLine("other programs", others),
         MemoryLine("KV cache", engine.kv_memory),
         MemoryLine("states", states_bytes(model, engine)),
+        MemoryLine("snapshots", snapshots_bytes(model, engine)),
         MemoryLine(_WORKSPACE, workspace_bytes(model, engine)),
     )
     return tuple(line for line in lines if line.nbytes)
@@ -274,6 +285,7 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
         writes=model.writes,
         is_causal=model.is_causal,
         has_states=bool(model.states),
+        num_snapshots=num_snapshots(model, engine),
     )
 
 

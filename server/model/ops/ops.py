@@ -4,7 +4,7 @@ One decoder, several sets of ops: plain torch (ops_torch.py), and kernels for a 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol, TypeVar
 
@@ -82,6 +82,10 @@ def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     return found.view(len(pages), -1, *cache.shape[2:]).transpose(1, 2)
 
 
+def _no_saves() -> np.ndarray:
+    return np.zeros((0, 3), dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class StepLayout:
     """Assignment of a flat batch's tokens to sequences.
@@ -93,7 +97,8 @@ class StepLayout:
     `[groups, rows, pages a row]`, on the device; entries beyond a sequence's own pages, and those
     behind a group's window of the first token, are stale and must not be followed. long_rows: int64
     `[rows]`, on the device: 1 = the row's sequence takes its rotation's long factors
-    (`ModelSpec.short_context`), else 0.
+    (`ModelSpec.short_context`), else 0. saves: int64 `[n, 3]`, on the host, sorted: a slice, a
+    position within it, and the snapshot of the states that the tokens before the position leave.
     """
 
     num_decodes: int
@@ -104,6 +109,7 @@ class StepLayout:
     positions: torch.Tensor
     page_table: torch.Tensor
     long_rows: torch.Tensor
+    saves: np.ndarray = field(default_factory=_no_saves)
 
     @property
     def prompts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

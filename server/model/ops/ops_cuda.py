@@ -498,7 +498,8 @@ class CudaOps:
         weights: DeltaNetWeights,
     ) -> torch.Tensor:
         mixed, gates = map(self.complete, products)
-        return delta_net(plan.states, mixed, gates, weights, self.states.of(layer))
+        slices = self.states.walk(layer, plan.states)
+        return delta_net(slices, mixed, gates, weights, self.states.of(layer))
 
     def _rotate(
         self,

@@ -1,6 +1,6 @@
 """The reference set of ops, in plain torch: correct on every device, and fast enough on a CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +21,12 @@ from loraplex.server.model.lora.own_rows import (
     widened,
 )
 from loraplex.server.model.lora.sites import BranchSites, Site
-from loraplex.server.model.ops.delta_net import TokenSteps, delta_net
+from loraplex.server.model.ops.delta_net import delta_net
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.pointwise import activated, gated, layer_norm, without_gate
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate
 from loraplex.server.model.ops.row_states import RowStates
+from loraplex.server.model.ops.state_steps import Move, TokenSteps
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.model_spec import (
     Activation,
@@ -479,10 +480,16 @@ class TorchOps:
         products: Sequence[torch.Tensor],
         weights: DeltaNetWeights,
     ) -> torch.Tensor:
+        mixed, gates = products
+        return delta_net(self._moves(plan, layer), mixed, gates, weights, self.states.of(layer))
+
+    def _moves(self, plan: TorchPlan, layer: int) -> Iterator[Move]:
+        """The tokens that a layer's states take, in turn."""
         if plan.states is None:
             raise TypeError("a plan without states")
-        mixed, gates = products
-        return delta_net(plan.states, mixed, gates, weights, self.states.of(layer))
+        for state in self.states.of(layer):
+            state.index_fill_(0, plan.states.begun, 0)
+        return self.states.walk(layer, plan.states.phases)
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         return gated(gate_up, activation)

@@ -1,8 +1,17 @@
-"""States of every row on the device, beside its pages."""
+"""States of every row on the device, beside its pages, and snapshots of states."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
+from loraplex.server.engine.plan import StateCopy
+from loraplex.server.model.ops.state_steps import Phase
 from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.state_spec import StateForm
+
+T = TypeVar("T")
 
 
 class RowStates:
@@ -10,27 +19,62 @@ class RowStates:
 
     A sequence's state begins with its first token: who computes that takes zeros for what lies
     there, which an earlier sequence of the row has left. So nothing is cleared between sequences.
+
+    States of one form lie together, layer by layer, so that a copy of a row's whole state is one
+    operation a form. Copies are in the order of the device's stream.
     """
 
     def __init__(
-        self, model: ModelSpec, rows: int, dtype: torch.dtype, device: torch.device
+        self,
+        model: ModelSpec,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        snapshots: int = 0,
     ) -> None:
-        """Allocate the states of so many rows. dtype: of the model."""
-        self._layers = {
-            layer: tuple(
-                torch.zeros(
-                    (rows + 1, *form.shape),
-                    dtype=torch.float32 if form.wide else dtype,
-                    device=device,
-                )
-                for form in forms
-            )
-            for layer, forms in model.states.items()
-        }
+        """Allocate the states of so many rows, and so many snapshots. dtype: of the model."""
+        counts = defaultdict[StateForm, int](int)
+        places: dict[int, list[tuple[StateForm, int]]] = {}
+        for layer, forms in model.states.items():
+            places[layer] = []
+            for form in forms:
+                places[layer].append((form, counts[form]))
+                counts[form] += 1
+
+        def made(form: StateForm, slots: int) -> torch.Tensor:
+            kind = torch.float32 if form.wide else dtype
+            return torch.zeros((counts[form], slots, *form.shape), dtype=kind, device=device)
+
+        self._of_rows = {form: made(form, rows + 1) for form in counts}
+        self._kept = {form: made(form, snapshots) for form in counts}
+        self._places = places
 
     def __bool__(self) -> bool:
-        return bool(self._layers)
+        return bool(self._places)
 
     def of(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The tensors of one layer, `[rows + 1, ...]` of each `StateForm`."""
-        return self._layers[layer]
+        return tuple(self._of_rows[form][place] for form, place in self._places[layer])
+
+    def save(self, copies: Iterable[StateCopy]) -> None:
+        """Copy whole states of rows into snapshots, one after the other."""
+        for copy in copies:
+            for form, of_rows in self._of_rows.items():
+                self._kept[form][:, copy.snapshot].copy_(of_rows[:, copy.seq_row])
+
+    def restore(self, copies: Iterable[StateCopy]) -> None:
+        """Copy snapshots into the states of rows."""
+        for copy in copies:
+            for form, of_rows in self._of_rows.items():
+                of_rows[:, copy.seq_row].copy_(self._kept[form][:, copy.snapshot])
+
+    def walk(self, layer: int, phases: Sequence[Phase[T]]) -> Iterator[T]:
+        """The phases' tokens, in turn. What the layer's states hold when the next are asked for is
+        saved as the phase says."""
+        for phase in phases:
+            yield phase.tokens
+            if phase.saves is not None:
+                rows, snapshots = phase.saves
+                for form, place in self._places[layer]:
+                    taken = self._of_rows[form][place].index_select(0, rows)
+                    self._kept[form][place].index_copy_(0, snapshots, taken)

@@ -1,10 +1,11 @@
 """A StepPlan as arrays: the flat batch, which of its rows give logits, and how results map back."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from loraplex.server.engine.plan import SeqSlice, StepPlan
+from loraplex.server.engine.plan import SeqSlice, StateCopy, StepPlan
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.steps.rows import Rows
@@ -50,9 +51,16 @@ class Step:
         token_rows = np.repeat(seq_rows, num_new)
         packed = to_device(np.stack((token_rows, positions)), rows.device)
         real, decodes = slice(len(padding), None), len(padding) + int(singles.sum())
-        tables = (rows.page_table, rows.long_rows)
+        slices = [plan.slices[i] for i in order]
+        saves = [
+            (len(padding) + place, save.position, save.snapshot)
+            for place, piece in enumerate(slices)
+            for save in piece.saves
+            if save.position < piece.start + piece.num_new
+        ]
+        tables = (rows.page_table, rows.long_rows, np.array(saves, dtype=np.int64).reshape(-1, 3))
         return cls(
-            slices=[plan.slices[i] for i in order],
+            slices=slices,
             order=order,
             seq_rows=seq_rows[real],
             starts=starts[real],
@@ -62,3 +70,11 @@ class Step:
             samples=np.flatnonzero(samples[real]),
             layout=StepLayout(decodes, seq_rows, starts, num_new, packed[0], packed[1], *tables),
         )
+
+
+def saves_at_ends(slices: Iterable[SeqSlice]) -> Iterator[StateCopy]:
+    """Saves of states that slices leave. What they save within is `StepLayout.saves`."""
+    for piece in slices:
+        for save in piece.saves:
+            if save.position == piece.start + piece.num_new:
+                yield StateCopy(piece.seq_row, save.snapshot)

@@ -19,7 +19,9 @@ _CPU_ADAPTERS, _CPU_HOST_ADAPTERS, _CPU_KV = 256 << 20, 512 << 20, 256 << 20
 _CPU_RUNNING, _CPU_STEP_TOKENS = 64, 512
 _GPU_ADAPTER_SHARE = 10  # one part of so many
 _GPU_HOST_SHARE = 4
-_STATES_SHARE = 8
+_STATES_SHARE, _SNAPSHOTS_SHARE = 8, 16
+# So many snapshots for each sequence at once, or so many in all, whichever is more.
+_SNAPSHOTS_EACH, _FEW_SNAPSHOTS = 4, 16
 # Sequences at once of a mode for few users, the most tokens of its steps, and for how many times
 # its sequences there are keys and values: earlier conversations are kept.
 _FEW: dict[ServeMode, int] = {"local": 4, "interactive": 1}
@@ -44,6 +46,7 @@ class Sizes:
     max_running: int
     max_step_tokens: int
     max_draft: int
+    snapshot_memory: int
 
 
 def choose_sizes(
@@ -67,9 +70,9 @@ def choose_sizes(
     few = _FEW.get(config.mode)
     if few is not None:
         running, step_tokens = few, min(step_tokens, _FEW_STEP_TOKENS)
+    memory = gpu_bytes if on_gpu else host_bytes
     if state_bytes:
-        room = (gpu_bytes if on_gpu else host_bytes) // _STATES_SHARE
-        running = max(1, min(running, room // state_bytes))
+        running = max(1, min(running, memory // _STATES_SHARE // state_bytes))
     running, step_tokens = config.max_running or running, config.max_step_tokens or step_tokens
     drafts = (few is not None or not on_gpu) and not state_bytes
     max_draft = _MAX_DRAFT if drafts else 0
@@ -81,7 +84,15 @@ def choose_sizes(
         max_running=min(running, step_tokens),  # each has one token a step at least
         max_step_tokens=step_tokens,
         max_draft=max_draft if config.max_draft is None else config.max_draft,
+        snapshot_memory=_snapshots(running, memory, state_bytes)
+        if config.snapshot_memory is None
+        else config.snapshot_memory,
     )
+
+
+def _snapshots(running: int, memory: int, state_bytes: int) -> int:
+    most = max(_FEW_SNAPSHOTS, _SNAPSHOTS_EACH * running) * state_bytes
+    return min(most, memory // _SNAPSHOTS_SHARE)
 
 
 def _load(gpu_bytes: int) -> tuple[int, int]:

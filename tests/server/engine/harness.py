@@ -23,7 +23,7 @@ from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent
 from tests.certifying.certificates import CertifyOptions
 from tests.certifying.executor import CertifyingExecutor, FakeTicket
 from tests.server.engine.oracle import OracleSource
-from tests.server.invariants import check_arena, check_pool
+from tests.server.invariants import check_arena, check_pool, check_snapshots
 
 LIMITS = ExecutorLimits(
     num_pages=24,
@@ -297,6 +297,9 @@ class Harness:
     def check(self) -> None:
         check_pool(self.scheduler.pages.pool)
         check_arena(self.scheduler.arena)
+        pieces = [piece for ticket in self.tickets for piece in ticket.plan.slices]
+        written = [save.snapshot for piece in pieces for save in piece.saves]
+        check_snapshots(self.scheduler.states.pool, written)
         loads = self.scheduler.loads
         assert loads.num_parked == sum(map(len, loads._parked.values()))
 

@@ -77,6 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     [(None,), (None,), (None, 5), (None, 9, 9), (6,), (3, 12)]
                 ),
                 "has_states": st.sampled_from([False, False, True]),
+                "num_snapshots": st.sampled_from([0, 1, 2, 6]),
             }
         ),
         eos_percent=st.sampled_from([0, 5, 30]),
@@ -91,6 +92,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         copy_polls: int,
         ending_polls: int,
     ) -> None:
+        if not sizes["has_states"]:
+            sizes["num_snapshots"] = 0
         engine = limits(**sizes, num_classes=CLASSES)
         self.options = CertifyOptions(
             engine.vocab_size,

@@ -88,7 +88,7 @@ def test_a_mode_for_few_leaves_the_rest_of_the_gpu() -> None:
     )
 
 
-def test_states_are_one_line_of_the_table() -> None:
+def test_states_and_snapshots_are_lines_of_the_table() -> None:
     """Qwen3.5-9B has 24 layers, each with 32 matrices of 128 x 128 and 3 inputs of 8,192."""
     model = read_model(served_families()["qwen3_5_text"].config)
     each = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
@@ -100,6 +100,12 @@ def test_states_are_one_line_of_the_table() -> None:
     assert fewer.kv_memory - filled.kv_memory > 128 * each
     assert executor_limits(model, filled).has_states
     assert "states" not in {line.name for line in memory_table(MODEL, AUTO, 1)}
+    kept = msgspec.structs.replace(AUTO, snapshot_memory=10 * each + 1)
+    table = {line.name: line.nbytes for line in memory_table(model, kept, 1)}
+    assert table["snapshots"] == 10 * each
+    of_kept = fill_device(model, kept, memory)
+    assert filled.kv_memory - of_kept.kv_memory == 10 * each
+    assert executor_limits(model, of_kept).num_snapshots == 10
 
 
 def test_states_take_no_drafts() -> None:

@@ -62,6 +62,10 @@ def test_states_of_all_rows_are_an_eighth_of_the_device_at_most(
         found = choose_sizes(config, device, *sizes)  # type: ignore[arg-type]
         assert found.max_running == min(running, 512 if device == "cuda" else 64)
         assert found.max_draft == 0
+        memory = int(gib * GIB) // 16
+        assert found.snapshot_memory == min(memory, max(16, 4 * found.max_running) * state)
+        few = WorkerConfig(model="m", snapshot_memory=0)
+        assert choose_sizes(few, device, *sizes).snapshot_memory == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", ["local", "interactive"])

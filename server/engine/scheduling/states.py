@@ -1,0 +1,95 @@
+"""Where states of sequences are saved, and under which hashes. Pure."""
+
+from collections.abc import Iterable
+
+from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.engine.memory.snapshots import SnapshotPool
+from loraplex.server.engine.plan import StateCopy, StateSave
+from loraplex.server.engine.scheduling.sequence import Sequence
+
+# A long prompt has a border after so many tokens, again and again.
+_FAR_TOKENS = 4096
+
+
+class SequenceStates:
+    """Snapshots, as sequences use them.
+
+    The state of a prompt is saved at *borders*, which are ends of pages: the last one of the
+    prompt, the last one before an activated adapter acts, every so many tokens, and where the
+    prompt parts from what others have computed. Saves of rows that leave wait for the next plan.
+    """
+
+    def __init__(self, limits: ExecutorLimits) -> None:
+        self.pool = SnapshotPool(limits.num_snapshots)
+        self.saves = list[StateCopy]()
+        self._size = limits.page_size
+        self._far = max(1, _FAR_TOKENS // self._size) * self._size
+
+    def __bool__(self) -> bool:
+        return self.pool.count > 0
+
+    def begin(self, sequence: Sequence, known: int) -> None:
+        """The sequence has taken a row, with the state of its computed tokens. known: first tokens
+        that it shares with others."""
+        if not self:
+            return
+        computed = sequence.num_computed
+        sequence.num_in_state, sequence.left_at = computed, 0
+        if computed:
+            sequence.snapshot = self.pool.read(sequence.digest_at(self._size, computed))
+        tokens = len(sequence.tokens)
+        ends = (tokens - 1, sequence.adapter_from, known)
+        borders = {end // self._size * self._size for end in ends}
+        borders |= {*range(self._far, tokens, self._far)}
+        sequence.borders = sorted(border for border in borders if border > computed)
+
+    def saves_of(self, sequence: Sequence, start: int, end: int) -> list[StateSave]:
+        """Saves of a slice that computes these tokens of a prompt."""
+        found = list[StateSave]()
+        for border in [border for border in sequence.borders if start < border <= end]:
+            known = self.pool.knows(sequence.digest_at(self._size, border))
+            snapshot = None if known else self.pool.take()
+            if snapshot is None:
+                sequence.borders.remove(border)
+            else:
+                found.append(StateSave(border, snapshot))
+        return found
+
+    def saved(self, sequence: Sequence, saves: Iterable[StateSave], *, is_valid: bool) -> None:
+        """The step with these saves of the sequence is over."""
+        for save in saves:
+            if save.position in sequence.borders:
+                sequence.borders.remove(save.position)
+            if is_valid:
+                digest = sequence.digest_at(self._size, save.position)
+                self.pool.keep(save.snapshot, digest)
+            else:
+                self.pool.give_back(save.snapshot)
+
+    def leave(self, sequence: Sequence) -> int:
+        """Save the state of a sequence that gives up its row and will come back. Returns of how
+        many tokens it is; 0 = it is not saved, since it may hold tokens that come again."""
+        count = sequence.num_in_state
+        if not 0 < count <= sequence.num_computed:
+            return 0
+        digest = sequence.digest_at(self._size, count)
+        if not self.pool.knows(digest):
+            snapshot = self.pool.take()
+            if snapshot is None:
+                return 0
+            self.saves.append(StateCopy(sequence.seq_row, snapshot))
+            self.pool.keep(snapshot, digest)
+        sequence.left_at = count
+        return count
+
+    def lost(self, saves: Iterable[StateSave]) -> None:
+        """The device failed. saves: of slices in flight. No snapshot holds what it should."""
+        for save in saves:
+            self.pool.give_back(save.snapshot)
+        self.pool.clear()
+        self.saves.clear()
+
+    def take_saves(self) -> list[StateCopy]:
+        """Saves of rows that left since the last call."""
+        saves, self.saves = self.saves, []
+        return saves

@@ -13,7 +13,6 @@ from loraplex.server.model.ops.ops import Ops, Positioned
 from loraplex.server.model.spec.model_spec import ModelSpec, StepSpec
 from loraplex.server.model.weights import (
     AttentionWeights,
-    DeltaNetWeights,
     MixerWeights,
     MlpWeights,
     ModelWeights,
@@ -102,12 +101,12 @@ class Decoder(Generic[P, L, Y]):
         mixer, feed_forwards = None, []
         for branch, of_branch in zip(weights.branches, sites, strict=True):
             match branch:
-                case AttentionWeights() | DeltaNetWeights():
-                    mixer = PreparedMixer(layer, branch, of_branch)
                 case MlpWeights():
                     feed_forwards.append(partial(self._mlp, branch, of_branch))
                 case MoeWeights():
                     feed_forwards.append(partial(self._moe, branch, of_branch))
+                case _:
+                    mixer = PreparedMixer(layer, branch, of_branch)
         norms = weights.pre, weights.post, weights.beside
         return PreparedStep(mixer, tuple(feed_forwards), *norms, spec.factor)
 
@@ -156,9 +155,9 @@ class Decoder(Generic[P, L, Y]):
     def mix(self, plan: P, number: int, products: Sequence[Y]) -> torch.Tensor:
         """Mix tokens, in one of `mixers`. products: of all its matrices but the last."""
         layer, weights = self.mixers[number].layer, self.mixers[number].weights
-        if isinstance(weights, DeltaNetWeights):
-            return self.ops.delta_net(plan, layer, products, weights)
-        return self.ops.attend(plan, layer, products[0], weights.qk_norm, weights.sinks)
+        if isinstance(weights, AttentionWeights):
+            return self.ops.attend(plan, layer, products[0], weights.qk_norm, weights.sinks)
+        return self.ops.mix_states(plan, layer, products, weights)
 
     def end(self, mixed: torch.Tensor, hidden: torch.Tensor, lora: L | None) -> torch.Tensor:
         """Compute from the last mixer to normed hidden states, of any tokens."""

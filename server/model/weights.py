@@ -18,7 +18,6 @@ from loraplex.server.model.checkpoint.expert_forms import as_stored
 from loraplex.server.model.checkpoint.stored_forms import stored_forms
 from loraplex.server.model.checkpoint.tensor_table import check_tensors, kinds
 from loraplex.server.model.checkpoint.text_part import model_shards
-from loraplex.server.model.devices.sharding import sharded_delta_net
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
@@ -35,7 +34,7 @@ from loraplex.server.model.spec.model_spec import (
 )
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.served_as import form_at_load
-from loraplex.server.model.spec.state_spec import DeltaNetSpec
+from loraplex.server.model.state_weights import StateWeights, load_states
 from loraplex.server.model.weight_source import WeightSource, path_in
 
 log = logging.getLogger(__name__)
@@ -99,50 +98,7 @@ class MlpWeights:
         return self.gate_up, self.down
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaNetWeights:
-    """Weights of a Gated DeltaNet, as `spec` says, which is the device's part. conv: `[channels,
-    kernel]`. decay, dt_bias: float32 `[value_heads]`: a state is multiplied by `exp(decay *
-    softplus(a + dt_bias))`. channels, z_columns, gate_columns: int32, where the product `mixed` has
-    what is convolved and z, and `gates` has b and a."""
-
-    spec: DeltaNetSpec
-    mixed: Linear
-    gates: Linear
-    out: Linear
-    conv: torch.Tensor
-    decay: torch.Tensor
-    dt_bias: torch.Tensor
-    norm: RmsNorm
-    channels: torch.Tensor
-    z_columns: torch.Tensor
-    gate_columns: torch.Tensor
-
-    @classmethod
-    def of(
-        cls,
-        spec: DeltaNetSpec,
-        products: tuple[Linear, Linear, Linear],
-        conv: torch.Tensor,
-        decays: tuple[torch.Tensor, torch.Tensor],
-        norm: RmsNorm,
-    ) -> "DeltaNetWeights":
-        """Make the weights of the device's part. products: in the order of the spec's. decays: as
-        `decay` and `dt_bias`."""
-        mixed, gates = (
-            torch.tensor(each, dtype=torch.int32, device=conv.device)
-            for each in (spec.mixed_columns(), spec.gate_columns())
-        )
-        channels, z = mixed.split((spec.num_channels, spec.value_size))
-        return cls(spec, *products, conv, *decays, norm, channels, z, gates)
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        """The matrices that every token is multiplied with."""
-        return self.mixed, self.gates, self.out
-
-
-MixerWeights = AttentionWeights | DeltaNetWeights
+MixerWeights = AttentionWeights | StateWeights
 BranchWeights = MixerWeights | MlpWeights | MoeWeights
 
 
@@ -282,8 +238,6 @@ def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeight
                 _sinks(source, spec, index),
                 KvScales(*(source.kv_scale(path, of) for of in "kv")),
             )
-        case DeltaNetSpec():
-            return _delta_net(source, spec, index)
         case MlpSpec():
             gate_up, down = source.linear(spec.gate_up, index), source.linear(spec.down, index)
             extras = _xielu(source, spec, index), _out_gate(source, spec, index)
@@ -298,22 +252,8 @@ def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeight
                 source.experts(spec.down, index),
                 _correction(source, spec, index),
             )
-
-
-def _delta_net(source: WeightSource, spec: DeltaNetSpec, index: int) -> DeltaNetWeights:
-    path = layer_path(index, spec.path)
-    logs, bias = (
-        source.heads(source.mapped(f"{path}.{name}").float()).to(source.device, copy=True)
-        for name in ("A_log", "dt_bias")
-    )
-    products = source.linear(spec.mixed, index), source.linear(spec.gates, index)
-    return DeltaNetWeights.of(
-        sharded_delta_net(spec, source.shard.count),
-        (*products, source.linear(spec.out, index)),
-        source.rows(source.mapped(f"{path}.conv1d.weight").squeeze(1), spec.channel_spans),
-        (-logs.exp(), bias),
-        RmsNorm(source.get(f"{path}.norm.weight"), spec.epsilon),
-    )
+        case _:
+            return load_states(source, spec, index)
 
 
 def _xielu(source: WeightSource, spec: MlpSpec, index: int) -> torch.Tensor | None:

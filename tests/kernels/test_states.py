@@ -1,7 +1,7 @@
 """Kernels of states against the token-by-token definition in plain torch."""
 
+import dataclasses
 import os
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -9,32 +9,56 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from loraplex.server.engine.plan import StateCopy
 from loraplex.server.kernels.states.causal_conv import causal_conv
 from loraplex.server.kernels.states.delta_rule import DeltaGates, DeltaHeads, delta_rule
 from loraplex.server.kernels.states.gated_norm import gated_norm
+from loraplex.server.kernels.states.operands import Convolution, GatedNorm
 from loraplex.server.kernels.states.slices import Runs, Singles
 from loraplex.server.model.linear.dense import DenseLinear
-from loraplex.server.model.ops import delta_net, delta_net_cuda
+from loraplex.server.model.ops import states_cuda, states_torch
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.state_steps import TokenSteps
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
-from loraplex.server.model.spec.state_spec import DeltaNetSpec
-from loraplex.server.model.weights import DeltaNetWeights, RmsNorm
+from loraplex.server.model.spec.state_spec import DeltaNetSpec, ShortConvSpec, StateSpec
+from loraplex.server.model.state_weights import DeltaNetWeights, ShortConvWeights, StateWeights
 from tests.grids import sparse
 
 ROWS = 5
 NAN = float("nan")
-ODD: dict[str, Any] = {"keys": 2, "values": 6, "key_dim": 10, "value_dim": 12, "kernel": 4}
-SMALL: dict[str, Any] = {"keys": 3, "values": 3, "key_dim": 4, "value_dim": 7, "kernel": 2}
+
+
+def linear(role: Any, width: int, inputs: int = 8) -> LinearSpec:
+    return LinearSpec(role, inputs, (Part(role, width),), "row" if role == "out" else "column")
+
+
+def delta(
+    keys: int, values: int, key_dim: int, value_dim: int, kernel: int, *, by_key_head: bool = False
+) -> DeltaNetSpec:
+    channels = 2 * keys * key_dim + values * value_dim
+    mixed = linear("in", channels + values * value_dim)
+    products = mixed, linear("gates", 2 * values), linear("out", 8, values * value_dim)
+    heads = keys, values, key_dim, value_dim
+    return DeltaNetSpec(*products, "delta", *heads, kernel, 1e-6, by_key_head)
+
+
+def conv(channels: int, kernel: int, *, bias: bool = False) -> ShortConvSpec:
+    products = linear("in", 3 * channels), linear("out", 8, channels)
+    return ShortConvSpec(*products, "conv", channels, kernel, bias)
+
+
+ODD, SMALL = delta(2, 6, 10, 12, 4), delta(3, 3, 4, 7, 2, by_key_head=True)
 # Of no powers of two; of Qwen3.5, but for the number of heads.
-SIZES: dict[str, dict[str, Any]] = {
+SPECS: dict[str, StateSpec] = {
     "odd": ODD,
-    "by-key-head": {**ODD, "by_key_head": True},
-    "even": {"keys": 1, "values": 2, "key_dim": 128, "value_dim": 128, "kernel": 4},
-    "small": {**SMALL, "by_key_head": True},
+    "by-key-head": replace(ODD, by_key_head=True),
+    "even": delta(1, 2, 128, 128, 4),
+    "small": SMALL,
+    "conv": conv(37, 3),
+    "conv-bias": conv(600, 2, bias=True),
 }
 # Row, start and tokens of each slice, those of one token first.
 STEPS: dict[str, tuple[tuple[int, int, int], ...]] = {
@@ -47,28 +71,41 @@ STEPS: dict[str, tuple[tuple[int, int, int], ...]] = {
 }
 
 
-def made_spec(
-    keys: int, values: int, key_dim: int, value_dim: int, kernel: int, *, by_key_head: bool = False
-) -> DeltaNetSpec:
-    channels = 2 * keys * key_dim + values * value_dim
-    mixed = LinearSpec("in", 8, (Part("mixed", channels + values * value_dim),), "column")
-    gates = LinearSpec("gates", 8, (Part("gates", 2 * values),), "column")
-    out = LinearSpec("out", values * value_dim, (Part("out", 8),), "row")
-    sizes = (keys, values, key_dim, value_dim, kernel, 1e-6, by_key_head)
-    return DeltaNetSpec(mixed, gates, out, "delta", *sizes)
+def made_weights(spec: StateSpec, dtype: torch.dtype, device: torch.device) -> StateWeights:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device)
 
-
-def made_weights(spec: DeltaNetSpec, dtype: torch.dtype, device: torch.device) -> DeltaNetWeights:
-    products = tuple(
-        DenseLinear(torch.zeros(linear.out_features, linear.in_features, dtype=dtype))
-        for linear in spec.linears
+    linears = tuple(
+        DenseLinear(torch.zeros(each.out_features, each.in_features, dtype=dtype))
+        for each in spec.linears
     )
-    mixed, gates, out = products
-    conv = torch.randn(spec.num_channels, spec.kernel, device=device).to(dtype)
-    decay = -torch.rand(spec.value_heads, device=device) - 0.05
-    bias = torch.randn(spec.value_heads, device=device)
-    norm = RmsNorm(torch.randn(spec.value_dim, device=device).to(dtype), spec.epsilon)
-    return DeltaNetWeights.of(spec, (mixed, gates, out), conv, (decay, bias), norm)
+    match spec:
+        case DeltaNetSpec():
+            weight = random(spec.num_channels, spec.kernel).to(dtype)
+            decays = -random(spec.value_heads).abs() - 0.05, random(spec.value_heads)
+            norm = random(spec.value_dim).to(dtype)
+            return DeltaNetWeights.of(spec, linears, weight, decays, norm)
+        case ShortConvSpec():
+            weight = random(spec.channels, spec.kernel).to(dtype)
+            bias = random(spec.channels).to(dtype) if spec.bias else None
+            return ShortConvWeights.of(spec, linears, weight, bias)
+
+
+def widened(weights: StateWeights) -> StateWeights:
+    """The same numbers in float32."""
+    changes: dict[str, Any] = {"conv": widened_tuple(weights.conv)}
+    if isinstance(weights, DeltaNetWeights):
+        changes["norm"] = widened_tuple(weights.norm)
+    return dataclasses.replace(weights, **changes)
+
+
+def widened_tuple(of: Any) -> Any:
+    return type(of)(
+        *(
+            each.float() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+            for each in of
+        )
+    )
 
 
 def made_layout(slices: tuple[tuple[int, int, int], ...], device: torch.device) -> StepLayout:
@@ -87,58 +124,59 @@ def made_layout(slices: tuple[tuple[int, int, int], ...], device: torch.device) 
     )
 
 
+States = tuple[torch.Tensor, ...]
+
+
 class Case(NamedTuple):
-    weights: DeltaNetWeights
-    mixed: torch.Tensor
-    gates: torch.Tensor
-    states: tuple[torch.Tensor, torch.Tensor]
+    weights: StateWeights
+    products: tuple[torch.Tensor, ...]
+    states: States
 
-    def copies(self) -> tuple[torch.Tensor, torch.Tensor]:
-        window, memory = self.states
-        return window.clone(), memory.clone()
+    def copies(self) -> States:
+        return tuple(state.clone() for state in self.states)
+
+    def defined(self, layout: StepLayout, states: States) -> torch.Tensor:
+        """By the definition."""
+        steps = TokenSteps.of(layout)
+        for state in states:
+            state.index_fill_(0, steps.begun, 0)
+        moves = [phase.tokens for phase in steps.phases]
+        return states_torch.mix_states(moves, self.products, self.weights, states)
+
+    def by_kernels(self, layout: StepLayout, states: States) -> torch.Tensor:
+        slices = [phase.tokens for phase in states_cuda.plan_states(layout)]
+        return states_cuda.mix_states(slices, self.products, self.weights, states)
 
 
-def made(spec: DeltaNetSpec, layout: StepLayout, dtype: torch.dtype) -> Case:
+def made(spec: StateSpec, layout: StepLayout, dtype: torch.dtype) -> Case:
     """Rows that begin hold NaN."""
     device, tokens = layout.positions.device, len(layout.positions)
-    mixed = torch.randn(tokens, spec.mixed.out_features, device=device).to(dtype)
-    gates = torch.randn(tokens, spec.gates.out_features, device=device).to(dtype)
-    window_form, memory_form = spec.states
-    window = torch.randn(ROWS + 1, *window_form.shape, device=device).to(dtype)
-    memory = torch.randn(ROWS + 1, *memory_form.shape, device=device)
-    for row, start, reached in zip(layout.seq_rows, layout.starts, layout.starts, strict=True):
+    products = tuple(
+        torch.randn(tokens, each.out_features, device=device).to(dtype)
+        for each in spec.linears[:-1]
+    )
+    states = tuple(
+        torch.randn(ROWS + 1, *form.shape, device=device).to(torch.float32 if form.wide else dtype)
+        for form in spec.states
+    )
+    for row, start in zip(layout.seq_rows, layout.starts, strict=True):
         if start == 0:
-            window[row], memory[row] = NAN, NAN
-        window[row, : max(0, spec.kernel - 1 - int(reached))] = 0 if start else NAN
-    return Case(made_weights(spec, dtype, device), mixed, gates, (window, memory))
-
-
-def defined(layout: StepLayout, case: Case, states: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """By the definition."""
-    steps = TokenSteps.of(layout)
-    for state in states:
-        state.index_fill_(0, steps.begun, 0)
-    moves = [phase.tokens for phase in steps.phases]
-    return delta_net.delta_net(moves, case.mixed, case.gates, case.weights, states)
-
-
-def by_kernels(layout: StepLayout, case: Case, states: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    slices = [phase.tokens for phase in delta_net_cuda.plan_states(layout)]
-    return delta_net_cuda.delta_net(slices, case.mixed, case.gates, case.weights, states)
+            for state in states:
+                state[row] = NAN
+        states[0][row, : max(0, spec.kernel - 1 - int(start))] = 0 if start else NAN
+    return Case(made_weights(spec, dtype, device), products, states)
 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "dtype"),
-    sparse([*STEPS], [*SIZES], [torch.float32, torch.float16]),
+    sparse([*STEPS], [*SPECS], [torch.float32, torch.float16]),
 )
 def test_as_the_definition(device: torch.device, name: str, sizes: str, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    spec = made_spec(**SIZES[sizes])
     layout = made_layout(STEPS[name], device)
-    case = made(spec, layout, dtype)
+    case = made(SPECS[sizes], layout, dtype)
     expected, found = case.copies(), case.copies()
-    wanted = defined(layout, case, expected)
-    got = by_kernels(layout, case, found)
+    wanted, got = case.defined(layout, expected), case.by_kernels(layout, found)
     real = torch.from_numpy(np.repeat(layout.seq_rows, layout.num_new) != ROWS).to(device)
     near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
     if dtype != torch.float32:
@@ -152,41 +190,42 @@ def test_as_the_definition(device: torch.device, name: str, sizes: str, dtype: t
         assert torch.equal(state[untouched], before[untouched])
 
 
-@pytest.mark.parametrize("cuts", [(0, 1, 2, 3, 11), (0, 10, 11), (0, 2, 9, 11)])
+@pytest.mark.parametrize(
+    ("cuts", "name"),
+    sparse([(0, 1, 2, 3, 11), (0, 10, 11), (0, 2, 9, 11)], ["odd", "conv"]),
+)
 def test_a_prompt_in_chunks_is_the_whole_prompt(
-    device: torch.device, cuts: tuple[int, ...]
+    device: torch.device, cuts: tuple[int, ...], name: str
 ) -> None:
     torch.manual_seed(1)
-    spec = made_spec(**ODD)
     whole = made_layout(((2, 0, cuts[-1]),), device)
-    case = made(spec, whole, torch.float32)
+    case = made(SPECS[name], whole, torch.float32)
     states = case.copies()
-    wanted = by_kernels(whole, case, states)
+    wanted = case.by_kernels(whole, states)
     chunked, found = case.copies(), []
     for begin, end in pairwise(cuts):
-        chunk = made_layout(((2, begin, end - begin),), device)
-        of = case._replace(
-            mixed=case.mixed[begin:end].contiguous(), gates=case.gates[begin:end].contiguous()
-        )
-        found.append(by_kernels(chunk, of, chunked))
+        rows = tuple(product[begin:end].contiguous() for product in case.products)
+        layout = made_layout(((2, begin, end - begin),), device)
+        found.append(case._replace(products=rows).by_kernels(layout, chunked))
     torch.testing.assert_close(torch.cat(found), wanted)
     for part, all_of_it in zip(chunked, states, strict=True):
         torch.testing.assert_close(part[2], all_of_it[2])
 
 
-def test_states_are_saved_within_slices(device: torch.device) -> None:
+@pytest.mark.parametrize("name", ["odd", "conv"])
+def test_states_are_saved_within_slices(device: torch.device, name: str) -> None:
     """By the kernels and by the definition, each snapshot is the state of its tokens alone."""
     torch.manual_seed(2)
-    spec = made_spec(**ODD)
+    spec = SPECS[name]
     slices = ((4, 3, 1), (2, 0, 9), (0, 5, 8), (1, 2, 3))
     saves = np.array([(1, 1, 5), (1, 4, 0), (1, 8, 2), (3, 4, 3)])
-    layout = replace(made_layout(slices, device), saves=saves)
+    layout = dataclasses.replace(made_layout(slices, device), saves=saves)
     case = made(spec, layout, torch.float32)
     model: Any = SimpleNamespace(states={7: spec.states})
     found = []
     plans: tuple[tuple[Any, Any], ...] = (
-        (delta_net.delta_net, TokenSteps.of(layout).phases),
-        (delta_net_cuda.delta_net, delta_net_cuda.plan_states(layout)),
+        (states_torch.mix_states, TokenSteps.of(layout).phases),
+        (states_cuda.mix_states, states_cuda.plan_states(layout)),
     )
     for operation, phases in plans:
         states = RowStates(model, ROWS, torch.float32, device, snapshots=6)
@@ -194,7 +233,7 @@ def test_states_are_saved_within_slices(device: torch.device) -> None:
         for state, before in zip(of, case.states, strict=True):
             state.copy_(before)
             state[2] = 0
-        operation(states.walk(7, phases), case.mixed, case.gates, case.weights, of)
+        operation(states.walk(7, phases), case.products, case.weights, of)
         states.restore([StateCopy(0, 5), StateCopy(1, 0), StateCopy(3, 2), StateCopy(4, 3)])
         found.append(of)
     begins = (1, 1, 1, 18)
@@ -202,49 +241,47 @@ def test_states_are_saved_within_slices(device: torch.device) -> None:
         start = int(layout.starts[place])
         part = made_layout(((int(layout.seq_rows[place]), start, position - start),), device)
         end = begin + position - start
-        alone = case._replace(mixed=case.mixed[begin:end], gates=case.gates[begin:end])
+        alone = case._replace(products=tuple(each[begin:end] for each in case.products))
         expected = case.copies()
-        defined(part, alone, expected)
-        for kind in range(2):
+        alone.defined(part, expected)
+        for kind in range(len(expected)):
             for by in found:
                 torch.testing.assert_close(by[kind][row], expected[kind][part.seq_rows[0]])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # it is meant
 def test_a_large_softplus_is_its_argument(device: torch.device) -> None:
-    spec = made_spec(**SMALL)
     layout = made_layout(((0, 4, 1), (1, 5, 1)), device)
-    case = made(spec, layout, torch.float32)
-    case = case._replace(gates=case.gates * 200)
-    expected, found = case.copies(), case.copies()
-    wanted = defined(layout, case, expected)
-    got = by_kernels(layout, case, found)
+    case = made(SMALL, layout, torch.float32)
+    mixed, gates = case.products
+    case = case._replace(products=(mixed, gates * 200))
+    wanted, got = case.defined(layout, case.copies()), case.by_kernels(layout, case.copies())
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+# As Qwen3.5-9B has it, and LFM2.
+WIDE: dict[str, StateSpec] = {"qwen3.5": delta(16, 32, 128, 128, 4), "lfm2": conv(2048, 3)}
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_real_widths_on_a_gpu(dtype: torch.dtype) -> None:
-    """Hold Qwen3.5-9B's widths against the definition on the same numbers in float32."""
+def test_real_widths_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    """Hold real widths against the definition on the same numbers in float32."""
     if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    device = torch.device("cuda")
     torch.manual_seed(5)
-    spec = made_spec(16, 32, 128, 128, 4)
     slices = ((3, 9, 1), (0, 0, 1), (1, 700, 1), (2, 0, 300), (4, 64, 129))
-    layout = made_layout(slices, device)
-    case = made(spec, layout, dtype)
-    expected, found = case.copies(), case.copies()
-    wide = (expected[0].float(), expected[1])
-    of_conv, of_norm = case.weights.conv.float(), case.weights.norm
-    norm = of_norm._replace(weight=of_norm.weight.float())
-    weights = replace(case.weights, conv=of_conv, norm=norm)
-    of_wide = Case(weights, case.mixed.float(), case.gates.float(), wide)
-    wanted = defined(layout, of_wide, wide)
-    got = by_kernels(layout, case, found)
+    layout = made_layout(slices, torch.device("cuda"))
+    case = made(WIDE[name], layout, dtype)
+    products = tuple(product.float() for product in case.products)
+    exact = tuple(state.float() for state in case.copies())
+    wide = Case(widened(case.weights), products, exact)
+    found = case.copies()
+    wanted, got = wide.defined(layout, exact), case.by_kernels(layout, found)
     error = (got.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
-    of_states = (found[1] - wide[1])[:ROWS].norm() / wide[1][:ROWS].norm()
-    print(f"{dtype}: relative error {error:.2e}, of states {of_states:.2e}")
+    of_states = (found[-1].float() - exact[-1])[:ROWS].norm() / exact[-1][:ROWS].norm()
+    print(f"{name}, {dtype}: relative error {error:.2e}, of states {of_states:.2e}")
     most = 1e-5 if dtype == torch.float32 else 1.5e-2
     assert max(error, of_states) < most
 
@@ -252,15 +289,18 @@ def test_real_widths_on_a_gpu(dtype: torch.dtype) -> None:
 def test_mismatches_are_refused() -> None:
     x, columns = torch.zeros(2, 12), torch.arange(8, dtype=torch.int32)
     slices = Singles(torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64))
-    weight, state, out = torch.zeros(8, 4), torch.zeros(3, 3, 8), torch.zeros(2, 8)
+    conv = Convolution(columns, torch.zeros(8, 4))
+    state, out = torch.zeros(3, 3, 8), torch.zeros(2, 8)
     with pytest.raises(ValueError, match="columns must be int32"):
-        causal_conv(x, columns.long(), weight, state, slices, out)
+        causal_conv(x, conv._replace(columns=columns.long()), state, slices, out)
     with pytest.raises(ValueError, match=r"state must be \[rows, 3, 8\]"):
-        causal_conv(x, columns, weight, state[:, :2].contiguous(), slices, out)
+        causal_conv(x, conv, state[:, :2].contiguous(), slices, out)
+    with pytest.raises(ValueError, match=r"factors must be int32 \[2, 8\]"):
+        causal_conv(x, conv._replace(factors=columns), state, slices, out)
     with pytest.raises(ValueError, match="contiguous"):
-        causal_conv(x.T, columns, weight, state, slices, out)
+        causal_conv(x.T, conv, state, slices, out)
     with pytest.raises(ValueError, match="output must be"):
-        causal_conv(x, columns, weight, state, slices, out[:1])
+        causal_conv(x, conv, state, slices, out[:1])
     heads, qkv = DeltaHeads(1, 2, 2, 2), torch.zeros(2, 8)
     memory, found = torch.zeros(3, 2, 2, 2), torch.zeros(2, 4)
     gates = DeltaGates(
@@ -276,7 +316,10 @@ def test_mismatches_are_refused() -> None:
         delta_rule(qkv, heads, gates._replace(product=out), memory, slices, found)
     with pytest.raises(ValueError, match="output must be"):
         delta_rule(qkv, heads, gates, memory, slices, found[:1])
-    with pytest.raises(ValueError, match="in heads of 3"):
-        gated_norm(found, qkv, columns[:4], torch.zeros(3), 1e-6)
+    norm = GatedNorm(None, 1e-6, 3)
+    with pytest.raises(ValueError, match="in groups of 3"):
+        gated_norm(found, qkv, columns[:4], norm, found)
+    with pytest.raises(ValueError, match="the output as the inputs"):
+        gated_norm(found, qkv, columns[:4], norm._replace(size=2), found[:1])
     runs = Runs(torch.zeros(4, 3, dtype=torch.int32), 2)
     assert (slices.num_slices, runs.num_slices) == (2, 3)

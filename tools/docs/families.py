@@ -5,6 +5,7 @@ from loraplex.server.model.families.registry import architectures, read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.model.ops.memory import layer_token_bytes, weights_bytes
 from loraplex.server.model.spec.model_spec import AttentionSpec, MlpSpec, ModelSpec, StepSpec
+from loraplex.server.model.spec.state_spec import DeltaNetSpec, ShortConvSpec
 
 _HEAD = """\
 # Families of models
@@ -31,6 +32,8 @@ one token; GB are 10^9 bytes.
 | --- | --: | --: | --- |
 """
 _CAPABILITY = (9, 0)
+# Of what mixes tokens by a state.
+_STATES = {"Gated DeltaNet": DeltaNetSpec, "short convolutions": ShortConvSpec}
 
 
 def render() -> str:
@@ -58,6 +61,7 @@ def _blocks(known: KnownModel) -> str:
         return ""
     attentions = set(model.attentions.values())
     feeds = {feed for layer in model.layers for feed in layer.feed_forwards}
+    mixers = {branch for layer in model.layers for branch in layer.branches}
     ropes = {of.rope for of in attentions}
     turned = [rope for rope in ropes if rope is not None]
     mlps = [feed for feed in feeds if isinstance(feed, MlpSpec)]
@@ -74,7 +78,7 @@ def _blocks(known: KnownModel) -> str:
             of.q_norm is not None and not of.norms_rotated for of in attentions
         ),
         "norms of q and k behind the rotation": any(of.norms_rotated for of in attentions),
-        "layers with states (Gated DeltaNet)": bool(model.states),
+        **{name: any(isinstance(each, kind) for each in mixers) for name, kind in _STATES.items()},
         "gated attention": any(of.is_gated for of in attentions),
         "windows": any(window is not None for window in model.windows),
         "sinks": any(of.sinks for of in attentions),

@@ -40,11 +40,11 @@ from loraplex.server.model.spec.model_spec import (
     layer_path,
 )
 from loraplex.server.model.spec.moe_spec import MoeSpec
-from loraplex.server.model.spec.state_spec import DeltaNetSpec
+from loraplex.server.model.spec.state_spec import DeltaNetSpec, ShortConvSpec
+from loraplex.server.model.state_weights import DeltaNetWeights, ShortConvWeights
 from loraplex.server.model.weights import (
     AttentionWeights,
     BranchWeights,
-    DeltaNetWeights,
     LayerNorm,
     LayerWeights,
     MlpWeights,
@@ -137,14 +137,18 @@ class _RandomWeights:
                 )
             case DeltaNetSpec():
                 ones = self._ones(spec.value_heads).float()
-                products = self.linear(spec.mixed, index), self.linear(spec.gates, index)
                 return DeltaNetWeights.of(
                     spec,
-                    (*products, self.linear(spec.out, index)),
+                    tuple(self.linear(linear, index) for linear in spec.linears),
                     self.matrix(spec.num_channels, spec.kernel),
                     (-ones, ones),
-                    RmsNorm(self._ones(spec.value_dim), spec.epsilon),
+                    self._ones(spec.value_dim),
                 )
+            case ShortConvSpec():
+                linears = tuple(self.linear(linear, index) for linear in spec.linears)
+                bias = self._bias(spec.channels) if spec.bias else None
+                conv = self.matrix(spec.channels, spec.kernel)
+                return ShortConvWeights.of(spec, linears, conv, bias)
             case MlpSpec():
                 gate_up, down = self.linear(spec.gate_up, index), self.linear(spec.down, index)
                 numbers = self._ones(4).float() if spec.activation == "xielu" else None

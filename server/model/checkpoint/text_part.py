@@ -19,9 +19,9 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 
 _BODY = re.compile(
     r"(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.text_model\.|"
-    r"model\.)(?P<rest>(?:layers|embed_tokens|norm|final_layernorm)\..+)"
+    r"model\.)(?P<rest>(?:layers|embed_tokens|norm|final_layernorm|embedding_norm)\..+)"
 )
-_BARE = re.compile(r"(?:layers|embed_tokens|norm|final_layernorm)\..+")
+_BARE = re.compile(r"(?:layers|embed_tokens|norm|final_layernorm|embedding_norm)\..+")
 _HEAD = re.compile(r"(?:language_model\.)?(?P<head>lm_head\..+)")
 
 

@@ -12,7 +12,7 @@ from loraplex.server.model.spec.model_spec import (
     ModelSpec,
     NormSpec,
 )
-from loraplex.server.model.spec.state_spec import DeltaNetSpec
+from loraplex.server.model.spec.state_spec import DeltaNetSpec, StateSpec
 
 _MOST_SHARDS = 64
 
@@ -40,9 +40,9 @@ def check_shards(model: ModelSpec, count: int) -> None:
     if count not in served:
         attention = next(iter(model.attentions.values()))
         states = "".join(
-            f" and {each.key_heads} key heads with states"
+            f" and {each.units} heads or channels with states"
             for each in {each for layer in model.layers for each in layer.branches}
-            if isinstance(each, DeltaNetSpec)
+            if isinstance(each, StateSpec)
         )
         raise ConfigError(
             f"--tp {count}: the model's {attention.num_heads} heads and {attention.num_kv_heads}"
@@ -54,7 +54,7 @@ def shard_counts(model: ModelSpec) -> tuple[int, ...]:
     """Numbers of devices that can share the model, 1 first."""
     heads = {_heads(attention) for attention in model.attentions.values()}
     branches = {branch for layer in model.layers for branch in layer.branches}
-    units = {branch.key_heads for branch in branches if isinstance(branch, DeltaNetSpec)}
+    units = {branch.units for branch in branches if isinstance(branch, StateSpec)}
     units |= {q.units for q, _ in heads}
     return tuple(
         n
@@ -73,23 +73,21 @@ def _embedding(embedding: EmbeddingSpec, count: int) -> EmbeddingSpec:
     return replace(embedding, rows=Span(embedding.vocab_size).width(count))
 
 
-def sharded_delta_net(spec: DeltaNetSpec, count: int) -> DeltaNetSpec:
-    """The spec of one device's part, as of `sharded`: heads of states are cut."""
-    return replace(
-        spec,
-        mixed=_linear(spec.mixed, count),
-        gates=_linear(spec.gates, count),
-        out=_linear(spec.out, count),
-        key_heads=spec.key_heads // count,
-        value_heads=spec.value_heads // count,
-    )
+def sharded_states(spec: StateSpec, count: int) -> StateSpec:
+    """The spec of one device's part, as of `sharded`: heads or channels of states are cut."""
+    mixed, out = _linear(spec.mixed, count), _linear(spec.out, count)
+    if isinstance(spec, DeltaNetSpec):
+        gates, keys = _linear(spec.gates, count), spec.key_heads // count
+        values = spec.value_heads // count
+        return replace(spec, mixed=mixed, gates=gates, out=out, key_heads=keys, value_heads=values)
+    return replace(spec, mixed=mixed, out=out, channels=spec.channels // count)
 
 
 def _branch(branch: Branch, count: int) -> Branch:
     if isinstance(branch, AttentionSpec):
         return _attention(branch, count)
-    if isinstance(branch, DeltaNetSpec):
-        return sharded_delta_net(branch, count)
+    if isinstance(branch, StateSpec):
+        return sharded_states(branch, count)
     gate_up, down = (_linear(linear, count) for linear in branch.linears)
     return replace(branch, gate_up=gate_up, down=down)
 

@@ -51,6 +51,7 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
         *("olmo3", "phi", "codegen", "falcon", "gpt_neox", "gptj"),
         *("gpt_neo", "opt"),
     ),
+    128000: ("lfm2", "lfm2_moe"),
     4096: (
         *("arcee", "exaone", "flex_olmo", "helium", "nemotron", "olmoe", "phi3"),
         *("stablelm", "starcoder2"),
@@ -255,6 +256,20 @@ def read_windowed(
         fields.refuse(f"layer_types must say {FULL} or {WINDOWED} for each layer")
         return usual
     return tuple(kind == WINDOWED for kind in kinds)
+
+
+def read_mixed_kinds(
+    fields: Fields, sizes: ModelSizes, kinds: object, other: str, key: str = "layer_types"
+) -> list[str]:
+    """The kind of each layer, FULL or `other`, as `key` lists them. A model whose layers all are of
+    the other kind is refused: it would have no keys and values."""
+    known = isinstance(kinds, list) and all(kind in (other, FULL) for kind in kinds)
+    if not isinstance(kinds, list) or not known or len(kinds) != sizes.layers:
+        fields.refuse(f"{key} must say {other} or {FULL} for each layer")
+        return [FULL]
+    if FULL not in kinds:
+        fields.refuse(f"{key}: a model without layers of {FULL} is not served")
+    return list(kinds)
 
 
 def attention(

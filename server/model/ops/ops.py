@@ -16,7 +16,8 @@ from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.spec.model_spec import Activation, AttentionSpec, ModelSpec
 from loraplex.server.model.spec.page_groups import NO_PAGES, PageGroups
-from loraplex.server.model.weights import DeltaNetWeights, KvScales, Norm
+from loraplex.server.model.state_weights import StateWeights
+from loraplex.server.model.weights import KvScales, Norm
 
 
 class KVCache:
@@ -216,14 +217,14 @@ class Ops(Protocol[P, L, Y]):
         """
         ...
 
-    def delta_net(
-        self, plan: P, layer: int, products: Sequence[Y], weights: DeltaNetWeights
+    def mix_states(
+        self, plan: P, layer: int, products: Sequence[Y], weights: StateWeights
     ) -> torch.Tensor:
-        """Gated DeltaNet between its products, as `weights.spec` says: convolve q, k and v, move
-        each row's state on by its tokens, norm what is read from it, gated by z.
+        """Mix tokens by a state, between the products of a mixer, as `weights.spec` says: convolve,
+        move each row's state on by its tokens, and gate what is read from it.
 
-        products: mixed `[tokens, q + k + v + z]` and gates `[tokens, 2 value_heads]` -> `[tokens,
-        value_heads * value_dim]`. A state is float32, and zero before a sequence's first token.
+        products: `[tokens, out]` of all matrices but the last -> `[tokens, in]` of the last. A
+        state is zero before a sequence's first token.
         """
         ...
 

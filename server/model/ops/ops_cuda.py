@@ -41,7 +41,6 @@ from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.ops import pointwise
 from loraplex.server.model.ops.attention_cuda import Attention, PagedAttention
 from loraplex.server.model.ops.cache_pages import cache_pages
-from loraplex.server.model.ops.delta_net_cuda import StatePlan, delta_net, plan_states
 from loraplex.server.model.ops.device_lora import DeviceLora, LoraBatches
 from loraplex.server.model.ops.lora_linear import (
     ByExperts,
@@ -60,6 +59,7 @@ from loraplex.server.model.ops.pointwise import layer_norm, without_gate
 from loraplex.server.model.ops.products import Products
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
 from loraplex.server.model.ops.row_states import RowStates
+from loraplex.server.model.ops.states_cuda import StatePlan, mix_states, plan_states
 from loraplex.server.model.spec.model_spec import (
     Activation,
     AttentionSpec,
@@ -67,7 +67,8 @@ from loraplex.server.model.spec.model_spec import (
     PositionScale,
     RopeSpec,
 )
-from loraplex.server.model.weights import DeltaNetWeights, LayerNorm, Norm
+from loraplex.server.model.state_weights import StateWeights
+from loraplex.server.model.weights import LayerNorm, Norm
 
 
 def first_rows(buffer: torch.Tensor, rows: int, width: int) -> torch.Tensor:
@@ -490,16 +491,16 @@ class CudaOps:
             attention.prefill.run(layer, q, heads[attention.prompts], sinks)
         return out
 
-    def delta_net(
+    def mix_states(
         self,
         plan: CudaPlan,
         layer: int,
         products: Sequence[LinearOutput],
-        weights: DeltaNetWeights,
+        weights: StateWeights,
     ) -> torch.Tensor:
-        mixed, gates = map(self.complete, products)
+        complete = [self.complete(product) for product in products]
         slices = self.states.walk(layer, plan.states)
-        return delta_net(slices, mixed, gates, weights, self.states.of(layer))
+        return mix_states(slices, complete, weights, self.states.of(layer))
 
     def _rotate(
         self,

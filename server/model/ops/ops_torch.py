@@ -21,12 +21,12 @@ from loraplex.server.model.lora.own_rows import (
     widened,
 )
 from loraplex.server.model.lora.sites import BranchSites, Site
-from loraplex.server.model.ops.delta_net import delta_net
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.pointwise import activated, gated, layer_norm, without_gate
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.state_steps import Move, TokenSteps
+from loraplex.server.model.ops.states_torch import mix_states
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.model_spec import (
     Activation,
@@ -36,7 +36,8 @@ from loraplex.server.model.spec.model_spec import (
     RopeSpec,
 )
 from loraplex.server.model.spec.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertActivation
-from loraplex.server.model.weights import DeltaNetWeights, LayerNorm, Norm, RmsNorm
+from loraplex.server.model.state_weights import StateWeights
+from loraplex.server.model.weights import LayerNorm, Norm, RmsNorm
 
 Masks = dict[int | None, torch.Tensor | None]
 # A rotation of heads of one size.
@@ -90,7 +91,8 @@ def route(x: torch.Tensor, weights: MoeWeights) -> tuple[torch.Tensor, torch.Ten
     chosen = _choose(scores, weights).topk(spec.top_k).indices
     shares = scores.gather(-1, chosen)
     if spec.rule.endswith("normed"):
-        shares = shares / shares.sum(-1, keepdim=True).clamp(min=spec.norm_floor)
+        summed = shares.sum(-1, keepdim=True).clamp(min=spec.norm_floor)
+        shares = shares / (summed + spec.norm_added)
     if spec.factor != 1.0:
         shares = shares * spec.factor
     return chosen, shares if spec.wide_weights else shares.to(x.dtype)
@@ -473,15 +475,15 @@ class TorchOps:
             out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, sinks)
         return out
 
-    def delta_net(
+    def mix_states(
         self,
         plan: TorchPlan,
         layer: int,
         products: Sequence[torch.Tensor],
-        weights: DeltaNetWeights,
+        weights: StateWeights,
     ) -> torch.Tensor:
-        mixed, gates = products
-        return delta_net(self._moves(plan, layer), mixed, gates, weights, self.states.of(layer))
+        moves = self._moves(plan, layer)
+        return mix_states(moves, products, weights, self.states.of(layer))
 
     def _moves(self, plan: TorchPlan, layer: int) -> Iterator[Move]:
         """The tokens that a layer's states take, in turn."""

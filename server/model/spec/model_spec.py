@@ -16,7 +16,7 @@ from loraplex.adapters.classes import SCORE, ClassForm
 from loraplex.server.model.quantisation.quantisation import Quantisation
 from loraplex.server.model.spec.linear_spec import LinearSpec, Matrix, Tensors
 from loraplex.server.model.spec.moe_spec import FeedForwardSpec, MoeSpec
-from loraplex.server.model.spec.state_spec import DeltaNetSpec, StateForm
+from loraplex.server.model.spec.state_spec import StateForm, StateSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 # Activations that an operation behind the product of gate and up computes with LoRA of it.
@@ -170,7 +170,7 @@ class MlpSpec(FeedForwardSpec, frozen=True):
 
 
 FeedForward = MlpSpec | MoeSpec
-Mixer = AttentionSpec | DeltaNetSpec
+Mixer = AttentionSpec | StateSpec
 Branch = Mixer | FeedForward
 
 
@@ -204,7 +204,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     @property
     def states(self) -> tuple[StateForm, ...]:
         """Tensors that a sequence keeps in the layer beside keys and values."""
-        of_each = (each.states for each in self.branches if isinstance(each, DeltaNetSpec))
+        of_each = (each.states for each in self.branches if isinstance(each, StateSpec))
         return tuple(chain.from_iterable(of_each))
 
     @property

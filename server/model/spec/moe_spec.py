@@ -55,7 +55,7 @@ class MoeSpec(FeedForwardSpec, frozen=True):
     correction: path and shape of numbers, one an expert, which are added to scores where experts
     are chosen, and not where they are weighed. groups: how many experts are in, and how many of
     these a token may choose from, by the sum of each one's two best scores. norm_floor: the least
-    sum that weights are divided by. factor: of the weights.
+    sum that weights are divided by. norm_added: to that sum. factor: of the weights.
     """
 
     top_k: int
@@ -68,6 +68,7 @@ class MoeSpec(FeedForwardSpec, frozen=True):
     correction: tuple[str, tuple[int, ...]] | None = None
     groups: tuple[int, int] = (1, 1)
     norm_floor: float = 0.0
+    norm_added: float = 0.0
     factor: float = 1.0
 
     @property

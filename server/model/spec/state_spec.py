@@ -44,6 +44,11 @@ class DeltaNetSpec(msgspec.Struct, frozen=True):
         return self.mixed, self.gates, self.out
 
     @property
+    def units(self) -> int:
+        """Units of the state that devices share out."""
+        return self.key_heads
+
+    @property
     def key_size(self) -> int:
         return self.key_heads * self.key_dim
 
@@ -98,7 +103,59 @@ class DeltaNetSpec(msgspec.Struct, frozen=True):
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
         for linear in self.linears:
             yield from linear.tensors()
-        yield f"{self.path}.conv1d.weight", (self.num_channels, 1, self.kernel)
+        yield from conv_tensors(f"{self.path}.conv1d", self.num_channels, self.kernel, bias=False)
         yield f"{self.path}.A_log", (self.value_heads,)
         yield f"{self.path}.dt_bias", (self.value_heads,)
         yield f"{self.path}.norm.weight", (self.value_dim,)
+
+
+class ShortConvSpec(msgspec.Struct, frozen=True):
+    """A gated short convolution (LFM2): `out(c * conv(b * x))`, over `kernel` tokens.
+
+    mixed: the product of b, c and x, of `channels` features each. path: of the convolution. bias:
+    whether the convolution has one.
+    """
+
+    mixed: LinearSpec
+    out: LinearSpec
+    path: str
+    channels: int
+    kernel: int
+    bias: bool = False
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Products that adapters may change, in the order of their sites."""
+        return self.mixed, self.out
+
+    @property
+    def units(self) -> int:
+        """Units of the state that devices share out."""
+        return self.channels
+
+    @property
+    def channel_spans(self) -> tuple[Span, ...]:
+        """Spans of the convolved features, as devices share them."""
+        return (Span(self.channels),)
+
+    @property
+    def states(self) -> tuple[StateForm, ...]:
+        """The convolution's latest inputs, oldest first."""
+        return (StateForm((self.kernel - 1, self.channels)),)
+
+    def tensors(self) -> Tensors:
+        """Names, relative to the layer, and shapes of what the checkpoint holds."""
+        for linear in self.linears:
+            yield from linear.tensors()
+        yield from conv_tensors(self.path, self.channels, self.kernel, bias=self.bias)
+
+
+# What mixes tokens by a state.
+StateSpec = DeltaNetSpec | ShortConvSpec
+
+
+def conv_tensors(path: str, channels: int, kernel: int, *, bias: bool) -> Tensors:
+    """Tensors of a convolution by channel."""
+    yield f"{path}.weight", (channels, 1, kernel)
+    if bias:
+        yield f"{path}.bias", (channels,)

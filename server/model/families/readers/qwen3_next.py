@@ -109,13 +109,7 @@ def _read_kinds(fields: Fields, sizes: ModelSizes) -> list[str]:
     if kinds is None:
         interval = fields.positive("full_attention_interval", 4)
         kinds = [LINEAR if (n + 1) % interval else FULL for n in range(sizes.layers)]
-    known = isinstance(kinds, list) and all(kind in (LINEAR, FULL) for kind in kinds)
-    if not known or len(kinds) != sizes.layers:
-        fields.refuse(f"layer_types must say {LINEAR} or {FULL} for each layer")
-        return [FULL]
-    if FULL not in kinds:
-        fields.refuse(f"layer_types: a model without layers of {FULL} is not served")
-    return list(kinds)
+    return family.read_mixed_kinds(fields, sizes, kinds, LINEAR)
 
 
 def _norm(path: str, size: int, sizes: ModelSizes) -> NormSpec:

@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4": {},
     "gpt-oss": {},
     "granite": {},
+    "lfm2": {},
     "ministral3": {},
     "mistral-window": {},
     "mixtral": {},

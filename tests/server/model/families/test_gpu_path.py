@@ -71,6 +71,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
         "layer_types": DELTA,
         "shared_expert_intermediate_size": 32,
     },
+    ("lfm2", "fa3"): {"hidden_size": 64, "layer_types": ["conv", "full_attention"]},
     ("qwen2-window", "fa3"): {"hidden_size": 64, "sliding_window": 5},
     ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
 }

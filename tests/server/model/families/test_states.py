@@ -36,11 +36,20 @@ CONFIG: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    zoo = zoo_of(VARIANTS["qwen3.5"])
+# Rows of parity's table, of which an ordinary run tries the first.
+ROWS = ("qwen3.5", "lfm2")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[ROWS[0], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ROWS[1:])],
+)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    zoo = zoo_of(VARIANTS[request.param])
     adapters = {name: zoo[name] for name in FOUR}
-    found = Served("qwen3.5", tmp_path_factory.mktemp("base"), adapters=adapters)
+    found = Served(request.param, tmp_path_factory.mktemp("base"), adapters=adapters)
     yield found
     found.driver.close()
 
@@ -101,7 +110,7 @@ def test_results_do_not_depend_on_the_cuts_or_the_batch(served: Served) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize("name", [*ROWS, "qwen3-next"])
 def test_a_long_answer(name: str, tmp_path: Path) -> None:
     model = make_model(name, max_position_embeddings=4096)
     driver = Driver(save_model(model, tmp_path))
@@ -112,32 +121,51 @@ def test_a_long_answer(name: str, tmp_path: Path) -> None:
     driver.close()
 
 
-def test_an_adapter_on_the_convolution_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("row", "path"), [("qwen3.5", "linear_attn.conv1d"), ("lfm2", "conv.conv")]
+)
+def test_an_adapter_on_the_convolution_is_refused_by_name(row: str, path: str) -> None:
     """PEFT itself wants as many ranks as channels."""
-    model = make_model("qwen3.5")
-    ranks = {"conv1d": model.config.linear_num_key_heads * 20 + 72}
-    config = LoraConfig(r=2, target_modules=["in_proj_qkv", "conv1d"], rank_pattern=ranks)
-    model = add_adapter(model, "one", config, 1)
-    with pytest.raises(AdapterError, match="conv1d"):
-        pack(model, "one")
+    model = make_model(row)
+    channels: Any = model.get_submodule(f"model.layers.0.{path}").in_channels
+    config = LoraConfig(r=2, target_modules=[path, "q_proj"], rank_pattern={path: channels})
+    with pytest.raises(AdapterError, match=path.rpartition(".")[2]):
+        pack(add_adapter(model, "one", config, 1), "one")
+
+
+LFM2: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "lfm2",
+    "architectures": ["Lfm2ForCausalLM"],
+    "layer_types": ["conv", FULL],
+}
+LFM2_MOE = {**LFM2, "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"]}
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("config", "changes", "words"),
     [
-        ({"layer_types": [LINEAR]}, "layer_types must say"),
-        ({"layer_types": [LINEAR, "sliding_attention"]}, "layer_types must say"),
-        ({"layer_types": [LINEAR, LINEAR]}, "without layers of full_attention"),
-        ({"linear_num_value_heads": 33}, "33 linear_num_value_heads do not divide among 16"),
-        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2"),
-        ({"attn_output_gate": False}, "attn_output_gate must be true"),
-        ({"hidden_act": "gelu"}, "hidden_act must be"),
-        ({"linear_key_head_dim": "x"}, "linear_key_head_dim must be a positive integer"),
+        (CONFIG, {"layer_types": [LINEAR]}, "layer_types must say"),
+        (CONFIG, {"layer_types": [LINEAR, "sliding_attention"]}, "layer_types must say"),
+        (CONFIG, {"layer_types": [LINEAR, LINEAR]}, "without layers of full_attention"),
+        (CONFIG, {"linear_num_value_heads": 33}, "33 linear_num_value_heads do not divide"),
+        (CONFIG, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2"),
+        (CONFIG, {"attn_output_gate": False}, "attn_output_gate must be true"),
+        (CONFIG, {"hidden_act": "gelu"}, "hidden_act must be"),
+        (CONFIG, {"linear_key_head_dim": "x"}, "linear_key_head_dim must be a positive integer"),
+        (LFM2, {"layer_types": ["conv", "conv"]}, "without layers of full_attention"),
+        (LFM2, {"layer_types": [LINEAR, FULL]}, "layer_types must say conv or full_attention"),
+        (LFM2, {"conv_L_cache": 1}, "conv_L_cache must be at least 2"),
+        (LFM2, {"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs must be a list"),
+        (LFM2_MOE, {"num_dense_layers": -1}, "num_dense_layers must be a number of layers"),
+        (LFM2_MOE, {"layer_types": None}, "layer_types must say conv or full_attention"),
     ],
 )
-def test_what_is_not_computed_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_what_is_not_computed_is_refused(
+    config: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
-        read_model({**CONFIG, **changes})
+        read_model({**config, **changes})
 
 
 def test_every_fourth_layer_attends_where_nothing_is_said() -> None:
@@ -151,7 +179,7 @@ def test_heads_of_states_are_shared_as_those_of_attention_are() -> None:
     heads = {"linear_num_key_heads": 6, "linear_num_value_heads": 12}
     model = read_model({**CONFIG, **sizes, **heads})
     assert shard_counts(model) == (1, 2)
-    with pytest.raises(ConfigError, match="8 heads .* and 6 key heads with states .* by 1, 2 dev"):
+    with pytest.raises(ConfigError, match="8 heads .* and 6 heads or channels .* by 1, 2 dev"):
         sharded(model, 3)
     (window, memory), (of_two, half) = (of.states[0] for of in (model, sharded(model, 2)))
     assert (2 * of_two.shape[1], 2 * half.shape[0]) == (window.shape[1], memory.shape[0])

@@ -69,6 +69,7 @@ from tests.server.model.families import text_parts
 from tests.server.model.families.delta import DELTA
 from tests.server.model.families.kin import KIN
 from tests.server.model.families.routed import ROUTED
+from tests.server.model.families.states import WITH_STATES
 from tests.server.model.families.text_parts import OF_IMAGES
 from tests.server.model.families.variant import EXPERTS, YARN_ROPE, of, on_experts
 from tests.server.model.families.variant import LLAMA3_ROPE as LLAMA3_ROPE
@@ -201,6 +202,7 @@ _LONG_ROPE: dict[str, Any] = {
 
 VARIANTS: dict[str, Variant] = {
     **DELTA,
+    **WITH_STATES,
     **KIN,
     **ROUTED,
     "ernie": of(_ERNIE),

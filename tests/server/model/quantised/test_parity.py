@@ -45,21 +45,31 @@ def test_with_mixed_adapters(row: str, form: str, tmp_path: Path) -> None:
     assert_parity_with(base, zoo, Driver(tmp_path, activations="bf16"))
 
 
-GATES = ("in_proj_b", "in_proj_a")
-SKIPPED = ("in_proj_qkv", "in_proj_z", *GATES, "out_proj")
+# A row of parity's table -> widths that every form can hold, and modules that published checkpoints
+# list as not quantised.
+SKIPPING: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "qwen3.5": (
+        {"linear_value_head_dim": 16},
+        tuple(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")),
+    ),
+    "lfm2": ({"block_multiple_of": 32}, ("conv.in_proj", "conv.out_proj")),
+}
+GATES = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
 
 
 @pytest.mark.parametrize(
-    ("form", "skipped"), sparse(["ct-int4-group", "fp8-block"], [SKIPPED, GATES])
+    ("form", "row", "gates_alone"),
+    sparse(["ct-int4-group", "fp8-block"], [*SKIPPING], [False, True]),
 )
-def test_linear_attention_that_stays_as_it_is(
-    form: str, skipped: tuple[str, ...], tmp_path: Path
+def test_mixers_that_stay_as_they_are(
+    form: str, row: str, gates_alone: bool, tmp_path: Path
 ) -> None:
-    """Published checkpoints list modules of linear attention that are not quantised."""
-    base = make_model("qwen3.5", linear_value_head_dim=16)
+    widths, modules = SKIPPING[row]
+    skipped = GATES if gates_alone else (*modules, *GATES)
+    base = make_model(row, **widths)
     save_quantised(base, tmp_path, FORMATS[form], skipped)
-    names = [f"re:.*linear_attn.{name}" for name in skipped]
+    names = [f"re:.*{name}" for name in skipped]
     config = {**FORMATS[form].config, "ignore": names, "modules_to_not_convert": names}
     change_config(tmp_path, quantization_config=config)
-    zoo = {n: config for n, config in zoo_of(VARIANTS["qwen3.5"]).items() if n in ADAPTERS}
+    zoo = {n: config for n, config in zoo_of(VARIANTS[row]).items() if n in ADAPTERS}
     assert_parity_with(base, zoo, Driver(tmp_path, activations="bf16"))

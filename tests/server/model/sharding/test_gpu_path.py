@@ -43,6 +43,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
         "head_dim": 16,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    ("lfm2", "fa3"): {"hidden_size": 64, "layer_types": ["conv", "full_attention"]},
     ("phi3", "fa3"): {"hidden_size": 64},
 }
 ALWAYS = {("llama3", "fa3")}

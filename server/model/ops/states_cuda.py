@@ -1,6 +1,6 @@
-"""Gated DeltaNet by the project's kernels: single tokens and slices of several, in any batch."""
+"""Mixers that keep states, by the project's kernels: slices of one token and of several."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -12,7 +12,10 @@ from loraplex.server.kernels.states.slices import Runs, Singles, Slices
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.state_steps import Phase, runs_of
 from loraplex.server.model.ops.transfers import to_device
-from loraplex.server.model.weights import DeltaNetWeights
+from loraplex.server.model.state_weights import (
+    DeltaNetWeights,
+    StateWeights,
+)
 
 StatePlan = tuple[Phase[Slices], ...]
 
@@ -30,22 +33,35 @@ def plan_states(layout: StepLayout) -> StatePlan:
     return tuple(plan)
 
 
-def delta_net(
+def mix_states(
     plan: Iterable[Slices],
-    mixed: torch.Tensor,
-    gates: torch.Tensor,
+    products: Sequence[torch.Tensor],
+    weights: StateWeights,
+    states: tuple[torch.Tensor, ...],
+) -> torch.Tensor:
+    """Compute as `Ops.mix_states` says. states: of the layer, which take the tokens."""
+    mixed = products[0]
+    convolved = mixed.new_empty(len(mixed), len(weights.conv.columns))
+    if isinstance(weights, DeltaNetWeights):
+        return _delta_net(plan, convolved, products, weights, states)
+    for slices in plan:
+        causal_conv(mixed, weights.conv, states[0], slices, convolved)
+    return convolved
+
+
+def _delta_net(
+    plan: Iterable[Slices],
+    qkv: torch.Tensor,
+    products: Sequence[torch.Tensor],
     weights: DeltaNetWeights,
     states: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Compute as `Ops.delta_net` says. states: of the layer, which take the tokens."""
-    spec, norm = weights.spec, weights.norm
-    window, memory = states
+    spec, (mixed, gates), (window, memory) = weights.spec, products, states
     heads = DeltaHeads(spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim)
     of_gates = DeltaGates(gates, weights.gate_columns, weights.decay, weights.dt_bias)
-    qkv = mixed.new_empty(len(mixed), spec.num_channels)
     found = mixed.new_empty(len(mixed), spec.value_size)
     for slices in plan:
-        causal_conv(mixed, weights.channels, weights.conv, window, slices, qkv)
+        causal_conv(mixed, weights.conv, window, slices, qkv)
         delta_rule(qkv, heads, of_gates, memory, slices, found)
-    gated_norm(found, mixed, weights.z_columns, norm.weight, norm.epsilon)
+    gated_norm(found, mixed, weights.z_columns, weights.norm, found)
     return found

@@ -76,7 +76,7 @@ class WorkerConfig:
     activations: Activations = field(
         default="auto",
         metadata={
-            "help": "bf16: FP8 weights are multiplied with inputs that are not rounded to FP8"
+            "help": "bf16: FP8 and int8 weights are multiplied with inputs that are not rounded"
             " (auto: as the checkpoint says; of --quantize fp8 they are)"
         },
     )
@@ -351,7 +351,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """The engine process's configuration, which comes on its command line as JSON.
 
     dtype is resolved; model_path is a folder. host_arena_bytes: size of the shared arena it maps.
-    quantize: weights in floating point at load; None = not. activations: inputs of FP8's products.
+    quantize: weights in floating point at load; None = not. activations: inputs of products.
     shards: devices that share the model.
     Memory is that of each device, but for the host arena. kv_memory: 0 = what weights, adapters and
     workspace leave of the GPU's share that may be used, and of that no more than `kv_contexts`

@@ -12,7 +12,7 @@ import torch
 
 from loraplex.adapters.sharding import Shard
 from loraplex.adapters.token_rows import new_ids_width
-from loraplex.server.config import Activations, AtLoad, ConfigError, EngineConfig
+from loraplex.server.config import AtLoad, ConfigError, EngineConfig
 from loraplex.server.engine.executor import MemoryLine
 from loraplex.server.engine.shared_memory import pages_made
 from loraplex.server.model.checkpoint.checkpoint import read_config
@@ -37,7 +37,7 @@ from loraplex.server.model.ops.sizes import MOST_PADDING
 from loraplex.server.model.sampling.row_sampling import RowSampling
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.page_groups import page_groups
-from loraplex.server.model.spec.served_as import served_as
+from loraplex.server.model.spec.served_as import served_as, with_inputs_as_they_are
 from loraplex.server.model.steps.rows import Rows
 from loraplex.server.model.weights import ModelWeights, load_weights
 
@@ -62,7 +62,8 @@ def build_parts(
     ConfigError.
     """
     folder = Path(config.model_path)
-    whole = served_as(read_config(folder), config.quantize, _activations(config, device))
+    whole = served_as(read_config(folder), config.quantize, config.activations)
+    whole = _as_the_device_multiplies(whole, device)
     if load is None:
         load = partial(_load, folder, whole, phases, at_load=config.quantize, shard=group.shard)
     parts = _build_parts(config, whole, group, load, device, phases)
@@ -70,12 +71,14 @@ def build_parts(
     return parts
 
 
-def _activations(config: EngineConfig, device: torch.device) -> Activations:
-    """The activations that are asked for, where the device multiplies FP8; else they stay."""
+def _as_the_device_multiplies(model: ModelSpec, device: torch.device) -> ModelSpec:
+    """The model, whose inputs are rounded to FP8 only where the device multiplies FP8."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY:
-        return config.activations
-    log.warning("this GPU multiplies no FP8: inputs of FP8 weights' products are not rounded")
-    return "bf16"
+        return model
+    found = with_inputs_as_they_are(model, ("fp8",))
+    if found != model:
+        log.warning("this GPU multiplies no FP8: inputs of FP8 weights' products are not rounded")
+    return found
 
 
 def _require_fp8(capability: tuple[int, int]) -> None:

@@ -18,11 +18,11 @@ from loraplex.server.model.checkpoint.stored_forms import StoredForms
 from loraplex.server.model.checkpoint.unpack import unpack
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import ExpertsLinear
-from loraplex.server.model.linear.fp8 import of_rounded_inputs
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.packed import PackedWeight, joined
 from loraplex.server.model.linear.quantise import quantise
 from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
+from loraplex.server.model.linear.rounded import of_rounded_inputs
 from loraplex.server.model.quantisation.forms import (
     INPUT_SCALES,
     InputForm,
@@ -129,7 +129,7 @@ class WeightSource:
         return self._quantised(weight, bias, self._at_load)
 
     def _input_form(self, paths: Sequence[str], layer: int | None) -> InputForm | None:
-        """How inputs of a product become FP8; None = they do not."""
+        """How inputs of a product are rounded; None = not at all."""
         at_load = None if layer is None else self._at_load
         found = {input_form(self._forms.get(path, at_load)) for path in paths}
         return found.pop() if len(found) == 1 else None

@@ -40,10 +40,10 @@ from loraplex.server.kernels.launch.configs import (
 )
 from loraplex.server.kernels.linear import matrix as matrix_module
 from loraplex.server.kernels.linear.dequantise import dequantise
-from loraplex.server.kernels.linear.fp8_form import RowForm, allocate_rows
-from loraplex.server.kernels.linear.fp8_product import fp8_product
-from loraplex.server.kernels.linear.fp8_rows import quantise_rows
 from loraplex.server.kernels.linear.packed_product import packed_product
+from loraplex.server.kernels.linear.round_rows import quantise_rows
+from loraplex.server.kernels.linear.rounded_product import rounded_product
+from loraplex.server.kernels.linear.row_form import RowForm, allocate_rows
 from loraplex.server.kernels.linear.skinny import skinny_product
 from loraplex.server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
 from loraplex.server.kernels.linear.stack import allocate_stack, stack_rows
@@ -215,25 +215,26 @@ def quantised(configs: KernelConfigs) -> None:
             x, out = torch.zeros(2, rows, 4096, dtype=DTYPE)
             for config in configs.packed(rows):
                 packed_product(x, weight, None, out, config)
-    for name in ("fp8-rows", "fp8-wide-blocks"):
-        rows_in_fp8(configs, LAYOUTS[name])
+    for name in ("fp8-rows", "fp8-wide-blocks", "int8-rows"):
+        rounded_rows(configs, LAYOUTS[name])
 
 
-def rows_in_fp8(configs: KernelConfigs, make: Make) -> None:
-    """FP8 beside what norms and activations write, by a kernel of its own, and multiplied."""
+def rounded_rows(configs: KernelConfigs, make: Make) -> None:
+    """Rounded beside what norms and activations write, by a kernel of its own, and multiplied."""
     weight, early = matrix_of(make(4096, 4096)), configs.programmatic_launch
     assert weight is not None
-    form = RowForm(weight.group)
+    assert weight.rounded_dtype is not None
+    form = RowForm(weight.group, dtype=weight.rounded_dtype)
     for rows in (1, 64, 128):
         x, out, hidden = torch.zeros(3, rows, 4096, dtype=DTYPE)
         found = quantise_rows(x, form, programmatic_launch=early)
         quantise_rows(x, form._replace(scale=1.0), programmatic_launch=early)
-        for config in configs.fp8(rows):
-            fp8_product(found, weight, None, out, config)
-            fp8_product(found, weight, out[0], out, config)
+        for config in configs.rounded(rows):
+            rounded_product(found, weight, None, out, config)
+            rounded_product(found, weight, out[0], out, config)
         norm, room = (x[0].clone(), 1e-5), (found, form)
         rms_norm(hidden, norm, room, programmatic_launch=early)
-        add_norm(x, None, hidden, norm, fp8=room, programmatic_launch=early)
+        add_norm(x, None, hidden, norm, rounding=room, programmatic_launch=early)
         half = (allocate_rows(x, form, 2048), form)
         gated(x, None, "silu", half, programmatic_launch=early)
 

@@ -11,11 +11,11 @@ from loraplex.server.model.checkpoint.mxfp4 import E2M1, SCALE_BIAS
 from loraplex.server.model.checkpoint.mxfp4 import grouped as grouped_mxfp4
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
-from loraplex.server.model.linear.fp8 import of_rounded_inputs
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
 from loraplex.server.model.linear.quantise import NF4
 from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
+from loraplex.server.model.linear.rounded import of_rounded_inputs
 from loraplex.server.model.quantisation.forms import (
     FOUR_BIT_BLOCK,
     AwqForm,

@@ -1,11 +1,11 @@
 """Tuned launch parameters, read from `configs/<arch>.json`.
 
 Its lists are `tile_rows`, `shrink`, `expand`, `fused`, `fused_shrink`, `rope`, `skinny`, `packed`,
-`fp8` and `skinny_lora`. An entry is of a phase (`decode`: rows that are decodes, or few; `mixed`:
-hundreds of prompts' tokens, beside decodes; `prefill`: thousands) and applies where the batch has
-at most `max_rows` rows, or any number where that is left out. The first entry that applies wins; of
-`skinny`, `packed` and `fp8` all that have that one's bound are tried. `default.json` serves every
-other architecture.
+`rounded` and `skinny_lora`. An entry is of a phase (`decode`: rows that are decodes, or few;
+`mixed`: hundreds of prompts' tokens, beside decodes; `prefill`: thousands) and applies where the
+batch has at most `max_rows` rows, or any number where that is left out. The first entry that
+applies wins; of `skinny`, `packed` and `rounded` all that have that one's bound are tried.
+`default.json` serves every other architecture.
 """
 
 import json
@@ -155,7 +155,7 @@ class KernelConfigs:
         self._rope = [_entry(row) for row in table["rope"]]
         self._skinny = [_entry(row) for row in table["skinny"]]
         self._packed = [_entry(row) for row in table["packed"]]
-        self._fp8 = [_entry(row) for row in table["fp8"]]
+        self._rounded = [_entry(row) for row in table["rounded"]]
         self._skinny_lora = [_entry(row) for row in table["skinny_lora"]]
         self._tiles = [_entry(row) for row in table["tile_rows"]]
 
@@ -200,11 +200,11 @@ class KernelConfigs:
         """
         return self._of_few(self._packed, rows, PackedConfig)
 
-    def fp8(self, rows: int) -> tuple[PackedConfig, ...]:
-        """Return launch parameters for products of so many FP8 rows with FP8 weights; none for too
-        many. The first is good for most shapes.
+    def rounded(self, rows: int) -> tuple[PackedConfig, ...]:
+        """Return launch parameters for products of so many rounded rows; none for too many. The
+        first is good for most shapes.
         """
-        return self._of_few(self._fp8, rows, PackedConfig)
+        return self._of_few(self._rounded, rows, PackedConfig)
 
     def _of_few(self, entries: list[_Entry], rows: int, kind: type[_C]) -> tuple[_C, ...]:
         known = [entry for entry in entries if entry.applies("decode", rows)]

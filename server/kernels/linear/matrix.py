@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from loraplex.server.kernels.linear.row_form import FP8, INT8
+
 
 class Form(NamedTuple):
     """Constants of the kernels that read a matrix.
@@ -36,14 +38,14 @@ class PackedMatrix:
     """Quantised matrix as the kernels read it: `[out, in]`, either FP8 numbers times scales, or
     codes: `table[code] * scale` or `(code - zero) * scale`.
 
-    numbers: uint8 `[out, bytes of a row]`, contiguous. Codes of 4 bits lie in runs of `run` inputs:
-    the first half of a run in the lower bits of its bytes, the second in the upper ones. scales:
-    `[ceil(out / rows), groups]`. in_features: of whole runs. bits: of a code; 0 = FP8. group:
-    inputs that share a scale, a power of two; 0 = all. rows: outputs that do. zeros: uint8, as
-    scales, or one for all. table: float32 `[16]`; split: the assembly of `split.py`, of 4-bit
-    codes. matrices: so many lie one below the other. order: int32 `[in]`, the input that each
-    column stands for. arrivals: int32 zeros, one for each 16 outputs, by which programs that share
-    inputs find the last of them.
+    numbers: uint8 `[out, bytes of a row]`, contiguous; int8 where the zero of 8 bits is 0. Codes of
+    4 bits lie in runs of `run` inputs: the first half of a run in the lower bits of its bytes, the
+    second in the upper ones. scales: `[ceil(out / rows), groups]`. in_features: of whole runs.
+    bits: of a code; 0 = FP8. group: inputs that share a scale, a power of two; 0 = all. rows:
+    outputs that do. zeros: uint8, as scales, or one for all. table: float32 `[16]`; split: the
+    assembly of `split.py`, of 4-bit codes. matrices: so many lie one below the other. order: int32
+    `[in]`, the input that each column stands for. arrivals: int32 zeros, one for each 16 outputs,
+    by which programs that share inputs find the last of them.
     """
 
     numbers: torch.Tensor
@@ -74,6 +76,13 @@ class PackedMatrix:
             numbers if self.table is None else self.table,
             numbers if self.order is None else self.order,
         )
+
+    @property
+    def rounded_dtype(self) -> torch.dtype | None:
+        """The dtype of inputs that the numbers are multiplied with as they are; None = of none."""
+        if self.bits == 0:
+            return FP8
+        return INT8 if self.numbers.dtype == INT8 else None
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import follow
-from loraplex.server.kernels.linear.fp8_rows import ToFp8, fp8_arguments, store_fp8
+from loraplex.server.kernels.linear.round_rows import Rounding, rounded_arguments, store_rounded
 from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
 from loraplex.server.kernels.lora.record import touches
 
@@ -25,12 +25,12 @@ def add_norm(
     post: RmsNorm | None = None,
     factor: float = 1.0,
     *,
-    fp8: ToFp8 | None = None,
+    rounding: Rounding | None = None,
     programmatic_launch: bool,
 ) -> None:
     """Add a product to the residual stream, and norm the sum: `hidden += factor * post(y + delta)`,
     then `y = norm(hidden)`; the delta only of rows whose adapter touches the site. Without post
-    the sum is taken as it is; without norm y is not written. fp8: takes the normed rows, too.
+    the sum is taken as it is; without norm y is not written. rounding: takes the normed rows, too.
 
     y, hidden, delta: `[rows, features]`, of one dtype, contiguous; weights of any. In float32; one
     kernel, no allocation. Raises ValueError on a mismatch.
@@ -38,7 +38,7 @@ def add_norm(
     check_norms(y, hidden, post, norm)
     delta, lora = delta_arguments(y, pending), pending is not None
     switches = {"ADD": True, "LORA": lora, "PDL": programmatic_launch}
-    _launch(y, (y, None, delta), hidden, (post, factor, norm), fp8, switches)
+    _launch(y, (y, None, delta), hidden, (post, factor, norm), rounding, switches)
 
 
 def add_experts_norm(
@@ -49,7 +49,7 @@ def add_experts_norm(
     post: RmsNorm | None = None,
     factor: float = 1.0,
     *,
-    fp8: ToFp8 | None = None,
+    rounding: Rounding | None = None,
     programmatic_launch: bool,
 ) -> torch.Tensor:
     """Sum the results of experts, add them to hidden, and norm the sum, as `add_norm` does with y =
@@ -65,19 +65,23 @@ def add_experts_norm(
         raise ValueError(f"{list(results.shape)} of {list(weights.shape)} for {list(y.shape)}")
     terms = (results, weights, delta_arguments(results, None))
     switches = {"ADD": True, "LORA": False, "PDL": programmatic_launch}
-    _launch(y, terms, hidden, (post, factor, norm), fp8, switches)
+    _launch(y, terms, hidden, (post, factor, norm), rounding, switches)
     return y
 
 
 def rms_norm(
-    hidden: torch.Tensor, norm: RmsNorm, fp8: ToFp8 | None = None, *, programmatic_launch: bool
+    hidden: torch.Tensor,
+    norm: RmsNorm,
+    rounding: Rounding | None = None,
+    *,
+    programmatic_launch: bool,
 ) -> torch.Tensor:
     """The norm of `[rows, features]`, contiguous, in a tensor of its own; as in `add_norm`."""
     y = torch.empty_like(hidden)
     check_norms(y, hidden, norm)
     terms = (y, None, delta_arguments(y, None))
     switches = {"ADD": False, "LORA": False, "PDL": programmatic_launch}
-    _launch(y, terms, hidden, (None, 1.0, norm), fp8, switches)
+    _launch(y, terms, hidden, (None, 1.0, norm), rounding, switches)
     return y
 
 
@@ -96,7 +100,7 @@ def _launch(
     terms: tuple[torch.Tensor, torch.Tensor | None, _Delta],
     hidden: torch.Tensor,
     norms: tuple[RmsNorm | None, float, RmsNorm | None],
-    fp8: ToFp8 | None,
+    rounding: Rounding | None,
     switches: dict[str, bool],
 ) -> None:
     """Launch the kernel that adds and norms. terms: what is added, in parts of these weights, and
@@ -117,15 +121,15 @@ def _launch(
         factor,
         *(norm or (hidden, 0.0)),
         rows,
-        None if fp8 is None else fp8_arguments(*fp8),
+        None if rounding is None else rounded_arguments(*rounding),
         FEATURES=features,
         BLOCK=triton.next_power_of_2(features),
         PARTS=0 if weights is None else weights.shape[1],
         POST=post is not None,
         SCALED=factor != 1.0,
         NORM=norm is not None,
-        FP8=fp8 is not None,
-        GROUP=0 if fp8 is None else fp8[1].groups,
+        ROUND=rounding is not None,
+        GROUP=0 if rounding is None else rounding[1].groups,
         num_warps=8,
         launch_pdl=switches["PDL"],
         **switches,
@@ -152,14 +156,14 @@ def _add_norm_kernel(
     weight_ptr: tl.tensor,
     epsilon: tl.tensor,
     rows: tl.tensor,
-    to_fp8: tl.tuple,
+    to_rounded: tl.tuple,
     FEATURES: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     POST: tl.constexpr,
     SCALED: tl.constexpr,
     NORM: tl.constexpr,
-    FP8: tl.constexpr,
+    ROUND: tl.constexpr,
     GROUP: tl.constexpr,
     ADD: tl.constexpr,
     LORA: tl.constexpr,
@@ -186,8 +190,8 @@ def _add_norm_kernel(
         tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
     if NORM:
         out = store_normed(out_ptr + at, hidden, norms, inside, FEATURES)
-        if FP8:
-            store_fp8(to_fp8, rows, row, out, 0, FEATURES, GROUP)
+        if ROUND:
+            store_rounded(to_rounded, rows, row, out, 0, FEATURES, GROUP)
 
 
 @triton.jit

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import follow
-from loraplex.server.kernels.linear.fp8_rows import (
-    ToFp8,
-    fp8_arguments,
-    store_fp8,
+from loraplex.server.kernels.linear.round_rows import (
+    Rounding,
+    rounded_arguments,
+    store_rounded,
     warps_of_row,
 )
 from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
@@ -29,18 +29,18 @@ def gated(
     gate_up: torch.Tensor,
     pending: PendingDelta | None,
     activation: GatedActivation,
-    fp8: ToFp8 | None = None,
+    rounding: Rounding | None = None,
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
     """Apply the gated activation: `[rows, 2 n]`, contiguous, gate first -> `[rows, n]`; pending:
-    LoRA of it, of rows and halves that their adapter touches. fp8: takes the result, too, `[rows,
-    n]`. In float32; one kernel. Raises ValueError on a mismatch.
+    LoRA of it, of rows and halves that their adapter touches. rounding: takes the result, too,
+    `[rows, n]`. In float32; one kernel. Raises ValueError on a mismatch.
     """
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
     block, warps = _BLOCK, 4
-    if fp8 is not None and fp8[1].groups == 0:  # a scale needs the whole row
+    if rounding is not None and rounding[1].groups == 0:  # a scale needs the whole row
         block = triton.next_power_of_2(inner)
         warps = warps_of_row(block)
     if rows:
@@ -49,13 +49,13 @@ def gated(
             *delta_arguments(gate_up, pending),
             out,
             rows,
-            None if fp8 is None else fp8_arguments(*fp8),
+            None if rounding is None else rounded_arguments(*rounding),
             INNER=inner,
             BLOCK=block,
             ACTIVATION=activation,
             LORA=pending is not None,
-            FP8=fp8 is not None,
-            GROUP=0 if fp8 is None else fp8[1].groups,
+            ROUND=rounding is not None,
+            GROUP=0 if rounding is None else rounding[1].groups,
             PDL=programmatic_launch,
             num_warps=warps,
             launch_pdl=programmatic_launch,
@@ -75,12 +75,12 @@ def _gated_kernel(
     num_sites: tl.tensor,
     out_ptr: tl.tensor,
     rows: tl.tensor,
-    to_fp8: tl.tuple,
+    to_rounded: tl.tuple,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LORA: tl.constexpr,
-    FP8: tl.constexpr,
+    ROUND: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -102,8 +102,8 @@ def _gated_kernel(
         up += tl.where(touches(slot_ptr, ints_ptr, site, num_sites, 1), delta1, 0.0)
     out = activated(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * INNER + n, out, mask=inside)
-    if FP8:
-        store_fp8(to_fp8, rows, row, out.to(tl.float32), first, INNER, GROUP)
+    if ROUND:
+        store_rounded(to_rounded, rows, row, out.to(tl.float32), first, INNER, GROUP)
 
 
 @triton.jit

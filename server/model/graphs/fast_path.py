@@ -18,8 +18,8 @@ from loraplex.server.model.graphs.start_phases import StartPhases
 from loraplex.server.model.graphs.token_graphs import TokenGraphs
 from loraplex.server.model.graphs.warm_up import prompts_of, run_steps
 from loraplex.server.model.linear.experts import MoeWeights
-from loraplex.server.model.linear.fp8 import row_form
 from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.linear.rounded import row_form
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.ops.attention_cuda import PagedAttention, prompt_backend
 from loraplex.server.model.ops.device_lora import DeviceLora

@@ -1,7 +1,7 @@
 """A matrix of the base, as it is stored on the device."""
 
 from loraplex.server.model.linear.dense import DenseLinear
-from loraplex.server.model.linear.fp8 import Fp8Linear
 from loraplex.server.model.linear.quantised import QuantisedLinear
+from loraplex.server.model.linear.rounded import RoundedLinear
 
-Linear = DenseLinear | QuantisedLinear | Fp8Linear
+Linear = DenseLinear | QuantisedLinear | RoundedLinear

@@ -2,7 +2,7 @@
 
 import torch
 
-from loraplex.server.kernels.linear.fp8_form import RowForm, quantise_reference
+from loraplex.server.kernels.linear.row_form import RowForm, quantise_reference
 from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, packed
 from loraplex.server.model.quantisation.forms import FOUR_BIT_BLOCK, EightBitForm, WeightForm
 

@@ -12,6 +12,8 @@ from loraplex.server.model.linear.dense import DEFAULT, DenseLinear, Way
 from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, unpacked
 
 _LEAST_GROUP = 16
+# The zero of int8 in codes of 8 bits, whose numbers differ in that bit.
+_SIGN = 128
 _LEAST_RUN, _MOST_RUN = 32, 128
 
 
@@ -109,7 +111,9 @@ def _matrix_of_codes(weight: GroupedWeight) -> PackedMatrix | None:
     inputs, group = weight.in_features, _group(weight.group, weight.in_features)
     if group is None:
         return None
-    codes, run = weight.codes, 0
+    codes, run, zeros = weight.codes, 0, weight.zeros
+    if weight.bits == 8 and isinstance(zeros, int) and zeros == _SIGN:
+        codes, zeros = (codes ^ _SIGN).view(torch.int8), 0
     if weight.bits == 4:
         run = _MOST_RUN if group == 0 else min(_MOST_RUN, 2 * group)
         while group == 0 and inputs % run and run > _LEAST_RUN:
@@ -125,7 +129,7 @@ def _matrix_of_codes(weight: GroupedWeight) -> PackedMatrix | None:
         inputs,
         weight.bits,
         group,
-        zeros=weight.zeros,
+        zeros=zeros,
         table=weight.table,
         order=order,
         run=run,

@@ -13,8 +13,8 @@ from loraplex.server.kernels.attention.rope_append import rope_append
 from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
 from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
 from loraplex.server.kernels.launch.configs import KernelConfigs, load_configs
-from loraplex.server.kernels.linear.fp8_form import RowForm, allocate_rows
-from loraplex.server.kernels.linear.fp8_rows import ToFp8
+from loraplex.server.kernels.linear.round_rows import Rounding
+from loraplex.server.kernels.linear.row_form import RowForm, allocate_rows
 from loraplex.server.kernels.moe.choose import assign_experts
 from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
 from loraplex.server.kernels.moe.grouped import GroupedShape, grouped_product, grouped_shape
@@ -246,8 +246,8 @@ class CudaOps:
         states: RowStates,
     ) -> None:
         """Make the operations for one model on the current GPU. limits: the longest context, and
-        the most tokens of a step, with what pads it. row_form: the FP8 that norms and activations
-        leave beside what they write; None = none.
+        the most tokens of a step, with what pads it. row_form: the rounding that norms and
+        activations leave beside what they write; None = none.
         """
         max_context, max_tokens = limits
         self.model = model
@@ -388,17 +388,17 @@ class CudaOps:
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         if isinstance(norm, LayerNorm):
             return layer_norm(x, norm)
-        early, fp8 = self._configs.programmatic_launch, self._to_fp8(x)
-        return self._noted(rms_norm(x, norm, fp8, programmatic_launch=early), fp8)
+        early, rounding = self._configs.programmatic_launch, self._rounding(x)
+        return self._noted(rms_norm(x, norm, rounding, programmatic_launch=early), rounding)
 
-    def _to_fp8(self, x: torch.Tensor, features: int | None = None) -> ToFp8 | None:
-        """Room for the FP8 of rows like x, of so many features."""
+    def _rounding(self, x: torch.Tensor, features: int | None = None) -> Rounding | None:
+        """Room for rounded rows like x, of so many features."""
         form = self._row_form
         return None if form is None else (allocate_rows(x, form, features), form)
 
-    def _noted(self, x: torch.Tensor, fp8: ToFp8 | None) -> torch.Tensor:
-        """Keep the FP8 of x for the products that follow."""
-        self.products.note(x, fp8)
+    def _noted(self, x: torch.Tensor, rounding: Rounding | None) -> torch.Tensor:
+        """Keep x rounded for the products that follow."""
+        self.products.note(x, rounding)
         return x
 
     def norm_own(
@@ -422,15 +422,20 @@ class CudaOps:
         if isinstance(post, LayerNorm):
             raise TypeError("no kernel has a LayerNorm before the residual sum")
         pending, early = None, self._configs.programmatic_launch
-        rule, fp8 = (hidden, norm, post, factor), None if norm is None else self._to_fp8(hidden)
+        rule, rounding = (
+            (hidden, norm, post, factor),
+            None if norm is None else self._rounding(hidden),
+        )
         match delta:
             case Ready():
                 pass
             case WithDelta():
                 pending = delta.delta
             case ByExperts(y, weights):
-                normed = add_experts_norm(y, weights, *rule, fp8=fp8, programmatic_launch=early)
-                return self._noted(normed, fp8), hidden
+                normed = add_experts_norm(
+                    y, weights, *rule, rounding=rounding, programmatic_launch=early
+                )
+                return self._noted(normed, rounding), hidden
             case Unsummed():
                 terms, pending = delta.terms, delta.delta
                 return sum_norm(terms, pending, *rule, programmatic_launch=early), hidden
@@ -438,8 +443,8 @@ class CudaOps:
                 raise TypeError("the norm expands no LoRA")
             case _:
                 assert_never(delta)
-        add_norm(delta.y, pending, *rule, fp8=fp8, programmatic_launch=early)
-        return hidden if norm is None else self._noted(delta.y, fp8), hidden
+        add_norm(delta.y, pending, *rule, rounding=rounding, programmatic_launch=early)
+        return hidden if norm is None else self._noted(delta.y, rounding), hidden
 
     def attend(
         self,
@@ -543,8 +548,10 @@ class CudaOps:
         match gate_up:
             case Ready() | WithDelta():
                 delta = gate_up.delta if isinstance(gate_up, WithDelta) else None
-                fp8 = self._to_fp8(y, y.shape[1] // 2)
-                return self._noted(gated(y, delta, activation, fp8, programmatic_launch=early), fp8)
+                rounding = self._rounding(y, y.shape[1] // 2)
+                return self._noted(
+                    gated(y, delta, activation, rounding, programmatic_launch=early), rounding
+                )
             case Deferred():
                 config = configs.fused(gate_up.phase, len(y))
                 return gated_lora(y, gate_up.lora, config, activation)

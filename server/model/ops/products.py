@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.server.kernels.launch.configs import KernelConfigs
-from loraplex.server.kernels.linear.fp8_form import Fp8Rows, RowForm
+from loraplex.server.kernels.linear.row_form import RoundedRows, RowForm
 from loraplex.server.model.linear.dense import DEFAULT, Library, Way
-from loraplex.server.model.linear.fp8 import Fp8Linear
 from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.linear.rounded import RoundedLinear
 from loraplex.server.model.ops.capture import record
 
 # Layers that a measurement goes through. With few rows weights are to come from memory as in a
@@ -21,6 +21,8 @@ from loraplex.server.model.ops.capture import record
 _LAYERS, _LAYERS_OF_MANY = 8, 2
 _MANY_ROWS = 256
 _REPEATS = 4
+# Rounded rows, and their form.
+Noted = tuple[RoundedRows, RowForm]
 # Cycles for which the device waits while the host queues what it is to time, some 20 us a graph.
 _HEAD_START = 2_000_000
 # What another way must save to be taken.
@@ -58,8 +60,8 @@ class Products:
 
     def __init__(self, configs: KernelConfigs) -> None:
         self._configs = configs
-        # The last rows whose FP8 was noted.
-        self._latest: tuple[torch.Tensor | None, tuple[Fp8Rows, RowForm] | None] = (None, None)
+        # The last rows whose rounding was noted.
+        self._latest: tuple[torch.Tensor | None, Noted | None] = (None, None)
         # By rows and kind of matrix.
         self._choices: dict[tuple[int, tuple[object, ...]], _Choice] = {}
 
@@ -118,33 +120,38 @@ class Products:
             return _run(linear, inputs, out, linear.outside_graphs(len(x), self._configs))
         return _run(linear, inputs, out, choice.beside if beside_lora else choice.alone)
 
-    def note(self, x: torch.Tensor, fp8: tuple[Fp8Rows, RowForm] | None) -> None:
-        """Keep the FP8 of rows that the next products are of, and its form. None: x has none."""
-        self._latest = (x, fp8)
+    def note(self, x: torch.Tensor, rounding: Noted | None) -> None:
+        """Keep the rounded rows that the next products are of, and their form. None: x has none."""
+        self._latest = (x, rounding)
 
-    def _inputs(self, x: torch.Tensor, linear: Linear) -> torch.Tensor | Fp8Rows:
-        """Operands of a product: x, or x in FP8, which its writer may have left."""
-        if not isinstance(linear, Fp8Linear):
+    def _inputs(self, x: torch.Tensor, linear: Linear) -> torch.Tensor | RoundedRows:
+        """Operands of a product: x, or x rounded, which its writer may have left."""
+        if not isinstance(linear, RoundedLinear):
             return x
-        noted, fp8 = self._latest
-        if x is noted and fp8 is not None and fp8[1] == linear.form and linear.multiplies_fp8:
-            return fp8[0]
+        noted, rounding = self._latest
+        if (
+            x is noted
+            and rounding is not None
+            and rounding[1] == linear.form
+            and linear.multiplies_rounded
+        ):
+            return rounding[0]
         return linear.inputs(x, self._configs)
 
 
 def _run(
-    linear: Linear, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None, way: Way
+    linear: Linear, x: torch.Tensor | RoundedRows, out: torch.Tensor | None, way: Way
 ) -> torch.Tensor:
-    if isinstance(linear, Fp8Linear):
+    if isinstance(linear, RoundedLinear):
         return linear.run(x, out, way)
-    if isinstance(x, Fp8Rows):
-        raise TypeError("FP8 rows, and a product of others")
+    if isinstance(x, RoundedRows):
+        raise TypeError("rounded rows, and a product of others")
     return linear.run(x, out, way)
 
 
 def _times(
     ways: Sequence[Way],
-    operands: tuple[torch.Tensor | Fp8Rows, torch.Tensor],
+    operands: tuple[torch.Tensor | RoundedRows, torch.Tensor],
     layers: Sequence[Linear],
 ) -> dict[Way, float]:
     """Milliseconds of the products of all layers, one after the other in a graph, the least of some

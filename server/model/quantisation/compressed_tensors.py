@@ -130,18 +130,24 @@ def _four_bit_floats(weights: Table, layout: str) -> Fp4Form:
 
 
 def _inputs(table: Table) -> InputForm | None:
-    """How inputs become FP8. A scale of all tokens of a batch would make a token's result depend on
-    its neighbours: each token has its own.
+    """How inputs are rounded. A scale of all tokens of a batch would make a token's result depend
+    on its neighbours: each token has its own. Inputs with zero points stay as they are.
     """
-    if not table or one_of(table, "type", ("int", "float"), "int") == "int":
+    if not table:
+        return None
+    numbers: Literal["fp8", "int8"] = "int8"
+    if one_of(table, "type", ("int", "float"), "int") == "float":
+        numbers = "fp8"
+    elif not flag(table, "symmetric", True):
         return None
     bits(table, "num_bits", served=(8,))
     names = ("token", "group", "tensor")
     scales = cast(Literal["token", "group", "tensor"], one_of(table, "strategy", names, "tensor"))
     if scales == "group":
-        return InputForm("group", group_size(table, "group_size", default=128) or 0)
+        size = group_size(table, "group_size", default=128) or 0
+        return InputForm("group", size, numbers=numbers)
     is_dynamic = table.get("dynamic") not in (None, False)
-    return InputForm("token" if is_dynamic else scales)
+    return InputForm("token" if is_dynamic else scales, numbers=numbers)
 
 
 def _eight_bits(weights: Table, inputs: InputForm | None) -> EightBitForm:
@@ -159,7 +165,7 @@ def _eight_bits(weights: Table, inputs: InputForm | None) -> EightBitForm:
         raise ValueError("weights: FP8 has no zero points")
     if is_float:
         return EightBitForm("fp8", scales, block, inputs=inputs)
-    return EightBitForm("int8", scales, block, asymmetric=asymmetric)
+    return EightBitForm("int8", scales, block, asymmetric=asymmetric, inputs=inputs)
 
 
 def _usual(weights: Table) -> str:

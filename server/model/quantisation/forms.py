@@ -40,7 +40,7 @@ class TensorForm(NamedTuple):
 
 
 class InputForm(msgspec.Struct, frozen=True):
-    """How inputs of a product become FP8: `number * scale`.
+    """How inputs of a product become numbers of eight bits: `number * scale`.
 
     scales: one for each token, for each `group` inputs of a token, or the one that the checkpoint
     has. most: the largest magnitude that a token's scale covers; None = any.
@@ -49,6 +49,7 @@ class InputForm(msgspec.Struct, frozen=True):
     scales: Literal["token", "group", "tensor"]
     group: int = 0
     most: float | None = None
+    numbers: Literal["fp8", "int8"] = "fp8"
 
 
 class EightBitForm(msgspec.Struct, frozen=True):
@@ -56,7 +57,7 @@ class EightBitForm(msgspec.Struct, frozen=True):
 
     scales: one for the matrix, for each output, for `block[1]` inputs of each output, or for each
     `block`. block: rows and columns. scale: the tensor's name. asymmetric: int8 with zero points.
-    inputs: how those of FP8's products are rounded; None = not at all.
+    inputs: how those of products are rounded; None = not at all.
     """
 
     numbers: Literal["fp8", "int8"]
@@ -228,7 +229,7 @@ WeightForm = EightBitForm | AwqForm | GptqForm | PackedForm | FourBitForm | Fp4F
 
 
 def input_form(form: WeightForm | None) -> InputForm | None:
-    """How inputs of a product with a matrix of this form become FP8; None = they do not."""
+    """How inputs of a product with a matrix of this form are rounded; None = not at all."""
     return form.inputs if isinstance(form, EightBitForm) else None
 
 

@@ -1,5 +1,7 @@
 """Weights and inputs of products as a start's options make them. Pure."""
 
+from collections.abc import Collection
+
 from msgspec.structs import replace
 
 from loraplex.server.config import Activations, AtLoad, ConfigError
@@ -40,16 +42,21 @@ def served_as(
                 f" ({model.quantisation.scheme})"
             )
         model = replace(model, quantisation=of_every_module(*_FORMS[scheme]))
-    if activations == "auto" or model.quantisation is None:
+    return model if activations == "auto" else with_inputs_as_they_are(model, ("fp8", "int8"))
+
+
+def with_inputs_as_they_are(model: ModelSpec, numbers: Collection[str]) -> ModelSpec:
+    """Return the model whose inputs are not rounded to these numbers: `fp8`, `int8`."""
+    if model.quantisation is None:
         return model
-    return replace(model, quantisation=_of_weights_alone(model.quantisation))
-
-
-def _of_weights_alone(quantisation: Quantisation) -> Quantisation:
     rules = tuple(
-        replace(rule, form=replace(rule.form, inputs=None))
-        if isinstance(rule.form, EightBitForm)
-        else rule
-        for rule in quantisation.rules
+        replace(rule, form=_of_weights_alone(rule.form, numbers))
+        for rule in model.quantisation.rules
     )
-    return replace(quantisation, rules=rules)
+    return replace(model, quantisation=replace(model.quantisation, rules=rules))
+
+
+def _of_weights_alone(form: WeightForm | None, numbers: Collection[str]) -> WeightForm | None:
+    if not isinstance(form, EightBitForm) or form.inputs is None:
+        return form
+    return replace(form, inputs=None) if form.inputs.numbers in numbers else form

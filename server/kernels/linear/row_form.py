@@ -1,24 +1,33 @@
-"""Rows in FP8 (E4M3), as the kernels of products take them. Needs no Triton."""
+"""Rows in FP8 (E4M3) or int8, as the kernels of products take them. Needs no Triton."""
 
 from typing import NamedTuple
 
 import torch
 
-FP8 = torch.float8_e4m3fn
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 FP8_MOST = torch.finfo(FP8).max
+# What the largest magnitude becomes, before it is rounded: half of what int8's range spans.
+INT8_MOST = 127.5
 
 
 class RowForm(NamedTuple):
-    """How rows become FP8: `number * scale`.
+    """How rows become numbers of eight bits: `number * scale`.
 
     group: inputs of a row that share a scale, 0 = all of them. most: the largest magnitude that a
     scale covers; what lies beyond becomes the largest number. scale: the one scale of all rows;
-    None = the largest magnitude of those that share it over FP8's largest number.
+    None = the largest magnitude of those that share it over `largest`. dtype: FP8 or INT8, which is
+    rounded to even.
     """
 
     group: int = 0
     most: float = float("inf")
     scale: float | None = None
+    dtype: torch.dtype = FP8
+
+    @property
+    def largest(self) -> float:
+        """The number that the largest magnitude becomes, before rounding."""
+        return FP8_MOST if self.dtype == FP8 else INT8_MOST
 
     @property
     def groups(self) -> int:
@@ -31,8 +40,8 @@ class RowForm(NamedTuple):
         return self.most if self.scale is None else self.scale
 
 
-class Fp8Rows(NamedTuple):
-    """Rows in FP8. numbers: float8_e4m3fn `[rows, in_features]`, contiguous. scales: float32
+class RoundedRows(NamedTuple):
+    """Rows in eight bits. numbers: FP8 or INT8 `[rows, in_features]`, contiguous. scales: float32
     `[groups, rows]`, contiguous, of one group where a row has one scale.
     """
 
@@ -43,15 +52,15 @@ class Fp8Rows(NamedTuple):
         return len(self.numbers)
 
 
-def allocate_rows(x: torch.Tensor, form: RowForm, features: int | None = None) -> Fp8Rows:
-    """Allocate room for FP8 rows. features: of a row, None = those of x; content is undefined."""
+def allocate_rows(x: torch.Tensor, form: RowForm, features: int | None = None) -> RoundedRows:
+    """Allocate rounded rows, of undefined content. features: of a row, None = those of x."""
     features = x.shape[1] if features is None else features
     groups = -(-features // form.group) if form.group else 1
-    numbers = x.new_empty(len(x), features, dtype=FP8)
-    return Fp8Rows(numbers, x.new_empty(groups, len(x), dtype=torch.float32))
+    numbers = x.new_empty(len(x), features, dtype=form.dtype)
+    return RoundedRows(numbers, x.new_empty(groups, len(x), dtype=torch.float32))
 
 
-def quantise_reference(x: torch.Tensor, form: RowForm) -> Fp8Rows:
+def quantise_reference(x: torch.Tensor, form: RowForm) -> RoundedRows:
     """Quantise rows by plain torch. x: `[rows, in_features]`, of any float dtype."""
     wide, rows = x.float(), len(x)
     group = form.group or x.shape[1]
@@ -60,13 +69,17 @@ def quantise_reference(x: torch.Tensor, form: RowForm) -> Fp8Rows:
         scales = torch.full((rows, 1, 1), form.scale, device=x.device)
     else:
         largest = parts.abs().amax(2, keepdim=True).clamp(max=form.most)
-        scales = torch.where(largest > 0, largest / FP8_MOST, 1.0)
-    numbers = (parts / scales).clamp(-FP8_MOST, FP8_MOST).flatten(1)[:, : x.shape[1]]
-    return Fp8Rows(numbers.to(FP8), scales.squeeze(2).T.contiguous())
+        scales = torch.where(largest > 0, largest / form.largest, 1.0)
+    numbers = (parts / scales).flatten(1)[:, : x.shape[1]]
+    if form.dtype == FP8:
+        numbers = numbers.clamp(-FP8_MOST, FP8_MOST)
+    else:
+        numbers = numbers.round().clamp(-128, 127)
+    return RoundedRows(numbers.to(form.dtype), scales.squeeze(2).T.contiguous())
 
 
 def rounded(x: torch.Tensor, form: RowForm) -> torch.Tensor:
-    """Round rows to what their FP8 stands for, in x's dtype."""
+    """Round rows to what their eight bits stand for, in x's dtype."""
     numbers, scales = quantise_reference(x, form)
     spread = scales.T.repeat_interleave(form.group or x.shape[1], dim=1)[:, : x.shape[1]]
     return (numbers.float() * spread).to(x.dtype)

@@ -1,4 +1,4 @@
-"""FP8 checkpoints whose products round their inputs: as transformers and PEFT with the same."""
+"""Checkpoints whose products round their inputs: as transformers and PEFT with the same."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs, fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from peft import LoraConfig
 
-from loraplex.server.kernels.linear.fp8_form import RowForm
+from loraplex.server.kernels.linear.row_form import INT8, RowForm
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
-from loraplex.server.model.linear.fp8 import Fp8Linear
+from loraplex.server.model.linear.rounded import RoundedLinear
 from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.model.weights import load_weights
 from tests.server.model.adapter_zoo import zoo_of
@@ -56,6 +58,14 @@ def by_group(size: int) -> Round:
     return rounded
 
 
+def in_int8(x: torch.Tensor) -> torch.Tensor:
+    """Each token, by compressed-tensors' own functions."""
+    args = QuantizationArgs(num_bits=8, type="int", strategy="token", dynamic=True)
+    scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Module())
+    found: torch.Tensor = fake_quantize(x, scale, zero, args)
+    return found
+
+
 def measured(x: torch.Tensor) -> torch.Tensor:
     return by_scale(x, 0.02)  # `formats.fp8_static` stores it
 
@@ -80,6 +90,9 @@ CASES: dict[str, tuple[Format, Round, RowForm]] = {
         RowForm(16),
     ),
     "fp8-block-kernels": (fp8([32, 32]), by_group(32), RowForm(32)),
+    "ct-int8-channel": (FORMATS["ct-int8-channel"], in_int8, RowForm(dtype=INT8)),
+    "ct-int8-tensor": (FORMATS["ct-int8-tensor"], in_int8, RowForm(dtype=INT8)),
+    "ct-int8-zeros": (FORMATS["ct-int8-zeros"], in_int8, RowForm(dtype=INT8)),
 }
 
 
@@ -140,15 +153,15 @@ def test_forms_and_the_option(name: str, tmp_path: Path) -> None:
     form, _, rows = CASES[name]
     save_quantised(make_model("llama3"), tmp_path, form)
     for linear in linears(tmp_path):
-        assert isinstance(linear, Fp8Linear)
+        assert isinstance(linear, RoundedLinear)
         assert linear.form == rows
-    assert not any(isinstance(linear, Fp8Linear) for linear in linears(tmp_path, "bf16"))
+    assert not any(isinstance(linear, RoundedLinear) for linear in linears(tmp_path, "bf16"))
 
 
-@pytest.mark.parametrize("name", ["ct-fp8-weights", "ct-int8-channel", "awq"])
+@pytest.mark.parametrize("name", ["ct-fp8-weights", "ct-int8-packed", "awq"])
 def test_forms_that_round_no_inputs(name: str, tmp_path: Path) -> None:
     save_quantised(make_model("llama3"), tmp_path, FORMATS[name])
-    assert not any(isinstance(linear, Fp8Linear) for linear in linears(tmp_path))
+    assert not any(isinstance(linear, RoundedLinear) for linear in linears(tmp_path))
 
 
 def test_matrices_that_are_multiplied_at_once_share_the_largest_scale(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rows made FP8: beside what a norm or an activation writes, or in a kernel of their own."""
+"""Rows rounded to eight bits: beside what a norm writes, or in a kernel of their own."""
 
 from typing import Any
 
@@ -7,15 +7,23 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import follow
-from loraplex.server.kernels.linear.fp8_form import FP8_MOST, Fp8Rows, RowForm, allocate_rows
+from loraplex.server.kernels.linear.row_form import (
+    FP8_MOST,
+    INT8_MOST,
+    RoundedRows,
+    RowForm,
+    allocate_rows,
+)
 
-# Room for rows in FP8, and their form.
-ToFp8 = tuple[Fp8Rows, RowForm]
-_MOST = tl.constexpr(FP8_MOST)
+# Room for rounded rows, and their form.
+Rounding = tuple[RoundedRows, RowForm]
+_FP8_MOST, _INT8_MOST = tl.constexpr(FP8_MOST), tl.constexpr(INT8_MOST)
+# Added and taken away again, it rounds a small float32 to a whole number, halves to even.
+_WHOLE = tl.constexpr(1.5 * 2**23)
 
 
-def quantise_rows(x: torch.Tensor, form: RowForm, *, programmatic_launch: bool) -> Fp8Rows:
-    """Make rows FP8. x: `[rows, in_features]`, contiguous rows. One kernel."""
+def quantise_rows(x: torch.Tensor, form: RowForm, *, programmatic_launch: bool) -> RoundedRows:
+    """Round rows to eight bits. x: `[rows, in_features]`, contiguous rows. One kernel."""
     found = allocate_rows(x, form)
     rows, features = x.shape
     if rows:
@@ -24,7 +32,7 @@ def quantise_rows(x: torch.Tensor, form: RowForm, *, programmatic_launch: bool) 
             x,
             x.stride(0),
             rows,
-            fp8_arguments(found, form),
+            rounded_arguments(found, form),
             FEATURES=features,
             BLOCK=block,
             GROUP=form.groups,
@@ -35,8 +43,8 @@ def quantise_rows(x: torch.Tensor, form: RowForm, *, programmatic_launch: bool) 
     return found
 
 
-def fp8_arguments(rows: Fp8Rows, form: RowForm) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Arguments of a kernel that stores FP8: numbers, scales and `RowForm.limit`."""
+def rounded_arguments(rows: RoundedRows, form: RowForm) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Arguments of a kernel that stores rounded rows: numbers, scales and `RowForm.limit`."""
     return rows.numbers, rows.scales, form.limit
 
 
@@ -50,7 +58,7 @@ def _quantise_kernel(
     x_ptr: tl.tensor,
     stride: tl.tensor,
     rows: tl.tensor,
-    to_fp8: tl.tuple,
+    to_rounded: tl.tuple,
     FEATURES: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -60,12 +68,12 @@ def _quantise_kernel(
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + n, mask=n < FEATURES, other=0.0).to(tl.float32)
-    store_fp8(to_fp8, rows, row, x, 0, FEATURES, GROUP)
+    store_rounded(to_rounded, rows, row, x, 0, FEATURES, GROUP)
 
 
 @triton.jit
-def store_fp8(
-    to_fp8: tl.tuple,
+def store_rounded(
+    to_rounded: tl.tuple,
     rows: tl.tensor,
     row: tl.tensor,
     x: tl.tensor,
@@ -73,15 +81,17 @@ def store_fp8(
     FEATURES: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """Store part of a row in FP8. x: float32 `[BLOCK]`, from column `first` on, 0 beyond the row.
-    rows: those that there are. to_fp8: of `fp8_arguments`. GROUP: of `RowForm.groups`; the part is
-    of whole groups, or the row.
+    """Store part of a row in eight bits. x: float32 `[BLOCK]`, from column `first` on, 0 beyond the
+    row. rows: those that there are. to_rounded: of `rounded_arguments`. GROUP: of `RowForm.groups`;
+    the part is of whole groups, or the row.
     """
-    numbers_ptr, scales_ptr, limit = to_fp8
+    numbers_ptr, scales_ptr, limit = to_rounded
+    IS_INT: tl.constexpr = numbers_ptr.dtype.element_ty == tl.int8
+    LARGEST: tl.constexpr = _INT8_MOST if IS_INT else _FP8_MOST
     BLOCK: tl.constexpr = x.shape[0]
     if GROUP > 0 and GROUP < BLOCK:
         parts = tl.reshape(x, (BLOCK // GROUP, GROUP))
-        scales = _scale(tl.max(tl.abs(parts), axis=1), limit)
+        scales = _scale(tl.max(tl.abs(parts), axis=1), limit, LARGEST)
         group = first // GROUP + tl.arange(0, BLOCK // GROUP)
         inside = group < (FEATURES + GROUP - 1) // GROUP
         tl.store(scales_ptr + group.to(tl.int64) * rows + row, scales, mask=inside)
@@ -89,15 +99,19 @@ def store_fp8(
     else:
         scale = limit
         if GROUP >= 0:
-            scale = _scale(tl.max(tl.abs(x), axis=0), limit)
+            scale = _scale(tl.max(tl.abs(x), axis=0), limit, LARGEST)
         tl.store(scales_ptr + row, scale)
         x = x / scale
     n = first + tl.arange(0, BLOCK)
-    numbers = tl.minimum(tl.maximum(x, -_MOST), _MOST).to(numbers_ptr.dtype.element_ty)
+    if IS_INT:
+        x = tl.minimum(tl.maximum((x + _WHOLE) - _WHOLE, -128.0), 127.0)
+    else:
+        x = tl.minimum(tl.maximum(x, -_FP8_MOST), _FP8_MOST)
+    numbers = x.to(numbers_ptr.dtype.element_ty)
     tl.store(numbers_ptr + row * FEATURES + n, numbers, mask=n < FEATURES)
 
 
 @triton.jit
-def _scale(largest: tl.tensor, limit: tl.tensor) -> Any:
+def _scale(largest: tl.tensor, limit: tl.tensor, LARGEST: tl.constexpr) -> Any:
     largest = tl.minimum(largest, limit)
-    return tl.where(largest > 0.0, largest / _MOST, 1.0)
+    return tl.where(largest > 0.0, largest / LARGEST, 1.0)

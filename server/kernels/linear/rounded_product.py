@@ -1,7 +1,7 @@
-"""`x W^T` of FP8 numbers and up to some hundred rows, whose time is that of reading W.
+"""`x W^T` of numbers of eight bits, whose time with few rows is that of reading W.
 
 W's rows are the tensor cores' rows and tokens their columns, so that few tokens leave none of them
-idle. Tensor cores sum in fewer bits than float32: some hundred input features at most.
+idle. Tensor cores sum FP8 in fewer bits than float32: some hundred input features at most.
 """
 
 import torch
@@ -10,10 +10,10 @@ import triton.language as tl
 
 from loraplex.server.kernels.launch.configs import PackedConfig
 from loraplex.server.kernels.launch.launch import follow
-from loraplex.server.kernels.linear.fp8_form import FP8, Fp8Rows
 from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.kernels.linear.packed import from_fp8
 from loraplex.server.kernels.linear.packed_product import store_shared
+from loraplex.server.kernels.linear.row_form import FP8, INT8, RoundedRows
 from loraplex.server.kernels.linear.skinny import shared_out
 
 # Rows of a program at most: with more, sums take registers that loads need.
@@ -22,15 +22,15 @@ _MOST_ROWS = 128
 _SUMMED = 256
 
 
-def fp8_product(
-    x: Fp8Rows,
+def rounded_product(
+    x: RoundedRows,
     matrix: PackedMatrix,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     config: PackedConfig,
 ) -> None:
-    """Multiply FP8 rows by an FP8 matrix: `out = (x matrix^T) + bias`, scales included, summed in
-    float32.
+    """Multiply rounded rows by a matrix of their kind: `out = (x matrix^T) + bias`, scales
+    included, summed in float32.
 
     x: of any number of rows, in groups of one row or of the matrix's. out `[rows, out]`, of any row
     stride; bias `[out]` or None. One kernel; memory for sums where programs share input features.
@@ -38,8 +38,9 @@ def fp8_product(
     """
     (rows, features), n = x.numbers.shape, matrix.shape[0]
     _check(x, matrix, out)
-    native = matrix.form().native
-    kind = FP8 if native else torch.uint8
+    whole = x.numbers.dtype == INT8
+    native = whole or matrix.form().native
+    kind = INT8 if whole else FP8 if native else torch.uint8
     block_m = min(_MOST_ROWS, max(16, int(triton.next_power_of_2(rows))))
     block_k = min(config.block_k, matrix.group or config.block_k)
     row_blocks = triton.cdiv(rows, block_m)
@@ -47,7 +48,7 @@ def fp8_product(
     most = config.splits if row_blocks == 1 else 1
     splits, span = shared_out(features, block_k, most)
     sums = out.new_empty(splits, n, block_m, dtype=torch.float32) if splits > 1 else out
-    _fp8_kernel[(triton.cdiv(n, config.block_n), splits, row_blocks)](
+    _rounded_kernel[(triton.cdiv(n, config.block_n), splits, row_blocks)](
         (x.numbers.view(kind), x.scales, matrix.numbers.view(kind), matrix.scales, bias, out),
         rows,
         n,
@@ -71,18 +72,19 @@ def fp8_product(
     )
 
 
-def _check(x: Fp8Rows, matrix: PackedMatrix, out: torch.Tensor) -> None:
+def _check(x: RoundedRows, matrix: PackedMatrix, out: torch.Tensor) -> None:
     rows, features = x.numbers.shape
-    if matrix.bits != 0 or (rows, *matrix.shape) != (*out.shape, features) or out.stride(1) != 1:
+    fits = matrix.rounded_dtype == x.numbers.dtype and out.stride(1) == 1
+    if not fits or (rows, *matrix.shape) != (*out.shape, features):
         shapes = [list(of) for of in (x.numbers.shape, matrix.shape, out.shape)]
-        raise ValueError("x {}, FP8 matrix {} and out {} do not fit".format(*shapes))
+        raise ValueError("rounded x {}, matrix {} and out {} do not fit".format(*shapes))
     groups = triton.cdiv(features, matrix.group) if matrix.group else 1
     if x.scales.shape != (groups, rows):
         raise ValueError(f"scales of x are {list(x.scales.shape)}, not {[groups, rows]}")
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _fp8_kernel(
+def _rounded_kernel(
     product: tl.tuple,
     rows: tl.tensor,
     out_features: tl.tensor,
@@ -117,7 +119,8 @@ def _fp8_kernel(
     w_ptr += n.to(tl.int64)[:, None] * in_features + k[None, :]
     x_ptr += m.to(tl.int64)[None, :] * in_features + k[:, None]
     w_scales_ptr += n // ROWS * (tl.cdiv(in_features, GROUP) if GROUP else 1)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    WHOLE: tl.constexpr = w_ptr.dtype.element_ty == tl.int8
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if WHOLE and GROUP == 0 else tl.float32)
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         if EVEN:
             w = tl.load(w_ptr + start, eviction_policy="evict_first")
@@ -128,15 +131,19 @@ def _fp8_kernel(
             x = tl.load(x_ptr + start, mask=is_row[None, :] & inside[:, None], other=0.0)
         if not NATIVE:
             w, x = from_fp8(w, False), from_fp8(x, False)
-        if GROUP == 0:
+        if GROUP == 0 and WHOLE:
+            acc = tl.dot(w, x, acc, out_dtype=tl.int32)
+        elif GROUP == 0:
             acc = tl.dot(w, x, acc, max_num_imprecise_acc=SUMMED)
         else:
             group = start // GROUP
             of_w = tl.load(w_scales_ptr + group, mask=is_out, other=0.0)
             of_x = tl.load(x_scales_ptr + group * rows + m, mask=is_row, other=0.0)
-            acc += tl.dot(w, x) * of_w[:, None] * of_x[None, :]
+            part = tl.dot(w, x, out_dtype=tl.int32 if WHOLE else tl.float32)
+            acc += part.to(tl.float32) * of_w[:, None] * of_x[None, :]
     if GROUP == 0:
         of_w = tl.load(w_scales_ptr, mask=is_out, other=0.0)
-        acc = acc * of_w[:, None] * tl.load(x_scales_ptr + m, mask=is_row, other=0.0)[None, :]
+        of_x = tl.load(x_scales_ptr + m, mask=is_row, other=0.0)
+        acc = acc.to(tl.float32) * of_w[:, None] * of_x[None, :]
     to_out = (out_ptr + m.to(tl.int64) * stride_out, is_row, bias_ptr)
     store_shared(to_out, shares, acc, n, out_features, BIAS, SPLIT)

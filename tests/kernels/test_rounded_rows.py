@@ -1,4 +1,4 @@
-"""Rows in FP8, and their products with FP8 weights, against plain torch in float32."""
+"""Rows in eight bits, and their products with such weights, against plain torch in float32."""
 
 import pytest
 import torch
@@ -6,41 +6,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.server.kernels.launch.configs import PackedConfig, load_configs
-from loraplex.server.kernels.linear.fp8_form import (
-    Fp8Rows,
+from loraplex.server.kernels.linear.round_rows import quantise_rows
+from loraplex.server.kernels.linear.rounded_product import rounded_product
+from loraplex.server.kernels.linear.row_form import (
+    FP8,
+    INT8,
+    RoundedRows,
     RowForm,
     allocate_rows,
     quantise_reference,
     rounded,
 )
-from loraplex.server.kernels.linear.fp8_product import fp8_product
-from loraplex.server.kernels.linear.fp8_rows import quantise_rows
 from loraplex.server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
 from loraplex.server.kernels.pointwise.gated import gated
-from loraplex.server.model.linear.fp8 import Fp8Linear, row_form
+from loraplex.server.model.linear.packed import PackedWeight
 from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
+from loraplex.server.model.linear.rounded import RoundedLinear, row_form
 from tests.kernels.batches import assert_close, interpreted
-from tests.kernels.quantised import fp8
+from tests.kernels.quantised import codes, fp8
 
 CPU = torch.device("cpu")
-FORMS = (RowForm(), RowForm(group=128), RowForm(most=1.5), RowForm(scale=0.02))
+FORMS = (
+    *(RowForm(), RowForm(group=128), RowForm(most=1.5), RowForm(scale=0.02)),
+    *(RowForm(dtype=INT8), RowForm(group=128, dtype=INT8), RowForm(scale=0.02, dtype=INT8)),
+)
 CONFIGS = (
     PackedConfig(64, 128, 4, 3, False),
     PackedConfig(16, 256, 4, 3, False, splits=3),
 )
 
 
-def values(rows: Fp8Rows, group: int) -> torch.Tensor:
+def values(rows: RoundedRows, group: int) -> torch.Tensor:
     width = rows.numbers.shape[1]
     spread = rows.scales.T.repeat_interleave(group or width, 1)[:, :width]
     return rows.numbers.float() * spread
 
 
-def assert_same_rows(found: Fp8Rows, expected: Fp8Rows) -> None:
+def assert_same_rows(found: RoundedRows, expected: RoundedRows) -> None:
     """A quotient may lie on the border of two numbers, and go either way."""
     torch.testing.assert_close(found.scales, expected.scales, rtol=1e-6, atol=0.0)
     a, b = (rows.numbers.float() for rows in (found, expected))
-    torch.testing.assert_close(a, b, rtol=2**-3, atol=2**-9)
+    step = 1.0 if expected.numbers.dtype == INT8 else 2**-9
+    torch.testing.assert_close(a, b, rtol=2**-3, atol=step)
     assert ((a != b).sum() <= 1 + a.numel() // 1000).all()
 
 
@@ -63,11 +70,11 @@ def test_rows(rows: int, features: int, data: st.DataObject) -> None:
     x = drawn(rows, 2 * features)[:, :features]
     found = quantise_rows(x, form, programmatic_launch=False)
     assert_same_rows(found, quantise_reference(x, form))
-    most = form.most if form.scale is None else form.scale * 448
-    torch.testing.assert_close(rounded(x, form), values(found, form.group))
-    torch.testing.assert_close(
-        values(found, form.group), x.clamp(-most, most), rtol=2**-4 + 1e-6, atol=2**-9 * 0.3
-    )
+    most = form.most if form.scale is None else form.scale * (448 if form.dtype == FP8 else 127)
+    expected = values(found, form.group)
+    torch.testing.assert_close(rounded(x, form), expected)
+    step = 2**-9 * 0.3 if form.dtype == FP8 else 0.5001 * float(found.scales.max())
+    torch.testing.assert_close(expected, x.clamp(-most, most), rtol=2**-4 + 1e-6, atol=step)
 
 
 @interpreted
@@ -81,11 +88,13 @@ def test_writers_leave_what_a_kernel_of_its_own_would(form: RowForm) -> None:
     alone = rms_norm(hidden, norm, found, programmatic_launch=False)
     assert torch.equal(alone, rms_norm(hidden, norm, programmatic_launch=False))
     assert_same_rows(found[0], quantise_reference(alone, form))
-    add_norm(y, None, hidden, norm, fp8=found, programmatic_launch=False)
+    add_norm(y, None, hidden, norm, rounding=found, programmatic_launch=False)
     assert_same_rows(found[0], quantise_reference(y, form))
     shares = torch.rand(rows, 2)
     parts = torch.randn(rows * 2, features).half()
-    summed = add_experts_norm(parts, shares, hidden, norm, fp8=found, programmatic_launch=False)
+    summed = add_experts_norm(
+        parts, shares, hidden, norm, rounding=found, programmatic_launch=False
+    )
     assert_same_rows(found[0], quantise_reference(summed, form))
     for inner in (100, 1500):
         pair = torch.randn(rows, 2 * inner).half()
@@ -94,18 +103,32 @@ def test_writers_leave_what_a_kernel_of_its_own_would(form: RowForm) -> None:
         assert_same_rows(found[0], quantise_reference(out, form))
 
 
-def check(block: int, shape: tuple[int, int, int], device: torch.device, bias: bool) -> None:
+def made(dtype: torch.dtype, block: int, out_features: int, features: int) -> PackedWeight:
+    """block: inputs that share a scale, 0 = all; of FP8 as many outputs do."""
+    make = fp8(block or 1, block) if dtype == FP8 else codes(8, block)
+    return make(out_features, features)
+
+
+def check(
+    dtype: torch.dtype,
+    block: int,
+    shape: tuple[int, int, int],
+    device: torch.device = CPU,
+    *,
+    bias: bool,
+) -> None:
     """Every configuration, and all that is around the product stays as it is."""
     rows, out_features, features = shape
-    weight = fp8(block or 1, block)(out_features, features)
+    weight = made(dtype, block, out_features, features)
     matrix = matrix_of(weight.to(device))
     assert matrix is not None
-    x = quantise_reference(drawn(rows, features, device), RowForm(group=matrix.group))
+    form = RowForm(group=matrix.group, dtype=dtype)
+    x = quantise_reference(drawn(rows, features, device), form)
     exact = values(x, matrix.group).cpu() @ weight.dequantised(torch.empty(weight.shape)).T
     added = torch.randn(out_features, device=device).to(torch.float16) if bias else None
     wide = torch.full((rows, out_features + 8), float("nan"), dtype=torch.float16, device=device)
     for config in CONFIGS:
-        fp8_product(x, matrix, added, wide[:, :out_features], config)
+        rounded_product(x, matrix, added, wide[:, :out_features], config)
         expected = exact if added is None else exact + added.float().cpu()
         assert_close(wide[:, :out_features].cpu(), expected, torch.float16)
     assert not matrix.arrivals.any()
@@ -114,20 +137,21 @@ def check(block: int, shape: tuple[int, int, int], device: torch.device, bias: b
 
 @interpreted
 @given(
+    dtype=st.sampled_from((FP8, INT8)),
     block=st.sampled_from((0, 32, 128)),
     shape=st.tuples(st.integers(1, 40), st.integers(1, 90), st.sampled_from((16, 128, 300, 512))),
     bias=st.booleans(),
 )
 @settings(max_examples=8)
-def test_products(block: int, shape: tuple[int, int, int], bias: bool) -> None:
+def test_products(dtype: torch.dtype, block: int, shape: tuple[int, int, int], bias: bool) -> None:
     torch.manual_seed(sum(shape))
-    check(block, shape, CPU, bias)
+    check(dtype, block, shape, bias=bias)
 
 
 @interpreted
 def test_rows_beyond_one_program() -> None:
     torch.manual_seed(0)
-    check(0, (150, 64, 256), CPU, bias=False)
+    check(INT8, 0, (150, 64, 256), bias=False)
 
 
 @interpreted
@@ -136,15 +160,17 @@ def test_mismatches() -> None:
     assert matrix is not None
     x, out = torch.randn(3, 256), torch.empty(3, 64)
     with pytest.raises(ValueError, match="scales of x are"):
-        fp8_product(quantise_reference(x, RowForm()), matrix, None, out, CONFIGS[0])
+        rounded_product(quantise_reference(x, RowForm()), matrix, None, out, CONFIGS[0])
     with pytest.raises(ValueError, match="do not fit"):
-        fp8_product(quantise_reference(x, RowForm(group=128)), matrix, None, out[:2], CONFIGS[0])
+        rounded_product(
+            quantise_reference(x, RowForm(group=128)), matrix, None, out[:2], CONFIGS[0]
+        )
 
 
-def linear(block: int, form: RowForm, device: torch.device = CPU) -> Fp8Linear:
+def linear(block: int, form: RowForm, device: torch.device = CPU) -> RoundedLinear:
     matrix = matrix_of(fp8(block or 1, block)(256, 256).to(device))
     assert matrix is not None
-    return Fp8Linear(QuantisedLinear(matrix, None, torch.bfloat16), form)
+    return RoundedLinear(QuantisedLinear(matrix, None, torch.bfloat16), form)
 
 
 def test_writers_serve_one_form_that_needs_no_number_of_the_checkpoint() -> None:
@@ -157,24 +183,25 @@ def test_writers_serve_one_form_that_needs_no_number_of_the_checkpoint() -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize(("dtype", "block"), [(FP8, 0), (FP8, 128), (INT8, 0)])
 @pytest.mark.parametrize("rows", [1, 5, 16, 33, 64, 128, 200, 2000])
-def test_on_a_gpu(block: int, rows: int) -> None:
+def test_on_a_gpu(dtype: torch.dtype, block: int, rows: int) -> None:
     """Every way of a linear, of real widths and of odd ones, against the definition in float32."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     torch.manual_seed(rows)
     device = torch.device("cuda")
     for out_features, features in ((6144, 4096), (4096, 14336), (512, 384), (1000, 1544)):
-        weight = fp8(block or 1, block)(out_features, features)
+        weight = made(dtype, block, out_features, features)
         matrix = matrix_of(weight.to(device))
         assert matrix is not None
         bias = torch.randn(out_features, device=device).bfloat16()
-        of = Fp8Linear(QuantisedLinear(matrix, bias, torch.bfloat16), RowForm(matrix.group))
+        form = RowForm(matrix.group, dtype=dtype)
+        of = RoundedLinear(QuantisedLinear(matrix, bias, torch.bfloat16), form)
         x = drawn(rows, features, device).bfloat16()
         found = of.inputs(x, load_configs(device))
-        assert isinstance(found, Fp8Rows)
-        assert_same_rows(found, quantise_reference(x, of.form))
+        assert isinstance(found, RoundedRows)
+        assert_same_rows(found, quantise_reference(x, form))
         exact = weight.to(device).dequantised(torch.empty(weight.shape, device=device))
         expected = values(found, matrix.group) @ exact.T + bias.float()
         for way in of.ways(rows, load_configs(device)):

@@ -21,7 +21,9 @@ from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.api.request.known_elsewhere import ELSEWHERE, Body, Elsewhere, aliases_of
 from loraplex.router.api.responses.request import UNSTORED, ResponsesBody
 from loraplex.router.api.sglang.lmdeploy import SHAPES as SHAPES_OF_LMDEPLOY
+from loraplex.router.api.vectors.classify import ClassifyBody
 from loraplex.router.api.vectors.cohere import SHAPES as COHERE_SHAPES
+from loraplex.router.api.vectors.embeddings import EmbeddingsBody, PoolingBody
 from loraplex.router.api.vectors.fields import MAX_INPUTS, READ
 from loraplex.router.api.vectors.score import SIDES
 from loraplex.router.api.vllm.control import PAUSE_MODES
@@ -88,6 +90,8 @@ def openapi_document(
     for operation in OPERATIONS:
         described = _operation(operation, schema_of, access)
         paths.setdefault(operation.path, {})[operation.method] = described
+    if "text" in limits.gives:
+        _say_chats(paths["/invocations"]["post"]["requestBody"])
     return {
         "openapi": "3.1.0",
         "info": {"title": "loraplex", "version": version, "license": {"name": "Apache-2.0"}},
@@ -130,6 +134,17 @@ def _operation(operation: Operation, schema_of: dict[str, Any], access: Access) 
     if parameters:
         described["parameters"] = parameters
     return described
+
+
+def _say_chats(body: Schema) -> None:
+    """Say that a model which writes answers messages that name no task."""
+    schema = body["content"]["application/json"]["schema"]
+    named = {"required": ["task"], "properties": {"task": {"not": _NO}}}
+    others = {"anyOf": [{"properties": {"messages": _NO}}, named]}
+    read = {_REF.format(name=kind.__name__) for kind in (EmbeddingsBody, ClassifyBody, PoolingBody)}
+    schema["anyOf"] = [
+        {"allOf": [each, others]} if each.get("$ref") in read else each for each in schema["anyOf"]
+    ]
 
 
 def _query(operation: Operation, name: str) -> Schema:
@@ -250,6 +265,8 @@ def _say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     part["properties"] = {"type": {"const": "text"}, "text": _TEXT}
     part["required"] = ["type", "text"]
     _say_tools(components)
+    forms = components["StructuredOutputs"]["properties"]
+    forms["disable_additional_properties"] = {"enum": [None, False]}
     components["Message"] = _message(components["Message"])
     several = components["BatchChatBody"]["properties"]
     several["messages"]["items"] |= {"minItems": 1, "maxItems": limits.max_messages}
@@ -273,7 +290,21 @@ def _say_body(body: Schema, kind: type[msgspec.Struct], limits: ApiLimits) -> No
     properties |= _neutral(body_of.refused)
     if kind is ResponsesBody and not limits.stores_responses:
         properties |= _neutral(UNSTORED)
-    properties |= {alias: properties[own] for alias, own in aliases_of(properties).items()}
+    aliases = aliases_of(properties)
+    for own in {*aliases.values()}.intersection(body.get("required", ())):
+        _say_needed(body, [own, *(alias for alias, meant in aliases.items() if meant == own)])
+    properties |= {alias: properties[own] for alias, own in aliases.items()}
+
+
+def _say_needed(body: Schema, names: list[str]) -> None:
+    """Say that a field is needed by one of its names. By the others the field may be null.
+
+    names: its own first.
+    """
+    needed = body["properties"][names[0]]
+    body["required"] = [name for name in body["required"] if name != names[0]]
+    body["anyOf"] = [{"required": [name], "properties": {name: needed}} for name in names]
+    body["properties"][names[0]] = {"anyOf": [needed, _NO]}
 
 
 def _neutral(fields: Mapping[str, Elsewhere]) -> dict[str, Schema]:

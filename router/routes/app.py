@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Lifespan
 
 from loraplex.router.api.admin.uploads import UPLOAD_QUERY
@@ -275,6 +275,15 @@ def _post(path: str, endpoint: Endpoint) -> Route:
     return Route(path, endpoint, methods=["POST"])
 
 
+def _methods(request: Request) -> set[str]:
+    """Methods of the request's path: those of all its routes."""
+    found = set[str]()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return found
+
+
 class _Errors:
     """Answers of requests that end before their first byte."""
 
@@ -300,7 +309,10 @@ class _Errors:
         said = hint(path) if cause == "route_not_found" else None
         message = f"{request.method} {path[:200]}: {error.detail}{f'; {said}' if said else ''}"
         answer = self._answer(RequestError(cause, message), request)
-        return Response(answer.body, answer.status, {**(error.headers or {}), **answer.headers})
+        headers = {**(error.headers or {}), **answer.headers}
+        if cause == "method_not_allowed":
+            headers["Allow"] = ", ".join(sorted(_methods(request)))
+        return Response(answer.body, answer.status, headers)
 
     async def on_client_gone(self, request: Request, error: Exception) -> Response:
         """Answers a request whose client has gone: nobody reads it; the status is for

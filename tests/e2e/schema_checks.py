@@ -28,7 +28,7 @@ _READS = (
 _UPLOADS = r"PUT /v1/adapters/\{name\}"
 _ALL = r".*"
 _FORM = (
-    r"`(response_format|text\.format|output_config\.format|grammar|structured_outputs|guided_\w+|json_schema|regex|ebnf|bad_words"
+    r"`(\w+\.)?(response_format|text\.format|output_config\.format|grammar|structured_outputs|guided_\w+|json_schema|regex|ebnf|bad_words"
     r"|allowed_token_ids|ignore_eos(_token)?)[.`\[]"
     r"|supplied: (response_format|grammar|structured_outputs)"
 )
@@ -45,6 +45,7 @@ class Rule(NamedTuple):
 
 UNSAID = (
     # Of all bodies
+    Rule(_ALL, "it has at most --max-body-bytes", (413,), r"the body may have at most \d+ bytes"),
     Rule(_ALL, "a whole number has no point (`1.0`)", (400, 422), r"expected `int.*`, got `float`"),
     Rule(_ALL, "a message has what its role and its blocks need", (400, 422), r"^`messages\["),
     # Of texts and tokens

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
+from loraplex.router.api import sagemaker
 from loraplex.router.api.errors import error_object
 from loraplex.router.api.messages import request as messages
 from loraplex.router.api.openai import chat as openai_chat
@@ -90,6 +92,18 @@ async def test_every_operation_exists(
     options: Any = {"files_dir": tmp_path / "files", "responses": ResponsesLimits(keep_s=60)}
     async with running_router(tmp_path, worker, **options) as router:
         await check_operation(router, operation)
+
+
+async def test_a_refused_method_says_which_are_described(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    options: Any = {"files_dir": tmp_path / "files", "responses": ResponsesLimits(keep_s=60)}
+    async with running_router(tmp_path, worker, **options) as router:
+        for path, methods in DOCUMENT["paths"].items():
+            answer = await router.client.options(path.replace("{name}", "a").replace("{id}", "a"))
+            allowed = set(answer.headers["allow"].split(", ")) - {"HEAD"}
+            assert (path, answer.status_code) == (path, 405)
+            assert (path, allowed) == (path, {method.upper() for method in methods})
 
 
 async def check_operation(router: Running, operation: Operation) -> None:
@@ -188,6 +202,9 @@ def test_what_is_described_is_what_is_parsed(body: dict[str, Any], is_good: bool
     [
         ({}, True),
         ({"max_tokens": None}, False),
+        ({"max_tokens": None, "max_new_tokens": 1}, True),
+        ({"max_tokens": None, "max_new_tokens": 0}, False),
+        ({"max_completion_tokens": None}, True),
         ({"stop_sequences": ["a", "b"]}, True),
         ({"stop_sequences": ["a", "b", "c"]}, False),
         ({"stop_sequences": ["a" * 2000]}, False),
@@ -217,6 +234,15 @@ def test_messages_are_described_as_they_are_parsed(body: dict[str, Any], is_good
         assert is_good
     except RequestError:
         assert not is_good
+
+
+@pytest.mark.parametrize("task", [None, "embed"])
+def test_messages_of_invocations_are_a_chat_unless_a_task_is_named(task: str | None) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "use_activation": True, "task": task}
+    way = ("paths", "/invocations", "post", "requestBody", "content", "application/json", "schema")
+    assert schema_of(DOCUMENT, *way).is_valid(body) == (task is not None)
+    with pytest.raises(RequestError) if task is None else nullcontext():
+        sagemaker.parse(body, sagemaker.Invocation(), ApiLimits(), None)
 
 
 def test_events_of_streams_are_described() -> None:

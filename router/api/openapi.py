@@ -139,7 +139,7 @@ def _operation(operation: Operation, schema_of: dict[str, Any], access: Access) 
 def _say_chats(body: Schema) -> None:
     """Say that a model which writes answers messages that name no task."""
     schema = body["content"]["application/json"]["schema"]
-    named = {"required": ["task"], "properties": {"task": {"not": _NO}}}
+    named = {"required": ["task"], "properties": {"task": {"type": "string", "minLength": 1}}}
     others = {"anyOf": [{"properties": {"messages": _NO}}, named]}
     read = {_REF.format(name=kind.__name__) for kind in (EmbeddingsBody, ClassifyBody, PoolingBody)}
     schema["anyOf"] = [

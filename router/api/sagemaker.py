@@ -15,7 +15,7 @@ from loraplex.router.api.openai.common import typed_openai
 from loraplex.router.api.openai.completions import CompletionsBody
 from loraplex.router.api.request.body import only_one_of
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
-from loraplex.router.api.request.known_elsewhere import unsupported
+from loraplex.router.api.request.known_elsewhere import ELSEWHERE, unsupported
 from loraplex.router.api.vectors import classify, embeddings, rerank, score
 
 ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
@@ -79,7 +79,7 @@ def _reader(
         return partial(rerank.parse_plain, version=1)
     if shape in ("queries", "text_1", "data_1"):
         return score.parse
-    if plain.get("task") is not None:
+    if not ELSEWHERE["task"].asks_for_nothing(plain.get("task")):
         return embeddings.parse_pooling
     if shape == "input" or (shape == "messages" and "text" not in limits.gives):
         return classify.parse_plain if "classes" in limits.gives else embeddings.parse

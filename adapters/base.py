@@ -28,6 +28,8 @@ Role = Literal[
     "out",
     "shared_gate_up",
     "shared_down",
+    "shared_out_gate",
+    "router",
     "experts_gate_up",
     "experts_down",
     "embed_tokens",
@@ -175,14 +177,14 @@ class LayerModules(msgspec.Struct, frozen=True):
     sites: role -> short names of the site's modules, in the order of a step.
     expert_weights: tensors that hold all experts, in the order in which transformers registers
         them.
-    frozen: paths of linear modules that adapters may not change: routers, which choose experts.
+    aliases: other paths of modules, as some versions of transformers name them -> their paths.
     """
 
     path: str
     modules: dict[str, ModuleShape]
     sites: dict[Role, tuple[str, ...]]
     expert_weights: tuple[ExpertWeight, ...] = ()
-    frozen: tuple[str, ...] = ()
+    aliases: dict[str, str] = {}
 
     def whole(self, path: str) -> str:
         """The whole name of what the layer has at `path`."""

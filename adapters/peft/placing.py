@@ -303,7 +303,7 @@ class ModulePlacer:
         """Places a module's LoRA. path, site: of the module itself, or of one expert's."""
         pair, key = self._found.pairs.get(path, {}), self._targeted.get(path)
         if not pair:
-            if key is not None:
+            if key is not None and not self._may_be_no_linear(module):
                 self._lacks(path, (site,))
             return None
         if key is None:
@@ -315,6 +315,15 @@ class ModulePlacer:
             return None
         a, b, lengths, bias = pair["A"], pair["B"], pair.get("M"), pair.get("b")
         return ModuleLora(module.layer, module.name, *fit, a, b, lengths, bias)
+
+    def _may_be_no_linear(self, module: BaseModule) -> bool:
+        """Whether `all-linear` may have left the module out: newer versions of transformers have
+        no linear modules in routers.
+        """
+        is_of_layer = module.layer >= 0 and self._matcher.targets_all_linear
+        return is_of_layer and module.name in self._base.layers[module.layer].sites.get(
+            "router", ()
+        )
 
     def _experts(self, module: BaseModule) -> ExpertsLora | None:
         """Joins the LoRA of all experts, where each expert has modules."""

@@ -7,7 +7,7 @@ import msgspec
 
 from loraplex.adapters.base import ANY_EXPERT, BaseModule, BaseSpec, base_modules
 from loraplex.adapters.classes import HEAD_OF_CLASSES
-from loraplex.adapters.peft.targeting import frozen_paths, holders
+from loraplex.adapters.peft.targeting import aliases, holders
 from loraplex.adapters.peft.tensor_names import (
     Naming,
     Spelling,
@@ -110,10 +110,11 @@ class _Sorter:
         }
         self._table = {path: modules[path] for path in modules.keys() - self._experts.keys()}
         self._holders = frozenset(holders(base))
-        self._frozen = frozenset(frozen_paths(base))
+        self._aliases = dict(aliases(base))
 
     def add(self, tensor: TensorInfo, name: TensorName | None) -> None:
         path = None if name is None else meant_by_any(name.path)
+        path = self._aliases.get(path or "", path)
         if name is not None and self._is_beside_own(name):
             return
         if name is None or path is None:
@@ -248,9 +249,6 @@ class _Sorter:
         if layer and int(layer["layer"]) >= self._base.num_layers:
             message = f"{stored_name}: the base model has {self._base.num_layers} layers"
             return "layer_out_of_range", stored_name, message
-        if path in self._frozen:
-            message = f"{stored_name}: LoRA on routers, which choose experts, is not served"
-            return "unsupported_target", stored_name, message
         experts = self._experts.get(_expert_of(path or "")[0])
         if experts is not None:
             message = f"{stored_name}: the base model has {experts} experts"

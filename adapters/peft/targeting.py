@@ -5,7 +5,7 @@ Source: PEFT 0.21, `check_target_module_exists` and `get_pattern_key`.
 
 import re
 from collections.abc import Callable, Iterator
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Generic, TypeVar
 
 from loraplex.adapters.base import ANY_EXPERT, BaseSpec, base_modules
@@ -52,13 +52,19 @@ class Targeting:
         config = self.config
         if self._excluded.match(path):
             return False
+        if self.targets_all_linear:
+            return not is_table
         if isinstance(config.target_modules, str):
-            if config.target_modules.lower() == _ALL_LINEAR:
-                return not is_table
             return self._targets.match(path)
         if path in self._targets.names:
             return True
         return self._targets.match(path) and self._in_layers(path)
+
+    @property
+    def targets_all_linear(self) -> bool:
+        """Whether the config targets every linear module, whatever its name."""
+        targets = self.config.target_modules
+        return isinstance(targets, str) and targets.lower() == _ALL_LINEAR
 
     def targets_parameter(self, path: str) -> bool:
         """Whether PEFT would adapt this parameter of the base. Neither `exclude_modules` nor
@@ -199,9 +205,10 @@ def targeted_paths(matcher: Targeting, base: BaseSpec, naming: Naming) -> dict[s
     """
     tables = {shape.path for shape in base.model_modules.values()}
     targeted = {}
-    for path in module_paths(base):
-        spelled = naming.spelled(path)
-        if spelled is None:
+    names = chain(((path, path) for path in module_paths(base)), aliases(base))
+    for name, path in names:
+        spelled = naming.spelled(name)
+        if spelled is None or path in targeted:
             continue
         if matcher.targets(spelled, is_table=path in tables):
             targeted[path] = spelled
@@ -222,26 +229,21 @@ def check_parameters(names: tuple[str, ...], base: BaseSpec, findings: Findings)
         message = "target_parameters can only be checked against the base model; name it"
         findings.add("needs_base", "target_parameters", message)
         return
-    known = {*_stacked_paths(base), *(path + _WEIGHT for path in module_paths(base))}
-    routers = {path + _WEIGHT for path in frozen_paths(base)}
+    modules = chain(module_paths(base), (alias for alias, _ in aliases(base)))
+    known = {*_stacked_paths(base), *(path + _WEIGHT for path in modules)}
     for name in names:
-        if _names_any(name, known):
-            continue
-        if _names_any(name, routers):
-            message = f"target_parameters: {shown(name)} is a router; LoRA on routers is not served"
-            findings.add("unsupported_target", "target_parameters", message)
-        else:
+        if not _names_any(name, known):
             message = (
                 f"target_parameters: the base model has no weight {shown(name)} that is served"
             )
             findings.add("unknown_target", "target_parameters", message)
 
 
-def frozen_paths(base: BaseSpec) -> Iterator[str]:
-    """Whole names of linear modules that adapters may not change."""
+def aliases(base: BaseSpec) -> Iterator[tuple[str, str]]:
+    """Other whole names of modules, with their own."""
     for layer in base.layers:
-        for path in layer.frozen:
-            yield layer.whole(path)
+        for alias, path in layer.aliases.items():
+            yield layer.whole(alias), layer.whole(path)
 
 
 def _names_any(name: str, paths: set[str]) -> bool:

@@ -244,7 +244,7 @@ class Decoder(Generic[P, L, Y]):
     def _mlp(
         self, weights: MlpWeights, sites: BranchSites, normed: torch.Tensor, lora: L | None
     ) -> Y:
-        ops, spec, (gate_up, down) = self.ops, weights.spec, sites
+        ops, spec, (*of_gate, gate_up, down) = self.ops, weights.spec, sites
         y = ops.linear(normed, weights.gate_up, lora, gate_up)
         if spec.is_gated:
             inner = ops.gated(y, spec.activation)
@@ -253,7 +253,8 @@ class Decoder(Generic[P, L, Y]):
         found = ops.linear(inner, weights.down, lora, down)
         if weights.out_gate is None:
             return found
-        return ops.scaled(found, weights.out_gate.run(normed).sigmoid())
+        gate = ops.linear(normed, weights.out_gate, lora, of_gate[0])
+        return ops.scaled(found, gate)
 
     def _moe(
         self, weights: MoeWeights, sites: BranchSites, normed: torch.Tensor, lora: L | None

@@ -21,6 +21,7 @@ from loraplex.server.model.checkpoint.text_part import model_shards
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import (
     SINKS,
     XIELU,
@@ -95,7 +96,8 @@ class MlpWeights:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices that every token is multiplied with."""
-        return self.gate_up, self.down
+        gate = () if self.out_gate is None else (self.out_gate,)
+        return *gate, self.gate_up, self.down
 
 
 MixerWeights = AttentionWeights | StateWeights
@@ -240,14 +242,13 @@ def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeight
             )
         case MlpSpec():
             gate_up, down = source.linear(spec.gate_up, index), source.linear(spec.down, index)
-            extras = _xielu(source, spec, index), _out_gate(source, spec, index)
-            return MlpWeights(spec, gate_up, down, *extras)
+            out = spec.out_gate
+            gate = None if out is None else _chooser(source, out, index)
+            return MlpWeights(spec, gate_up, down, _xielu(source, spec, index), gate)
         case MoeSpec():
-            router = layer_path(index, spec.router)
-            bias = source.get(f"{router}.bias") if spec.router_bias else None
             return MoeWeights(
                 spec,
-                DenseLinear(source.get(f"{router}.weight"), bias),
+                _chooser(source, spec.router, index),
                 source.experts(spec.gate_up, index),
                 source.experts(spec.down, index),
                 _correction(source, spec, index),
@@ -274,10 +275,10 @@ def _correction(source: WeightSource, spec: MoeSpec, index: int) -> torch.Tensor
     return numbers.float().flatten().to(source.device)
 
 
-def _out_gate(source: WeightSource, spec: MlpSpec, index: int) -> DenseLinear | None:
-    if not spec.out_gate:
-        return None
-    return DenseLinear(source.get(f"{layer_path(index, spec.out_gate)}.weight"))
+def _chooser(source: WeightSource, spec: LinearSpec, index: int) -> DenseLinear:
+    path = layer_path(index, spec.parts[0].path)
+    bias = source.get(f"{path}.bias") if spec.bias else None
+    return DenseLinear(source.get(f"{path}.weight"), bias)
 
 
 def _qk_norm(source: WeightSource, spec: AttentionSpec, index: int) -> torch.Tensor | None:

@@ -67,6 +67,8 @@ def expert_base(
     for name, sizes in ((gate, (hidden, inner)), (up, (hidden, inner)), (down, (inner, hidden))):
         path = f"{stem}.{name.removeprefix('experts.')}"
         of_sparse[name] = ModuleShape(path, *sizes, experts=experts)
+    of_router = router.rpartition(".")[2]
+    of_sparse[of_router] = ModuleShape(router, hidden, experts)
 
     def layer(index: int) -> LayerModules:
         path = layer_stem(index)
@@ -78,6 +80,7 @@ def expert_base(
             {
                 "qkv": LAYER_SITES["qkv"],
                 "o": LAYER_SITES["o"],
+                "router": (of_router,),
                 "experts_gate_up": (gate, up),
                 "experts_down": (down,),
             },
@@ -85,7 +88,6 @@ def expert_base(
                 ExpertWeight("mlp.experts.gate_up_proj", (gate, up), as_gpt_oss, as_gpt_oss),
                 ExpertWeight("mlp.experts.down_proj", (down,), transposed=as_gpt_oss),
             ),
-            frozen=(router,),
         )
 
     return BaseSpec(

@@ -152,14 +152,17 @@ class _RandomWeights:
             case MlpSpec():
                 gate_up, down = self.linear(spec.gate_up, index), self.linear(spec.down, index)
                 numbers = self._ones(4).float() if spec.activation == "xielu" else None
-                gate = DenseLinear(self.matrix(1, spec.gate_up.in_features))
-                return MlpWeights(spec, gate_up, down, numbers, gate if spec.out_gate else None)
+                gate = None if spec.out_gate is None else self._chooser(spec.out_gate)
+                return MlpWeights(spec, gate_up, down, numbers, gate)
             case MoeSpec():
-                bias = self._bias(spec.experts) if spec.router_bias else None
-                router = DenseLinear(self.matrix(spec.experts, spec.gate_up.in_features), bias)
+                router = self._chooser(spec.router)
                 experts = (self._experts(spec.gate_up, index), self._experts(spec.down, index))
                 numbers = self._ones(spec.experts).float() if spec.correction else None
                 return MoeWeights(spec, router, *experts, numbers)
+
+    def _chooser(self, spec: LinearSpec) -> DenseLinear:
+        bias = self._bias(spec.out_features) if spec.bias else None
+        return DenseLinear(self.matrix(spec.out_features, spec.in_features), bias)
 
     def _experts(self, spec: LinearSpec, layer: int) -> ExpertsLinear:
         bias = self._bias(spec.experts, spec.out_features) if spec.bias else None

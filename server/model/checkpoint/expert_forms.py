@@ -49,9 +49,11 @@ def _branch(
         return branch
     stored, router = branch.gate_up.stored, branch.router
     if stored is not None and form == "stacked":  # the router lies beside the experts
-        block = stored.path.rsplit(".", 2)[0]
-        router = f"{block}.{router.rpartition('.')[2]}"
-    gate_up, down = (_linear(linear, form, layer, names) for linear in branch.linears)
+        block, (part,) = stored.path.rsplit(".", 2)[0], router.parts
+        path = f"{block}.{part.path.rpartition('.')[2]}"
+        router = replace(router, parts=(replace(part, path=path),))
+    experts = branch.gate_up, branch.down
+    gate_up, down = (_linear(linear, form, layer, names) for linear in experts)
     return replace(branch, router=router, gate_up=gate_up, down=down)
 
 

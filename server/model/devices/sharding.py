@@ -88,7 +88,7 @@ def _branch(branch: Branch, count: int) -> Branch:
         return _attention(branch, count)
     if isinstance(branch, StateSpec):
         return sharded_states(branch, count)
-    gate_up, down = (_linear(linear, count) for linear in branch.linears)
+    gate_up, down = (_linear(linear, count) for linear in (branch.gate_up, branch.down))
     return replace(branch, gate_up=gate_up, down=down)
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from loraplex.adapters.base import Role
 from loraplex.server.model.families import family
 from loraplex.server.model.families.family import ModelSizes
 from loraplex.server.model.families.fields import Fields
@@ -24,7 +25,8 @@ _COUNTS = ("num_local_experts", "num_experts")
 
 
 class ExpertNames(NamedTuple):
-    """Names of experts' modules in a checkpoint. router: what chooses them. of: the module of one
+    """Names of experts' modules in a checkpoint. router: what chooses them; other_router: the
+    same in other versions of transformers, "" = as `router`. of: the module of one
     expert, for its number; gate, up, down: its matrices. stacked: the module that holds the weights
     of all.
     """
@@ -35,6 +37,7 @@ class ExpertNames(NamedTuple):
     up: str
     down: str
     stacked: str = "mlp.experts"
+    other_router: str = ""
 
 
 def refuse_other_routing(fields: Fields) -> None:
@@ -106,21 +109,29 @@ def moe(
             stored=ExpertStorage(f"{names.stacked}.down_proj"),
         ),
         top_k,
-        names.router,
+        _chooser("router", hidden, experts, names.router, names.other_router),
         rule,
     )
+
+
+def _chooser(role: Role, hidden: int, outputs: int, path: str, other: str = "") -> LinearSpec:
+    """Make a product that every device computes whole. other: its path elsewhere, if any."""
+    part = Part(path, outputs, aliases=(other,) if other else ())
+    return LinearSpec(role, hidden, (part,), "none")
 
 
 def shared(
     sizes: ModelSizes, size: int, path: str = "mlp.shared_experts", out_gate: str = ""
 ) -> MlpSpec:
-    """Make the MLP that every token uses beside its experts. size: of features inside."""
+    """Make the MLP that every token uses beside its experts. size: of features inside. out_gate:
+    path of its gate; "" = none.
+    """
     up = tuple(Part(f"{path}.{name}_proj", size) for name in ("gate", "up"))
     down = (Part(f"{path}.down_proj", sizes.hidden),)
     return MlpSpec(
         LinearSpec("shared_gate_up", sizes.hidden, up, "column"),
         LinearSpec("shared_down", size, down, "row"),
-        out_gate=out_gate,
+        out_gate=_chooser("shared_out_gate", sizes.hidden, 1, out_gate) if out_gate else None,
     )
 
 

@@ -21,8 +21,8 @@ from loraplex.server.model.lora.sites import PlacedAdapter, Site, Sites, place
 
 class Reach(IntEnum):
     """The most that the adapters of a batch may change in layers: nothing, as there are none;
-    linears; experts as well; the base's own products as well, by factors and addends; norms as
-    well."""
+    linears; experts or what chooses them as well; the base's own products as well, by factors and
+    addends; norms as well."""
 
     NONE = 0
     LAYERS = auto()
@@ -132,7 +132,8 @@ class AdapterTable:
             return Reach.NORMS
         if placed.has_vectors:
             return Reach.OUTPUTS
-        has_experts = self.sites.of_experts[placed.sites].any()
+        sites = placed.sites
+        has_experts = (self.sites.of_experts[sites] | self.sites.routers[sites]).any()
         return Reach.EXPERTS if has_experts else Reach.LAYERS
 
     def reach(self, token_slots: np.ndarray) -> Reach:
@@ -277,10 +278,13 @@ def _scale_and_expand(weights: SiteWeights, bridge: torch.Tensor, y: torch.Tenso
 
 
 def _expand(weights: SiteWeights, bridge: torch.Tensor, y: torch.Tensor) -> None:
+    """Expand into y, which may be in float32 where the adapter is not."""
+    bridge = bridge.to(y.dtype)
     for p in weights.projections:
+        b_t = p.b_t.to(y.dtype)
         if p.out_end - p.out_begin == y.shape[1]:
-            y.addmm_(bridge, p.b_t, alpha=p.scale)
+            y.addmm_(bridge, b_t, alpha=p.scale)
             continue
         y[:, p.out_begin : p.out_end].addmm_(
-            bridge[:, p.rank_begin : p.rank_end], p.b_t, alpha=p.scale
+            bridge[:, p.rank_begin : p.rank_end], b_t, alpha=p.scale
         )

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from loraplex.adapters.peft.lora_tensors import B_BIAS, MAGNITUDES, OWN_BIAS
-from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.arena_weights import Adapter, Projection, SiteWeights
 from loraplex.server.model.lora.sites import Site, Sites
@@ -38,9 +37,9 @@ class OutputVectors:
         for of_step, step in zip(sites.branches, steps, strict=True):
             for of_branch, branch in zip(of_step, step.branches, strict=True):
                 # Adapters change outputs of experts in no way but by LoRA.
-                if not isinstance(branch, MoeWeights):
-                    of_each = zip(of_branch, branch.linears, strict=True)
-                    self._linears |= {site.number: linear for site, linear in of_each}
+                ordinary = [site for site in of_branch if not site.experts]
+                of_each = zip(ordinary, branch.linears, strict=True)
+                self._linears |= {site.number: linear for site, linear in of_each}
 
     def pieces(self, adapter: Adapter) -> Iterator[torch.Tensor | None]:
         """Compute an adapter's factors and addends, piece by piece. Each step queues a piece of the

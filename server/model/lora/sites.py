@@ -55,7 +55,8 @@ class Sites:
     branches: those of each step of the model, branch by branch. norms: by place, as of `BaseNorm`;
     None = there is none.
     outside: bool `[sites]`, True for the embedding and the head. products: int64 `[sites]`, how
-    many there are, one for each expert. of_experts: bool `[sites]`. vocab_size: of the whole model.
+    many there are, one for each expert. of_experts, routers: bool `[sites]`. vocab_size: of the
+    whole model.
     """
 
     def __init__(self, model: ModelSpec, shard: Shard = WHOLE) -> None:
@@ -79,6 +80,7 @@ class Sites:
             self.out_features[site.number, : len(site.out_features)] = site.out_features
         self.outside = np.array([site.layer < 0 for site in self._all])
         self.of_experts = np.array([site.experts > 0 for site in self._all])
+        self.routers = np.array([site.role == "router" for site in self._all])
         self.products = np.array([max(site.experts, 1) for site in self._all])
 
     def _of_step(self, layer: int, step: StepSpec, turn: int) -> tuple[BranchSites, ...]:

@@ -76,7 +76,10 @@ Strategies = MappingProxyType[Role, Strategy]
 
 
 # Roles whose consumer finishes no LoRA.
-_COMPLETE: tuple[Role, ...] = ("up", "in", "gates", "out", "shared_gate_up", "shared_down")
+_COMPLETE: tuple[Role, ...] = (
+    *("up", "in", "gates", "out", "shared_gate_up", "shared_down"),
+    *("shared_out_gate", "router"),
+)
 
 
 def _row(qkv: Strategy, o: Strategy, gate_up: Strategy, down: Strategy) -> Strategies:

@@ -240,8 +240,10 @@ class Ops(Protocol[P, L, Y]):
         """Apply an activation without gate: `[tokens, n]` -> `[tokens, n]`. numbers: of xIELU."""
         ...
 
-    def scaled(self, y: Y, factor: torch.Tensor) -> Y:
-        """Multiply a branch's output `[tokens, hidden]` by each token's factor, `[tokens, 1]`."""
+    def scaled(self, y: Y, gate: Y) -> Y:
+        """Multiply a branch's output `[tokens, hidden]` by the sigmoid of each token's gate,
+        `[tokens, 1]`.
+        """
         ...
 
     def plus(self, a: Y, b: Y) -> Y:

@@ -141,11 +141,17 @@ class Experts:
         self._early = configs.programmatic_launch
 
     def run(
-        self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: BranchSites
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        weights: MoeWeights,
+        lora: DeviceLora | None,
+        sites: BranchSites,
     ) -> ByExperts:
-        """Route tokens to experts and compute these, with LoRA, as `Ops.moe` says."""
+        """Choose experts by the router's logits, `[tokens, experts]`, and compute these, with LoRA,
+        as `Ops.moe` says. sites: of the experts.
+        """
         spec = weights.spec
-        logits = self._products.linear(x, weights.router)
         shape = grouped_shape(len(x), spec.top_k, spec.experts)
         tiles, shares = assign_experts(
             logits,
@@ -156,7 +162,7 @@ class Experts:
             programmatic_launch=self._early,
         )
         cut, activation = (tiles, shape), spec.activation
-        if lora is None or not lora.expert_sites:
+        if lora is None:
             inner = self._product(x, weights.gate_up, cut, activation)
             return ByExperts(self._product(inner, weights.down, cut), shares)
         of_gate_up, of_down = (self._lora_at(site, lora) for site in sites)
@@ -568,8 +574,8 @@ class CudaOps:
     ) -> torch.Tensor:
         return pointwise.activated(self.complete(up), activation, numbers)
 
-    def scaled(self, y: LinearOutput, factor: torch.Tensor) -> LinearOutput:
-        return Ready(self.complete(y) * factor)
+    def scaled(self, y: LinearOutput, gate: LinearOutput) -> LinearOutput:
+        return Ready(self.complete(y) * self.complete(gate).sigmoid())
 
     def plus(self, a: LinearOutput, b: LinearOutput) -> LinearOutput:
         return Ready(self.complete(a) + self.complete(b))
@@ -577,4 +583,7 @@ class CudaOps:
     def moe(
         self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: BranchSites
     ) -> LinearOutput:
-        return self._experts.run(x, weights, lora, sites)
+        of_router, *of_experts = sites
+        lora = lora if lora is not None and lora.expert_sites else None
+        logits = self.complete(self.linear(x, weights.router, lora, of_router))
+        return self._experts.run(x, logits, weights, lora, tuple(of_experts))

@@ -48,8 +48,8 @@ def run_experts(
     x: torch.Tensor, weights: MoeWeights, lora: LoraBatch | None, sites: BranchSites
 ) -> torch.Tensor:
     """Route tokens to experts and compute these, with LoRA, as `Ops.moe` says."""
-    chosen, shares = route(x, weights)
-    of_gate_up, of_down = sites
+    of_router, of_gate_up, of_down = sites
+    chosen, shares = routed(x, weights, lora, of_router)
     results = x.new_empty(*chosen.shape, weights.down.out_features)
     for expert in chosen.unique().tolist():
         rows, places = (chosen == expert).nonzero(as_tuple=True)
@@ -74,15 +74,19 @@ def _activated(gate_up: torch.Tensor, activation: ExpertActivation) -> torch.Ten
     return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
 
 
-def route(x: torch.Tensor, weights: MoeWeights) -> tuple[torch.Tensor, torch.Tensor]:
+def routed(
+    x: torch.Tensor, weights: MoeWeights, lora: LoraBatch | None, site: Site
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose each token's experts. x: `[tokens, hidden]` -> each token's experts, int64 `[tokens,
-    top_k]`, and their weights, the largest first.
+    top_k]`, and their weights, the largest first. site: of the router.
     """
     spec, router = weights.spec, weights.router
     if spec.wide_router:
         logits = functional.linear(x.float(), router.weight.float())
     else:
         logits = router.run(x)
+    if lora is not None:
+        lora.add(site, x, logits)
     if spec.rule == "top_k_softmax":
         largest = logits.topk(spec.top_k)
         return largest.indices, largest.values.softmax(-1)
@@ -501,8 +505,8 @@ class TorchOps:
     ) -> torch.Tensor:
         return activated(up, activation, numbers)
 
-    def scaled(self, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return y * factor
+    def scaled(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return y * gate.sigmoid()
 
     def plus(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b

@@ -17,7 +17,6 @@ from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
     LayerSpec,
-    MlpSpec,
     ModelSpec,
     NormSpec,
 )
@@ -92,7 +91,7 @@ def _layer(layer: LayerSpec) -> LayerModules:
         },
         sites={linear.role: linear.names for linear in layer.linears},
         expert_weights=tuple(_expert_weight(linear) for linear in layer.linears if linear.stored),
-        frozen=tuple(_routers(layer)),
+        aliases=dict(_aliases(layer)),
     )
 
 
@@ -102,15 +101,18 @@ def _expert_weight(linear: LinearSpec) -> ExpertWeight:
     return ExpertWeight(stored.path, linear.names, stored.interleaved, stored.transposed)
 
 
-def _routers(layer: LayerSpec) -> Iterator[str]:
-    """Yields paths of routers: where transformers has them now, and beside modules of each expert,
-    where these differ. And those of the gates of shared experts."""
+def _aliases(layer: LayerSpec) -> Iterator[tuple[str, str]]:
+    """Yields other paths of routers, with their own: where transformers has a router now, and
+    beside modules of each expert, where these differ.
+    """
     for branch in layer.feed_forwards:
-        if isinstance(branch, MlpSpec) and branch.out_gate:
-            yield branch.out_gate
-        if isinstance(branch, MoeSpec) and branch.gate_up.stored is not None:
-            name, stored = branch.router.rpartition(".")[2], branch.gate_up.stored
-            part = branch.gate_up.parts[0].path
-            blocks = stored.path.rsplit(".", 2)[0], part.rsplit(".", 3)[0]
-            beside = (f"{block}.{name}" for block in blocks)
-            yield from dict.fromkeys((*beside, branch.router))
+        if not isinstance(branch, MoeSpec) or branch.gate_up.stored is None:
+            continue
+        (router,) = branch.router.parts
+        yield from ((alias, router.path) for alias in router.aliases)
+        stored, of_each = branch.gate_up.stored.path, branch.gate_up.parts[0].path
+        blocks = stored.rsplit(".", 2)[0], of_each.rsplit(".", 3)[0]
+        own = next((block for block in blocks if router.path.startswith(f"{block}.")), "")
+        for block in blocks:
+            if own and block != own:
+                yield block + router.path.removeprefix(own), router.path

@@ -11,6 +11,7 @@ from loraplex.adapters.sharding import UNGROUPED, Groups, Sharding, Span
 ExpertForm = Literal["each", "stacked", "mxfp4"]
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
 
+_CHOOSERS: tuple[Role, ...] = ("router", "shared_out_gate")
 # Features that share a scale in MXFP4, two in a byte.
 MXFP4_BLOCK = 32
 # How the names of its tensors end.
@@ -28,12 +29,14 @@ class Matrix(NamedTuple):
 class Part(msgspec.Struct, frozen=True):
     """One module of a matrix. path: as PEFT and the checkpoint name it, `self_attn.q_proj`; of
     experts `mlp.experts.{}.w1`, for the number of one. spans: of its outputs, as devices share
-    them; () = one. groups: how files hold the spans."""
+    them; () = one. groups: how files hold the spans. aliases: paths of the module in other versions
+    of transformers."""
 
     path: str
     out_features: int
     spans: tuple[Span, ...] = ()
     groups: Groups = UNGROUPED
+    aliases: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -128,8 +131,10 @@ class LinearSpec(msgspec.Struct, frozen=True):
 
     def matrices(self) -> Iterator[Matrix]:
         """List modules whose weight is a matrix of its own in the checkpoint, one expert's after
-        the other's.
+        the other's. Those that choose experts are never quantised.
         """
+        if self.role in _CHOOSERS:
+            return
         if self.stored is not None and self.stored.form != "each":
             return
         for expert in range(self.experts):

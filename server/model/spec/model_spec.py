@@ -154,19 +154,21 @@ XIELU_TENSORS: dict[str, tuple[int, ...]] = {
 class MlpSpec(FeedForwardSpec, frozen=True):
     """`down(activation(gate) * up)`. is_gated: False = `down(activation(up))`, where `gate_up` has
     no gate. Only then the activation may be `xielu`, which has tensors of its own. out_gate: a
-    module with one output, whose sigmoid the result is multiplied with; "" = none."""
+    product with one output, whose sigmoid the result is multiplied with; None = none."""
 
     activation: Activation = "silu"
     is_gated: bool = True
-    out_gate: str = ""
+    out_gate: LinearSpec | None = None
+
+    @property
+    def chooser(self) -> LinearSpec | None:
+        return self.out_gate
 
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
         yield from FeedForwardSpec.tensors(self)
         if self.activation == "xielu":
             yield from ((f"{XIELU}.{name}", shape) for name, shape in XIELU_TENSORS.items())
-        if self.out_gate:
-            yield f"{self.out_gate}.weight", (1, self.gate_up.in_features)
 
 
 FeedForward = MlpSpec | MoeSpec

@@ -36,9 +36,15 @@ class FeedForwardSpec(msgspec.Struct, frozen=True):
         return self.down.in_features
 
     @property
+    def chooser(self) -> LinearSpec | None:
+        """The product that chooses experts or weighs what comes out, if there is one."""
+        return None
+
+    @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """Products that adapters may change, in the order of their sites."""
-        return self.gate_up, self.down
+        chooser = () if self.chooser is None else (self.chooser,)
+        return *chooser, self.gate_up, self.down
 
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
@@ -49,9 +55,9 @@ class FeedForwardSpec(msgspec.Struct, frozen=True):
 class MoeSpec(FeedForwardSpec, frozen=True):
     """The weighted sum of `top_k` of all experts, which are gated MLPs.
 
-    router: the module whose product with the normed input are the experts' logits; router_bias:
-    whether it has one. wide_weights: experts' weights stay in float32; else they are rounded to the
-    model's dtype. wide_router: its product is computed in float32.
+    router: the product with the normed input that gives the experts' logits. wide_weights: experts'
+    weights stay in float32; else they are rounded to the model's dtype. wide_router: the router's
+    product is computed in float32.
     correction: path and shape of numbers, one an expert, which are added to scores where experts
     are chosen, and not where they are weighed. groups: how many experts are in, and how many of
     these a token may choose from, by the sum of each one's two best scores. norm_floor: the least
@@ -59,9 +65,8 @@ class MoeSpec(FeedForwardSpec, frozen=True):
     """
 
     top_k: int
-    router: str
+    router: LinearSpec
     rule: RouterRule
-    router_bias: bool = False
     wide_weights: bool = False
     activation: ExpertActivation = "silu"
     wide_router: bool = False
@@ -78,14 +83,15 @@ class MoeSpec(FeedForwardSpec, frozen=True):
         return not others and not self.rule.startswith("sigmoid")
 
     @property
+    def chooser(self) -> LinearSpec:
+        return self.router
+
+    @property
     def experts(self) -> int:
         return self.down.experts
 
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
         yield from FeedForwardSpec.tensors(self)
-        yield f"{self.router}.weight", (self.experts, self.gate_up.in_features)
-        if self.router_bias:
-            yield f"{self.router}.bias", (self.experts,)
         if self.correction is not None:
             yield self.correction

@@ -58,12 +58,12 @@ CASES: dict[str, tuple[Shapes, dict[str, Any], set[str]]] = {
     "router": (
         OF_EXPERT | pair("mlp.gate", 2, HIDDEN, EXPERTS),
         {"target_modules": ["down_proj", "gate"]},
-        {"unsupported_target"},
+        set(),
     ),
     "router as a parameter": (
         OUTER | INNERMOST | pair("mlp.gate", 2, HIDDEN, EXPERTS),
         {"target_parameters": [GATE_UP, DOWN, "gate.weight"]},
-        {"unsupported_target"},
+        set(),
     ),
     "unknown parameter": (
         OUTER | INNERMOST,
@@ -195,3 +195,14 @@ def test_a_config_without_experts_keeps_its_identity(tmp_path: Path) -> None:
     config = judge_folder(folder, BASE).tensors.config
     assert b"peft_version" not in msgspec.json.encode(config)
     assert b"target_parameters" not in msgspec.json.encode(config)
+
+
+@pytest.mark.parametrize(
+    ("targets", "lacks"), [("all-linear", False), (["down_proj", "gate"], True)]
+)
+def test_a_router_that_was_no_linear_module_is_not_missing(
+    targets: str | list[str], lacks: bool, tmp_path: Path
+) -> None:
+    """Transformers 5 has none, and `all-linear` then leaves the router out."""
+    judged = judge_folder(written(tmp_path / "a", OF_EXPERT, {"target_modules": targets}), BASE)
+    assert any(site[1] == "gate" for site in judged.tensors.missing) == lacks

@@ -66,7 +66,7 @@ def _read_moe(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:
         moe,
         gate_up=_with_bias(moe.gate_up, form, interleaved=True),
         down=_with_bias(moe.down, form, interleaved=False),
-        router_bias=True,
+        router=replace(moe.router, bias=True),
         activation="clamped_swiglu",
     )
 

@@ -17,6 +17,7 @@ _ATTENDS = ("attention", family.FULL)
 _BLOCK = "block_sparse_moe"
 _NAMES = experts.ExpertNames(
     router=f"{_BLOCK}.router",
+    other_router=f"{_BLOCK}.router.layer",
     of=f"{_BLOCK}.experts.{{}}",
     gate="gate_proj",
     up="up_proj",

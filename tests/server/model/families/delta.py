@@ -42,7 +42,7 @@ _MOE = Variant(
     Qwen3_5MoeTextConfig,
     Qwen3_5MoeForCausalLM,
     {**_SIZES, **_EXPERTS},
-    _MIXERS,
+    (*_MIXERS, "shared_expert_gate"),
     others=on_experts,
     beside=_SHARED,
 )
@@ -50,7 +50,7 @@ _NEXT = Variant(
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     {**_SIZES, **_EXPERTS},
-    _NEXT_MIXERS,
+    (*_NEXT_MIXERS, "shared_expert_gate"),
     others=on_experts,
     beside=_SHARED,
 )

@@ -70,7 +70,7 @@ _QWEN2 = Variant(
         "shared_expert_intermediate_size": 24,
         "num_key_value_heads": 1,
     },
-    (*_ATTENTION, *(f"shared_expert.{name}" for name in SEVEN[4:])),
+    (*_ATTENTION, "shared_expert_gate", *(f"shared_expert.{name}" for name in SEVEN[4:])),
     others=on_experts,
 )
 _ERNIE = Variant(
@@ -168,14 +168,14 @@ _ROWS: dict[str, Variant] = {
         GraniteMoeForCausalLM,
         {**_GRANITE, "attention_bias": True},
         _ATTENTION,
-        others=partial(on_experts, "block_sparse_moe"),
+        others=partial(on_experts, "block_sparse_moe", "router"),
     ),
     "granite-moe-shared": Variant(
         GraniteMoeSharedConfig,
         GraniteMoeSharedForCausalLM,
         {**_GRANITE, "shared_intermediate_size": 24},
         (*_ATTENTION, "input_linear", "output_linear"),
-        others=partial(on_experts, "block_sparse_moe"),
+        others=partial(on_experts, "block_sparse_moe", "router"),
     ),
     "hunyuan-moe": Variant(
         HunYuanMoEV1Config,
@@ -189,7 +189,7 @@ _ROWS: dict[str, Variant] = {
             "attention_bias": True,
         },
         _ATTENTION,
-        others=on_experts,
+        others=partial(on_experts, router="gate.wg"),
         beside=SEVEN[4:],
     ),
     "minimax-m2": _MINIMAX,

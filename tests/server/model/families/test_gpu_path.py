@@ -98,6 +98,8 @@ def pair(
     zoo = zoo_of(VARIANTS[name])
     on_experts = VARIANTS[name].others()
     adapters = on_experts or {each: zoo[each] for each in ("rank64_everything", "rank3_rslora")}
+    if "shared_expert_gate" in VARIANTS[name].targets:
+        adapters = {"sparse": on_experts["sparse"], "rank3_rslora": zoo["rank3_rslora"]}
     with small_pair(model, adapters, tmp_path, monkeypatch, backend=backend) as found:
         yield found
 

@@ -1,4 +1,4 @@
-"""Adapters on shared experts, on dense layers beside experts, and on single experts.
+"""Adapters on shared experts, dense layers beside experts, single experts and routers.
 
 PEFT takes the names of these modules for the experts' alone where transformers holds all experts in
 one tensor. Files of other trainers mean them: merging by hand is the oracle.
@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from loraplex.adapters.errors import AdapterError
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.spec.base_spec import base_spec
 from tests.server.model.driver import Driver, Stream, generate
@@ -71,23 +70,62 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], targets: list[str]) ->
 
 @pytest.mark.parametrize("name", FEW)
 def test_merged_by_hand(name: str, tmp_path: Path) -> None:
-    base = save_model(make_model(name), tmp_path / "base")
-    merged, generator = make_model(name), torch.Generator().manual_seed(3)
+    merged = make_model(name)
+    weights = {
+        f"model.layers.{layer}.{block}.{module}": place(merged, layer, block, module)
+        for layer, blocks in ROWS[name].items()
+        for block in blocks
+        for module in MLP
+    }
+    assert_merged(name, merged, weights, [*MLP], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "own"),
+    [
+        ("granite-moe", "block_sparse_moe.router.layer", "block_sparse_moe.router"),
+        pytest.param("mixtral", "block_sparse_moe.gate", "mlp.gate", marks=pytest.mark.exhaustive),
+        pytest.param("qwen2-moe", "mlp.gate", "mlp.gate", marks=pytest.mark.exhaustive),
+        pytest.param("hunyuan-moe", "mlp.gate.wg", "mlp.gate.wg", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_routers_by_their_names_as_linear_modules(
+    name: str, path: str, own: str, tmp_path: Path
+) -> None:
+    """As transformers 4 has them. own: the name that transformers has now."""
+    merged = make_model(name)
+    weights = dict(merged.named_parameters())
+    changed = {
+        f"model.layers.{layer}.{path}": weights[f"model.layers.{layer}.{own}.weight"]
+        for layer in (0, 2)
+    }
+    assert_merged(name, merged, changed, [path.rpartition(".")[2]], tmp_path)
+
+
+def assert_merged(
+    name: str,
+    merged: PreTrainedModel,
+    weights: dict[str, torch.Tensor],
+    targets: list[str],
+    folder: Path,
+) -> None:
+    """Serves a random adapter of these modules as the same model with the adapter in its weights.
+
+    merged: a copy of the row's model. weights: of it, by the names in the adapter's file.
+    """
+    base, generator = save_model(make_model(name), folder / "base"), torch.Generator()
     tensors: dict[str, torch.Tensor] = {}
-    for layer, blocks in ROWS[name].items():
-        for block in blocks:
-            for module in MLP:
-                weight = place(merged, layer, block, module)
-                a = torch.randn(RANK, weight.shape[1], generator=generator) * 0.2
-                b = torch.randn(len(weight), RANK, generator=generator) * 0.2
-                path = f"base_model.model.model.layers.{layer}.{block}.{module}"
-                tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
-                with torch.no_grad():
-                    weight.add_(SCALE * b @ a)
+    for path, weight in weights.items():
+        a = torch.randn(RANK, weight.shape[1], generator=generator) * 0.2
+        b = torch.randn(len(weight), RANK, generator=generator) * 0.2
+        stem = f"base_model.model.{path}"
+        tensors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+        with torch.no_grad():
+            weight.add_(SCALE * b @ a)
     spec = base_spec(read_config(base), "0" * 64, ("base",))
-    folder = write(tmp_path / "adapter", tensors, [*MLP])
+    adapter = write(folder / "adapter", tensors, targets)
     driver = Driver(base)
-    assert driver.load(0, *pack_folder(folder, spec), 0).error is None
+    assert driver.load(0, *pack_folder(adapter, spec), 0).error is None
     pairs = [
         (model, Stream(driver, row, prompt(6 + 9 * row, row), slot=slot, sampling=GREEDY))
         for row, (model, slot) in enumerate(((make_model(name), -1), (merged, 0)))
@@ -96,26 +134,3 @@ def test_merged_by_hand(name: str, tmp_path: Path) -> None:
     for model, stream in pairs:
         assert_parity(model, None, stream)
     driver.close()
-
-
-@pytest.mark.parametrize(
-    ("name", "path", "size"),
-    [
-        ("qwen2-moe", "mlp.shared_expert_gate", 1),
-        ("qwen2-moe", "mlp.gate", 7),
-        ("hunyuan-moe", "mlp.gate.wg", 7),
-    ],
-)
-def test_adapters_on_routers_and_gates_are_refused(
-    name: str, path: str, size: int, tmp_path: Path
-) -> None:
-    base = save_model(make_model(name), tmp_path / "base")
-    spec = base_spec(read_config(base), "0" * 64, ("base",))
-    stem = f"base_model.model.model.layers.1.{path}"
-    tensors = {
-        f"{stem}.lora_A.weight": torch.zeros(RANK, 64),
-        f"{stem}.lora_B.weight": torch.zeros(size, RANK),
-    }
-    folder = write(tmp_path / "adapter", tensors, [path.rpartition(".")[2]])
-    with pytest.raises(AdapterError):
-        pack_folder(folder, spec)

@@ -26,9 +26,10 @@ def no_others() -> Mapping[str, LoraConfig]:
     return {}
 
 
-def on_experts(block: str = "mlp") -> Mapping[str, LoraConfig]:
+def on_experts(block: str = "mlp", router: str = "gate") -> Mapping[str, LoraConfig]:
     """PEFT wants the same tensors in all adapters of a model, and no name that a module has."""
     tensors = [f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj"]
+    tensors.append(f"{block}.{router}.weight")
     return {
         "sparse": LoraConfig(r=3, lora_alpha=5, target_modules=[], target_parameters=tensors),
         "sparse_and_attention": LoraConfig(

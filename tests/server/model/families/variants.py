@@ -127,7 +127,7 @@ _GRANITE_HYBRID = Variant(
         "mamba_n_heads": 4,
     },
     ("q_proj", "k_proj", "v_proj", "o_proj", "input_linear", "output_linear"),
-    others=partial(on_experts, "block_sparse_moe"),
+    others=partial(on_experts, "block_sparse_moe", "router"),
 )
 _MIXTRAL = Variant(
     MixtralConfig,

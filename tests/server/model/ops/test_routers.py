@@ -12,7 +12,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
-from loraplex.server.model.ops.ops_torch import route
+from loraplex.server.model.lora.sites import Site
+from loraplex.server.model.ops.ops_torch import routed
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from tests.server.model.hub_models import SIZES
 
@@ -27,6 +28,7 @@ ROUTERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"num_experts": EXPERTS, "norm_topk_prob": True},
     ),
 }
+SITE = Site(0, 0, "router", SIZES["hidden_size"], (EXPERTS,))
 
 
 def weights_of(spec: MoeSpec, router: Any) -> MoeWeights:
@@ -49,7 +51,7 @@ def test_as_transformers(name: str, dtype: torch.dtype) -> None:
             parameter.normal_()
         x = torch.randn(50, SIZES["hidden_size"], dtype=dtype)
         _, expected, indices = router(x)
-        chosen, shares = route(x, weights_of(moe, router))
+        chosen, shares = routed(x, weights_of(moe, router), None, SITE)
     assert shares.dtype == expected.dtype
     assert torch.equal(chosen, indices)
     assert torch.equal(shares, expected)

@@ -117,12 +117,14 @@ UNSAID = (
     Rule(_READS, "what is merged is an adapter", (400, 422), r"got the base model"),
     # Of operators'
     Rule(_REGISTERS, "a reference names its source", (400,), r"names no source|bad adapter refer"),
-    Rule(_REGISTERS, "a name has its form", (400,), r"`name`: .*(in a name|a name (has|begins))"),
+    Rule(
+        _REGISTERS, "a name has its form", (400,), r"`name`: .*(in a name|a name (has|begins|with))"
+    ),
     Rule(
         _REGISTERS, "what a name means is said once", (400,), r"give (ref|it)|they need `versions`"
     ),
     Rule(_UPLOADS, "files that hold an adapter", (422,), r"the adapter cannot be served"),
-    Rule(_UPLOADS, "a name has its form", (400,), r"in a name|a name (has|begins)"),
+    Rule(_UPLOADS, "a name has its form", (400,), r"in a name|a name (has|begins|with)"),
     Rule(r"DELETE /adapters/\{name\}", "what options declare stays", (400,), r"is declared by"),
     Rule(r"POST /abort_request", "it says what to end", (400,), r"is needed, or `abort_all`"),
     Rule(r"(GET|POST) /flush_cache", "no cache can be flushed", (400,), r"nothing was flushed"),

@@ -116,7 +116,7 @@ def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
         assert not hasattr(decoder, "rotary_emb")
         assert not any(attention.rope for attention in config.attentions.values())
         return
-    rotary = getattr(decoder, "rotary_emb", None) or decoder.pos_emb
+    rotary = decoder.rotary_emb if hasattr(decoder, "rotary_emb") else decoder.pos_emb
     for index, attention in config.attentions.items():
         by_kind = hasattr(rotary, "layer_types")
         prefix = f"{decoder.config.layer_types[index]}_" if by_kind else ""

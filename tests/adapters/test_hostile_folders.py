@@ -15,7 +15,7 @@ from loraplex.adapters.store.store import AdapterStore
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.hostile import cases
 from tests.adapters.refusals import refusal, refused_as, violation_codes
-from tests.adapters.spoils import UNPICKLED, Spoil, write_good
+from tests.adapters.spoils import UNPICKLED, write_good
 
 BASE = small_base()
 CASES = cases(BASE)
@@ -81,6 +81,8 @@ def test_refused_by_the_check(name: str, tmp_path: Path) -> None:
 
     def check() -> None:
         assert refused_as(lambda: judge_folder(folder, BASE)) == expected
+        error = refusal(lambda: judge_folder(folder))
+        assert error is None or error.code in ("invalid", "too_large"), "without a base"
 
     within(60, check)
     assert not UNPICKLED.exists()
@@ -101,17 +103,6 @@ def test_refused_by_the_store_which_keeps_nothing(name: str, tmp_path: Path) -> 
     assert codes <= expected | {"escaping_link", "not_found"}
     kept = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
     assert kept == []
-
-
-def _check_without_base(spoil: Spoil, folder: Path) -> None:
-    spoil(write_good(folder, BASE))
-    error = refusal(lambda: judge_folder(folder))
-    assert error is None or error.code in ("invalid", "too_large")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_without_a_base_nothing_but_adapter_errors_comes_out(name: str, tmp_path: Path) -> None:
-    within(60, lambda: _check_without_base(CASES[name][0], tmp_path / "a"))
 
 
 def test_limits(tmp_path: Path) -> None:

@@ -90,13 +90,16 @@ def _replace_once(function: FunctionType) -> _Kept:
     return _Kept()
 
 
+_EXACT: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
 def _refuse_overflow(lhs: Any, rhs: Any, operation: Any) -> None:
     kind, name = lhs.type.scalar, operation.__name__
     if kind.int_bitwidth >= 64:
         return
-    left, right = (np.asarray(operand.handle.data).astype(np.int64) for operand in (lhs, rhs))
-    exact = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name](left, right)
-    inside = kind.get_int_min_value() <= exact.min() and exact.max() <= kind.get_int_max_value()
+    exact = _EXACT[name](lhs.handle.data, rhs.handle.data, dtype=np.int64)
+    least, most = (exact, exact) if exact.size == 1 else (exact.min(), exact.max())
+    inside = kind.get_int_min_value() <= least and most <= kind.get_int_max_value()
     assert inside, f"{kind} overflows: {name}"
 
 
@@ -142,9 +145,20 @@ def _match_known_operands(self: Any, lhs: Any, rhs: Any, *rules: Any, **named_ru
     left, right = isinstance(lhs, _language.tensor), isinstance(rhs, _language.tensor)
     if left and right and lhs.dtype is rhs.dtype and id(lhs.dtype) in _PLAIN:
         return _broadcast_unlike(self, lhs, rhs)
+    if left and right and rules == (True, True) and _is_place(lhs, rhs):
+        return _broadcast_unlike(self, lhs, rhs)
     if left is right or named_rules or id((lhs if left else rhs).dtype) not in _PLAIN:
         return _match_operands(self, lhs, rhs, *rules, **named_rules)
     return _match_number(self, lhs, rhs, rules) if left else _number_matches(self, lhs, rhs, rules)
+
+
+_OFFSETS = frozenset(id(dtype) for dtype in (core.int32, core.int64))
+
+
+def _is_place(lhs: Any, rhs: Any) -> bool:
+    """Says whether one operand is a pointer, and the other an offset."""
+    offset = rhs if lhs.dtype.is_ptr() else lhs
+    return id(offset.dtype) in _OFFSETS and (rhs if offset is lhs else lhs).dtype.is_ptr()
 
 
 def _match_number(self: Any, lhs: Any, number: Any, rules: Any) -> Any:
@@ -195,14 +209,18 @@ def _sizes(tensor: Any) -> tuple[int, ...]:
 def _stretched(self: Any, tensor: Any, sizes: tuple[int, ...]) -> Any:
     if tensor.shape is _tensor(sizes)[0]:
         return tensor
-    data = np.broadcast_to(tensor.handle.data, sizes)
+    data = tensor.handle.data
+    data = np.full(sizes, data, data.dtype) if data.size == 1 else np.broadcast_to(data, sizes)
     handle = _module.TensorHandle(data, tensor.handle.dtype.scalar)
     return self.tensor(handle, _language.block_type(tensor.dtype, sizes))
 
 
+_BARE = {bool, core.dtype, core.tensor, float, int, str, type(None)}
+
+
 def _unwrap_known(value: Any) -> Any:
     kind = type(value)
-    if kind is int or kind is _language.tensor:
+    if kind in _BARE:
         return value
     return value.value if kind is _language.constexpr else _unwrap(value)
 

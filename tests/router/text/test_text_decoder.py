@@ -89,7 +89,7 @@ LISTS = st.lists(st.sampled_from(TOKENS), max_size=14)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(tokens=LISTS)
 def test_equals_the_library(kind: Any, tokens: list[str]) -> None:
     decoder = make_decoder(document(kind))
@@ -104,7 +104,7 @@ def test_equals_the_library(kind: Any, tokens: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(before=LISTS, other=LISTS, token=st.sampled_from(TOKENS), after=LISTS)
 def test_what_settles_makes_the_past_forgotten(
     kind: Any, before: list[str], other: list[str], token: str, after: list[str]

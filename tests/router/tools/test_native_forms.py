@@ -101,7 +101,7 @@ def reader_of(name: str) -> PartsReader:
 
 @pytest.mark.parametrize("name", sorted(NATIVE))
 def test_made_up_calls_are_read(name: str) -> None:
-    check_reading(name, name, cut=20, count=60)
+    check_reading(name, name, cut=20, count=30)
 
 
 @pytest.mark.exhaustive
@@ -116,7 +116,7 @@ def test_all_of_them_are_read_wherever_they_are_cut(name: str) -> None:
 def test_the_grammar_lets_native_forms_through(name: str, special: bool) -> None:
     random = Random(name)
     strict = Tools(tuple(Tool(t.name, t.description, t.parameters, True) for t in TOOLS))
-    for _ in range(COUNT // 5):
+    for _ in range(COUNT // 10):
         calls = [call(random) for _ in range(random.choice((1, 2, 3)))]
         answer, _ = answer_of(name, calls, random.choice(BEFORE), random.choice(AFTER))
         if special and any(marker in repr(calls) for marker in format_of(name).markers):
@@ -144,11 +144,15 @@ WRONG: dict[str, tuple[Tools, list[Call]]] = {
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("name", sorted(NATIVE))
-def test_the_grammar_stops_what_is_wrong(name: str, wrong: str, special: bool) -> None:
-    tools, calls = WRONG[wrong]
-    assert not accepts(name, tools, NATIVE[name].write(calls), special=special)
+def test_the_grammar_stops_what_is_wrong(name: str, special: bool) -> None:
+    written = {wrong: (tools, NATIVE[name].write(calls)) for wrong, (tools, calls) in WRONG.items()}
+    passed = [
+        wrong
+        for wrong, (tools, text) in written.items()
+        if accepts(name, tools, text, special=special)
+    ]
+    assert passed == []
 
 
 @pytest.mark.parametrize("name", sorted(NATIVE))

@@ -21,7 +21,7 @@ from tests.vocabularies import byte_vocabulary
 _OFFSET = 10
 _VOCABULARY = byte_vocabulary(_OFFSET, (2,), {2: b"</s>"})
 _LENGTH = 600
-_ANSWERS = 12
+_ANSWERS = 8
 # Drawn more often, so that strings and lists end.
 _ENDING = frozenset(b'"]}),<')
 TOOLS = (
@@ -84,7 +84,7 @@ def test_calls_among_text_keep_to_the_schemas_of_strict_tools(name: str, paralle
     random = Random(name)
     native = NATIVE[name].write([("f", {"text": "", "many": [1]})])
     called = 0
-    for _ in range(4 * _ANSWERS):
+    for _ in range(3 * _ANSWERS):
         begin = native[: random.randrange(len(native) + 1)]
         answer = _walk(random, first.deep_copy(), begin)
         if answer is None:

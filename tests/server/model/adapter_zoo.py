@@ -51,6 +51,16 @@ def zoo_of(variant: Variant) -> dict[str, LoraConfig]:
     return {**zoo, **variant.others()}
 
 
+# Ranks and scales by pattern; every module of a layer, and both tables; not every layer.
+_FEW = ("rank24_patterns", "rank64_everything", "missing_layers")
+
+
+def few_of(variant: Variant) -> dict[str, LoraConfig]:
+    """A few of the zoo, which reach every module, and those that the variant alone has."""
+    zoo = zoo_of(variant)
+    return {name: config for name, config in zoo.items() if name in _FEW or name not in ZOO}
+
+
 def with_zoo(model: PreTrainedModel, configs: Mapping[str, LoraConfig] | None = None) -> PeftModel:
     """configs: None = those for Llama's modules."""
     wrapped: PreTrainedModel | PeftModel = model

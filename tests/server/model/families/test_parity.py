@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from loraplex.adapters.manifest import SlabDtype
 from tests.grids import sparse
-from tests.server.model.adapter_zoo import ZOO, with_zoo, zoo_of
+from tests.server.model.adapter_zoo import ZOO, few_of, with_zoo
 from tests.server.model.driver import Driver, Stream, generate, step
 from tests.server.model.families.parity import (
     GREEDY,
@@ -34,8 +34,6 @@ pytestmark = [
 
 # Norms over heads and windows; experts; biases and tied tables.
 AT_EVERY_CHUNK = ("gemma3", "qwen3-moe", "llama-biases-tied")
-# Ranks and scales by pattern; every module of a layer, and both tables; not every layer.
-FEW = ("rank24_patterns", "rank64_everything", "missing_layers")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -111,9 +109,7 @@ def served(
 @pytest.mark.parametrize("name", rows([name for name in ADAPTED if name not in AT_EVERY_CHUNK]))
 def test_adapters_in_one_batch(name: str, tmp_path: Path) -> None:
     """A few adapters of each family, which reach every module, and not every layer."""
-    zoo = zoo_of(VARIANTS[name])
-    few = {each: config for each, config in zoo.items() if each in FEW or each not in ZOO}
-    served = Served(name, tmp_path, adapters=few)
+    served = Served(name, tmp_path, adapters=few_of(VARIANTS[name]))
     served.assert_together((9, 2, 23, 14), 3, 5, times=1)
     served.assert_adapters_change_the_answer()
     served.driver.close()

@@ -53,7 +53,7 @@ def pair(
 
 @pytest.mark.parametrize(
     "slots",
-    beyond(2, [[DORA, BASE, PLAIN, FEW], [FEW], [PLAIN, BASE, PLAIN], [DORA, PLAIN, BASE, DORA]]),
+    beyond(1, [[DORA, BASE, PLAIN, FEW], [FEW], [PLAIN, BASE, PLAIN], [DORA, PLAIN, BASE, DORA]]),
 )
 def test_same_as_the_reference(pair: Pair, slots: list[int]) -> None:
     """In decode graphs and in graphs of prompts."""

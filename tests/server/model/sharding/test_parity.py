@@ -11,6 +11,7 @@ from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.devices.sharding import shard_counts, sharded
 from loraplex.server.model.families.registry import read_model
 from tests.grids import beyond
+from tests.server.model.adapter_zoo import few_of, zoo_of
 from tests.server.model.driver import Stream, generate
 from tests.server.model.families.parity import GREEDY, Served, assert_parity, prompt
 from tests.server.model.families.variants import VARIANTS, rows
@@ -55,18 +56,20 @@ BY_FOUR = ["qwen2", "qwen3-moe"]
 
 
 @pytest.mark.parametrize(
-    ("name", "shards"),
+    ("name", "shards", "whole"),
     [
-        *((name, 2) for name in BY_TWO),
-        *((name, 4) for name in BY_FOUR),
-        *beyond(0, [(name, 2) for name in ADAPTED if name not in BY_TWO]),
-        *beyond(0, [(name, 4) for name in ADAPTED if name not in BY_FOUR]),
+        *((name, 2, False) for name in BY_TWO),
+        *((name, 4, name == "qwen2") for name in BY_FOUR),
+        *beyond(0, [(name, 2, True) for name in ADAPTED]),
+        *beyond(0, [(name, 4, True) for name in ADAPTED if name != "qwen2"]),
     ],
 )
-def test_every_adapter_in_one_batch(name: str, shards: int, tmp_path: Path) -> None:
+def test_adapters_in_one_batch(name: str, shards: int, whole: bool, tmp_path: Path) -> None:
+    """whole: with every adapter of the zoo, and not only a few."""
     folder = tmp_path / "base"
     if shards not in shard_counts(read_model(json.loads(make_model(name).config.to_json_string()))):
         return  # test_base_models shows that it is refused
-    served = Served(name, folder, None, partial(ShardedDriver, shards=shards), shards)
+    zoo = (zoo_of if whole else few_of)(VARIANTS[name])
+    served = Served(name, folder, None, partial(ShardedDriver, shards=shards), shards, zoo)
     served.assert_together((9, 2, 23, 14), 3, 64)
     served.driver.close()

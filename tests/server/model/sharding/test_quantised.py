@@ -16,7 +16,7 @@ from loraplex.server.model.checkpoint.text_part import model_shards
 from loraplex.server.model.spec.model_spec import layer_path
 from loraplex.server.model.weight_source import WeightSource
 from loraplex.server.model.weights import load_weights
-from tests.grids import sparse
+from tests.grids import beyond
 from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import save_quantised
@@ -116,7 +116,20 @@ def read_by(folder: Path, shard: Shard, packed: bool, monkeypatch: pytest.Monkey
     return counter
 
 
-@pytest.mark.parametrize(("form", "way"), sparse([*FORMATS], [(False, 2), (True, 2), (False, 4)]))
+WAYS = [(False, 2), (True, 2), (False, 4)]
+ONE_OF_A_LAYOUT = (
+    *("fp8-block", "ct-int8-zeros", "awq", "gptq-order", "nf4-nested"),
+    *("int8-rowwise", "ct-nvfp4", "modelopt-nvfp4", "fp8-channel"),
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "way"),
+    [
+        *((form, WAYS[i % 3]) for i, form in enumerate(ONE_OF_A_LAYOUT)),
+        *beyond(0, [(form, way) for form in FORMATS for way in WAYS]),
+    ],
+)
 def test_bytes_that_a_process_reads(
     form: str, way: tuple[bool, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

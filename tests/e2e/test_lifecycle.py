@@ -104,10 +104,10 @@ def test_replaced_under_load_unloaded_and_deleted(admin: httpx.Client, root: Pat
     shown = admin.post("/v1/adapters", json=register).json()
     assert shown["state"] == "ready", shown
     assert generate(admin, "mine") == generate(admin, "sql")
-    long = generate(admin, "mine", 850)
+    long = generate(admin, "mine", 500)
     pirate = generate(admin, "pirate")
     assert pirate != generate(admin, "mine")
-    with streaming(admin, "mine", 850) as events:
+    with streaming(admin, "mine", 500) as events:
         next(events)
         put(folder, "pirate")
         assert generate(admin, "mine") == generate(admin, "sql"), "not before it is refreshed"
@@ -188,8 +188,8 @@ def upload(client: httpx.Client, name: str, demo: str, **query: Any) -> Any:
 def test_uploads_change_a_name_under_a_stream(server: Serving, admin: httpx.Client) -> None:
     first = upload(admin, "policy", "sql", keep=2)
     assert (first["version"], first["missing"]) == (1, {})
-    long = generate(admin, "policy", 850)
-    with streaming(admin, "policy", 850) as events:
+    long = generate(admin, "policy", 500)
+    with streaming(admin, "policy", 500) as events:
         next(events)
         second = upload(admin, "policy", "pirate")
         assert generate(admin, "policy") == generate(admin, "pirate")

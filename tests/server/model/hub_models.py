@@ -9,8 +9,6 @@ from transformers import PreTrainedModel
 
 from tests.server.model.families.variants import VARIANTS
 
-# PEFT writes a page about each adapter that it saves: a quarter of the time of all tests with PEFT.
-PeftModel.create_or_update_model_card = lambda *_: None
 VOCAB = 97
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

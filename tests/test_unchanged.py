@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests import unchanged
-from tests.unchanged import digest_of, unless_unchanged
+from tests.unchanged import digest_of, kept_for, read_by, unless_unchanged
 
 
 def test_names_contents_and_versions_count_and_tests_do_not(tmp_path: Path) -> None:
@@ -20,6 +20,29 @@ def test_names_contents_and_versions_count_and_tests_do_not(tmp_path: Path) -> N
     moved = digest_of([folder], ["triton 3"])
     (folder / "expand.py").write_text("a = 2")
     assert len({first, moved, digest_of([folder], ["triton 3"])}) == 3
+
+
+def test_what_is_imported_through_others_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unchanged, "ROOT", tmp_path)
+    texts = {
+        "tests/test_a.py": "def test() -> None:\n    from loraplex.server import b\n",
+        "server/b.py": "import loraplex.server.c\nimport os\n",
+        "server/c.py": "",
+        "server/other.py": "",
+        "kernels/sizes.json": "{}",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    file = tmp_path / "tests/test_a.py"
+    read = read_by(file, "kernels")
+    assert {str(path.relative_to(tmp_path)) for path in read} == {*texts} - {"server/other.py"}
+    kept = kept_for("a", read)
+    assert kept_for("a", read) == kept
+    (tmp_path / "kernels/sizes.json").write_text("{ }")
+    assert kept_for("a", read) != kept
 
 
 def test_only_what_passed_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

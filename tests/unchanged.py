@@ -1,7 +1,9 @@
 """Long tests that need not run again where all that they read is as when they passed."""
 
+import ast
+import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -15,14 +17,55 @@ COMPILERS = ("triton", "torch")
 
 def digest_of(folders: Iterable[Path], versions: Iterable[str]) -> str:
     """A hash of names and contents of all files in the folders but tests, and of the versions."""
+    read = {
+        f"{path.relative_to(folder.parent)}": path
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith("test_")
+    }
+    return _digest(read, versions)
+
+
+def _digest(files: Mapping[str, Path], versions: Iterable[str]) -> str:
+    """files: by the names that count."""
     told = hashlib.sha256("\n".join(versions).encode())
-    for folder in folders:
-        for path in sorted(folder.rglob("*")):
-            is_read = path.is_file() and "__pycache__" not in path.parts
-            if is_read and not path.name.startswith("test_"):
-                content = hashlib.sha256(path.read_bytes()).hexdigest()
-                told.update(f"{path.relative_to(folder.parent)} {content}\n".encode())
+    for name, path in files.items():
+        told.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return told.hexdigest()
+
+
+def _versions(*packages: str) -> list[str]:
+    return [f"{package} {version(package)}" for package in (*COMPILERS, *packages)]
+
+
+@functools.cache
+def imports(file: Path) -> frozenset[Path]:
+    """Files of the product and of tests that a file imports, in whatever place of it."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    places = (ROOT / name.removeprefix("loraplex.").replace(".", "/") for name in names)
+    found = (path for place in places for path in (place.with_suffix(".py"), place / "__init__.py"))
+    return frozenset(path for path in found if path.is_file())
+
+
+def read_by(file: Path, *folders: str) -> list[Path]:
+    """The file, all that it imports, at once or through others, and all files of the folders."""
+    found = {path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()}
+    new = {file, *(path for path in found if path.suffix == ".py")}
+    while new:
+        found |= new
+        new = {path for one in new for path in imports(one)} - found
+    return sorted(path for path in found if "__pycache__" not in path.parts)
+
+
+def kept_for(name: str, files: Iterable[Path]) -> Path:
+    """Where is noted that the test of this name passed with these files, compilers and numpy."""
+    digest = _digest({str(path.relative_to(ROOT)): path for path in files}, _versions("numpy"))
+    return KEPT / f"{name}-{digest}"
 
 
 @contextmanager
@@ -31,8 +74,7 @@ def unless_unchanged(name: str, *folders: str) -> Iterator[None]:
 
     folders: below the root of the repository.
     """
-    versions = [f"{package} {version(package)}" for package in COMPILERS]
-    kept = KEPT / f"{name}-{digest_of([ROOT / folder for folder in folders], versions)}"
+    kept = KEPT / f"{name}-{digest_of([ROOT / folder for folder in folders], _versions())}"
     if kept.exists():
         pytest.skip(f"{', '.join(folders)} and Triton are as when this passed")
     yield

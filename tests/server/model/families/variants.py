@@ -388,8 +388,10 @@ VARIANTS: dict[str, Variant] = {
 
 
 def one_of_a_class(names: Iterable[str]) -> list[Any]:
-    """Names of rows as parameters of a test. Of brief rows of one class of models an ordinary run has
-    the first."""
+    """Names of rows as parameters of a test.
+
+    Brief rows of a class that an earlier row has are for the long run alone.
+    """
     seen, found = set[Any](), list[Any]()
     for name in names:
         row = VARIANTS[name]

@@ -211,8 +211,7 @@ class WorkerConfig:
             "max": 16,
             "help": "tokens of a sequence that a step may check at once, of a draft that its"
             " prompt, its grammar and earlier answers of the same adapter and tenant suggest;"
-            " 0 = no drafts (default: 8 on a CPU and in modes of few sequences, 0 otherwise and"
-            " where the model has states, which take no drafts)",
+            " 0 = no drafts (default: 8 on a CPU and in modes of few sequences, 0 otherwise)",
         },
     )
     batch_step_share: float = field(

@@ -37,9 +37,9 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
 
     num_classes: of the base's score head; 0 = it has none. writes: whether it gives tokens.
     is_causal: whether tokens see none behind them. Else a prompt is computed in one step.
-    has_states: a row has a state of all its tokens so far. It is that of no other sequence, and
-    it cannot go back: a token is computed once. num_snapshots: copies of states that the device
-    can keep.
+    has_states: a row has a state of its tokens so far, but for those of its last draft. It is
+    that of no other sequence, and it cannot go back: it takes a token once. num_snapshots: copies
+    of states that the device can keep.
     """
 
     num_pages: int

@@ -76,7 +76,8 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     constrained.
     vector: what the slice is computed for: the last slice of such a prompt, and every slice of one
     whose mean is wanted. Such a slice draws nothing.
-    saves: of a prompt slice, in the order of their positions.
+    saves: of a prompt slice, in the order of their positions. replays: tokens before `start` that
+    the row's state has not taken: those of its last draft that were right. It takes them first.
     """
 
     kind: SliceKind
@@ -90,6 +91,7 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     constrained: bool = False
     vector: VectorParams | None = None
     saves: list[StateSave] = []
+    replays: int = 0
 
     @property
     def draft(self) -> list[int]:

@@ -54,7 +54,7 @@ _OUTSIDE_GRAPHS = (
     "an adapter with %s is in use: steps with one run outside CUDA graphs, and are slower for all"
     " of their sequences%s"
 )
-_STATES = "states: {rows} of {size:.1f} MiB, and {snapshots} snapshots; there are no drafts"
+_STATES = "states: {rows} of {size:.1f} MiB, and {snapshots} snapshots"
 _OF_REACH = {
     Reach.LAYERS: ("LoRA", ""),
     Reach.EXPERTS: ("LoRA of experts", ""),

@@ -158,7 +158,7 @@ def _build_parts(
         model,
         weights,
         cache,
-        RowStates(model, limits.max_rows, dtype, device, limits.num_snapshots),
+        RowStates(model, limits.max_rows, dtype, device, limits.num_snapshots, config.max_draft),
         table,
         rows,
         parameters,

@@ -70,6 +70,16 @@ class FakeRow:
         self.marks: list[Mark] = []  # after each computed token
         self.taken = 0  # tokens that the row's state has taken, each once
         self.state = ROOT_MARK  # after them
+        self.num_drafted = 0  # tokens behind them whose inputs are kept
+
+    def replay(self, piece: SeqSlice) -> None:
+        """The state takes tokens of the last draft."""
+        missing = piece.start - self.taken
+        check(missing == piece.replays, f"the state has {self.taken} tokens, not {piece.start}")
+        check(piece.replays <= self.num_drafted, "replays of no draft")
+        for token_id in self.tokens[self.taken : piece.start]:
+            self.state = next_mark(self.state, token_id, self.adapter)
+        self.num_drafted = len(piece.draft)
 
     def take_back(self) -> None:
         """A later slice computes the last known token again, for want of a mask."""
@@ -296,8 +306,7 @@ class CertifyingExecutor:
         end = piece.start + piece.num_new
         known = end - len(piece.draft)
         if self.limits.has_states:
-            check(piece.start == row.taken, f"the state has {row.taken} tokens, not {piece.start}")
-            check(not piece.draft, "a state that may have to go back")
+            row.replay(piece)
         self._check_inputs(row, piece, known, end)
         self._check_adapter(row, piece)
         self._read_prefix(row, piece.start)

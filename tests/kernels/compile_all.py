@@ -72,7 +72,7 @@ from loraplex.server.kernels.states.causal_conv import causal_conv
 from loraplex.server.kernels.states.delta_rule import DeltaGates, DeltaHeads, delta_rule
 from loraplex.server.kernels.states.gated_norm import gated_norm
 from loraplex.server.kernels.states.operands import Convolution, GatedNorm
-from loraplex.server.kernels.states.slices import Runs, Singles
+from loraplex.server.kernels.states.slices import Runs, Singles, Walks
 from loraplex.server.model.linear.quantised import matrix_of
 from tests.kernels.quantised import LAYOUTS, Make
 
@@ -361,16 +361,16 @@ def states() -> None:
     mixed, gates = torch.zeros(4, 768, dtype=DTYPE), torch.zeros(4, 4, dtype=DTYPE)
     columns, numbers = torch.zeros(2, 256, dtype=torch.int32), torch.zeros(2)
     window, memory = torch.zeros(3, 3, 256, dtype=DTYPE), torch.zeros(3, 2, 64, 64)
-    weight, qkv = torch.zeros(256, 4, dtype=DTYPE), torch.zeros(4, 256, dtype=DTYPE)
+    weight, qkv = torch.zeros(256, 4, dtype=DTYPE), torch.zeros(12, 256, dtype=DTYPE)
     found, column = torch.zeros(4, 128, dtype=DTYPE), columns[0]
     rows, positions = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     runs = Runs(torch.zeros(4, 2, dtype=torch.int32), 2)
     of_gates = DeltaGates(gates, column[:4], numbers, numbers)
-    for slices in (Singles(rows, positions), runs):
+    for slices in (Singles(rows, positions), Walks(rows, positions, rows, rows, 2), runs):
         for bias, factors in ((None, None), (weight[:, 0].contiguous(), columns)):
             conv = Convolution(column, weight, bias, factors)
-            causal_conv(mixed, conv, window, slices, qkv)
-        delta_rule(qkv, DeltaHeads(1, 2, 64, 64), of_gates, memory, slices, found)
+            causal_conv(mixed, conv, window, slices, qkv, mixed)
+        delta_rule(qkv, DeltaHeads(1, 2, 64, 64), of_gates, memory, slices, found, gates)
     for gate_first in (False, True):
         norm = GatedNorm(qkv[0, :128], 1e-6, 64, gate_first)
         gated_norm(found, mixed, column[:128], norm, found)

@@ -137,15 +137,15 @@ class Case(NamedTuple):
 
     def defined(self, layout: StepLayout, states: States) -> torch.Tensor:
         """By the definition."""
-        steps = TokenSteps.of(layout)
+        steps = TokenSteps.of(layout, ROWS, 0)
         for state in states:
             state.index_fill_(0, steps.begun, 0)
-        moves = [phase.tokens for phase in steps.phases]
+        moves = [phase.tokens for phase in steps.steps.phases]
         return states_torch.mix_states(moves, self.products, self.weights, states)
 
     def by_kernels(self, layout: StepLayout, states: States) -> torch.Tensor:
-        slices = [phase.tokens for phase in states_cuda.plan_states(layout)]
-        return states_cuda.mix_states(slices, self.products, self.weights, states)
+        slices = [phase.tokens for phase in states_cuda.plan_states(layout, ROWS, 0).phases]
+        return states_cuda.mix_states(slices, self.products, self.weights, states, self.products)
 
 
 def made(spec: StateSpec, layout: StepLayout, dtype: torch.dtype) -> Case:
@@ -221,19 +221,19 @@ def test_states_are_saved_within_slices(device: torch.device, name: str) -> None
     saves = np.array([(1, 1, 5), (1, 4, 0), (1, 8, 2), (3, 4, 3)])
     layout = dataclasses.replace(made_layout(slices, device), saves=saves)
     case = made(spec, layout, torch.float32)
-    model: Any = SimpleNamespace(states={7: spec.states})
+    model: Any = SimpleNamespace(states={7: spec.states}, state_inputs={})
     found = []
-    plans: tuple[tuple[Any, Any], ...] = (
-        (states_torch.mix_states, TokenSteps.of(layout).phases),
-        (states_cuda.mix_states, states_cuda.plan_states(layout)),
+    plans: tuple[tuple[Any, Any, Any], ...] = (
+        (states_torch.mix_states, TokenSteps.of(layout, ROWS, 0).steps, ()),
+        (states_cuda.mix_states, states_cuda.plan_states(layout, ROWS, 0), (case.products,)),
     )
-    for operation, phases in plans:
+    for operation, steps, kept in plans:
         states = RowStates(model, ROWS, torch.float32, device, snapshots=6)
         of = states.of(7)
         for state, before in zip(of, case.states, strict=True):
             state.copy_(before)
             state[2] = 0
-        operation(states.walk(7, phases), case.products, case.weights, of)
+        operation(states.walk(7, steps), case.products, case.weights, of, *kept)
         states.restore([StateCopy(0, 5), StateCopy(1, 0), StateCopy(3, 2), StateCopy(4, 3)])
         found.append(of)
     begins = (1, 1, 1, 18)
@@ -247,6 +247,54 @@ def test_states_are_saved_within_slices(device: torch.device, name: str) -> None
         for kind in range(len(expected)):
             for by in found:
                 torch.testing.assert_close(by[kind][row], expected[kind][part.seq_rows[0]])
+
+
+@pytest.mark.parametrize("name", ["odd", "conv"])
+def test_drafts_leave_no_trace_and_are_replayed(device: torch.device, name: str) -> None:
+    """Beside a prompt and padding. Three rows have a draft, two of them and another one replays."""
+    torch.manual_seed(4)
+    spec, depth = SPECS[name], 3
+    pads = ((ROWS, 0, 1, 0), (ROWS, 0, 1, 0))
+    walks = ((4, 9, 3, 0), *pads, (2, 7, 1, 2), (0, 6, 4, 3), (3, 8, 2, 1))
+    singles = [(row, start + i, 1) for row, start, n, _ in walks for i in range(n)]
+    replays = [many if i == 0 else 0 for _, _, n, many in walks for i in range(n)]
+    layout = made_layout((*singles, (1, 4, 6)), device)
+    layout = dataclasses.replace(layout, replays=np.array([*replays, 0]))
+    case = made(spec, layout, torch.float32)
+    products, widths = case.products, tuple(product.shape[1] for product in case.products)
+    model: Any = SimpleNamespace(states={0: spec.states}, state_inputs={0: widths})
+    kept = [torch.randn((ROWS + 1) * depth, width, device=device) for width in widths]
+    by: list[tuple[torch.Tensor, RowStates]] = []
+    for operation in ("definition", "kernels"):
+        states = RowStates(model, ROWS, torch.float32, device, depth=depth)
+        for to, of in ((states.of(0), case.states), (states.inputs(0), kept)):
+            for state, before in zip(to, of, strict=True):
+                state.copy_(before)
+        rest = case.weights, states.of(0)
+        if operation == "definition":
+            steps = TokenSteps.of(layout, ROWS, depth)
+            both = [torch.cat((k[steps.replayed], p)) for k, p in zip(kept, products, strict=True)]
+            found = states_torch.mix_states(states.walk(0, steps.steps), both, *rest)
+            found, keep = found[len(steps.replayed) :], steps.steps.keep
+        else:
+            plan = states_cuda.plan_states(layout, ROWS, depth)
+            walked = states.walk(0, plan)
+            found = states_cuda.mix_states(walked, products, *rest, states.inputs(0))
+            keep = plan.keep
+        states.keep(0, keep, products)
+        by.append((found, states))
+    (wanted, expected), (got, states) = by
+    real = torch.from_numpy(np.repeat(layout.seq_rows, layout.num_new) != ROWS).to(device)
+    torch.testing.assert_close(got[real], wanted[real], rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(states.of(0), expected.of(0), strict=True):
+        torch.testing.assert_close(mine[:ROWS], theirs[:ROWS], rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(states.inputs(0), expected.inputs(0), strict=True):
+        assert torch.equal(mine[:-depth], theirs[:-depth])
+    alone = case.copies()
+    first = case._replace(products=tuple(product[:1] for product in products))
+    first.defined(made_layout(((4, 9, 1),), device), alone)
+    for state, before in zip(states.of(0), alone, strict=True):
+        torch.testing.assert_close(state[4], before[4], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # it is meant

@@ -40,7 +40,7 @@ class Batch:
         self._short_context = limits.short_context
         self.drafts_left = max(0, min(self.budget, limits.max_decodes) - num_running)
         self._prompts, self._states = prompts, states
-        self._is_causal = limits.is_causal
+        self._is_causal, self._has_states = limits.is_causal, limits.has_states
 
     def room(self, sequence: Sequence) -> int:
         """Tokens of its prompt for which the step has room; 0 or less = none."""
@@ -129,13 +129,15 @@ class Batch:
                 constrained=sample and sequence.constraint is not None,
                 vector=sequence.vector_at(end),
                 saves=[] if is_decode else self._states.saves_of(sequence, start, end),
+                replays=start - sequence.num_in_state if self._has_states else 0,
             )
         )
         self.sequences.append(sequence)
         self.budget -= num_new
         if not is_decode and num_new > 1:
             self._prompts.take(sequence, start, num_new)
-        sequence.num_computed = sequence.num_in_state = start + num_new
+        sequence.num_computed = start + num_new
+        sequence.num_in_state = end  # a draft may be wrong
         sequence.in_flight += 1
         sequence.pending += sample
 

@@ -75,10 +75,10 @@ class Sequence:
     = all. The constraint has taken every known token of the output. is_late: its slice in flight
     draws nothing, for want of a mask, and a later step computes its last known token again.
 
-    num_in_state: tokens that the state of its row holds, with steps in flight. borders: tokens
-    after which the state is to be saved, ascending. snapshot: which its next step restores; -1 =
-    none. left_at: tokens after which a state was saved when it last gave up its row. beside: a
-    running sequence, and how many first tokens both have.
+    num_in_state: tokens that the state of its row holds, with steps in flight; none of a draft.
+    borders: tokens after which the state is to be saved, ascending. snapshot: which its next step
+    restores; -1 = none. left_at: tokens after which a state was saved when it last gave up its row.
+    beside: a running sequence, and how many first tokens both have.
     """
 
     key: int

@@ -31,10 +31,10 @@ class SequenceStates:
     def begin(self, sequence: Sequence, known: int) -> None:
         """The sequence has taken a row, with the state of its computed tokens. known: first tokens
         that it shares with others."""
+        computed = sequence.num_in_state = sequence.num_computed
         if not self:
             return
-        computed = sequence.num_computed
-        sequence.num_in_state, sequence.left_at = computed, 0
+        sequence.left_at = 0
         if computed:
             sequence.snapshot = self.pool.read(sequence.digest_at(self._size, computed))
         tokens = len(sequence.tokens)

@@ -7,14 +7,19 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.states.operands import Convolution
-from loraplex.server.kernels.states.slices import Singles, Slices, slice_of
+from loraplex.server.kernels.states.slices import Runs, Slices, slice_of, walked
 
 _CHANNELS = 512
 _TOKENS = 8
 
 
 def causal_conv(
-    x: torch.Tensor, conv: Convolution, state: torch.Tensor, slices: Slices, out: torch.Tensor
+    x: torch.Tensor,
+    conv: Convolution,
+    state: torch.Tensor,
+    slices: Slices,
+    out: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> None:
     """Convolve tokens of slices, and leave their latest inputs in the state: `out = silu(bias + sum
     over j of weight[:, j] * input[token - kernel + 1 + j])`, in float32. With factors `out = factor
@@ -23,6 +28,9 @@ def causal_conv(
     x: `[tokens, features]`, contiguous. state: `[rows + 1, kernel - 1, channels]`, oldest input
     first; zeros are read for what comes before a sequence, nothing of its last row. out: `[tokens,
     channels]`, written where a slice has a token. Raises ValueError on a mismatch.
+
+    Of walks a row's replays are convolved, too: `depth` lines of out for each slice, behind those
+    of tokens. kept: their inputs, `[rows * depth, features]`.
     """
     channels, kernel = conv.weight.shape
     _check(x, conv, state, out)
@@ -39,16 +47,19 @@ def causal_conv(
     }
     factors = conv.columns if conv.factors is None else conv.factors
     bias = conv.weight if conv.bias is None else conv.bias
-    inputs, given = (x, conv.columns, factors), (conv.weight, bias, state)
+    past = x if kept is None else kept
+    inputs, given = (x, conv.columns, factors), (conv.weight, bias, state, past)
     rule = {**sizes, "BIAS": conv.bias is not None, "num_warps": 4}
-    if isinstance(slices, Singles):
-        grid = (count, 1, blocks)
-        _conv_kernel[grid](*inputs, *given, *slices, count, out, **rule, SINGLE=True, TOKENS=1)
+    if not isinstance(slices, Runs):
+        of_slices, depth = walked(slices)
+        context = (*inputs, *given, *of_slices, count, len(x), out)
+        kind: dict[str, Any] = {"SINGLE": True, "TOKENS": 1, "DEPTH": depth}
+        _conv_kernel[(count, 1, blocks)](*context, **rule, **kind)
         return
     table, tiles = slices.table, triton.cdiv(slices.longest, _TOKENS)
     grid = (count, tiles, blocks)
-    context = (*inputs, *given, table, table, count, out)
-    _conv_kernel[grid](*context, **rule, SINGLE=False, TOKENS=_TOKENS)
+    context = (*inputs, *given, *[table] * 4, count, len(x), out)
+    _conv_kernel[grid](*context, **rule, SINGLE=False, TOKENS=_TOKENS, DEPTH=0)
     _keep_kernel[(count, blocks)](*inputs, state, table, count, **sizes, num_warps=4)
 
 
@@ -65,7 +76,7 @@ def _check(x: torch.Tensor, conv: Convolution, state: torch.Tensor, out: torch.T
         raise ValueError(f"factors must be int32 [2, {channels}]")
     if kernel < 2 or state.shape[1:] != (kernel - 1, channels):
         raise ValueError(f"the state must be [rows, {kernel - 1}, {channels}]")
-    if out.shape != (len(x), channels):
+    if len(out) < len(x) or out.shape[1] != channels:
         raise ValueError(f"the output must be [{len(x)}, {channels}]")
 
 
@@ -81,7 +92,35 @@ def _input(
     return found
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
+def _finished(
+    found: tl.tensor,
+    bias_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
+    channel: tl.tensor,
+    own_ptr: tl.tensor,
+    is_new: tl.tensor,
+    DTYPE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> Any:
+    """Sums of tokens, whose features begin at `own_ptr`, with bias, and through SiLU or with their
+    factor."""
+    if BIAS:
+        bias = tl.load(bias_ptr + channel, mask=channel < CHANNELS, other=0.0)
+        found += bias.to(tl.float32)[None, :]
+    if FACTORS:
+        place = factors_ptr + CHANNELS + channel
+        behind = tl.load(place, mask=channel < CHANNELS, other=0)[None, :]
+        out = tl.load(own_ptr + behind, mask=is_new, other=0.0).to(tl.float32)
+        out *= found.to(DTYPE).to(tl.float32)
+    else:
+        out = found / (1.0 + tl.exp(-found))
+    return out
+
+
+@triton.jit(do_not_specialize=["count", "total"])
 def _conv_kernel(
     x_ptr: tl.tensor,
     columns_ptr: tl.tensor,
@@ -89,9 +128,13 @@ def _conv_kernel(
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     state_ptr: tl.tensor,
+    past_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     positions_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    replays_ptr: tl.tensor,
     count: tl.tensor,
+    total: tl.tensor,
     out_ptr: tl.tensor,
     SCRATCH: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -102,48 +145,61 @@ def _conv_kernel(
     BIAS: tl.constexpr,
     SINGLE: tl.constexpr,
     TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ) -> None:
     """A single token's program also moves the state on. For others that would be too early: the
-    programs of a slice's first tokens read the state."""
+    programs of a slice's first tokens read the state. A walk's program comes last to the token
+    behind which the state stays, since the others read what lay there before."""
+    replays, steps = 0, 1
     if SINGLE:
         begin, tokens = tl.program_id(0).to(tl.int64), 1
         row = tl.load(rows_ptr + begin).to(tl.int64)
         position = tl.load(positions_ptr + begin).to(tl.int32)
+        if DEPTH > 0:
+            replays = tl.load(replays_ptr + begin)
+            tokens = tl.load(lengths_ptr + begin)
+            steps = tl.where(tokens > 0, tokens + replays, 0)
+            position -= replays
     else:
         row, begin, tokens, position = slice_of(rows_ptr, count)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     has_channel = channel < CHANNELS
-    inside = (token < tokens)[:, None] & has_channel[None, :]
     column = tl.load(columns_ptr + channel, mask=has_channel, other=0)[None, :]
     factor = tl.load(factors_ptr + channel, mask=has_channel, other=0)[None, :]
     kept_ptr = state_ptr + row * ((KERNEL - 1) * CHANNELS) + channel[None, :]
     is_real = row != SCRATCH
-    found = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
-    for tap in tl.static_range(KERNEL):
-        at = token - (KERNEL - 1 - tap)
-        here = inside & (at >= 0)[:, None] & is_real
-        before = inside & ((at < 0) & (position + at >= 0))[:, None] & is_real
-        new_ptr = x_ptr + (begin + at)[:, None] * FEATURES
-        new = _input(new_ptr, column, factor, here, FACTORS)
-        old_ptr = kept_ptr + (KERNEL - 1 + at)[:, None] * CHANNELS
-        value = tl.where(here, new, tl.load(old_ptr, mask=before, other=0.0))
-        if SINGLE and tap > 0:
-            tl.store(kept_ptr + (tap - 1) * CHANNELS, value, mask=inside & is_real)
-        weight = tl.load(weight_ptr + channel * KERNEL + tap, mask=has_channel, other=0.0)
-        found += weight.to(tl.float32)[None, :] * value.to(tl.float32)
-    if BIAS:
-        bias = tl.load(bias_ptr + channel, mask=has_channel, other=0.0)
-        found += bias.to(tl.float32)[None, :]
-    if FACTORS:
-        behind = tl.load(factors_ptr + CHANNELS + channel, mask=has_channel, other=0)[None, :]
-        own = (begin + token)[:, None] * FEATURES
-        out = tl.load(x_ptr + own + behind, mask=inside & is_real, other=0.0).to(tl.float32)
-        out *= found.to(out_ptr.dtype.element_ty).to(tl.float32)
-    else:
-        out = found / (1.0 + tl.exp(-found))
-    place = out_ptr + (begin + token)[:, None] * CHANNELS + channel[None, :]
-    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=inside)
+    for step in range(steps):
+        token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+        if DEPTH > 0:
+            token += (step + replays + 1) % steps
+        inside = (token < tokens + replays)[:, None] & has_channel[None, :]
+        found = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
+        for tap in tl.static_range(KERNEL):
+            at = token - (KERNEL - 1 - tap)
+            here = inside & (at >= replays)[:, None] & is_real
+            before = inside & ((at < 0) & (position + at >= 0))[:, None] & is_real
+            new_ptr = x_ptr + (begin + at - replays)[:, None] * FEATURES
+            new = _input(new_ptr, column, factor, here, FACTORS)
+            old_ptr = kept_ptr + (KERNEL - 1 + at)[:, None] * CHANNELS
+            value = tl.where(here, new, tl.load(old_ptr, mask=before, other=0.0))
+            if DEPTH > 0:
+                again = inside & ((at >= 0) & (at < replays))[:, None]
+                again_ptr = past_ptr + (row * DEPTH + at)[:, None] * FEATURES
+                value = tl.where(again, _input(again_ptr, column, factor, again, FACTORS), value)
+            if SINGLE and tap > 0:
+                moves = inside & is_real & (step == steps - 1)
+                tl.store(kept_ptr + (tap - 1) * CHANNELS, value, mask=moves)
+            weight = tl.load(weight_ptr + channel * KERNEL + tap, mask=has_channel, other=0.0)
+            found += weight.to(tl.float32)[None, :] * value.to(tl.float32)
+        line = begin + token - replays
+        is_new = inside & (token >= replays)[:, None] & is_real
+        own_ptr = x_ptr + line[:, None] * FEATURES
+        given = (bias_ptr, factors_ptr, channel, own_ptr, is_new)
+        out = _finished(found, *given, out_ptr.dtype.element_ty, CHANNELS, FACTORS, BIAS)
+        if DEPTH > 0:
+            line = tl.where(token < replays, total + begin * DEPTH + token, line)
+        place = out_ptr + line[:, None] * CHANNELS + channel[None, :]
+        tl.store(place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import dot_precision
-from loraplex.server.kernels.states.slices import Runs, Singles, Slices, slice_of
+from loraplex.server.kernels.states.slices import Runs, Slices, slice_of, walked
 
 # Tokens of a chunk. A row of its system's inverse is as wide.
 CHUNK = 32
@@ -48,6 +48,7 @@ def delta_rule(
     state: torch.Tensor,
     slices: Slices,
     out: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> None:
     """Move the states S of slices on by their tokens, and read them, in float32:
 
@@ -58,6 +59,10 @@ def delta_rule(
     `[rows + 1, values, key_dim, value_dim]`; taken as zeros where a slice begins a sequence; the
     last row is left alone. out: `[tokens, values * value_dim]`, zeros for the last row. Products of
     chunks round to TF32 where qkv is of 16 bits. Raises ValueError on a mismatch.
+
+    A walk's state is that behind its replays and its first token. Its replays lie in qkv behind the
+    tokens, as `causal_conv` leaves them. kept: what `gates.product` was of them, `[rows * depth, 2
+    values]`.
     """
     _check(qkv, heads, gates, state, out)
     if not slices.num_slices:
@@ -72,11 +77,14 @@ def delta_rule(
     }
     block = max(_LEAST, min(_VALUES, triton.next_power_of_2(heads.value_dim)))
     grid = (slices.num_slices, heads.values * triton.cdiv(heads.value_dim, block))
-    if isinstance(slices, Singles):
-        _step_kernel[grid](qkv, *gates, state, *slices, out, **sizes, BLOCK=block, num_warps=4)
+    if not isinstance(slices, Runs):
+        of_slices, depth = walked(slices)
+        given = (qkv, *gates, gates.product if kept is None else kept, state, *of_slices, len(out))
+        rule = {"BLOCK": block, "DEPTH": depth}
+        _step_kernel[grid](*given, out, **sizes, **rule, num_warps=4)
         return
     table, count = slices.table, slices.num_slices
-    inverse = torch.empty(len(qkv), heads.values, CHUNK, dtype=torch.float32, device=qkv.device)
+    inverse = torch.empty(len(out), heads.values, CHUNK, dtype=torch.float32, device=qkv.device)
     rule = {**sizes, "CHUNK": CHUNK, "PRECISION": dot_precision(qkv.dtype)}
     _invert(qkv, gates, slices, inverse, rule)
     context = (qkv, *gates, inverse, state, table, count, out)
@@ -110,10 +118,11 @@ def _check(
         raise ValueError(f"the state must be float32 [rows, {values}, {key_dim}, {value_dim}]")
     if qkv.shape[1] != 2 * keys * key_dim + values * value_dim:
         raise ValueError(f"q, k and v have {qkv.shape[1]} features in all")
-    if out.shape != (len(qkv), values * value_dim):
-        raise ValueError(f"the output must be [{len(qkv)}, {values * value_dim}]")
-    if gates.product.shape != (len(qkv), 2 * values) or gates.columns.dtype != torch.int32:
+    tokens, features = gates.product.shape
+    if tokens > len(qkv) or features != 2 * values or gates.columns.dtype != torch.int32:
         raise ValueError(f"gates must be [{len(qkv)}, {2 * values}], their columns int32")
+    if out.shape != (tokens, values * value_dim):
+        raise ValueError(f"the output must be [{tokens}, {values * value_dim}]")
     if not all(each.is_contiguous() for each in (qkv, *gates, state, out)):
         raise ValueError("inputs, gates, state and output must be contiguous")
 
@@ -146,16 +155,20 @@ def _unit(x: tl.tensor) -> Any:
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _step_kernel(
     qkv_ptr: tl.tensor,
     gates_ptr: tl.tensor,
     columns_ptr: tl.tensor,
     decay_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    past_ptr: tl.tensor,
     state_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     positions_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    replays_ptr: tl.tensor,
+    total: tl.tensor,
     out_ptr: tl.tensor,
     SCRATCH: tl.constexpr,
     KEYS: tl.constexpr,
@@ -164,39 +177,57 @@ def _step_kernel(
     VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
 ) -> None:
-    """One token of a row, for some features of one head's values."""
+    """A walk of a row, or its one token, for some features of one head's values."""
     TILES: tl.constexpr = (VALUE_DIM + BLOCK - 1) // BLOCK
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
-    token = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows_ptr + token).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + first).to(tl.int64)
     head = tl.program_id(1) // TILES
     of_key = tl.arange(0, KEY_BLOCK)
     of_value = tl.program_id(1) % TILES * BLOCK + tl.arange(0, BLOCK)
     has_key, has_value = of_key < KEY_DIM, of_value < VALUE_DIM
-    out_ptr += token * (VALUES * VALUE_DIM) + head * VALUE_DIM + of_value
+    out_ptr += head * VALUE_DIM + of_value
     if row == SCRATCH:
-        tl.store(out_ptr, tl.zeros((BLOCK,), dtype=out_ptr.dtype.element_ty), mask=has_value)
+        nothing = tl.zeros((BLOCK,), dtype=out_ptr.dtype.element_ty)
+        tl.store(out_ptr + first * (VALUES * VALUE_DIM), nothing, mask=has_value)
         return
+    replays, steps = 0, 1
+    begins = tl.load(positions_ptr + first)
+    if DEPTH > 0:
+        replays = tl.load(replays_ptr + first)
+        tokens = tl.load(lengths_ptr + first)
+        if tokens == 0:  # another program walks here
+            return
+        steps = replays + tokens
+        begins -= replays
     of_state = of_key[:, None] * VALUE_DIM + of_value[None, :]
     place = state_ptr + (row * VALUES + head) * (KEY_DIM * VALUE_DIM) + of_state
     has = has_key[:, None] & has_value[None, :]
-    begins = tl.load(positions_ptr + token) == 0
-    state = tl.load(place, mask=has & (begins == 0), other=0.0)
-    q_ptr = qkv_ptr + token * CHANNELS + head // (VALUES // KEYS) * KEY_DIM + of_key
-    q = tl.load(q_ptr, mask=has_key, other=0.0).to(tl.float32)
-    k = tl.load(q_ptr + KEYS * KEY_DIM, mask=has_key, other=0.0).to(tl.float32)
-    v_ptr = qkv_ptr + token * CHANNELS + 2 * KEYS * KEY_DIM + head * VALUE_DIM + of_value
-    v = tl.load(v_ptr, mask=has_value, other=0.0).to(tl.float32)
-    k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
-    q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * KEY_DIM**-0.5
-    gates = (gates_ptr, columns_ptr, decay_ptr, bias_ptr)
-    decay, beta = _gates_of(*gates, token, head, token >= 0, VALUES)
-    state *= tl.exp(decay)
-    news = (v - tl.sum(state * k[:, None], 0)) * beta
-    state += k[:, None] * news[None, :]
-    tl.store(out_ptr, tl.sum(state * q[:, None], 0).to(out_ptr.dtype.element_ty), mask=has_value)
-    tl.store(place, state, mask=has)
+    state = tl.load(place, mask=has & (begins != 0), other=0.0)
+    for step in range(steps):
+        token = first + step - replays
+        line, product_ptr = token, gates_ptr + token * (2 * VALUES)
+        if DEPTH > 0:
+            line = tl.where(step < replays, total + first * DEPTH + step, token)
+            past = past_ptr + (row * DEPTH + step) * (2 * VALUES)
+            product_ptr = tl.where(step < replays, past, product_ptr)
+        q_ptr = qkv_ptr + line * CHANNELS + head // (VALUES // KEYS) * KEY_DIM + of_key
+        q = tl.load(q_ptr, mask=has_key, other=0.0).to(tl.float32)
+        k = tl.load(q_ptr + KEYS * KEY_DIM, mask=has_key, other=0.0).to(tl.float32)
+        v_ptr = qkv_ptr + line * CHANNELS + 2 * KEYS * KEY_DIM + head * VALUE_DIM + of_value
+        v = tl.load(v_ptr, mask=has_value, other=0.0).to(tl.float32)
+        k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
+        q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * KEY_DIM**-0.5
+        gates = (product_ptr, columns_ptr, decay_ptr, bias_ptr)
+        decay, beta = _gates_of(*gates, step * 0, head, step >= 0, VALUES)
+        state *= tl.exp(decay)
+        news = (v - tl.sum(state * k[:, None], 0)) * beta
+        state += k[:, None] * news[None, :]
+        found = tl.sum(state * q[:, None], 0).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + token * (VALUES * VALUE_DIM), found, mask=has_value & (step >= replays))
+        tl.store(place, state, mask=has & (step == replays))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -19,6 +19,25 @@ class Singles(NamedTuple):
         return len(self.rows)
 
 
+class Walks(NamedTuple):
+    """Slices of one token each: the batch's first ones. Neighbours of one row are a walk: a token
+    and, behind it, its draft, which leaves no trace in the state. rows, positions: as of `Singles`.
+    lengths: int32 `[slices]`, tokens of the walk that a slice begins; 0 = it begins none. replays:
+    int32 `[slices]`, tokens of the row's last draft that the state takes before. depth: tokens of
+    a draft at most, and of replays.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    lengths: torch.Tensor
+    replays: torch.Tensor
+    depth: int
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.rows)
+
+
 class Runs(NamedTuple):
     """Slices of several tokens. table: int32 `[4, slices]`: row, first token in the batch, tokens,
     and position of the first. longest: the most tokens of one."""
@@ -31,7 +50,15 @@ class Runs(NamedTuple):
         return int(self.table.shape[1])
 
 
-Slices = Singles | Runs
+Slices = Singles | Walks | Runs
+
+
+def walked(slices: Singles | Walks) -> tuple[tuple[torch.Tensor, ...], int]:
+    """The tensors of `Walks` as kernels take them, and its depth. Singles are walks of depth 0,
+    whose last two tensors nobody reads."""
+    if isinstance(slices, Walks):
+        return slices[:4], slices.depth
+    return (*slices, slices.rows, slices.rows), 0
 
 
 @triton.jit

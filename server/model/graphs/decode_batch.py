@@ -25,11 +25,13 @@ class DecodeBatch:
     """Inputs of a decode step, one column a slice. columns: int32 `[num_columns, slices]`, in the
     plan's order: row, position, token (-1 = the row's own), where the sample goes in the row (-1
     = nowhere), adapter slot; of each group of layers a page granted and its place in the row's
-    list (-1 = none). grants: those that found no place here.
+    list (-1 = none). grants: those that found no place here. replays: int64 `[slices]`, as of
+    `SeqSlice`.
     """
 
     columns: np.ndarray
     grants: tuple[PageGrant, ...]
+    replays: np.ndarray
 
     @classmethod
     def of(cls, plan: StepPlan, groups: int = 1) -> "DecodeBatch | None":
@@ -59,7 +61,8 @@ class DecodeBatch:
                 others.append(grant)
             else:
                 columns[page : page + 2, i] = grant.pages[0], grant.first
-        return cls(columns, tuple(others))
+        replays = np.array([s.replays for s in slices], dtype=np.int64)
+        return cls(columns, tuple(others), replays)
 
     def __len__(self) -> int:
         return int(self.columns.shape[1])

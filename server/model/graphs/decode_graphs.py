@@ -11,7 +11,6 @@ import torch
 
 from loraplex.server.kernels.attention.decode_inputs import gather_inputs
 from loraplex.server.kernels.sampling.greedy import GreedyScratch, greedy_append
-from loraplex.server.kernels.states.slices import Singles, Slices
 from loraplex.server.model.decoder import Decoder
 from loraplex.server.model.graphs.decode_batch import APPEND, ROW, SLOT, DecodeBatch, num_columns
 from loraplex.server.model.lora.lora import Reach
@@ -21,7 +20,8 @@ from loraplex.server.model.ops.device_lora import DeviceLora
 from loraplex.server.model.ops.lora_linear import LinearOutput
 from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan
 from loraplex.server.model.ops.sizes import padded_size
-from loraplex.server.model.ops.state_steps import Phase
+from loraplex.server.model.ops.state_steps import StatePhase, StateSteps
+from loraplex.server.model.ops.states_cuda import NO_STATES, walk_columns, walks
 from loraplex.server.model.steps.rows import Rows
 
 # One more than uploads that can be on their way while the next is written.
@@ -64,7 +64,8 @@ class DecodeGraphs:
         groups = len(rows.page_table)
         self._columns = num_columns(groups)
         self._padding = np.array([[rows.scratch], [0], [-1], [-1], [-1], *[[0], [-1]] * groups])
-        widest = self._columns * most + self._work[most].length
+        self._of_states = len(self._state_columns(np.zeros(0), np.zeros(0)))
+        widest = (self._columns + self._of_states) * most + self._work[most].length
         self._uploads = torch.zeros(_UPLOADS, widest, dtype=torch.int32, pin_memory=True)
         self._launched = 0
         self._packed = {s: torch.zeros(widest, dtype=torch.int32, device=device) for s in sizes}
@@ -76,7 +77,8 @@ class DecodeGraphs:
     def rehearse(self, reach: Reach) -> None:
         """Run once, outside of any graph, all that the graphs of one family will do."""
         for size in reversed(self.sizes):
-            self._upload(size, DecodeBatch(np.zeros((self._columns, 0), np.int32), ()))
+            nothing = np.zeros((self._columns, 0), np.int32)
+            self._upload(size, DecodeBatch(nothing, (), np.zeros(0, np.int64)))
             self._step(size, reach)()
             torch.cuda.synchronize()  # uploads are in memory that comes round again
 
@@ -111,13 +113,16 @@ class DecodeGraphs:
 
     def _upload(self, size: int, batch: DecodeBatch) -> None:
         """Fill up with rows that compute nothing of use, on a row and a page of their own."""
-        n, used = len(batch), self._columns * size
+        n, used = len(batch), (self._columns + self._of_states) * size
         self._launched += 1
         upload = self._uploads[self._launched % _UPLOADS]
         host = upload.numpy()
-        columns = host[:used].reshape(self._columns, size)
-        columns[:, :n] = batch.columns
-        columns[:, n:] = self._padding
+        columns = host[:used].reshape(-1, size)
+        columns[: self._columns, :n] = batch.columns
+        columns[: self._columns, n:] = self._padding
+        replays = np.zeros(size, dtype=np.int64)
+        replays[:n] = batch.replays
+        columns[self._columns :] = self._state_columns(columns[ROW].astype(np.int64), replays)
         contexts = np.ones(size, dtype=np.int64)
         contexts[:n] = batch.contexts
         work = self._work[size]
@@ -125,9 +130,16 @@ class DecodeGraphs:
         end = used + work.length
         self._packed[size][:end].copy_(upload[:end], non_blocking=True)
 
+    def _state_columns(self, rows: np.ndarray, replays: np.ndarray) -> np.ndarray:
+        """Columns that states need of decodes beside the others, `[columns, n]`."""
+        states = self._ops.states
+        depth = states.depth if states else 0
+        return walk_columns(rows, replays, states.scratch, depth)
+
     def _step(self, size: int, reach: Reach) -> Callable[[], None]:
-        packed, used = self._packed[size], self._columns * size
-        columns = packed[:used].view(self._columns, size)
+        packed, used = self._packed[size], (self._columns + self._of_states) * size
+        every = packed[:used].view(-1, size)
+        columns, of_states = every[: self._columns], every[self._columns :].unbind()
         token_ids, positions = self._token_ids[:size], self._positions[:size]
         lora = None
         if reach is not Reach.NONE:
@@ -145,8 +157,11 @@ class DecodeGraphs:
             turns = self._ops.rotations.turns(positions, columns[ROW], rows.long_rows)
             views = decode_views(columns[ROW], positions, rows.page_table, work, turns)
             attention = Attention(slice(size), views, slice(0), None)
-            singles: Phase[Slices] = Phase(Singles(columns[ROW], positions))
-            states = (singles,) if self._ops.states else ()
+            states = NO_STATES
+            if self._ops.states:
+                of_walks = (columns[ROW], positions, of_states)
+                singles, keep = walks(*of_walks, self._ops.states.depth)
+                states = StateSteps((StatePhase(singles),), keep)
             plan = CudaPlan(positions, None, attention, turns=turns, states=states)
             normed = self._decoder.forward(token_ids, plan, lora)
             self._decoder.logits(normed, lora, out=logits)

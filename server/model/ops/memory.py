@@ -166,6 +166,12 @@ def snapshots_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     return num_snapshots(model, engine) * state_bytes(model, engine.dtype)
 
 
+def draft_inputs_bytes(model: ModelSpec, engine: EngineConfig) -> int:
+    """Bytes of what states may take again of drafts."""
+    features = sum(map(sum, model.state_inputs.values()))
+    return (engine.max_running + 1) * engine.max_draft * features * ITEM_BYTES[engine.dtype]
+
+
 def _inner_width(layer: LayerSpec, hidden: int) -> int:
     """Numbers that a token needs within MLPs; with experts those of each that it has, whose inputs
     and results lie apart from the token's."""
@@ -208,6 +214,7 @@ def memory_table(
         MemoryLine("KV cache", engine.kv_memory),
         MemoryLine("states", states_bytes(model, engine)),
         MemoryLine("snapshots", snapshots_bytes(model, engine)),
+        MemoryLine("inputs of drafts", draft_inputs_bytes(model, engine)),
         MemoryLine(_WORKSPACE, workspace_bytes(model, engine)),
     )
     return tuple(line for line in lines if line.nbytes)
@@ -262,11 +269,6 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
         raise ConfigError(
             f"--adapter-memory is {engine.adapter_memory} bytes; at least {engine.extent_bytes}"
             " (one extent) are needed"
-        )
-    if engine.max_draft and model.states:
-        raise ConfigError(
-            f"--max-draft is {engine.max_draft}; a model with recurrent states takes no drafts:"
-            " its states cannot go back"
         )
     max_context = _max_context(model, engine, num_pages, page)
     return ExecutorLimits(

@@ -100,6 +100,8 @@ class StepLayout:
     `[rows]`, on the device: 1 = the row's sequence takes its rotation's long factors
     (`ModelSpec.short_context`), else 0. saves: int64 `[n, 3]`, on the host, sorted: a slice, a
     position within it, and the snapshot of the states that the tokens before the position leave.
+    replays: int64 `[slices]`, on the host: tokens of its row's last draft that a state takes first;
+    None = no slice has any.
     """
 
     num_decodes: int
@@ -111,6 +113,7 @@ class StepLayout:
     page_table: torch.Tensor
     long_rows: torch.Tensor
     saves: np.ndarray = field(default_factory=_no_saves)
+    replays: np.ndarray | None = None
 
     @property
     def prompts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -59,7 +59,12 @@ from loraplex.server.model.ops.pointwise import layer_norm, without_gate
 from loraplex.server.model.ops.products import Products
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
 from loraplex.server.model.ops.row_states import RowStates
-from loraplex.server.model.ops.states_cuda import StatePlan, mix_states, plan_states
+from loraplex.server.model.ops.states_cuda import (
+    NO_STATES,
+    StatePlan,
+    mix_states,
+    plan_states,
+)
 from loraplex.server.model.spec.model_spec import (
     Activation,
     AttentionSpec,
@@ -225,7 +230,7 @@ class CudaPlan:
     attention: Attention
     attended: torch.Tensor | None = None
     turns: torch.Tensor | None = None
-    states: StatePlan = ()
+    states: StatePlan = NO_STATES
 
     @property
     def angles(self) -> torch.Tensor:
@@ -280,7 +285,8 @@ class CudaOps:
         positions, slots = layout.positions, self.kv_slots(layout)
         turns = self.rotations.turns(positions, layout.token_rows, layout.long_rows)
         attention = self._attention.plan(layout, turns)
-        states = plan_states(layout) if self.states else ()
+        size = self.states.scratch, self.states.depth
+        states = plan_states(layout, *size) if self.states else NO_STATES
         return CudaPlan(positions, slots, attention, turns=turns, states=states)
 
     def kv_slots(self, layout: StepLayout) -> torch.Tensor:
@@ -510,8 +516,10 @@ class CudaOps:
         weights: StateWeights,
     ) -> torch.Tensor:
         complete = [self.complete(product) for product in products]
-        slices = self.states.walk(layer, plan.states)
-        return mix_states(slices, complete, weights, self.states.of(layer))
+        slices, kept = self.states.walk(layer, plan.states), self.states.inputs(layer)
+        found = mix_states(slices, complete, weights, self.states.of(layer), kept)
+        self.states.keep(layer, plan.states.keep, complete)
+        return found
 
     def _rotate(
         self,

@@ -1,6 +1,6 @@
 """The reference set of ops, in plain torch: correct on every device, and fast enough on a CPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.pointwise import activated, gated, layer_norm, without_gate
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate
 from loraplex.server.model.ops.row_states import RowStates
-from loraplex.server.model.ops.state_steps import Move, TokenSteps
+from loraplex.server.model.ops.state_steps import TokenSteps
 from loraplex.server.model.ops.states_torch import mix_states
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.model_spec import (
@@ -208,7 +208,9 @@ class TorchOps:
             fresh_pages=pages[:, offsets == 0],
             decodes=self._decode_groups(layout, decodes),
             chunks=self._chunks(layout, decodes),
-            states=TokenSteps.of(layout) if self.states else None,
+            states=TokenSteps.of(layout, self.states.scratch, self.states.depth)
+            if self.states
+            else None,
         )
 
     def _turns(self, turn: Turn, layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -486,16 +488,16 @@ class TorchOps:
         products: Sequence[torch.Tensor],
         weights: StateWeights,
     ) -> torch.Tensor:
-        moves = self._moves(plan, layer)
-        return mix_states(moves, products, weights, self.states.of(layer))
-
-    def _moves(self, plan: TorchPlan, layer: int) -> Iterator[Move]:
-        """The tokens that a layer's states take, in turn."""
         if plan.states is None:
             raise TypeError("a plan without states")
-        for state in self.states.of(layer):
+        steps, states = plan.states.steps, self.states.of(layer)
+        for state in states:
             state.index_fill_(0, plan.states.begun, 0)
-        return self.states.walk(layer, plan.states.phases)
+        replayed = [kept[plan.states.replayed] for kept in self.states.inputs(layer)]
+        taken = [torch.cat(both) for both in zip(replayed, products, strict=True)]
+        self.states.keep(layer, steps.keep, products)
+        found = mix_states(self.states.walk(layer, steps), taken, weights, states)
+        return found[len(plan.states.replayed) :]
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         return gated(gate_up, activation)

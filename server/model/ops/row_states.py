@@ -1,13 +1,13 @@
 """States of every row on the device, beside its pages, and snapshots of states."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import torch
 
 from loraplex.server.engine.plan import StateCopy
-from loraplex.server.model.ops.state_steps import Phase
+from loraplex.server.model.ops.state_steps import StateSteps
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.state_spec import StateForm
 
@@ -22,6 +22,10 @@ class RowStates:
 
     States of one form lie together, layer by layer, so that a copy of a row's whole state is one
     operation a form. Copies are in the order of the device's stream.
+
+    A draft's tokens change no state, since they may be wrong. What states took of them is kept: the
+    inputs of the latest draft of each row, `depth` tokens at most. The next step replays those that
+    were right.
     """
 
     def __init__(
@@ -31,8 +35,10 @@ class RowStates:
         dtype: torch.dtype,
         device: torch.device,
         snapshots: int = 0,
+        depth: int = 0,
     ) -> None:
-        """Allocate the states of so many rows, and so many snapshots. dtype: of the model."""
+        """Allocate the states of so many rows, and so many snapshots. dtype: of the model. depth:
+        tokens of a draft at most."""
         counts = defaultdict[StateForm, int](int)
         places: dict[int, list[tuple[StateForm, int]]] = {}
         for layer, forms in model.states.items():
@@ -47,7 +53,14 @@ class RowStates:
 
         self._of_rows = {form: made(form, rows + 1) for form in counts}
         self._kept = {form: made(form, snapshots) for form in counts}
-        self._places = places
+        self._places, self.scratch, self.depth = places, rows, depth
+        self._inputs = {
+            layer: tuple(
+                torch.zeros((rows + 1) * depth, width, dtype=dtype, device=device)
+                for width in widths
+            )
+            for layer, widths in model.state_inputs.items()
+        }
 
     def __bool__(self) -> bool:
         return bool(self._places)
@@ -68,13 +81,30 @@ class RowStates:
             for form, of_rows in self._of_rows.items():
                 of_rows[:, copy.seq_row].copy_(self._kept[form][:, copy.snapshot])
 
-    def walk(self, layer: int, phases: Sequence[Phase[T]]) -> Iterator[T]:
-        """The phases' tokens, in turn. What the layer's states hold when the next are asked for is
-        saved as the phase says."""
-        for phase in phases:
+    def inputs(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """Kept inputs of one layer's drafts, `[(rows + 1) * depth, features]` of each product."""
+        return self._inputs[layer]
+
+    def keep(
+        self, layer: int, places: torch.Tensor | None, products: Iterable[torch.Tensor]
+    ) -> None:
+        """Keep the inputs of the first tokens, as `StateSteps.keep` says."""
+        if places is not None:
+            for kept, product in zip(self._inputs[layer], products, strict=True):
+                kept.index_copy_(0, places, product[: len(places)])
+
+    def walk(self, layer: int, steps: StateSteps[T]) -> Iterator[T]:
+        """Tokens that a layer's states take, in turn. The states are saved as a phase says when
+        the next one is asked for."""
+        for phase in steps.phases:
             yield phase.tokens
             if phase.saves is not None:
                 rows, snapshots = phase.saves
                 for form, place in self._places[layer]:
                     taken = self._of_rows[form][place].index_select(0, rows)
                     self._kept[form][place].index_copy_(0, snapshots, taken)
+        if steps.drafts:
+            held = [state[steps.drafted] for state in self.of(layer)]
+            yield from steps.drafts
+            for state, before in zip(self.of(layer), held, strict=True):
+                state[steps.drafted] = before

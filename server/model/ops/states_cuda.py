@@ -1,6 +1,6 @@
 """Mixers that keep states, by the project's kernels: slices of one token and of several."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -8,29 +8,61 @@ import torch
 from loraplex.server.kernels.states.causal_conv import causal_conv
 from loraplex.server.kernels.states.delta_rule import DeltaGates, DeltaHeads, delta_rule
 from loraplex.server.kernels.states.gated_norm import gated_norm
-from loraplex.server.kernels.states.slices import Runs, Singles, Slices
+from loraplex.server.kernels.states.slices import Runs, Singles, Slices, Walks
 from loraplex.server.model.ops.ops import StepLayout
-from loraplex.server.model.ops.state_steps import Phase, runs_of
+from loraplex.server.model.ops.state_steps import (
+    StatePhase,
+    StateSteps,
+    kept_places,
+    runs_of,
+    walks_of,
+)
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.state_weights import (
     DeltaNetWeights,
     StateWeights,
 )
 
-StatePlan = tuple[Phase[Slices], ...]
+StatePlan = StateSteps[Slices]
+NO_STATES: StatePlan = StateSteps(())
 
 
-def plan_states(layout: StepLayout) -> StatePlan:
-    """Plan a step outside graphs: slices of one token, which are its first ones, and others."""
+def plan_states(layout: StepLayout, scratch: int, depth: int) -> StatePlan:
+    """Plan a step outside graphs: slices of one token, which are its first ones, and others.
+    scratch: the row of padding. depth: tokens of a draft at most."""
     n, device = layout.num_decodes, layout.positions.device
-    plan = list[Phase[Slices]]()
+    plan, keep = list[StatePhase[Slices]](), None
     if n:
-        rows = to_device(layout.seq_rows[:n].astype(np.int32), device)
-        plan.append(Phase(Singles(rows, layout.positions[:n])))
+        rows = layout.seq_rows[:n]
+        replays = np.zeros(n, np.int64) if layout.replays is None else layout.replays[:n]
+        columns = np.concatenate((rows[None], walk_columns(rows, replays, scratch, depth)))
+        of_rows, *of_walks = to_device(columns.astype(np.int32), device)
+        singles, keep = walks(of_rows, layout.positions[:n], of_walks, depth)
+        plan.append(StatePhase(singles))
     for table, saves in runs_of(layout):
         runs = Runs(to_device(table.astype(np.int32), device), int(table[2].max()))
-        plan.append(Phase(runs, saves))
-    return tuple(plan)
+        plan.append(StatePhase(runs, saves))
+    return StateSteps(tuple(plan), keep)
+
+
+def walk_columns(rows: np.ndarray, replays: np.ndarray, scratch: int, depth: int) -> np.ndarray:
+    """Columns that `walks` needs beside rows of slices of one token: int64 `[3, n]`; without drafts
+    `[0, n]`."""
+    if not depth:
+        return np.zeros((0, len(rows)), dtype=np.int64)
+    lengths, behind = walks_of(rows, scratch)
+    return np.stack((lengths, replays, kept_places(rows, behind, scratch, depth)))
+
+
+def walks(
+    rows: torch.Tensor, positions: torch.Tensor, columns: Sequence[torch.Tensor], depth: int
+) -> tuple[Singles | Walks, torch.Tensor | None]:
+    """Slices of one token, and where their inputs are kept. columns: int32, as of
+    `walk_columns`."""
+    if not depth:
+        return Singles(rows, positions), None
+    lengths, replays, keep = columns
+    return Walks(rows, positions, lengths, replays, depth), keep.long()
 
 
 def mix_states(
@@ -38,30 +70,50 @@ def mix_states(
     products: Sequence[torch.Tensor],
     weights: StateWeights,
     states: tuple[torch.Tensor, ...],
+    kept: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Compute as `Ops.mix_states` says. states: of the layer, which take the tokens."""
+    """Compute as `Ops.mix_states` says. states: of the layer, which take the tokens. kept: inputs
+    of its drafts (`RowStates.inputs`)."""
     mixed = products[0]
-    convolved = mixed.new_empty(len(mixed), len(weights.conv.columns))
+    convolved = _convolved(plan, mixed, weights, states[0], kept[0])
     if isinstance(weights, DeltaNetWeights):
-        return _delta_net(plan, convolved, products, weights, states)
+        return _delta_net(convolved, products, weights, states[1], kept[1])
+    found = mixed.new_empty(0, len(weights.conv.columns))
+    for _, each in convolved:
+        found = each
+    return found[: len(mixed)]
+
+
+def _convolved(
+    plan: Iterable[Slices],
+    mixed: torch.Tensor,
+    weights: StateWeights,
+    window: torch.Tensor,
+    kept: torch.Tensor,
+) -> Iterator[tuple[Slices, torch.Tensor]]:
+    """Slices in turn once they are convolved, and all that was convolved so far: a line for each
+    token, and behind those for replays."""
+    found = None
     for slices in plan:
-        causal_conv(mixed, weights.conv, states[0], slices, convolved)
-    return convolved
+        if found is None:  # what has replays comes first
+            more = slices.depth * slices.num_slices if isinstance(slices, Walks) else 0
+            found = mixed.new_empty(len(mixed) + more, len(weights.conv.columns))
+        causal_conv(mixed, weights.conv, window, slices, found, kept)
+        yield slices, found
 
 
 def _delta_net(
-    plan: Iterable[Slices],
-    qkv: torch.Tensor,
+    convolved: Iterable[tuple[Slices, torch.Tensor]],
     products: Sequence[torch.Tensor],
     weights: DeltaNetWeights,
-    states: tuple[torch.Tensor, ...],
+    memory: torch.Tensor,
+    kept: torch.Tensor,
 ) -> torch.Tensor:
-    spec, (mixed, gates), (window, memory) = weights.spec, products, states
+    spec, (mixed, gates) = weights.spec, products
     heads = DeltaHeads(spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim)
     of_gates = DeltaGates(gates, weights.gate_columns, weights.decay, weights.dt_bias)
     found = mixed.new_empty(len(mixed), spec.value_size)
-    for slices in plan:
-        causal_conv(mixed, weights.conv, window, slices, qkv)
-        delta_rule(qkv, heads, of_gates, memory, slices, found)
+    for slices, qkv in convolved:
+        delta_rule(qkv, heads, of_gates, memory, slices, found, kept)
     gated_norm(found, mixed, weights.z_columns, weights.norm, found)
     return found

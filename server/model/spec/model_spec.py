@@ -210,6 +210,12 @@ class LayerSpec(msgspec.Struct, frozen=True):
         return tuple(chain.from_iterable(of_each))
 
     @property
+    def state_inputs(self) -> tuple[int, ...]:
+        """Features of each product that the layer's states take."""
+        of_each = (each.linears[:-1] for each in self.branches if isinstance(each, StateSpec))
+        return tuple(linear.out_features for linear in chain.from_iterable(of_each))
+
+    @property
     def feed_forwards(self) -> tuple[FeedForward, ...]:
         return tuple(each for each in self.branches if isinstance(each, FeedForwardSpec))
 
@@ -376,6 +382,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def states(self) -> dict[int, tuple[StateForm, ...]]:
         """Tensors of a sequence's state in each layer that has some, by the layer's number."""
         return {number: of.states for number, of in enumerate(self.layers) if of.states}
+
+    @property
+    def state_inputs(self) -> dict[int, tuple[int, ...]]:
+        """Features of each product that states take, in each layer that has some."""
+        return {number: of.state_inputs for number, of in enumerate(self.layers) if of.states}
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -26,7 +26,7 @@ def _singles(piece: SeqSlice) -> Iterator[SeqSlice]:
     yield msgspec.structs.replace(piece, num_new=1, token_ids=[])
     for place, token_id in enumerate(piece.draft, piece.start + 1):
         yield msgspec.structs.replace(
-            piece, kind="prompt", start=place, num_new=1, token_ids=[token_id]
+            piece, kind="prompt", start=place, num_new=1, token_ids=[token_id], replays=0
         )
 
 

@@ -37,14 +37,17 @@ class Step:
         token_slots and layout have them.
         """
         table = np.array(
-            [(s.seq_row, s.start, s.num_new, s.adapter_slot, s.sample) for s in plan.slices],
+            [
+                (s.seq_row, s.start, s.num_new, s.adapter_slot, s.sample, s.replays)
+                for s in plan.slices
+            ],
             dtype=np.int64,
-        ).reshape(-1, 5)
+        ).reshape(-1, 6)
         singles = table[:, 2] == 1  # as `SeqSlice.is_single`
         order = np.lexsort((table[:, 3], ~singles))
-        padding = np.full((tokens - plan.num_tokens, 5), (rows.scratch, 0, 1, -1, 0))
+        padding = np.full((tokens - plan.num_tokens, 6), (rows.scratch, 0, 1, -1, 0, 0))
         batch = np.concatenate([padding, table[order]])
-        seq_rows, starts, num_new, slots, samples = batch.T.copy()
+        seq_rows, starts, num_new, slots, samples, replays = batch.T.copy()
         ends = np.cumsum(num_new)
         begins = ends - num_new
         positions = np.arange(ends[-1]) + np.repeat(starts - begins, num_new)
@@ -58,7 +61,8 @@ class Step:
             for save in piece.saves
             if save.position < piece.start + piece.num_new
         ]
-        tables = (rows.page_table, rows.long_rows, np.array(saves, dtype=np.int64).reshape(-1, 3))
+        of_states = np.array(saves, dtype=np.int64).reshape(-1, 3), replays
+        tables = (rows.page_table, rows.long_rows, *of_states)
         return cls(
             slices=slices,
             order=order,

@@ -74,8 +74,7 @@ def choose_sizes(
     if state_bytes:
         running = max(1, min(running, memory // _STATES_SHARE // state_bytes))
     running, step_tokens = config.max_running or running, config.max_step_tokens or step_tokens
-    drafts = (few is not None or not on_gpu) and not state_bytes
-    max_draft = _MAX_DRAFT if drafts else 0
+    max_draft = _MAX_DRAFT if few is not None or not on_gpu else 0
     return Sizes(
         adapter_memory=adapters,
         host_adapter_memory=config.host_adapter_memory or on_host,

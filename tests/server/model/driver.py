@@ -202,7 +202,7 @@ class Stream:
         self.slot = slot
         self.prompt_len = len(prompt)
         self.tokens = [*prompt, *accepted]
-        self.computed = 0
+        self.computed = self.in_state = 0  # the row's state has no token of a draft
         self.pages = [GroupPages() for _ in driver.executor.limits.page_windows]
         self.sampling = sampling or SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB)
         self.logprobs: list[TokenLogprob] = []
@@ -288,12 +288,14 @@ class Stream:
             prompt_logprobs=self.sampling.prompt_logprobs is not None and prefill,
             constrained=last and self.allowed is not None,
             vector=wish,
+            replays=self.computed - self.in_state,
         )
 
     def _draft(self) -> list[int]:
         return [] if self.computed < self.prompt_len else self.draft(self.tokens)
 
     def take(self, count: int, result: SliceResult) -> None:
+        self.in_state = self.computed + count
         self.computed += count + max(0, len(result.token_ids) - 1)
         self.leave_behind()
         self.failed |= result.failed

@@ -109,6 +109,8 @@ def started(folder: Path, gpu: str, patch: pytest.MonkeyPatch) -> Driver:
         "host_arena_bytes": 32 << 20,
     }
     limits: dict[str, Any] = {"page_size": 16, "max_running": 512, "max_step_tokens": 8192}
+    if gpu == "states":
+        limits["max_draft"] = 4
     driver = Driver(folder, dtype="bfloat16", **memory, **limits)
     first = 0
     for slot in ADAPTERS:

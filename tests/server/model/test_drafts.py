@@ -141,19 +141,23 @@ def test_rows_together(driver: Driver) -> None:
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
 )
 @pytest.mark.parametrize(
-    "names",
+    ("base", "names"),
     [
-        pytest.param(["greedy", "cut", "bound hot"], id="in-graphs"),
-        pytest.param([*ROWS], marks=pytest.mark.exhaustive, id="all"),
+        pytest.param("llama3", ["greedy", "cut", "bound hot"], id="in-graphs"),
+        pytest.param("llama3", [*ROWS], marks=pytest.mark.exhaustive, id="all"),
+        pytest.param("qwen3.5", ["scored", "cut", "bound hot"], id="states-in-graphs"),
+        pytest.param("qwen3.5", [*ROWS], marks=pytest.mark.exhaustive, id="states-all"),
     ],
 )
 def test_on_the_gpu_path(
+    base: str,
     names: list[str],
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     adapters = {"layers": LAYERS, "everywhere": EVERYWHERE}
-    folder, model = tmp_path_factory.mktemp("gpu"), make_model("llama3", **SIZES)
+    folder = tmp_path_factory.mktemp("gpu")
+    model = make_model(base, **SIZES if base == "llama3" else {})
     changes = {"max_running": 48, "max_draft": 5}
     with small_pair(model, adapters, folder, monkeypatch, **changes) as pair:
         monkeypatch.setitem(globals(), "TOKENS", 8)

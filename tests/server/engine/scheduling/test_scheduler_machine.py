@@ -102,8 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             copy_polls=copy_polls,
             ending_polls=ending_polls,
         )
-        most = 0 if engine.has_states else 3
-        config = SchedulerConfig(max_waiting=12, max_loading=2, drain_after_s=0.05, max_draft=most)
+        config = SchedulerConfig(max_waiting=12, max_loading=2, drain_after_s=0.05, max_draft=3)
         self.harness = Harness(
             engine,
             depth,

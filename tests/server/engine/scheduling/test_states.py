@@ -194,12 +194,14 @@ class Snapshots(RuleBasedStateMachine):
         windows: tuple[int | None, ...],
         depth: int,
     ) -> None:
-        sizes = {"num_pages": pages * len(windows), "max_rows": rows, "max_step_tokens": tokens}
+        sizes: dict[str, Any] = {"max_decodes": 12}
+        sizes |= {"num_pages": pages * len(windows), "max_rows": rows, "max_step_tokens": tokens}
         engine = limits(
             has_states=True, num_snapshots=snapshots, page_windows=windows, max_context=48, **sizes
         )
         options = CertifyOptions(engine.vocab_size, engine.eos_token_ids)
-        self.harness = Harness(engine, depth, SchedulerConfig(max_waiting=12), options)
+        config = SchedulerConfig(max_waiting=12, max_draft=3)
+        self.harness = Harness(engine, depth, config, options, right_percent=60)
         self.asked: dict[int, GenerateRequest] = {}
         self.aborted = set[int]()
 

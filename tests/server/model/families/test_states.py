@@ -1,6 +1,7 @@
 """Models whose rows have states: cut, resumed, reused rows, and what is refused of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def served(
 ) -> Iterator[Served]:
     zoo = zoo_of(VARIANTS[request.param])
     adapters = {name: zoo[name] for name in FOUR}
-    found = Served(request.param, tmp_path_factory.mktemp("base"), adapters=adapters)
+    folder, made = tmp_path_factory.mktemp("base"), partial(Driver, max_draft=4)
+    found = Served(request.param, folder, make_driver=made, adapters=adapters)
     yield found
     found.driver.close()
 
@@ -107,6 +109,44 @@ def test_results_do_not_depend_on_the_cuts_or_the_batch(served: Served) -> None:
         for stream in streams:
             stream.free()
     assert found[0] == found[1] == found[2]
+
+
+def partly_right(answer: list[int], seed: int) -> Callable[[list[int]], list[int]]:
+    """Drafts of 0 to 4 tokens. answer: prompt and output, as they will be."""
+
+    def draft(tokens: list[int]) -> list[int]:
+        begin = len(tokens)
+        said = answer[begin : begin + (begin * 7 + seed) % 5]
+        wrong = [(begin + i + seed) % 4 == 0 for i in range(len(said))]
+        return [token + 1 if off else token for token, off in zip(said, wrong, strict=True)]
+
+    return draft
+
+
+def with_drafts(driver: Driver, slots: dict[str | None, int]) -> list[tuple[str | None, Stream]]:
+    """Streams of 20 tokens with drafts, beside prompts in chunks; and without, the same answers."""
+    found: list[list[Stream]] = []
+    for round_ in range(2):
+        streams = []
+        for row, slot in enumerate(slots.values()):
+            ids = prompt(3 + 11 * row, row)
+            streams.append(Stream(driver, row, ids, slot=slot, sampling=GREEDY))
+            if round_:
+                streams[-1].draft = partly_right(found[0][row].tokens, row)
+        began = driver.step
+        generate(driver, streams, 20, 5)
+        assert not round_ or driver.step - began < 18 + 9
+        for stream in streams:
+            stream.free()
+        found.append(streams)
+    for plain, drafted in zip(*found, strict=True):
+        assert drafted.output[:20] == plain.output[:20]
+    return [*zip(slots, found[1], strict=True)]
+
+
+def test_drafts_leave_no_trace_in_states(served: Served) -> None:
+    for name, stream in with_drafts(served.driver, served.slots):
+        assert_parity(served.oracle, name, stream)
 
 
 @pytest.mark.exhaustive
@@ -189,7 +229,7 @@ def test_a_start_says_what_rows_have(served: Served) -> None:
     executor = served.driver.executor
     (line,) = [line for line in executor.summary if line.startswith("states")]
     assert line.startswith(f"states: {executor.limits.max_rows} of ")
-    assert "there are no drafts" in line
+    assert f"and {executor.limits.num_snapshots} snapshots" in line
     assert executor.limits.has_states
 
 

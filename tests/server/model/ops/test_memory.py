@@ -108,11 +108,13 @@ def test_states_and_snapshots_are_lines_of_the_table() -> None:
     assert executor_limits(model, of_kept).num_snapshots == 10
 
 
-def test_states_take_no_drafts() -> None:
+def test_inputs_of_drafts_are_a_line_of_the_table() -> None:
+    """Of Qwen3.5-9B: q, k, v and z, and two numbers for each of 32 heads."""
     model = read_model(served_families()["qwen3_5_text"].config)
-    asked = engine_config(FOLDER, kv_memory=GIB, max_draft=3)
-    with pytest.raises(ConfigError, match="--max-draft is 3; a model with recurrent states"):
-        executor_limits(model, asked)
+    asked = engine_config(FOLDER, kv_memory=GIB, max_draft=3, dtype="bfloat16", max_running=7)
+    table = {line.name: line.nbytes for line in memory_table(model, asked, 1)}
+    assert table["inputs of drafts"] == 8 * 3 * 24 * (8192 + 4096 + 64) * 2
+    assert executor_limits(model, asked).max_decodes == 16
 
 
 def test_what_was_asked_for_is_kept() -> None:

@@ -89,6 +89,7 @@ FAMILIES: dict[str, Family] = {
     "glm4": Family("Glm4ForCausalLM", glm.read_glm4),
     "helium": Family("HeliumForCausalLM", llama_kin.read_helium),
     "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", renamed.read_hunyuan),
+    "internlm2": Family("InternLM2ForCausalLM", hub_code.read_internlm2),
     "internlm3": Family("InternLM3ForCausalLM", renamed.read_internlm3, others=_LLAMA),
     "lfm2": Family("Lfm2ForCausalLM", lfm2.read),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2.read_moe),

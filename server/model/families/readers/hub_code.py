@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from loraplex.adapters.sharding import UNGROUPED, Groups
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import llama, renamed
@@ -21,6 +22,7 @@ _CHATGLM = (
     (r"^transformer\.output_layer\.", "lm_head."),
     (r"^transformer\.rotary_pos_emb\.", "model.rotary_emb."),
 )
+_INTERNLM2 = ((r"^model\.tok_embeddings\.", "model.embed_tokens."), (r"^output\.", "lm_head."))
 # What ChatGLM's code can compute otherwise, and no later version does.
 _CHATGLM_FIXED: dict[str, Any] = {
     "position_encoding_2d": False,
@@ -54,6 +56,13 @@ _CHATGLM_NAMES = _Names(
     gate_up=("mlp.dense_h_to_4h",),
     down="mlp.dense_4h_to_h",
 )
+_INTERNLM2_NAMES = _Names(
+    "attention.wqkv",
+    "attention.wo",
+    ("feed_forward.w1", "feed_forward.w3"),
+    "feed_forward.w2",
+    ("attention_norm", "ffn_norm"),
+)
 
 
 def read_yi(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -66,6 +75,16 @@ def read_xverse(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """XVERSE without experts."""
     fields.only("num_experts", None)
     return llama.assembled(fields, generation, family.read_sizes(fields), family.NO_BIASES)
+
+
+def read_internlm2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """InternLM 2 and 2.5: q, k and v are one module, in groups of a head of keys."""
+    sizes = family.read_sizes(fields)
+    bias = bool(fields.config.get("bias", True))
+    biases = family.Biases(qkv=bias, o=bias)
+    model = llama.assembled(fields, generation, sizes, biases, eos=2)
+    named = _named(model, _INTERNLM2_NAMES, Groups(sizes.kv_heads))
+    return replace(named, stored_names=_INTERNLM2)
 
 
 def read_baichuan(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -125,11 +144,12 @@ def read_chatglm(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     return replace(_named(model, _CHATGLM_NAMES), stored_names=_CHATGLM)
 
 
-def _named(model: ModelSpec, names: _Names) -> ModelSpec:
-    """Give the modules of all layers, which are the same, these names."""
+def _named(model: ModelSpec, names: _Names, groups: Groups = UNGROUPED) -> ModelSpec:
+    """Give the modules of all layers, which are the same, these names. groups: of qkv's rows."""
     layer = model.layers[0]
     (attend, feed), of = layer.steps, layer.attention
-    of = replace(of, qkv=family.fused(of.qkv, names.qkv), o=family.with_paths(of.o, names.o))
+    qkv = family.fused(of.qkv, names.qkv, groups)
+    of = replace(of, qkv=qkv, o=family.with_paths(of.o, names.o))
     (mlp,) = layer.feed_forwards
     assert isinstance(mlp, MlpSpec)
     if len(names.gate_up) == 1:

@@ -28,7 +28,7 @@ class Code(NamedTuple):
     """A type. relative: a row of parity's table. settings: what differs from it. config: of
     `config.json`, made of the relative's. name: of a tensor, for the relative's. joined: modules of
     which the code makes one, by its name. adapted: modules within a layer, by the code's names.
-    layers: the name before a layer's number.
+    layers: the name before a layer's number. groups: in which joined modules have their rows.
     """
 
     relative: str
@@ -38,6 +38,7 @@ class Code(NamedTuple):
     joined: Mapping[str, tuple[str, ...]] = {}
     adapted: tuple[str, ...] = ("self_attn.o_proj", "mlp.up_proj")
     layers: str = "model.layers"
+    groups: int = 1
 
 
 def named(model_type: str, architecture: str, *gone: str, **more: Any) -> Any:
@@ -143,6 +144,23 @@ CODES: dict[str, Code] = {
         joined={"self_attn.W_pack": QKV},
         adapted=("self_attn.W_pack", "self_attn.o_proj"),
     ),
+    "internlm2": Code(
+        "llama3",
+        named("internlm2", "InternLM2ForCausalLM", bias=False),
+        (
+            ("model.embed_tokens.", "model.tok_embeddings."),
+            ("lm_head.", "output."),
+            (".input_layernorm.", ".attention_norm."),
+            (".post_attention_layernorm.", ".ffn_norm."),
+            (".self_attn.o_proj.", ".attention.wo."),
+            (".mlp.gate_proj.", ".feed_forward.w1."),
+            (".mlp.up_proj.", ".feed_forward.w3."),
+            (".mlp.down_proj.", ".feed_forward.w2."),
+        ),
+        joined={"attention.wqkv": QKV},
+        adapted=("attention.wqkv", "attention.wo", "feed_forward.w1", "feed_forward.w2"),
+        groups=2,
+    ),
     "qwen": Code(
         "qwen2",
         qwen,
@@ -199,11 +217,18 @@ def respelled(code: Code, tensors: Tensors) -> Tensors:
             if first not in name:
                 continue
             parts = [tensors[name.replace(first, part)] for part in code.joined[joined]]
-            name, tensor = name.replace(first, joined), torch.cat(parts)
+            whole = torch.cat(parts)[places(code, parts)]
+            name, tensor = name.replace(first, joined), whole
         for usual, own in code.names:
             name = name.replace(usual, own)
         found[name] = tensor.clone()
     return found
+
+
+def places(code: Code, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Rows of the parts, one part below the other, in the order of the code's module."""
+    rows = torch.arange(sum(map(len, parts))).split([len(part) for part in parts])
+    return torch.cat([of.view(code.groups, -1) for of in rows], dim=1).flatten()
 
 
 def within(name: str, parts: tuple[str, ...]) -> bool:
@@ -254,10 +279,12 @@ def adapt(code: Code, model: PreTrainedModel, folder: Path) -> None:
             b = torch.randn(rows, RANK, generator=generator) * 0.2
             path = f"base_model.model.{code.layers}.{layer}.{module}"
             tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
-            deltas = torch.split(2.0 * b @ a, [len(weight) for weight in found])
+            delta = torch.empty(rows, a.shape[1])
+            delta[places(code, found)] = 2.0 * b @ a
+            deltas = torch.split(delta, [len(weight) for weight in found])
             with torch.no_grad():
-                for weight, delta in zip(found, deltas, strict=True):
-                    weight.add_(delta)
+                for weight, part in zip(found, deltas, strict=True):
+                    weight.add_(part)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
@@ -296,6 +323,7 @@ def test_as_the_relative_with_and_without_an_adapter(name: str, tmp_path: Path) 
         ("xverse", {"num_experts": 8}, "num_experts"),
         ("qwen", {"rotary_pct": 0.5}, "rotary_pct"),
         ("qwen", {"kv_channels": 0}, "head_dim"),
+        ("internlm2", {"hidden_act": "glu"}, "hidden_act"),
         ("chatglm", {"position_encoding_2d": True}, "position_encoding_2d"),
         ("chatglm", {"rmsnorm": False}, "rmsnorm"),
         ("chatglm", {"auto_map": {"AutoModelForCausalLM": "x.Other"}}, "code of its own"),

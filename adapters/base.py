@@ -48,6 +48,7 @@ LAYER_SITES: dict[Role, tuple[str, ...]] = {
 MODEL_SITES: tuple[Role, ...] = ("embed_tokens", "lm_head")
 # Stands for an expert's number in the path of a module that each expert of a layer has.
 ANY_EXPERT = "{}"
+_BESIDE_MLPS = "self_attn.gate_proj"  # whose name an MLP has, too
 _NAMING_PARENTS = ("shared_expert", "shared_experts", "attn")
 # Ids behind the base's tables that an adapter may have.
 MAX_NEW_IDS = 4096
@@ -154,7 +155,7 @@ def module_name(path: str) -> str:
     parent = head.rpartition(".")[2]
     if head.endswith(ANY_EXPERT):
         parent = "experts"
-    elif parent not in _NAMING_PARENTS:
+    elif parent not in _NAMING_PARENTS and path != _BESIDE_MLPS:
         return last
     return f"{parent}.{last}"
 

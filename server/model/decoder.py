@@ -156,7 +156,9 @@ class Decoder(Generic[P, L, Y]):
         """Mix tokens, in one of `mixers`. products: of all its matrices but the last."""
         layer, weights = self.mixers[number].layer, self.mixers[number].weights
         if isinstance(weights, AttentionWeights):
-            return self.ops.attend(plan, layer, products[0], weights.qk_norm, weights.sinks)
+            qkv, *gates = products
+            mixed = self.ops.attend(plan, layer, qkv, weights.qk_norm, weights.sinks)
+            return self.ops.let_through(mixed, gates[0]) if gates else mixed
         return self.ops.mix_states(plan, layer, products, weights)
 
     def end(self, mixed: torch.Tensor, hidden: torch.Tensor, lora: L | None) -> torch.Tensor:

@@ -76,11 +76,13 @@ class AttentionWeights:
     qk_norm: torch.Tensor | None
     sinks: torch.Tensor | None = None
     kv_scales: KvScales = KvScales()
+    gate: Linear | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices that every token is multiplied with."""
-        return self.qkv, self.o
+        gate = () if self.gate is None else (self.gate,)
+        return self.qkv, *gate, self.o
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,7 @@ def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeight
                 _qk_norm(source, spec, index),
                 _sinks(source, spec, index),
                 KvScales(*(source.kv_scale(path, of) for of in "kv")),
+                None if spec.gate is None else source.linear(spec.gate, index),
             )
         case MlpSpec():
             gate_up, down = source.linear(spec.gate_up, index), source.linear(spec.down, index)

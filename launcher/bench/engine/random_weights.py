@@ -134,6 +134,7 @@ class _RandomWeights:
                     self.linear(spec.o, index),
                     self._ones(heads, spec.head_dim) if spec.q_norm else None,
                     self._ones(spec.num_heads).float() if spec.sinks else None,
+                    gate=None if spec.gate is None else self.linear(spec.gate, index),
                 )
             case DeltaNetSpec():
                 ones = self._ones(spec.value_heads).float()

@@ -49,8 +49,9 @@ def _branch(
         return branch
     stored, router = branch.gate_up.stored, branch.router
     if stored is not None and form == "stacked":  # the router lies beside the experts
-        block, (part,) = stored.path.rsplit(".", 2)[0], router.parts
-        path = f"{block}.{part.path.rpartition('.')[2]}"
+        (part,), (each, *_) = router.parts, branch.gate_up.parts
+        block, own = stored.path.rsplit(".", 2)[0], each.path.rsplit(".", 3)[0]
+        path = part.path.replace(own, block, 1)
         router = replace(router, parts=(replace(part, path=path),))
     experts = branch.gate_up, branch.down
     gate_up, down = (_linear(linear, form, layer, names) for linear in experts)

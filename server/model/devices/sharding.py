@@ -103,6 +103,7 @@ def _attention(attention: AttentionSpec, count: int) -> AttentionSpec:
         attention,
         qkv=_linear(attention.qkv, count),
         o=_linear(attention.o, count),
+        gate=None if attention.gate is None else _linear(attention.gate, count),
         num_heads=q // head,
         num_kv_heads=kv // head,
         q_norm=q_norm,

@@ -61,6 +61,7 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
         *("internlm3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text"),
         *("qwen3_moe", "qwen3_next", "smollm3"),
     ),
+    16384: ("afmoe",),
     65536: ("apertus",),
     131072: (
         *("cwm", "ernie4_5", "ernie4_5_moe", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss"),

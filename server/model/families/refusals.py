@@ -85,11 +85,7 @@ _PARTS: tuple[_Part, ...] = (
     ),
     _Part("convolutions and distances that attention adds to its scores", ("rel_extent", "d_rel")),
     _Part("attention to references and the newest tokens", kinds=("reference_sliding_attention",)),
-    _Part(
-        "a gate of what attention gives",
-        ("gating", "use_attention_gate"),
-        named=("global_attn_every_n_layers",),
-    ),
+    _Part("a gate of what attention gives", ("gating", "use_attention_gate")),
     _Part("layers of different widths, or without attention", ("block_configs",)),
     _Part("experts within attention", named=("kv_channels",)),
     _Part("a router of sparse mixing", named=("input_jitter_noise",)),

@@ -47,6 +47,7 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 _LLAMA = ("LlamaForCausalLM",)
 # By `model_type`. A new family is a reader and a line here.
 FAMILIES: dict[str, Family] = {
+    "afmoe": Family("AfmoeForCausalLM", routed.read_afmoe),
     "apertus": Family("ApertusForCausalLM", ungated.read_apertus),
     "arcee": Family("ArceeForCausalLM", ungated.read_arcee),
     "Yi": Family("YiForCausalLM", hub_code.read_yi),

@@ -73,6 +73,7 @@ class GroupOps(Generic[P, L, Y]):
         self.plan: Callable[[StepLayout], P] = ops.plan
         self.lora: Callable[[np.ndarray], L | None] = ops.lora
         self.gated, self.activated, self.moe = ops.gated, ops.activated, ops.moe
+        self.let_through = ops.let_through
         self.plus, self.scaled, self.mix_states = ops.plus, ops.scaled, ops.mix_states
         self.norm, self.add_norm, self.norm_own = ops.norm, ops.add_norm, ops.norm_own
 

@@ -18,6 +18,8 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
         return "the kernels let tokens see earlier ones alone"
     if dtype == "float32":
         return "FlashInfer computes in bfloat16 and float16, not in float32"
+    if any(attention.gate is not None for attention in model.attentions.values()):
+        return "the kernels know no module whose outputs are gates of attention"
     if any(attention.norms_rotated for attention in model.attentions.values()):
         return "the kernels norm q and k before the rotation, the model behind it"
     experts = (feed for layer in model.layers for feed in layer.feed_forwards)

@@ -132,7 +132,8 @@ def _mixer_width(layer: LayerSpec) -> int:
     found = 0
     for branch in layer.branches:
         if isinstance(branch, AttentionSpec):
-            found += (7 if branch.is_gated else 3) * branch.q_size
+            has_gates = branch.is_gated or branch.gate is not None
+            found += (7 if has_gates else 3) * branch.q_size
         elif isinstance(branch, DeltaNetSpec):
             # In float32 of each head a row of a chunk's system.
             systems = 2 * branch.value_heads * _CHUNK

@@ -203,6 +203,12 @@ class Ops(Protocol[P, L, Y]):
         sum twice. Both tensors may be overwritten."""
         ...
 
+    def let_through(self, attended: torch.Tensor, gate: Y) -> torch.Tensor:
+        """Multiply what attention gives, `[tokens, heads * head_dim]`, by the sigmoid of a gate of
+        the same shape.
+        """
+        ...
+
     def attend(
         self,
         plan: P,

@@ -554,6 +554,9 @@ class CudaOps:
         context = (self.rotations[layer], plan.angles, slots, pages, norm)
         return rope_append_lora(y, qkv.lora, prompts.start, *context, self._configs.rope(len(y)))
 
+    def let_through(self, attended: torch.Tensor, gate: LinearOutput) -> torch.Tensor:
+        return attended.mul_(self.complete(gate).sigmoid())
+
     def gated(self, gate_up: LinearOutput, activation: Activation) -> torch.Tensor:
         if activation != "silu" and activation != "gelu_tanh":
             return pointwise.gated(self.complete(gate_up), activation)

@@ -499,6 +499,9 @@ class TorchOps:
         found = mix_states(self.states.walk(layer, steps), taken, weights, states)
         return found[len(plan.states.replayed) :]
 
+    def let_through(self, attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return attended * gate.sigmoid()
+
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         return gated(gate_up, activation)
 

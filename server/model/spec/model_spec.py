@@ -91,7 +91,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     over each head or, where their size says so, all heads together; both or none. q_scale: of
     rotated q. norms_rotated: these norms come behind the rotation. sinks: each head has a further
     score beside those of the tokens, which gives no value. is_gated: q's module has for each head
-    the query, then a gate, whose sigmoid the head's result is multiplied with."""
+    the query, then a gate, whose sigmoid the head's result is multiplied with. gate: a module of
+    such gates, for each feature of the heads; None = none."""
 
     qkv: LinearSpec
     o: LinearSpec
@@ -108,6 +109,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     sinks: bool = False
     norms_rotated: bool = False
     is_gated: bool = False
+    gate: LinearSpec | None = None
 
     @property
     def q_size(self) -> int:
@@ -130,7 +132,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """Products that adapters may change, in the order of their sites."""
-        return self.qkv, self.o
+        gate = () if self.gate is None else (self.gate,)
+        return self.qkv, *gate, self.o
 
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""

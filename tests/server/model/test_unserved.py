@@ -87,7 +87,7 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"is_encoder_decoder": True}, "an encoder whose output the decoder attends to"),
     ({"type_vocab_size": 2}, "attention to later tokens"),
     ({"input_jitter_noise": 0.0}, "a router of sparse mixing"),
-    ({"global_attn_every_n_layers": 4}, "a gate of what attention gives"),
+    ({"use_attention_gate": True}, "a gate of what attention gives"),
     ({"n_positions": 1024}, "positions that are added in another form"),
     ({"attn_config": {"clip_qkv": 8.0}}, "attention whose queries and values are clipped"),
     ({"attn_config": {"alibi": True}}, "biases of scores by distance"),

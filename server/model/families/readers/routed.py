@@ -11,7 +11,9 @@ from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import exaone, llama, olmo, qwen3_moe, renamed
 from loraplex.server.model.families.rope import LLAMA, RopeRules, read_rope
+from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import (
+    AttentionSpec,
     FeedForward,
     LayerSpec,
     ModelSpec,
@@ -23,6 +25,13 @@ _NAMES = experts.ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj
 _MIXTRAL = experts.ExpertNames(
     "block_sparse_moe.gate", "block_sparse_moe.experts.{}", gate="w1", up="w3", down="w2"
 )
+_AFMOE = _NAMES._replace(router="mlp.router.gate")
+# What AFMoE's configuration can say, and its code does not read.
+_AFMOE_FIXED: dict[str, Any] = {
+    "score_func": "sigmoid",
+    "route_norm": True,
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), 1),
+}
 _CORRECTION = "e_score_correction_bias"
 
 
@@ -202,6 +211,56 @@ def read_exaone_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         sparse = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
     every = (moe, *branches[1:])
     return _model(fields, generation, sizes, layers, every, sparse, max_context, eos=53)
+
+
+def read_afmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """AFMoE (Trinity): gated attention, with a rotation where it has a window, and four norms."""
+    config = fields.config
+    for key, usual in _AFMOE_FIXED.items():
+        fields.only(key, usual)
+    sizes = _read_sizes(fields, head_dim=128, epsilon=1e-5)
+    rope, max_context = read_rope(fields, sizes)
+    every = fields.positive("global_attn_every_n_layers", 4)
+    window = fields.positive("sliding_window", 1024)
+    biases = llama.read_biases(fields)._replace(mlp=False)
+    windows = family.read_windows(fields, sizes, window, lambda layer: (layer + 1) % every > 0)
+    layers = [
+        family.layer(
+            sizes,
+            _gated(family.attention(sizes, rope if each else None, each, biases, qk_norm=True)),
+            norms=_four_norms(sizes),
+        )
+        for each in windows
+    ]
+    counts = experts.read_counts(fields, default=64, default_of_token=6)
+    size = fields.positive("moe_intermediate_size", 1408)
+    moe = replace(
+        experts.moe(sizes.hidden, size, counts, _AFMOE, "sigmoid_top_k_normed"),
+        wide_weights=True,
+        correction=("mlp.expert_bias", (counts[0],)),
+        norm_floor=1e-20,
+        factor=fields.number(config, "route_scale", 1.0),
+    )
+    branches = moe, experts.shared(sizes, size * fields.positive("num_shared_experts", 2))
+    fields = fields.changed(first_k_dense_replace=config.get("num_dense_layers"))
+    sparse = experts.read_first_dense(fields, sizes, 1)
+    model = _model(fields, generation, sizes, layers, branches, sparse, max_context)
+    scale = sizes.hidden**0.5 if config.get("mup_enabled") else 1.0
+    return replace(model, embedding=replace(model.embedding, scale=scale))
+
+
+def _gated(of: AttentionSpec) -> AttentionSpec:
+    (q, *_), hidden = of.qkv.parts, of.qkv.in_features
+    gate = LinearSpec("gates", hidden, (replace(q, path="self_attn.gate_proj"),), "column")
+    return replace(of, gate=gate)
+
+
+def _four_norms(sizes: family.ModelSizes) -> family.NormPlaces:
+    names = (
+        *("input_layernorm", "pre_mlp_layernorm"),
+        *("post_attention_layernorm", "post_mlp_layernorm"),
+    )
+    return family.NormPlaces(*(NormSpec(name, sizes.hidden, sizes.epsilon) for name in names))
 
 
 def read_hunyuan_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:

@@ -4,6 +4,8 @@ from functools import partial
 from typing import Any
 
 from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
     Dots1Config,
     Dots1ForCausalLM,
     Ernie4_5_MoeConfig,
@@ -123,6 +125,25 @@ _OLMOE = Variant(
     others=on_experts,
 )
 _ROWS: dict[str, Variant] = {
+    "afmoe": Variant(
+        AfmoeConfig,
+        AfmoeForCausalLM,
+        {
+            **EXPERTS,
+            "num_experts": 7,
+            "moe_intermediate_size": 24,
+            "num_shared_experts": 3,
+            "num_dense_layers": 1,
+            "head_dim": 24,
+            "sliding_window": 7,
+            "global_attn_every_n_layers": 2,
+            "route_scale": 1.7,
+            "mup_enabled": True,
+        },
+        _ATTENTION,
+        others=partial(on_experts, router="router.gate"),
+        beside=("self_attn.gate_proj", *SEVEN[4:], *_SHARED),
+    ),
     "dots1": of(_DOTS, attention_bias=True, sliding_window=7, max_window_layers=1),
     "dots1-dense-first": of(
         _DOTS, first_k_dense_replace=1, norm_topk_prob=False, n_group=1, topk_group=1

@@ -33,6 +33,7 @@ ROWS: dict[str, dict[int, tuple[str, ...]]] = {
     "exaone-moe-dense-first": {0: ("mlp",), 1: ("mlp.shared_experts", "mlp.experts.3")},
     "qwen3-next": {0: ("mlp.shared_expert",), 2: ("mlp.experts.1", "mlp.shared_expert")},
     "qwen3.5-moe": {0: ("mlp.experts.6",), 1: ("mlp.shared_expert",)},
+    "afmoe": {0: ("mlp",), 2: ("mlp.shared_experts", "mlp.experts.4")},
     "hunyuan-moe": {0: ("mlp.shared_mlp",), 1: ("mlp.shared_mlp", "mlp.experts.5")},
 }
 FEW = [
@@ -87,19 +88,22 @@ def test_merged_by_hand(name: str, tmp_path: Path) -> None:
         pytest.param("mixtral", "block_sparse_moe.gate", "mlp.gate", marks=pytest.mark.exhaustive),
         pytest.param("qwen2-moe", "mlp.gate", "mlp.gate", marks=pytest.mark.exhaustive),
         pytest.param("hunyuan-moe", "mlp.gate.wg", "mlp.gate.wg", marks=pytest.mark.exhaustive),
+        pytest.param("afmoe", "mlp.router.gate", "mlp.router.gate", marks=pytest.mark.exhaustive),
+        ("afmoe", "self_attn.gate_proj", "self_attn.gate_proj"),
     ],
 )
-def test_routers_by_their_names_as_linear_modules(
+def test_routers_and_gates_by_their_names_as_linear_modules(
     name: str, path: str, own: str, tmp_path: Path
 ) -> None:
-    """As transformers 4 has them. own: the name that transformers has now."""
+    """As transformers 4 has routers. own: the name that transformers has now."""
     merged = make_model(name)
     weights = dict(merged.named_parameters())
     changed = {
         f"model.layers.{layer}.{path}": weights[f"model.layers.{layer}.{own}.weight"]
-        for layer in (0, 2)
+        for layer in range(3)
+        if f"model.layers.{layer}.{own}.weight" in weights
     }
-    assert_merged(name, merged, changed, [path.rpartition(".")[2]], tmp_path)
+    assert_merged(name, merged, changed, [path], tmp_path)
 
 
 def assert_merged(

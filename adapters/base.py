@@ -20,6 +20,8 @@ from loraplex.adapters.sharding import (
 Role = Literal[
     "qkv",
     "o",
+    "wide_qkv",
+    "wide_o",
     "gate_up",
     "down",
     "up",

@@ -65,6 +65,7 @@ class PreparedStep(Generic[L, Y]):
     post: Norm | None
     beside: Norm | None
     factor: float
+    scalar: float
 
 
 class Decoder(Generic[P, L, Y]):
@@ -108,7 +109,7 @@ class Decoder(Generic[P, L, Y]):
                 case _:
                     mixer = PreparedMixer(layer, branch, of_branch)
         norms = weights.pre, weights.post, weights.beside
-        return PreparedStep(mixer, tuple(feed_forwards), *norms, spec.factor)
+        return PreparedStep(mixer, tuple(feed_forwards), *norms, spec.factor, weights.scalar)
 
     def forward(
         self,
@@ -223,7 +224,12 @@ class Decoder(Generic[P, L, Y]):
         step, is_last = self._steps[number], number + 1 == len(self._steps)
         norm = self.weights.norm if is_last else self._steps[number + 1].pre
         delta = self.ops.reduce(delta)
-        normed, hidden = self.ops.add_norm(delta, hidden, norm, step.post, step.factor)
+        if step.scalar == 1.0:
+            normed, hidden = self.ops.add_norm(delta, hidden, norm, step.post, step.factor)
+        else:
+            _, hidden = self.ops.add_norm(delta, hidden, None, step.post, step.factor)
+            hidden = hidden * step.scalar
+            normed = hidden if norm is None else self.ops.norm(hidden, norm)
         return self._with_own(normed, hidden, lora, number + 1), hidden
 
     def _normed(self, number: int, hidden: torch.Tensor, lora: L | None) -> torch.Tensor:

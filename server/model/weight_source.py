@@ -201,6 +201,10 @@ class WeightSource:
     def _optional(self, name: str) -> torch.Tensor | None:
         return self.mapped(name) if name in self._stored else None
 
+    def number(self, name: str) -> float:
+        """The one number of a tensor, as the model's dtype holds it."""
+        return float(self.mapped(name).to(self.dtype).item())
+
     def kv_scale(self, path: str, of: str) -> float:
         """The scale of keys ("k") or values ("v"), under one of the names that writers use; 1
         without one.

@@ -108,12 +108,14 @@ BranchWeights = MixerWeights | MlpWeights | MoeWeights
 
 @dataclass(frozen=True, slots=True)
 class StepWeights:
-    """Weights of one step of a layer, as its StepSpec says."""
+    """Weights of one step of a layer, as its StepSpec says. scalar: what its sum is multiplied
+    with."""
 
     branches: tuple[BranchWeights, ...]
     pre: Norm | None
     post: Norm | None
     beside: Norm | None
+    scalar: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,7 @@ def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeig
             optional(step.pre),
             optional(step.post),
             optional(step.beside),
+            source.number(layer_path(index, step.scalar)) if step.scalar else 1.0,
         )
         for step in model.layers[index].steps
     )

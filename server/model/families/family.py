@@ -65,10 +65,10 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
     65536: ("apertus",),
     131072: (
         *("cwm", "ernie4_5", "ernie4_5_moe", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss"),
-        *("ministral", "mistral", "mixtral"),
+        *("gemma4_text", "ministral", "mistral", "mixtral"),
     ),
     196608: ("minimax_m2",),
-    262144: ("ministral3",),
+    262144: ("gemma4_unified_text", "ministral3"),
     524288: ("seed_oss",),
 }
 _MOST_LAYERS = 4096

@@ -14,6 +14,7 @@ from loraplex.server.model.families.head_forms import architecture_of, head_form
 from loraplex.server.model.families.readers import (
     exaone,
     gemma,
+    gemma4,
     glm,
     gpt,
     gpt2,
@@ -78,6 +79,8 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family("GemmaForCausalLM", gemma.read_gemma),
     "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2),
     "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3),
+    "gemma4_text": Family("Gemma4ForCausalLM", gemma4.read),
+    "gemma4_unified_text": Family("Gemma4UnifiedForCausalLM", gemma4.read_unified),
     "gpt2": Family("GPT2LMHeadModel", gpt2.read_gpt2),
     "gpt_bigcode": Family("GPTBigCodeForCausalLM", gpt2.read_gpt_bigcode),
     "gpt_neo": Family("GPTNeoForCausalLM", gpt2.read_gpt_neo),

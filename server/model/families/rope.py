@@ -23,6 +23,8 @@ KINDS: Mapping[object, RopeKind] = {
     "yarn": "yarn",
     "longrope": "longrope",
 }
+# A part of each head's pairs turn, as if all did.
+WITH_PROPORTIONAL: Mapping[object, RopeKind] = {**KINDS, "proportional": "proportional"}
 
 
 class RopeRules(NamedTuple):
@@ -117,10 +119,13 @@ class _Source(NamedTuple):
     def rope(self) -> tuple[RopeSpec, int]:
         outer_theta = self.fields.number(self.fields.config, "rope_theta", self.rules.theta)
         theta = self.number("rope_theta", outer_theta)
-        plain = RopeSpec("default", theta, rotary_dim=self._rotary_dim())
         positions = self.sizes.positions
         named = self.table.get("rope_type") or self.table.get("type") or "default"
-        match self.rules.kinds.get(str(named)):
+        kind = self.rules.kinds.get(str(named))
+        if kind == "proportional":
+            return self._proportional(theta), positions
+        plain = RopeSpec("default", theta, rotary_dim=self._rotary_dim())
+        match kind:
             case "default":
                 return plain, positions
             case "linear":
@@ -151,6 +156,13 @@ class _Source(NamedTuple):
         if not 0 < size <= head_dim or size % 2:
             self.fields.refuse(f"{_PARTIAL} must give an even part of {head_dim}, got {part!r}")
         return None if size == head_dim else size
+
+    def _proportional(self, theta: float) -> RopeSpec:
+        part, factor = self.number(_PARTIAL, 1.0), self.number("factor", 1.0)
+        turning = int(part * self.sizes.head_dim // 2)
+        if not 0 < turning <= self.sizes.head_dim // 2:
+            self.fields.refuse(f"{_PARTIAL} must give a part of a head, got {part!r}")
+        return RopeSpec("proportional", theta, factor, turning=turning)
 
     def _original_context(self) -> int:
         return original_context(*self)

@@ -78,7 +78,7 @@ Strategies = MappingProxyType[Role, Strategy]
 # Roles whose consumer finishes no LoRA.
 _COMPLETE: tuple[Role, ...] = (
     *("up", "in", "gates", "out", "shared_gate_up", "shared_down"),
-    *("shared_out_gate", "router"),
+    *("shared_out_gate", "router", "wide_qkv", "wide_o"),
 )
 
 
@@ -125,7 +125,8 @@ class Consumers:
     """Reasons that keep a model's consumers from a part of LoRA.
 
     whole: sites of one module, of whose output the consumer takes parts: kernels finish LoRA by the
-    ranks of each part; sites whose activation no kernel computes; queries with gates; and sites of
+    ranks of each part; sites whose activation no kernel computes; queries with gates, values with a
+    norm; and sites of
     branches that are summed with others. summed: LoRA is complete
     before devices sum. sums_first: the rotation expands nothing, since norms of q and k over all
     heads need the sum before, or since it would write to a cache of another dtype. fused: linears
@@ -144,7 +145,7 @@ class Consumers:
         feeds = [branch for branch in branches if isinstance(branch, FeedForwardSpec)]
         takes_parts = {of.qkv for of in attentions} | {of.gate_up for of in feeds}
         whole = {linear.role for linear in takes_parts if len(linear.parts) == 1}
-        whole |= {of.qkv.role for of in attentions if of.is_gated}
+        whole |= {of.qkv.role for of in attentions if of.is_gated or of.v_epsilon is not None}
         whole |= {
             branch.gate_up.role
             for branch in branches

@@ -22,7 +22,13 @@ from loraplex.server.model.lora.own_rows import (
 )
 from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.ops.ops import KVCache, StepLayout
-from loraplex.server.model.ops.pointwise import activated, gated, layer_norm, without_gate
+from loraplex.server.model.ops.pointwise import (
+    activated,
+    gated,
+    layer_norm,
+    with_values,
+    without_gate,
+)
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.state_steps import TokenSteps
@@ -383,6 +389,8 @@ class TorchOps:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         spec = self.model.layers[layer].attention
+        if spec.v_epsilon is not None:
+            qkv = with_values(qkv, spec)
         if spec.is_gated:
             qkv, gate = without_gate(qkv, spec)
             return self._attend(plan, layer, qkv, qk_norm, sinks) * gate.sigmoid()

@@ -47,6 +47,17 @@ def without_gate(qkv: torch.Tensor, attention: AttentionSpec) -> tuple[torch.Ten
     return torch.cat((q.flatten(1), kv), dim=1), gate.flatten(1)
 
 
+def with_values(qkv: torch.Tensor, attention: AttentionSpec) -> torch.Tensor:
+    """Norm the values of a product, `[tokens, (heads + 2 kv_heads) * head_dim]`; where keys are
+    values it has none -> the same width with them."""
+    others = attention.q_size + attention.kv_size
+    first = attention.q_size if attention.keys_are_values else others
+    values = qkv[:, first : first + attention.kv_size].unflatten(1, (-1, attention.head_dim))
+    ones = torch.ones(attention.head_dim, dtype=qkv.dtype, device=qkv.device)
+    normed = functional.rms_norm(values, ones.shape, ones, attention.v_epsilon)
+    return torch.cat((qkv[:, :others], normed.flatten(1)), dim=1)
+
+
 def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """The activation xIELU (arXiv 2411.13010). numbers: float32 `[4]`, the curvature of positive
     and of negative inputs, the slope, and the largest input of the exponential."""

@@ -26,6 +26,9 @@ def inverse_frequencies(
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return inv_freq / rope.factor
+    if rope.kind == "proportional":
+        inv_freq[rope.turning :] = 0.0
+        return inv_freq / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, inv_freq)
     if rope.kind == "yarn":

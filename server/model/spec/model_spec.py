@@ -22,7 +22,7 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 # Activations that an operation behind the product of gate and up computes with LoRA of it.
 FUSED_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 NormKind = Literal["rms", "layer"]
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 
 class RopeSpec(msgspec.Struct, frozen=True):
@@ -33,7 +33,8 @@ class RopeSpec(msgspec.Struct, frozen=True):
     None = all. interleaved: pairs are neighbours, `x[2 i]` and `x[2 i + 1]`; else halves,
     `x[i]` and `x[i + rotary_dim / 2]`. short_factors, long_factors (longrope): divide the
     frequencies, `[rotary_dim / 2]`; all tokens of a sequence beyond `original_context` take the
-    long ones. Without long ones no sequence gets there.
+    long ones. Without long ones no sequence gets there. turning (proportional): of a whole head's
+    pairs so many turn, those of the largest frequencies.
     """
 
     kind: RopeKind
@@ -50,6 +51,7 @@ class RopeSpec(msgspec.Struct, frozen=True):
     interleaved: bool = False
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    turning: int = 0
 
 
 class PositionScale(msgspec.Struct, frozen=True):
@@ -92,7 +94,9 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     rotated q. norms_rotated: these norms come behind the rotation. sinks: each head has a further
     score beside those of the tokens, which gives no value. is_gated: q's module has for each head
     the query, then a gate, whose sigmoid the head's result is multiplied with. gate: a module of
-    such gates, for each feature of the heads; None = none."""
+    such gates, for each feature of the heads; None = none. v_epsilon: of a norm of each value,
+    which has no weight; None = values have none. keys_are_values: `qkv` has no v; values are keys
+    before their norm."""
 
     qkv: LinearSpec
     o: LinearSpec
@@ -110,6 +114,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     norms_rotated: bool = False
     is_gated: bool = False
     gate: LinearSpec | None = None
+    v_epsilon: float | None = None
+    keys_are_values: bool = False
 
     @property
     def q_size(self) -> int:
@@ -183,6 +189,7 @@ class StepSpec(msgspec.Struct, frozen=True):
     """A part of a layer that ends with a residual sum: `x + factor * post(sum of branches)`. Every
     branch reads `pre(x)`. pre, post: None = read, or summed, as it is. At most one branch mixes
     tokens. beside: the norm of what the others read beside it, in place of `pre`; None = the same.
+    scalar: a stored number that the sum is multiplied with; "" = none.
     """
 
     branches: tuple[Branch, ...]
@@ -190,6 +197,7 @@ class StepSpec(msgspec.Struct, frozen=True):
     post: NormSpec | None = None
     factor: float = 1.0
     beside: NormSpec | None = None
+    scalar: str = ""
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -233,6 +241,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
             for part in (*step.branches, step.pre, step.post, step.beside):
                 if part is not None:
                     yield from part.tensors()
+            if step.scalar:
+                yield step.scalar, (1,)
 
     def mapped(self, change: Callable[[Branch], Branch]) -> "LayerSpec":
         """The layer with every branch changed."""

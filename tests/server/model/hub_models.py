@@ -42,7 +42,7 @@ def random_model(
             if any(part in parameter_name for part in ("norm", "ln_", "bias")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for buffer_name, buffer in model.named_buffers():
-            if "correction_bias" in buffer_name:
+            if "correction_bias" in buffer_name or "layer_scalar" in buffer_name:
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     model.train(False)
     return model

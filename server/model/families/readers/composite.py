@@ -104,6 +104,8 @@ _GEMMA3_TEXT: dict[str, Any] = {
     "num_attention_heads": 8,
     "max_position_embeddings": 131072,
 }
+_GEMMA4_TEXT: dict[str, Any] = {**_GEMMA3_TEXT, "vocab_size": 262144, "num_hidden_layers": 30}
+_GEMMA4_UNIFIED_TEXT: dict[str, Any] = {**_GEMMA4_TEXT, "max_position_embeddings": 262144}
 _LLAMA_TEXT: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -163,6 +165,18 @@ COMPOSITES: dict[str, Composite] = {
         "Gemma3ForConditionalGeneration",
         {"gemma3_text": TextPart("gemma3_text", _GEMMA3_TEXT)},
         is_tied=True,
+    ),
+    "gemma4": Composite(
+        "Gemma4ForConditionalGeneration",
+        {"gemma4_text": TextPart("gemma4_text", _GEMMA4_TEXT)},
+        is_tied=True,
+        inner_ties=False,
+    ),
+    "gemma4_unified": Composite(
+        "Gemma4UnifiedForConditionalGeneration",
+        {"gemma4_unified_text": TextPart("gemma4_unified_text", _GEMMA4_UNIFIED_TEXT)},
+        is_tied=True,
+        inner_ties=False,
     ),
     "glm46v": Composite("Glm46VForConditionalGeneration", _GLM4V, inner_ties=False),
     "glm4v": Composite("Glm4vForConditionalGeneration", _GLM4V),

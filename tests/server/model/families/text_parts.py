@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import (
     Gemma3Config,
+    Gemma4Config,
     Glm4vConfig,
     Glm46VConfig,
     Idefics3Config,
@@ -53,6 +54,11 @@ def _both(text: dict[str, Any]) -> dict[str, Any]:
     """What stands beside `text_config` too."""
     tied = text.get("tie_word_embeddings", False)
     return {"tie_word_embeddings": tied, "pad_token_id": 0}
+
+
+def gemma4(**text: Any) -> PreTrainedConfig:
+    sizes = {**_VISION, "head_dim": 16, "global_head_dim": 16, "position_embedding_size": 64}
+    return Gemma4Config(text_config=text, vision_config=sizes, audio_config=None, **_both(text))
 
 
 def gemma3(**text: Any) -> PreTrainedConfig:

@@ -67,6 +67,7 @@ from transformers import (
 
 from tests.server.model.families import text_parts
 from tests.server.model.families.delta import DELTA
+from tests.server.model.families.gemma4 import GEMMA4
 from tests.server.model.families.kin import KIN
 from tests.server.model.families.routed import ROUTED
 from tests.server.model.families.states import WITH_STATES
@@ -202,6 +203,7 @@ _LONG_ROPE: dict[str, Any] = {
 
 VARIANTS: dict[str, Variant] = {
     **DELTA,
+    **GEMMA4,
     **WITH_STATES,
     **KIN,
     **ROUTED,

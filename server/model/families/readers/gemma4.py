@@ -1,0 +1,164 @@
+"""Gemma 4: windowed layers, and wide ones whose keys may be values. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from loraplex.server.model.families import family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.rope import (
+    WITH_PROPORTIONAL,
+    RopeRules,
+    read_table,
+    read_tables,
+)
+from loraplex.server.model.spec.linear_spec import LinearSpec
+from loraplex.server.model.spec.model_spec import (
+    AttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+)
+
+_ACTIVATION = "gelu_pytorch_tanh"
+_EOS = 1
+_PATTERN = 6
+_SCALAR = "layer_scalar"
+_WIDE_HEAD = 512
+_ROPES: dict[str, dict[str, Any]] = {
+    family.WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
+    family.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+# Parts that are not served, and what `config.json` has where a model has none of them.
+_OTHER_PARTS = {
+    "enable_moe_block": (False, "experts beside an MLP"),
+    "num_kv_shared_layers": (0, "keys and values of another layer"),
+    "hidden_size_per_layer_input": (0, "embeddings of each layer"),
+}
+
+
+def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Gemma 4, whose class has embeddings of each layer where `config.json` says nothing."""
+    per_layer = fields.config.get("hidden_size_per_layer_input", 256)
+    return _read(fields.changed(hidden_size_per_layer_input=per_layer), generation, window=512)
+
+
+def read_unified(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Gemma 4 of one tower for text and images, such as its 12B."""
+    return _read(fields, generation, window=1024)
+
+
+def _read(fields: Fields, generation: Mapping[str, Any], window: int) -> ModelSpec:
+    """window: where `config.json` says nothing."""
+    config = fields.config
+    for key, (none, what) in _OTHER_PARTS.items():
+        if config.get(key) not in (None, none):
+            fields.refuse(f"{key} must be {none!r}, got {config[key]!r}: no model has {what} here")
+    if config.get("use_bidirectional_attention") == "vision":  # only pictures see both ways
+        fields = fields.changed(use_bidirectional_attention=None)
+    family.refuse_other_attention(fields)
+    sizes = family.read_sizes(fields, kv_heads=4, head_dim=256, activation=None)
+    kinds = family.read_windowed(fields, sizes, lambda layer: (layer + 1) % _PATTERN > 0)
+    windows = family.read_windows(
+        fields, sizes, config.get("sliding_window", window), lambda layer: kinds[layer]
+    )
+    # transformers lets the last layer see all tokens, whatever its kind.
+    windowed = [*kinds[:-1], False]
+    full = _wide_sizes(fields, sizes, windowed)
+    narrow_rope, wide_rope = _ropes(fields, sizes, full)
+    layers = []
+    for number, has_window in enumerate(windowed):
+        if has_window:
+            of = _attention(fields, sizes, narrow_rope, windows[number])
+        else:
+            of = _wide(_attention(fields, full, wide_rope, None), fields, full != sizes)
+        layers.append(_layer(fields, sizes, of))
+    eos = family.read_eos(fields, generation, sizes, default=_EOS)
+    plain = family.model(fields, sizes, layers, sizes.positions, eos, tied=True)
+    cap = config.get("final_logit_softcapping")
+    softcap = None if cap is None else fields.number(config, "final_logit_softcapping", None)
+    return replace(
+        plain,
+        embedding=replace(plain.embedding, scale=sizes.hidden**0.5),
+        head=replace(plain.head, softcap=softcap),
+    )
+
+
+def _wide_sizes(
+    fields: Fields, sizes: family.ModelSizes, windowed: list[bool]
+) -> family.ModelSizes:
+    """Read the heads of layers without a window, by either spelling: `per_layer_config` has a table
+    for each of them, or single keys name those of all."""
+    config, wide = fields.config, {str(n) for n, has in enumerate(windowed) if not has}
+    if "per_layer_config" in config:
+        tables = fields.table(config, "per_layer_config")
+    else:
+        own = {"head_dim": config.get("global_head_dim", _WIDE_HEAD)}
+        kv_heads = config.get("num_global_key_value_heads")
+        if kv_heads is not None and config.get("attention_k_eq_v", False):
+            own["num_key_value_heads"] = kv_heads
+        tables = dict.fromkeys(wide, own)
+    if not tables:
+        return sizes
+    first = next(iter(tables.values()))
+    known = isinstance(first, Mapping) and set(first) <= {"head_dim", "num_key_value_heads"}
+    if not known or set(tables) != wide or any(table != first for table in tables.values()):
+        fields.refuse("per_layer_config must give the same heads to all layers without a window")
+        return sizes
+    own_fields, kv_heads = fields.changed(**first), sizes.kv_heads
+    return family.read_sizes(
+        own_fields, kv_heads=kv_heads, head_dim=sizes.head_dim, activation=None
+    )
+
+
+def _ropes(
+    fields: Fields, sizes: family.ModelSizes, full: family.ModelSizes
+) -> tuple[RopeSpec, RopeSpec]:
+    """Rotations of layers with a window, and of those without."""
+    if fields.config.get("rope_parameters") is None:
+        fields = fields.changed(rope_parameters=_ROPES)
+    wide, narrow = read_tables(fields, 1e6, 1e4)
+    rules = RopeRules(kinds=WITH_PROPORTIONAL)
+    return read_table(fields, narrow, sizes, rules)[0], read_table(fields, wide, full, rules)[0]
+
+
+def _attention(
+    fields: Fields, sizes: family.ModelSizes, rope: RopeSpec, window: int | None
+) -> AttentionSpec:
+    bias = bool(fields.config.get("attention_bias", False))
+    biases = family.Biases(qkv=bias, o=bias)
+    of = family.attention(sizes, rope, window, biases, scale=1.0, qk_norm=True)
+    return replace(of, v_epsilon=sizes.epsilon)
+
+
+def _wide(of: AttentionSpec, fields: Fields, is_other: bool) -> AttentionSpec:
+    """The attention of a layer without a window. is_other: its heads are not those of the rest."""
+    if fields.config.get("attention_k_eq_v", False):
+        of = replace(of, qkv=replace(of.qkv, parts=of.qkv.parts[:2]), keys_are_values=True)
+        is_other = True
+    return replace(of, qkv=_as_wide(of.qkv), o=_as_wide(of.o)) if is_other else of
+
+
+def _as_wide(linear: LinearSpec) -> LinearSpec:
+    return replace(linear, role="wide_qkv" if linear.role == "qkv" else "wide_o")
+
+
+def _layer(fields: Fields, sizes: family.ModelSizes, of: AttentionSpec) -> LayerSpec:
+    """Make a layer, with norms before and behind attention and MLP."""
+    norms = family.NormPlaces(
+        *(
+            NormSpec(path, sizes.hidden, sizes.epsilon)
+            for path in (
+                "input_layernorm",
+                "pre_feedforward_layernorm",
+                "post_attention_layernorm",
+                "post_feedforward_layernorm",
+            )
+        )
+    )
+    named = fields.config.get("hidden_activation", _ACTIVATION)
+    mlp = family.mlp(sizes, activation=family.read_activation(fields, "hidden_activation", named))
+    attention, feed_forward = family.layer(sizes, of, mlp, norms).steps
+    return LayerSpec((attention, replace(feed_forward, scalar=_SCALAR)))

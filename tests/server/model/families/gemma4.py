@@ -1,0 +1,61 @@
+"""Rows of parity's table for Gemma 4."""
+
+from typing import Any
+
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedTextConfig,
+)
+
+from tests.server.model.families import text_parts
+from tests.server.model.families.text_parts import OF_IMAGES
+from tests.server.model.families.variant import Variant, of
+
+WINDOWED, FULL = "sliding_attention", "full_attention"
+# No size is another one's.
+_SIZES: dict[str, Any] = {
+    "layer_types": [FULL, WINDOWED, FULL],
+    "head_dim": 12,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 7,
+    "final_logit_softcapping": 5.0,
+}
+_DENSE = Variant(Gemma4TextConfig, Gemma4ForCausalLM, _SIZES)
+GEMMA4: dict[str, Variant] = {
+    "gemma4": _DENSE,
+    # Wide layers with values of their own, biases, and a head beside the embedding.
+    "gemma4-values": of(
+        _DENSE,
+        attention_k_eq_v=False,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        final_logit_softcapping=None,
+        is_adapted=False,
+    ),
+    # All layers have the same heads.
+    "gemma4-even": of(
+        _DENSE,
+        global_head_dim=12,
+        attention_k_eq_v=False,
+        rope_parameters={
+            WINDOWED: {"rope_type": "default", "rope_theta": 1e3},
+            FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e5},
+        },
+        is_adapted=False,
+    ),
+    "gemma4-unified": Variant(
+        Gemma4UnifiedTextConfig,
+        Gemma4UnifiedForCausalLM,
+        {**_SIZES, "use_bidirectional_attention": "vision"},
+        is_adapted=False,
+    ),
+    "gemma4-images": Variant(
+        text_parts.gemma4, Gemma4ForConditionalGeneration, _SIZES, excluded=OF_IMAGES
+    ),
+}

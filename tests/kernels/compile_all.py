@@ -295,7 +295,7 @@ def fp8_pages(early: bool) -> None:
 def prompts(capability: int) -> None:
     """Of padded head sizes, with and without a window, a soft cap and sinks."""
     table, tiles = torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int32)
-    for head_dim in (64, 96, 256):
+    for head_dim in (64, 96, 256, 512):
         q, pages = (
             torch.zeros(8, 8, head_dim, dtype=DTYPE),
             torch.zeros(4, 16, 2, head_dim).to(DTYPE),

@@ -279,7 +279,9 @@ def test_many_programs(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("batch", [1, 9, 70, 256])
-@pytest.mark.parametrize("shape", [(32, 8, 128), (24, 8, 80), (64, 2, 64), (16, 8, 256)])
+@pytest.mark.parametrize(
+    "shape", [(32, 8, 128), (24, 8, 80), (64, 2, 64), (16, 8, 256), (32, 4, 512)]
+)
 def test_half_precision(batch: int, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

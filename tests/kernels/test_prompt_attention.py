@@ -205,8 +205,8 @@ def test_tiles_hold_every_token_once(chunks: list[tuple[int, int]], tokens: int)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="at most 256, not 512"):
-        tile_shape(4, 512, HOPPER)
+    with pytest.raises(ValueError, match="at most 512, not 1024"):
+        tile_shape(4, 1024, HOPPER)
     with pytest.raises(ValueError, match="tiles of 16 tokens are not for 2 heads"):
         Case([(0, 3)], (2, 1, 16), ScoreRule(1.0)).run(small(1))
 
@@ -216,7 +216,7 @@ FULL, WINDOW = [(0, 700), (2100, 333), (4000, 31)], 512
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 160, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 160, 192, 256, 512])
 @pytest.mark.parametrize(
     ("change", "sinks"),
     [({}, False), ({"softcap": 30.0}, False), ({"window": WINDOW}, True)],
@@ -232,7 +232,9 @@ def test_half_precision(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [(7, 1, 128), (71, 1, 64), (16, 8, 256), (24, 8, 96)])
+@pytest.mark.parametrize(
+    "heads", [(7, 1, 128), (71, 1, 64), (16, 8, 256), (32, 4, 512), (24, 8, 96)]
+)
 def test_groups_of_any_size_in_half_precision(heads: tuple[int, int, int]) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

@@ -18,7 +18,7 @@ from loraplex.server.kernels.attention.pages import CachePages, place_in_pages
 from loraplex.server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped
 
 TILE_COLUMNS = 4
-_WIDEST_HEAD = 256
+_WIDEST_HEAD = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,19 @@ class TileShape:
 # By head size, padded: queries and keys of a tile, warps and stages. Page numbers, keys and sums
 # share the stages: of five, a block of keys is under way while another is computed, of three none.
 # First for multiprocessors with 227 KB of shared memory, then for 99 KB.
-_LARGE = {64: (128, 64, 8, 5), 128: (128, 64, 8, 5), 256: (128, 32, 8, 5)}
-_SMALL = {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 3)}
+_LARGE = {
+    **{64: (128, 64, 8, 5), 128: (128, 64, 8, 5)},
+    **{256: (128, 32, 8, 5), 512: (64, 16, 8, 5)},
+}
+_SMALL = {
+    **{64: (64, 64, 4, 3), 128: (128, 32, 8, 3)},
+    **{256: (64, 32, 8, 3), 512: (32, 16, 8, 3)},
+}
 
 
 def tile_shape(group: int, head_dim: int, capability: tuple[int, int]) -> TileShape:
     """Choose the tile shape for a head size and a device. group: query heads of a kv head.
-    capability: of the device. Raises ValueError for a head size above 256.
+    capability: of the device. Raises ValueError for a head size above 512.
     """
     if head_dim > _WIDEST_HEAD:
         raise ValueError(f"head sizes are at most {_WIDEST_HEAD}, not {head_dim}")

@@ -5,7 +5,7 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec
 
 # Head sizes are multiples of the one, up to the other.
-_HEAD_DIM_STEP, _WIDEST_HEAD = 16, 256
+_HEAD_DIM_STEP, _WIDEST_HEAD = 16, 512
 
 
 def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> str | None:

@@ -30,7 +30,17 @@ KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 LENGTHS = (1, 7, 40, 100, 200, 300)
 # Their text part is another family's.
 SAME_TEXT = {
-    *("gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
+    *(
+        "gemma3",
+        "gemma4",
+        "gemma4_unified",
+        "idefics3",
+        "mistral3",
+        "qwen2_5_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_vl",
+    ),
     "smolvlm",
 }
 NAMES = [

@@ -73,7 +73,16 @@ def test_other_routers_and_late_norms_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "served"),
-    [(16, True), (80, True), (96, True), (256, True), (72, False), (272, False), (512, False)],
+    [
+        (16, True),
+        (80, True),
+        (96, True),
+        (256, True),
+        (72, False),
+        (272, True),
+        (512, True),
+        (528, False),
+    ],
 )
 def test_head_sizes(head_dim: int, served: bool) -> None:
     said = unsupported(read_model({**LLAMA, "head_dim": head_dim}), "bfloat16", (9, 0))

@@ -38,12 +38,16 @@ class TileShape:
 # share the stages: of five, a block of keys is under way while another is computed, of three none.
 # First for multiprocessors with 227 KB of shared memory, then for 99 KB.
 _LARGE = {
-    **{64: (128, 64, 8, 5), 128: (128, 64, 8, 5)},
-    **{256: (128, 32, 8, 5), 512: (64, 16, 8, 5)},
+    64: (128, 64, 8, 5),
+    128: (128, 64, 8, 5),
+    256: (128, 32, 8, 5),
+    512: (64, 16, 8, 5),
 }
 _SMALL = {
-    **{64: (64, 64, 4, 3), 128: (128, 32, 8, 3)},
-    **{256: (64, 32, 8, 3), 512: (32, 16, 8, 3)},
+    64: (64, 64, 4, 3),
+    128: (128, 32, 8, 3),
+    256: (64, 32, 8, 3),
+    512: (32, 16, 8, 3),
 }
 
 

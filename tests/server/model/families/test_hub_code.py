@@ -4,7 +4,7 @@ The relative of transformers is the oracle, with adapters merged into it by hand
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,9 +225,9 @@ def respelled(code: Code, tensors: Tensors) -> Tensors:
     return found
 
 
-def places(code: Code, parts: list[torch.Tensor]) -> torch.Tensor:
+def places(code: Code, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Rows of the parts, one part below the other, in the order of the code's module."""
-    rows = torch.arange(sum(map(len, parts))).split([len(part) for part in parts])
+    rows = torch.split(torch.arange(sum(map(len, parts))), [len(part) for part in parts])
     return torch.cat([of.view(code.groups, -1) for of in rows], dim=1).flatten()
 
 

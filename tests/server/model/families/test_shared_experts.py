@@ -5,6 +5,7 @@ one tensor. Files of other trainers mean them: merging by hand is the oracle.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,7 @@ def test_routers_and_gates_by_their_names_as_linear_modules(
 def assert_merged(
     name: str,
     merged: PreTrainedModel,
-    weights: dict[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
     targets: list[str],
     folder: Path,
 ) -> None:

@@ -11,7 +11,8 @@ from tests.server.engine.harness import make_request
 from tests.server.model.adapter_zoo import with_zoo, zoo_of
 from tests.server.model.driver import Driver
 from tests.server.model.engine import Engine
-from tests.server.model.families.parity import TOLERANCE, prompt, rounding
+from tests.server.model.families.drafted import with_drafts
+from tests.server.model.families.parity import TOLERANCE, assert_parity, prompt, rounding
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.hub_models import make_model, reference_logprobs, save_model
 from tests.server.model.sharding.lockstep import ShardedDriver
@@ -152,12 +153,15 @@ def test_an_activated_adapter_goes_on_from_the_bases_state(tried: Tried) -> None
     assert engine.hits == 2 * 36, "not the state of tokens on which the adapter acted"
 
 
-def test_devices_that_share_the_model_have_parts_of_snapshots(tmp_path: Any) -> None:
-    tried = Tried(tmp_path, shards=2)
+def test_devices_that_share_the_model_have_parts_of_states(tmp_path: Any) -> None:
+    tried = Tried(tmp_path, shards=2, max_draft=4)
     engine = tried.engine()
     shared = prompt(29, 1)
     for seed in (1, 2, 3):
         requests = [tried.wish([*shared, *prompt(5, seed)], name) for name in (None, "rank16")]
         tried.ask(engine, *requests)
     assert engine.hits == 2 * 28
+    tried.driver.free_pages.extend(range(tried.driver.executor.limits.num_pages))
+    [(_, stream)] = with_drafts(tried.driver, {None: -1})
+    assert_parity(tried.oracle, None, stream)
     tried.driver.close()

@@ -1,6 +1,6 @@
 """Models whose rows have states: cut, resumed, reused rows, and what is refused of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from loraplex.server.model.devices.sharding import shard_counts, sharded
 from loraplex.server.model.families.registry import read_model
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.driver import Driver, Stream, generate, step
+from tests.server.model.families.drafted import with_drafts
 from tests.server.model.families.parity import GREEDY, Served, assert_parity, prompt
 from tests.server.model.families.test_readers import LLAMA
 from tests.server.model.families.variants import VARIANTS
@@ -109,39 +110,6 @@ def test_results_do_not_depend_on_the_cuts_or_the_batch(served: Served) -> None:
         for stream in streams:
             stream.free()
     assert found[0] == found[1] == found[2]
-
-
-def partly_right(answer: list[int], seed: int) -> Callable[[list[int]], list[int]]:
-    """Drafts of 0 to 4 tokens. answer: prompt and output, as they will be."""
-
-    def draft(tokens: list[int]) -> list[int]:
-        begin = len(tokens)
-        said = answer[begin : begin + (begin * 7 + seed) % 5]
-        wrong = [(begin + i + seed) % 4 == 0 for i in range(len(said))]
-        return [token + 1 if off else token for token, off in zip(said, wrong, strict=True)]
-
-    return draft
-
-
-def with_drafts(driver: Driver, slots: dict[str | None, int]) -> list[tuple[str | None, Stream]]:
-    """Streams of 20 tokens with drafts, beside prompts in chunks; and without, the same answers."""
-    found: list[list[Stream]] = []
-    for round_ in range(2):
-        streams = []
-        for row, slot in enumerate(slots.values()):
-            ids = prompt(3 + 11 * row, row)
-            streams.append(Stream(driver, row, ids, slot=slot, sampling=GREEDY))
-            if round_:
-                streams[-1].draft = partly_right(found[0][row].tokens, row)
-        began = driver.step
-        generate(driver, streams, 20, 5)
-        assert not round_ or driver.step - began < 18 + 9
-        for stream in streams:
-            stream.free()
-        found.append(streams)
-    for plain, drafted in zip(*found, strict=True):
-        assert drafted.output[:20] == plain.output[:20]
-    return [*zip(slots, found[1], strict=True)]
 
 
 def test_drafts_leave_no_trace_in_states(served: Served) -> None:

@@ -20,7 +20,7 @@ from tests.server.model.families.parity import (
     prompt,
     round_adapters,
 )
-from tests.server.model.families.variants import VARIANTS, one_of_a_class, rows
+from tests.server.model.families.variants import VARIANTS, rows
 from tests.server.model.hub_models import make_model, reference_logprobs, save_model
 from tests.server.model.slabs import pack
 
@@ -36,7 +36,7 @@ pytestmark = [
 AT_EVERY_CHUNK = ("gemma3", "qwen3-moe", "llama-biases-tied")
 
 
-@pytest.mark.parametrize("name", one_of_a_class(VARIANTS))
+@pytest.mark.parametrize("name", VARIANTS)
 def test_base_models(name: str, tmp_path: Path) -> None:
     assert_base(name, (1, 5, 64) if name in AT_EVERY_CHUNK else (5,), tmp_path)
 

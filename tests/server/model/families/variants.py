@@ -389,20 +389,6 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def one_of_a_class(names: Iterable[str]) -> list[Any]:
-    """Names of rows as parameters of a test.
-
-    Brief rows of a class that an earlier row has are for the long run alone.
-    """
-    seen, found = set[Any](), list[Any]()
-    for name in names:
-        row = VARIANTS[name]
-        known = row.is_brief and row.model in seen
-        found.append(pytest.param(name, marks=pytest.mark.exhaustive) if known else name)
-        seen.add(row.model)
-    return found
-
-
 def rows(names: Iterable[str]) -> list[Any]:
     """Names of rows as parameters of a test, those that are brief for the long run alone."""
     return [

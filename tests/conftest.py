@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.left_out import LeftOut
 from tests.longest_first import LongestFirst
+from tests.unchanged import note
 
 # Without bytecode each process compiles the tests and the product anew: a tenth of a run.
 sys.dont_write_bytecode = False
@@ -45,6 +46,10 @@ settings.load_profile("any-machine")
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LeftOut())
     config.pluginmanager.register(LongestFirst(config))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    note(report)
 
 
 # PEFT writes a page about each adapter that it saves: a quarter of the time of tests with PEFT.

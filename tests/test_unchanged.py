@@ -1,11 +1,20 @@
 """Changes that make a long test run again."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests import unchanged
-from tests.unchanged import digest_of, kept_for, read_by, unless_unchanged
+from tests.unchanged import (
+    digest_of,
+    kept_for,
+    note,
+    read_by,
+    unless_file_unchanged,
+    unless_unchanged,
+)
 
 
 def test_names_contents_and_versions_count_and_tests_do_not(tmp_path: Path) -> None:
@@ -43,6 +52,37 @@ def test_what_is_imported_through_others_counts(
     assert kept_for("a", read) == kept
     (tmp_path / "kernels/sizes.json").write_text("{ }")
     assert kept_for("a", read) != kept
+
+
+def test_a_file_is_skipped_when_all_its_tests_have_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unchanged, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(unchanged, "ROOT", tmp_path)
+    monkeypatch.setattr(unchanged, "_passed", set())
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (tmp_path / "tests").mkdir()
+    file, conftest = (tmp_path / "tests" / name for name in ("test_a.py", "conftest.py"))
+    file.touch()
+    conftest.touch()
+    items = [SimpleNamespace(nodeid=name, path=file) for name in ("one", "two")]
+    config = SimpleNamespace(option=SimpleNamespace(keyword="", markexpr=""), args=["tests"])
+    request: Any = SimpleNamespace(path=file, config=config, session=SimpleNamespace(items=items))
+
+    def attempt(name: str) -> None:
+        for _ in unless_file_unchanged(request, conftest):
+            report: Any = SimpleNamespace(nodeid=name, when="call", passed=True, skipped=False)
+            note(report)
+
+    attempt("one")
+    attempt("two")
+    with pytest.raises(pytest.skip.Exception):
+        attempt("one")
+    config.args = ["tests/test_a.py"]
+    attempt("one")
+    config.args = ["tests"]
+    file.write_text("assert True")
+    attempt("one")
 
 
 def test_only_what_passed_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

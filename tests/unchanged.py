@@ -3,6 +3,7 @@
 import ast
 import functools
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -13,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / ".cache" / "unchanged"
 COMPILERS = ("triton", "torch")
+ORACLES = ("numpy", "peft", "transformers")
 
 
 def digest_of(folders: Iterable[Path], versions: Iterable[str]) -> str:
@@ -32,6 +34,36 @@ def _digest(files: Mapping[str, Path], versions: Iterable[str]) -> str:
     for name, path in files.items():
         told.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return told.hexdigest()
+
+
+# Names of tests that passed, or were skipped, in this process.
+_passed = set[str]()
+
+
+def note(report: pytest.TestReport) -> None:
+    """Notes a test that passed or was skipped."""
+    if report.skipped or (report.when == "call" and report.passed):
+        _passed.add(report.nodeid)
+
+
+def unless_file_unchanged(request: pytest.FixtureRequest, conftest: Path) -> Iterator[None]:
+    """Skips a file of kernels' tests that passed with all that the file reads.
+
+    What is asked for by name, and what runs on a GPU, always runs.
+    """
+    options, file = request.config.option, request.path
+    whole = not options.keyword and not any(file.name in one for one in request.config.args)
+    if not whole or os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    read = {conftest, ROOT / "tests" / "conftest.py", *read_by(file, "server/kernels")}
+    kept = kept_for(f"{file.stem}-{options.markexpr.replace(' ', '-')}", sorted(read))
+    if kept.exists():
+        pytest.skip("kernels, Triton and what this file imports are as when its tests passed")
+    yield
+    if {item.nodeid for item in request.session.items if item.path == file} <= _passed:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.touch()
 
 
 def _versions(*packages: str) -> list[str]:
@@ -63,8 +95,8 @@ def read_by(file: Path, *folders: str) -> list[Path]:
 
 
 def kept_for(name: str, files: Iterable[Path]) -> Path:
-    """Where is noted that the test of this name passed with these files, compilers and numpy."""
-    digest = _digest({str(path.relative_to(ROOT)): path for path in files}, _versions("numpy"))
+    """Where is noted that the test of this name passed with these files, compilers and oracles."""
+    digest = _digest({str(path.relative_to(ROOT)): path for path in files}, _versions(*ORACLES))
     return KEPT / f"{name}-{digest}"
 
 

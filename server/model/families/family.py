@@ -65,7 +65,7 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
     65536: ("apertus",),
     131072: (
         *("cwm", "ernie4_5", "ernie4_5_moe", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss"),
-        *("gemma4_text", "ministral", "mistral", "mixtral"),
+        *("gemma4_text", "ministral", "mistral", "mixtral", "phimoe"),
     ),
     196608: ("minimax_m2",),
     262144: ("gemma4_unified_text", "ministral3"),

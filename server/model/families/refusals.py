@@ -88,7 +88,6 @@ _PARTS: tuple[_Part, ...] = (
     _Part("a gate of what attention gives", ("gating", "use_attention_gate")),
     _Part("layers of different widths, or without attention", ("block_configs",)),
     _Part("experts within attention", named=("kv_channels",)),
-    _Part("a router of sparse mixing", named=("input_jitter_noise",)),
     _Part("differential attention", ("lambda_std_dev",)),
     _Part("attention masks that depend on the values", ("keep_window_size",)),
     _Part("a model of bytes and patches, where others have tokens", ("patching_mode",)),

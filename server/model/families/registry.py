@@ -109,6 +109,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family("Olmo3ForCausalLM", olmo.read_olmo3),
     "opt": Family("OPTForCausalLM", gpt2.read_opt),
     "phi": Family("PhiForCausalLM", phi.read_phi),
+    "phimoe": Family("PhimoeForCausalLM", routed.read_phimoe, others=("PhiMoEForCausalLM",)),
     "phi3": Family("Phi3ForCausalLM", phi.read_phi3),
     "qwen": Family("QWenLMHeadModel", hub_code.read_qwen),
     "qwen2": Family("Qwen2ForCausalLM", qwen2.read),

@@ -41,7 +41,12 @@ from loraplex.server.model.spec.model_spec import (
     PositionScale,
     RopeSpec,
 )
-from loraplex.server.model.spec.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertActivation
+from loraplex.server.model.spec.moe_spec import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    ExpertActivation,
+    MoeSpec,
+)
 from loraplex.server.model.state_weights import StateWeights
 from loraplex.server.model.weights import LayerNorm, Norm, RmsNorm
 
@@ -96,6 +101,8 @@ def routed(
     if spec.rule == "top_k_softmax":
         largest = logits.topk(spec.top_k)
         return largest.indices, largest.values.softmax(-1)
+    if spec.rule == "sparse_mixer":
+        return _mixed(logits, spec)
     wide = logits.float()
     scores = wide.sigmoid() if spec.rule.startswith("sigmoid") else wide.softmax(-1)
     chosen = _choose(scores, weights).topk(spec.top_k).indices
@@ -106,6 +113,21 @@ def routed(
     if spec.factor != 1.0:
         shares = shares * spec.factor
     return chosen, shares if spec.wide_weights else shares.to(x.dtype)
+
+
+def _mixed(logits: torch.Tensor, spec: MoeSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose one expert after the other (SparseMixer, arXiv 2310.00811). Returns what `routed`
+    does.
+    """
+    chosen, shares, left = [], [], logits
+    for _ in range(spec.top_k):
+        best = left.max(-1, keepdim=True)
+        is_far = (best.values - logits) / logits.abs().clamp(min=best.values) > spec.margin
+        near = left.masked_fill(is_far, -torch.inf).softmax(-1)
+        chosen.append(best.indices)
+        shares.append(near.gather(-1, best.indices))
+        left = left.scatter(-1, best.indices, -torch.inf)
+    return torch.cat(chosen, dim=-1), torch.cat(shares, dim=-1)
 
 
 def _choose(scores: torch.Tensor, weights: MoeWeights) -> torch.Tensor:

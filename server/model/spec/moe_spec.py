@@ -9,14 +9,17 @@ from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors
 ExpertActivation = Literal["silu", "clamped_swiglu"]
 # How a router chooses experts and weighs them: the softmax of all logits, of which the `top_k`
 # largest are taken, as they are or divided by their sum; or the softmax of the largest logits; or
-# the sigmoid of each logit, as with the softmax of all.
+# the sigmoid of each logit, as with the softmax of all; or one expert after the other, by the
+# softmax of those logits that are near the largest one left.
 RouterRule = Literal[
     "softmax_top_k",
     "softmax_top_k_normed",
     "top_k_softmax",
     "sigmoid_top_k",
     "sigmoid_top_k_normed",
+    "sparse_mixer",
 ]
+_OF_SOFTMAX: tuple[RouterRule, ...] = ("softmax_top_k", "softmax_top_k_normed", "top_k_softmax")
 
 # Of `clamped_swiglu`: `gate * sigmoid(ALPHA * gate) * (up + 1)`, with the gate at most LIMIT and up
 # between -LIMIT and LIMIT.
@@ -61,7 +64,8 @@ class MoeSpec(FeedForwardSpec, frozen=True):
     correction: path and shape of numbers, one an expert, which are added to scores where experts
     are chosen, and not where they are weighed. groups: how many experts are in, and how many of
     these a token may choose from, by the sum of each one's two best scores. norm_floor: the least
-    sum that weights are divided by. norm_added: to that sum. factor: of the weights.
+    sum that weights are divided by. norm_added: to that sum. factor: of the weights. margin: of
+    `sparse_mixer`, how far a logit may lie below the largest, as a part of its own size.
     """
 
     top_k: int
@@ -75,12 +79,13 @@ class MoeSpec(FeedForwardSpec, frozen=True):
     norm_floor: float = 0.0
     norm_added: float = 0.0
     factor: float = 1.0
+    margin: float = 0.0
 
     @property
     def is_plain(self) -> bool:
         """Whether the softmax of logits alone chooses experts and weighs them."""
         others = self.correction is not None or self.groups != (1, 1) or self.factor != 1.0
-        return not others and not self.rule.startswith("sigmoid")
+        return not others and self.rule in _OF_SOFTMAX
 
     @property
     def chooser(self) -> LinearSpec:

@@ -43,7 +43,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bert": {"architectures": ["BertForMaskedLM"], "hidden_act": "gelu", "type_vocab_size": 2},
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
-    "phimoe": {"architectures": ["PhimoeForCausalLM"], "input_jitter_noise": 0.01},
     "olmo_hybrid": {
         "architectures": ["OlmoHybridForCausalLM"],
         **TEXT,
@@ -86,7 +85,6 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"block_types": ["recurrent", "attention"]}, "recurrent layers"),
     ({"is_encoder_decoder": True}, "an encoder whose output the decoder attends to"),
     ({"type_vocab_size": 2}, "attention to later tokens"),
-    ({"input_jitter_noise": 0.0}, "a router of sparse mixing"),
     ({"use_attention_gate": True}, "a gate of what attention gives"),
     ({"n_positions": 1024}, "positions that are added in another form"),
     ({"attn_config": {"clip_qkv": 8.0}}, "attention whose queries and values are clipped"),

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import exaone, llama, olmo, qwen3_moe, renamed
-from loraplex.server.model.families.rope import LLAMA, RopeRules, read_rope
+from loraplex.server.model.families.rope import LLAMA, RopeRules, read_rope, rope_table
 from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
@@ -25,6 +25,7 @@ _NAMES = experts.ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj
 _MIXTRAL = experts.ExpertNames(
     "block_sparse_moe.gate", "block_sparse_moe.experts.{}", gate="w1", up="w3", down="w2"
 )
+_PHIMOE = _MIXTRAL._replace(other_router="mlp.router")
 _AFMOE = _NAMES._replace(router="mlp.router.gate")
 # What AFMoE's configuration can say, and its code does not read.
 _AFMOE_FIXED: dict[str, Any] = {
@@ -261,6 +262,53 @@ def _four_norms(sizes: family.ModelSizes) -> family.NormPlaces:
         *("post_attention_layernorm", "post_mlp_layernorm"),
     )
     return family.NormPlaces(*(NormSpec(name, sizes.hidden, sizes.epsilon) for name in names))
+
+
+def read_phimoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Phi 3.5 with experts. A context ends where long factors would begin: transformers and the
+    model's own code differ from there on.
+    """
+    config = fields.config
+    fields.only("num_experts_per_tok", 2)
+    fields = _with_one_scale(fields)
+    sizes = _read_sizes(fields, epsilon=1e-5)
+    rope, max_context = read_rope(fields, sizes, RopeRules(theta=1e6))
+    bias = bool(config.get("attention_bias", False))
+    biases = family.Biases(qkv=bias, o=bias)
+    names = "input_layernorm", "post_attention_layernorm"
+    norms = family.NormPlaces(*(family.layer_norm(name, sizes) for name in names))
+    counts = experts.read_counts(fields, default=16, default_of_token=2)
+    moe = experts.moe(sizes.hidden, sizes.inner, counts, _PHIMOE, "sparse_mixer")
+    moe = replace(moe, margin=2 * fields.number(config, "router_jitter_noise", 0.01))
+    layers = [
+        family.layer(sizes, family.attention(sizes, rope, each, biases), moe, norms)
+        for each in experts.read_same_windows(fields, sizes, config.get("sliding_window"))
+    ]
+    model = family.layer_normed(fields, generation, sizes, layers, max_context, 2)
+    linear = replace(model.head.linear, bias=bool(config.get("lm_head_bias", False)))
+    return replace(model, head=replace(model.head, linear=linear))
+
+
+def _with_one_scale(fields: Fields) -> Fields:
+    table = rope_table(fields)
+    if table.get("rope_type", table.get("type", "default")) == "default":
+        return fields
+    if table.get("rope_type", table.get("type")) != "longrope":
+        fields.refuse("rope_type must be default or longrope")
+    scale = table.get("short_mscale")
+    if scale is None or scale != table.get("long_mscale"):
+        fields.refuse("short_mscale and long_mscale must be the same number")
+    original = table.get("original_max_position_embeddings")
+    original = fields.config.get("original_max_position_embeddings", original)
+    return fields.changed(
+        max_position_embeddings=original,
+        rope_scaling=None,
+        rope_parameters={
+            "rope_theta": fields.config.get("rope_theta", 1e6),
+            **table,
+            "attention_factor": scale,
+        },
+    )
 
 
 def read_hunyuan_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:

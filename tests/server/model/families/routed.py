@@ -26,6 +26,8 @@ from transformers import (
     MiniMaxM2ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
 )
@@ -103,6 +105,22 @@ _EXAONE = Variant(
     _ATTENTION,
     others=on_experts,
     beside=_SHARED,
+)
+_PHIMOE = Variant(
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    {
+        **EXPERTS,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 7,
+        "intermediate_size": 40,
+        "router_jitter_noise": 0.2,
+        "sliding_window": 7,
+        "attention_bias": True,
+        "lm_head_bias": True,
+    },
+    _ATTENTION,
+    others=partial(on_experts, router="router"),
 )
 _MINIMAX = Variant(
     MiniMaxM2Config,
@@ -214,6 +232,20 @@ _ROWS: dict[str, Variant] = {
         beside=SEVEN[4:],
     ),
     "minimax-m2": _MINIMAX,
+    "phimoe": _PHIMOE,
+    "phimoe-long": of(
+        _PHIMOE,
+        is_adapted=False,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0 + 0.1 * i for i in range(8)],
+            "long_factor": [2.0 + i for i in range(8)],
+            "short_mscale": 1.2,
+            "long_mscale": 1.2,
+            "original_max_position_embeddings": 128,
+        },
+    ),
     "olmoe": of(_OLMOE, num_key_value_heads=4),
     "olmoe-normed": of(
         _OLMOE, norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True

@@ -132,6 +132,7 @@ def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
         expected = getattr(rotary, f"{prefix}inv_freq")
         assert torch.equal(found, expected)
         factor = getattr(rotary, f"{prefix}attention_scaling")
+        factor = decoder.config.rope_parameters.get("short_mscale", factor)
         assert rope.attention_factor == pytest.approx(factor)
 
 

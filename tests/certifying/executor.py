@@ -431,7 +431,10 @@ class CertifyingExecutor:
         return marks
 
     def _holds(self, row: FakeRow, marks: list[Mark]) -> bool:
-        """Tells whether the row's pages hold these marks, as far as the next token sees them."""
+        """Tells whether the row's state and pages hold these marks, as far as the next token sees
+        them."""
+        if self.limits.has_states and marks and row.state != marks[-1]:
+            return False
         return all(
             self._group_holds(row, group, self._first_seen(window, len(marks)), marks)
             for group, window in enumerate(self.limits.page_windows)

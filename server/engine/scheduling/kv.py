@@ -40,8 +40,8 @@ class SequencePages:
         self._next_pages = -(-SHARE_WORTH_TOKENS // page_size)
         self._budget = HASHED_PER_PLAN
         self._short_context = limits.short_context
-        # Pages are no help without the state behind them.
-        self._shares = bool(limits.page_windows) and (bool(self.states) or not limits.has_states)
+        # Pages are no help without the state behind them. A state may need no pages.
+        self._shares = bool(self.states) if limits.has_states else bool(limits.page_windows)
 
     def begin_plan(self) -> None:
         self._budget = HASHED_PER_PLAN
@@ -58,7 +58,7 @@ class SequencePages:
         hashes, size = sequence.hashes, self.pool.page_size
         full = 0 if self._computes_all(sequence) else (len(sequence.tokens) - 1) // size
         while len(hashes) < full:
-            if hashes and not (hashes[-1] in self._computing or self.pool.knows(hashes[-1])):
+            if hashes and not (hashes[-1] in self._computing or self._has(hashes[-1])):
                 break
             if others_wait and not self._budget:
                 return False
@@ -218,8 +218,12 @@ class SequencePages:
 
     def _known(self, sequence: Sequence) -> int:
         """How many leading pages are cached in the first group."""
-        known = map(self.pool.knows, self._readable(sequence))
+        known = map(self._has, self._readable(sequence))
         return sum(takewhile(bool, known))
+
+    def _has(self, digest: PageHash) -> bool:
+        """Whether a page is cached in the first group. Without groups nothing needs to be."""
+        return not self.windows or self.pool.knows(digest)
 
     def _reusable(self, sequence: Sequence, count: int) -> int:
         """How many leading tokens need not be computed: in each group those pages are cached that
@@ -263,7 +267,7 @@ class SequencePages:
             other = self._computing.get(digest)
             if other is not None and other is not sequence:
                 sequence.beside = other, sequence.shared_with(other)
-            if other is not None or not self.pool.knows(digest):
+            if other is not None or not self._has(digest):
                 break
         return sequence.beside
 

@@ -38,7 +38,7 @@ from loraplex.server.model.lora.own_rows import (
     widened,
 )
 from loraplex.server.model.lora.sites import BranchSites, Site
-from loraplex.server.model.ops import pointwise
+from loraplex.server.model.ops import pointwise, states_cuda
 from loraplex.server.model.ops.attention_cuda import Attention, PagedAttention
 from loraplex.server.model.ops.cache_pages import cache_pages
 from loraplex.server.model.ops.device_lora import DeviceLora, LoraBatches
@@ -59,12 +59,6 @@ from loraplex.server.model.ops.pointwise import layer_norm, with_values, without
 from loraplex.server.model.ops.products import Products
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
 from loraplex.server.model.ops.row_states import RowStates
-from loraplex.server.model.ops.states_cuda import (
-    NO_STATES,
-    StatePlan,
-    mix_states,
-    plan_states,
-)
 from loraplex.server.model.spec.model_spec import (
     Activation,
     AttentionSpec,
@@ -230,7 +224,7 @@ class CudaPlan:
     attention: Attention
     attended: torch.Tensor | None = None
     turns: torch.Tensor | None = None
-    states: StatePlan = NO_STATES
+    states: states_cuda.StatePlan = states_cuda.NO_STATES
 
     @property
     def angles(self) -> torch.Tensor:
@@ -286,7 +280,9 @@ class CudaOps:
         turns = self.rotations.turns(positions, layout.token_rows, layout.long_rows)
         attention = self._attention.plan(layout, turns)
         size = self.states.scratch, self.states.depth
-        states = plan_states(layout, *size) if self.states else NO_STATES
+        states = states_cuda.NO_STATES
+        if self.states:
+            states = states_cuda.plan_states(layout, *size)
         return CudaPlan(positions, slots, attention, turns=turns, states=states)
 
     def kv_slots(self, layout: StepLayout) -> torch.Tensor:
@@ -519,7 +515,7 @@ class CudaOps:
     ) -> torch.Tensor:
         complete = [self.complete(product) for product in products]
         slices, kept = self.states.walk(layer, plan.states), self.states.inputs(layer)
-        found = mix_states(slices, complete, weights, self.states.of(layer), kept)
+        found = states_cuda.mix_states(slices, complete, weights, self.states.of(layer), kept)
         self.states.keep(layer, plan.states.keep, complete)
         return found
 

@@ -125,6 +125,17 @@ def test_a_preempted_sequence_goes_on_where_it_was() -> None:
     assert sum(len(plan.restores) for plan in harness.plans) == 1
 
 
+def test_a_model_without_pages_reads_states_alone() -> None:
+    harness = made(page_windows=())
+    assert answer(harness, text(70)) == 0
+    assert answer(harness, text(68) + [9] * 30) == 68
+    assert answer(harness, text(70), adapter="a") == 0
+    for count in range(4):
+        harness.submit(make_request(text(90, 2) + [5] * count))
+    harness.run()
+    assert harness.scheduler.stats().prefix_hit_tokens == 68 + 3 * 88
+
+
 def test_without_snapshots_nothing_is_shared() -> None:
     harness = made(num_snapshots=0)
     assert answer(harness, text(70)) == 0
@@ -182,7 +193,7 @@ class Snapshots(RuleBasedStateMachine):
         pages=st.integers(12, 30),
         rows=st.integers(1, 3),
         tokens=st.sampled_from([3, 8, 20]),
-        windows=st.sampled_from([(None,), (None,), (None, 5)]),
+        windows=st.sampled_from([(None,), (None,), (None, 5), ()]),
         depth=st.integers(1, 2),
     )
     def begin(

@@ -38,6 +38,8 @@ Role = Literal[
     "lm_head",
 ]
 
+# Of products that choose experts, or weigh what comes out.
+CHOOSERS: tuple[Role, ...] = ("router", "shared_out_gate")
 # A *site* is one fused matrix product of the base; its projections share the input. These are of a
 # layer of Llama and of models after it.
 LAYER_SITES: dict[Role, tuple[str, ...]] = {

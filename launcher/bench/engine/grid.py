@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from loraplex.adapters.base import CHOOSERS
 from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype
 from loraplex.launcher.bench.engine.offline import (
     GREEDY,
@@ -342,11 +343,13 @@ def adapter_bytes(grid: Grid, lora_rank: int, rows: int) -> float:
 
 
 def matrix_parameters(model: ModelSpec, rows: int = 1) -> float:
-    """Counts weights of the layers' matrices that `rows` tokens are multiplied with."""
+    """Counts weights of the layers' matrices that `rows` tokens are multiplied with, without
+    those that choose experts, which are few."""
     return sum(
         linear.out_features * linear.in_features * _read(layer, linear.experts, rows)
         for layer in model.layers
         for linear in layer.linears
+        if linear.role not in CHOOSERS
     )
 
 

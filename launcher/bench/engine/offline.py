@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import torch
 
-from loraplex.adapters.base import BaseModule, BaseSpec, base_modules
+from loraplex.adapters.base import CHOOSERS, BaseModule, BaseSpec, base_modules
 from loraplex.adapters.grammar.vocabulary import Vocabulary, make_vocabulary
 from loraplex.adapters.manifest import SlabDtype, SlabLayout
 from loraplex.adapters.peft.config import parse_config
@@ -115,7 +115,10 @@ def adapted_modules(base: BaseSpec, *, experts: bool = False) -> Iterator[BaseMo
     """Yields the modules that made-up adapters change: the projections of all tokens in every
     layer, and experts where that is asked for."""
     for module in base_modules(base):
-        if module.layer >= 0 and (experts or not module.shape.is_of_experts):
+        if module.layer < 0 or (module.shape.is_of_experts and not experts):
+            continue
+        sites = base.layers[module.layer].sites
+        if not any(module.name in sites.get(role, ()) for role in CHOOSERS):
             yield module
 
 

@@ -147,9 +147,8 @@ class Experts:
         lora: DeviceLora | None,
         sites: BranchSites,
     ) -> ByExperts:
-        """Choose experts by the router's logits, `[tokens, experts]`, and compute these, with LoRA,
-        as `Ops.moe` says. sites: of the experts.
-        """
+        """Choose experts by logits `[tokens, experts]`, and compute these, with LoRA, as `Ops.moe`
+        says. sites: of the experts."""
         spec = weights.spec
         shape = grouped_shape(len(x), spec.top_k, spec.experts)
         tiles, shares = assign_experts(
@@ -592,7 +591,6 @@ class CudaOps:
     def moe(
         self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: BranchSites
     ) -> LinearOutput:
-        of_router, *of_experts = sites
         lora = lora if lora is not None and lora.expert_sites else None
-        logits = self.complete(self.linear(x, weights.router, lora, of_router))
-        return self._experts.run(x, logits, weights, lora, tuple(of_experts))
+        logits = self.complete(self.linear(x, weights.router, lora, sites[0]))
+        return self._experts.run(x, logits, weights, lora, sites[1:])

@@ -5,13 +5,12 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from loraplex.adapters.base import ModuleShape, Role, module_name
+from loraplex.adapters.base import CHOOSERS, ModuleShape, Role, module_name
 from loraplex.adapters.sharding import UNGROUPED, Groups, Sharding, Span
 
 ExpertForm = Literal["each", "stacked", "mxfp4"]
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
 
-_CHOOSERS: tuple[Role, ...] = ("router", "shared_out_gate")
 # Features that share a scale in MXFP4, two in a byte.
 MXFP4_BLOCK = 32
 # How the names of its tensors end.
@@ -133,7 +132,7 @@ class LinearSpec(msgspec.Struct, frozen=True):
         """List modules whose weight is a matrix of its own in the checkpoint, one expert's after
         the other's. Those that choose experts are never quantised.
         """
-        if self.role in _CHOOSERS:
+        if self.role in CHOOSERS:
             return
         if self.stored is not None and self.stored.form != "each":
             return

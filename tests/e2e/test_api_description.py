@@ -12,6 +12,7 @@ import pytest
 
 from tests.certifying.factory import certify
 from tests.e2e.serving import ROOT, Serving, start_serving
+from tests.tethered import tethered
 
 SCHEMATHESIS = ROOT / ".venv-clients/bin/schemathesis"
 REJECTED = [400, 401, 403, 404, 405, 406, 409, 413, 415, 422, 428, 429, "5xx"]  # with 413
@@ -79,14 +80,14 @@ def started(
     server: Serving, config: Path, phases: str, operations: tuple[str, ...]
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [
+        tethered(
             *(str(SCHEMATHESIS), "--config-file", str(config), "run", "--phases", phases),
             *("--no-color", "--suppress-health-check", "all", "--continue-on-failure"),
             *("--request-timeout", "120", "--workers", "1"),
             *("--exclude-checks", "positive_data_acceptance", "--max-examples", "15"),
             *operations,
             f"{server.url}/openapi.json",
-        ],
+        ),
         env={
             **os.environ,
             "SCHEMATHESIS_HOOKS": "tests.e2e.schema_checks",

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from peft import PeftModel
+from torch import Tensor
 
 from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest
 from tests.server.engine.harness import make_request
@@ -139,18 +141,38 @@ def test_few_pages_and_many_sequences(tried: Tried) -> None:
     assert engine.scheduler.stats().preemptions > 0
 
 
+def activated_logprobs(oracle: PeftModel, name: str, prefix: list[int], rest: list[int]) -> Tensor:
+    """Log-softmax after each token of `rest`, on which alone the adapter acts."""
+    rows = []
+    with torch.no_grad():
+        with oracle.disable_adapter():
+            cache = oracle(input_ids=torch.tensor([prefix]), use_cache=True).past_key_values
+        oracle.set_adapter(name)
+        for token in rest:
+            inputs = {"input_ids": torch.tensor([[token]]), "past_key_values": cache}
+            rows.append(oracle(**inputs, use_cache=True).logits[0, -1].float().log_softmax(-1))
+    return torch.stack(rows)
+
+
 def test_an_activated_adapter_goes_on_from_the_bases_state(tried: Tried) -> None:
-    """As if all was computed for it alone."""
-    shared = prompt(38, 8)
-    of_base = tried.wish(shared)
-    wish = tried.wish([*shared, 5, 9], "rank16", adapter_from=38)
-    alone, engine = tried.engine(), tried.engine()
-    [expected] = alone.answers(wish)
-    engine.answers(of_base)
-    assert engine.answers(wish) == [expected]
-    assert (alone.hits, engine.hits) == (0, 36)
-    tried.ask(engine, tried.wish([*shared, 5, 9]))
-    assert engine.hits == 2 * 36, "not the state of tokens on which the adapter acted"
+    """The base's prompt saved it, and so does the adapter's own prompt where the adapter begins."""
+    engine = tried.engine()
+    for seed, base_first in ((8, True), (9, False)):
+        shared, before, rest = prompt(38, seed), engine.hits, [5, seed]
+        wish = tried.wish([*shared, *rest], "rank16", adapter_from=38)
+        of_base = tried.wish([*shared, *([] if base_first else [1, 2, 3])])
+        keys = []
+        for request in (of_base, wish) if base_first else (wish, of_base):
+            keys.append(engine.submit(request))
+            engine.run()
+        assert engine.hits - before == 36
+        key = keys[base_first]
+        answer = engine.tokens(key)
+        expected = activated_logprobs(tried.oracle, "rank16", shared, [*rest, *answer[:-1]])
+        found = [p for event in engine.events[key] for p in event.logprobs or ()]
+        for place, each in enumerate(found, start=1):
+            assert each.logprob == pytest.approx(expected[place, each.token_id].item(), abs=1e-4)
+            assert expected[place, each.token_id] > expected[place].max() - 1e-4
 
 
 def test_devices_that_share_the_model_have_parts_of_states(tmp_path: Any) -> None:

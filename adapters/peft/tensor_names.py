@@ -135,6 +135,7 @@ class Naming(msgspec.Struct, frozen=True):
         return not self.modules or within.partition(".")[2].startswith(self.modules)
 
 
+_NEMOTRON = "a model with Nemotron-H's names"
 WHOLE = Naming("the model itself", _BODY, "")
 NAMINGS = (
     WHOLE,
@@ -152,6 +153,12 @@ NAMINGS = (
         "h.",
         ("self_attention.", "mlp.dense"),
         "word_embeddings",
+    ),
+    *(
+        Naming(
+            "a model with Nemotron-H's names", body, "", modules=("mixer.",), embedding="embeddings"
+        )
+        for body in ("backbone.", _BODY)
     ),
     Naming("a model with OPT's names", "model.decoder.", "", modules=("self_attn.", "fc")),
     Naming(

@@ -66,6 +66,7 @@ class PreparedStep(Generic[L, Y]):
     beside: Norm | None
     factor: float
     scalar: float
+    reads_last: bool
 
 
 class Decoder(Generic[P, L, Y]):
@@ -109,7 +110,8 @@ class Decoder(Generic[P, L, Y]):
                 case _:
                     mixer = PreparedMixer(layer, branch, of_branch)
         norms = weights.pre, weights.post, weights.beside
-        return PreparedStep(mixer, tuple(feed_forwards), *norms, spec.factor, weights.scalar)
+        rule = spec.factor, weights.scalar, spec.reads_last
+        return PreparedStep(mixer, tuple(feed_forwards), *norms, *rule)
 
     def forward(
         self,
@@ -150,7 +152,7 @@ class Decoder(Generic[P, L, Y]):
             if meanwhile is not None:
                 meanwhile()
             if number < last:
-                normed, hidden = self.after_mixer(number, mixed, hidden, lora)
+                normed, hidden = self.after_mixer(number, mixed, hidden, lora, normed)
         return mixed, hidden
 
     def mix(self, plan: P, number: int, products: Sequence[Y]) -> torch.Tensor:
@@ -189,16 +191,22 @@ class Decoder(Generic[P, L, Y]):
         return self._up_to_mixer(0, self._normed(0, hidden, lora), hidden, lora)
 
     def after_mixer(
-        self, number: int, mixed: torch.Tensor, hidden: torch.Tensor, lora: L | None
+        self,
+        number: int,
+        mixed: torch.Tensor,
+        hidden: torch.Tensor,
+        lora: L | None,
+        last: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute from one mixer to the next one's products, or to the end. number: in `mixers`."""
+        """Compute from one mixer to the next one's products, or to the end. number: in `mixers`.
+        last: what the mixer read, where the next step reads the same."""
         at, mixer = self._mixing[number], self.mixers[number]
         delta = self.ops.linear(mixed, mixer.weights.linears[-1], lora, mixer.sites[-1])
         if self._steps[at].feed_forwards:
             norm = self._steps[at].beside
             read = self._normed(at, hidden, lora) if norm is None else self.ops.norm(hidden, norm)
             delta = self.ops.plus(delta, self._fed_forward(at, read, lora))
-        normed, hidden = self._summed(at, delta, hidden, lora)
+        normed, hidden = self._summed(at, delta, hidden, lora, last)
         return self._up_to_mixer(at + 1, normed, hidden, lora)
 
     def _up_to_mixer(
@@ -218,7 +226,12 @@ class Decoder(Generic[P, L, Y]):
         return reduce(self.ops.plus, deltas)
 
     def _summed(
-        self, number: int, delta: Y, hidden: torch.Tensor, lora: L | None
+        self,
+        number: int,
+        delta: Y,
+        hidden: torch.Tensor,
+        lora: L | None,
+        last: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add what a step's branches give to the residual stream, and norm for the next step."""
         step, is_last = self._steps[number], number + 1 == len(self._steps)
@@ -230,7 +243,14 @@ class Decoder(Generic[P, L, Y]):
             _, hidden = self.ops.add_norm(delta, hidden, None, step.post, step.factor)
             hidden = hidden * step.scalar
             normed = hidden if norm is None else self.ops.norm(hidden, norm)
-        return self._with_own(normed, hidden, lora, number + 1), hidden
+        if last is not None and self._reads_last(number + 1):
+            return last, hidden
+        normed = self._with_own(normed, hidden, lora, number + 1)
+        # The next sum may write to where this one lies.
+        return normed.clone() if self._reads_last(number + 2) else normed, hidden
+
+    def _reads_last(self, number: int) -> bool:
+        return number < len(self._steps) and self._steps[number].reads_last
 
     def _normed(self, number: int, hidden: torch.Tensor, lora: L | None) -> torch.Tensor:
         """The input of a step's branches."""
@@ -255,7 +275,7 @@ class Decoder(Generic[P, L, Y]):
         ops, spec, (*of_gate, gate_up, down) = self.ops, weights.spec, sites
         y = ops.linear(normed, weights.gate_up, lora, gate_up)
         if spec.is_gated:
-            inner = ops.gated(y, spec.activation)
+            inner = ops.gated(y, spec.activation, spec.gate_factor)
         else:
             inner = ops.activated(y, spec.activation, weights.xielu)
         found = ops.linear(inner, weights.down, lora, down)

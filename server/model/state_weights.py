@@ -5,28 +5,31 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.adapters.sharding import Span
-from loraplex.server.kernels.states.operands import Convolution, GatedNorm
+from loraplex.server.kernels.states.operands import Convolution, GatedNorm, StateGates, StateHeads
 from loraplex.server.model.devices.sharding import sharded_states
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.spec.model_spec import layer_path
-from loraplex.server.model.spec.state_spec import DeltaNetSpec, ShortConvSpec, StateSpec
+from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
 from loraplex.server.model.weight_source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetWeights:
-    """Weights of a Gated DeltaNet, as `spec` says, which is the device's part. decay, dt_bias:
-    float32 `[value_heads]`: a state is multiplied by `exp(decay * softplus(a + dt_bias))`.
-    z_columns, gate_columns: int32, where the product `mixed` has z, and `gates` has b and a."""
+    """Weights of a Gated DeltaNet, as `spec` says, which is the device's part. gates: of the
+    product of that name. z_columns: int32, where the product `mixed` has z."""
 
     spec: DeltaNetSpec
     linears: tuple[Linear, ...]
     conv: Convolution
-    decay: torch.Tensor
-    dt_bias: torch.Tensor
+    gates: StateGates
     norm: GatedNorm
     z_columns: torch.Tensor
-    gate_columns: torch.Tensor
+
+    @property
+    def heads(self) -> StateHeads:
+        """Heads that write states and read them."""
+        spec = self.spec
+        return StateHeads(spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim)
 
     @classmethod
     def of(
@@ -38,13 +41,16 @@ class DeltaNetWeights:
         norm: torch.Tensor,
     ) -> "DeltaNetWeights":
         """Make the weights of the device's part. linears: in the order of the spec's. conv:
-        `[channels, kernel]`. decays: as `decay` and `dt_bias`. norm: `[value_dim]`."""
+        `[channels, kernel]`. decays: as `StateGates` has them, and the bias. norm: `[value_dim]`.
+        """
         mixed, gates = (
             _columns(each, conv.device) for each in (spec.mixed_columns(), spec.gate_columns())
         )
         channels, z = mixed.split((spec.num_channels, spec.value_size))
         normed = GatedNorm(norm.repeat(spec.value_heads), spec.epsilon, spec.value_dim)
-        return cls(spec, linears, Convolution(channels, conv), *decays, normed, z, gates)
+        return cls(
+            spec, linears, Convolution(channels, conv), StateGates(gates, *decays), normed, z
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,54 @@ class ShortConvWeights:
         return cls(spec, linears, Convolution(x, weight, bias, torch.stack((b, c))))
 
 
-StateWeights = DeltaNetWeights | ShortConvWeights
+@dataclass(frozen=True, slots=True)
+class Mamba2Weights:
+    """Weights of a Mamba-2, as `spec` says, which is the device's part. gates: of the product
+    `mixed`. z_columns: int32, where that has z."""
+
+    spec: Mamba2Spec
+    linears: tuple[Linear, ...]
+    conv: Convolution
+    gates: StateGates
+    norm: GatedNorm
+    z_columns: torch.Tensor
+
+    @property
+    def heads(self) -> StateHeads:
+        """Heads that write states and read them."""
+        spec = self.spec
+        return StateHeads(spec.groups, spec.heads, spec.state, spec.head_dim)
+
+    @classmethod
+    def of(
+        cls,
+        spec: Mamba2Spec,
+        linears: tuple[Linear, ...],
+        conv: tuple[torch.Tensor, torch.Tensor | None],
+        numbers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        norm: torch.Tensor | None,
+    ) -> "Mamba2Weights":
+        """Make the weights of the device's part. linears: in the order of the spec's. conv:
+        `[channels, kernel]` and `[channels]`. numbers: decay, bias and skip, as `StateGates` has
+        them. norm: `[inner]`."""
+        weight, bias = conv
+        sizes = (spec.inner, spec.num_channels, spec.heads)
+        z, channels, dt = _columns(range(sum(sizes)), weight.device).split(sizes)
+        of_z, *of_channels, of_dt = spec.factors
+        of_groups = spec.groups * spec.state
+        parts = weight.split((spec.inner, of_groups, of_groups))
+        weight = torch.cat([part * factor for part, factor in zip(parts, of_channels, strict=True)])
+        return cls(
+            spec,
+            linears,
+            Convolution(channels, weight, bias),
+            StateGates(dt, *numbers, spec.limits, of_dt),
+            GatedNorm(norm, spec.epsilon, spec.norm_size or spec.head_dim, spec.gate_first, of_z),
+            z,
+        )
+
+
+StateWeights = DeltaNetWeights | ShortConvWeights | Mamba2Weights
 
 
 def load_states(source: WeightSource, spec: StateSpec, layer: int) -> StateWeights:
@@ -78,17 +131,29 @@ def load_states(source: WeightSource, spec: StateSpec, layer: int) -> StateWeigh
     match sharded_states(spec, source.shard.count):
         case DeltaNetSpec() as part:
             path = layer_path(layer, part.path)
-            logs, shift = (
-                source.heads(source.mapped(f"{path}.{name}").float()).to(source.device, copy=True)
-                for name in ("A_log", "dt_bias")
-            )
+            logs, shift = (_of_heads(source, f"{path}.{name}") for name in ("A_log", "dt_bias"))
             weight, _ = _convolution(source, f"{path}.conv1d", spec.channel_spans, bias=False)
             norm = source.get(f"{path}.norm.weight")
             return DeltaNetWeights.of(part, linears, weight, (-logs.exp(), shift), norm)
+        case Mamba2Spec() as part:
+            path = layer_path(layer, part.path)
+            conv = _convolution(source, f"{path}.conv1d", spec.channel_spans, bias=part.bias)
+            names = ("A_log", "dt_bias", "D")
+            logs, shift, skip = (_of_heads(source, f"{path}.{name}") for name in names)
+            numbers = (-logs.exp(), shift, skip)
+            if part.norm_size is None:
+                return Mamba2Weights.of(part, linears, conv, numbers, None)
+            norm = source.rows(source.mapped(f"{path}.norm.weight"), spec.channel_spans[:1])
+            return Mamba2Weights.of(part, linears, conv, numbers, norm)
         case ShortConvSpec() as part:
             path = layer_path(layer, part.path)
             weight, bias = _convolution(source, path, spec.channel_spans, bias=part.bias)
             return ShortConvWeights.of(part, linears, weight, bias)
+
+
+def _of_heads(source: WeightSource, name: str) -> torch.Tensor:
+    """The device's numbers of heads, float32."""
+    return source.heads(source.mapped(name).float()).to(source.device, copy=True)
 
 
 def _convolution(

@@ -69,9 +69,14 @@ from loraplex.server.kernels.sampling.draw import DrawRows, draw_append
 from loraplex.server.kernels.sampling.draw_columns import DRAW_COLUMNS
 from loraplex.server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_append
 from loraplex.server.kernels.states.causal_conv import causal_conv
-from loraplex.server.kernels.states.delta_rule import DeltaGates, DeltaHeads, delta_rule
 from loraplex.server.kernels.states.gated_norm import gated_norm
-from loraplex.server.kernels.states.operands import Convolution, GatedNorm
+from loraplex.server.kernels.states.operands import (
+    Convolution,
+    GatedNorm,
+    StateGates,
+    StateHeads,
+)
+from loraplex.server.kernels.states.recurrence import delta_rule, state_space
 from loraplex.server.kernels.states.slices import Runs, Singles, Walks
 from loraplex.server.model.linear.quantised import matrix_of
 from tests.kernels.quantised import LAYOUTS, Make
@@ -365,15 +370,21 @@ def states() -> None:
     found, column = torch.zeros(4, 128, dtype=DTYPE), columns[0]
     rows, positions = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     runs = Runs(torch.zeros(4, 2, dtype=torch.int32), 2)
-    of_gates = DeltaGates(gates, column[:4], numbers, numbers)
+    heads, of_delta = StateHeads(1, 2, 64, 64), StateGates(column[:4], numbers, numbers)
+    of_space = StateGates(column[:2], numbers, numbers, numbers, (0.001, 0.1))
+    wide = found.float()
     for slices in (Singles(rows, positions), Walks(rows, positions, rows, rows, 2), runs):
         for bias, factors in ((None, None), (weight[:, 0].contiguous(), columns)):
             conv = Convolution(column, weight, bias, factors)
             causal_conv(mixed, conv, window, slices, qkv, mixed)
-        delta_rule(qkv, DeltaHeads(1, 2, 64, 64), of_gates, memory, slices, found, gates)
-    for gate_first in (False, True):
-        norm = GatedNorm(qkv[0, :128], 1e-6, 64, gate_first)
-        gated_norm(found, mixed, column[:128], norm, found)
+        delta_rule(qkv, heads, gates, of_delta, memory, slices, found, gates)
+        state_space(qkv, heads, mixed, of_space, memory, slices, wide, mixed)
+    for x, norm in (
+        (found, GatedNorm(qkv[0, :128], 1e-6, 64)),
+        (wide, GatedNorm(qkv[0, :128], 1e-6, 128, gate_first=True)),
+        (wide, GatedNorm(None, 1e-6, 64)),
+    ):
+        gated_norm(x, mixed, column[:128], norm, found)
 
 
 def main() -> None:

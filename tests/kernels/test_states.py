@@ -13,9 +13,14 @@ from msgspec.structs import replace
 
 from loraplex.server.engine.plan import StateCopy
 from loraplex.server.kernels.states.causal_conv import causal_conv
-from loraplex.server.kernels.states.delta_rule import DeltaGates, DeltaHeads, delta_rule
 from loraplex.server.kernels.states.gated_norm import gated_norm
-from loraplex.server.kernels.states.operands import Convolution, GatedNorm
+from loraplex.server.kernels.states.operands import (
+    Convolution,
+    GatedNorm,
+    StateGates,
+    StateHeads,
+)
+from loraplex.server.kernels.states.recurrence import delta_rule
 from loraplex.server.kernels.states.slices import Runs, Singles
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.ops import states_cuda, states_torch
@@ -23,8 +28,13 @@ from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.state_steps import TokenSteps
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
-from loraplex.server.model.spec.state_spec import DeltaNetSpec, ShortConvSpec, StateSpec
-from loraplex.server.model.state_weights import DeltaNetWeights, ShortConvWeights, StateWeights
+from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
+from loraplex.server.model.state_weights import (
+    DeltaNetWeights,
+    Mamba2Weights,
+    ShortConvWeights,
+    StateWeights,
+)
 from tests.grids import sparse
 
 ROWS = 5
@@ -50,6 +60,16 @@ def conv(channels: int, kernel: int, *, bias: bool = False) -> ShortConvSpec:
     return ShortConvSpec(*products, "conv", channels, kernel, bias)
 
 
+def mamba(
+    heads: int, groups: int, head_dim: int, state: int, kernel: int, **changes: Any
+) -> Mamba2Spec:
+    inner = heads * head_dim
+    mixed = linear("in", 2 * inner + 2 * groups * state + heads)
+    sizes = heads, groups, head_dim, state, kernel, 1e-6
+    made = Mamba2Spec(mixed, linear("out", 8, inner), "mamba", *sizes, norm_size=inner // groups)
+    return replace(made, **changes)
+
+
 ODD, SMALL = delta(2, 6, 10, 12, 4), delta(3, 3, 4, 7, 2, by_key_head=True)
 # Of no powers of two; of Qwen3.5, but for the number of heads.
 SPECS: dict[str, StateSpec] = {
@@ -59,6 +79,9 @@ SPECS: dict[str, StateSpec] = {
     "small": SMALL,
     "conv": conv(37, 3),
     "conv-bias": conv(600, 2, bias=True),
+    "mamba": mamba(6, 2, 12, 10, 4, factors=(0.7, 1.3, 0.8, 1.2, 0.6)),
+    "mamba-even": mamba(2, 1, 64, 128, 4, bias=False, limits=(0.5, 1.0)),
+    "mamba-plain": mamba(3, 3, 7, 20, 2, norm_size=None, gate_first=False),
 }
 # Row, start and tokens of each slice, those of one token first.
 STEPS: dict[str, tuple[tuple[int, int, int], ...]] = {
@@ -85,6 +108,12 @@ def made_weights(spec: StateSpec, dtype: torch.dtype, device: torch.device) -> S
             decays = -random(spec.value_heads).abs() - 0.05, random(spec.value_heads)
             norm = random(spec.value_dim).to(dtype)
             return DeltaNetWeights.of(spec, linears, weight, decays, norm)
+        case Mamba2Spec():
+            bias = random(spec.num_channels).to(dtype) if spec.bias else None
+            of_conv = random(spec.num_channels, spec.kernel).to(dtype), bias
+            numbers = -random(spec.heads).abs() - 0.05, random(spec.heads), random(spec.heads)
+            normed = None if spec.norm_size is None else random(spec.inner).to(dtype)
+            return Mamba2Weights.of(spec, linears, of_conv, numbers, normed)
         case ShortConvSpec():
             weight = random(spec.channels, spec.kernel).to(dtype)
             bias = random(spec.channels).to(dtype) if spec.bias else None
@@ -94,7 +123,7 @@ def made_weights(spec: StateSpec, dtype: torch.dtype, device: torch.device) -> S
 def widened(weights: StateWeights) -> StateWeights:
     """The same numbers in float32."""
     changes: dict[str, Any] = {"conv": widened_tuple(weights.conv)}
-    if isinstance(weights, DeltaNetWeights):
+    if not isinstance(weights, ShortConvWeights):
         changes["norm"] = widened_tuple(weights.norm)
     return dataclasses.replace(weights, **changes)
 
@@ -192,7 +221,7 @@ def test_as_the_definition(device: torch.device, name: str, sizes: str, dtype: t
 
 @pytest.mark.parametrize(
     ("cuts", "name"),
-    sparse([(0, 1, 2, 3, 11), (0, 10, 11), (0, 2, 9, 11)], ["odd", "conv"]),
+    sparse([(0, 1, 2, 3, 11), (0, 10, 11), (0, 2, 9, 11)], ["odd", "conv", "mamba"]),
 )
 def test_a_prompt_in_chunks_is_the_whole_prompt(
     device: torch.device, cuts: tuple[int, ...], name: str
@@ -212,7 +241,7 @@ def test_a_prompt_in_chunks_is_the_whole_prompt(
         torch.testing.assert_close(part[2], all_of_it[2])
 
 
-@pytest.mark.parametrize("name", ["odd", "conv"])
+@pytest.mark.parametrize("name", ["odd", "conv", "mamba"])
 def test_states_are_saved_within_slices(device: torch.device, name: str) -> None:
     """By the kernels and by the definition, each snapshot is the state of its tokens alone."""
     torch.manual_seed(2)
@@ -249,7 +278,7 @@ def test_states_are_saved_within_slices(device: torch.device, name: str) -> None
                 torch.testing.assert_close(by[kind][row], expected[kind][part.seq_rows[0]])
 
 
-@pytest.mark.parametrize("name", ["odd", "conv"])
+@pytest.mark.parametrize("name", ["odd", "conv", "mamba"])
 def test_drafts_leave_no_trace_and_are_replayed(device: torch.device, name: str) -> None:
     """Beside a prompt and padding. Three rows have a draft, two of them and another one replays."""
     torch.manual_seed(4)
@@ -307,8 +336,14 @@ def test_a_large_softplus_is_its_argument(device: torch.device) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-# As Qwen3.5-9B has it, and LFM2.
-WIDE: dict[str, StateSpec] = {"qwen3.5": delta(16, 32, 128, 128, 4), "lfm2": conv(2048, 3)}
+# As Qwen3.5-9B has it, LFM2, Nemotron-H-8B, Granite 4 H Small, and Falcon-H1 34B.
+WIDE: dict[str, StateSpec] = {
+    "qwen3.5": delta(16, 32, 128, 128, 4),
+    "lfm2": conv(2048, 3),
+    "nemotron-h": mamba(128, 8, 64, 128, 4, limits=(0.001, float("inf"))),
+    "granite-h": mamba(128, 1, 64, 128, 4),
+    "falcon-h1": mamba(32, 2, 128, 256, 4, norm_size=None),
+}
 
 
 @pytest.mark.gpu
@@ -349,21 +384,22 @@ def test_mismatches_are_refused() -> None:
         causal_conv(x.T, conv, state, slices, out)
     with pytest.raises(ValueError, match="output must be"):
         causal_conv(x, conv, state, slices, out[:1])
-    heads, qkv = DeltaHeads(1, 2, 2, 2), torch.zeros(2, 8)
+    heads, qkv = StateHeads(1, 2, 2, 2), torch.zeros(2, 8)
     memory, found = torch.zeros(3, 2, 2, 2), torch.zeros(2, 4)
-    gates = DeltaGates(
-        torch.zeros(2, 4), torch.arange(4, dtype=torch.int32), torch.zeros(2), torch.zeros(2)
-    )
+    product, numbers = torch.zeros(2, 4), torch.zeros(2)
+    gates = StateGates(columns[:4], numbers, numbers)
     with pytest.raises(ValueError, match="evenly"):
-        delta_rule(qkv, heads._replace(keys=3), gates, memory, slices, found)
+        delta_rule(qkv, heads._replace(keys=3), product, gates, memory, slices, found)
     with pytest.raises(ValueError, match="must be float32"):
-        delta_rule(qkv, heads, gates, memory.half(), slices, found)
+        delta_rule(qkv, heads, product, gates, memory.half(), slices, found)
     with pytest.raises(ValueError, match="features in all"):
-        delta_rule(qkv[:, :6], heads, gates, memory, slices, found)
-    with pytest.raises(ValueError, match="gates must be"):
-        delta_rule(qkv, heads, gates._replace(product=out), memory, slices, found)
+        delta_rule(qkv[:, :6], heads, product, gates, memory, slices, found)
+    with pytest.raises(ValueError, match="gates must be of 2 tokens"):
+        delta_rule(qkv, heads, torch.zeros(3, 4), gates, memory, slices, found)
+    with pytest.raises(ValueError, match="gates must have 4 columns"):
+        delta_rule(qkv, heads, product, gates._replace(columns=columns), memory, slices, found)
     with pytest.raises(ValueError, match="output must be"):
-        delta_rule(qkv, heads, gates, memory, slices, found[:1])
+        delta_rule(qkv, heads, product, gates, memory, slices, found[:1])
     norm = GatedNorm(None, 1e-6, 3)
     with pytest.raises(ValueError, match="in groups of 3"):
         gated_norm(found, qkv, columns[:4], norm, found)

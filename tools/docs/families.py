@@ -5,7 +5,7 @@ from loraplex.server.model.families.registry import architectures, read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.model.ops.memory import layer_token_bytes, weights_bytes
 from loraplex.server.model.spec.model_spec import AttentionSpec, MlpSpec, ModelSpec, StepSpec
-from loraplex.server.model.spec.state_spec import DeltaNetSpec, ShortConvSpec
+from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
 
 _HEAD = """\
 # Families of models
@@ -33,7 +33,11 @@ one token; GB are 10^9 bytes.
 """
 _CAPABILITY = (9, 0)
 # Of what mixes tokens by a state.
-_STATES = {"Gated DeltaNet": DeltaNetSpec, "short convolutions": ShortConvSpec}
+_STATES = {
+    "Gated DeltaNet": DeltaNetSpec,
+    "Mamba-2": Mamba2Spec,
+    "short convolutions": ShortConvSpec,
+}
 
 
 def render() -> str:
@@ -73,6 +77,7 @@ def _blocks(known: KnownModel) -> str:
         ),
         "norms behind branches": all(step.pre is None for step in model.steps),
         "parallel branches": any(len(step.branches) > 1 and _attends(step) for step in model.steps),
+        "attention and Mamba-2 side by side": any(step.reads_last for step in model.steps),
         "a norm for each branch": any(step.beside is not None for step in model.steps),
         "norms of q and k": any(
             of.q_norm is not None and not of.norms_rotated for of in attentions

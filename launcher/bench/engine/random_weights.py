@@ -40,8 +40,8 @@ from loraplex.server.model.spec.model_spec import (
     layer_path,
 )
 from loraplex.server.model.spec.moe_spec import MoeSpec
-from loraplex.server.model.spec.state_spec import DeltaNetSpec, ShortConvSpec
-from loraplex.server.model.state_weights import DeltaNetWeights, ShortConvWeights
+from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
+from loraplex.server.model.state_weights import DeltaNetWeights, Mamba2Weights, ShortConvWeights
 from loraplex.server.model.weights import (
     AttentionWeights,
     BranchWeights,
@@ -144,6 +144,16 @@ class _RandomWeights:
                     self.matrix(spec.num_channels, spec.kernel),
                     (-ones, ones),
                     self._ones(spec.value_dim),
+                )
+            case Mamba2Spec():
+                ones = self._ones(spec.heads).float()
+                bias = self._bias(spec.num_channels) if spec.bias else None
+                return Mamba2Weights.of(
+                    spec,
+                    tuple(self.linear(linear, index) for linear in spec.linears),
+                    (self.matrix(spec.num_channels, spec.kernel), bias),
+                    (-ones, ones, ones),
+                    None if spec.norm_size is None else self._ones(spec.inner),
                 )
             case ShortConvSpec():
                 linears = tuple(self.linear(linear, index) for linear in spec.linears)

@@ -32,3 +32,30 @@ class GatedNorm(NamedTuple):
     size: int
     gate_first: bool = False
     factor: float = 1.0
+
+
+class StateGates(NamedTuple):
+    """How much of a head's state stays at a token, `exp(decay * dt)`, and how much is written: dt,
+    which is `softplus(factor * input + bias)` within limits.
+
+    columns: int32, which features of a product `[tokens, features]` have the inputs. In the delta
+    rule they are b of each head, then the inputs: it writes `sigmoid(b)` in place of dt. decay,
+    bias: float32 `[heads]`. skip: float32 `[heads]`, of what is written, which is added to what is
+    read; None = nothing is.
+    """
+
+    columns: torch.Tensor
+    decay: torch.Tensor
+    bias: torch.Tensor
+    skip: torch.Tensor | None = None
+    limits: tuple[float, float] = (0.0, float("inf"))
+    factor: float = 1.0
+
+
+class StateHeads(NamedTuple):
+    """Sizes of a layer. values: heads, a multiple of `keys`."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int

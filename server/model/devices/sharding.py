@@ -12,7 +12,7 @@ from loraplex.server.model.spec.model_spec import (
     ModelSpec,
     NormSpec,
 )
-from loraplex.server.model.spec.state_spec import DeltaNetSpec, StateSpec
+from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, StateSpec
 
 _MOST_SHARDS = 64
 
@@ -54,12 +54,13 @@ def shard_counts(model: ModelSpec) -> tuple[int, ...]:
     """Numbers of devices that can share the model, 1 first."""
     heads = {_heads(attention) for attention in model.attentions.values()}
     branches = {branch for layer in model.layers for branch in layer.branches}
-    units = {branch.units for branch in branches if isinstance(branch, StateSpec)}
-    units |= {q.units for q, _ in heads}
+    states = {branch for branch in branches if isinstance(branch, StateSpec)}
+    units = {q.units for q, _ in heads} | {each.units for each in states}
     return tuple(
         n
         for n in range(1, min(_MOST_SHARDS, *units) + 1)
-        if all(each % n == 0 for each in units) and all(kv.divides(n) for _, kv in heads)
+        if all(q.units % n == 0 and kv.divides(n) for q, kv in heads)
+        and all(each.divides(n) for each in states)
     )
 
 
@@ -80,6 +81,9 @@ def sharded_states(spec: StateSpec, count: int) -> StateSpec:
         gates, keys = _linear(spec.gates, count), spec.key_heads // count
         values = spec.value_heads // count
         return replace(spec, mixed=mixed, gates=gates, out=out, key_heads=keys, value_heads=values)
+    if isinstance(spec, Mamba2Spec):
+        groups = spec.channel_spans[1].width(count) // spec.state
+        return replace(spec, mixed=mixed, out=out, heads=spec.heads // count, groups=groups)
     return replace(spec, mixed=mixed, out=out, channels=spec.channels // count)
 
 

@@ -54,9 +54,9 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
     128000: ("lfm2", "lfm2_moe"),
     4096: (
         *("arcee", "exaone", "flex_olmo", "helium", "nemotron", "olmoe", "phi3"),
-        *("stablelm", "starcoder2"),
+        *("nemotron_h", "stablelm", "starcoder2"),
     ),
-    8192: ("cohere", "cohere2", "gemma", "gemma2", "vaultgemma"),
+    8192: ("cohere", "cohere2", "falcon_h1", "gemma", "gemma2", "vaultgemma"),
     32768: (
         *("internlm3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text"),
         *("qwen3_moe", "qwen3_next", "smollm3"),
@@ -68,7 +68,7 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
         *("gemma4_text", "ministral", "mistral", "mixtral", "phimoe"),
     ),
     196608: ("minimax_m2",),
-    262144: ("gemma4_unified_text", "ministral3"),
+    262144: ("bamba", "gemma4_unified_text", "ministral3"),
     524288: ("seed_oss",),
 }
 _MOST_LAYERS = 4096

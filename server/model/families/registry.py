@@ -13,6 +13,7 @@ from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.head_forms import architecture_of, head_form, with_head
 from loraplex.server.model.families.readers import (
     exaone,
+    falcon_h1,
     gemma,
     gemma4,
     glm,
@@ -25,8 +26,10 @@ from loraplex.server.model.families.readers import (
     lfm2,
     llama,
     llama_kin,
+    mamba,
     mistral,
     mixtral,
+    nemotron_h,
     olmo,
     phi,
     qwen2,
@@ -52,6 +55,7 @@ FAMILIES: dict[str, Family] = {
     "apertus": Family("ApertusForCausalLM", ungated.read_apertus),
     "arcee": Family("ArceeForCausalLM", ungated.read_arcee),
     "Yi": Family("YiForCausalLM", hub_code.read_yi),
+    "bamba": Family("BambaForCausalLM", mamba.read),
     "baichuan": Family("BaichuanForCausalLM", hub_code.read_baichuan),
     "chatglm": Family(
         "ChatGLMForConditionalGeneration", hub_code.read_chatglm, others=("ChatGLMModel",)
@@ -65,6 +69,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", routed.read_ernie_moe),
     "exaone_moe": Family("ExaoneMoeForCausalLM", routed.read_exaone_moe),
     "falcon": Family("FalconForCausalLM", gpt.read_falcon),
+    "falcon_h1": Family("FalconH1ForCausalLM", falcon_h1.read),
     "flex_olmo": Family("FlexOlmoForCausalLM", routed.read_flex_olmo),
     "glm4_moe": Family("Glm4MoeForCausalLM", routed.read_glm4_moe),
     "granitemoe": Family("GraniteMoeForCausalLM", granite.read_moe),
@@ -103,6 +108,7 @@ FAMILIES: dict[str, Family] = {
     "ministral3": Family("Ministral3ForCausalLM", mistral.read_ministral3),
     "mistral": Family("MistralForCausalLM", mistral.read),
     "mixtral": Family("MixtralForCausalLM", mixtral.read),
+    "nemotron_h": Family("NemotronHForCausalLM", nemotron_h.read),
     "nemotron": Family("NemotronForCausalLM", ungated.read_nemotron),
     "olmo": Family("OlmoForCausalLM", olmo.read_olmo),
     "olmo2": Family("Olmo2ForCausalLM", olmo.read_olmo2),

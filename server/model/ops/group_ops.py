@@ -1,6 +1,6 @@
 """Operations of devices that share the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from loraplex.server.model.lora.own_rows import OwnSegment, has_new_ids
 from loraplex.server.model.lora.sites import Site
 from loraplex.server.model.ops.ops import Ops, StepLayout
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
+from loraplex.server.model.state_weights import StateWeights
 
 
 class _WithOwn(Protocol):
@@ -56,6 +57,17 @@ class ShardedOps(Ops[P, L, Y], Protocol[P, L, Y]):
         """
         ...
 
+    def mix_states(
+        self,
+        plan: P,
+        layer: int,
+        products: Sequence[Y],
+        weights: StateWeights,
+        over_devices: DeviceSum | None = None,
+    ) -> torch.Tensor:
+        """Mix tokens as `Ops.mix_states` does. over_devices: sums what devices norm together."""
+        ...
+
     def complete(self, y: Y) -> torch.Tensor:
         """The product with its LoRA, `[tokens, out]`; of experts their sum."""
         ...
@@ -74,7 +86,7 @@ class GroupOps(Generic[P, L, Y]):
         self.lora: Callable[[np.ndarray], L | None] = ops.lora
         self.gated, self.activated, self.moe = ops.gated, ops.activated, ops.moe
         self.let_through = ops.let_through
-        self.plus, self.scaled, self.mix_states = ops.plus, ops.scaled, ops.mix_states
+        self.plus, self.scaled = ops.plus, ops.scaled
         self.norm, self.add_norm, self.norm_own = ops.norm, ops.add_norm, ops.norm_own
 
     def embed(
@@ -144,6 +156,11 @@ class GroupOps(Generic[P, L, Y]):
             qkv = self._ops.completed(self._normed(spec, self._ops.complete(qkv), qk_norm))
             qk_norm = None
         return self._ops.attend(plan, layer, qkv, qk_norm, sinks)
+
+    def mix_states(
+        self, plan: P, layer: int, products: Sequence[Y], weights: StateWeights
+    ) -> torch.Tensor:
+        return self._ops.mix_states(plan, layer, products, weights, self._group.sum)
 
     def _normed(self, spec: AttentionSpec, qkv: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Norm q and k over the heads of all devices, in place. Returns qkv."""

@@ -149,7 +149,8 @@ class Consumers:
         whole |= {
             branch.gate_up.role
             for branch in branches
-            if isinstance(branch, MlpSpec) and branch.activation not in FUSED_ACTIVATIONS
+            if isinstance(branch, MlpSpec)
+            and (branch.activation not in FUSED_ACTIVATIONS or branch.gate_factor != 1.0)
         }
         for step in set(model.steps):
             if len(step.branches) > 1:

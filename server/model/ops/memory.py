@@ -15,7 +15,7 @@ from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK, MXFP4_TENSORS, L
 from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, layer_path
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.page_groups import page_groups
-from loraplex.server.model.spec.state_spec import DeltaNetSpec, ShortConvSpec
+from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
 _FIXED_WORKSPACE = 2 << 30
@@ -138,6 +138,8 @@ def _mixer_width(layer: LayerSpec) -> int:
             # In float32 of each head a row of a chunk's system.
             systems = 2 * branch.value_heads * _CHUNK
             found += 2 * (branch.num_channels + branch.value_size) + systems
+        elif isinstance(branch, Mamba2Spec):  # what is read from states is in float32
+            found += branch.mixed.out_features + branch.num_channels + 3 * branch.inner
         elif isinstance(branch, ShortConvSpec):
             found += branch.channels
     return found

@@ -237,9 +237,9 @@ class Ops(Protocol[P, L, Y]):
         """
         ...
 
-    def gated(self, gate_up: Y, activation: Activation) -> torch.Tensor:
-        """Apply the gated activation: `activation(gate) * up` of `[tokens, 2 n]`, gate first ->
-        `[tokens, n]`.
+    def gated(self, gate_up: Y, activation: Activation, factor: float = 1.0) -> torch.Tensor:
+        """Apply the gated activation: `activation(factor * gate) * up` of `[tokens, 2 n]`, gate
+        first -> `[tokens, n]`.
         """
         ...
 

@@ -160,6 +160,8 @@ class Experts:
             programmatic_launch=self._early,
         )
         cut, activation = (tiles, shape), spec.activation
+        if activation == "relu2":
+            raise TypeError("no kernel computes experts without gate")
         if lora is None:
             inner = self._product(x, weights.gate_up, cut, activation)
             return ByExperts(self._product(inner, weights.down, cut), shares)
@@ -511,10 +513,12 @@ class CudaOps:
         layer: int,
         products: Sequence[LinearOutput],
         weights: StateWeights,
+        over_devices: DeviceSum | None = None,
     ) -> torch.Tensor:
         complete = [self.complete(product) for product in products]
         slices, kept = self.states.walk(layer, plan.states), self.states.inputs(layer)
-        found = states_cuda.mix_states(slices, complete, weights, self.states.of(layer), kept)
+        states = self.states.of(layer)
+        found = states_cuda.mix_states(slices, complete, weights, states, kept, over_devices)
         self.states.keep(layer, plan.states.keep, complete)
         return found
 
@@ -554,9 +558,11 @@ class CudaOps:
     def let_through(self, attended: torch.Tensor, gate: LinearOutput) -> torch.Tensor:
         return attended.mul_(self.complete(gate).sigmoid())
 
-    def gated(self, gate_up: LinearOutput, activation: Activation) -> torch.Tensor:
-        if activation != "silu" and activation != "gelu_tanh":
-            return pointwise.gated(self.complete(gate_up), activation)
+    def gated(
+        self, gate_up: LinearOutput, activation: Activation, factor: float = 1.0
+    ) -> torch.Tensor:
+        if (activation != "silu" and activation != "gelu_tanh") or factor != 1.0:
+            return pointwise.gated(self.complete(gate_up), activation, factor)
         y, configs = gate_up.y, self._configs
         early = configs.programmatic_launch
         match gate_up:

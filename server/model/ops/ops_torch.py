@@ -77,7 +77,9 @@ def run_experts(
 
 
 def _activated(gate_up: torch.Tensor, activation: ExpertActivation) -> torch.Tensor:
-    """Apply the gated activation: `[rows, 2 n]`, gate first -> `[rows, n]`."""
+    """Apply the gated activation: `[rows, 2 n]`, gate first -> `[rows, n]`; or without gate."""
+    if activation == "relu2":
+        return activated(gate_up, "relu2")
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return functional.silu(gate) * up
@@ -517,6 +519,7 @@ class TorchOps:
         layer: int,
         products: Sequence[torch.Tensor],
         weights: StateWeights,
+        over_devices: DeviceSum | None = None,
     ) -> torch.Tensor:
         if plan.states is None:
             raise TypeError("a plan without states")
@@ -526,14 +529,17 @@ class TorchOps:
         replayed = [kept[plan.states.replayed] for kept in self.states.inputs(layer)]
         taken = [torch.cat(both) for both in zip(replayed, products, strict=True)]
         self.states.keep(layer, steps.keep, products)
-        found = mix_states(self.states.walk(layer, steps), taken, weights, states)
+        moves = self.states.walk(layer, steps)
+        found = mix_states(moves, taken, weights, states, over_devices)
         return found[len(plan.states.replayed) :]
 
     def let_through(self, attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return attended * gate.sigmoid()
 
-    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        return gated(gate_up, activation)
+    def gated(
+        self, gate_up: torch.Tensor, activation: Activation, factor: float = 1.0
+    ) -> torch.Tensor:
+        return gated(gate_up, activation, factor)
 
     def activated(
         self, up: torch.Tensor, activation: Activation, numbers: torch.Tensor | None

@@ -33,10 +33,10 @@ def activated(
             return xielu(x, numbers)
 
 
-def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """`activation(gate) * up` of `[tokens, 2 n]`, gate first -> `[tokens, n]`."""
+def gated(gate_up: torch.Tensor, activation: Activation, factor: float = 1.0) -> torch.Tensor:
+    """`activation(factor * gate) * up` of `[tokens, 2 n]`, gate first -> `[tokens, n]`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return activated(gate, activation) * up
+    return activated(gate if factor == 1.0 else gate * factor, activation) * up
 
 
 def without_gate(qkv: torch.Tensor, attention: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,9 +6,11 @@ import numpy as np
 import torch
 
 from loraplex.server.kernels.states.causal_conv import causal_conv
-from loraplex.server.kernels.states.delta_rule import DeltaGates, DeltaHeads, delta_rule
 from loraplex.server.kernels.states.gated_norm import gated_norm
+from loraplex.server.kernels.states.recurrence import delta_rule, state_space
 from loraplex.server.kernels.states.slices import Runs, Singles, Slices, Walks
+from loraplex.server.model.devices.group import DeviceSum
+from loraplex.server.model.ops import states_torch
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.state_steps import (
     StatePhase,
@@ -20,6 +22,7 @@ from loraplex.server.model.ops.state_steps import (
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.state_weights import (
     DeltaNetWeights,
+    ShortConvWeights,
     StateWeights,
 )
 
@@ -71,17 +74,28 @@ def mix_states(
     weights: StateWeights,
     states: tuple[torch.Tensor, ...],
     kept: tuple[torch.Tensor, ...],
+    over_devices: DeviceSum | None = None,
 ) -> torch.Tensor:
     """Compute as `Ops.mix_states` says. states: of the layer, which take the tokens. kept: inputs
-    of its drafts (`RowStates.inputs`)."""
+    of its drafts (`RowStates.inputs`). over_devices: as of `ShardedOps.mix_states`."""
     mixed = products[0]
     convolved = _convolved(plan, mixed, weights, states[0], kept[0])
-    if isinstance(weights, DeltaNetWeights):
-        return _delta_net(convolved, products, weights, states[1], kept[1])
-    found = mixed.new_empty(0, len(weights.conv.columns))
-    for _, each in convolved:
-        found = each
-    return found[: len(mixed)]
+    if isinstance(weights, ShortConvWeights):
+        found = mixed.new_empty(0, len(weights.conv.columns))
+        for _, each in convolved:
+            found = each
+        return found[: len(mixed)]
+    is_delta, heads = isinstance(weights, DeltaNetWeights), weights.heads
+    rule, dtype = (delta_rule, mixed.dtype) if is_delta else (state_space, torch.float32)
+    read = mixed.new_empty(len(mixed), heads.values * heads.value_dim, dtype=dtype)
+    for slices, each in convolved:
+        rule(each, heads, products[-1], weights.gates, states[1], slices, read, kept[-1])
+    norm, columns = weights.norm, weights.z_columns
+    if norm.size > read.shape[1]:
+        return states_torch.gated_norm(read, mixed[:, columns], norm, over_devices)
+    out = read if is_delta else torch.empty_like(read, dtype=mixed.dtype)
+    gated_norm(read, mixed, columns, norm, out)
+    return out
 
 
 def _convolved(
@@ -100,20 +114,3 @@ def _convolved(
             found = mixed.new_empty(len(mixed) + more, len(weights.conv.columns))
         causal_conv(mixed, weights.conv, window, slices, found, kept)
         yield slices, found
-
-
-def _delta_net(
-    convolved: Iterable[tuple[Slices, torch.Tensor]],
-    products: Sequence[torch.Tensor],
-    weights: DeltaNetWeights,
-    memory: torch.Tensor,
-    kept: torch.Tensor,
-) -> torch.Tensor:
-    spec, (mixed, gates) = weights.spec, products
-    heads = DeltaHeads(spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim)
-    of_gates = DeltaGates(gates, weights.gate_columns, weights.decay, weights.dt_bias)
-    found = mixed.new_empty(len(mixed), spec.value_size)
-    for slices, qkv in convolved:
-        delta_rule(qkv, heads, of_gates, memory, slices, found, kept)
-    gated_norm(found, mixed, weights.z_columns, weights.norm, found)
-    return found

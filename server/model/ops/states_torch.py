@@ -10,10 +10,12 @@ import torch
 from torch.nn import functional
 
 from loraplex.server.kernels.states.operands import Convolution, GatedNorm
+from loraplex.server.model.devices.group import DeviceSum
 from loraplex.server.model.ops.state_steps import Move
-from loraplex.server.model.spec.state_spec import DeltaNetSpec
 from loraplex.server.model.state_weights import (
     DeltaNetWeights,
+    Mamba2Weights,
+    ShortConvWeights,
     StateWeights,
 )
 
@@ -26,15 +28,17 @@ def mix_states(
     products: Sequence[torch.Tensor],
     weights: StateWeights,
     states: tuple[torch.Tensor, ...],
+    over_devices: DeviceSum | None = None,
 ) -> torch.Tensor:
     """Compute as `Ops.mix_states` says. states: of the layer, which take the tokens; zeros where a
-    sequence begins."""
+    sequence begins. over_devices: as of `ShardedOps.mix_states`."""
     conv, mixed = weights.conv, products[0]
     inputs = mixed[:, conv.columns]
     if conv.factors is not None:
         inputs = inputs * mixed[:, conv.factors[0]]
-    if isinstance(weights, DeltaNetWeights):
-        return _delta_net(moves, inputs, products, weights, states)
+    if not isinstance(weights, ShortConvWeights):
+        found = _recur(moves, inputs, products[-1], weights, states)
+        return gated_norm(found, mixed[:, weights.z_columns], weights.norm, over_devices)
     found = torch.empty_like(inputs)
     for tokens, rows in moves:
         found[tokens] = _convolve(inputs[tokens], conv, states[0], rows)
@@ -53,55 +57,72 @@ def _convolve(
     return (functional.silu(summed) if conv.factors is None else summed).to(inputs.dtype)
 
 
-def _delta_net(
+def _recur(
     moves: Iterable[Move],
     inputs: torch.Tensor,
-    products: Sequence[torch.Tensor],
-    weights: DeltaNetWeights,
+    product: torch.Tensor,
+    weights: DeltaNetWeights | Mamba2Weights,
     states: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    spec, (mixed, gates), (window, memory) = weights.spec, products, states
-    b, a = gates[:, weights.gate_columns].float().chunk(2, dim=1)
-    kept = (weights.decay * functional.softplus(a + weights.dt_bias)).exp()
-    taken = b.sigmoid()
-    found = mixed.new_empty(len(mixed), spec.value_heads, spec.value_dim)
+    """Compute as `delta_rule` says, or `state_space`, of what is convolved: `[tokens, values *
+    value_dim]`, the delta rule's of the inputs' dtype. product: which has the gates' inputs."""
+    gates, (window, memory) = weights.gates, states
+    is_delta, of_gates = isinstance(weights, DeltaNetWeights), product[:, gates.columns].float()
+    b, a = of_gates.chunk(2, dim=1) if is_delta else (None, of_gates)
+    dt = functional.softplus(a * gates.factor + gates.bias).clamp(*gates.limits)
+    kept, taken = (gates.decay * dt).exp(), dt if b is None else b.sigmoid()
+    dtype = inputs.dtype if is_delta else torch.float32
+    found = inputs.new_empty(len(inputs), *memory.shape[1::2], dtype=dtype)
     for tokens, rows in moves:
         convolved = _convolve(inputs[tokens], weights.conv, window, rows)
-        q, k, v = _heads(spec, convolved.float())
-        state = memory[rows] * kept[tokens, :, None, None]
-        known = (state * k.unsqueeze(-1)).sum(-2)
-        news = (v - known) * taken[tokens].unsqueeze(-1)
-        state += k.unsqueeze(-1) * news.unsqueeze(-2)
+        q, k, v = _heads(weights, convolved.float())
+        state, news = memory[rows] * kept[tokens, :, None, None], v
+        if is_delta:
+            news = v - (state * k.unsqueeze(-1)).sum(-2)
+        state += k.unsqueeze(-1) * (news * taken[tokens].unsqueeze(-1)).unsqueeze(-2)
         memory[rows] = state
-        found[tokens] = (state * q.unsqueeze(-1)).sum(-2).to(found.dtype)
-    return gated_norm(found.flatten(1), mixed[:, weights.z_columns], weights.norm)
+        read = (state * q.unsqueeze(-1)).sum(-2)
+        if gates.skip is not None:
+            read = read + gates.skip.unsqueeze(-1) * v
+        found[tokens] = read.to(dtype)
+    return found.flatten(1)
 
 
 def _heads(
-    spec: DeltaNetSpec, convolved: torch.Tensor
+    weights: DeltaNetWeights | Mamba2Weights, convolved: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q and k of each head of v, of length 1, q divided by the root of its size; and v.
+    """q and k of each head of v, and v. In the delta rule q and k have length 1, and q is divided
+    by the root of its size.
 
-    convolved: float32 `[n, channels]` -> `[n, value_heads, key_dim]` twice, `[n, value_heads,
-    value_dim]`.
+    convolved: float32 `[n, channels]` -> `[n, values, key_dim]` twice, `[n, values, value_dim]`.
     """
-    q, k, v = convolved.split((spec.key_size, spec.key_size, spec.value_size), dim=1)
-    shared = spec.value_heads // spec.key_heads
-    qk = torch.stack((q, k)).unflatten(-1, (spec.key_heads, spec.key_dim))
-    qk = qk * torch.rsqrt(qk.square().sum(-1, keepdim=True) + _EPSILON)
-    q, k = qk.repeat_interleave(shared, dim=2)
-    return q * spec.key_dim**-0.5, k, v.unflatten(-1, (spec.value_heads, spec.value_dim))
+    keys, values, key_dim, value_dim = weights.heads
+    sizes = [keys * key_dim] * 2
+    if isinstance(weights, DeltaNetWeights):
+        q, k, v = convolved.split((*sizes, values * value_dim), dim=1)
+    else:
+        v, k, q = convolved.split((values * value_dim, *sizes), dim=1)
+    qk = torch.stack((q, k)).unflatten(-1, (keys, key_dim))
+    if isinstance(weights, DeltaNetWeights):
+        qk = qk * torch.rsqrt(qk.square().sum(-1, keepdim=True) + _EPSILON)
+        qk[0] *= key_dim**-0.5
+    q, k = qk.repeat_interleave(values // keys, dim=2)
+    return q, k, v.unflatten(-1, (values, value_dim))
 
 
-def gated_norm(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tensor:
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm, over_devices: DeviceSum | None
+) -> torch.Tensor:
     """Norm and gate as the kernel of that name says. x, gate: `[tokens, features]` -> the same, of
-    gate's dtype."""
+    gate's dtype. over_devices: sums over devices that norm together."""
     wide, gate, dtype = x.float(), functional.silu(gate.float() * norm.factor), gate.dtype
     if norm.gate_first:
         wide = wide * gate
     if norm.weight is not None:
-        grouped = wide.unflatten(1, (-1, norm.size))
-        squares = grouped.square().mean(-1, keepdim=True)
-        normed = grouped * torch.rsqrt(squares + norm.epsilon)
+        grouped = wide.unflatten(1, (-1, min(norm.size, wide.shape[1])))
+        squares = grouped.square().sum(-1, keepdim=True)
+        if norm.size > wide.shape[1] and over_devices is not None:
+            squares = over_devices(squares)
+        normed = grouped * torch.rsqrt(squares / norm.size + norm.epsilon)
         wide = norm.weight * normed.flatten(1).to(dtype)
     return wide.to(dtype) if norm.gate_first else (wide * gate).to(dtype)

@@ -163,11 +163,13 @@ XIELU_TENSORS: dict[str, tuple[int, ...]] = {
 class MlpSpec(FeedForwardSpec, frozen=True):
     """`down(activation(gate) * up)`. is_gated: False = `down(activation(up))`, where `gate_up` has
     no gate. Only then the activation may be `xielu`, which has tensors of its own. out_gate: a
-    product with one output, whose sigmoid the result is multiplied with; None = none."""
+    product with one output, whose sigmoid the result is multiplied with; None = none. gate_factor:
+    of the gate, before the activation."""
 
     activation: Activation = "silu"
     is_gated: bool = True
     out_gate: LinearSpec | None = None
+    gate_factor: float = 1.0
 
     @property
     def chooser(self) -> LinearSpec | None:
@@ -190,6 +192,7 @@ class StepSpec(msgspec.Struct, frozen=True):
     branch reads `pre(x)`. pre, post: None = read, or summed, as it is. At most one branch mixes
     tokens. beside: the norm of what the others read beside it, in place of `pre`; None = the same.
     scalar: a stored number that the sum is multiplied with; "" = none.
+    reads_last: its branches read what those of the step before read, and `pre` is None.
     """
 
     branches: tuple[Branch, ...]
@@ -198,6 +201,7 @@ class StepSpec(msgspec.Struct, frozen=True):
     factor: float = 1.0
     beside: NormSpec | None = None
     scalar: str = ""
+    reads_last: bool = False
 
 
 class LayerSpec(msgspec.Struct, frozen=True):

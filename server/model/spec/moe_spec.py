@@ -6,7 +6,8 @@ import msgspec
 
 from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors
 
-ExpertActivation = Literal["silu", "clamped_swiglu"]
+# Experts of `relu2` have no gate.
+ExpertActivation = Literal["silu", "clamped_swiglu", "relu2"]
 # How a router chooses experts and weighs them: the softmax of all logits, of which the `top_k`
 # largest are taken, as they are or divided by their sum; or the softmax of the largest logits; or
 # the sigmoid of each logit, as with the softmax of all; or one expert after the other, by the
@@ -83,8 +84,10 @@ class MoeSpec(FeedForwardSpec, frozen=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the softmax of logits alone chooses experts and weighs them."""
+        """Whether the softmax of logits alone chooses experts and weighs them, and these have a
+        gate."""
         others = self.correction is not None or self.groups != (1, 1) or self.factor != 1.0
+        others = others or self.activation == "relu2"
         return not others and self.rule in _OF_SOFTMAX
 
     @property

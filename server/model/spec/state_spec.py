@@ -48,6 +48,10 @@ class DeltaNetSpec(msgspec.Struct, frozen=True):
         """Units of the state that devices share out."""
         return self.key_heads
 
+    def divides(self, count: int) -> bool:
+        """Whether so many devices can share it."""
+        return self.key_heads % count == 0
+
     @property
     def key_size(self) -> int:
         return self.key_heads * self.key_dim
@@ -133,6 +137,10 @@ class ShortConvSpec(msgspec.Struct, frozen=True):
         """Units of the state that devices share out."""
         return self.channels
 
+    def divides(self, count: int) -> bool:
+        """Whether so many devices can share it."""
+        return self.channels % count == 0
+
     @property
     def channel_spans(self) -> tuple[Span, ...]:
         """Spans of the convolved features, as devices share them."""
@@ -150,8 +158,86 @@ class ShortConvSpec(msgspec.Struct, frozen=True):
         yield from conv_tensors(self.path, self.channels, self.kernel, bias=self.bias)
 
 
+class Mamba2Spec(msgspec.Struct, frozen=True):
+    """Mamba-2 (arXiv 2405.21060): a causal convolution of x, B and C over `kernel` tokens, a state
+    of each head that B writes and C reads, and a norm of what is read, gated by z.
+
+    mixed: the product of z, x, B, C and dt. path: of the module that has all. groups: heads share B
+    and C, neighbours those of one group; devices may repeat groups. state: numbers of B. norm_size:
+    features that are normed together, on all devices; None = nothing is normed. gate_first: see
+    `GatedNorm`. bias: of the convolution. limits: of dt behind softplus. factors: of z, x, B, C and
+    dt.
+    """
+
+    mixed: LinearSpec
+    out: LinearSpec
+    path: str
+    heads: int
+    groups: int
+    head_dim: int
+    state: int
+    kernel: int
+    epsilon: float
+    norm_size: int | None
+    gate_first: bool = True
+    bias: bool = True
+    limits: tuple[float, float] = (0.0, float("inf"))
+    factors: tuple[float, ...] = (1.0,) * 5
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Products that adapters may change, in the order of their sites."""
+        return self.mixed, self.out
+
+    @property
+    def units(self) -> int:
+        """Units of the state that devices share out."""
+        return self.heads
+
+    @property
+    def inner(self) -> int:
+        """Features of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Number of convolved features: x, B and C."""
+        return self.inner + 2 * self.groups * self.state
+
+    @property
+    def channel_spans(self) -> tuple[Span, ...]:
+        """Spans of the convolved features, as devices share them."""
+        of_groups = Span(self.groups * self.state, self.state)
+        return Span(self.inner, self.head_dim), of_groups, of_groups
+
+    @property
+    def states(self) -> tuple[StateForm, ...]:
+        """The convolution's latest inputs, oldest first, and each head's matrix."""
+        return (
+            StateForm((self.kernel - 1, self.num_channels)),
+            StateForm((self.heads, self.state, self.head_dim), wide=True),
+        )
+
+    def divides(self, count: int) -> bool:
+        """Whether so many devices can share it. Those that repeat a group norm together, and then
+        all must."""
+        norms = self.norm_size is None or self.groups % count == 0 or self.groups == 1
+        return self.heads % count == 0 and self.channel_spans[1].divides(count) and norms
+
+    def tensors(self) -> Tensors:
+        """Names, relative to the layer, and shapes of what the checkpoint holds."""
+        for linear in self.linears:
+            yield from linear.tensors()
+        conv = f"{self.path}.conv1d"
+        yield from conv_tensors(conv, self.num_channels, self.kernel, bias=self.bias)
+        for name in ("A_log", "D", "dt_bias"):
+            yield f"{self.path}.{name}", (self.heads,)
+        if self.norm_size is not None:
+            yield f"{self.path}.norm.weight", (self.inner,)
+
+
 # What mixes tokens by a state.
-StateSpec = DeltaNetSpec | ShortConvSpec
+StateSpec = DeltaNetSpec | ShortConvSpec | Mamba2Spec
 
 
 def conv_tensors(path: str, channels: int, kernel: int, *, bias: bool) -> Tensors:

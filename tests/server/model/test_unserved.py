@@ -57,7 +57,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
     },
     "dbrx": {"architectures": ["DbrxForCausalLM"], "attn_config": {"clip_qkv": 8}},
-    "nemotron_h": {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M*"},
+    "zamba2": {"architectures": ["Zamba2ForCausalLM"], "mamba_d_state": 64},
 }
 
 

@@ -1,6 +1,6 @@
 """Granite 3 and 4: Llama with factors of embedding, scores, branches and logits. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from loraplex.adapters.sharding import Span
 from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.readers import mamba
 from loraplex.server.model.families.rope import read_rope
 from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec, Part
 from loraplex.server.model.spec.model_spec import LayerSpec, MlpSpec, ModelSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec
 
-_ATTENDS = ("attention", family.FULL)
 _BLOCK = "block_sparse_moe"
 _NAMES = experts.ExpertNames(
     router=f"{_BLOCK}.router",
@@ -42,7 +42,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     of = family.attention(sizes, rope, biases=biases, scale=_factor(fields, "attention_multiplier"))
     residual = _factor(fields, "residual_multiplier")
     layer = family.layer(sizes, of, family.mlp(sizes, biases), factor=residual)
-    return _model(fields, generation, sizes, layer, max_context)
+    return _model(fields, generation, sizes, [layer] * sizes.layers, max_context)
 
 
 def read_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -58,18 +58,18 @@ def read_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     if fields.config.get("shared_intermediate_size", 0) != 0:
         branches = (*branches, _read_shared(fields, sizes, is_alone=False))
     layer = experts.with_branches(layer, branches)
-    model = _model(fields, generation, sizes, layer, max_context)
+    model = _model(fields, generation, sizes, [layer] * sizes.layers, max_context)
     return replace(model, stored_names=_STORED)
 
 
 def read_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
-    """Granite 4.0 whose layers all attend: experts and a shared MLP in one step, or that alone."""
+    """Granite 4.0: Mamba-2 between layers that attend, or the latter alone; experts and a shared
+    MLP in one step, or that alone."""
     family.refuse_other_attention(fields)
     config = fields.config
     sizes = family.read_sizes(fields)
-    kinds = config.get("layer_types")
-    if not isinstance(kinds, list) or any(kind not in _ATTENDS for kind in kinds):
-        fields.refuse("state-space layers (Mamba's), which layer_types names, are not served")
+    kinds = mamba.current_kinds(config.get("layer_types", [mamba.LINEAR] * sizes.layers))
+    named = family.read_mixed_kinds(fields, sizes, kinds, mamba.LINEAR)
     rope, max_context = read_rope(fields, sizes)
     turns = config.get("position_embedding_type") == "rope"
     bias = bool(config.get("attention_bias", False))
@@ -82,7 +82,12 @@ def read_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     residual = _factor(fields, "residual_multiplier")
     attend, feed = family.layer(sizes, of, factor=residual).steps
     feed = replace(feed, branches=_read_branches(fields, sizes))
-    model = _model(fields, generation, sizes, LayerSpec((attend, feed)), max_context)
+    mixers = {family.FULL: LayerSpec((attend, feed))}
+    if mamba.LINEAR in named:
+        mixer = mamba.mixer(fields, sizes, mamba.read_mamba(fields, sizes))
+        mixers[mamba.LINEAR] = LayerSpec((replace(attend, branches=(mixer,)), feed))
+    layers = [mixers[kind] for kind in named]
+    model = _model(fields, generation, sizes, layers, max_context)
     return replace(model, stored_names=_STORED)
 
 
@@ -124,11 +129,11 @@ def _model(
     fields: Fields,
     generation: Mapping[str, Any],
     sizes: family.ModelSizes,
-    layer: LayerSpec,
+    layers: Sequence[LayerSpec],
     max_context: int,
 ) -> ModelSpec:
     eos = family.read_eos(fields, generation, sizes, default=2)
-    model = family.model(fields, sizes, (layer,) * sizes.layers, max_context, eos)
+    model = family.model(fields, sizes, layers, max_context, eos)
     return replace(
         model,
         embedding=replace(model.embedding, scale=_factor(fields, "embedding_multiplier")),

@@ -73,6 +73,11 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
     },
     ("lfm2", "fa3"): {"hidden_size": 64, "layer_types": ["conv", "full_attention"]},
+    ("bamba", "fa2"): {"hidden_size": 64, "mamba_d_head": 32, "attn_layer_indices": [0]},
+    ("granite-h", "fa3"): {"hidden_size": 64, "layer_types": DELTA},
+    ("falcon-h1", "fa3"): {"hidden_size": 64},
+    ("falcon-h1-normed", "fa2"): {"hidden_size": 64},
+    ("nemotron-h", "fa3"): {"head_dim": 16},
     ("qwen2-window", "fa3"): {"hidden_size": 64, "sliding_window": 5},
     ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
 }
@@ -86,6 +91,7 @@ ALWAYS = {
     ("gpt2", "fa2"),
     ("granite-hybrid", "fa3"),
     ("olmo2", "fa2"),
+    ("nemotron-h", "fa3"),
     ("phi", "fa3"),
     ("qwen3.5", "fa3"),
 }

@@ -27,6 +27,13 @@ pytestmark = [
 ]
 LAYERS, VOCAB, STEPS, WINDOW = 3, 2048, 8, 32
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+MIXED = ["linear_attention", "full_attention", "linear_attention"]
+# A known model -> kinds of three layers.
+OF_THREE: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": MIXED},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+}
 LENGTHS = (1, 7, 40, 100, 200, 300)
 # Their text part is another family's.
 SAME_TEXT = {
@@ -63,7 +70,8 @@ def made(name: str) -> PreTrainedModel:
     elif known.get("layer_types"):
         changes["layer_types"] = known["layer_types"][:LAYERS]
     if known.get("full_attention_interval"):
-        changes["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
+        changes["layer_types"] = MIXED
+    changes |= OF_THREE.get(name, {})
     if known.get("attention_types"):
         changes["attention_types"] = [[["global", "local", "global"], 1]]
     changes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

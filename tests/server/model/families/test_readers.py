@@ -112,11 +112,10 @@ def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
     model: Any = make_model(name)
     config = read_model(json.loads(model.config.to_json_string()))
     decoder = model.get_decoder()
-    if config.embedding.positions is not None:
-        assert not hasattr(decoder, "rotary_emb")
+    rotary = getattr(decoder, "rotary_emb", None) or getattr(decoder, "pos_emb", None)
+    if rotary is None:
         assert not any(attention.rope for attention in config.attentions.values())
         return
-    rotary = decoder.rotary_emb if hasattr(decoder, "rotary_emb") else decoder.pos_emb
     for index, attention in config.attentions.items():
         by_kind = hasattr(rotary, "layer_types")
         prefix = f"{decoder.config.layer_types[index]}_" if by_kind else ""
@@ -380,10 +379,15 @@ GRANITE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kinds", [None, ["mamba", "attention"], ["linear_attention"] * 2, "all"])
+@pytest.mark.parametrize("kinds", [None, ["mamba", "conv"], ["linear_attention"] * 2, "all"])
 def test_granite_needs_layers_that_attend(kinds: object) -> None:
-    with pytest.raises(ValueError, match="state-space layers"):
+    with pytest.raises(ValueError, match="layer_types"):
         read_model({**GRANITE, "layer_types": kinds})
+
+
+def test_older_names_of_kinds_are_read() -> None:
+    model = read_model({**GRANITE, "layer_types": ["mamba", "attention"], "mamba_n_heads": 8})
+    assert ([*model.states], [*model.attentions]) == ([0], [1])
 
 
 def test_granite_without_experts_has_the_roles_of_llama() -> None:

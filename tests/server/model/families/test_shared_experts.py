@@ -1,7 +1,8 @@
-"""Adapters on shared experts, dense layers beside experts, single experts and routers.
+"""Adapters on modules that PEFT wraps in no model: merging by hand is the oracle.
 
-PEFT takes the names of these modules for the experts' alone where transformers holds all experts in
-one tensor. Files of other trainers mean them: merging by hand is the oracle.
+It takes the names of shared experts, and of dense layers beside experts, for the experts' alone
+where transformers holds all experts in one tensor. Of Mamba's kin it refuses `out_proj`. Files of
+other trainers mean them.
 """
 
 import json
@@ -36,11 +37,20 @@ ROWS: dict[str, dict[int, tuple[str, ...]]] = {
     "qwen3.5-moe": {0: ("mlp.experts.6",), 1: ("mlp.shared_expert",)},
     "afmoe": {0: ("mlp",), 2: ("mlp.shared_experts", "mlp.experts.4")},
     "hunyuan-moe": {0: ("mlp.shared_mlp",), 1: ("mlp.shared_mlp", "mlp.experts.5")},
+    "lfm2-moe": {0: ("feed_forward",), 1: ("feed_forward.experts.2",)},
+    "nemotron-h-moe": {0: ("mixer.shared_experts", "mixer.experts.6")},
+    "nemotron-h": {0: ("mixer",)},
+    "falcon-h1": {0: ("mamba",), 2: ("mamba",)},
+    "granite-h": {2: ("mamba",)},
 }
-FEW = [
-    pytest.param(name, marks=[] if name == "glm4-moe-dense-first" else pytest.mark.exhaustive)
-    for name in ROWS
-]
+# Others than MLP.
+MODULES: dict[str, tuple[str, ...]] = {
+    "lfm2-moe": ("w1", "w3", "w2"),
+    "nemotron-h-moe": ("up_proj", "down_proj"),
+    **dict.fromkeys(("nemotron-h", "falcon-h1", "granite-h"), ("in_proj", "out_proj")),
+}
+ALWAYS = ("glm4-moe-dense-first", "nemotron-h")
+FEW = [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.exhaustive) for name in ROWS]
 
 
 def place(model: PreTrainedModel, layer: int, block: str, name: str) -> torch.Tensor:
@@ -50,10 +60,11 @@ def place(model: PreTrainedModel, layer: int, block: str, name: str) -> torch.Te
     if f"{stem}.{name}.weight" in weights:
         return weights[f"{stem}.{name}.weight"]
     experts, _, expert = stem.rpartition(".")
-    if name == "down_proj":
-        return weights[f"{experts}.down_proj"][int(expert)]
+    stacked = f"{experts}.{'down_proj' if name == 'w2' else name}"
+    if stacked in weights:
+        return weights[stacked][int(expert)]
     gate, up = weights[f"{experts}.gate_up_proj"][int(expert)].chunk(2)
-    return gate if name == "gate_proj" else up
+    return gate if name in ("gate_proj", "w1") else up
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor], targets: list[str]) -> Path:
@@ -77,9 +88,9 @@ def test_merged_by_hand(name: str, tmp_path: Path) -> None:
         f"model.layers.{layer}.{block}.{module}": place(merged, layer, block, module)
         for layer, blocks in ROWS[name].items()
         for block in blocks
-        for module in MLP
+        for module in MODULES.get(name, MLP)
     }
-    assert_merged(name, merged, weights, [*MLP], tmp_path)
+    assert_merged(name, merged, weights, [*MODULES.get(name, MLP)], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +110,7 @@ def test_routers_and_gates_by_their_names_as_linear_modules(
     """As transformers 4 has routers. own: the name that transformers has now."""
     merged = make_model(name)
     weights = dict(merged.named_parameters())
-    changed = {
+    changed: dict[str, torch.Tensor] = {
         f"model.layers.{layer}.{path}": weights[f"model.layers.{layer}.{own}.weight"]
         for layer in range(3)
         if f"model.layers.{layer}.{own}.weight" in weights

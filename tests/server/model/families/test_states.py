@@ -39,7 +39,7 @@ CONFIG: dict[str, Any] = {
 
 
 # Rows of parity's table, of which an ordinary run tries the first.
-ROWS = ("qwen3.5", "lfm2")
+ROWS = ("qwen3.5", "lfm2", "granite-h", "falcon-h1", "nemotron-h")
 
 
 @pytest.fixture(
@@ -130,7 +130,12 @@ def test_a_long_answer(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "path"), [("qwen3.5", "linear_attn.conv1d"), ("lfm2", "conv.conv")]
+    ("row", "path"),
+    [
+        ("qwen3.5", "linear_attn.conv1d"),
+        ("lfm2", "conv.conv"),
+        ("granite-h", "mamba.conv1d"),
+    ],
 )
 def test_an_adapter_on_the_convolution_is_refused_by_name(row: str, path: str) -> None:
     """PEFT itself wants as many ranks as channels."""
@@ -146,6 +151,21 @@ LFM2: dict[str, Any] = {
     "model_type": "lfm2",
     "architectures": ["Lfm2ForCausalLM"],
     "layer_types": ["conv", FULL],
+}
+NEMOTRON: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "nemotron_h",
+    "architectures": ["NemotronHForCausalLM"],
+    "layers_block_type": [LINEAR, FULL],
+    "num_key_value_heads": 2,
+}
+FALCON = {**LLAMA, "model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"]}
+BAMBA: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "bamba",
+    "architectures": ["BambaForCausalLM"],
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
 }
 LFM2_MOE = {**LFM2, "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"]}
 
@@ -167,6 +187,19 @@ LFM2_MOE = {**LFM2, "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausa
         (LFM2, {"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs must be a list"),
         (LFM2_MOE, {"num_dense_layers": -1}, "num_dense_layers must be a number of layers"),
         (LFM2_MOE, {"layer_types": None}, "layer_types must say conv or full_attention"),
+        (BAMBA, {"attn_layer_indices": None}, "without layers that attend"),
+        (BAMBA, {"mamba_d_head": 3}, "8 mamba_n_heads of mamba_d_head 3 are not"),
+        (BAMBA, {"mamba_n_groups": 3}, "8 heads of Mamba do not divide among 3 groups"),
+        (BAMBA, {"mamba_d_conv": 1}, "the convolution of Mamba must have at least 2"),
+        (BAMBA, {"hidden_act": "gelu"}, "hidden_act must be"),
+        (BAMBA, {"time_step_limit": 3}, "time_step_limit must be two numbers"),
+        (NEMOTRON, {"layers_block_type": [LINEAR, "mlp"]}, "without layers that attend"),
+        (NEMOTRON, {"layers_block_type": [FULL, "conv"]}, "layers_block_type must list"),
+        (NEMOTRON, {"layers_block_type": ["moe", FULL], "moe_latent_size": 8}, "moe_latent_size"),
+        (NEMOTRON, {"mamba_hidden_act": "gelu"}, "mamba_hidden_act must be"),
+        (FALCON, {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 numbers"),
+        (FALCON, {"mamba_proj_bias": True, "ssm_in_multiplier": 2.0}, "mamba_proj_bias beside"),
+        (FALCON, {"attention_bias": True, "attention_in_multiplier": 2.0}, "attention_bias beside"),
     ],
 )
 def test_what_is_not_computed_is_refused(
@@ -174,6 +207,22 @@ def test_what_is_not_computed_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         read_model({**config, **changes})
+
+
+def test_a_pattern_of_letters_is_read() -> None:
+    config = {key: value for key, value in NEMOTRON.items() if key != "layers_block_type"}
+    model = read_model({**config, "hybrid_override_pattern": "M-*EM"})
+    assert ([*model.states], [*model.attentions], model.num_layers) == ([0, 4], [2], 5)
+
+
+def test_groups_are_repeated_where_devices_are_more() -> None:
+    """Devices that repeat the one group norm together; of several each norms its own."""
+    wide = {"num_attention_heads": 8, "num_key_value_heads": 8, "mamba_n_heads": 8}
+    counts = {
+        groups: shard_counts(read_model({**BAMBA, **wide, "mamba_n_groups": groups}))
+        for groups in (1, 2, 8)
+    }
+    assert counts == {1: (1, 2, 4, 8), 2: (1, 2), 8: (1, 2, 4, 8)}
 
 
 def test_every_fourth_layer_attends_where_nothing_is_said() -> None:

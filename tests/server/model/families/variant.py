@@ -26,9 +26,11 @@ def no_others() -> Mapping[str, LoraConfig]:
     return {}
 
 
-def on_experts(block: str = "mlp", router: str = "gate") -> Mapping[str, LoraConfig]:
+def on_experts(
+    block: str = "mlp", router: str = "gate", up: str = "gate_up_proj"
+) -> Mapping[str, LoraConfig]:
     """PEFT wants the same tensors in all adapters of a model, and no name that a module has."""
-    tensors = [f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj"]
+    tensors = [f"{block}.experts.{up}", f"{block}.experts.down_proj"]
     tensors.append(f"{block}.{router}.weight")
     return {
         "sparse": LoraConfig(r=3, lora_alpha=5, target_modules=[], target_parameters=tensors),
@@ -38,8 +40,8 @@ def on_experts(block: str = "mlp", router: str = "gate") -> Mapping[str, LoraCon
             use_rslora=True,
             target_modules=["q_proj", "o_proj"],
             target_parameters=tensors,
-            rank_pattern={"experts.down_proj": 2, r"layers\.0\..*gate_up_proj": 1},
-            alpha_pattern={r"layers\.2\..*gate_up_proj": 7},
+            rank_pattern={"experts.down_proj": 2, rf"layers\.0\..*{up}": 1},
+            alpha_pattern={rf"layers\.2\..*{up}": 7},
         ),
     }
 

@@ -56,6 +56,7 @@ SKIPPING: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         tuple(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")),
     ),
     "lfm2": ({"block_multiple_of": 32}, ("conv.in_proj", "conv.out_proj")),
+    "granite-h": ({"mamba_d_state": 16}, ("mamba.in_proj", "mamba.out_proj")),
 }
 GATES = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
 

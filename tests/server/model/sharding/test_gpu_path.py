@@ -44,6 +44,8 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
     },
     ("lfm2", "fa3"): {"hidden_size": 64, "layer_types": ["conv", "full_attention"]},
+    ("granite-h", "fa3"): {"hidden_size": 64, "layer_types": ["linear_attention", "attention"]},
+    ("falcon-h1", "fa3"): {"hidden_size": 64},
     ("phi3", "fa3"): {"hidden_size": 64},
 }
 ALWAYS = {("llama3", "fa3")}

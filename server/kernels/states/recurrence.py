@@ -1,17 +1,18 @@
-"""The gated delta rule (arXiv 2412.06464) with a state for each row.
+"""The gated delta rule (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060): each row has a state.
 
-A slice of one token takes one step. A slice of several is computed in chunks: within one the rule
-is a triangular system, which is solved beside the state (the WY form, arXiv 2406.06484), and the
-state goes from chunk to chunk. Each state is read once and written once.
+A slice of one token takes one step. A slice of several is computed in chunks, and the state goes
+from chunk to chunk. Within one the delta rule is a triangular system, which is solved beside the
+state (the WY form, arXiv 2406.06484). Each state is read once and written once.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import dot_precision
+from loraplex.server.kernels.states.operands import StateGates, StateHeads
 from loraplex.server.kernels.states.slices import Runs, Slices, slice_of, walked
 
 # Tokens of a chunk. A row of its system's inverse is as wide.
@@ -20,31 +21,14 @@ CHUNK = 32
 _VALUES = 32
 # Of tensor cores.
 _LEAST = 16
-
-
-class DeltaHeads(NamedTuple):
-    """Sizes of a layer. values: heads, a multiple of `keys`."""
-
-    keys: int
-    values: int
-    key_dim: int
-    value_dim: int
-
-
-class DeltaGates(NamedTuple):
-    """Where betas and decays come from. product: `[tokens, 2 values]`, contiguous. columns: int32
-    `[2 values]`, which of them are b of each head, then a. decay, bias: float32 `[values]`."""
-
-    product: torch.Tensor
-    columns: torch.Tensor
-    decay: torch.Tensor
-    bias: torch.Tensor
+_MOST = float(torch.finfo(torch.float32).max)
 
 
 def delta_rule(
     qkv: torch.Tensor,
-    heads: DeltaHeads,
-    gates: DeltaGates,
+    heads: StateHeads,
+    product: torch.Tensor,
+    gates: StateGates,
     state: torch.Tensor,
     slices: Slices,
     out: torch.Tensor,
@@ -52,21 +36,59 @@ def delta_rule(
 ) -> None:
     """Move the states S of slices on by their tokens, and read them, in float32:
 
-    `S = S * exp(decay * softplus(a + bias))`, `S = S + k (beta * (v - S^T k))^T`, `out = S^T q`,
-    where beta is `sigmoid(b)`, k and q have length 1, and q is divided by the root of its size.
+    `S = S * exp(decay * dt)`, `S = S + k (beta * (v - S^T k))^T`, `out = S^T q`, where k and q have
+    length 1, and q is divided by the root of its size. Gates give dt and beta.
 
-    qkv: `[tokens, channels]`, contiguous: q and k of each key head, v of each head. state: float32
-    `[rows + 1, values, key_dim, value_dim]`; taken as zeros where a slice begins a sequence; the
-    last row is left alone. out: `[tokens, values * value_dim]`, zeros for the last row. Products of
-    chunks round to TF32 where qkv is of 16 bits. Raises ValueError on a mismatch.
+    qkv: `[tokens, channels]`, contiguous: q and k of each key head, v of each head. product:
+    `[tokens, features]`, contiguous, which has the inputs of gates. state: float32 `[rows + 1,
+    values, key_dim, value_dim]`; taken as zeros where a slice begins a sequence; the last row is
+    left alone. out: `[tokens, values * value_dim]`, zeros for the last row. Products of chunks
+    round to TF32 where qkv is of 16 bits. Raises ValueError on a mismatch.
 
     A walk's state is that behind its replays and its first token. Its replays lie in qkv behind the
-    tokens, as `causal_conv` leaves them. kept: what `gates.product` was of them, `[rows * depth, 2
-    values]`.
+    tokens, as `causal_conv` leaves them. kept: what `product` was of them, `[rows * depth,
+    features]`.
     """
-    _check(qkv, heads, gates, state, out)
+    keys = heads.keys * heads.key_dim
+    products = product, product if kept is None else kept
+    _recur(qkv, (0, keys, 2 * keys), heads, products, gates, state, slices, out)
+
+
+def state_space(
+    xbc: torch.Tensor,
+    heads: StateHeads,
+    product: torch.Tensor,
+    gates: StateGates,
+    state: torch.Tensor,
+    slices: Slices,
+    out: torch.Tensor,
+    kept: torch.Tensor | None = None,
+) -> None:
+    """As `delta_rule`, for `S = S * exp(decay * dt) + B (dt * x)^T`, `out = S^T C + skip * x`.
+
+    xbc: `[tokens, channels]`, contiguous: x of each head, B and C of each key head.
+    """
+    inner, keys = heads.values * heads.value_dim, heads.keys * heads.key_dim
+    products = product, product if kept is None else kept
+    _recur(xbc, (inner + keys, inner, 0), heads, products, gates, state, slices, out)
+
+
+def _recur(
+    qkv: torch.Tensor,
+    places: tuple[int, int, int],
+    heads: StateHeads,
+    products: tuple[torch.Tensor, torch.Tensor],
+    gates: StateGates,
+    state: torch.Tensor,
+    slices: Slices,
+    out: torch.Tensor,
+) -> None:
+    """Compute either rule. places: of q, k and v in `qkv`. products: of tokens and of replays."""
+    product, past = products
+    _check(qkv, heads, product, gates, state, out)
     if not slices.num_slices:
         return
+    low, high = gates.limits
     sizes = {
         "SCRATCH": len(state) - 1,
         "KEYS": heads.keys,
@@ -74,40 +96,48 @@ def delta_rule(
         "KEY_DIM": heads.key_dim,
         "VALUE_DIM": heads.value_dim,
         "KEY_BLOCK": max(_LEAST, triton.next_power_of_2(heads.key_dim)),
+        "CHANNELS": qkv.shape[1],
+        **dict(zip(("Q", "K", "V"), places, strict=True)),
+        "GATES": product.shape[1],
+        "FACTOR": gates.factor,
+        "LOW": low,
+        "HIGH": min(high, _MOST),
+        "DELTA": gates.skip is None,
     }
+    skip = gates.decay if gates.skip is None else gates.skip
+    of_gates = (product, gates.columns, gates.decay, gates.bias)
     block = max(_LEAST, min(_VALUES, triton.next_power_of_2(heads.value_dim)))
     grid = (slices.num_slices, heads.values * triton.cdiv(heads.value_dim, block))
     if not isinstance(slices, Runs):
         of_slices, depth = walked(slices)
-        given = (qkv, *gates, gates.product if kept is None else kept, state, *of_slices, len(out))
-        rule = {"BLOCK": block, "DEPTH": depth}
-        _step_kernel[grid](*given, out, **sizes, **rule, num_warps=4)
+        inputs = (qkv, *of_gates, skip, past, state, *of_slices, len(out), out)
+        _step_kernel[grid](*inputs, **sizes, BLOCK=block, DEPTH=depth, num_warps=4)
         return
-    table, count = slices.table, slices.num_slices
-    inverse = torch.empty(len(out), heads.values, CHUNK, dtype=torch.float32, device=qkv.device)
+    inverse = gates.decay
     rule = {**sizes, "CHUNK": CHUNK, "PRECISION": dot_precision(qkv.dtype)}
-    _invert(qkv, gates, slices, inverse, rule)
-    context = (qkv, *gates, inverse, state, table, count, out)
+    if gates.skip is None:
+        inverse = _inverse(qkv, of_gates, slices, rule)
+    context = (qkv, *of_gates, skip, inverse, state, slices.table, slices.num_slices, out)
     _chunks_kernel[grid](*context, **rule, BLOCK=block, num_warps=4)
 
 
-def _invert(
-    qkv: torch.Tensor,
-    gates: DeltaGates,
-    slices: Runs,
-    inverse: torch.Tensor,
-    rule: dict[str, Any],
-) -> None:
-    """Invert the system of each chunk and head. inverse: float32 `[tokens, values, CHUNK]`."""
+def _inverse(
+    qkv: torch.Tensor, of_gates: tuple[torch.Tensor, ...], slices: Runs, rule: dict[str, Any]
+) -> torch.Tensor:
+    """The inverse of the system of each chunk and head: float32 `[tokens, values, CHUNK]`."""
+    shape = len(of_gates[0]), rule["VALUES"], CHUNK
+    inverse = torch.empty(shape, dtype=torch.float32, device=qkv.device)
     grid = (slices.num_slices, triton.cdiv(slices.longest, CHUNK), rule["VALUES"])
-    context = (qkv, *gates, inverse, slices.table, slices.num_slices)
+    context = (qkv, *of_gates, inverse, slices.table, slices.num_slices)
     _inverse_kernel[grid](*context, **rule, num_warps=1)
+    return inverse
 
 
 def _check(
     qkv: torch.Tensor,
-    heads: DeltaHeads,
-    gates: DeltaGates,
+    heads: StateHeads,
+    product: torch.Tensor,
+    gates: StateGates,
     state: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
@@ -118,18 +148,21 @@ def _check(
         raise ValueError(f"the state must be float32 [rows, {values}, {key_dim}, {value_dim}]")
     if qkv.shape[1] != 2 * keys * key_dim + values * value_dim:
         raise ValueError(f"q, k and v have {qkv.shape[1]} features in all")
-    tokens, features = gates.product.shape
-    if tokens > len(qkv) or features != 2 * values or gates.columns.dtype != torch.int32:
-        raise ValueError(f"gates must be [{len(qkv)}, {2 * values}], their columns int32")
+    tokens, inputs = len(product), values * (2 if gates.skip is None else 1)
+    if tokens > len(qkv) or gates.columns.dtype != torch.int32:
+        raise ValueError(f"gates must be of {len(qkv)} tokens, their columns int32")
     if out.shape != (tokens, values * value_dim):
         raise ValueError(f"the output must be [{tokens}, {values * value_dim}]")
-    if not all(each.is_contiguous() for each in (qkv, *gates, state, out)):
+    if len(gates.columns) != inputs or not len(gates.decay) == len(gates.bias) == values:
+        raise ValueError(f"gates must have {inputs} columns, and numbers of {values} heads")
+    given = [qkv, product, gates.columns, gates.decay, gates.bias, state, out]
+    if not all(each.is_contiguous() for each in given):
         raise ValueError("inputs, gates, state and output must be contiguous")
 
 
 @triton.jit
 def _gates_of(
-    gates_ptr: tl.tensor,
+    product_ptr: tl.tensor,
     columns_ptr: tl.tensor,
     decay_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -137,16 +170,29 @@ def _gates_of(
     head: tl.tensor,
     inside: tl.tensor,
     VALUES: tl.constexpr,
+    GATES: tl.constexpr,
+    FACTOR: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    DELTA: tl.constexpr,
 ) -> Any:
-    """The logarithm of the decay, and beta, of a head at tokens; zeros where not inside."""
-    place = gates_ptr + token * (2 * VALUES)
-    b = tl.load(place + tl.load(columns_ptr + head), mask=inside, other=0.0).to(tl.float32)
-    a = tl.load(place + tl.load(columns_ptr + VALUES + head), mask=inside, other=0.0)
-    a = a.to(tl.float32) + tl.load(bias_ptr + head)
-    # softplus, which is its argument where that is large
-    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-    decay = tl.where(inside, tl.load(decay_ptr + head) * soft, 0.0)
-    return decay, tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
+    """The logarithm of what stays of a head's state at tokens, and how much is written; zeros where
+    not inside."""
+    place = product_ptr + token * GATES
+    column = tl.load(columns_ptr + (VALUES if DELTA else 0) + head)
+    a = tl.load(place + column, mask=inside, other=0.0).to(tl.float32)
+    a = a * FACTOR + tl.load(bias_ptr + head)
+    # log(1 + u) to the last bit, where 1 + u is rounded (Kahan)
+    u = tl.exp(-tl.abs(a))
+    rounded = 1.0 + u
+    near = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
+    soft = tl.maximum(a, 0.0) + tl.where(rounded == 1.0, u, tl.log(rounded) * (u / near))
+    dt = tl.minimum(tl.maximum(soft, LOW), HIGH)
+    decay = tl.where(inside, tl.load(decay_ptr + head) * dt, 0.0)
+    if DELTA:
+        b = tl.load(place + tl.load(columns_ptr + head), mask=inside, other=0.0).to(tl.float32)
+        dt = 1.0 / (1.0 + tl.exp(-b))
+    return decay, tl.where(inside, dt, 0.0)
 
 
 @triton.jit
@@ -158,10 +204,11 @@ def _unit(x: tl.tensor) -> Any:
 @triton.jit(do_not_specialize=["total"])
 def _step_kernel(
     qkv_ptr: tl.tensor,
-    gates_ptr: tl.tensor,
+    product_ptr: tl.tensor,
     columns_ptr: tl.tensor,
     decay_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    skip_ptr: tl.tensor,
     past_ptr: tl.tensor,
     state_ptr: tl.tensor,
     rows_ptr: tl.tensor,
@@ -176,12 +223,20 @@ def _step_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    GATES: tl.constexpr,
+    FACTOR: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> None:
     """A walk of a row, or its one token, for some features of one head's values."""
     TILES: tl.constexpr = (VALUE_DIM + BLOCK - 1) // BLOCK
-    CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     first = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + first).to(tl.int64)
     head = tl.program_id(1) // TILES
@@ -208,24 +263,31 @@ def _step_kernel(
     state = tl.load(place, mask=has & (begins != 0), other=0.0)
     for step in range(steps):
         token = first + step - replays
-        line, product_ptr = token, gates_ptr + token * (2 * VALUES)
+        line, of_token = token, product_ptr + token * GATES
         if DEPTH > 0:
             line = tl.where(step < replays, total + first * DEPTH + step, token)
-            past = past_ptr + (row * DEPTH + step) * (2 * VALUES)
-            product_ptr = tl.where(step < replays, past, product_ptr)
-        q_ptr = qkv_ptr + line * CHANNELS + head // (VALUES // KEYS) * KEY_DIM + of_key
-        q = tl.load(q_ptr, mask=has_key, other=0.0).to(tl.float32)
-        k = tl.load(q_ptr + KEYS * KEY_DIM, mask=has_key, other=0.0).to(tl.float32)
-        v_ptr = qkv_ptr + line * CHANNELS + 2 * KEYS * KEY_DIM + head * VALUE_DIM + of_value
+            past = past_ptr + (row * DEPTH + step) * GATES
+            of_token = tl.where(step < replays, past, of_token)
+        key_ptr = qkv_ptr + line * CHANNELS + head // (VALUES // KEYS) * KEY_DIM + of_key
+        q = tl.load(key_ptr + Q, mask=has_key, other=0.0).to(tl.float32)
+        k = tl.load(key_ptr + K, mask=has_key, other=0.0).to(tl.float32)
+        v_ptr = qkv_ptr + line * CHANNELS + V + head * VALUE_DIM + of_value
         v = tl.load(v_ptr, mask=has_value, other=0.0).to(tl.float32)
-        k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
-        q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * KEY_DIM**-0.5
-        gates = (product_ptr, columns_ptr, decay_ptr, bias_ptr)
-        decay, beta = _gates_of(*gates, step * 0, head, step >= 0, VALUES)
+        gates = (of_token, columns_ptr, decay_ptr, bias_ptr)
+        decay, taken = _gates_of(
+            *gates, step * 0, head, step >= 0, VALUES, GATES, FACTOR, LOW, HIGH, DELTA
+        )
         state *= tl.exp(decay)
-        news = (v - tl.sum(state * k[:, None], 0)) * beta
+        news = v * taken
+        if DELTA:
+            k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
+            q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * KEY_DIM**-0.5
+            news -= tl.sum(state * k[:, None], 0) * taken
         state += k[:, None] * news[None, :]
-        found = tl.sum(state * q[:, None], 0).to(out_ptr.dtype.element_ty)
+        found = tl.sum(state * q[:, None], 0)
+        if not DELTA:
+            found += tl.load(skip_ptr + head) * v
+        found = found.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + token * (VALUES * VALUE_DIM), found, mask=has_value & (step >= replays))
         tl.store(place, state, mask=has & (step == replays))
 
@@ -233,7 +295,7 @@ def _step_kernel(
 @triton.jit(do_not_specialize=["count"])
 def _inverse_kernel(
     qkv_ptr: tl.tensor,
-    gates_ptr: tl.tensor,
+    product_ptr: tl.tensor,
     columns_ptr: tl.tensor,
     decay_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -246,12 +308,20 @@ def _inverse_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    GATES: tl.constexpr,
+    FACTOR: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    DELTA: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Invert I + A for one chunk and head, row by row. `A[i, j]` is `beta_i (k_i . k_j) exp(D_i -
     D_j)` for j < i and else 0; D is the sum of the decays' logarithms up to a token."""
-    CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     row, begin, tokens, _ = slice_of(table_ptr, count)
     first, head = tl.program_id(1) * CHUNK, tl.program_id(2)
     if (row == SCRATCH) | (first >= tokens):
@@ -259,12 +329,12 @@ def _inverse_kernel(
     place, of_key = tl.arange(0, CHUNK), tl.arange(0, KEY_BLOCK)
     inside = first + place < tokens
     token = begin + first + place
-    k_ptr = qkv_ptr + KEYS * KEY_DIM + head // (VALUES // KEYS) * KEY_DIM
+    k_ptr = qkv_ptr + K + head // (VALUES // KEYS) * KEY_DIM
     at = token[:, None] * CHANNELS + of_key[None, :]
     has = inside[:, None] & (of_key < KEY_DIM)[None, :]
     k = _unit(tl.load(k_ptr + at, mask=has, other=0.0).to(tl.float32))
-    gates = (gates_ptr, columns_ptr, decay_ptr, bias_ptr)
-    decay, beta = _gates_of(*gates, token, head, inside, VALUES)
+    gates = (product_ptr, columns_ptr, decay_ptr, bias_ptr)
+    decay, beta = _gates_of(*gates, token, head, inside, VALUES, GATES, FACTOR, LOW, HIGH, DELTA)
     decayed = tl.cumsum(decay, 0)
     before = place[:, None] > place[None, :]
     faded = tl.exp(tl.where(before, decayed[:, None] - decayed[None, :], -float("inf")))
@@ -281,10 +351,11 @@ def _inverse_kernel(
 @triton.jit(do_not_specialize=["count"])
 def _chunks_kernel(
     qkv_ptr: tl.tensor,
-    gates_ptr: tl.tensor,
+    product_ptr: tl.tensor,
     columns_ptr: tl.tensor,
     decay_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    skip_ptr: tl.tensor,
     inverse_ptr: tl.tensor,
     state_ptr: tl.tensor,
     table_ptr: tl.tensor,
@@ -296,13 +367,21 @@ def _chunks_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    GATES: tl.constexpr,
+    FACTOR: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    DELTA: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """All chunks of a slice, one after the other, for some features of one head's values."""
     TILES: tl.constexpr = (VALUE_DIM + BLOCK - 1) // BLOCK
-    CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     row, begin, tokens, position = slice_of(table_ptr, count)
     head = tl.program_id(1) // TILES
     place, of_key = tl.arange(0, CHUNK), tl.arange(0, KEY_BLOCK)
@@ -312,34 +391,41 @@ def _chunks_kernel(
     kept_ptr = state_ptr + (row * VALUES + head) * (KEY_DIM * VALUE_DIM) + of_state
     has = (of_key < KEY_DIM)[:, None] & has_value & (row != SCRATCH)
     state = tl.load(kept_ptr, mask=has & (position > 0), other=0.0)
-    gates = (gates_ptr, columns_ptr, decay_ptr, bias_ptr)
+    gates = (product_ptr, columns_ptr, decay_ptr, bias_ptr)
     for first in range(0, tokens, CHUNK):
         inside = (first + place < tokens) & (row != SCRATCH)
         token = begin + first + place
-        q_ptr = qkv_ptr + head // (VALUES // KEYS) * KEY_DIM + token[:, None] * CHANNELS
-        q_ptr += of_key[None, :]
+        key_ptr = qkv_ptr + head // (VALUES // KEYS) * KEY_DIM + token[:, None] * CHANNELS
+        key_ptr += of_key[None, :]
         taken = inside[:, None] & has_key
-        q = _unit(tl.load(q_ptr, mask=taken, other=0.0).to(tl.float32)) * KEY_DIM**-0.5
-        k = tl.load(q_ptr + KEYS * KEY_DIM, mask=taken, other=0.0)
-        k = _unit(k.to(tl.float32))
-        v_ptr = qkv_ptr + 2 * KEYS * KEY_DIM + head * VALUE_DIM + token[:, None] * CHANNELS
+        q = tl.load(key_ptr + Q, mask=taken, other=0.0).to(tl.float32)
+        k = tl.load(key_ptr + K, mask=taken, other=0.0).to(tl.float32)
+        v_ptr = qkv_ptr + V + head * VALUE_DIM + token[:, None] * CHANNELS
         given = inside[:, None] & has_value
         v = tl.load(v_ptr + of_value[None, :], mask=given, other=0.0).to(tl.float32)
-        decay, beta = _gates_of(*gates, token, head, inside, VALUES)
+        decay, written = _gates_of(
+            *gates, token, head, inside, VALUES, GATES, FACTOR, LOW, HIGH, DELTA
+        )
         decayed, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
-        where = (token[:, None] * VALUES + head) * CHUNK + place[None, :]
-        inverse = tl.load(inverse_ptr + where, mask=inside[:, None], other=0.0)
         faded = tl.exp(decayed)[:, None]
-        known = tl.dot(k, state, input_precision=PRECISION) * faded
-        news = tl.dot(inverse, (v - known) * beta[:, None], input_precision=PRECISION)
+        news = v * written[:, None]
+        if DELTA:
+            q, k = _unit(q) * KEY_DIM**-0.5, _unit(k)
+            where = (token[:, None] * VALUES + head) * CHUNK + place[None, :]
+            inverse = tl.load(inverse_ptr + where, mask=inside[:, None], other=0.0)
+            known = tl.dot(k, state, input_precision=PRECISION) * faded
+            news -= known * written[:, None]
+            news = tl.dot(inverse, news, input_precision=PRECISION)
         seen = place[:, None] >= place[None, :]
         since = tl.exp(tl.where(seen, decayed[:, None] - decayed[None, :], -float("inf")))
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * since
         found = tl.dot(q, state, input_precision=PRECISION) * faded
         found += tl.dot(scores, news, input_precision=PRECISION)
+        if not DELTA:
+            found += tl.load(skip_ptr + head) * v
         at = token[:, None] * (VALUES * VALUE_DIM) + head * VALUE_DIM + of_value[None, :]
-        written = (first + place < tokens)[:, None] & has_value
-        tl.store(out_ptr + at, found.to(out_ptr.dtype.element_ty), mask=written)
+        stored = (first + place < tokens)[:, None] & has_value
+        tl.store(out_ptr + at, found.to(out_ptr.dtype.element_ty), mask=stored)
         left = k * tl.exp(whole - decayed)[:, None]
         state = state * tl.exp(whole) + tl.dot(tl.trans(left), news, input_precision=PRECISION)
     tl.store(kept_ptr, state, mask=has)

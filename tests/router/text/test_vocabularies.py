@@ -215,7 +215,7 @@ def check_stops(name: str, seed: int, count: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_ids_in_any_cuts(name: str) -> None:
-    check_any_ids(name, seed=1, count=60)
+    check_any_ids(name, seed=1, count=150)
 
 
 @pytest.mark.parametrize("name", NAMES)

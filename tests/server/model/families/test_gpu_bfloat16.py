@@ -18,6 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {},
     "gemma3": {},
+    "gemma4": {"global_head_dim": 128},
     "glm4": {},
     "gpt-oss": {},
     "granite": {},

@@ -118,6 +118,14 @@ def test_routers_and_gates_by_their_names_as_linear_modules(
     assert_merged(name, merged, changed, [path], tmp_path)
 
 
+def test_modules_by_the_names_of_nemotrons_own_code(tmp_path: Path) -> None:
+    merged, modules = make_model("nemotron-h"), MODULES["nemotron-h"]
+    weights = {
+        f"backbone.layers.0.mixer.{module}": place(merged, 0, "mixer", module) for module in modules
+    }
+    assert_merged("nemotron-h", merged, weights, [*modules], tmp_path)
+
+
 def assert_merged(
     name: str,
     merged: PreTrainedModel,

@@ -36,10 +36,10 @@ class Packed(NamedTuple):
 class Tried:
     """A base with two adapters. `made` gives engines of their own on one executor."""
 
-    def __init__(self, folder: Any, shards: int = 1, **changes: Any) -> None:
-        base = make_model("qwen3.5")
+    def __init__(self, folder: Any, row: str = "qwen3.5", shards: int = 1, **changes: Any) -> None:
+        base = make_model(row)
         save_model(base, folder)
-        zoo = zoo_of(VARIANTS["qwen3.5"])
+        zoo = zoo_of(VARIANTS[row])
         self.oracle = with_zoo(base, {name: zoo[name] for name in TWO})
         self.slabs = {name: Packed(*pack(self.oracle, name, shards=shards)) for name in TWO}
         self.names = {packed.layout.digest: name for name, packed in self.slabs.items()}
@@ -79,9 +79,18 @@ class Tried:
             self.check(engine, key, request)
 
 
-@pytest.fixture(scope="module")
-def tried(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tried]:
-    found = Tried(tmp_path_factory.mktemp("base"))
+# Whose single steps transformers computes as prompts: it limits time steps of the latter alone.
+OTHERS = ("lfm2", "granite-h", "falcon-h1")
+
+
+@pytest.fixture(
+    scope="module",
+    params=["qwen3.5", *(pytest.param(row, marks=pytest.mark.exhaustive) for row in OTHERS)],
+)
+def tried(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Tried]:
+    found = Tried(tmp_path_factory.mktemp("base"), request.param)
     yield found
     found.driver.close()
 

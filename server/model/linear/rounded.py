@@ -18,7 +18,9 @@ _MOST_GROUP = 1024
 # What the library takes: multiples of so many features, and in blocks of so many rows and columns
 # of so many tokens. It reads scales of blocks in rows of multiples of four, whatever it is given.
 _ALIGNED, _BLOCKS, _SCALES = 16, (128, 128), 4
+# For products of any number of rows that the library has not: FP8 of odd shapes, and int8.
 _OF_ODD_SHAPES = PackedConfig(64, 128, 4, 4, programmatic_launch=False)
+_OF_INT8 = PackedConfig(128, 128, 8, 3, programmatic_launch=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +115,8 @@ class RoundedLinear:
             return self._of_library(x, matrix, out)
         from loraplex.server.kernels.linear.rounded_product import rounded_product
 
-        ours = way if isinstance(way, PackedConfig) else _OF_ODD_SHAPES
+        ours = _OF_ODD_SHAPES if self.form.dtype == FP8 else _OF_INT8
+        ours = way if isinstance(way, PackedConfig) else ours
         rounded_product(x, matrix, self.bias, out, ours)
         return out
 

@@ -21,6 +21,7 @@ from loraplex.server.model.lora.own_rows import (
     widened,
 )
 from loraplex.server.model.lora.sites import BranchSites, Site
+from loraplex.server.model.ops.experts_torch import run_experts
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.pointwise import (
     activated,
@@ -41,110 +42,12 @@ from loraplex.server.model.spec.model_spec import (
     PositionScale,
     RopeSpec,
 )
-from loraplex.server.model.spec.moe_spec import (
-    SWIGLU_ALPHA,
-    SWIGLU_LIMIT,
-    ExpertActivation,
-    MoeSpec,
-)
 from loraplex.server.model.state_weights import StateWeights
 from loraplex.server.model.weights import LayerNorm, Norm, RmsNorm
 
 Masks = dict[int | None, torch.Tensor | None]
 # A rotation of heads of one size.
 Turn = tuple[RopeSpec, int]
-
-
-def run_experts(
-    x: torch.Tensor, weights: MoeWeights, lora: LoraBatch | None, sites: BranchSites
-) -> torch.Tensor:
-    """Route tokens to experts and compute these, with LoRA, as `Ops.moe` says."""
-    of_router, of_gate_up, of_down = sites
-    chosen, shares = routed(x, weights, lora, of_router)
-    results = x.new_empty(*chosen.shape, weights.down.out_features)
-    for expert in chosen.unique().tolist():
-        rows, places = (chosen == expert).nonzero(as_tuple=True)
-        inputs = x[rows]
-        gate_up = weights.gate_up.run(expert, inputs)
-        if lora is not None:
-            lora.add_expert(of_gate_up, expert, rows, inputs, gate_up)
-        inner = _activated(gate_up, weights.spec.activation)
-        found = weights.down.run(expert, inner)
-        if lora is not None:
-            lora.add_expert(of_down, expert, rows, inner, found)
-        results[rows, places] = found
-    return (results * shares.unsqueeze(-1)).sum(1).to(x.dtype)
-
-
-def _activated(gate_up: torch.Tensor, activation: ExpertActivation) -> torch.Tensor:
-    """Apply the gated activation: `[rows, 2 n]`, gate first -> `[rows, n]`; or without gate."""
-    if activation == "relu2":
-        return activated(gate_up, "relu2")
-    gate, up = gate_up.chunk(2, dim=-1)
-    if activation == "silu":
-        return functional.silu(gate) * up
-    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
-
-
-def routed(
-    x: torch.Tensor, weights: MoeWeights, lora: LoraBatch | None, site: Site
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose each token's experts. x: `[tokens, hidden]` -> each token's experts, int64 `[tokens,
-    top_k]`, and their weights, the largest first. site: of the router.
-    """
-    spec, router = weights.spec, weights.router
-    if spec.wide_router:
-        logits = functional.linear(x.float(), router.weight.float())
-    else:
-        logits = router.run(x)
-    if lora is not None:
-        lora.add(site, x, logits)
-    if spec.rule == "top_k_softmax":
-        largest = logits.topk(spec.top_k)
-        return largest.indices, largest.values.softmax(-1)
-    if spec.rule == "sparse_mixer":
-        return _mixed(logits, spec)
-    wide = logits.float()
-    scores = wide.sigmoid() if spec.rule.startswith("sigmoid") else wide.softmax(-1)
-    chosen = _choose(scores, weights).topk(spec.top_k).indices
-    shares = scores.gather(-1, chosen)
-    if spec.rule.endswith("normed"):
-        summed = shares.sum(-1, keepdim=True).clamp(min=spec.norm_floor)
-        shares = shares / (summed + spec.norm_added)
-    if spec.factor != 1.0:
-        shares = shares * spec.factor
-    return chosen, shares if spec.wide_weights else shares.to(x.dtype)
-
-
-def _mixed(logits: torch.Tensor, spec: MoeSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose one expert after the other (SparseMixer, arXiv 2310.00811). Returns what `routed`
-    does.
-    """
-    chosen, shares, left = [], [], logits
-    for _ in range(spec.top_k):
-        best = left.max(-1, keepdim=True)
-        is_far = (best.values - logits) / logits.abs().clamp(min=best.values) > spec.margin
-        near = left.masked_fill(is_far, -torch.inf).softmax(-1)
-        chosen.append(best.indices)
-        shares.append(near.gather(-1, best.indices))
-        left = left.scatter(-1, best.indices, -torch.inf)
-    return torch.cat(chosen, dim=-1), torch.cat(shares, dim=-1)
-
-
-def _choose(scores: torch.Tensor, weights: MoeWeights) -> torch.Tensor:
-    """Return the scores by which experts are chosen: corrected, and none of those whose group is
-    not among the best. scores: `[tokens, experts]` -> the same.
-    """
-    if weights.correction is not None:
-        scores = scores + weights.correction
-    count, best = weights.spec.groups
-    if count == best:
-        return scores
-    grouped = scores.unflatten(-1, (count, -1))
-    sums = grouped.topk(2).values.sum(-1)
-    kept = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, sums.topk(best).indices, True)
-    return torch.where(kept.unsqueeze(-1), grouped, -torch.inf).flatten(-2)
 
 
 @dataclass(frozen=True, slots=True)

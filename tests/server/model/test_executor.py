@@ -121,9 +121,9 @@ def test_only_what_gives_logits_goes_through_the_end_of_the_last_layer(
     decoder, rows = driver.executor._decoder, list[int]()
     gated: Any = decoder.ops.gated
 
-    def noted(gate_up: torch.Tensor, activation: Activation) -> Any:
+    def noted(gate_up: torch.Tensor, activation: Activation, factor: float) -> Any:
         rows.append(len(gate_up))
-        return gated(gate_up, activation)
+        return gated(gate_up, activation, factor)
 
     monkeypatch.setattr(decoder.ops, "gated", noted)
     sampling = SamplingParams(temperature=0.0, prompt_logprobs=prompt_logprobs)

@@ -471,6 +471,7 @@ def operator(keyed: Serving, api_key: str) -> Iterator[Operator]:
     operator.http.close()
 
 
+@pytest.mark.exhaustive
 def test_a_rollout_from_its_begin_to_its_end(operator: Operator, opener: Opener) -> None:
     """The page is open all the time, and is told by nobody but the router."""
     page = opener.open()

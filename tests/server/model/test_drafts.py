@@ -143,8 +143,8 @@ def test_rows_together(driver: Driver) -> None:
 @pytest.mark.parametrize(
     ("base", "names"),
     [
-        pytest.param("llama3", ["greedy", "cut", "bound hot"], id="in-graphs"),
         pytest.param("llama3", [*ROWS], marks=pytest.mark.exhaustive, id="all"),
+        # Its layers that attend have drafts as a model without states has.
         pytest.param("qwen3.5", ["scored", "cut", "bound hot"], id="states-in-graphs"),
         pytest.param("qwen3.5", [*ROWS], marks=pytest.mark.exhaustive, id="states-all"),
     ],

@@ -8,7 +8,7 @@ from tests.grids import beyond
 from tests.server.worker.churn import churn
 
 
-@pytest.mark.parametrize("operations", beyond(1, [1_200, 3_000]))
+@pytest.mark.parametrize("operations", beyond(1, [600, 3_000]))
 def test_no_token_is_wrong_and_nothing_is_lost_whatever_comes_and_goes(
     tmp_path: Path, operations: int
 ) -> None:

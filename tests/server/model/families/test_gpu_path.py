@@ -89,7 +89,6 @@ ALWAYS = {
     ("gemma4", "fa3"),
     ("gpt-oss", "fa3"),
     ("gpt2", "fa2"),
-    ("granite-hybrid", "fa3"),
     ("olmo2", "fa2"),
     ("nemotron-h", "fa3"),
     ("phi", "fa3"),

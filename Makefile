@@ -27,7 +27,7 @@ lint: setup-dev
 # earlier runs (tests/longest_first.py), else one process has nothing to do at the end. Tests of servers
 # wait for a quarter of their time: two cores have work for three processes.
 unit: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=25
 
 exhaustive: setup-dev $(CLIENTS)/.ready $(TRAINERS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels
 	$(BIN)/pytest -n 2 --dist load -m exhaustive --durations=25

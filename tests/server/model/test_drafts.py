@@ -160,7 +160,7 @@ def test_on_the_gpu_path(
     model = make_model(base, **SIZES if base == "llama3" else {})
     changes = {"max_running": 48, "max_draft": 5}
     with small_pair(model, adapters, folder, monkeypatch, **changes) as pair:
-        monkeypatch.setitem(globals(), "TOKENS", 8)
+        monkeypatch.setitem(globals(), "TOKENS", 5)
         check(pair.gpu, names)
         in_graphs = all(slot < 1 for _, slot, _ in (ROWS[name] for name in names))
         assert max(pair.graphs, default=0) > len(names) or not in_graphs
